@@ -4,15 +4,15 @@ Command:  python benchmarks/step_flops.py [--json FILE] [--only TEXT ...]
 Minutes:  about 5 on 2 cores
 Needs:    the extra gpu-compile for sm_90; without it only the CPU's programs are compiled
 Expected: 0.99 to 1.03 with none, about 1.33 with segment, for every module on both chips; for loops
-          of stages the same times their ticks over their microbatches: 1.5 for 2 of 2 stages, 1.125
-          for 8
+          of stages the same times their ticks over their turns: 1.5 for 2 microbatches of 2 stages,
+          1.125 for 8, 1.25 for 2 in two rounds
 
 Encoders whole and Qwen2.5-7B up to its last layer but one, so that backward is a task of its own;
 bfloat16 at full width and depth, one stage on one device, one microbatch. Then 26 of its layers in
-two stages on two devices, as many and 4 times as many microbatches as stages. FLOPs are those of
-the optimized programs, loops counted as often as they run. Needed are all products once and their
-gradients; where attention is a kernel, what a layer's own gradient has it compute, padding and
-scores made again included.
+two stages on two devices, as many and 4 times as many microbatches as stages, and 24 in two rounds
+through the stages. FLOPs are those of the optimized programs, loops counted as often as they run.
+Needed are all products once and their gradients; where attention is a kernel, what a layer's own
+gradient has it compute, padding and scores made again included.
 Residuals are what forward hands over to backward, temporaries the larger of the two programs'.
 """
 
@@ -55,7 +55,7 @@ CHIPS = {"cpu": "", "sm_90": "h100"}
 class Case:
     """A module of a published model at a number of rows, of `tokens` or its pieces' length; `cut`
     of its last layers are left out. It is a loop of `stages`, which `per_stage` microbatches each
-    keep full."""
+    go through in `rounds`."""
 
     name: str
     factory: str
@@ -66,6 +66,7 @@ class Case:
     cut: int = 0
     stages: int = 1
     per_stage: int = 1
+    rounds: int = 1
 
     @property
     def microbatches(self) -> int:
@@ -74,7 +75,8 @@ class Case:
     @property
     def ticks_over_needed(self) -> float:
         """What the loop takes over what its microbatches need."""
-        return (self.microbatches + self.stages - 1) / self.microbatches
+        turns = self.rounds * self.microbatches
+        return (turns + self.stages - 1) / turns
 
     @property
     def shape(self) -> Shape:
@@ -89,7 +91,7 @@ CASES = (
     Case("Whisper", "models.qwen2_audio:build", "qwen2-audio-7b", "audio", 2),
 )
 _LOOP = replace(CASES[2], name="Qwen2.5-7B loop", cut=2, stages=2)
-LOOPS = (_LOOP, replace(_LOOP, per_stage=4))
+LOOPS = (_LOOP, replace(_LOOP, per_stage=4), replace(_LOOP, cut=4, rounds=2))
 
 
 @cache
@@ -103,7 +105,15 @@ def make_segment(case: Case, remat: Remat, devices: Sequence[jax.Device]) -> Seg
     module = on_chip(model.modules[case.module], chip_of(devices[0]))
     last = not case.cut
     plan = SegmentPlan(
-        case.module, case.module, 0, module.n_layers - case.cut, "one", True, last, remat
+        case.module,
+        case.module,
+        0,
+        module.n_layers - case.cut,
+        "one",
+        True,
+        last,
+        remat,
+        rounds=case.rounds,
     )
     return Segment(
         plan,
@@ -158,6 +168,7 @@ def measure(case: Case, remat: Remat, devices: Sequence[jax.Device]) -> dict[str
         "recompute": remat,
         "stages": case.stages,
         "microbatches": case.microbatches,
+        "rounds": case.rounds,
         "ticks_over_needed": case.ticks_over_needed,
         "executed_over_needed": executed / needed,
         "residual_bytes": device_bytes(lowering.residual_structs(case.shape)),
@@ -195,14 +206,14 @@ def show(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Forward and backward of one group, by recompute policy")
     for name in ("module", "chip", "recompute"):
         table.add_column(name)
-    for name in ("stages", "microbatches", "done/needed", "residuals GiB", "temporaries GiB"):
+    for name in ("stages x\nrounds", "micro-\nbatches", "done/\nneeded", "kept\nGiB", "temp.\nGiB"):
         table.add_column(name, justify="right")
     for r in rows:
         table.add_row(
             r["module"],
             r["chip"],
             r["recompute"],
-            str(r["stages"]),
+            f"{r['stages']} x {r['rounds']}",
             str(r["microbatches"]),
             f"{r['executed_over_needed']:.3f}",
             f"{r['residual_bytes'] / GIB:.2f}",

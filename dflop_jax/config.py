@@ -137,6 +137,11 @@ class PlanConfig:
         "microbatches of a group for each stage of a module that is a loop of stages: more keep it "
         "fuller and hold more memory; 0: the fastest of 1, 2, 4 and 8",
     ] = 0
+    rounds: Annotated[
+        NonNegativeInt,
+        "how often a microbatch goes through the stages of such a loop, each time through other "
+        "layers: more rounds keep it fuller and pass more on; 0: the faster of 1 and 2",
+    ] = 0
     memory_bytes: Annotated[
         NonNegativeFloat, "memory of a device that a plan may fill; 0: 95% of what jax takes"
     ] = 0.0

@@ -127,9 +127,10 @@ class Text(Stack):
 
 @dataclass(frozen=True)
 class Small:
-    """The model, as many layers as "nano" has."""
+    """The model, its LLM of as many layers as that of "nano", or of `n_layers`."""
 
     tied: bool = True
+    n_layers: int = 4
     vocab_size = VOCAB
     piece_tokens = {"vision": PATCHES}
     preprocessing = {
@@ -139,7 +140,7 @@ class Small:
 
     @property
     def modules(self):
-        return {"vision": Eye(2), "llm": Text(4, self.tied)}
+        return {"vision": Eye(2), "llm": Text(self.n_layers, self.tied)}
 
 
 def build(size="", dtype="float32"):

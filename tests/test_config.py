@@ -179,6 +179,7 @@ NOT_NEGATIVE = [
     "plan.max_stage",
     "plan.max_microbatches",
     "plan.microbatches_per_stage",
+    "plan.rounds",
     "plan.finalists",
     "plan.redecide_every",
     "plan.memory_bytes",

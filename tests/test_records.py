@@ -51,7 +51,7 @@ from tests.rows import group_of_rows
 SHAPE = Shape(4, 16)
 ENC, DEC = SubmeshPlan("enc", 0, 1, 2, 1), SubmeshPlan("dec", 2, 2, 1, 2)
 VISION = SegmentPlan("vision", "vision", 0, 3, "enc", True, True)
-LLM = SegmentPlan("llm", "llm", 0, 4, "dec", True, True)
+LLM = SegmentPlan("llm", "llm", 0, 8, "dec", True, True, rounds=2)
 EDGE = Edge("vision", "llm", "visual", sources=4)
 TAP = Edge("vision", "llm", "deep", "inner", leaves=2, enters=3)
 BUCKET = Bucket.of({"vision": Shape(8, 16), "llm": Shape(1, 64)})
@@ -203,6 +203,10 @@ BAD_LAYOUTS = {
     "segment names repeat": {"segments": (changed(VISION, name="llm"), LLM)},
     "lies on unknown submesh 'gone'": {"segments": (VISION, changed(LLM, submesh="gone"))},
     "3 layers do not divide into 2 stages": {"segments": (VISION, changed(LLM, stop=3))},
+    "3 rounds need .* it has stage=2 and 8 layers: choose": {
+        "segments": (VISION, changed(LLM, rounds=3))
+    },
+    "3 rounds need several stages.* stage=1": {"segments": (changed(VISION, rounds=3), LLM)},
     "must be a multiple of stage=2": {"group_size": 3},
     "do not join end to end": {"segments": (VISION, changed(LLM, last=False))},
     "'vision' do not join": {"segments": (changed(VISION, first=False), LLM)},
@@ -213,9 +217,9 @@ BAD_LAYOUTS = {
     },
     "module by module": {
         "segments": (
-            changed(LLM, stop=2, last=False),
+            changed(LLM, stop=4, last=False),
             VISION,
-            changed(LLM, name="l1", start=2, first=False),
+            changed(LLM, name="l1", start=4, first=False),
         ),
         "edges": (),
     },
@@ -314,7 +318,7 @@ def test_what_a_plan_derives():
     assert PLAN.layout.data_ranks("vision") == 2
     assert PLAN.layout.data_ranks("llm") == 1
     assert (DEC.sizes, DEC.n_devices, DEC.devices) == ((2, 1, 2), 4, range(2, 6))
-    assert LLM.n_layers == 4
+    assert LLM.n_layers == 8
     assert BUCKET.name == "vision:8x16 llm:1x64"
     assert [BUCKET.shape(m) for m in ("llm", "audio")] == [Shape(1, 64), None]
     assert [BUCKET.tokens(m) for m in ("vision", "audio")] == [128, 0]

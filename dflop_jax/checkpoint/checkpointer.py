@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class StateArray:
     """Leaf number `leaf` of a segment's "params" or "opt_state".
 
-    It is layers `start` and on of the array `name` of `n_layers`, or (None) all of that array,
+    Its rows are `layers` of the array `name` of `n_layers`, or (None) it is all of that array,
     which one segment of those that hold it `saves`. `cut` says how data ranks share it.
     """
 
@@ -56,7 +56,7 @@ class StateArray:
     leaf: int
     struct: jax.ShapeDtypeStruct
     cut: Cut
-    start: int
+    layers: tuple[int, ...]
     n_layers: int | None
     saves: bool
 
@@ -67,10 +67,10 @@ class StateArray:
 
     def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
         """The boxes of the array that a shard has, and where they lie in it: see `Cut.boxes`."""
-        spans = [*self._spans(index)]
-        if self.n_layers is not None:
-            spans[0] = (spans[0][0] + self.start, spans[0][1] + self.start)
-        yield from self.cut.boxes(tuple(spans))
+        spans = self._spans(index)
+        if self.n_layers is None:
+            return self.cut.boxes(spans)
+        return self.cut.layer_boxes(spans, self.layers)
 
     def is_first_copy(self, index: tuple[slice, ...]) -> bool:
         """Whether a shard is of the first block of ranks, where several have the same."""
@@ -107,7 +107,8 @@ def state_arrays(ex: Executor) -> list[StateArray]:
                 layers = n if stacked else None
                 saves = stacked or array not in names
                 names.add(array)
-                arrays.append(StateArray(array, name, kind, i, struct, cut, s.start, layers, saves))
+                rows = segment.held_layers
+                arrays.append(StateArray(array, name, kind, i, struct, cut, rows, layers, saves))
     return arrays
 
 

@@ -140,6 +140,8 @@ def chosen(result: SearchResult) -> str:
         )
     if plan.layout.group_size > 1:
         buckets += f", groups of {plan.layout.group_size} microbatches"
+    for s in plan.layout.segments:
+        buckets += f", {s.name} in {s.rounds} rounds" * (s.rounds > 1)
     if plan.scheduling.kept:
         buckets += f"; groups keep more where memory is left ({saving_words(plan.layout)})"
     return (

@@ -12,7 +12,7 @@ of it (hybrid sharding), it is held flat too: the array then holds it once for e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -145,6 +145,19 @@ class Cut:
                 yield (..., slice(place - start, place - start + size)), (*lead, *there)
                 place += size
             place = end
+
+    def layer_boxes(self, shard: Box, layers: Sequence[int]) -> Iterator[tuple[Any, Box]]:
+        """`boxes` of a stack whose rows are the parameter's layers of these numbers."""
+        (row, stop), *inner = shard
+        first = row
+        while row < stop:
+            end = row + 1
+            while end < stop and layers[end] == layers[end - 1] + 1:
+                end += 1
+            for place, box in self.boxes(((row, end), *inner)):
+                here = layers[row], layers[end - 1] + 1
+                yield (slice(row - first, end - first), *place), (here, *box[1:])
+            row = end
 
     def is_first_copy(self, shard: Box) -> bool:
         """Whether a box of what is held is of the first block of ranks."""

@@ -37,10 +37,10 @@ def draw_on_devices(segment: Segment, key: Array) -> Params:
 def draw_by_parts(segment: Segment, key: Array) -> Params:
     """Part by part and layer by layer, on the host: where that is the device, since one program of
     a part serves every mesh, and one of a whole segment takes seconds to compile."""
-    module, plan, out = segment.module, segment.plan, {}
+    module, out = segment.module, {}
     for part, part_key in _keys(segment, key):
         if part in STACKED:
-            keys = jax.random.split(part_key, module.n_layers)[plan.start : plan.stop]
+            keys = jax.random.split(part_key, module.n_layers)[np.array(segment.held_layers)]
             layers = [jax.tree.map(np.asarray, init_part(module, part, k)) for k in keys]
             out[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
         else:
@@ -99,8 +99,8 @@ def _drawing(segment: Segment, impl: Any) -> Callable[[Array], Params]:
 def _layers(segment: Segment, part: str, key: Array, structs: Params, cuts: Params) -> Params:
     """A part of the segment's layers, of one key each: every stage draws its own, one after the
     other, since a vectorised draw would have other values; a data rank keeps its piece of each."""
-    plan, ways = segment.plan, segment.data_ranks
-    keys = jax.random.split(key, segment.module.n_layers)[plan.start : plan.stop]
+    ways = segment.data_ranks
+    keys = jax.random.split(key, segment.module.n_layers)[np.array(segment.held_layers)]
     # Traced out here: a library's annotations could take the manual mesh for their own.
     one = jax.make_jaxpr(partial(segment.module.init, part))(keys[0])
     flat, tree = jax.tree.flatten(structs)

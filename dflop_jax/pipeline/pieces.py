@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +34,8 @@ Tree = Any
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers [start, stop) of a stage, and what follows the last of them."""
+    """Layers [start, stop) of a stage, of a round's chunk where there are several, and what follows
+    the last of them."""
 
     start: int
     stop: int
@@ -84,8 +86,7 @@ class Pieces:
         self.segment, self.records = segment, records
         self.unrolled = records and segment.unrolls
         plan, wanted = segment.plan, segment.wants_gradient
-        n_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-        self.runs = tuple(_runs(segment, n_layers))
+        self.runs = tuple(_runs(segment))
         entry_inputs = wanted & set(segment.entry_inputs)
         before = bool(entry_inputs or "entry" in segment.trainable) if plan.first else (
             "hidden" in wanted)  # fmt: skip
@@ -116,30 +117,32 @@ class Pieces:
         carry: Any,
         params: Params,
         run: LayerRun,
+        first: int | Array,
         residuals: Any,
         *,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
-        """Visit a run's layers by `visit(carry, a layer's whole parameters, (its place, what is
-        kept of it))`: (carry, what the visits gave). That and `residuals` are lists by layer where
-        layers are unrolled, else stacked as `lax.scan` does it."""
-        places, stacks = range(run.start, run.stop), _stacks(params)
+        """Visit a run's layers, of those from place `first` on, by `visit(carry, a layer's whole
+        parameters, (its place, what is kept of it))`: (carry, what the visits gave). That and
+        `residuals` are lists by layer where layers are unrolled, else stacked as `lax.scan` does
+        it."""
+        layers, stacks = range(run.start, run.stop), _stacks(params)
         if self.unrolled:
             given: dict[int, Any] = {}
-            for i in reversed(places) if reverse else places:
+            for i in reversed(layers) if reverse else layers:
                 of_layer = None if residuals is None else residuals[i - run.start]
                 # Else the compiler would begin early what a later layer needs, such as what is to
                 # be computed again, and merge that with what forward computed.
                 carry, of_layer, stacks = lax.optimization_barrier((carry, of_layer, stacks))
-                carry, given[i] = visit(carry, self._layer(stacks, i), (i, of_layer))
-            return carry, [given[i] for i in places]
-        xs = jnp.arange(run.start, run.stop), residuals
-        if self.segment.plan.zero == 3:
-            layers = jax.tree.map(lambda a: a[run.start : run.stop], stacks)
-            return shards.scan_layers(self._whole_layer, visit, carry, layers, xs, reverse=reverse)
+                place = first + i
+                carry, given[i] = visit(carry, self._layer(stacks, place), (place, of_layer))
+            return carry, [given[i] for i in layers]
         # By place: pieces of the stacks would be copied first.
+        layer, places = partial(self._layer, stacks), first + jnp.arange(run.start, run.stop)
+        if self.segment.plan.zero == 3:
+            return shards.scan_layers(layer, visit, carry, places, residuals, reverse=reverse)
         return lax.scan(
-            lambda c, now: visit(c, self._layer(stacks, now[0]), now), carry, xs, reverse=reverse
+            lambda c, now: visit(c, layer(now[0]), now), carry, (places, residuals), reverse=reverse
         )
 
     def _layer(self, stacks: Params, i: int | Array) -> Params:
@@ -190,9 +193,10 @@ class Pieces:
         return self._recorded[name].forward(free, h, placed, given)
 
     def run_layers(
-        self, params: Params, h: Array, x: Tree, fields: Tree
+        self, params: Params, h: Array, x: Tree, fields: Tree, first: int | Array
     ) -> tuple[Array, dict[str, Array], Tree]:
-        """The segment's layers: (hidden states, outputs of its taps, what backward needs)."""
+        """The stage's layers from place `first` on, as many as a round goes through: (hidden
+        states, outputs of the segment's taps, what backward needs)."""
         tapped: dict[str, Array] = {}
         residuals: dict[str, Any] = {}
         for run in self.runs:
@@ -201,7 +205,9 @@ class Pieces:
                 return self.forward("layer", layer, h, {}, fields)
 
             if run.stop > run.start:
-                h, residuals[f"layers {run.start}"] = self._over_layers(one, h, params, run, None)
+                h, residuals[f"layers {run.start}"] = self._over_layers(
+                    one, h, params, run, first, None
+                )
             for name in run.taps:
                 tapped[name], residuals[name] = self.forward(name, params, h, x, fields)
             for name in run.inlets:
@@ -221,7 +227,7 @@ class Pieces:
 
     def run_layers_back(
         self, residuals: Tree, params: Params, x: Tree, fields: Tree, dh: Array, dtapped: Tree,
-        grads: Tree,
+        grads: Tree, first: int | Array,
     ) -> tuple[Array, Tree, Tree]:  # fmt: skip
         """The gradient of `run_layers`: (of hidden states, of inputs, grads + parameters')."""
         dx: dict[str, Array] = {}
@@ -239,12 +245,13 @@ class Pieces:
                 dh = dh if more is None else dh + more
             if run.stop > run.start and self._recorded["layer"].has_gradient:
                 layers = residuals[f"layers {run.start}"]
-                dh, grads = self._layers_back(layers, params, fields, dh, grads, run)
+                dh, grads = self._layers_back(layers, params, fields, dh, grads, run, first)
         return dh, dx, grads
 
     def _layers_back(
-        self, residuals: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: LayerRun
-    ) -> tuple[Array, Tree]:
+        self, residuals: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: LayerRun,
+        first: int | Array,
+    ) -> tuple[Array, Tree]:  # fmt: skip
         trained = {k: grads[k] for k in params if k in STACKED & self.segment.trainable}
 
         def one(
@@ -256,14 +263,14 @@ class Pieces:
             return (dh, _added_at(self.segment, totals, i, dfree)), None
 
         (dh, totals), _ = self._over_layers(
-            one, (dh, trained), params, run, residuals, reverse=True
+            one, (dh, trained), params, run, first, residuals, reverse=True
         )
         return dh, {**grads, **totals}
 
 
-def _runs(segment: Segment, n_layers: int) -> Iterator[LayerRun]:
+def _runs(segment: Segment) -> Iterator[LayerRun]:
     start = 0
-    for stop in sorted({n for _, n in (*segment.taps, *segment.inlets)} | {n_layers}):
+    for stop in sorted({n for _, n in (*segment.taps, *segment.inlets)} | {segment.chunk_layers}):
         taps = tuple(name for name, n in segment.taps if n == stop)
         inlets = tuple(name for name, n in segment.inlets if n == stop)
         yield LayerRun(start, stop, taps, inlets)

@@ -105,13 +105,27 @@ class Segment:
         return tuple(dict.fromkeys((e.tap, e.leaves - self.plan.start) for e in here))
 
     @property
+    def chunk_layers(self) -> int:
+        """Layers of a stage that a microbatch goes through in a round."""
+        return self.plan.n_layers // (self.stages * self.plan.rounds)
+
+    @cached_property
+    def held_layers(self) -> tuple[int, ...]:
+        """Numbers of the module's layers in the order in which they are stacked: of one stage after
+        the other the chunks of all rounds. In a round the stages go through neighbouring layers."""
+        n, stages, rounds = self.chunk_layers, range(self.stages), range(self.plan.rounds)
+        firsts = (self.plan.start + (r * self.stages + s) * n for s in stages for r in rounds)
+        return tuple(first + i for first in firsts for i in range(n))
+
+    @property
     def unrolls(self) -> bool:
-        """Whether programs with a gradient have the layers of a stage one by one. A loop compiles
-        in the time of one layer, but copies what it keeps of each into stacks and out of them."""
+        """Whether programs with a gradient have the layers of a stage one by one, those of a round
+        where there are several. A loop compiles in the time of one layer, but copies what it keeps
+        of each into stacks and out of them."""
         if self.plan.zero == 3:  # gathered one ahead by a loop of their own
             return False
         chip = chip_of(self.mesh.devices.flat[0])
-        return self.plan.n_layers // self.stages <= unrolled_layers(chip)
+        return self.chunk_layers <= unrolled_layers(chip)
 
     @property
     def compiles_forward_first(self) -> bool:

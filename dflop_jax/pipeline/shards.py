@@ -73,33 +73,29 @@ def _over_model(spec: P, n_dims: int) -> P:
 
 
 def scan_layers(
-    gather_layer: Callable[[Tree], Tree],
-    visit: Callable[[Any, Tree, Any], tuple[Any, Any]],
+    whole_layer: Callable[[Array], Tree],
+    visit: Callable[[Any, Tree, tuple[Array, Any]], tuple[Any, Any]],
     carry: Any,
-    layers: Tree,
+    places: Array,
     xs: Any = None,
     *,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """`lax.scan` of `visit(carry, layer's whole parameters, x) -> (carry, y)` over stacked pieces
-    of layers, each gathered while the one before it is visited; two layers are whole at a time.
+    """`lax.scan` of `visit(carry, layer's whole parameters, (place, x)) -> (carry, y)` over layers
+    at places one after the other, each gathered by `whole_layer(place)` while the one before it is
+    visited; two layers are whole at a time.
 
     It is not differentiated: gradients would keep every gathered layer.
     """
-    n_layers = jax.tree.leaves(layers)[0].shape[0]
-    step, first, last = (-1, n_layers - 1, 0) if reverse else (1, 0, n_layers - 1)
-
-    def whole(i: Array) -> Tree:
-        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), layers)
-        return gather_layer(layer)
+    step, first, last = (-1, places[-1], places[0]) if reverse else (1, places[0], places[-1])
 
     def visit_next(state: tuple[Any, Tree], now: tuple[Array, Any]) -> tuple[Any, Any]:
-        (carry, params), (i, x) = state, now
+        (carry, params), (i, _) = state, now
         # Before the visit, so that it is under way meanwhile. The last layer's is not used.
-        ahead = whole(jnp.where(i == last, i, i + step))
-        carry, y = visit(carry, params, x)
+        ahead = whole_layer(jnp.where(i == last, i, i + step))
+        carry, y = visit(carry, params, now)
         return (carry, ahead), y
 
-    start = carry, whole(jnp.int32(first))
-    (carry, _), ys = lax.scan(visit_next, start, (jnp.arange(n_layers), xs), reverse=reverse)
+    start = carry, whole_layer(first)
+    (carry, _), ys = lax.scan(visit_next, start, (places, xs), reverse=reverse)
     return carry, ys

@@ -1,12 +1,14 @@
 """The loop inside a segment: per-device code under `shard_map`, manual over (stage, data).
 
-A group's microbatches flow through the stages: at tick t stage s works on microbatch t - s and
-passes its activations on with `ppermute`. The axis "model" stays automatic: tensor parallelism
-comes from the parameters' shardings and from how activations are laid out (`token_split`). With one
-stage the same code is a plain scan. Backward runs the ticks in reverse, on what forward kept of
-each microbatch. Where a stage has nothing to do yet, what it computes is overwritten by its first
-microbatch; where it has nothing left to do, it runs its last one again, on equal inputs; the
-gradients of such ticks are zeros.
+A group's microbatches flow through the stages: at tick t stage s takes its turn number t - s and
+passes its activations on with `ppermute`. A turn is a microbatch, or, where microbatches go round
+the stages several times, a microbatch in a round; in each round a stage has other layers (`turns`).
+
+The axis "model" stays automatic: tensor parallelism comes from the parameters' shardings and from
+how activations are laid out (`token_split`). With one stage the same code is a plain scan. Backward
+runs the ticks in reverse, on what forward kept of each turn. Where a stage has no turn yet, what it
+computes is overwritten by its first one; where it has none left, it takes its last one again, on
+equal inputs; the gradients of such ticks are zeros.
 
 A segment takes `x`, arrays [M, rows, tokens, width] by name: "hidden" from the segment before it
 and what edges bring, by their names. It gives `y`: {"next": hidden states for the segment after it,
@@ -31,6 +33,7 @@ from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.pipeline.pieces import Pieces, added
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.token_split import before_exit, by_tensor_rank, split
+from dflop_jax.pipeline.turns import Turn, turn_at
 
 Tree = Any
 
@@ -82,7 +85,7 @@ def backward_program(
         douts = dy["next"]
     dx: Tree = {}
     if loop.pieces.active or segment.taps:
-        dx, grads = loop.run_back(held["microbatches"], douts, dy.get("taps", {}), grads)
+        dx, grads = loop.run_back(held, douts, dy.get("taps", {}), grads)
     # Only stage 0 read x, so its gradient is zero elsewhere: the sum broadcasts it.
     total = partial(lax.psum, axis_name="stage")
     for name, a in dx.items():
@@ -99,8 +102,13 @@ class _Loop:
         self.segment = segment
         self.params = _prepared(segment, params)
         self.x, self.fields = _enter(x), _enter(fields)
-        self.m, self.s = segment.microbatches, segment.stages
+        self.m, self.s, self.rounds = segment.microbatches, segment.stages, segment.plan.rounds
+        self.n_turns = self.rounds * self.m
+        self.n_ticks = self.n_turns + self.s - 1
         self.stage = lax.axis_index("stage")
+        # Forward a stage passes on to the next one, the last to the first in all rounds but the
+        # last one.
+        self.ring = [(j, (j + 1) % self.s) for j in range(self.s - (self.rounds == 1))]
         here, now = _at(self.x, jnp.int32(0)), _at(self.fields, jnp.int32(0))
         like = here.get("hidden")
         if segment.plan.first:
@@ -109,86 +117,115 @@ class _Loop:
         self.no_hidden = split(nothing, segment.tensor_ranks)
         self.pieces = Pieces(segment, self.params, here, now, self.no_hidden, records=records)
 
-    def _microbatch(self, t: Array) -> Array:
-        """Which one this stage works on at a tick."""
-        return jnp.clip(t - self.stage, 0, self.m - 1)
+    def _turn(self, t: Array) -> Turn:
+        return turn_at(t, self.stage, microbatches=self.m, stages=self.s, rounds=self.rounds)
 
-    def _now(self, t: Array) -> tuple[Tree, Tree]:
-        """(x, fields) of the microbatch that this stage works on at a tick."""
-        i = self._microbatch(t)
-        return _at(self.x, i), _at(self.fields, i)
+    def _now(self, turn: Turn) -> tuple[Tree, Tree]:
+        """(x, fields) of a turn's microbatch."""
+        return _at(self.x, turn.microbatch), _at(self.fields, turn.microbatch)
+
+    def _enters(self, turn: Turn) -> Array:
+        """Whether a turn begins with what comes into the loop."""
+        first = self.stage == 0
+        return first if self.rounds == 1 else first & (turn.round == 0)
+
+    def _leaves(self, t: Array, turn: Turn) -> Array:
+        """Whether what leaves the loop may come from a turn, of the last stage."""
+        begun = t >= self.stage
+        return begun if self.rounds == 1 else begun & (turn.round == self.rounds - 1)
+
+    def _first_layer(self, turn: Turn) -> int | Array:
+        """Place of the first layer that a turn goes through."""
+        return turn.round * self.segment.chunk_layers
 
     # ---- layers ----
 
     def run(self) -> tuple[Tree, Array, Tree]:
         """Run a group up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...],
-        {"microbatches": what backward needs [M, ...]})."""
-        ticks = jnp.arange(self.m + self.s - 1)
+        {"turns": what backward needs of layers [turns, ...], "entry": of the entry [M, ...]})."""
+        ticks = jnp.arange(self.n_ticks)
         if self.s == 1:
-            _, (hs, tapped, residuals) = _ticks(self._tick, None, ticks)
+            _, (of_microbatches, of_turns) = _ticks(self._tick, None, ticks)
         else:
             _, made = jax.eval_shape(self._tick, self.no_hidden, ticks[0])
-            nothing = jax.tree.map(lambda a: jnp.zeros((self.m, *a.shape), a.dtype), made)
-            start = self.no_hidden, _varying(nothing, "stage", "data")
-            (_, (hs, tapped, residuals)), _ = _ticks(self._tick_into, start, ticks)
+            start = self.no_hidden, (_nothing(self.m, made[0]), _nothing(self.n_turns, made[1]))
+            (_, (of_microbatches, of_turns)), _ = _ticks(self._tick_into, start, ticks)
+        hs, tapped, of_entry = of_microbatches
         y = {"taps": tapped} if self.segment.taps else {}
-        return y, self._scatter_over_stages(hs), {"microbatches": residuals}
+        return y, self._scatter_over_stages(hs), {"entry": of_entry, "turns": of_turns}
 
     def _tick_into(self, carry: tuple[Array | None, Tree], t: Array) -> tuple[Tree, None]:
-        """A tick that writes what it makes to its microbatch's place [M, ...]."""
-        passed, every = carry
-        passed, made = self._tick(passed, t)
-        place = partial(lax.dynamic_update_index_in_dim, index=self._microbatch(t), axis=0)
-        return (passed, jax.tree.map(place, every, made)), None
+        """A tick that writes what it makes to its places. Of what is kept for a microbatch, the
+        last round's stays: hidden states that leave, and what is the same in every round."""
+        passed, (of_microbatches, of_turns) = carry
+        passed, (of_microbatch, of_turn) = self._tick(passed, t)
+        turn = self._turn(t)
+        every = (
+            _put(of_microbatches, of_microbatch, turn.microbatch),
+            _put(of_turns, of_turn, turn.number),
+        )
+        return (passed, every), None
 
-    def _tick(self, carry: Array | None, t: Array) -> tuple[Array | None, tuple[Array, Tree, Tree]]:
-        x, fields = self._now(t)
+    def _tick(self, carry: Array | None, t: Array) -> tuple[Array | None, tuple[Tree, Tree]]:
+        turn = self._turn(t)
+        x, fields = self._now(turn)
         of_entry: list[Array] = []
         if self.segment.plan.first:
             h, of_entry = self.pieces.forward("entry", self.params, None, x, fields)
         else:
             h = x["hidden"]
         if carry is not None:
-            h = jnp.where(self.stage == 0, h, carry)
-        h, tapped, residuals = self.pieces.run_layers(self.params, h, x, fields)
+            h = jnp.where(self._enters(turn), h, carry)
+        first, read = self._first_layer(turn), h
+        h, tapped, of_turn = self.pieces.run_layers(self.params, h, x, fields, first)
         if carry is not None:
-            carry = lax.ppermute(h, "stage", [(j, j + 1) for j in range(self.s - 1)])
-        return carry, (h, tapped, {"entry": of_entry, **residuals})
+            carry = lax.ppermute(h, "stage", self.ring)
+            if self.rounds > 1:  # without another turn, the last one is taken again
+                carry = jnp.where(t - self.stage < self.n_turns - 1, carry, read)
+        return carry, ((h, tapped, of_entry), of_turn)
 
     def run_back(
         self, residuals: Tree, douts: Array, dtapped: Tree, grads: Tree
     ) -> tuple[Tree, Tree]:
         """The gradient of `run`: (of x [M, ...], grads + parameters')."""
-        ticks, every = jnp.arange(self.m + self.s - 1), (residuals, douts, dtapped)
+        ticks, of_entry, of_turns = jnp.arange(self.n_ticks), residuals["entry"], residuals["turns"]
         if self.s == 1:
-            (_, grads), dx = _ticks(self._tick_back, (None, grads), (ticks, *every), reverse=True)
+            every = ticks, of_entry, of_turns, douts, dtapped
+            (_, grads), dx = _ticks(self._tick_back, (None, grads), every, reverse=True)
             return dx, grads
-        every = residuals, self._gather_from_stages(douts), dtapped
+        of_microbatches = of_entry, self._gather_from_stages(douts), dtapped
 
-        def tick_back(carry: tuple[Array, Tree], t: Array) -> tuple[Tree, Tree]:
-            of_microbatch, dh, more = _at(every, self._microbatch(t))
-            dh = jnp.where(t >= self.stage, dh, jnp.zeros_like(dh))
-            return self._tick_back(carry, (t, of_microbatch, dh, more))
+        def tick_back(carry: tuple[Tree, Tree], t: Array) -> tuple[Tree, None]:
+            state, every_dx = carry
+            turn = self._turn(t)
+            entry, dh, more = _at(of_microbatches, turn.microbatch)
+            dh = jnp.where(self._leaves(t, turn), dh, jnp.zeros_like(dh))
+            now = t, entry, _at(of_turns, turn.number), dh, more
+            state, dx = self._tick_back(state, now)
+            # Its first turn, which is a microbatch's only one that reads x, is its last one here.
+            return (state, _put(every_dx, dx, turn.microbatch)), None
 
-        (_, grads), dx = _ticks(tick_back, (self.no_hidden, grads), ticks, reverse=True)
-        # Stage 0 works on microbatch t at tick t.
-        return jax.tree.map(lambda a: a[: self.m], dx), grads
+        reads = self.segment.entry_inputs if self.segment.plan.first else ("hidden",)
+        like = {k: a[0] for k, a in self.x.items() if k in self.segment.wants_gradient & {*reads}}
+        start = (self.no_hidden, grads), _nothing(self.m, like)
+        ((_, grads), dx), _ = _ticks(tick_back, start, ticks, reverse=True)
+        return dx, grads
 
     def _tick_back(self, carry: tuple[Array | None, Tree], now: Tree) -> tuple[Tree, Tree]:
-        (passed, grads), (t, residuals, dh, dtapped) = carry, now
-        x, fields = self._now(t)
+        (passed, grads), (t, of_entry, of_turn, dh, dtapped) = carry, now
+        turn = self._turn(t)
+        x, fields = self._now(turn)
         if passed is not None:
-            dh = dh + lax.ppermute(passed, "stage", [(j + 1, j) for j in range(self.s - 1)])
+            dh = dh + lax.ppermute(passed, "stage", [(b, a) for a, b in self.ring])
         dh, dx, grads = self.pieces.run_layers_back(
-            residuals, self.params, x, fields, dh, dtapped, grads
+            of_turn, self.params, x, fields, dh, dtapped, grads, self._first_layer(turn)
         )
         if passed is not None:
-            nothing = jnp.zeros_like(dh)
-            first = self.stage == 0
-            dh, passed = jnp.where(first, dh, nothing), jnp.where(first, nothing, dh)
+            nothing, enters = jnp.zeros_like(dh), self._enters(turn)
+            dh, passed = jnp.where(enters, dh, nothing), jnp.where(enters, nothing, dh)
         if self.segment.plan.first:
             _, dplaced, grads = self.pieces.backward(
-                "entry", residuals["entry"], self.params, x, fields, dh, grads
+                "entry", of_entry, self.params, x, fields, dh, grads
             )
             dx |= dplaced
         elif "hidden" in self.segment.wants_gradient:
@@ -276,6 +313,18 @@ def _ticks(body: Any, carry: Tree, now: Tree, *, reverse: bool = False) -> tuple
 
 def _at(tree: Tree, i: Array) -> Tree:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
+
+
+def _put(every: Tree, one: Tree, i: Array) -> Tree:
+    return jax.tree.map(
+        lambda a, b: lax.dynamic_update_index_in_dim(a, b, index=i, axis=0), every, one
+    )
+
+
+def _nothing(n: int, like: Tree) -> Tree:
+    """Zeros [n, ...] to be written to."""
+    zeros = jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), like)
+    return _varying(zeros, "stage", "data")
 
 
 def _varying(tree: Tree, *axes: str) -> Tree:

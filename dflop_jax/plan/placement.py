@@ -14,10 +14,12 @@ Ends = Mapping[tuple[str, int], tuple[float, float]]
 
 @dataclass(frozen=True, order=True)
 class Form:
-    """A module on `n_segments` submeshes side by side."""
+    """A module on `n_segments` submeshes side by side, or in stages that microbatches go through in
+    so many `rounds`."""
 
     mesh: MeshShape
     n_segments: int = 1
+    rounds: int = 1
 
     @property
     def n_devices(self) -> int:
@@ -72,13 +74,14 @@ def lay_out(
 
 def name_of(layout: Layout) -> str:
     """Short, and unique among layouts of a space: module=stage x data x model on how many
-    segments."""
+    segments, and rounds through the stages."""
     parts = []
     for module in layout.modules:
         segments = layout.segments_of(module)
         m = layout.submesh(segments[0].submesh)
         many = f"{len(segments)}*" if len(segments) > 1 else ""
-        parts.append(f"{module}={many}{m.text}@{m.first}")
+        rounds = f"({segments[0].rounds} rounds)" if segments[0].rounds > 1 else ""
+        parts.append(f"{module}={many}{m.text}@{m.first}{rounds}")
     return " ".join(parts)
 
 
@@ -97,7 +100,7 @@ def module_segments(
     return (
         tuple(form.mesh.block(name, first + i * size) for i, name in enumerate(names)),
         tuple(
-            SegmentPlan(name, module, a, b, name, i == 0, i == n - 1)
+            SegmentPlan(name, module, a, b, name, i == 0, i == n - 1, rounds=form.rounds)
             for i, (name, (a, b)) in enumerate(zip(names, runs, strict=True))
         ),
     )

@@ -184,7 +184,7 @@ def _between(
     if hardware is None or (here.first, here.shape) == (there.first, there.shape):
         return 0.0
     nodes = {d // hardware.devices_per_node for d in (*here.devices, *there.devices)}
-    return send_s(n_bytes, hardware, across=len(nodes) > 1)
+    return float(send_s(n_bytes, hardware, across=len(nodes) > 1))
 
 
 def _over_block(

@@ -26,6 +26,9 @@ _FINELY_SPLIT_BLOCKS = 2
 # Parts that devices are divided into for more blocks, at least; twice as many are four times as
 # many splits into three blocks.
 _LEAST_GRAINS = 16
+# Rounds through the stages of a loop that are tried. With R rounds the S - 1 ticks that it takes
+# beside what it needs are of 1/R of a stage's layers each; 4 would halve once more what 2 leave.
+ROUNDS = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ def separate(
     *,
     max_model: int,
     max_stage: int,
+    rounds: Sequence[int] = ROUNDS,
     unstaged: Collection[str] = (),
     degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[Family]:
@@ -74,8 +78,9 @@ def separate(
     one module has all devices for it.
 
     Beyond two blocks the devices are divided in coarser steps and one module at most is a pipeline.
-    Modules that are `unstaged` are pipelines of segments only, never of stages. `degrees` are the
-    tensor-parallel degrees by module; None: all up to `max_model`.
+    Modules that are `unstaged` are pipelines of segments only, never of stages; `rounds` are tried
+    for loops of stages. `degrees` are the tensor-parallel degrees by module; None: all up to
+    `max_model`.
     """
     n_blocks_at_least = min(2, len(n_layers))
     models = degrees or dict.fromkeys(n_layers, range(1, max_model + 1))
@@ -85,9 +90,9 @@ def separate(
             continue
         sizes = _splits(n_devices, n_blocks)
         forms = [
-            _forms(n, n_devices, models[m], max_stage, m not in unstaged)
+            _forms(n, n_devices, models[m], max_stage, () if m in unstaged else rounds)
             if blocks.count(b) == 1
-            else _forms(n, n_devices, models[m], 1, False)
+            else _forms(n, n_devices, models[m], 1, ())
             for (m, n), b in zip(n_layers.items(), blocks, strict=True)
         ]
         most_pipelines = len(n_layers) if n_blocks <= _FINELY_SPLIT_BLOCKS else 1
@@ -102,6 +107,7 @@ def shared(
     *,
     max_model: int,
     max_stage: int,
+    rounds: Sequence[int] = ROUNDS,
     unstaged: Collection[str] = (),
     degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[Family]:
@@ -109,8 +115,9 @@ def shared(
     the last module may be a loop of stages. Each module is balanced over its own data ranks."""
     models = degrees or dict.fromkeys(n_layers, range(1, max_model + 1))
     *others, last = n_layers
-    forms = [_forms(n_layers[m], n_devices, models[m], 1, False) for m in others]
-    loops = _forms(n_layers[last], n_devices, models[last], max_stage, last not in unstaged)
+    forms = [_forms(n_layers[m], n_devices, models[m], 1, ()) for m in others]
+    rounds = () if last in unstaged else rounds
+    loops = _forms(n_layers[last], n_devices, models[last], max_stage, rounds)
     forms.append([f for f in loops if f.n_segments == 1])
     for chosen in product(*forms):
         yield from _family(chosen, (0,) * len(n_layers), np.array([[n_devices]]))
@@ -142,17 +149,19 @@ def _splits(n_devices: int, n_blocks: int) -> np.ndarray:
 
 
 def _forms(
-    n_layers: int, n_devices: int, models: Sequence[int], max_stage: int, stages: bool
+    n_layers: int, n_devices: int, models: Sequence[int], max_stage: int, rounds: Sequence[int]
 ) -> list[Form]:
     """Forms of a module on one data rank. A pipeline of depth s comes as s segments, and as one
-    segment with stage=s where `stages` are allowed and divide its layers."""
+    segment with stage=s for each number of rounds in which they divide its layers."""
     forms = []
     for depth in range(1, min(max_stage, n_layers, n_devices) + 1):
         for model in (m for m in models if depth * m <= n_devices):
-            if depth == 1 or (stages and n_layers % depth == 0):
-                forms.append(Form(MeshShape(stage=depth, model=model)))
-            if depth > 1:
-                forms.append(Form(MeshShape(model=model), depth))
+            mesh = MeshShape(stage=depth, model=model)
+            if depth == 1:
+                forms.append(Form(mesh))
+                continue
+            forms += [Form(mesh, rounds=r) for r in rounds if n_layers % (depth * r) == 0]
+            forms.append(Form(MeshShape(model=model), depth))
     return forms
 
 
@@ -197,7 +206,8 @@ def families(
         of_policy = spaces.setdefault(policy, [])
         for family in SPACES[policy](
             n_devices, facts.n_layers, max_model=max_model, max_stage=config.max_stage,
-            unstaged=facts.unstaged, degrees=degrees,
+            rounds=(config.rounds,) if config.rounds else ROUNDS, unstaged=facts.unstaged,
+            degrees=degrees,
         ):  # fmt: skip
             inside = [
                 in_nodes(first, data * form.n_devices, form.mesh.model, node)

@@ -67,13 +67,17 @@ def all_reduce_s(
 
 
 def send_s(
-    n_bytes: float, hardware: Hardware, *, across: bool = False, reach: float = LINK_REACH
-) -> float:
-    """Seconds of a copy from one device to another, inside a node or `across` nodes."""
-    if n_bytes == 0:
-        return 0.0
-    _, bandwidth, latency_s = _reached("send", hardware, across=across, reach=reach)
-    return latency_s + n_bytes / bandwidth
+    n_bytes: Array,
+    hardware: Hardware,
+    *,
+    across: bool = False,
+    reach: float = LINK_REACH,
+    collective: Collective = "send",
+) -> Array:
+    """Seconds of a copy from one device to another, inside a node or `across` nodes; as the
+    collective "ppermute" every device of a ring sends one at once."""
+    _, bandwidth, latency_s = _reached(collective, hardware, across=across, reach=reach)
+    return np.where(np.equal(n_bytes, 0), 0.0, latency_s + n_bytes / bandwidth)[()]
 
 
 def _rings_s(

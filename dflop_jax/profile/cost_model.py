@@ -11,6 +11,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from dflop_jax.profile.collectives import send_s
 from dflop_jax.profile.fit import Fits
 from dflop_jax.profile.state import (
     Array,
@@ -59,7 +60,7 @@ class CostModel:
         """Equal for segments of equal prices and bytes, as most of those inside a module are."""
         return (
             segment.module, segment.n_layers, segment.first, segment.last, segment.remat,
-            segment.zero, segment.shard_devices, self.hands_over(segment),
+            segment.zero, segment.shard_devices, segment.rounds, self.hands_over(segment),
             self.inputs_kept(segment),
         )  # fmt: skip
 
@@ -100,15 +101,18 @@ class CostModel:
         """`group_s` from figures at hand, with what is moved between data ranks meanwhile and what
         the host does for a task.
 
-        A segment of S stages takes M + S - 1 ticks for M microbatches; its ends are shared by the
-        stages. A backward task that has no forward task before it, or repeats it, runs the layers
-        twice in all.
+        A segment of S stages takes R x M + S - 1 ticks for M microbatches in R rounds. Every stage
+        runs the entry in every tick, while the exit's microbatches are shared by the stages. A
+        backward task that has no forward task before it, or repeats it, runs the layers twice in
+        all.
         """
         stages, slow = mesh.stage, self.slowdown(mesh)
-        ticks, layers = group_size + stages - 1, segment.n_layers / stages
-        share = self.ends_share(segment) * group_size / stages
+        ticks, layers = _ticks(segment, mesh, group_size), _layers_of_tick(segment, mesh)
+        share = self.profile.entry_share[segment.module]
+        share = share * segment.first * ticks + (1.0 - share) * segment.last * group_size / stages
         loops, again = self.loops(segment, direction), _again(segment)
         seconds = self.profile.task_overhead_s + moved.ends_gather_s
+        passed_s = self._passed_s(mesh, figures) if stages > 1 else 0.0
         for loop in loops:
             layer_s, ends_s = figures[f"layer_{loop}"], figures[f"ends_{loop}"]
             moved_s = moved.layer_gather_s
@@ -119,10 +123,22 @@ class CostModel:
                 seconds = seconds + ticks * moved.ends_scatter_s
             # A layer's parameters come while the one before is computed; the first layer waits.
             layers_s = layers * np.maximum(layer_s * slow, moved_s) + moved_s
-            seconds = seconds + ticks * layers_s + share * ends_s * slow
+            seconds = seconds + ticks * (layers_s + passed_s) + share * ends_s * slow
         host_s, shares_cores = self.profile.host_s, self.profile.shares_cores
         seconds = with_host_work(seconds, host_s, shares_cores=shares_cores)
         return np.where(figures.is_there, seconds, 0.0)
+
+    def _passed_s(self, mesh: MeshShape, figures: Figures) -> Array:
+        """Seconds until every stage of a loop has a microbatch's hidden states of the one before
+        it, which nothing of the tick waits beside."""
+        hardware = self.profile.hardware
+        if hardware is None:
+            return 0.0
+        n_bytes = figures["hidden"] * figures.rank_share
+        inside, across = (
+            send_s(n_bytes, hardware, across=far, collective="ppermute") for far in (False, True)
+        )
+        return np.where(np.asarray(mesh.n_devices) > hardware.devices_per_node, across, inside)
 
     def group_content_s(
         self, segment: SegmentPlan, mesh: MeshShape, group_size: Array, direction: str
@@ -130,14 +146,13 @@ class CostModel:
         """Seconds that a group's task takes more for a unit of each feature of the group's content,
         [features, *data degrees], these with the group sizes where there are several.
 
-        A stage sees every microbatch once, and S - 1 more times one of mean content: what it
-        computes while the pipeline inside the segment fills and drains.
+        A stage sees every microbatch in every round, and in S - 1 more ticks one of mean content:
+        what it computes while the pipeline inside the segment fills and drains.
         """
-        stages = mesh.stage
         kinds = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
         layer_s = sum(self.fits.content_s(segment.module, mesh.model, kind) for kind in kinds)
-        ticks = group_size + stages - 1
-        alone_s = layer_s * segment.n_layers / stages
+        ticks = _ticks(segment, mesh, group_size)
+        alone_s = layer_s * _layers_of_tick(segment, mesh)
         return np.multiply.outer(alone_s, self.slowdown(mesh) * (ticks / group_size))
 
     def hands_over(self, segment: SegmentPlan) -> bool:
@@ -246,19 +261,19 @@ class CostModel:
         """(bytes that a group's forward hands to its backward, bytes that the larger of these tasks
         takes beside its arguments and what it hands over).
 
-        What forward hands over is there for every microbatch; backward copies that of the one that
-        it is at, where there are several ticks. A task that runs forward and backward holds all of
-        it among its temporaries, with the hidden states after the last layer and their gradients;
-        when its loss is computed, backward has not begun.
+        What forward hands over is there for every microbatch, of all of a stage's layers; backward
+        copies that of the tick that it is at, where there are several. A task that runs forward and
+        backward holds all of it among its temporaries, with the hidden states after the last layer
+        and their gradients; when its loss is computed, backward has not begun.
         """
-        stages, again, alone = mesh.stage, _again(segment), not self.hands_over(segment)
-        ticks, layers = group_size + stages - 1, segment.n_layers / stages
-        of_one = layers * figures[f"{again}.layer_bytes"]
-        of_one = of_one + self.ends_share(segment) * figures[f"{again}.ends_bytes"]
-        handed = group_size * of_one
+        again, alone = _again(segment), not self.hands_over(segment)
+        ticks, layers = _ticks(segment, mesh, group_size), _layers_of_tick(segment, mesh)
+        of_layers = layers * figures[f"{again}.layer_bytes"]
+        of_ends = self.ends_share(segment) * figures[f"{again}.ends_bytes"]
+        handed = group_size * (segment.rounds * of_layers + of_ends)
         work = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
         if backward:
-            work = work + of_one * (ticks > 1)
+            work = work + (of_layers + of_ends) * (ticks > 1)
         if not backward:
             handed = np.zeros_like(handed)
         elif FORWARD in self.loops(segment, BACKWARD):
@@ -268,6 +283,16 @@ class CostModel:
             handed = np.zeros_like(handed)
         work = work + whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone)
         return handed, np.where(figures.is_there, work, 0.0)
+
+
+def _ticks(segment: SegmentPlan, mesh: MeshShape, group_size: Array) -> Array:
+    """Ticks of a group's loop over stages."""
+    return segment.rounds * group_size + mesh.stage - 1
+
+
+def _layers_of_tick(segment: SegmentPlan, mesh: MeshShape) -> float:
+    """Layers that a stage goes through in a tick."""
+    return segment.n_layers / (mesh.stage * segment.rounds)
 
 
 def _again(segment: SegmentPlan) -> Remat:

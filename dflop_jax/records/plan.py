@@ -68,6 +68,9 @@ class SegmentPlan:
     state, 2: gradients too, 3: parameters too. It is split within each block of `shard_devices`
     neighbouring devices, where such blocks are several whole data ranks and divide these (hybrid
     sharding), else, and for 0, over all.
+
+    A microbatch goes through the stages of its submesh `rounds` times, each time through another
+    chunk of each stage's layers.
     """
 
     name: str
@@ -81,9 +84,11 @@ class SegmentPlan:
     zero: Zero = 1
     remat_less: Remat | None = None
     shard_devices: int = 0
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         require(self.shard_devices >= 0, f"segment {self.name!r}: shard_devices is negative")
+        require(self.rounds >= 1, f"segment {self.name!r}: rounds={self.rounds} is not positive")
         require(self.stop > self.start >= 0, f"segment {self.name!r} holds no layer")
         require(self.remat in REMAT, f"segment {self.name!r}: remat={self.remat!r} not in {REMAT}")
         require(self.zero in ZERO, f"segment {self.name!r}: zero={self.zero!r} not in {ZERO}")
@@ -243,6 +248,11 @@ class Layout:
             s.n_layers % stage == 0,
             f"segment {s.name!r}: {s.n_layers} layers do not divide into {stage} stages; "
             "choose a stage count that divides them or split the module into segments",
+        )
+        require(
+            s.rounds == 1 or (stage > 1 and s.n_layers % (stage * s.rounds) == 0),
+            f"segment {s.name!r}: {s.rounds} rounds need several stages, and layers that stages x "
+            f"rounds divide; it has stage={stage} and {s.n_layers} layers: choose rounds=1",
         )
         require(
             self.group_size % stage == 0,

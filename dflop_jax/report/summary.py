@@ -161,7 +161,8 @@ def submesh_rows(layout: Layout) -> list[tuple[str, str, str, str]]:
     """(name, devices, sizes of the mesh's axes, layers) of each submesh."""
     layers: dict[str, list[str]] = {m.name: [] for m in layout.submeshes}
     for s in layout.segments:
-        layers[s.submesh].append(f"{s.module} {_span(s.start, s.stop)}")
+        rounds = f" in {s.rounds} rounds" if s.rounds > 1 else ""
+        layers[s.submesh].append(f"{s.module} {_span(s.start, s.stop)}{rounds}")
     return [
         (
             m.name,

@@ -26,16 +26,15 @@ def read_segment(
     folder: Folder, segment: Segment, initial: Callable[[], Tree] | None = None
 ) -> Tree:
     """`held.initial_structs` from a folder; see `read_params`."""
-    s = segment.plan
     structs, cuts = initial_structs(segment), initial_cuts(segment)
-    return read_params(folder, s.module, structs, s.start, initial, cuts)
+    return read_params(folder, segment.plan.module, structs, segment.held_layers, initial, cuts)
 
 
 def read_params(
     folder: Folder,
     module: str,
     structs: Tree,
-    start: int = 0,
+    layers: Sequence[int] = (),
     initial: Callable[[], Tree] | None = None,
     cuts: Tree = None,
 ) -> Tree:
@@ -48,7 +47,7 @@ def read_params(
       module: name of the module in the model, such as "llm".
       structs: {"entry", "layers", "exit"} or some of them: shapes, dtypes and shardings; layers
         are stacked along the first dim.
-      start: which of the module's layers is the first in `structs`.
+      layers: which of the module's layers are stacked in `structs`, in this order; (): all.
       cuts: how data ranks share what is in `structs`; None: all as in the folder.
       initial: makes parameters like `structs`, for those that the folder's map leaves out; called
         only if there are such.
@@ -66,7 +65,7 @@ def read_params(
         part, *inner = (key.key for key in path)
         if tensors := by_path.get((part, tuple(inner))):
             if part == "layers":
-                tensors = tensors[start : start + struct.shape[0]]
+                tensors = [tensors[i] for i in layers or range(len(tensors))]
             return _read_leaf(folder, tensors, struct, cut, part == "layers")
         if initial is not None and not given:
             given.update(jax.tree_util.tree_leaves_with_path(initial()))

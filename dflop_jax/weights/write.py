@@ -24,11 +24,12 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and processors
 
 @dataclass(frozen=True)
 class ModuleParams:
-    """Parameters {"entry", "layers", "exit"}, or some of them, from layer `start` of a module."""
+    """Parameters {"entry", "layers", "exit"}, or some of them, of a module; `layers` are the
+    numbers of those that are stacked, in their order, (): all of the module's."""
 
     module: str
     params: Mapping[str, Any]
-    start: int = 0
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ def _find(t: Tensor, held: Sequence[ModuleParams]) -> tuple[Any, int | None] | N
             continue
         if t.layer is None:
             return leaf, None
-        if h.start <= t.layer < h.start + leaf.shape[0]:
-            return leaf, t.layer - h.start
+        if t.layer in (layers := h.layers or range(leaf.shape[0])):
+            return leaf, layers.index(t.layer)
     return None
 
 

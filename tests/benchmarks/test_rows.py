@@ -223,8 +223,9 @@ def compiled_by_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     def rows(chip: str, only: list[str]) -> Any:
         for recompute in ("none", "segment"):
             yield {"module": "m", "chip": chip, "recompute": recompute, "unknown": [], "stages": 2,
-                   "microbatches": 8, "ticks_over_needed": 1.125, "executed_over_needed": 1.125,
-                   "residual_bytes": 1.0, "temp_bytes": 1.0}  # fmt: skip
+                   "microbatches": 8, "rounds": 1, "ticks_over_needed": 1.125,
+                   "executed_over_needed": 1.125, "residual_bytes": 1.0,
+                   "temp_bytes": 1.0}  # fmt: skip
 
     patch.setattr(script, "compiled_rows", rows)
 

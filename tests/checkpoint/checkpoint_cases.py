@@ -26,7 +26,7 @@ from ..pipeline import plain
 PLANS = {
     "one device each": ((0, 1, 1, 1), (1, 1, 1, 1), {}),
     "4 LLM segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 4}),
-    "stage 2": ((0, 1, 2, 1), (2, 2, 1, 1), {"group_size": 2}),
+    "stage 2 in 2 rounds": ((0, 1, 2, 1), (2, 2, 1, 1), {"group_size": 2, "rounds": 2}),
     "tp 2": ((0, 1, 1, 2), (2, 1, 1, 2), {}),
     "dp 3": ((0, 1, 2, 1), (2, 1, 3, 1), {}),
     "2 segments of stage 2, dp 2": (

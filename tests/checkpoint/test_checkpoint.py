@@ -86,8 +86,8 @@ def test_any_plan_reads_what_another_saved(runs, source):
 
 
 def test_replicas_are_restored_on_every_device(runs):
-    saver = runs("stage 2").saver
-    fill(runs("stage 2").ex, 1)
+    saver = runs("stage 2 in 2 rounds").saver
+    fill(runs("stage 2 in 2 rounds").ex, 1)
     save(saver, 0)
     other = runs("all on the same 8").ex
     fill(other, 2)

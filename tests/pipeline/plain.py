@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +242,13 @@ def whole_of(cut, held) -> np.ndarray:
     return np.concatenate(parts, axis=len(lead) + max(cut.tensor_dim, 0))
 
 
+def in_order(plan: Plan, s: SegmentPlan, stacked: np.ndarray) -> np.ndarray:
+    """Layers one after the other of a stack [stages, rounds, layers of a chunk], flattened."""
+    stages = plan.layout.submesh(s.submesh).stage
+    chunks = stacked.reshape(stages, s.rounds, -1, *stacked.shape[1:])
+    return chunks.swapaxes(0, 1).reshape(stacked.shape)
+
+
 def join(
     plan: Plan, trees: dict[str, dict], cuts: dict[str, dict] | None = None
 ) -> dict[str, dict]:
@@ -254,6 +262,8 @@ def join(
                 host = jax.tree.map(np.asarray, tree)
                 if cuts is not None:
                     host = jax.tree.map(whole_of, cuts[s.name][part], host)
+                if part in ("layers", "adapter") and s.rounds > 1:
+                    host = jax.tree.map(partial(in_order, plan, s), host)
                 if part in ("layers", "adapter") and part in parts:
                     parts[part] = jax.tree.map(
                         lambda a, b: np.concatenate([a, b]), parts[part], host
@@ -270,6 +280,7 @@ def plan_of(
     llm: tuple[int, int, int, int],
     *,
     llm_segments: int = 1,
+    rounds: int = 1,
     group_size: int = 1,
     bucket=(8, 160),
     rows: int = 1,
@@ -277,7 +288,8 @@ def plan_of(
     fan_in: int = 1,
     divided_readers: tuple[str, ...] = (),
 ) -> Plan:
-    """`vision` and `llm` are (first device, stage, data, model); LLM segments side by side."""
+    """`vision` and `llm` are (first device, stage, data, model); LLM segments side by side; loops
+    of so many `rounds`."""
     submeshes, segments = [], []
     if vision is not None:
         submeshes.append(_block("vision", *vision))
@@ -295,6 +307,8 @@ def plan_of(
     tall = Shape(rows, bucket[1])
     tiles = Shape(bucket[0], model.piece_tokens["vision"]) if vision else None
     buckets = (Bucket.of({"vision": tiles, "llm": tall}), Bucket.of({"llm": tall}))
+    stages = {m.name: m.stage for m in submeshes}
+    segments = [replace(s, rounds=rounds if stages[s.submesh] > 1 else 1) for s in segments]
     return Plan(
         "test",
         Layout(

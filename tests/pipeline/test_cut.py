@@ -82,6 +82,16 @@ def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model, 
             read[place] = array[index].reshape(read[place].shape)
             saved[index] += last == first + 1 and cut.is_first_copy(shard)
         np.testing.assert_array_equal(read, held[1:3, ..., low:high])
+        # Rows that are layers 7, 2 and 3 of a stack of nine.
+        stack, layers = np.zeros((9, *shape[1:]), int), [7, 2, 3]
+        stack[layers] = array
+        boxes = list(cut.layer_boxes(((0, 3), *shard[1:]), layers))
+        assert {box[0] for _, box in boxes} <= {(7, 8), (2, 4)}
+        read = np.zeros_like(held[..., low:high])
+        for place, box in boxes:
+            assert not read[place].any()
+            read[place] = stack[tuple(slice(*r) for r in box)].reshape(read[place].shape)
+        np.testing.assert_array_equal(read, held[..., low:high])
     assert (saved[1:] == 1).all()
 
 

@@ -98,7 +98,11 @@ PLANS = {
     "4+4, dp 4 and tp 2 x dp 2": ((0, 1, 4, 1), (4, 1, 2, 2), {}),
     "4+4, tp 2 x dp 2 and dp 4": ((0, 1, 2, 2), (4, 1, 4, 1), {}),
     "llm stage 2": ((0, 1, 2, 1), (2, 2, 1, 1), {"group_size": 2}),
-    "llm stage 2, dp 2, tp 2 on 8, shared": ((0, 1, 8, 1), (0, 2, 2, 2), {"group_size": 2}),
+    "llm stage 2, dp 2, tp 2 on 8, shared": (
+        (0, 1, 8, 1),
+        (0, 2, 2, 2),
+        {"group_size": 2, "rounds": 2},
+    ),
     "llm stage 4, twice as many": ((0, 1, 1, 2), (2, 4, 1, 1), {"group_size": 8}),
     "vision stage 2, 4 times as many": ((0, 2, 2, 1), (4, 1, 2, 1), {"group_size": 8}),
     "llm as 3 segments": ((0, 1, 2, 1), (2, 1, 1, 1), {"llm_segments": 3}),
@@ -113,12 +117,7 @@ PLANS = {
     "two groups feed one, stage 2": (
         (0, 1, 2, 1),
         (2, 2, 1, 1),
-        {"group_size": 2, "fan_in": 2},
-    ),
-    "llm as 2 segments of stage 2, 8 times as many": (
-        (0, 1, 2, 1),
-        (2, 2, 1, 1),
-        {"llm_segments": 2, "group_size": 16},
+        {"group_size": 4, "fan_in": 2, "rounds": 2},
     ),
     "same mesh": ((0, 1, 4, 2), (0, 1, 4, 2), {}),
     "same devices, other shape": ((0, 1, 8, 1), (0, 1, 2, 2), {}),
@@ -129,7 +128,11 @@ PLANS = {
     "dp 7 and 6, shared": ((0, 1, 7, 1), (0, 1, 6, 1), {}),
     "dp 5, llm stage 2 of dp 3": ((0, 1, 5, 1), (0, 2, 3, 1), {"group_size": 2}),
     "blocks of dp 6 and 2 x tp 2": ((0, 1, 6, 1), (0, 1, 4, 2), {}),
-    "blocks of dp 6, llm stage 2 of dp 4": ((0, 1, 6, 1), (0, 2, 4, 1), {"group_size": 2}),
+    "blocks of dp 6, llm stage 2 of dp 4": (
+        (0, 1, 6, 1),
+        (0, 2, 4, 1),
+        {"group_size": 2, "rounds": 2},
+    ),
 }
 
 
@@ -153,16 +156,21 @@ ZERO = {
 ON_NANO = ("2+6, tp 2 and dp 3 x tp 2", "llm stage 2, dp 2, tp 2 on 8, shared")
 
 
+def planned(case, m=None):
+    """(a model, the small one if none is given, a plan for it)."""
+    vision, llm, options = case
+    options = dict(options)
+    sizes = {k: options.pop(k) for k in ("tied", "n_layers") if k in options}
+    m = m or Small(**sizes)
+    return m, plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
+
+
 @pytest.mark.parametrize(
     "size, name", [*(("small", name) for name in PLANS), *(("nano", name) for name in ON_NANO)]
 )
 def test_step_equals_plain_computation(size, name):
-    vision, llm, options = PLANS[name]
-    options = dict(options)
-    tied = options.pop("tied", True)
-    m = Small(tied) if size == "small" else NANO
+    m, plan = planned(PLANS[name], None if size == "small" else NANO)
     samples, params, want_loss, want = oracle(m)
-    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
     plan = plain.with_zero(plan, **ZERO.get(name, {}))
     schedule = plain.random_schedule(plan, samples, 2, seed=len(name), text_only=(0,))
     loss, grads, start, _ = grads_of(m, plan, samples, schedule)

@@ -18,27 +18,32 @@ from dflop_jax.pipeline.segment import Segment, unrolled_layers
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
 from models.sizes import VisionSize
 from models.vit import VisionModule
-from tests.small import Small
 
 from . import plain
-from .test_gradients import NANO, PLANS, assert_trees_close, grads_of, oracle
+from .test_gradients import NANO, PLANS, assert_trees_close, grads_of, oracle, planned
 
 MIXED = {  # layout -> policies of its segments; tests of gradients have "none" in every layout
     "llm as 3 segments": ("dots", "named", "segment", "layers"),
-    "llm as 2 segments of stage 2, 8 times as many": ("layers", "named", "dots"),
+    "llm as 2 segments of stage 2 in 3 rounds": ("layers", "named", "dots"),
     "tied across segments of dp 2 x tp 2": ("named", "layers", "segment"),
 }
 
+# Its loops go through two layers a round, for 8 microbatches a stage.
+ROUNDS = {
+    "llm as 2 segments of stage 2 in 3 rounds": (
+        (0, 1, 2, 1),
+        (2, 2, 1, 1),
+        {"llm_segments": 2, "group_size": 16, "n_layers": 24, "rounds": 3},
+    )
+}
 
-@pytest.mark.parametrize(
-    "m, name", list(zip((NANO, Small(), Small()), MIXED, strict=True)), ids=MIXED
-)
+
+@pytest.mark.parametrize("m, name", list(zip((NANO, None, None), MIXED, strict=True)), ids=MIXED)
 def test_gradients_are_those_of_the_plain_computation(m, name, monkeypatch):
     """Of segments of a module the first is a loop over layers, the others are unrolled."""
     monkeypatch.setattr(Segment, "unrolls", property(lambda s: s.plan.start > 0))
-    vision, llm, options = PLANS[name]
+    m, plan = planned((PLANS | ROUNDS)[name], m)
     samples, _, want_loss, want = oracle(m)
-    plan = plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
     segments = [
         dataclasses.replace(s, remat=remat)
         for s, remat in zip(plan.layout.segments, MIXED[name], strict=True)
@@ -134,7 +139,7 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     assert inner.unrolls
     assert last.unrolls
     assert device_bytes(structs) == kept
-    assert len(structs["microbatches"]["layers 0"]) == 2  # of each layer its own
+    assert len(structs["turns"]["layers 0"]) == 2  # of each layer its own
     for s, want in zip((inner, last), flops, strict=True):
         text = Lowering(s).lower(shape, BACKWARD).compile().as_text()
         assert hlo_cost(text, seen_pairs(s.module, 32)).flops == want

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,10 @@ SPECS = {
 
 def program(mesh, cuts):
     """The same on data ranks: layers in pieces, gathered forward and backward, summed back."""
-    gather = partial(shards.gather, mesh, cuts)
+
+    def gathered(layers):
+        return lambda i: shards.gather(mesh, cuts, {k: a[i] for k, a in layers.items()})
+
     whole = [k for k, cut in cuts.items() if not cut.is_split]
 
     def vary(tree):
@@ -66,9 +68,10 @@ def program(mesh, cuts):
             dp = shards.scatter(mesh, cuts, dp)
             return (dh, {k: a.at[i].add(dp[k]) for k, a in totals.items()}), None
 
-        out, hs = shards.scan_layers(gather, forward, x, layers)
+        of_place, places = gathered(layers), jnp.arange(LAYERS)
+        out, hs = shards.scan_layers(of_place, forward, x, places)
         (dx, totals), _ = shards.scan_layers(
-            gather, backward, (dy, start), layers, (jnp.arange(LAYERS), hs), reverse=True
+            of_place, backward, (dy, start), places, hs, reverse=True
         )
         return out, {k: jax.lax.psum(a, "data") if k in whole else a for k, a in totals.items()}, dx
 

@@ -24,12 +24,14 @@ def triples(n, max_stage, max_model):
 
 
 def brute_forms(n, layers, max_stage, max_model, cut, staged=True):
-    """(mesh, segments) of a module on n devices."""
+    """(mesh, segments, rounds) of a module on n devices."""
     for stage, data, model in triples(n, max_stage, max_model):
         if layers % stage == 0 and (staged or stage == 1):
-            yield (stage, data, model), 1
+            yield (stage, data, model), 1, 1
+        if layers % (2 * stage) == 0 and staged and stage > 1:
+            yield (stage, data, model), 1, 2
         if cut and 1 < stage <= layers:
-            yield (1, data, model), stage
+            yield (1, data, model), stage, 1
 
 
 def partitions(names):
@@ -45,7 +47,7 @@ def partitions(names):
 
 
 def brute_separate(n, layers, *, max_model, max_stage, unstaged=()):
-    """(first device, mesh, segments) of every module of every placement."""
+    """(first device, mesh, segments, rounds) of every module of every placement."""
     found = set()
     for blocks in partitions(list(layers)):
         if len(blocks) < min(2, len(layers)):
@@ -65,8 +67,8 @@ def brute_separate(n, layers, *, max_model, max_stage, unstaged=()):
                         )
                     ]  # fmt: skip
             for chosen in itertools.product(*(forms[m] for m in layers)):
-                stages = [mesh[0] for _, mesh, _ in chosen]
-                pipelines = sum(mesh[0] * k > 1 for _, mesh, k in chosen)
+                stages = [mesh[0] for _, mesh, _, _ in chosen]
+                pipelines = sum(mesh[0] * k > 1 for _, mesh, k, _ in chosen)
                 # A group of as many microbatches as the deepest loop has stages must suit all.
                 if any(max(stages) % s for s in stages):
                     continue
@@ -76,18 +78,19 @@ def brute_separate(n, layers, *, max_model, max_stage, unstaged=()):
 
 
 def described(placement):
-    """(first device, mesh, segments) of every module."""
+    """(first device, mesh, segments, rounds) of every module."""
     mesh = {m.name: m for m in placement.submeshes}
     found = []
     for module in dict.fromkeys(s.module for s in placement.segments):
-        parts = [mesh[s.submesh] for s in placement.segments if s.module == module]
-        assert len({m.shape for m in parts}) == 1
-        found.append((parts[0].first, parts[0].shape.sizes, len(parts)))
+        segments = [s for s in placement.segments if s.module == module]
+        parts = [mesh[s.submesh] for s in segments]
+        (alike,) = {(m.shape.sizes, s.rounds) for m, s in zip(parts, segments, strict=True)}
+        found.append((parts[0].first, alike[0], len(parts), alike[1]))
     return tuple(found)
 
 
 def firsts_of(placement):
-    return [first for first, _, _ in described(placement)]
+    return [first for first, *_ in described(placement)]
 
 
 def laid_out(space, n, layers, **limits):
@@ -141,7 +144,7 @@ def test_separate_of_three_modules_has_every_partition(n, unstaged):
     found = laid_out(separate, n, THREE, **limits)
     assert len(found) == len({described(p) for p in found}) == len({name_of(p) for p in found})
     assert {described(p) for p in found} == brute_separate(n, THREE, **limits)
-    blocks = {tuple(first for first, _, _ in described(p)) for p in found}
+    blocks = {tuple(firsts_of(p)) for p in found}
     for p in found:
         check(p, n, THREE, disjoint=False)
         firsts = firsts_of(p)
@@ -189,7 +192,7 @@ def test_blind_gives_the_whole_model_one_parallelism(n):
     for s, d, m in triples(n, 4, 4):
         llm = max(s - 1, 1)  # the module before the last is the first of s stages
         first = n // s if s > 1 else 0
-        want.add(((0, (1, d, m), 1), (first, (1, d, m), llm)))
+        want.add(((0, (1, d, m), 1, 1), (first, (1, d, m), llm, 1)))
         assert llm <= LAYERS["llm"]
     assert {described(p) for p in found} == want
     assert len({name_of(p) for p in found}) == len(found)
@@ -201,7 +204,7 @@ def test_blind_gives_the_whole_model_one_parallelism(n):
 
 def test_modules_of_a_block_have_degrees_of_their_own():
     found = laid_out(shared, 4, THREE, max_model=2, max_stage=1)
-    degrees = {tuple(mesh[2] for _, mesh, _ in described(p)) for p in found}
+    degrees = {tuple(mesh[2] for _, mesh, *_ in described(p)) for p in found}
     assert degrees == set(itertools.product((1, 2), repeat=3))
     for p in found:
         assert {m.devices for m in p.submeshes} == {range(4)}

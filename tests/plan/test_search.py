@@ -397,9 +397,9 @@ def test_modules_with_inner_edges_lie_in_segments_not_in_stages():
     assert any("generator=2x" in c.name for c in result.candidates)
 
 
-def test_a_loops_groups_are_as_large_as_asked():
-    """3 microbatches a stage, and not the usual numbers; without stages a group has one."""
-    config = dataclasses.replace(CONFIG, policy="orch", microbatches_per_stage=3)
+def test_loops_have_the_groups_and_rounds_that_are_asked_for():
+    """3 microbatches a stage, 2 rounds, and not the usual numbers; without stages one of each."""
+    config = dataclasses.replace(CONFIG, policy="orch", microbatches_per_stage=3, rounds=2)
     result = search_plan(
         model_profile(), data_profile(), n_devices=2, global_batch=BATCH, config=config,
         refine=False, shown=20,
@@ -408,6 +408,9 @@ def test_a_loops_groups_are_as_large_as_asked():
     assert set(stages) == {1, 2}
     sizes = [c.group_size for c in result.candidates]
     assert sizes == [6 if n == 2 else 1 for n in stages]
+    rounds = [max(s.rounds for s in c.plan.layout.segments) for c in result.candidates]
+    assert rounds == stages
+    assert all(("(2 rounds)" in c.name) == (n == 2) for c, n in zip(result.candidates, stages))
 
 
 def test_sampled_batches():

@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
+from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.least_squares import rounded
 from dflop_jax.records import (
@@ -18,6 +19,7 @@ from dflop_jax.records import (
     Edge,
     LayerTiming,
     Layout,
+    Link,
     MeshShape,
     ModelProfile,
     Plan,
@@ -176,7 +178,7 @@ def test_an_unmeasured_degree_or_module_is_an_error_that_names_both():
         predict(model, "audio", 1, SHAPES[0], "layer_forward")
 
 
-def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None, edges=()):
+def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None, edges=(), rounds=1):
     """Vision alone on device 0, the LLM's 4 layers in `parts` segments."""
     size = stage * data * model
     names = [f"l{i}" for i in range(parts)]
@@ -185,7 +187,7 @@ def plan_of(stage=1, data=1, model=1, group_size=1, parts=1, bucket=None, edges=
     segments = [SegmentPlan("vision", "vision", 0, 4, "vision", True, True)]
     k = 4 // parts
     segments += [
-        SegmentPlan(n, "llm", i * k, (i + 1) * k, n, i == 0, i == parts - 1)
+        SegmentPlan(n, "llm", i * k, (i + 1) * k, n, i == 0, i == parts - 1, rounds=rounds)
         for i, n in enumerate(names)
     ]
     buckets = (bucket or Bucket.of({"vision": Shape(3, PATCHES), "llm": Shape(2, 64)}),)
@@ -219,13 +221,33 @@ def test_ends_are_shared_out_by_segment():
     assert group_s(plan, model, "l1") == pytest.approx((2 + 2 * 0.75) * forward)
 
 
-@pytest.mark.parametrize("stage, group_size", [(1, 1), (1, 3), (2, 2), (2, 4), (4, 4)])
-def test_stages_take_m_plus_s_minus_1_ticks(stage, group_size):
-    plan = plan_of(stage=stage, group_size=group_size)
+LOOPS = [(1, 1, 1), (1, 3, 1), (2, 2, 1), (2, 4, 1), (4, 4, 1), (2, 2, 2), (2, 4, 2)]
+
+
+@pytest.mark.parametrize("stage, group_size, rounds", LOOPS)
+def test_stages_take_m_plus_s_minus_1_ticks(stage, group_size, rounds):
+    """In rounds M times as many, of as much less each. The entry is run in every tick."""
+    plan = plan_of(stage=stage, group_size=group_size, rounds=rounds)
     forward = cost(LAYER, Shape(2, 64))
-    layers = (group_size + stage - 1) * (4 / stage) * forward
-    ends = group_size / stage * 2 * forward
+    ticks = rounds * group_size + stage - 1
+    layers = ticks * (4 / stage / rounds) * forward
+    ends = (0.25 * ticks + 0.75 * group_size / stage) * 2 * forward
     assert group_s(plan, CostModel(profile()), "l0") == pytest.approx(layers + ends)
+
+
+@pytest.mark.parametrize("node, bandwidth, latency_s", [(8, 1e9, 1e-3), (2, 1e8, 1e-2)])
+def test_each_tick_passes_hidden_states_on(node, bandwidth, latency_s):
+    """Over the slower links where the stages lie on several nodes."""
+    hardware = dataclasses.replace(
+        find_hardware("a100-40"),
+        devices_per_node=node,
+        measured=(Link("ppermute", False, 1e9, 1e-3), Link("ppermute", True, 1e8, 1e-2)),
+    )
+    plan = plan_of(stage=2, data=2, group_size=4, rounds=2)
+    linked = dataclasses.replace(profile(), hardware=hardware)
+    took = group_s(plan, CostModel(linked), "l0") - group_s(plan, CostModel(profile()), "l0")
+    n_bytes = 100 * cost(LAYER, Shape(2, 64))  # see `test_peak_bytes_by_hand`
+    assert took == pytest.approx(9 * (latency_s + n_bytes / bandwidth))
 
 
 @pytest.mark.parametrize(
@@ -267,14 +289,15 @@ def with_pairs(forward_s):
 
 
 @pytest.mark.parametrize("remat, again", [("none", 0), ("layers", 1), ("dots", 1), ("segment", 0)])
-@pytest.mark.parametrize("stage, group_size", [(1, 1), (1, 3), (2, 4), (4, 4)])
-def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, remat, again):
+@pytest.mark.parametrize("stage, group_size, rounds", [*LOOPS[:2], *LOOPS[3:5], LOOPS[6]])
+def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, rounds, remat, again):
     """A group of M microbatches holds its pairs over M ticks, and M + S - 1 are run; nobody reads
     the segment, so its task also runs forward."""
-    plan = with_remat(plan_of(stage=stage, group_size=group_size), remat)
+    plan = with_remat(plan_of(stage=stage, group_size=group_size, rounds=rounds), remat)
     model, s = CostModel(profile(with_pairs(2e-9))), plan.layout.segment("l0")
     mesh = plan.layout.submesh("l0").shape
-    forward = 2e-9 * 4 / stage * (group_size + stage - 1) / group_size
+    ticks = (rounds * group_size + stage - 1) / rounds  # of a stage's layers
+    forward = 2e-9 * 4 / stage * ticks / group_size
     assert model.group_content_s(s, mesh, group_size, FORWARD) == pytest.approx(forward)
     back = model.group_content_s(s, mesh, group_size, BACKWARD)
     assert back == pytest.approx((3 + again) * forward)
@@ -347,7 +370,8 @@ def test_peak_bytes_by_hand(remat, zero, half):
     """Vision hands over and the LLM does not: what its one task keeps is among its temporaries."""
     layer, ends = 1000, 600
     edges = (Edge("vision", "llm", "v"),)
-    plan = with_remat(plan_of(stage=2, data=2, group_size=4, edges=edges), remat)
+    plan = plan_of(stage=2, data=2, group_size=4, edges=edges, rounds=2)
+    plan = with_remat(plan, remat)
     segments = tuple(dataclasses.replace(s, zero=zero) for s in plan.layout.segments)
     plan = plan.with_layout(segments=segments)
     model = dataclasses.replace(profile(), edges=edges, halved=("vision", "llm") if half else ())
@@ -356,12 +380,11 @@ def test_peak_bytes_by_hand(remat, zero, half):
     more = {t.shape: t.recompute[policy] for t in timings("llm", [Shape(2, 64)])}[Shape(2, 64)]
     own = tuple(getattr(more, f"{name}_bytes") / llm for name in ("layer", "ends", "temp"))
 
-    def one(forward, layers, flying, fused, ranks, params):
+    def one(forward, layers, rounds, flying, fused, ranks, params):
         """Bytes of a segment: the input is 100 forwards of a layer. At the step's end it has its
         reduced gradients, and all new parameters where ranks gather them."""
-        of_one = forward * (layers * own[0] + own[1])
-        kept = 4 * of_one  # microbatches, and not the 5 ticks of 2 stages
-        work = own[2] * forward + of_one
+        kept = 4 * forward * (layers * own[0] + own[1])  # microbatches, and not the ticks
+        work = own[2] * forward + forward * (layers / rounds * own[0] + own[1])
         if fused or again:
             work += kept + 2 * 4 * 100 * forward
             kept = 0.0
@@ -375,10 +398,10 @@ def test_peak_bytes_by_hand(remat, zero, half):
         return flying * (4 * 100 * forward + kept) + work
 
     vision = state_by_hand(4 * layer + ends, 1, zero, half) + one(
-        tiles, 4, 2, False, 1, 4 * layer + ends
+        tiles, 4, 1, 2, False, 1, 4 * layer + ends
     )
     text = state_by_hand(2 * layer + ends, 2, zero, half) + one(
-        llm, 2, 1, True, 2, 2 * layer + ends
+        llm, 2, 2, 1, True, 2, 2 * layer + ends
     )
     peak = peak_bytes(plan.layout, CostModel(model), {"vision": 2, "l0": 1})
     assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-6)  # fits keep 24 bits

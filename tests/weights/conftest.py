@@ -14,11 +14,12 @@ from models.composed import Published
 from models.sizes import DECODERS, VISION, ModelSize
 
 PARTS = ("entry", "layers", "exit")
-DECODER = dataclasses.replace(DECODERS["nano"], tied=False, vocab=96)
+DECODER = dataclasses.replace(DECODERS["nano"], tied=False, vocab=96, n_layers=6)
 TOWER = dataclasses.replace(VISION["internvit-nano"], qk_norm=True, rms_norm=True, qkv_bias=False)
 MODEL = Published(ModelSize(DECODER, TOWER, layout="dynamic"), jnp.dtype("float32"))
 
-# The tower over stages and heads; the LLM in two segments, of which one is replicated over data.
+# The tower over stages and heads; the LLM in two segments, of which one is replicated over data, a
+# loop of two rounds.
 PLAN = Plan(
     "test",
     Layout(
@@ -26,7 +27,7 @@ PLAN = Plan(
         (
             SegmentPlan("v", "vision", 0, 2, "v", True, True),
             SegmentPlan("a", "llm", 0, 2, "a", True, False),
-            SegmentPlan("b", "llm", 2, 4, "b", False, True),
+            SegmentPlan("b", "llm", 2, 6, "b", False, True, rounds=2),
         ),
         (Bucket.of({"vision": Shape(2, MODEL.piece_tokens["vision"]), "llm": Shape(1, 64)}),),
         edges=edges_of(MODEL),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from dflop_jax.weights.slices import pieces, read_slice
 from models import hf
 from models.hf_tensors import conv, linear, patch, same, vector
 
-from ..pipeline.plain import whole_of
+from ..pipeline.plain import in_order, whole_of
 from .conftest import MODEL, PLAN, held, random_params
 
 LAYOUTS = [
@@ -97,6 +98,7 @@ def test_segments_hold_their_slices(folder, params, monkeypatch, plan, piece_byt
         want["layers"] = jax.tree.map(lambda a, cut=cut: a[cut], want["layers"])
         cuts = held_cuts(s)
         whole = {part: jax.tree.map(whole_of, cuts[part], found[part]) for part in found}
+        whole["layers"] = jax.tree.map(partial(in_order, plan, s.plan), whole["layers"])
         jax.tree.map(np.testing.assert_array_equal, whole, want)
         shardings = jax.tree.map(lambda a: a.sharding, placed_structs(s))
         assert jax.tree.map(lambda a: a.sharding, found) == shardings

@@ -60,16 +60,18 @@ _ASIDE = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION})(\.\d+)?"
 
 
 class CheckpointStore:
-    """The checkpoints of one run, of which the newest `keep` stay.
+    """The checkpoints of one run, of which the newest `keep` stay, the first of every `keep_every`
+    steps (0: none) and that of step `best`, which may change at any time.
 
     One save: `prepare` on process 0, a barrier, `write` on every process, their parts sent to
     process 0, and there `commit`, or `discard` if any of them failed. One save at a time.
     """
 
-    def __init__(self, root: Path, *, keep: int = 3):
+    def __init__(self, root: Path, *, keep: int = 3, keep_every: int = 0):
         if keep < 1:
             raise ValueError(f"keep={keep} checkpoints; keep at least 1")
-        self.root, self.keep = root, keep
+        self.root, self.keep, self.keep_every = root, keep, keep_every
+        self.best: int | None = None
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
@@ -225,7 +227,10 @@ class CheckpointStore:
         steps = self._found()
         others = [s for s, committed in steps if committed and s != step]
         leftovers = [s for s, committed in steps if not committed and s < step]
-        for old in others[self.keep - 1 :] + leftovers:
+        stay = {*others[: self.keep - 1], self.best}
+        if self.keep_every:
+            stay |= _firsts((s for s, committed in steps if committed), self.keep_every)
+        for old in leftovers + [s for s in others if s not in stay]:
             _remove(self.folder(old))
         for name in os.listdir(self.root):
             if (aside := re.fullmatch(_ASIDE, name)) and int(aside[1]) <= step:
@@ -236,6 +241,16 @@ class CheckpointStore:
             raise ValueError(
                 f"{self.folder(step)}: this checkpoint exists; discard it or use another folder"
             )
+
+
+def _firsts(steps: Iterable[int], every: int) -> set[int]:
+    """The first of the steps in every full `every`: those below the first multiple do not count.
+
+    Steps that are saved by time are no multiples, and one that is the first stays so."""
+    first: dict[int, int] = {}
+    for step in sorted(steps):
+        first.setdefault(step // every, step)
+    return {step for n, step in first.items() if n}
 
 
 def _marker(manifest: bytes) -> bytes:

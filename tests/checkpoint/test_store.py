@@ -248,6 +248,28 @@ def test_a_checkpoint_older_than_others_survives_its_own_commit(store):
     assert store.steps() == (200, 50)
 
 
+def test_the_first_of_every_so_many_steps_stays(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_every=100)
+    stay = {10: (10,), 99: (99,), 110: (110,), 150: (150, 110), 200: (200, 110),
+            250: (250, 200, 110), 410: (410, 200, 110)}  # fmt: skip
+    for step, steps in stay.items():
+        save(store, step, vector())
+        assert store.steps() == steps
+
+
+def test_the_best_stays_until_another_is(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2):
+        save(store, step, vector())
+    store.best = 2
+    for step in (3, 4):
+        save(store, step, vector())
+    assert store.steps() == (4, 2)
+    store.best = 4
+    save(store, 5, vector())
+    assert store.steps() == (5, 4)
+
+
 def test_a_leftover_makes_room(store):
     store.prepare(4)
     store.write(4, vector(800).specs, vector(800).pieces[0], 7)

@@ -16,6 +16,7 @@ import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +39,7 @@ from dflop_jax.checkpoint.format import (
     encode_manifest,
     lost_file,
     process_file,
+    safetensors_header,
     storage_errors,
 )
 from dflop_jax.checkpoint.layout import check_whole, lay_out
@@ -113,11 +115,13 @@ class CheckpointStore:
         """
         known = by_name(specs)
         stored, ordered = lay_out(known, pieces)
+        header = safetensors_header(known, stored) if ordered else b""
+        stored = [replace(p, offset_bytes=len(header) + p.offset_bytes) for p in stored]
         path = process_file(self.folder(step), process)
         try:
             with storage_errors(f"save checkpoint {step}", self.root):
                 self._refuse_committed(step)
-                crc32s = _write_pieces(path, ordered) if ordered else ()
+                crc32s = _write_blocks(path, [header, *ordered]) if ordered else ()
         except StorageError:
             with suppress(OSError):
                 path.unlink()
@@ -125,7 +129,7 @@ class CheckpointStore:
                 path.parent.rmdir()
             raise
         digest = digest_specs(known, (p.name for p in ordered))
-        n_bytes = sum(p.array.nbytes for p in ordered)
+        n_bytes = len(header) + sum(p.array.nbytes for p in ordered)
         return WrittenPart(process, n_bytes, crc32s, tuple(stored), digest)
 
     def commit(
@@ -274,13 +278,13 @@ def _check_seen(folder: Path, parts: Iterable[WrittenPart]) -> None:
             )
 
 
-def _write_pieces(path: Path, pieces: Iterable[ArrayPiece]) -> tuple[int, ...]:
-    """Write the pieces end to end, each in C order, and fsync; the CRC-32 of every block."""
+def _write_blocks(path: Path, parts: Iterable[bytes | ArrayPiece]) -> tuple[int, ...]:
+    """Write the parts end to end, pieces in C order, and fsync; the CRC-32 of every block."""
     crc32s: list[int] = []
     crc, used = 0, 0
     with _created(path) as file:
-        for piece in pieces:
-            left = np.ascontiguousarray(piece.array).reshape(-1).view(np.uint8).data
+        for part in parts:
+            left = memoryview(part) if isinstance(part, bytes) else _bytes_of(part.array)
             while left:
                 now, left = left[: BLOCK_BYTES - used], left[BLOCK_BYTES - used :]
                 file.write(now)
@@ -292,6 +296,10 @@ def _write_pieces(path: Path, pieces: Iterable[ArrayPiece]) -> tuple[int, ...]:
             crc32s.append(crc)
         _flush(file)
     return tuple(crc32s)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _created(path: Path) -> IO[bytes]:

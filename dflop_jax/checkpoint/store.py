@@ -13,17 +13,13 @@ import hashlib
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import Any
 
 from dflop_jax.checkpoint.format import (
-    BLOCK_BYTES,
     MANIFEST,
     MARKER,
     ArrayPiece,
@@ -44,6 +40,7 @@ from dflop_jax.checkpoint.format import (
 )
 from dflop_jax.checkpoint.layout import check_whole, lay_out
 from dflop_jax.checkpoint.reader import CheckpointReader
+from dflop_jax.checkpoint.writer import flush, write_blocks
 
 __all__ = [
     "ArrayPiece",
@@ -121,7 +118,7 @@ class CheckpointStore:
         try:
             with storage_errors(f"save checkpoint {step}", self.root):
                 self._refuse_committed(step)
-                crc32s = _write_blocks(path, [header, *ordered]) if ordered else ()
+                crc32s = write_blocks(path, [header, *ordered]) if ordered else ()
         except StorageError:
             with suppress(OSError):
                 path.unlink()
@@ -278,48 +275,10 @@ def _check_seen(folder: Path, parts: Iterable[WrittenPart]) -> None:
             )
 
 
-def _write_blocks(path: Path, parts: Iterable[bytes | ArrayPiece]) -> tuple[int, ...]:
-    """Write the parts end to end, pieces in C order, and fsync; the CRC-32 of every block."""
-    crc32s: list[int] = []
-    crc, used = 0, 0
-    with _created(path) as file:
-        for part in parts:
-            left = memoryview(part) if isinstance(part, bytes) else _bytes_of(part.array)
-            while left:
-                now, left = left[: BLOCK_BYTES - used], left[BLOCK_BYTES - used :]
-                file.write(now)
-                crc, used = zlib.crc32(now, crc), used + len(now)
-                if used == BLOCK_BYTES:
-                    crc32s.append(crc)
-                    crc, used = 0, 0
-        if used:
-            crc32s.append(crc)
-        _flush(file)
-    return tuple(crc32s)
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
-
-def _created(path: Path) -> IO[bytes]:
-    """A new file; another process that failed may have taken the empty folder away meanwhile."""
-    while True:
-        try:
-            return path.open("wb")
-        except FileNotFoundError:
-            path.parent.mkdir(exist_ok=True)
-
-
 def _write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as f:
         f.write(data)
-        _flush(f)
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        flush(f)
 
 
 def _sync(folder: Path) -> None:

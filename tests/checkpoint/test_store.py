@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint import reader as store_reader
-from dflop_jax.checkpoint import store as store_module
+from dflop_jax.checkpoint import writer as store_writer
 from dflop_jax.checkpoint.store import (
     ArrayPiece,
     ArraySpec,
@@ -42,7 +42,7 @@ def store(tmp_path):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Arrays cross blocks, and reads are cut."""
-    monkeypatch.setattr(store_module, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(store_writer, "BLOCK_BYTES", 64)
     monkeypatch.setattr(store_reader, "BLOCK_BYTES", 64)
     monkeypatch.setattr(store_reader, "RUN_BYTES", 40)
 

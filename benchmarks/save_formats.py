@@ -2,8 +2,8 @@
 
 Command:  python benchmarks/save_formats.py [--gb 2] [--processes 4] [--folder DIR] [--json FILE]
 Minutes:  about 8 for 2 GB on two cores and one disk
-Expected: CPU seconds of zarr 1.2 times this program's where files are read by slices (a shard holds
-          inner chunks), of Orbax 2.5 to 3 times; wall seconds are the disk's and vary by a third
+Expected: zarr takes 1.2 to 2 times this program's CPU seconds, Orbax 3 times; wall seconds are the
+          disk's and vary by a third
 
 Parameters and two moments of a decoder in float32, cut over data ranks, one to a process. For zarr
 that is the cheapest case: every shard is one process's piece, so that nothing is sent between

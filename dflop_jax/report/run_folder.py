@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -39,7 +39,6 @@ from dflop_jax.report.trackers import (
 
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
-FAILURES = "failures.jsonl"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
@@ -57,13 +56,6 @@ _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 
 
 log = logging.getLogger("dflop_jax")
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """A failure that a run went on from at `step`, `lost_steps` behind what it had done."""
-
-    step: int
-    lost_steps: int
 
 
 class RunFolder:
@@ -141,25 +133,18 @@ class RunFolder:
 
     def restart(self, start_step: int) -> None:
         """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
-        cut short. Steps that are lost so are a failure, which is noted."""
-        lost = self.rows[METRICS].keep(lambda row: row.step < start_step)
-        if lost:
-            self.rows[FAILURES].keep(lambda row: True)  # all but one that a kill cut short
-            self.rows[FAILURES].append(Failure(start_step, lost))
+        cut short."""
+        self.rows[METRICS].keep(lambda row: row.step < start_step)
         # An evaluation is numbered by the steps before it.
         self.rows[EVALUATIONS].keep(lambda row: row.step <= start_step)
 
-    def failures(self) -> list[Failure]:
-        """The failures of the run so far.
+    def evaluations(self) -> list[HeldOutRow]:
+        """The evaluations of the run so far.
 
         Raises:
           ValueError: a line is broken, named as file:line.
         """
-        return [*_rows_of(self.path / FAILURES, Failure)]
-
-    def evaluations(self) -> list[HeldOutRow]:
-        """The evaluations of the run so far; ValueError as `failures`."""
-        return [*_rows_of(self.path / EVALUATIONS, HeldOutRow)]
+        return [*_evaluations(self.path / EVALUATIONS)]
 
     def __enter__(self) -> Self:
         return self
@@ -288,9 +273,6 @@ class HeldOutRow(msgspec.Struct):
     by_source: dict[str, dict[str, float | None]] = {}
 
 
-_Row = TypeVar("_Row", HeldOutRow, Failure)
-
-
 def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:
     """The last row of a run's evaluations.jsonl; None without one.
 
@@ -304,17 +286,17 @@ def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:
     try:
         return msgspec.json.decode(line, type=HeldOutRow)
     except msgspec.DecodeError:
-        return [*_rows_of(path, HeldOutRow)][-1]  # which raises, and names the line
+        return [*_evaluations(path)][-1]  # which raises, and names the line
 
 
-def _rows_of(path: Path, kind: type[_Row]) -> Iterator[_Row]:
+def _evaluations(path: Path) -> Iterator[HeldOutRow]:
     """The whole rows of a file that may be missing; ValueError names the place of a broken one."""
     for n, line in enumerate(whole_lines(path), 1):
         try:
-            yield msgspec.json.decode(line, type=kind)
+            yield msgspec.json.decode(line, type=HeldOutRow)
         except msgspec.DecodeError as e:
-            what = f"not a row of {path.stem}"
-            raise ValueError(f"{path}:{n}: {what} ({e}); remove the line") from None
+            why = f"not a row of evaluations ({e})"
+            raise ValueError(f"{path}:{n}: {why}; remove the line") from None
 
 
 def has_steps(folder: str | Path) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from dflop_jax.config import AS_OFTEN_AS_PAYS, CheckpointConfig
-from dflop_jax.report.run_folder import Failure
+from dflop_jax.report.spent import LOST, TRAINING, Spent
 
 # Of one device between two failures of the run, before one is seen: 16,384 GPUs that trained
 # Llama 3 405B were interrupted 419 times in 54 days (arXiv:2407.21783, table 5), once in 50,700.
@@ -39,8 +39,7 @@ class Cadence:
 
     Args:
       n_devices: of the run.
-      start: steps that were done before.
-      failures: that the run has seen.
+      spent: what the time of the run's earlier starts went to, if there were any.
       is_busy: whether a save is under way.
       clock: seconds.
     """
@@ -49,16 +48,16 @@ class Cadence:
         self,
         config: CheckpointConfig,
         n_devices: int,
-        start: int,
-        failures: Sequence[Failure],
+        spent: Spent | None,
         is_busy: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._config, self._is_busy, self._clock = config, is_busy, clock
         self._prior_s = DEVICE_HOURS_A_FAILURE * 3600 / n_devices
-        self._n_failures = len(failures)
-        self._steps_before = start + sum(f.lost_steps for f in failures)
-        self._steps, self._saves, self._waited_s = 0, 0, 0.0
+        before = spent.seconds if spent else {}
+        self._observed_s = before.get(TRAINING, 0.0) + before.get(LOST, 0.0)
+        self._n_failures = spent.failures if spent else 0
+        self._saves, self._waited_s = 0, 0.0
         self._started_s = self._saved_s = clock()
 
     def begin_save(self) -> None:
@@ -68,7 +67,6 @@ class Cadence:
 
     def is_due(self, save_wait_s: float) -> bool:
         """Whether to save after one more step, in which training waited so long for a save."""
-        self._steps += 1
         self._waited_s += save_wait_s
         if self._is_busy():
             return False
@@ -82,8 +80,6 @@ class Cadence:
         """Seconds between two saves that lose least, by what is known; 0 before the first."""
         if not self._saves:
             return 0.0
-        here_s = self._clock() - self._started_s
-        # Steps of the past are taken to have been as long as those of this process.
-        observed_s = here_s * (1 + self._steps_before / max(1, self._steps))
+        observed_s = self._observed_s + self._clock() - self._started_s
         between_s = failure_s(self._prior_s, observed_s, self._n_failures)
         return best_interval_s(self._waited_s / self._saves, between_s)

@@ -18,7 +18,7 @@ from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Layout, PriceList
-from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING
+from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING, read_spent
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -80,12 +80,9 @@ class Loop:
         names = partial(sample_names, self._ready.source, self.loader)
         self._skipping = Skipping(config.train, names, known)
         self._saves = Saves(self.saver, start, self._best_so_far())
+        spent = read_spent(self.folder.path) if self.folder else None
         self._cadence = Cadence(
-            config.checkpoint,
-            len(self._ready.place.devices),
-            start,
-            self.folder.failures() if self.folder else (),
-            lambda: self.saver.is_busy,
+            config.checkpoint, len(self._ready.place.devices), spent, lambda: self.saver.is_busy
         )
         stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)

@@ -12,7 +12,7 @@ import pytest
 from dflop_jax.config import Config
 from dflop_jax.report.columns import read_columns
 from dflop_jax.report.metrics import StepMetrics, spread
-from dflop_jax.report.run_folder import Failure, RunFolder, read_metrics, read_plan, read_traces
+from dflop_jax.report.run_folder import RunFolder, read_metrics, read_plan, read_traces
 from tests.report.runs import make_plan, make_row
 
 # The names that design.md promises to readers of metrics.jsonl.
@@ -54,20 +54,12 @@ def test_another_runs_metrics_are_kept_unless_asked(make_run):
     assert len(read_metrics(path)) == 5
     with RunFolder(path, existing="resume") as run:
         run.restart(3)
-        assert run.failures() == [Failure(3, 2)]
         run.append(make_row(3))
     assert [r["step"] for r in read_metrics(path)] == [0, 1, 2, 3]
-    with (path / "failures.jsonl").open("a") as f:
-        f.write('{"step": 4, "lo')
-    with RunFolder(path, existing="resume") as run:
-        run.restart(4)  # as it ended: nothing is lost
-        run.restart(3)
-        assert run.failures() == [Failure(3, 2), Failure(3, 1)]
     (path / "checkpoints").mkdir()
     (path / "xprof" / "process-00000").mkdir(parents=True)
     with RunFolder(path, existing="overwrite") as run:
         run.append(make_row(0))
-        assert run.failures() == []
     assert [r["step"] for r in read_metrics(path)] == [0]
     assert not (path / "trace.json").exists()
     assert not (path / "checkpoints").exists()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import CheckpointConfig
-from dflop_jax.report.run_folder import Failure, HeldOutRow
+from dflop_jax.report.run_folder import HeldOutRow
+from dflop_jax.report.spent import LOST, STOPPED, TRAINING, Spent
 from dflop_jax.train.cadence import (
     DEVICE_HOURS_A_FAILURE,
     Cadence,
@@ -40,11 +41,9 @@ class Clock:
     def __init__(self) -> None:
         self.now_s, self.busy = 50.0, False
 
-    def cadence(self, failures=(), start=0, n_devices=8, **config) -> Cadence:
+    def cadence(self, spent=None, n_devices=8, **config) -> Cadence:
         checkpoint = CheckpointConfig(**config)
-        return Cadence(
-            checkpoint, n_devices, start, failures, lambda: self.busy, lambda: self.now_s
-        )
+        return Cadence(checkpoint, n_devices, spent, lambda: self.busy, lambda: self.now_s)
 
     def saves(self, cadence: Cadence, n_steps: int, step_s: float, waits_s: float) -> list[float]:
         """Seconds at which saves begin; the step after each waits so long for it."""
@@ -90,12 +89,12 @@ def test_saves_come_as_often_as_pays_by_what_one_costs():
 
 def test_what_failed_often_saves_often():
     clock = Clock()
-    failures = [Failure(step, 100) for step in range(0, 5_000, 250)]
-    cadence = clock.cadence(failures, 5_000, every=-1, n_devices=1)
+    spent = Spent({TRAINING: 10_000.0, LOST: 4_000.0, STOPPED: 1e9}, 2e9, 21, 20)
+    cadence = clock.cadence(spent, every=-1, n_devices=1024)
     begun = clock.saves(cadence, 1_000, 2.0, 0.5)
-    # 20 failures in 7,000 steps, and one that the prior stands for.
-    mtbf_s = (DEVICE_HOURS_A_FAILURE * 3600 + 2 * 7_000) / 21
-    assert np.diff(begun) == pytest.approx(math.sqrt(2 * 0.5 * mtbf_s), rel=0.01, abs=2.0)
+    # 20 failures in what was trained and lost, and one that the prior stands for.
+    mtbf_s = (DEVICE_HOURS_A_FAILURE * 3600 / 1024 + 14_000) / 21
+    assert np.diff(begun) == pytest.approx(math.sqrt(2 * 0.5 * mtbf_s), abs=2.0)  # 95 s
 
 
 def test_the_best_is_of_the_checkpoints_that_are_there():

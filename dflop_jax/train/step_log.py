@@ -129,7 +129,7 @@ class StepLog:
         batch: ReadyBatch,
         waits: Waits,
         stop: bool,
-        due: Callable[[float], bool],
+        due: Callable[[float], bool] = lambda save_wait_s: False,
     ) -> Verdict:
         """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
         run. `due` is asked on process 0 whether to save, and told the longest that any process

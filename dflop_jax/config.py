@@ -245,10 +245,34 @@ class TrainConfig:
     eval_samples: Annotated[NonNegativeInt, "held-out samples; 0: no evaluation"] = 0
 
 
+AS_OFTEN_AS_PAYS = -1  # of `checkpoint.every`
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: Annotated[NonNegativeInt, "steps between checkpoints; 0: none"] = 100
+    every: Annotated[
+        int,
+        Meta(ge=AS_OFTEN_AS_PAYS),
+        "steps between checkpoints; 0: none by steps; -1: as often as pays, by what a save is "
+        "measured to cost and how often the run has failed",
+    ] = 100
+    every_s: Annotated[
+        NonNegativeFloat, "seconds between checkpoints, beside `every`; 0: none by time"
+    ] = 0.0
     keep: Annotated[PositiveInt, "newest checkpoints that are kept"] = 3
+    keep_every: Annotated[
+        NonNegativeInt, "the first checkpoint of every so many steps is kept, too; 0: none"
+    ] = 0
+    keep_best: Annotated[
+        bool,
+        "keep the checkpoint of the lowest held-out loss, too: an evaluation that is the lowest "
+        "saves",
+    ] = False
+
+    @property
+    def saves(self) -> bool:
+        """Whether a run saves at all."""
+        return bool(self.every or self.every_s)
 
 
 @dataclass(frozen=True)

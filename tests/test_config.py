@@ -185,10 +185,20 @@ NOT_NEGATIVE = [
     "plan.memory_bytes",
     "plan.shard_devices",
     "data.max_bad_fraction",
-    "checkpoint.every",
+    "checkpoint.every_s",
+    "checkpoint.keep_every",
     "distributed.num_processes",
     "schedule.work",
 ]
+
+
+def test_checkpoints_come_as_often_as_pays_or_by_steps():
+    assert get(override(Config(), {"checkpoint.every": "-1"}), "checkpoint.every") == -1
+    with pytest.raises(ValueError, match=r"checkpoint\.every=-2 must be at least -1"):
+        override(Config(), {"checkpoint.every": "-2"})
+    saving = [{}, {"every": "0"}, {"every": "0", "every_s": "60"}, {"every": "-1"}]
+    flags = [{f"checkpoint.{name}": text for name, text in one.items()} for one in saving]
+    assert [override(Config(), one).checkpoint.saves for one in flags] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("name", AT_LEAST_ONE)
@@ -223,7 +233,7 @@ def test_shares_are_from_nothing_to_all(name):
 
 def test_the_tables_name_every_bound():
     bounded = {leaf.name for leaf in fields() if leaf.bounds}
-    assert bounded == {*AT_LEAST_ONE, *ABOVE_ZERO, *NOT_NEGATIVE, *SHARES}
+    assert bounded == {*AT_LEAST_ONE, *ABOVE_ZERO, *NOT_NEGATIVE, *SHARES, "checkpoint.every"}
 
 
 def test_a_wrong_configuration_cannot_be_made_in_python_either():

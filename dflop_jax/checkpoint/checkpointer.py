@@ -153,9 +153,9 @@ class _Copying:
 class Checkpointer:
     """Saves an executor's state in the background, all processes together, and restores it."""
 
-    def __init__(self, folder: Path, ex: Executor, peers: Peers, *, keep: int):
+    def __init__(self, folder: Path, ex: Executor, peers: Peers, *, keep: int, keep_every: int = 0):
         self.folder, self._ex, self._peers = folder, ex, peers
-        self._store = CheckpointStore(folder, keep=keep)
+        self._store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
         self._arrays = state_arrays(ex)
         self._specs = specs_of(self._arrays)
         self._copying = _Copying()
@@ -170,7 +170,20 @@ class Checkpointer:
         """What saving has kept training waiting."""
         return self._begun_s + self._copying.waited_s
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way, which the next one would wait for."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def steps(self) -> tuple[int, ...]:
+        """See `CheckpointStore.steps`."""
+        return self._store.steps()
+
     # ---- saving ----
+
+    def keep_best(self, step: int | None) -> None:
+        """Keep the checkpoint of this step, and no longer the one that was the best before."""
+        self._store.best = step
 
     def save(self, step: int, meta: Future[Mapping[str, Any]]) -> None:
         """Begin to save the state after `step` steps; returns at once.

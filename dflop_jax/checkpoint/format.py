@@ -1,7 +1,8 @@
 """What a checkpoint is made of: arrays, pieces, parts, the manifest, and its errors.
 
 Each process holds some pieces, each a box of a global array, and lays them end to end into one
-file. Where every piece lies is in the manifest, with a checksum of every block of every file.
+file, behind a header that makes it a safetensors file for other programs. Where every piece lies
+is in the manifest, with a checksum of every block of every file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,22 @@ VERSION = 2
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 BLOCK_BYTES = 1 << 20  # of a file, under one checksum: the least that is read and verified
 Index = tuple[int, ...]
+# As safetensors calls the types that it has had since its version 0.3.
+SAFETENSORS = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "uint32": "U32",
+    "int32": "I32",
+    "float32": "F32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float64": "F64",
+}
 
 
 class StorageError(OSError):
@@ -114,12 +132,34 @@ class StoredPiece:
     offset_bytes: int
 
 
+def safetensors_header(specs: Mapping[str, ArraySpec], pieces: Iterable[StoredPiece]) -> bytes:
+    """What makes a safetensors file of pieces that follow it, of which the first has offset 0.
+
+    A piece that is not all of its array is named with its box, as `name[0:4,128:256]`; types that
+    safetensors lacks are there as bytes, the last dim then those of an element.
+    """
+    entries: dict[str, Any] = {}
+    for p in pieces:
+        spec = specs[p.name]
+        spans = ",".join(f"{a}:{a + n}" for a, n in zip(p.start, p.shape, strict=True))
+        item_bytes = spec.numpy_dtype.itemsize
+        known = spec.dtype in SAFETENSORS
+        entries[p.name if p.shape == spec.shape else f"{p.name}[{spans}]"] = {
+            "dtype": SAFETENSORS.get(spec.dtype, "U8"),
+            "shape": [*p.shape] if known else [*p.shape, item_bytes],
+            "data_offsets": [p.offset_bytes, p.offset_bytes + prod(p.shape) * item_bytes],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that elements are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
 @dataclass(frozen=True)
 class WrittenPart:
     """What one process wrote, to be sent to process 0: msgspec encodes and decodes it as JSON.
 
     Attributes:
-      n_bytes: of its file; with 0 there is none.
+      n_bytes: of its file, header and pieces; with 0 there is none.
       crc32s: of the file's blocks, the last of which may be shorter.
       specs_digest: stands for the specs by which it was laid out.
     """

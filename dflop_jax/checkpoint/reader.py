@@ -43,6 +43,12 @@ class CheckpointReader:
             for piece in part.pieces:
                 self._pieces[piece.name].append((part.process, piece))
         parts = {p.process: p for p in manifest.parts}
+        # What stands before the pieces is for other programs; it is checked once all the same.
+        self._unchecked_bytes = {
+            p.process: min(piece.offset_bytes for piece in p.pieces)
+            for p in manifest.parts
+            if p.pieces
+        }
         opened = lru_cache(OPEN_FILES)(partial(_opened, folder, parts))
         self._block = lru_cache(CACHED_BLOCKS)(partial(_read_block, opened, parts))
 
@@ -88,6 +94,9 @@ class CheckpointReader:
 
     def _read_bytes(self, process: int, offset: int, n_bytes: int) -> np.ndarray:
         """uint8[n_bytes] of the file that a process wrote."""
+        for start in range(0, self._unchecked_bytes[process], BLOCK_BYTES):
+            self._block(process, start // BLOCK_BYTES)
+        self._unchecked_bytes[process] = 0
         data = np.empty(n_bytes, np.uint8)
         done = 0
         while done < n_bytes:

@@ -13,16 +13,13 @@ import hashlib
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import Any
 
 from dflop_jax.checkpoint.format import (
-    BLOCK_BYTES,
     MANIFEST,
     MARKER,
     ArrayPiece,
@@ -38,10 +35,12 @@ from dflop_jax.checkpoint.format import (
     encode_manifest,
     lost_file,
     process_file,
+    safetensors_header,
     storage_errors,
 )
 from dflop_jax.checkpoint.layout import check_whole, lay_out
 from dflop_jax.checkpoint.reader import CheckpointReader
+from dflop_jax.checkpoint.writer import flush, write_blocks
 
 __all__ = [
     "ArrayPiece",
@@ -60,16 +59,18 @@ _ASIDE = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION})(\.\d+)?"
 
 
 class CheckpointStore:
-    """The checkpoints of one run, of which the newest `keep` stay.
+    """The checkpoints of one run, of which the newest `keep` stay, the first of every `keep_every`
+    steps (0: none) and that of step `best`, which may change at any time.
 
     One save: `prepare` on process 0, a barrier, `write` on every process, their parts sent to
     process 0, and there `commit`, or `discard` if any of them failed. One save at a time.
     """
 
-    def __init__(self, root: Path, *, keep: int = 3):
+    def __init__(self, root: Path, *, keep: int = 3, keep_every: int = 0):
         if keep < 1:
             raise ValueError(f"keep={keep} checkpoints; keep at least 1")
-        self.root, self.keep = root, keep
+        self.root, self.keep, self.keep_every = root, keep, keep_every
+        self.best: int | None = None
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
@@ -111,11 +112,13 @@ class CheckpointStore:
         """
         known = by_name(specs)
         stored, ordered = lay_out(known, pieces)
+        header = safetensors_header(known, stored) if ordered else b""
+        stored = [replace(p, offset_bytes=len(header) + p.offset_bytes) for p in stored]
         path = process_file(self.folder(step), process)
         try:
             with storage_errors(f"save checkpoint {step}", self.root):
                 self._refuse_committed(step)
-                crc32s = _write_pieces(path, ordered) if ordered else ()
+                crc32s = write_blocks(path, [header, *ordered]) if ordered else ()
         except StorageError:
             with suppress(OSError):
                 path.unlink()
@@ -123,7 +126,7 @@ class CheckpointStore:
                 path.parent.rmdir()
             raise
         digest = digest_specs(known, (p.name for p in ordered))
-        n_bytes = sum(p.array.nbytes for p in ordered)
+        n_bytes = len(header) + sum(p.array.nbytes for p in ordered)
         return WrittenPart(process, n_bytes, crc32s, tuple(stored), digest)
 
     def commit(
@@ -225,7 +228,10 @@ class CheckpointStore:
         steps = self._found()
         others = [s for s, committed in steps if committed and s != step]
         leftovers = [s for s, committed in steps if not committed and s < step]
-        for old in others[self.keep - 1 :] + leftovers:
+        stay = {*others[: self.keep - 1], self.best}
+        if self.keep_every:
+            stay |= _firsts((s for s, committed in steps if committed), self.keep_every)
+        for old in leftovers + [s for s in others if s not in stay]:
             _remove(self.folder(old))
         for name in os.listdir(self.root):
             if (aside := re.fullmatch(_ASIDE, name)) and int(aside[1]) <= step:
@@ -236,6 +242,16 @@ class CheckpointStore:
             raise ValueError(
                 f"{self.folder(step)}: this checkpoint exists; discard it or use another folder"
             )
+
+
+def _firsts(steps: Iterable[int], every: int) -> set[int]:
+    """The first of the steps in every full `every`: those below the first multiple do not count.
+
+    Steps that are saved by time are no multiples, and one that is the first stays so."""
+    first: dict[int, int] = {}
+    for step in sorted(steps):
+        first.setdefault(step // every, step)
+    return {step for n, step in first.items() if n}
 
 
 def _marker(manifest: bytes) -> bytes:
@@ -259,44 +275,10 @@ def _check_seen(folder: Path, parts: Iterable[WrittenPart]) -> None:
             )
 
 
-def _write_pieces(path: Path, pieces: Iterable[ArrayPiece]) -> tuple[int, ...]:
-    """Write the pieces end to end, each in C order, and fsync; the CRC-32 of every block."""
-    crc32s: list[int] = []
-    crc, used = 0, 0
-    with _created(path) as file:
-        for piece in pieces:
-            left = np.ascontiguousarray(piece.array).reshape(-1).view(np.uint8).data
-            while left:
-                now, left = left[: BLOCK_BYTES - used], left[BLOCK_BYTES - used :]
-                file.write(now)
-                crc, used = zlib.crc32(now, crc), used + len(now)
-                if used == BLOCK_BYTES:
-                    crc32s.append(crc)
-                    crc, used = 0, 0
-        if used:
-            crc32s.append(crc)
-        _flush(file)
-    return tuple(crc32s)
-
-
-def _created(path: Path) -> IO[bytes]:
-    """A new file; another process that failed may have taken the empty folder away meanwhile."""
-    while True:
-        try:
-            return path.open("wb")
-        except FileNotFoundError:
-            path.parent.mkdir(exist_ok=True)
-
-
 def _write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as f:
         f.write(data)
-        _flush(f)
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+        flush(f)
 
 
 def _sync(folder: Path) -> None:

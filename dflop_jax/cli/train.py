@@ -100,4 +100,4 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
 
 def _preempted_code(config: Config) -> int:
     """The exit code of a run that a signal ended: without checkpoints nothing is saved."""
-    return PREEMPTED if config.checkpoint.every else 1
+    return PREEMPTED if config.checkpoint.saves else 1

@@ -7,7 +7,7 @@ import fcntl
 import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -151,6 +151,14 @@ class RunFolder:
         # An evaluation is numbered by the steps before it.
         self.rows[EVALUATIONS].keep(lambda row: row.step <= start_step)
 
+    def evaluations(self) -> list[HeldOutRow]:
+        """The evaluations of the run so far.
+
+        Raises:
+          ValueError: a line is broken, named as file:line.
+        """
+        return [*_evaluations(self.path / EVALUATIONS)]
+
     def __enter__(self) -> Self:
         return self
 
@@ -290,9 +298,18 @@ def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:
         return None
     try:
         return msgspec.json.decode(line, type=HeldOutRow)
-    except msgspec.DecodeError as e:
-        where = f"{path}:{sum(1 for _ in whole_lines(path))}"
-        raise ValueError(f"{where}: not a row of evaluations ({e}); remove the line") from None
+    except msgspec.DecodeError:
+        return [*_evaluations(path)][-1]  # which raises, and names the line
+
+
+def _evaluations(path: Path) -> Iterator[HeldOutRow]:
+    """The whole rows of a file that may be missing; ValueError names the place of a broken one."""
+    for n, line in enumerate(whole_lines(path), 1):
+        try:
+            yield msgspec.json.decode(line, type=HeldOutRow)
+        except msgspec.DecodeError as e:
+            why = f"not a row of evaluations ({e})"
+            raise ValueError(f"{path}:{n}: {why}; remove the line") from None
 
 
 def has_steps(folder: str | Path) -> bool:

@@ -164,11 +164,12 @@ def process_began_s() -> float:
 @dataclass(frozen=True)
 class Spent:
     """Seconds of a run by what they went to, in the order of `PARTS`; `starts` counts the processes
-    0 that it had."""
+    0 that it had, `failures` the times that it lost steps."""
 
     seconds: dict[str, float]
     wall_s: float
     starts: int
+    failures: int = 0
 
     @property
     def goodput(self) -> float:
@@ -191,7 +192,7 @@ def read_spent(folder: str | Path) -> Spent | None:
     seconds = dict.fromkeys(PARTS, 0.0)
     of_steps = array("d")  # of every step that counts, by its number
     first_s: float | None = None
-    until_s, starts = 0.0, 0
+    until_s, starts, failures = 0.0, 0, 0
     for n, line in enumerate(whole_lines(path) if path.exists() else (), 1):
         try:
             row = _ROWS.decode(line)
@@ -206,6 +207,7 @@ def read_spent(folder: str | Path) -> Spent | None:
             seconds[part] = seconds.get(part, 0.0) + s
         if row.resumed is not None:
             lost_s = sum(of_steps[row.resumed :])
+            failures += row.resumed < len(of_steps)
             seconds[TRAINING] -= lost_s
             seconds[LOST] += lost_s
             del of_steps[row.resumed :]
@@ -215,7 +217,8 @@ def read_spent(folder: str | Path) -> Spent | None:
         until_s = row.until_s
     if first_s is None:
         return None
-    return Spent({k: s for k, s in seconds.items() if s > 0}, until_s - first_s, starts)
+    positive = {k: s for k, s in seconds.items() if s > 0}
+    return Spent(positive, until_s - first_s, starts, failures)
 
 
 _ROWS = msgspec.json.Decoder(EventRow)

@@ -9,6 +9,8 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
+
 from dflop_jax.cluster.ending import RunFailed, preemption
 from dflop_jax.cluster.told import tell_step
 from dflop_jax.config_texts import profiled_steps
@@ -16,11 +18,12 @@ from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Layout, PriceList
-from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING
+from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING, read_spent
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.schedule.worker_main import SolverSetup
+from dflop_jax.train.cadence import Cadence
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
@@ -29,7 +32,7 @@ from dflop_jax.train.meta import Meta, planned_under
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Resumed
-from dflop_jax.train.saves import Saves
+from dflop_jax.train.saves import BestLoss, Saves, best_of
 from dflop_jax.train.skips import Skipping, Skips
 from dflop_jax.train.step_log import RowFacts, StepLog, Waits
 from dflop_jax.train.step_profile import StepProfiler
@@ -67,6 +70,7 @@ class Loop:
         self._next: NewPlan | None = None
         self._stalled_s = 0.0
         self._step: int | None = None
+        self._save_asked = False  # by process 0, as time goes
 
     def under_way(self) -> tuple[int | None, tuple[str, ...]]:
         """The step that is worked on, None before the first one, and the samples of its batch."""
@@ -85,7 +89,11 @@ class Loop:
         known = resumed.meta.skips if resumed else Skips()
         names = partial(sample_names, self._ready.source, self.loader)
         self._skipping = Skipping(config.train, names, known)
-        self._saves = Saves(self.saver, start)
+        self._saves = Saves(self.saver, start, self._best_so_far())
+        spent = read_spent(self.folder.path) if self.folder else None
+        self._cadence = Cadence(
+            config.checkpoint, len(self._ready.place.devices), spent, lambda: self.saver.is_busy
+        )
         stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
@@ -122,7 +130,7 @@ class Loop:
                 preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
             done = self._done
             with place.time.part(SAVE):
-                if config.checkpoint.every:
+                if config.checkpoint.saves:
                     self._save(done)
                 self.saver.wait()
         evaluation = None
@@ -130,7 +138,7 @@ class Loop:
             evaluation = self._evaluate(held_out, done)
         self.log.write_trace()
         if preempted:
-            saved = "continue with --resume auto" if config.checkpoint.every else "nothing is saved"
+            saved = "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
             self.progress.log(f"preempted at step {done}; {saved}")
         if self.saver.trouble:
             raise RunFailed(f"what was trained is not saved: {self.saver.trouble}")
@@ -194,7 +202,9 @@ class Loop:
             pending, self._step = None, batch.step
             waits = replace(waits, save_s=self.saver.stall_s - self._stalled_s)
             self._stalled_s = self.saver.stall_s
-            stop |= self.log.finish(handle, batch, waits, asked.is_set()).stop
+            verdict = self.log.finish(handle, batch, waits, asked.is_set(), self._cadence.is_due)
+            stop |= verdict.stop
+            self._save_asked |= verdict.save
             self._done = batch.step + 1
             tell_step()
             self._saves.tell(self._done, self._skipping.known)
@@ -248,7 +258,8 @@ class Loop:
         """Do what is due after `done` steps."""
         every, evaluate = self.config.checkpoint.every, self.config.train.eval_every
         last = done == self.config.train.steps
-        if every and done % every == 0 and not last:
+        by_steps = every > 0 and done % every == 0
+        if (by_steps or self._save_asked) and not last:
             self._save(done)
         if held_out and evaluate and done % evaluate == 0 and not last:
             finish()
@@ -266,12 +277,28 @@ class Loop:
             self.progress.log(f"  {name}: {loss}")
         if self.folder:
             self.folder.append_evaluation(row)
+        if self.config.checkpoint.keep_best and self._saves.best.is_beaten_by(row.loss):
+            self._save(done)
+            self._saves.keep_best(BestLoss(done, row.loss))
+            self.progress.log("  the lowest so far: its checkpoint is kept")
         return row
+
+    def _best_so_far(self) -> BestLoss:
+        """The best checkpoint of the run, on every process, where it is to be kept."""
+        if not self.config.checkpoint.keep_best:
+            return BestLoss()
+        best = BestLoss()
+        if self.folder:
+            best = best_of(self.folder.evaluations(), self.saver.steps())
+        shared = self.peers.share("best", msgspec.json.encode(best))
+        return msgspec.json.decode(shared, type=BestLoss)
 
     def _save(self, done: int) -> None:
         """Begin to save the state after `done` steps, unless it is saved already."""
+        self._save_asked = False
         if done == self._saves.saved:
             return
+        self._cadence.begin_save()
         ready = self._ready
         meta = Meta(
             done,

@@ -212,17 +212,22 @@ def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
 
 
 def check_trainable(config: Config) -> None:
-    """ValueError where a configuration only plans, is to trace steps that it does not have, or to
-    change plans without checkpoints."""
+    """ValueError where a configuration only plans, is to trace steps that it does not have, to
+    change plans without checkpoints, or to keep the best of what it does not evaluate or save."""
     if config.plan.hardware:
         raise ValueError(
             f"plan.hardware={config.plan.hardware} plans for devices that are not here; leave it "
             "empty to train"
         )
-    if config.plan.redecide_every and not config.checkpoint.every:
+    if config.plan.redecide_every and not config.checkpoint.saves:
         raise ValueError(
             f"plan.redecide_every={config.plan.redecide_every} changes plans through a checkpoint, "
             "and checkpoint.every=0 writes none; give it a number of steps"
+        )
+    if config.checkpoint.keep_best and not (config.checkpoint.saves and config.train.eval_samples):
+        raise ValueError(
+            "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every, "
+            "train.eval_samples and train.eval_every"
         )
     if profiled_steps(config.train.profile_steps).stop > config.train.steps:
         raise ValueError(

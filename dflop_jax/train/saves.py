@@ -1,24 +1,49 @@
-"""The checkpoints of a run, as its steps go on."""
+"""The checkpoints of a run, as its steps go on, and which of them is the best."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.report.run_folder import HeldOutRow
 from dflop_jax.train.meta import Meta
 from dflop_jax.train.skips import Skips
 
 
-class Saves:
-    """Saves under way; `saved` is the step whose state is there or on its way."""
+@dataclass(frozen=True)
+class BestLoss:
+    """The lowest held-out loss that a checkpoint was evaluated at; at step None there is none."""
 
-    def __init__(self, saver: Checkpointer, saved: int):
+    step: int | None = None
+    loss: float | None = None
+
+    def is_beaten_by(self, loss: float) -> bool:
+        """Whether a loss is lower; one that is not finite never is."""
+        return math.isfinite(loss) and (self.loss is None or loss < self.loss)
+
+
+def best_of(rows: Iterable[HeldOutRow], steps: Iterable[int]) -> BestLoss:
+    """The best of the evaluations of these steps; of equal ones the first."""
+    best, saved = BestLoss(), set(steps)
+    for row in rows:
+        if row.step in saved and row.loss is not None and best.is_beaten_by(row.loss):
+            best = BestLoss(row.step, row.loss)
+    return best
+
+
+class Saves:
+    """Saves under way; `saved` is the step whose state is there or on its way, `best` the best so
+    far, which stays."""
+
+    def __init__(self, saver: Checkpointer, saved: int, best: BestLoss = BestLoss()):
         self._saver, self.saved = saver, saved
+        self.keep_best(best)
         # Those whose steps are not all finished, and what they are to be told.
         self._untold: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
 
@@ -29,6 +54,11 @@ class Saves:
         self._untold.append((meta, told))
         self.tell(finished, skips)
         self._saver.save(meta.step, told)
+
+    def keep_best(self, best: BestLoss) -> None:
+        """Keep this checkpoint, and no longer the one that was the best before."""
+        self.best = best
+        self._saver.keep_best(best.step)
 
     def tell(self, finished: int, skips: Skips) -> None:
         """Complete what the saves under way keep whose steps are among the `finished` ones: only

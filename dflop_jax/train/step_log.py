@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,11 +30,13 @@ from dflop_jax.train.utilisation import Peaks, utilisation
 
 @dataclass(frozen=True)
 class Report:
-    """What a process tells process 0 about a finished step."""
+    """What a process tells process 0 about a finished step; `save_wait_s` is what it waited for a
+    checkpoint."""
 
     part: LocalResult
     compiles: int
     stop: bool
+    save_wait_s: float
 
 
 REPORTS = msgspec.msgpack.Decoder(Report)
@@ -43,7 +45,7 @@ REPORTS = msgspec.msgpack.Decoder(Report)
 @dataclass(frozen=True)
 class Verdict:
     """What process 0 tells all about a finished step; `losses` are by module, `applied`: the step
-    updated the parameters."""
+    updated the parameters, `save`: the next state is to be saved."""
 
     loss: float
     losses: dict[str, float]
@@ -51,6 +53,7 @@ class Verdict:
     applied: bool
     compiles: int
     stop: bool
+    save: bool
 
 
 @dataclass(frozen=True)
@@ -120,12 +123,20 @@ class StepLog:
         self._ended_s: float | None = None
         self._kept: tuple[Trace, ReadyBatch] | None = None
 
-    def finish(self, handle: StepHandle, batch: ReadyBatch, waits: Waits, stop: bool) -> Verdict:
+    def finish(
+        self,
+        handle: StepHandle,
+        batch: ReadyBatch,
+        waits: Waits,
+        stop: bool,
+        due: Callable[[float], bool] = lambda save_wait_s: False,
+    ) -> Verdict:
         """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
-        run."""
+        run. `due` is asked on process 0 whether to save, and told the longest that any process
+        waited for a save."""
         part = handle.local()
         compiled = self._counter.read()
-        report = Report(part, compiled - self._compiled, stop)
+        report = Report(part, compiled - self._compiled, stop, waits.save_s)
         self._compiled = compiled
         # Not as JSON, which has no number for what is not finite.
         gathered = self.peers.gather(f"step/{batch.step}", msgspec.msgpack.encode(report))
@@ -141,6 +152,7 @@ class StepLog:
                 result.applied,
                 sum(r.compiles for r in reports),
                 any(r.stop for r in reports),
+                due(max(r.save_wait_s for r in reports)),
             )
             answer = msgspec.msgpack.encode(decided)
         verdict = msgspec.msgpack.decode(

@@ -182,7 +182,8 @@ class Trainer:
         begun_s = time.perf_counter()
         ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
-        saver = Checkpointer(checkpoints, ex, peers, keep=config.checkpoint.keep)
+        keep, keep_every = config.checkpoint.keep, config.checkpoint.keep_every
+        saver = Checkpointer(checkpoints, ex, peers, keep=keep, keep_every=keep_every)
         with said_in_a_line(peers, ex.plan, "placing its parameters"):
             ex.init(config.train.seed, None if resumed else self._begin)
         assert self.profile is not None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint import reader as store_reader
-from dflop_jax.checkpoint import store as store_module
+from dflop_jax.checkpoint import writer as store_writer
 from dflop_jax.checkpoint.store import (
     ArrayPiece,
     ArraySpec,
@@ -42,7 +42,7 @@ def store(tmp_path):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Arrays cross blocks, and reads are cut."""
-    monkeypatch.setattr(store_module, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(store_writer, "BLOCK_BYTES", 64)
     monkeypatch.setattr(store_reader, "BLOCK_BYTES", 64)
     monkeypatch.setattr(store_reader, "RUN_BYTES", 40)
 
@@ -173,12 +173,13 @@ def test_blocks_of_other_elements_are_not_read(store, small_blocks):
     )
     file = folder / "process-00000"
     data = bytearray(file.read_bytes())
-    data[150] ^= 1  # in the third block: elements 32 to 47
+    assert len(data) % 64 == 8  # elements 46 and 47 are the last block
+    data[-1] ^= 1
     file.write_bytes(data)
     reader = store.open(1)
-    assert same(reader.read("x", (2,), (30,)), array[2:32])
+    assert same(reader.read("x", (2,), (44,)), array[2:46])
     with pytest.raises(CorruptCheckpoint, match="process-00000: damaged"):
-        reader.read("x", (31,), (2,))
+        reader.read("x", (45,), (2,))
 
 
 def test_a_file_is_opened_once_and_closed_in_the_end(store, small_blocks, monkeypatch):
@@ -246,6 +247,28 @@ def test_a_checkpoint_older_than_others_survives_its_own_commit(store):
     for step in (100, 200, 50):
         save(store, step, vector())
     assert store.steps() == (200, 50)
+
+
+def test_the_first_of_every_so_many_steps_stays(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, keep_every=100)
+    stay = {10: (10,), 99: (99,), 110: (110,), 150: (150, 110), 200: (200, 110),
+            250: (250, 200, 110), 410: (410, 200, 110)}  # fmt: skip
+    for step, steps in stay.items():
+        save(store, step, vector())
+        assert store.steps() == steps
+
+
+def test_the_best_stays_until_another_is(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2):
+        save(store, step, vector())
+    store.best = 2
+    for step in (3, 4):
+        save(store, step, vector())
+    assert store.steps() == (4, 2)
+    store.best = 4
+    save(store, 5, vector())
+    assert store.steps() == (5, 4)
 
 
 def test_a_leftover_makes_room(store):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint import reader as store_reader
-from dflop_jax.checkpoint import store as store_module
+from dflop_jax.checkpoint import writer as store_writer
 from dflop_jax.checkpoint.store import (
     CheckpointReader,
     CheckpointStore,
@@ -42,7 +42,7 @@ def files_of(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("block_bytes", [None, 64])
 def test_every_flipped_bit_is_noticed(store, monkeypatch, block_bytes):
     if block_bytes:
-        monkeypatch.setattr(store_module, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(store_writer, "BLOCK_BYTES", block_bytes)
         monkeypatch.setattr(store_reader, "BLOCK_BYTES", block_bytes)
     case, rng = random_case(1, n_processes=2), np.random.default_rng(0)
     files = files_of(save(store, 1, case, {"step": 1}))

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dflop_jax.checkpoint import reader as store_reader
+from dflop_jax.checkpoint import writer as store_writer
 from dflop_jax.checkpoint.store import ArrayPiece, ArraySpec, CheckpointStore, StorageError
 from tests.checkpoint.store_cases import (
     Case,
@@ -234,6 +236,34 @@ def test_no_room_for_the_arrays(store):
     assert message == f"cannot save checkpoint 2 in {store.root}: File too large"
     assert os.listdir(store.root) == ["00000001"]
     assert_holds(store.open(1), vector())
+
+
+def test_what_the_disk_refuses_while_more_is_written_is_noticed(store, monkeypatch):
+    """It says so once only, to the flush that was under way."""
+    monkeypatch.setattr(store_writer, "FLUSH_BYTES", 256)
+    monkeypatch.setattr(store_writer, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(store_reader, "BLOCK_BYTES", 64)
+    case, genuine = vector(800), os.fsync
+    store.prepare(1)
+    calls: list[int] = []
+
+    def fail_once(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        genuine(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail_once)
+        with pytest.raises(StorageError) as e:
+            store.write(1, case.specs, case.pieces[0], 0)
+    one_line(e, "save checkpoint 1", store.root, "Input/output error")
+    assert not store.folder(1).exists()
+    calls.append(0)  # none fails any more
+    monkeypatch.setattr(os, "fsync", fail_once)
+    save(store, 1, case)
+    assert len(calls) > 2 + 3  # it is flushed before the end, too
+    assert_holds(store.open(1), case)
 
 
 def test_a_folder_that_is_not_shared(store):

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli.experiment import load_experiment
 from dflop_jax.data import make_loader
 from dflop_jax.profile.needed import needed_flops
@@ -142,10 +143,12 @@ def test_a_resumed_run_traces_what_is_left(capsys):
 
 
 def test_two_processes_add_up_and_are_both_traced(tmp_path):
-    jobs = Jobs.make(tmp_path, TWO, steps=2)
+    jobs = Jobs.make(tmp_path, TWO, steps=4)
     wanted = ["--train.profile_steps", "1:1", "--train.peak_flops", "2e9"]
-    code, output = jobs.run(2, tmp_path / "run", *wanted, "--checkpoint.every", "0")
+    code, output = jobs.run(2, tmp_path / "run", *wanted, "--checkpoint.every", "-1")
     assert code == 0, output
+    # Process 0 asked for the first once the first step had ended, while the second ran.
+    assert CheckpointStore(tmp_path / "run/checkpoints").steps() == (4, 2)
     config = load_experiment(str(tmp_path / "small.py"))
     trainer = Trainer(config, plan=TWO, profile=nano_profile())
     loader = make_loader(config, trainer.source)

@@ -214,7 +214,7 @@ class Timings:
         """Note what runs measure meanwhile."""
         compile_and_time = timing.compile_and_time
 
-        def noted(place: Workplace, ex: Executor, **how: bool) -> Timed:
+        def noted(place: Workplace, ex: Executor, **how: Any) -> Timed:
             self._timed.append(compile_and_time(place, ex, **how))
             return self._timed[-1]
 

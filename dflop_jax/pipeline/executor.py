@@ -234,7 +234,7 @@ class Executor:
 
     def calibrate(
         self,
-        repeats: int = 5,
+        repeats: int,
         sync: Callable[[], None] = lambda: None,
         *,
         ends: bool = False,

@@ -35,6 +35,7 @@ from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.trying import in_agreement, plan_words
 
+REPEATS = 5  # timed runs of a program: their median tells
 _FINALIST = "finalist"  # the key under which process 0 names plans to try, then the chosen one
 
 
@@ -89,9 +90,11 @@ class Timed:
         )
 
 
-def compile_and_time(place: Workplace, ex: Executor, *, ends: bool = False) -> Timed:
-    """Compile an executor's programs and time each alone; its state must be there (`init`).
-    `ends`: those of the step's end, too, which leave another state.
+def compile_and_time(
+    place: Workplace, ex: Executor, *, ends: bool = False, repeats: int = REPEATS
+) -> Timed:
+    """Compile an executor's programs, run each alone once and then time it; its state must be there
+    (`init`). `ends`: those of the step's end, too, which leave another state.
 
     Raises:
       PlanTooLarge: on every process, memory of one of them did not hold it.
@@ -102,14 +105,14 @@ def compile_and_time(place: Workplace, ex: Executor, *, ends: bool = False) -> T
         compiling = partial(in_agreement, peers, ex.plan, "compiling its programs")
         n = compiling(lambda sync: ex.compile(sync=sync))
     mine = in_agreement(
-        peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends), limit_s
+        peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends, repeats), limit_s
     )
     parts = peers.gather("calibrated", mine.encode())
     return Timed(ex, n, tuple(Calibration.decode(part) for part in parts))
 
 
-def _calibrate(ex: Executor, ends: bool, sync: Callable[[], None]) -> Calibration:
-    return ex.calibrate(sync=sync, ends=ends)
+def _calibrate(ex: Executor, ends: bool, repeats: int, sync: Callable[[], None]) -> Calibration:
+    return ex.calibrate(repeats, sync, ends=ends)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.row_file import despite_full_disk
 from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY
+from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.spent import EVENTS, PLAN, PROFILE, REDECISION
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
@@ -43,7 +44,7 @@ from dflop_jax.train.ready import ReadyRun, agree, predicted, refuse
 from dflop_jax.train.restart import is_begun, line_of, open_folder, tell_agent
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
-from dflop_jax.train.timing import PlanTrials, Timed, compile_and_time, make_executor
+from dflop_jax.train.timing import REPEATS, PlanTrials, Timed, compile_and_time, make_executor
 from dflop_jax.train.trying import said_in_a_line
 
 
@@ -201,9 +202,14 @@ class Trainer:
             folder.trackers = open_trackers(config, folder.path, first_step)
             folder.write_config(config)
             folder.write_profile(self.profile)
-        timed = self._timed or self._warm_up(ex, progress)
-        if folder:
-            folder.write_plan(predicted(self.place, self.profile, prices, timed))
+        # The plan's figures are in the folder then, and nothing else asks for times.
+        as_it_was = resumed is not None and resumed.meta.plan == ex.plan
+        as_it_was = peers.share("as it was", b"1" * as_it_was if peers.is_hub else None) == b"1"
+        timed = self._timed or self._warm_up(ex, progress, repeats=0 if as_it_was else REPEATS)
+        if folder and not (as_it_was and (folder.path / PLAN_FILE).exists()):
+            folder.write_plan(
+                ex.plan if as_it_was else predicted(self.place, self.profile, prices, timed)
+            )
         data = self.source, self._held_out, self.profile
         start_s = time.perf_counter() - begun_s
         ready = ReadyRun(
@@ -285,10 +291,10 @@ class Trainer:
             self._timed, self._executor = timed, timed.executor
         return plan, prices
 
-    def _warm_up(self, ex: Executor, progress: Progress) -> Timed:
-        """Compile and time everything, all processes together."""
+    def _warm_up(self, ex: Executor, progress: Progress, repeats: int) -> Timed:
+        """Compile everything, run it once and time it, all processes together."""
         start_s = time.perf_counter()
-        timed = compile_and_time(self.place, ex)
+        timed = compile_and_time(self.place, ex, repeats=repeats)
         took_s = time.perf_counter() - start_s
         progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s")
         return timed

@@ -163,7 +163,8 @@ def test_a_finished_run_has_nothing_to_resume(whole):
     assert result.evaluation.step == STEPS
     assert_as_whole(folder, whole)
     assert steps_saved(folder) == (12, 9, 6, 3)
-    for name in ("metrics.jsonl", "trace.json"):
+    # The plan's figures, too: programs of a run that goes on as it was are not timed again.
+    for name in ("metrics.jsonl", "trace.json", "plan.json"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
 
 

@@ -91,9 +91,9 @@ class Loop:
         self._skipping = Skipping(config.train, names, known)
         self._saves = Saves(self.saver, start, self._best_so_far())
         spent = read_spent(self.folder.path) if self.folder else None
-        self._cadence = Cadence(
-            config.checkpoint, len(self._ready.place.devices), spent, lambda: self.saver.is_busy
-        )
+        n_devices, saver = len(self._ready.place.devices), self.saver
+        # Nothing that it holds leads back here: a loop's memory is free once the loop is over.
+        self._cadence = Cadence(config.checkpoint, n_devices, spent, lambda: saver.is_busy)
         stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None

@@ -112,7 +112,7 @@ def compile_and_time(
 
 
 def _calibrate(ex: Executor, ends: bool, repeats: int, sync: Callable[[], None]) -> Calibration:
-    return ex.calibrate(repeats, sync, ends=ends)
+    return ex.calibrate(repeats=repeats, sync=sync, ends=ends)
 
 
 @dataclasses.dataclass(frozen=True)

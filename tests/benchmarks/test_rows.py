@@ -19,10 +19,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
+from dflop_jax.cluster.peers import Peers
 from tests.benchmarks.scripts import BENCHMARKS, module
 from tests.data.media_cases import made_dataset
 from tests.plans import nano_profile
@@ -268,6 +270,20 @@ def hosts_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script.shutil, "which", lambda name: name)
 
 
+def small_saves(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """A few kB on one device, by this process alone."""
+    place = SimpleNamespace(devices=jax.devices()[:1], peers=Peers())
+
+    def alone(command: list[str], n: int, devices_per_process: int) -> Any:
+        patch.setattr(sys, "argv", command[1:])
+        return SimpleNamespace(exit_code=script.main())
+
+    patch.delitem(script.METHODS, "Orbax")  # which takes a minute to import
+    for name, value in {"LAYERS": 1, "WIDTH": 64, "KV_WIDTH": 16, "launch": alone}.items():
+        patch.setattr(script, name, value)
+    patch.setattr(script, "set_up", lambda config: place)
+
+
 def nobody_else(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """A process takes seconds to start: the row is made by this one alone."""
 
@@ -323,6 +339,7 @@ RUNS = {
     "pipeline_search": Tiny(5, ("--small", 1, "--large", 0), few_tasks),
     "planner": Tiny(30, ("--full", "--repeats", 1), plans_made_up),
     "real_choice": Tiny(7, (), launched(mix_of)),
+    "save_formats": Tiny(4, ("--gb", 0, "--repeats", 1), small_saves),
     # One case of eleven: each takes 2 s, and reads traces of its own.
     "shape_choice": Tiny(1, ("--shapes", ".", "--cases", 3, "--seeds", 1), traces),
     "simulator": Tiny(3, ("--runs", 1), launched(schedules_of)),

@@ -14,6 +14,7 @@ from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.pipeline.calibration import Calibration
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Task
+from dflop_jax.report.spent import TimeLog
 from dflop_jax.tasks.graph import links
 from dflop_jax.train import timing
 from dflop_jax.train.timing import PlanTrials
@@ -82,7 +83,7 @@ def finalists(peers, folder, n=3, said=None):
         distributed=SimpleNamespace(peer_timeout_s=30.0),
     )
     trained = SimpleNamespace(frozen=(), rates={"llm": 1e-3})
-    place = SimpleNamespace(config=config, trained=trained, peers=peers)
+    place = SimpleNamespace(config=config, trained=trained, peers=peers, time=TimeLog())
     profile = SimpleNamespace(model=SimpleNamespace(key="key", concurrency=1.5))
     log = SimpleNamespace(log=(lambda text: None) if said is None else said.append)
     return PlanTrials(place, profile, log)
@@ -194,7 +195,7 @@ class Crowded(FakeExecutor):
         sync()
         return 1
 
-    def calibrate(self, sync, ends):
+    def calibrate(self, repeats, sync, ends):
         for _ in range(3):
             sync()
             self._run("calibrate")

@@ -68,10 +68,8 @@ def on_signal(
     handler: Callable[[int, FrameType | None], None] = lambda *_: None,
 ) -> Iterator[None]:
     """Call `act` with each SIGINT, SIGTERM and SIGHUP that comes meanwhile, in a thread of its own:
-    the main thread, which runs `handler`, may be inside a library that never returns.
-
-    What is ignored (nohup, a shell's background job) stays so. Does nothing outside the main
-    thread.
+    the main thread, which runs `handler`, may be inside a library that never returns. See
+    `handled_by`; does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -87,8 +85,23 @@ def on_signal(
 
     watcher = threading.Thread(target=watch, daemon=True, name="signals")
     watcher.start()
-    former = {s: signal.getsignal(s) or signal.SIG_DFL for s in ENDING_SIGNALS}
     former_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        with handled_by(handler):
+            yield
+    finally:
+        signal.set_wakeup_fd(former_wakeup)
+        os.close(writing)  # which ends the thread
+        # What `act` refers to is freed here: a daemon thread that frees arrays while the
+        # interpreter ends is stopped inside of jax, which aborts the process.
+        watcher.join(SAY_S)
+
+
+@contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have SIGINT, SIGTERM and SIGHUP handled so meanwhile, in the main thread. What is ignored
+    (nohup, a shell's background job) stays so, here and in what is started."""
+    former = {s: signal.getsignal(s) or signal.SIG_DFL for s in ENDING_SIGNALS}
     taken = [s for s in ENDING_SIGNALS if former[s] is not signal.SIG_IGN]
     for s in taken:
         signal.signal(s, handler)
@@ -97,11 +110,18 @@ def on_signal(
     finally:
         for s in taken:
             signal.signal(s, former[s])
-        signal.set_wakeup_fd(former_wakeup)
-        os.close(writing)  # which ends the thread
-        # What `act` refers to is freed here: a daemon thread that frees arrays while the
-        # interpreter ends is stopped inside of jax, which aborts the process.
-        watcher.join(SAY_S)
+
+
+def how_ended(process: int, code: int) -> str:
+    """How a process of a run ended, in words; its exit code as `subprocess` says it."""
+    if code < 0:
+        return f"process {process} was killed by {signal_name(-code)}"
+    return f"process {process} ended with exit code {code}"
+
+
+def shell_code(code: int) -> int:
+    """What a shell calls the exit code that `subprocess` says."""
+    return code if code >= 0 else 128 - code
 
 
 def signal_name(signum: int) -> str:

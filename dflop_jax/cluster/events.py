@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import queue
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from dflop_jax.cluster.ending import ENDING_SIGNALS, ONE_SIGNAL_S
+from dflop_jax.cluster.ending import ONE_SIGNAL_S, handled_by
 
 TICK_S = 0.25  # between two looks at what processes have told
 
@@ -63,13 +62,5 @@ def signals_noted(note: Callable[[int], None]) -> Iterator[None]:
             last_s = now_s
             note(signum)
 
-    # What is ignored (nohup, a shell's background job) stays so, here and below.
-    before = {s: signal.getsignal(s) for s in ENDING_SIGNALS}
-    taken = [s for s in before if before[s] is not signal.SIG_IGN]
-    for s in taken:
-        signal.signal(s, handle)
-    try:
+    with handled_by(handle):
         yield
-    finally:
-        for s in taken:
-            signal.signal(s, before[s])

@@ -22,7 +22,7 @@ from typing import Any
 
 from dflop_jax.children import command
 from dflop_jax.cluster import launch_keeper
-from dflop_jax.cluster.ending import PREEMPTED, signal_name
+from dflop_jax.cluster.ending import PREEMPTED, how_ended, shell_code, signal_name
 from dflop_jax.cluster.events import Ended, Events, Stop, next_event
 from dflop_jax.cluster.output import STDERR, STDOUT, Output
 
@@ -209,12 +209,12 @@ class Group:
                     self._output.say(f"{event.why}; stopping the processes of this host")
                     stopping, patience_ends_s = True, min(patience_ends_s, now_s + self._grace_s)
             elif isinstance(event, Ended):
-                code = exit_code(event.exit_code)
+                code = shell_code(event.exit_code)
                 self.ends.append((event.place, event.exit_code, not (told or killed or stopping)))
                 if code != 0 and first_failure is None:
                     first_failure = code
                     if not stopping:
-                        how = self._how_ended(event.place, event.exit_code)
+                        how = how_ended(self._first + event.place, event.exit_code)
                         if code != PREEMPTED:
                             failed(how)
                             self._signal(signal.SIGTERM)
@@ -227,14 +227,8 @@ class Group:
     @property
     def exit_codes(self) -> tuple[int, ...]:
         """Of every process, by place."""
-        codes = {place: exit_code(code) for place, code, _ in self.ends}
+        codes = {place: shell_code(code) for place, code, _ in self.ends}
         return tuple(codes.get(i, 128 + signal.SIGKILL) for i in range(len(self._processes)))
-
-    def _how_ended(self, place: int, code: int) -> str:
-        how = f"ended with exit code {code}"
-        if code < 0:
-            how = f"was killed by {signal_name(-code)}"
-        return f"process {self._first + place} {how}"
 
     def _what_follows(self, code: int) -> str:
         if len(self.ends) == len(self._processes):
@@ -265,11 +259,6 @@ def can_wait(program: Sequence[str]) -> bool:
     python, *arguments = program
     first = arguments[0] if arguments else "-"
     return python == sys.executable and (first in ("-m", "-c") or not first.startswith("-"))
-
-
-def exit_code(code: int) -> int:
-    """What a shell calls the exit code that `subprocess` says."""
-    return code if code >= 0 else 128 - code
 
 
 @contextmanager

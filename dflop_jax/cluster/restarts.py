@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from dflop_jax.cluster.ending import BAD_INPUT, PREEMPTED, TRY_AGAIN, signal_name
+from dflop_jax.cluster.ending import BAD_INPUT, PREEMPTED, TRY_AGAIN, how_ended, shell_code
 from dflop_jax.cluster.told import Failure
 
 SAME_ERRORS = 3  # errors at one step that stop a run
@@ -68,13 +68,6 @@ class End(msgspec.Struct, frozen=True):
         Trainer told."""
         return self.failure.exit_code if self.failure else self.exit_code
 
-    @property
-    def how(self) -> str:
-        name = f"process {self.process}"
-        if self.exit_code < 0:
-            return f"{name} was killed by {signal_name(-self.exit_code)}"
-        return f"{name} ended with exit code {self.exit_code}"
-
 
 class Setback(msgspec.Struct, frozen=True):
     """A failure after which a run was started again, or (`is_last`) was not.
@@ -124,8 +117,8 @@ def setback(end: End, now_s: float, gained: bool) -> Setback:
     """What is kept of a failure's cause."""
     failure = end.failure
     error = end.code > 0 and end.code not in (BAD_INPUT, TRY_AGAIN)
-    why = f"{end.how} ({failure.why})" if failure else end.how
-    exit_code = end.code if end.code >= 0 else 128 - end.code
+    why = how_ended(end.process, end.exit_code) + (f" ({failure.why})" if failure else "")
+    exit_code = shell_code(end.code)
     if failure is None:
         return Setback(now_s, why, exit_code, error, gained=gained)
     return Setback(now_s, why, exit_code, error, failure.step, failure.samples, gained)

@@ -160,9 +160,10 @@ class Bench:
                 trained.row["best_rate"] = useful_s / 2 / trained.row["step_s"]
         if {"orch", LOOP} <= self.trained.keys():
             loop, whole = self.trained[LOOP], self.trained["orch"]
-            ticks, needed = loop.plan.layout.group_size + 1, loop.plan.layout.group_size
+            (llm,) = loop.plan.layout.segments_of("llm")
+            needed = llm.rounds * loop.plan.layout.group_size  # ticks, of two stages one more
             loop.row["over_needed"] = {
-                "planned": ticks / needed,
+                "planned": (needed + 1) / needed,
                 "measured": rate(loop.plan, loop.seconds, "llm")
                 / rate(whole.plan, whole.seconds, "llm"),
             }

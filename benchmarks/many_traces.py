@@ -59,10 +59,10 @@ from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import resources, step_graph
 from dflop_jax.tasks.order import order_of
 from dflop_jax.train.correct import Corrector
-from dflop_jax.train.feed import ReadyBatch
+from dflop_jax.train.feed import ReadyBatch, Waits
 from dflop_jax.train.losses import BatchLoss
 from dflop_jax.train.moved import BatchTraffic
-from dflop_jax.train.step_log import REPORTS, Report, RowFacts, StepLog, Waits
+from dflop_jax.train.step_log import REPORTS, Report, RowFacts, StepLog
 
 MICROBATCHES = 32
 VISION_SEGMENTS, LLM_SEGMENTS = 2, 8

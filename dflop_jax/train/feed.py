@@ -19,6 +19,7 @@ from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_groups
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.profile.needed import PieceFlops
 from dflop_jax.records import Load, Plan, Schedule, from_json, to_json
+from dflop_jax.report.spent import DATA, SAVE, SCHEDULE
 from dflop_jax.report.trace import group_label
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.losses import BatchLoss, modules_with_loss
@@ -53,6 +54,24 @@ class ReadyBatch:
         """Bytes of the arrays of this process's part."""
         arrays = [(g.fields, g.places) for g in self.groups]
         return sum(a.nbytes for a in jax.tree.leaves(arrays))
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds that a process waited before a step: for its schedule, then for the rest of its
+    batch, and for a save. Devices may have been at work meanwhile."""
+
+    schedule_s: float
+    data_s: float
+    save_s: float = 0.0
+
+    def of_devices(self, idle_s: float) -> dict[str, float]:
+        """What these waits come to, by name, if devices idled so long."""
+        idle: dict[str, float] = {}
+        for name, s in ((SAVE, self.save_s), (SCHEDULE, self.schedule_s), (DATA, self.data_s)):
+            idle[name] = min(s, idle_s)
+            idle_s -= idle[name]
+        return idle
 
 
 @dataclass(frozen=True)
@@ -203,9 +222,8 @@ class Schedules:
 
 def feed(
     loader: Loader, schedules: Schedules, packer: Packer, steps: range
-) -> Generator[tuple[ReadyBatch, float], None, None]:
-    """Yield the batch of each of the steps, with the seconds that training waited for its
-    schedule."""
+) -> Generator[tuple[ReadyBatch, Waits], None, None]:
+    """Yield the batch of each of the steps, with what training waited for it."""
     bad_before = 0
     scheduled: dict[int, tuple[Schedule, float, list[Load]]] = {}
 
@@ -228,7 +246,9 @@ def feed(
         asked_s = time.perf_counter()
         for batch, wait_s in batches:
             # The solver only costs training what was not hidden behind the batches ready ahead.
-            yield batch, min(wait_s, time.perf_counter() - asked_s)
+            waited_s = time.perf_counter() - asked_s
+            schedule_s = min(wait_s, waited_s)
+            yield batch, Waits(schedule_s, waited_s - schedule_s)
             asked_s = time.perf_counter()
     finally:
         packer.peers.abandon(_FEED)  # the others may have stopped before they sent all

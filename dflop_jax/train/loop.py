@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import msgspec
 
 from dflop_jax.cluster.ending import RunFailed, preemption
 from dflop_jax.cluster.told import tell_step
+from dflop_jax.config import AS_OFTEN_AS_PAYS
 from dflop_jax.config_texts import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
@@ -27,14 +27,14 @@ from dflop_jax.train.cadence import Cadence
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
-from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, feed, own_ranks
+from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
 from dflop_jax.train.meta import Meta, planned_under
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Resumed
 from dflop_jax.train.saves import BestLoss, Saves, best_of
 from dflop_jax.train.skips import Skipping, Skips
-from dflop_jax.train.step_log import RowFacts, StepLog, Waits
+from dflop_jax.train.step_log import RowFacts, StepLog
 from dflop_jax.train.step_profile import StepProfiler
 from dflop_jax.train.utilisation import Peaks
 
@@ -90,7 +90,8 @@ class Loop:
         names = partial(sample_names, self._ready.source, self.loader)
         self._skipping = Skipping(config.train, names, known)
         self._saves = Saves(self.saver, start, self._best_so_far())
-        spent = read_spent(self.folder.path) if self.folder else None
+        by_failures = config.checkpoint.every == AS_OFTEN_AS_PAYS
+        spent = read_spent(self.folder.path) if self.folder and by_failures else None
         n_devices, saver = len(self._ready.place.devices), self.saver
         # Nothing that it holds leads back here: a loop's memory is free once the loop is over.
         self._cadence = Cadence(config.checkpoint, n_devices, spent, lambda: saver.is_busy)
@@ -185,14 +186,13 @@ class Loop:
 
     def _steps(
         self,
-        batches: Iterator[tuple[ReadyBatch, float]],
+        batches: Iterator[tuple[ReadyBatch, Waits]],
         held_out: HeldOut | None,
         asked: threading.Event,
     ) -> bool:
         """Whether the steps were cut short."""
         pending: tuple[StepHandle, ReadyBatch, Waits] | None = None
         stop = False
-        asked_s = time.perf_counter()
 
         def finish() -> None:
             nonlocal pending, stop
@@ -217,9 +217,8 @@ class Loop:
 
         self._step = self._done
         with closing(self._profiler(drain)) as profiler:
-            for batch, wait_s in batches:
+            for batch, waits in batches:
                 self._step = batch.step
-                waits = Waits(wait_s, time.perf_counter() - asked_s - wait_s)
                 with profiler.dispatching(batch.step):
                     handle = self.ex.run_step(
                         batch.schedule,
@@ -237,7 +236,6 @@ class Loop:
                 self._after(batch.step + 1, held_out, finish)
                 if self._next or stop:
                     break
-                asked_s = time.perf_counter()
             finish()
         return stop and self._done < self.config.train.steps
 

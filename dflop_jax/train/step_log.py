@@ -17,11 +17,11 @@ from dflop_jax.records import Plan, Prices, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
-from dflop_jax.report.spent import DATA, SAVE, SCHEDULE, TimeLog
+from dflop_jax.report.spent import TimeLog
 from dflop_jax.report.trace import group_labels
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
-from dflop_jax.train.feed import ReadyBatch
+from dflop_jax.train.feed import ReadyBatch, Waits
 from dflop_jax.train.optimizer import learning_rates
 from dflop_jax.train.skips import Skipping, reason
 from dflop_jax.train.stragglers import Stragglers, slowness
@@ -74,24 +74,6 @@ class RowFacts:
     rates: Mapping[str, float] = field(default_factory=dict)
     peaks: Peaks | None = None
     time: TimeLog = field(default_factory=TimeLog)
-
-
-@dataclass(frozen=True)
-class Waits:
-    """Seconds that a process waited before a step: for its schedule, then for the rest of its
-    batch, and for a save. Devices may have been at work meanwhile."""
-
-    schedule_s: float
-    data_s: float
-    save_s: float = 0.0
-
-    def of_devices(self, idle_s: float) -> dict[str, float]:
-        """What these waits come to, by name, if devices idled so long."""
-        idle: dict[str, float] = {}
-        for name, s in ((SAVE, self.save_s), (SCHEDULE, self.schedule_s), (DATA, self.data_s)):
-            idle[name] = min(s, idle_s)
-            idle_s -= idle[name]
-        return idle
 
 
 class StepLog:

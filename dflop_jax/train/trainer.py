@@ -197,7 +197,8 @@ class Trainer:
         if folder:  # only now it is clear that the folder is of this run
             if self._existing == "resume":
                 folder.restart(first_step)
-            self.place.time.write_to(folder.rows[EVENTS])
+            if resumed:
+                self.place.time.write_to(folder.rows[EVENTS])
             self.place.time.resumed(first_step)
             folder.trackers = open_trackers(config, folder.path, first_step)
             folder.write_config(config)

@@ -26,6 +26,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]  # and finite, as every number with a bound
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 Dtype = Literal["float32", "bfloat16"]
 AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
@@ -33,6 +34,7 @@ NonFinite = Literal["skip", "stop"]
 Oversize = Literal["drop", "truncate", "error"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
+LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 TrainStage = Literal["full", "connector", "llm"]
 Remat = Literal["auto", "none", "dots", "named", "layers", "segment"]
 Zero = Literal["auto", "1", "2", "3"]
@@ -195,8 +197,19 @@ class TrainConfig:
     steps: Annotated[PositiveInt, "optimizer steps"] = 100
     global_batch: Annotated[PositiveInt, "samples per optimizer step"] = 64
     learning_rate: Annotated[PositiveFloat, "peak learning rate of AdamW"] = 1e-3
-    warmup_steps: Annotated[NonNegativeInt, "linear warm-up steps before the cosine decay"] = 10
-    final_lr_fraction: Annotated[float, "learning rate at the end over its peak"] = 0.1
+    schedule: Annotated[
+        LrSchedule,
+        "learning rate after the warm-up: constant, linear or cosine decay, or wsd (constant, with "
+        "a linear decay over the last steps)",
+    ] = "cosine"
+    warmup_steps: Annotated[NonNegativeInt, "steps of linear warm-up"] = 10
+    warmup_ratio: Annotated[
+        Share, "share of all steps that is warm-up, in place of warmup_steps; 0: as that says"
+    ] = 0.0
+    decay_steps: Annotated[
+        NonNegativeInt, "last steps, over which the schedule wsd decays; 0: a tenth of all"
+    ] = 0
+    final_lr_fraction: Annotated[Share, "learning rate at the end of a decay over its peak"] = 0.1
     weight_decay: Annotated[NonNegativeFloat, "AdamW weight decay of matrices"] = 0.01
     clip_norm: Annotated[NonNegativeFloat, "global gradient norm is clipped to this; 0: off"] = 1.0
     nonfinite: Annotated[
@@ -210,7 +223,12 @@ class TrainConfig:
         "median (8, say); 0: off",
     ] = 0.0
     max_skips: Annotated[PositiveInt, "skipped steps in a row that end the run"] = 10
-    beta2: Annotated[float, "AdamW second-moment decay"] = 0.95
+    beta1: Annotated[Decay, "AdamW first-moment decay"] = 0.9
+    beta2: Annotated[Decay, "AdamW second-moment decay"] = 0.95
+    eps: Annotated[PositiveFloat, "AdamW divides by the root of the second moment and this"] = 1e-8
+    moments_dtype: Annotated[
+        Dtype, "what the optimizer's moments are kept in between steps: float32 or bfloat16"
+    ] = "float32"
     learning_rates: Annotated[
         tuple[str, ...], "peak rates of single parts, as vision=2e-6,connector=1e-5"
     ] = ()
@@ -311,6 +329,7 @@ class Config:
         for name, rate in named_rates(self.train.learning_rates).items():
             _check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
         profiled_steps(self.train.profile_steps)
+        _check_moments(self.train)
 
 
 class Field(NamedTuple):
@@ -362,6 +381,8 @@ def _check_bounds(name: str, number: float, bounds: Meta) -> None:
     assert low is not None, f"{name} has bounds that no rule is written for"
     if bounds.gt is not None:
         allowed, rule = number > low, f"a finite number above {low}"
+    elif bounds.lt is not None:
+        allowed, rule = low <= number < bounds.lt, f"a number from {low} to below {bounds.lt}"
     elif bounds.le is not None:
         allowed, rule = low <= number <= bounds.le, f"a number from {low} to {bounds.le}"
     else:
@@ -369,6 +390,19 @@ def _check_bounds(name: str, number: float, bounds: Meta) -> None:
         allowed = number >= low
     if not (allowed and math.isfinite(number)):
         raise ValueError(f"{name}={number} must be {rule}")
+
+
+# Above it, a step without a gradient shrinks a second moment by less than bfloat16 can tell.
+BFLOAT16_BETA2 = 0.99
+
+
+def _check_moments(train: TrainConfig) -> None:
+    if train.moments_dtype == "bfloat16" and train.beta2 > BFLOAT16_BETA2:
+        raise ValueError(
+            f"train.moments_dtype=bfloat16 cannot follow train.beta2={train.beta2}, whose second "
+            f"moments would stand still; set train.beta2 to {BFLOAT16_BETA2} at most, or the dtype "
+            "to float32"
+        )
 
 
 @cache
@@ -391,15 +425,15 @@ def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Confi
       ValueError: unknown name (with the nearest one), a value of the wrong type or out of bounds.
     """
     known = {leaf.name: leaf for leaf in fields()}
+    changed: dict[str, dict[str, Any]] = {}  # by section; "" holds what is in none
     for name, text in values.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]}?" if near else "; see --help for the names"
             raise ValueError(f"unknown override {name}{hint}")
-        changed = known[name].parse(text)
-        *sections, leaf = name.split(".")
-        for section in sections:  # one at most
-            changed = dataclasses.replace(getattr(config, section), **{leaf: changed})
-            leaf = section
-        config = dataclasses.replace(config, **{leaf: changed})
-    return config
+        section, _, leaf = name.rpartition(".")
+        changed.setdefault(section, {})[leaf] = known[name].parse(text)
+    # All at once, since some values are only allowed together.
+    whole = changed.pop("", {})
+    sections = {k: dataclasses.replace(getattr(config, k), **v) for k, v in changed.items()}
+    return dataclasses.replace(config, **whole, **sections)

@@ -121,6 +121,14 @@ def test_booleans(text, value):
         ({"train.learning_rates": "llm=inf"}, "learning_rates llm=inf must be a finite number"),
         ({"train.learning_rates": "a=1,a=2"}, "gives 'a' twice; drop one of them"),
         ({"train.stage": "both"}, "train.stage='both' is not one of full, connector, llm"),
+        (
+            {"train.schedule": "step"},
+            "train.schedule='step' is not one of constant, linear, ",
+        ),
+        (
+            {"train.moments_dtype": "bfloat16", "train.beta2": "0.999"},
+            "train.moments_dtype=bfloat16 cannot follow train.beta2=0.999",
+        ),
         ({"plan.zero": "4"}, "plan.zero='4' is not one of auto, 1, 2, 3"),
         ({"train.remat": "true"}, "train.remat='true' is not one of auto, none, dots, named,"),
         ({"train.remat_layers": "true"}, "unknown override train.remat_layers; did you mean train"),
@@ -159,13 +167,16 @@ ABOVE_ZERO = [
     "data.sample_timeout_s",
     "data.sample_memory_bytes",
     "train.learning_rate",
+    "train.eps",
     "train.lora_alpha",
     "distributed.connect_timeout_s",
     "distributed.peer_timeout_s",
 ]
-SHARES = ["plan.drift"]
+SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
+DECAYS = ["train.beta1", "train.beta2"]
 NOT_NEGATIVE = [
     "train.warmup_steps",
+    "train.decay_steps",
     "train.weight_decay",
     "train.clip_norm",
     "train.loss_spike",
@@ -231,9 +242,24 @@ def test_shares_are_from_nothing_to_all(name):
             override(Config(), {name: value})
 
 
+@pytest.mark.parametrize("name", DECAYS)
+def test_decays_are_below_one(name):
+    assert get(override(Config(), {name: "0.5"}), name) == 0.5
+    for value in ("-0.1", "1.0", "nan", "inf"):
+        with pytest.raises(ValueError, match=rf"{name}={value} must be a number from 0 to below 1"):
+            override(Config(), {name: value})
+
+
 def test_the_tables_name_every_bound():
     bounded = {leaf.name for leaf in fields() if leaf.bounds}
-    assert bounded == {*AT_LEAST_ONE, *ABOVE_ZERO, *NOT_NEGATIVE, *SHARES, "checkpoint.every"}
+    assert bounded == {
+        *AT_LEAST_ONE,
+        *ABOVE_ZERO,
+        *NOT_NEGATIVE,
+        *SHARES,
+        *DECAYS,
+        "checkpoint.every",
+    }
 
 
 def test_a_wrong_configuration_cannot_be_made_in_python_either():
@@ -243,6 +269,13 @@ def test_a_wrong_configuration_cannot_be_made_in_python_either():
         dataclasses.replace(Config(), train=TrainConfig(steps=0))
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().run_dir = "elsewhere"
+
+
+def test_values_that_are_only_allowed_together_come_together():
+    slow = Config(train=TrainConfig(beta2=0.999))
+    both = {"train.moments_dtype": "bfloat16", "train.beta2": "0.95"}
+    assert override(slow, both).train.beta2 == 0.95
+    assert override(slow, dict(reversed(both.items()))).train.moments_dtype == "bfloat16"
 
 
 def test_json_round_trip():

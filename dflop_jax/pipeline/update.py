@@ -47,6 +47,21 @@ def in_layers(params: Tree) -> Tree:
     return {p: jax.tree.map(lambda _, p=p: p in STACKED, tree) for p, tree in params.items()}
 
 
+def map_state(
+    of_params: Callable[[Tree], Tree], of_other: Callable[[Any], Any], state: Tree, params: Tree
+) -> Tree:
+    """An optimizer's state with `of_params` of every subtree that is shaped like `params`, such as
+    moments, and `of_other` of every other leaf, such as a count."""
+    shape: Any = jax.tree.structure(params)
+
+    def is_like(node: Any) -> bool:
+        return bool(jax.tree.structure(node) == shape)
+
+    return jax.tree.map(
+        lambda node: of_params(node) if is_like(node) else of_other(node), state, is_leaf=is_like
+    )
+
+
 class SegmentUpdate:
     """Reduce and update programs of one segment's trainable parameters.
 
@@ -104,24 +119,19 @@ class SegmentUpdate:
         def sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        return optax.tree_utils.tree_map_params(
-            self.tx,
-            lambda leaf, shard: sharded(leaf, shard.sharding),
+        shards = self._own(self._shards)
+        return map_state(
+            lambda like: jax.tree.map(lambda a, s: sharded(a, s.sharding), like, shards),
+            lambda leaf: sharded(leaf, everywhere),
             jax.eval_shape(self._fresh_state),
-            self._own(self._shards),
-            transform_non_params=lambda leaf: sharded(leaf, everywhere),
+            shards,
         )
 
     def _of_state(self, of_params: Tree, other: Any) -> Tree:
         """What a tree by parts says of the parameters, of each leaf of the state; `other` of those
         that belong to no parameter."""
-        return optax.tree_utils.tree_map_params(
-            self.tx,
-            lambda _, said: said,
-            self.state_structs,
-            self._own(of_params),
-            transform_non_params=lambda _: other,
-        )
+        said = self._own(of_params)
+        return map_state(lambda _: said, lambda _: other, self.state_structs, self._params)
 
     def state_cuts(self) -> Tree:
         """How each leaf of the state is cut."""

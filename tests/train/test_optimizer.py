@@ -1,6 +1,7 @@
 """The learning rate's values and which parameters decay."""
 
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from dflop_jax.config import TrainConfig
-from dflop_jax.train.optimizer import decays, learning_rate, make_optimizer
+from dflop_jax.config import LrSchedule, TrainConfig
+from dflop_jax.train.optimizer import (
+    decays,
+    learning_rate,
+    learning_rates,
+    make_optimizer,
+    warmup_steps,
+)
 
 
 def rates(**changes):
@@ -48,6 +55,46 @@ def test_a_warmup_longer_than_the_run_ends_at_its_last_step(steps, warmup):
     assert got[steps - 1] == pytest.approx(2e-3)
 
 
+def after_warmup(schedule, steps, warmup, decay_steps, final=0.1):
+    """What `schedule` makes of the peak from step `warmup` on, as its definition says."""
+    left = steps - warmup
+    down = min(decay_steps or -(-steps // 10), left)
+    for i in range(left + 1):
+        if schedule == "constant":
+            yield 1.0
+        elif schedule == "linear":
+            yield 1 - (1 - final) * i / left
+        else:
+            yield 1 - (1 - final) * max(0, i - (left - down)) / down
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "wsd"])
+@pytest.mark.parametrize(
+    "steps, warmup, decay_steps", [(100, 10, 0), (100, 10, 25), (20, 0, 7), (5, 4, 3), (1, 0, 0)]
+)
+def test_other_schedules_equal_their_definitions(schedule, steps, warmup, decay_steps):
+    got = rates(steps=steps, warmup_steps=warmup, schedule=schedule, decay_steps=decay_steps)
+    want = np.array(list(after_warmup(schedule, steps, warmup, decay_steps)))
+    np.testing.assert_allclose(got[warmup:], 2e-3 * want, rtol=1e-5)
+    np.testing.assert_allclose(got[:warmup], by_hand(steps, warmup)[:warmup], rtol=1e-5)
+
+
+def test_every_step_has_a_rate_on_the_host():
+    for schedule in get_args(LrSchedule):
+        config = TrainConfig(steps=7, warmup_steps=0, schedule=schedule)
+        want = [float(learning_rate(config)(i)) for i in range(7)]
+        np.testing.assert_allclose(learning_rates(config), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "ratio, steps, fixed, want",
+    [(0.03, 100, 10, 3), (0.07, 100, 0, 7), (0.03, 10, 5, 1), (0.0, 100, 10, 10), (1.0, 8, 0, 7)],
+)
+def test_warmup_is_a_share_of_the_steps_or_a_number(ratio, steps, fixed, want):
+    config = TrainConfig(steps=steps, warmup_steps=fixed, warmup_ratio=ratio)
+    assert warmup_steps(config) == want
+
+
 @pytest.mark.parametrize("factor", [0.002, 1.0, 30.0])
 def test_a_part_with_a_rate_of_its_own_follows_the_same_schedule(factor):
     """What lets one optimizer serve all parts, its steps multiplied."""
@@ -81,8 +128,9 @@ def test_matrices_decay_and_vectors_do_not():
 def test_adamw_by_hand():
     """Two steps of decoupled weight decay (Loshchilov & Hutter), element by element."""
     config = TrainConfig(
-        steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.5, beta2=0.9, clip_norm=0.01
-    )
+        steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.5, beta1=0.8, beta2=0.9,
+        eps=1e-3, clip_norm=0.01,
+    )  # fmt: skip
     tx = make_optimizer(config)
     grads = [jax.tree.map(lambda a, k=k: jnp.full_like(a, k), TREE) for k in (3.0, -1.0)]
     params = TREE
@@ -95,8 +143,8 @@ def test_adamw_by_hand():
     def hand(decay):
         p, m, v = 1.0, 0.0, 0.0
         for t, g in enumerate((3.0, -1.0), 1):
-            m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * g * g
-            step = (m / (1 - 0.9**t)) / (math.sqrt(v / (1 - 0.9**t)) + 1e-8)
+            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+            step = (m / (1 - 0.8**t)) / (math.sqrt(v / (1 - 0.9**t)) + 1e-3)
             p -= float(learning_rate(config)(t - 1)) * (step + decay * p)
         return p
 
@@ -105,3 +153,25 @@ def test_adamw_by_hand():
     np.testing.assert_allclose(params["dense"]["kernel"], hand(0.5), rtol=1e-5)
     for vector in (params["dense"]["bias"], params["norm"]["scale"], params["vector"]):
         np.testing.assert_allclose(vector, hand(0.0), rtol=1e-5)
+
+
+def test_moments_in_bfloat16_are_rounded_between_steps_only():
+    """Against AdamW by hand in float64, its moments rounded after every step."""
+    config = TrainConfig(
+        steps=10, warmup_steps=0, learning_rate=0.1, weight_decay=0.0, moments_dtype="bfloat16"
+    )
+    tx, rng = make_optimizer(config), np.random.default_rng(0)
+    p = want = jnp.asarray(rng.normal(size=64), jnp.float32)
+    m = v = np.zeros(64)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = tx.init({"p": p})
+        for t in range(1, 6):
+            g = rng.normal(size=64).astype(np.float32)
+            updates, state = tx.update({"p": jnp.asarray(g)}, state, {"p": p})
+            p = optax.apply_updates(p, updates["p"])
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            step = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+            want = want - float(learning_rate(config)(t - 1)) * step
+            m, v = (np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for a in (m, v))
+    np.testing.assert_allclose(p, want, rtol=1e-5, atol=1e-5)
+    assert {a.dtype.name for a in jax.tree.leaves(state[0])} == {"bfloat16", "int32"}

@@ -43,6 +43,7 @@ TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
+PLANS = "plans"  # for numbers of devices that the run has had or may have, see `train.recount`
 RESTARTS = "restarts.jsonl"  # of `dflop launch`, see `cluster.restarts`
 _LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
 _LOCK = "lock"
@@ -140,7 +141,7 @@ class RunFolder:
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
-            for name in (CHECKPOINTS, TENSORBOARD, XPROF):
+            for name in (CHECKPOINTS, TENSORBOARD, XPROF, PLANS):
                 shutil.rmtree(self.path / name, ignore_errors=True)
         metrics.touch()
 

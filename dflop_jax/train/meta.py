@@ -15,11 +15,12 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.records import Plan, PriceList, Prices, Profile
 from dflop_jax.schedule.learnt import Learnt
 from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.recount import DEVICES, PROCESSES, recounted
 from dflop_jax.train.skips import Skips
 
 VERSION = 2  # of `Meta`; 1 had no number, and of `planned_under` three values only
-_PROCESSES, _DEVICES, _KIND = "processes", "devices", "kind of device"
-_MEMORY, _FROZEN = "memory of a device", "frozen parts"
+_KIND, _MEMORY, _FROZEN = "kind of device", "memory of a device", "frozen parts"
+_COUNTS = {PROCESSES, DEVICES}
 # Flags of plan.* that say where, or when, and not which plan is the best.
 _NO_CHOICE = {"plan.devices", "plan.hardware", "plan.redecide_every"}
 _MORE_FLAGS = ("train.global_batch", "train.remat")
@@ -31,7 +32,7 @@ _PROFILED_FLAGS = (
     "data.tokenizer",
     *(f"data.{name}" for name in vars(Limits())),
 )
-_PROFILED = {*_PROFILED_FLAGS, _PROCESSES, _DEVICES, _KIND}
+_PROFILED = {*_PROFILED_FLAGS, _KIND}
 # What a checkpoint may say of flags that now are 0 where nobody gave them: then nobody did either.
 _WITHOUT = {"plan.max_model": 2, "plan.max_stage": 4, "plan.max_microbatches": 16}
 # Share by which a device's memory may differ from that of the run before: what jax may take depends
@@ -73,7 +74,7 @@ def read_meta(record: Mapping[str, Any]) -> Meta:
         raise OtherVersion(f"its state has version {version}, this program reads 1 to {VERSION}")
     under = record.get("planned_under")
     if version == 1:
-        names = {"plan.policy": "policy", _PROCESSES: "processes", _DEVICES: "devices"}
+        names = {"plan.policy": "policy", PROCESSES: "processes", DEVICES: "devices"}
         under = {name: record[key] for name, key in names.items() if key in record}
     try:
         return msgspec.convert({**record, "version": version, "planned_under": under}, Meta)
@@ -85,7 +86,7 @@ def planned_under(place: Workplace) -> dict[str, Any]:
     """What a plan follows from, by name, as JSON has it: the flags that decide between plans, and
     the devices."""
     values = flags_that_plan(place.config)
-    values[_PROCESSES], values[_DEVICES] = place.peers.count, len(place.devices)
+    values[PROCESSES], values[DEVICES] = place.peers.count, len(place.devices)
     values[_KIND] = place.devices[0].device_kind
     values[_MEMORY] = place.bytes_limit
     values[_FROZEN] = ", ".join(sorted(place.trained.frozen)) or "none"
@@ -104,20 +105,22 @@ def flags_that_plan(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Continued:
-    """What a run goes on with; None is to be made anew. `says` is for the log, "" is nothing."""
+    """What a run goes on with; None is to be made anew. `says` is for the log, "" is nothing.
+    `recounted`: the profile was measured with other numbers of devices or processes."""
 
     plan: Plan | None
     profile: Profile | None
     prices: Prices | None = None
     says: str = ""
+    recounted: bool = False
 
 
 def continued(
     meta: Meta, now: Mapping[str, Any], plan: Plan | None, profile: Profile | None
 ) -> Continued:
     """What of a checkpoint still serves: its plan and prices where nothing that decides between
-    plans differs now, its profile where nothing differs that it was measured under. A plan or a
-    profile that is given goes before the checkpoint's.
+    plans differs now, its profile where nothing differs that it was measured under; numbers of
+    devices and processes may. A plan or a profile that is given goes before the checkpoint's.
 
     Raises:
       ValueError: other parts train now.
@@ -130,14 +133,18 @@ def continued(
             " it is of another model or choice of frozen parts; give the same train.stage and "
             "train.freeze, or start a new run"
         )
+    other_count = False
     if profile is None and not _PROFILED.intersection(changed):
-        profile = meta.profile
+        profile, other_count = meta.profile, bool(_COUNTS.intersection(changed))
+        if DEVICES in changed:
+            profile = recounted(profile, then[DEVICES], now[DEVICES])
     if plan is not None:
         same = plan == meta.plan and not changed
-        return Continued(plan, profile, meta.prices.prices if same else None)
+        prices = meta.prices.prices if same else None
+        return Continued(plan, profile, prices, recounted=other_count)
     if changed:
         says = "; ".join(f"{n} was {_text(then[n])}, now {_text(now[n])}" for n in changed)
-        return Continued(None, profile, says=f"{says}: planning anew")
+        return Continued(None, profile, says=f"{says}: planning anew", recounted=other_count)
     says = ""
     if meta.version == 1:
         says = (

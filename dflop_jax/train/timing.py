@@ -153,7 +153,7 @@ class PlanTrials:
           PlanTooLarge: memory of a process did not hold it.
         """
         if not self._place.config.plan.finalists:
-            return plan_prices(plan.layout, self._profile.model)
+            return self.by_profile(plan)
         file = Path(self._place.config.cache_dir) / f"times-{self._name(plan)}.json"
         with suppress(ValueError):  # none yet, or one of another version
             return load(PriceList, file).prices
@@ -162,6 +162,10 @@ class PlanTrials:
         file.parent.mkdir(parents=True, exist_ok=True)
         save(PriceList.of(prices), file)
         return prices
+
+    def by_profile(self, plan: Plan) -> Prices:
+        """Prices of a plan by the profile alone."""
+        return plan_prices(plan.layout, self._profile.model)
 
     def rehearse(self, plan: Plan, prices: Prices) -> None:
         """Run one step of a plan, where devices have limited memory, so that all that a step holds

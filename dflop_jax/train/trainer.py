@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.ending import exit_code_of
+from dflop_jax.cluster.told import is_restart
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
@@ -41,6 +42,7 @@ from dflop_jax.train.planning import (
 from dflop_jax.train.prepare import Workplace, set_up
 from dflop_jax.train.profiling import check_not_empty, make_profile
 from dflop_jax.train.ready import ReadyRun, agree, predicted, refuse
+from dflop_jax.train.recount import find_plan, with_links
 from dflop_jax.train.restart import is_begun, line_of, open_folder, tell_agent
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
@@ -93,6 +95,7 @@ class Trainer:
         existing: Literal["error", "overwrite", "resume"] = "error",
     ):
         self.config, self._existing = config, existing
+        self._in_haste = False  # others' devices wait as this run goes on without them
         self._loop: Loop | None = None
         try:
             check_trainable(config)
@@ -205,11 +208,12 @@ class Trainer:
             folder.write_profile(self.profile)
         # The plan's figures are in the folder then, and nothing else asks for times.
         as_it_was = resumed is not None and resumed.meta.plan == ex.plan
-        as_it_was = peers.share("as it was", b"1" * as_it_was if peers.is_hub else None) == b"1"
-        timed = self._timed or self._warm_up(ex, progress, repeats=0 if as_it_was else REPEATS)
+        untimed = as_it_was or self._in_haste
+        untimed = peers.share("untimed", b"1" * untimed if peers.is_hub else None) == b"1"
+        timed = self._timed or self._warm_up(ex, progress, repeats=0 if untimed else REPEATS)
         if folder and not (as_it_was and (folder.path / PLAN_FILE).exists()):
             folder.write_plan(
-                ex.plan if as_it_was else predicted(self.place, self.profile, prices, timed)
+                ex.plan if untimed else predicted(self.place, self.profile, prices, timed)
             )
         data = self.source, self._held_out, self.profile
         start_s = time.perf_counter() - begun_s
@@ -237,12 +241,19 @@ class Trainer:
             check_layers(self.place, resumed.meta.profile, "the checkpoint", remedy)
         if resumed and self.peers.is_hub:
             known = continued(resumed.meta, planned_under(self.place), plan, self.profile)
+            if known.plan is None:
+                known = self._planned_before(known)
             if known.says:
                 progress.log(known.says)
         # What process 0 was given or reads holds for all.
-        shared = self.peers.share("given", msgspec.json.encode((known.profile, known.plan)))
-        self.profile, plan = msgspec.json.decode(shared, type=tuple[Profile | None, Plan | None])
+        given = known.profile, known.plan, known.recounted
+        shared = self.peers.share("given", msgspec.json.encode(given))
+        self.profile, plan, recounted = msgspec.json.decode(
+            shared, type=tuple[Profile | None, Plan | None, bool]
+        )
         prices = known.prices
+        if self.profile and recounted:
+            self.profile = with_links(self.place, self.profile)
         refuse(self.place, self.source, self.profile, plan)
         if self.profile is None:
             progress.log("profiling model and data")
@@ -253,6 +264,7 @@ class Trainer:
         remat = self.config.train.remat
         if plan and remat != "auto" and (other := with_remat(plan, remat)) != plan:
             plan, prices = other, None
+        self._in_haste = recounted and is_restart()
         with self.place.time.part(PLAN):
             plan, prices = self._choose(plan, prices, self.profile, progress)
         if self._executor is None or self._executor.plan != plan:
@@ -264,6 +276,14 @@ class Trainer:
             + (f"; up to {plan.layout.fan_in} groups feed one" if plan.layout.fan_in > 1 else "")
         )
         return self._executor, prices
+
+    def _planned_before(self, known: Continued) -> Continued:
+        """What to go on with where a plan was made for these devices before, on process 0."""
+        before = find_plan(self.config.run_dir, planned_under(self.place))
+        if before is None or known.profile is None:
+            return known
+        says = known.says.replace(": planning anew", ": the plan for it is there")
+        return replace(known, plan=before.plan, prices=before.prices.prices, says=says)
 
     def _choose(
         self, plan: Plan | None, prices: Prices | None, profile: Profile, progress: Progress
@@ -280,8 +300,12 @@ class Trainer:
                     "time_plan": trials.prices,
                     "try_step": trials.rehearse,
                 }
+                if self._in_haste:  # each plan that is timed is compiled first
+                    planning = self.config.plan
+                    by_profile = replace(planning, node=self.place.node, finalists=0)
+                    on_devices |= {"config": by_profile, "time_plan": trials.by_profile}
                 plan = make_plan(self.place, profile, **on_devices).plan
-                prices = trials.prices(plan)
+                prices = trials.by_profile(plan) if self._in_haste else trials.prices(plan)
             elif prices is None:
                 prices = trials.prices(plan)
                 trials.rehearse(plan, prices)

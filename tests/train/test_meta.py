@@ -74,8 +74,6 @@ def test_nothing_that_decides_a_plan_differs():
         (under(changed("data", max_tokens=99)), "data.max_tokens was 1024, now 99", False),
         (under(changed("model", dtype="bfloat16")), "model.dtype was float32, now bfloat16", False),
         (under(changed("data", tokenizer="t")), "data.tokenizer was empty, now t", False),
-        (under(devices=4), "devices was 8, now 4", False),
-        (under(processes=1), "processes was 2, now 1", False),
         (under(**{"kind of device": "h100"}), "kind of device was cpu, now h100", False),
     ],
 )  # fmt: skip
@@ -84,6 +82,23 @@ def test_what_differs_is_named_and_planned_for(now, says, profile_serves):
     assert got == Continued(
         None, PROFILE if profile_serves else None, says=f"{says}: planning anew"
     )
+
+
+@pytest.mark.parametrize(
+    "now, share",
+    [(under(devices=4), 0.5), (under(devices=16), 2.0), (under(processes=1), 1.0)],
+)
+def test_what_was_measured_serves_every_number_of_devices(now, share):
+    got = continued(META, now, None, None)
+    assert (got.plan, got.recounted) == (None, True)
+    model = got.profile.model
+    assert model.concurrency == PROFILE.model.concurrency * share
+    assert dataclasses.replace(model, concurrency=PROFILE.model.concurrency) == PROFILE.model
+    assert got.profile.data == PROFILE.data
+    assert got.says.endswith("planning anew")
+    # Kinds of devices do not serve each other, whatever their number.
+    other = {**now, "kind of device": "h100"}
+    assert continued(META, other, None, None).profile is None
 
 
 def test_limits_that_nobody_gave_were_numbers_once():

@@ -1,0 +1,147 @@
+"""A run that goes on with another number of devices: nothing is measured again, no known plan
+is searched again, and the training is the same to rounding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from dflop_jax import PlanConfig
+from dflop_jax.cluster.variables import RESTARTS_ENV
+from dflop_jax.hardware import hardware_like
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.record_files import load
+from dflop_jax.records import Link, Plan, PriceList, Prices
+from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.train import profiling, timing
+from dflop_jax.train import trainer as trainer_module
+from dflop_jax.train.meta import planned_under
+from dflop_jax.train.recount import KnownPlan, find_plan, keep_plan, knows_links, recounted
+from dflop_jax.train.trainer import Trainer
+
+from ..plans import NANO, nano_profile
+from ..plans import load as load_of
+from .resume_cases import (  # noqa: F401
+    CACHE,
+    CONFIG,
+    STEPS,
+    _in_a_folder_of_its_own,
+    as_killed,
+    essence,
+    quick,
+    whole,
+)
+
+compile_all = Executor.compile  # before `quick` has one plan's for all
+FEWER = PlanConfig(policy="dflop", devices=2, buckets=1, effort="quick", max_microbatches=4)
+
+
+def never(*args, **more):
+    raise AssertionError("this is not to be done again")
+
+
+@pytest.fixture
+def killed(whole, monkeypatch):
+    """A run that was killed on 8 devices, about to be started again by its launcher."""
+    monkeypatch.setattr(Executor, "compile", compile_all)
+    monkeypatch.setenv(RESTARTS_ENV, "1")
+    for module, name in (
+        (profiling, "time_layers"),
+        (profiling, "profile_data"),
+        (profiling, "time_links"),
+        (trainer_module, "make_profile"),
+        (profiling, "together"),
+    ):
+        monkeypatch.setattr(module, name, never)
+    known = trainer_module.continued
+
+    def with_tail(*args):
+        """The made-up profile lacks the longest samples, which no plan would then have room for."""
+        got = known(*args)
+        data = dataclasses.replace(got.profile.data, tail=(load_of(8, 160),))
+        return dataclasses.replace(got, profile=dataclasses.replace(got.profile, data=data))
+
+    monkeypatch.setattr(trainer_module, "continued", with_tail)
+    return as_killed(whole, saved=9, rows=11)
+
+
+def fit_on_two(folder):
+    config = dataclasses.replace(CONFIG, run_dir=str(folder), plan=FEWER, **CACHE)
+    trainer = Trainer(config, existing="resume")
+    trainer.fit()
+    return trainer
+
+
+def assert_trained_alike(folder, undisturbed):
+    assert essence(folder)[:9] == essence(undisturbed)[:9]
+    losses, expected = ([r["loss"] for r in read_metrics(f)] for f in (folder, undisturbed))
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_fewer_devices_profile_nothing_and_time_no_finalist(killed, whole, monkeypatch, capsys):
+    monkeypatch.setattr(trainer_module.PlanTrials, "prices", never)
+    trainer = fit_on_two(killed)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "devices was 8, now 2" in said
+    assert "planning anew" in said
+    assert "profiling" not in said
+    plan = load(Plan, killed / "plan.json")
+    assert max(m.devices.stop for m in plan.layout.submeshes) <= 2
+    assert_trained_alike(killed, whole)
+
+    # The plan is known by now: a run that comes back to two devices does not search for it.
+    first = killed.rename("first")
+    again = as_killed(whole, saved=9, rows=11)
+    prices = PriceList.of(trainer_module.PlanTrials.by_profile(_trials(trainer), plan))
+    keep_plan(again, KnownPlan(planned_under(trainer.place), plan, prices))
+    monkeypatch.setattr(trainer_module, "make_plan", never)
+    fit_on_two(again)
+    assert "the plan for it is there" in " ".join(capsys.readouterr().err.split())
+    assert load(Plan, again / "plan.json").layout == plan.layout
+    assert [r["loss"] for r in read_metrics(again)] == [r["loss"] for r in read_metrics(first)]
+
+
+def _trials(trainer: Trainer):
+    return timing.PlanTrials(trainer.place, trainer.profile, None)
+
+
+def test_a_profile_of_some_devices_is_that_of_others():
+    profile = nano_profile()
+    shared = dataclasses.replace(profile, model=dataclasses.replace(profile.model, concurrency=3.0))
+    for then, now, at_once in ((4, 3, 2.25), (4, 4, 3.0), (4, 8, 6.0), (3, 1, 1.0), (3, 9, 9.0)):
+        got = recounted(shared, then, now)
+        assert got.model.concurrency == at_once
+        assert dataclasses.replace(got.model, concurrency=3.0) == shared.model
+    assert recounted(recounted(shared, 4, 1), 1, 4) == shared
+
+
+@pytest.mark.parametrize(
+    "node, n, across, known",
+    [
+        (1, 1, [], True),
+        (1, 2, [], False),
+        (1, 2, [True], True),
+        (2, 2, [True], False),
+        (2, 2, [False], True),
+        (2, 4, [False], False),
+        (2, 4, [False, True], True),
+    ],
+)
+def test_links_that_were_never_met(node, n, across, known):
+    links = tuple(Link("all_reduce", a, 1e9, 1e-6) for a in across)
+    hardware = dataclasses.replace(hardware_like("cpu"), devices_per_node=node, measured=links)
+    assert knows_links(hardware, n) is known
+
+
+def test_known_plans_are_for_the_same_flags_and_numbers(tmp_path):
+    under = {"processes": 3, "devices": 6, "plan.zero": "1", "memory of a device": 0}
+    known = KnownPlan(under, NANO, PriceList.of(Prices({})))
+    assert find_plan(tmp_path, under) is None
+    keep_plan(tmp_path, known)
+    assert find_plan(tmp_path, under) == known
+    for change in ({"plan.zero": "2"}, {"processes": 2}, {"devices": 3}):
+        assert find_plan(tmp_path, {**under, **change}) is None
+    (tmp_path / "plans" / "3-6.json").write_text('{"cut')
+    assert find_plan(tmp_path, under) is None

@@ -307,6 +307,14 @@ class DistributedConfig:
         120.0
     )
     peer_timeout_s: Annotated[PositiveFloat, "silence after which a process counts as hung"] = 30.0
+    hang_factor: Annotated[
+        NonNegativeFloat,
+        "times the longest measured that a step, a save, an evaluation or another section of the "
+        "run may take before it counts as hung and the run ends (exit code 4); 0: off",
+    ] = 20.0
+    hang_least_s: Annotated[
+        PositiveFloat, "shortest such deadline; what was never measured has 30 times as long"
+    ] = 120.0
 
 
 @dataclass(frozen=True)

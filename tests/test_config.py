@@ -171,10 +171,12 @@ ABOVE_ZERO = [
     "train.lora_alpha",
     "distributed.connect_timeout_s",
     "distributed.peer_timeout_s",
+    "distributed.hang_least_s",
 ]
 SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
 DECAYS = ["train.beta1", "train.beta2"]
 NOT_NEGATIVE = [
+    "distributed.hang_factor",
     "train.warmup_steps",
     "train.decay_steps",
     "train.weight_decay",

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from dflop_jax.pipeline.held import initial_cuts, initial_structs
 from dflop_jax.pipeline.update import in_layers
 
 log = logging.getLogger(__name__)
+Waiting = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -139,26 +141,41 @@ class _Copying:
     """The copy to the host that updates wait for. The executor holds it, so it holds none: with
     the executor its state goes, which the next one needs the memory of."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Waiting) -> None:
         self.done = threading.Event()
         self.done.set()
         self.waited_s = 0.0
+        self._waiting = waiting
 
     def wait(self) -> None:
+        if self.done.is_set():
+            return
         start = time.perf_counter()
-        self.done.wait()
+        with self._waiting():
+            self.done.wait()
         self.waited_s += time.perf_counter() - start
 
 
 class Checkpointer:
-    """Saves an executor's state in the background, all processes together, and restores it."""
+    """Saves an executor's state in the background, all processes together, and restores it;
+    `waiting` is entered where training waits for a save."""
 
-    def __init__(self, folder: Path, ex: Executor, peers: Peers, *, keep: int, keep_every: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        ex: Executor,
+        peers: Peers,
+        *,
+        keep: int,
+        keep_every: int = 0,
+        waiting: Waiting = nullcontext,
+    ):
         self.folder, self._ex, self._peers = folder, ex, peers
         self._store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
         self._arrays = state_arrays(ex)
         self._specs = specs_of(self._arrays)
-        self._copying = _Copying()
+        self._waiting = waiting
+        self._copying = _Copying(waiting)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._begun_s = 0.0  # what beginning to save has taken
@@ -205,7 +222,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the save under way has ended."""
         if self._thread is not None:
-            self._thread.join()
+            with self._waiting():
+                self._thread.join()
             self._thread = None
         if self._error is not None:
             raise self._error

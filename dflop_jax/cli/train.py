@@ -14,7 +14,7 @@ from dflop_jax.cli.experiment import (
     given_profile,
 )
 from dflop_jax.cli.terminal import show
-from dflop_jax.cluster.ending import PREEMPTED, end_now, on_signal, signal_name
+from dflop_jax.cluster.ending import PREEMPTED, end_now, is_command, on_signal, signal_name
 from dflop_jax.config import Config
 
 
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> TrainAnswer:
             trainer.peers.fail(f"process {trainer.peers.process} ended: {how}", exit_code)
         end_now(f"ended: {how}; --resume auto goes on", exit_code)
 
+    is_command.set()
     try:
         with on_signal(stop):
             return _train(args, trainers)

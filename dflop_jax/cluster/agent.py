@@ -274,7 +274,8 @@ class Agent:
         ends = []
         for place, exit_code, by_itself in group.ends:
             failure = told.failure_of(begun.folder, first + place)
-            ends.append(End(first + place, exit_code, by_itself or failure is not None, failure))
+            by_itself |= failure is not None
+            ends.append(End(first + place, exit_code, by_itself, failure, socket.gethostname()))
         self._report = report(
             ends=tuple(ends),
             exit_code=code,

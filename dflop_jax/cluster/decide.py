@@ -16,6 +16,7 @@ from dflop_jax.cluster.restarts import (
     Setback,
     cause,
     enough,
+    failed_twice,
     setback,
     wait_s,
 )
@@ -97,6 +98,8 @@ def decide(reports: Sequence[Report], count: Count, limits: Limits, now_s: float
     delay_s = wait_s(before, trouble)
     when = f" in {delay_s:g} s" if delay_s else ""
     says = f"{trouble.why}; restart {len(before) + 1} of {limits.restarts}{when}"
+    if len(reports) > 1 and (bad := failed_twice(count.setbacks)):
+        says += f"; failed twice or more: host {', '.join(bad)}"
     return _start(reports, name, last + 1, says, delay_s)
 
 

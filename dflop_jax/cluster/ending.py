@@ -23,6 +23,7 @@ ONE_SIGNAL_S = 0.3
 SAY_S = 1.0  # longest wait for standard error to take the last line
 
 in_run = threading.Event()  # this process is one of several, and has not left them
+is_command = threading.Event()  # it runs a command of ours, and may end by itself
 
 
 class RunFailed(RuntimeError):

@@ -24,6 +24,7 @@ from dflop_jax.cluster.ending import FAILED, SAY_S, TRY_AGAIN, RunFailed, TryAga
 from dflop_jax.cluster.links import BEAT, PeerLink
 
 _FAILED, _BYE = "!failed", "!bye"
+_CALLED = "?"  # begins the keys of `Peers.calls`
 _REMEDY = "; the run ends, continue it with --resume auto"
 LONGEST_BEAT_S = 1.0  # between two signs of life
 BEATS_PER_TIMEOUT = 5  # at least; a short time-out has shorter beats
@@ -69,6 +70,9 @@ class Peers:
         self.process, self.count = process, count
         self._timeout_s, self._remedy = timeout_s, remedy
         self._on_failure = on_failure or end_now
+        # What is called, in the thread that reads from a process, with its number and the value of
+        # a message of such a key; it must not wait.
+        self.calls: dict[str, Callable[[int, bytes], None]] = {}
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, str], list[bytes]] = {}  # in order, not taken yet
         self._run = 0
@@ -144,7 +148,16 @@ class Peers:
         """What process 0 has to add now to another's clock to get this one's."""
         return 0.0 if process == self.process else self._links[process].clock.seconds
 
+    def tell(self, process: int, key: str, value: bytes) -> bool:
+        """Have the other process call what it keeps for a key (`calls`), with a short value;
+        False: another message is on its way there, try again."""
+        return self._links[process].post(key, value)
+
     # ---- the end ----
+
+    def give_up(self, why: str) -> None:
+        """End every process, this one as well, as if one were lost."""
+        self._lost(why)
 
     def fail(self, why: str, exit_code: int = FAILED) -> bool:
         """Tell every process that this one stops, and why; they end with `exit_code`. Whether this
@@ -227,6 +240,10 @@ class Peers:
                     self._lost(why, exit_code=exit_code)
                 elif key == BEAT:
                     link.compare(value)
+                elif (call := self.calls.get(key)) is not None:
+                    call(link.process, value)
+                elif key.startswith(_CALLED):  # nobody minds it here, or no longer
+                    continue
                 else:
                     with self._changed:
                         self._arrived.setdefault((link.process, key), []).append(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from dflop_jax.cluster.ending import BAD_INPUT, PREEMPTED, TRY_AGAIN, how_ended,
 from dflop_jax.cluster.told import Failure
 
 SAME_ERRORS = 3  # errors at one step that stop a run
+HOST_FAILURES = 2  # of a host, after which it is named
 HOUR_S = 3600.0
 # Between a failure and the start after it, where nothing was gained in between: the first comes at
 # once, the second after this, each later one after twice as long, up to a minute.
@@ -55,12 +57,14 @@ class End(msgspec.Struct, frozen=True):
       exit_code: as `subprocess` says it: below 0 it is the signal that killed it.
       by_itself: nobody had stopped it, or it had told a failure of its own.
       failure: what it told its agent.
+      host: the name of its host.
     """
 
     process: int
     exit_code: int
     by_itself: bool = True
     failure: Failure | None = None
+    host: str = ""
 
     @property
     def code(self) -> int:
@@ -77,6 +81,7 @@ class Setback(msgspec.Struct, frozen=True):
       error: it was the run's own.
       step, samples: of an error, see `told.Failure`.
       gained: a step had been done since the start before.
+      host: the name of the host that is to blame; "": nobody knows.
     """
 
     time_s: float
@@ -87,6 +92,7 @@ class Setback(msgspec.Struct, frozen=True):
     samples: tuple[str, ...] = ()
     gained: bool = False
     is_last: bool = False
+    host: str = ""
 
 
 def cause(ends: Iterable[End]) -> End | None:
@@ -106,6 +112,8 @@ def _rank(end: End) -> int:
     told, code = end.failure is not None, end.code
     if code == BAD_INPUT:
         return 0
+    if end.failure is not None and end.failure.host:
+        return 1  # who hung is known, and the others may meet errors by it
     if end.exit_code < 0 and not told:
         return 5 if end.exit_code == -signal.SIGABRT else 1
     if code == TRY_AGAIN:
@@ -115,13 +123,20 @@ def _rank(end: End) -> int:
 
 def setback(end: End, now_s: float, gained: bool) -> Setback:
     """What is kept of a failure's cause."""
-    failure = end.failure
+    failure = end.failure or Failure(end.code, "")
     error = end.code > 0 and end.code not in (BAD_INPUT, TRY_AGAIN)
-    why = how_ended(end.process, end.exit_code) + (f" ({failure.why})" if failure else "")
-    exit_code = shell_code(end.code)
-    if failure is None:
-        return Setback(now_s, why, exit_code, error, gained=gained)
-    return Setback(now_s, why, exit_code, error, failure.step, failure.samples, gained)
+    why = how_ended(end.process, end.exit_code) + (f" ({failure.why})" if failure.why else "")
+    # That another process is gone says nothing of the host of the one that says so.
+    host = failure.host or (end.host if end.code != TRY_AGAIN else "")
+    step, samples = failure.step, failure.samples
+    return Setback(now_s, why, shell_code(end.code), error, step, samples, gained, host=host)
+
+
+def failed_twice(setbacks: Iterable[Setback]) -> tuple[str, ...]:
+    """The hosts whose processes were killed or hung twice or more, not by an error of the run's:
+    a run that has others goes on without them."""
+    failures = Counter(s.host for s in setbacks if s.host and not s.error)
+    return tuple(host for host, n in failures.items() if n >= HOST_FAILURES)
 
 
 def enough(before: Sequence[Setback], last: Setback, limits: Limits) -> str:

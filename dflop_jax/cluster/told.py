@@ -23,12 +23,13 @@ MOST_SAMPLES = 64  # of its batch that are named
 
 class Failure(msgspec.Struct, frozen=True):
     """What a process failed by, by itself: an exit code, a line, the step it was at (None: before
-    the first) and the samples of that step's batch."""
+    the first), the samples of that step's batch, and the host that is to blame; "": its own."""
 
     exit_code: int
     why: str
     step: int | None = None
     samples: tuple[str, ...] = ()
+    host: str = ""
 
 
 # ---- the process's side ----

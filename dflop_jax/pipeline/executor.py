@@ -29,7 +29,7 @@ from dflop_jax.pipeline.state import TrainState, share_tied
 from dflop_jax.pipeline.step import run_task
 from dflop_jax.pipeline.step_call import settle, step_call
 from dflop_jax.pipeline.step_result import StepHandle
-from dflop_jax.pipeline.watcher import Observation, Watcher
+from dflop_jax.pipeline.watcher import Observation, UnderWayTasks, Watcher
 from dflop_jax.records import UPDATE, Plan, Schedule, Task
 from dflop_jax.tasks.graph import StepGraph, fed_by, resources, step_graph
 from dflop_jax.tasks.order import order_of
@@ -68,6 +68,7 @@ class Executor:
         self.before_update: Callable[[], None] = lambda: None
         # Called after each task of a step is dispatched, on every process in the same order.
         self.after_task: Callable[[], None] = lambda: None
+        self.under_way = UnderWayTasks()
         self._watcher = Watcher(set(resources(plan.layout).values()))
         self._free_s: dict[int, float] = {}
         self._throttled = self._crowded_resources()
@@ -192,7 +193,9 @@ class Executor:
             evaluate=evaluate,
         )
         seen: dict[int, Observation] = {}
+        self.under_way.dispatch(order, seen)
         for i, task in enumerate(order):
+            self.under_way.begin(i)
             if task.direction == UPDATE:
                 self.before_update()
             if task.segment not in self.programs.local:

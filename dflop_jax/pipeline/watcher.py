@@ -9,11 +9,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from dflop_jax.records import Task
+from dflop_jax.records import NO_GROUP, Task
+
+_MOST_LINES = 3  # of tasks that have ended, and of those that have begun
 
 
 class Watcher:
@@ -85,3 +89,64 @@ class Observation:
     def moments(self) -> tuple[float, float, float, float]:
         """The moments, as `task_times.Spans` has them."""
         return self.dispatched_s, self.received_s, self.computed_s, self.end_s
+
+
+class Dispatched(NamedTuple):
+    """A step or evaluation that is dispatched: its tasks, and those of this process that are
+    observed, by their place among them."""
+
+    order: Sequence[Task]
+    seen: Mapping[int, Observation]
+
+    def ended(self, begun: int) -> int:
+        """Tasks at the head that have all ended, of `begun` ones."""
+        running = (i for i in range(begun) if i in self.seen and not self.seen[i].done.is_set())
+        return next(running, begun)
+
+
+class UnderWayTasks:
+    """How far this process is in the tasks of its steps; the dispatching thread writes, any reads.
+
+    The calls that may be under way are two: a step is dispatched before the one before it is
+    awaited.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[int, Dispatched]] = deque(maxlen=2)
+        self._number = self._begun = 0
+
+    def dispatch(self, order: Sequence[Task], seen: Mapping[int, Observation]) -> None:
+        """The tasks of a step begin; `seen` is filled as they are dispatched."""
+        self._number, self._begun = self._number + 1, 0
+        self._calls.append((self._number, Dispatched(order, seen)))
+
+    def begin(self, place: int) -> None:
+        """The task in this place is dispatched."""
+        self._begun = place + 1
+
+    def place(self) -> tuple[int, int, int, tuple[str, ...]]:
+        """How far they are: the number of the first call with a task that has not ended, how many
+        of its tasks at the head have, how many have begun, and the last of these in words, the one
+        that is waited for last. `cluster.sections.TaskPlace` takes them."""
+        calls = tuple(self._calls)
+        for number, call in calls:
+            newest = number == calls[-1][0]
+            begun = self._begun if newest else len(call.order)
+            ended = call.ended(begun)
+            if newest or ended < begun:
+                return number, ended, begun, _lines(call.order, ended, begun)
+        return 0, 0, 0, ()
+
+
+def _lines(order: Sequence[Task], ended: int, begun: int) -> tuple[str, ...]:
+    """The last tasks begun and ended, the one that is waited for last."""
+    after = range(max(ended + 1, begun - _MOST_LINES), begun)
+    said = [("ended", i) for i in range(max(ended - _MOST_LINES, 0), ended)]
+    said += [("begun", i) for i in after]
+    said += [("begun, not ended", ended)] if ended < begun else []
+    return tuple(f"{how}: {_words(order[i])} (task {i + 1} of {len(order)})" for how, i in said)
+
+
+def _words(task: Task) -> str:
+    group = "" if task.group == NO_GROUP else f", group {task.group}"
+    return f"{task.direction} of {task.segment}{group}"

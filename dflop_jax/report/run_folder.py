@@ -44,6 +44,7 @@ SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
 PLANS = "plans"  # for numbers of devices that the run has had or may have, see `train.recount`
+HUNG = "hung"  # a folder of the stacks of every process of a run that hung
 RESTARTS = "restarts.jsonl"  # of `dflop launch`, see `cluster.restarts`
 _LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
 _LOCK = "lock"
@@ -141,7 +142,7 @@ class RunFolder:
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
-            for name in (CHECKPOINTS, TENSORBOARD, XPROF, PLANS):
+            for name in (CHECKPOINTS, TENSORBOARD, XPROF, PLANS, HUNG):
                 shutil.rmtree(self.path / name, ignore_errors=True)
         metrics.touch()
 

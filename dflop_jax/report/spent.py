@@ -61,6 +61,7 @@ class TimeLog:
 
     def __init__(self, begun_s: float | None = None, clock: Callable[[], float] = time.time):
         self._clock = clock
+        self.on_part: Callable[[str], None] = lambda name: None  # called when another one begins
         self._until_s = begun_s or clock()
         self._begun_s: float | None = self._until_s
         self._part = IMPORT
@@ -70,18 +71,18 @@ class TimeLog:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What is done in here counts as `name`, but for parts inside of it."""
-        self._note()
-        before, self._part = self._part, name
+        before = self._part
+        self.go_on_with(name)
         try:
             yield
         finally:
-            self._note()
-            self._part = before
+            self.go_on_with(before)
 
     def go_on_with(self, name: str) -> None:
         """From here on time counts as `name`."""
         self._note()
         self._part = name
+        self.on_part(name)
 
     def step(self, step: int, waits_s: Mapping[str, float]) -> None:
         """A step has ended, in which devices waited so long for what is named."""

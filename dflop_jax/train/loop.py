@@ -37,6 +37,7 @@ from dflop_jax.train.skips import Skipping, Skips
 from dflop_jax.train.step_log import RowFacts, StepLog
 from dflop_jax.train.step_profile import StepProfiler
 from dflop_jax.train.utilisation import Peaks
+from dflop_jax.train.watched import steps_marked, tasks_shown
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ class Loop:
         batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
         with preemption(self.progress.log) as asked:
             place.time.go_on_with(TRAINING)
-            with closing(batches):
-                preempted = self._steps(batches, held_out, asked)
+            with closing(batches), tasks_shown(place.sections, self.ex):
+                marked = steps_marked(place.sections, batches, start)
+                preempted = self._steps(marked, held_out, asked)
             place.time.go_on_with(END)
             if self._next:  # a signal may have come while it was searched
                 preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))

@@ -20,15 +20,27 @@ from jax._src import compilation_cache, compiler
 from dflop_jax.cluster.devices import connect_pairs
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.sections import Sections
 from dflop_jax.config import Config, ModelConfig
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
-from dflop_jax.report.spent import CONNECT, START, TimeLog, time_log
+from dflop_jax.report.spent import (
+    CONNECT,
+    DATA,
+    EVALUATION,
+    REDECISION,
+    SAVE,
+    START,
+    TRAINING,
+    TimeLog,
+    time_log,
+)
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
+REPEATED = (TRAINING, DATA, SAVE, EVALUATION, REDECISION)  # sections that foretell the next one
 _TOLD_CACHE: str | None = jax.config.values["jax_compilation_cache_dir"]  # before any run
 
 
@@ -117,7 +129,8 @@ class Workplace:
     """What every stage of a run works on.
 
     `hardware` is what is planned for where it is not at hand; then there are no devices. `hosts`
-    names the host of each process; () for one process. `time` notes what the run's time goes to.
+    names the host of each process; () for one process. `time` notes what the run's time goes to,
+    `sections` where its main thread is.
     """
 
     config: Config
@@ -127,6 +140,7 @@ class Workplace:
     hardware: Hardware | None = None
     hosts: tuple[str, ...] = ()
     time: TimeLog = field(default_factory=TimeLog)
+    sections: Sections = field(default_factory=Sections)
 
     @property
     def n_devices(self) -> int:
@@ -231,7 +245,10 @@ def set_up(config: Config) -> Workplace:
             connect_pairs(tuple(devices), peers)
     noted.go_on_with(START)
     model = _model_on(chip_of(devices[0]), config)
-    place = Workplace(config, model, devices, peers, hosts=_hosts(peers), time=noted)
+    watch = config.distributed
+    sections = Sections(watch.hang_factor, watch.hang_least_s, REPEATED)
+    noted.on_part = sections.begin
+    place = Workplace(config, model, devices, peers, None, _hosts(peers), noted, sections)
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
 

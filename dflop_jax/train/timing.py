@@ -103,7 +103,7 @@ def compile_and_time(
     limit_s = place.config.distributed.peer_timeout_s
     with place.time.part(COMPILE):
         compiling = partial(in_agreement, peers, ex.plan, "compiling its programs")
-        n = compiling(lambda sync: ex.compile(sync=sync))
+        n = compiling(lambda sync: ex.compile(lambda *_: place.sections.renew(), sync))
     mine = in_agreement(
         peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends, repeats), limit_s
     )

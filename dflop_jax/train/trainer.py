@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from dflop_jax.report.progress import Progress
 from dflop_jax.report.row_file import despite_full_disk
 from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
-from dflop_jax.report.spent import EVENTS, PLAN, PROFILE, REDECISION
+from dflop_jax.report.spent import EVENTS, PLAN, PROFILE, REDECISION, SAVE
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.train.evaluate import Evaluation
@@ -48,6 +49,7 @@ from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import REPEATS, PlanTrials, Timed, compile_and_time, make_executor
 from dflop_jax.train.trying import said_in_a_line
+from dflop_jax.train.watched import watched
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Trainer:
           TryAgain: another run writes to the folder.
         """
         results: list[LoopResult] = []
-        with self._told_to_others():
+        with self._told_to_others(), watched(self.place):
             while True:
                 # Told before anything is cleaned up, which may wait for what the others compute.
                 with ExitStack() as stack, self._told_to_others():
@@ -187,7 +189,10 @@ class Trainer:
         ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
         keep, keep_every = config.checkpoint.keep, config.checkpoint.keep_every
-        saver = Checkpointer(checkpoints, ex, peers, keep=keep, keep_every=keep_every)
+        waiting = partial(self.place.sections.within, SAVE)
+        saver = Checkpointer(
+            checkpoints, ex, peers, keep=keep, keep_every=keep_every, waiting=waiting
+        )
         with said_in_a_line(peers, ex.plan, "placing its parameters"):
             ex.init(config.train.seed, None if resumed else self._begin)
         assert self.profile is not None

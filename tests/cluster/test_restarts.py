@@ -15,6 +15,7 @@ from dflop_jax.cluster.restarts import (
     Setback,
     cause,
     enough,
+    failed_twice,
     setback,
     wait_s,
 )
@@ -187,3 +188,32 @@ def test_a_host_that_was_lost_is_told_the_rest():
 def test_the_end_of_a_run(codes, signalled, ends_by):
     reports = [report(2, exit_code=c, signalled=signalled) for c in codes]
     assert decide(reports, Count(), OFTEN, NOW_S).exit_code == ends_by
+
+
+def test_the_host_that_is_to_blame_is_kept_where_it_is_known():
+    killed = setback(End(1, -9, host="b"), NOW_S, True)
+    hung = setback(
+        End(0, 4, failure=Failure(4, "process 1 hangs", 3, host="b"), host="a"), NOW_S, True
+    )
+    lost = setback(End(0, 4, host="a"), NOW_S, True)  # process 1 died, it says
+    own = setback(End(0, 1, failure=Failure(1, "no", 3), host="a"), NOW_S, True)
+    assert [s.host for s in (killed, hung, lost, own)] == ["b", "b", "", "a"]
+    assert hung.why == "process 0 ended with exit code 4 (process 1 hangs)"
+    assert failed_twice([]) == failed_twice([killed, lost, own, own]) == ()
+    assert failed_twice([own, killed, own, hung]) == ("b",)
+
+
+def test_who_hung_is_the_cause_even_where_others_then_fail():
+    hung = End(1, 4, failure=Failure(4, "process 0 hangs", 3, host="b"))
+    assert cause([End(0, 1, failure=Failure(1, "gloo: connection closed")), hung]) == hung
+
+
+def test_a_host_that_fails_twice_is_named_where_there_are_others():
+    for n, named in ((1, False), (2, True)):
+        reports = [Report(number=1, name="a") for _ in range(n)]
+        count = Count()
+        for start in (1, 2):
+            ends = (End(0, -9, host="b"),)
+            first = Report(number=1, name="a", start=start, ends=ends, exit_code=137, gained=True)
+            order = decide([first, *reports[1:]], count, OFTEN, NOW_S)
+            assert ("failed twice or more: host b" in order.says) == (named and start == 2)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dflop_jax.pipeline import task_times
-from dflop_jax.pipeline.watcher import Outputs, Watcher
+from dflop_jax.pipeline.watcher import Observation, Outputs, UnderWayTasks, Watcher
 from dflop_jax.records import BACKWARD, FORWARD, Task
 
 VISION, LLM = Task("vision", 0, FORWARD), Task("llm", 0, BACKWARD)
@@ -135,3 +135,29 @@ def test_an_error_reaches_whoever_waits_and_does_not_end_the_thread():
     finally:
         watcher.close()
     assert not any(t.name == "watcher-0" and t.is_alive() for t in watcher._threads)
+
+
+def test_how_far_tasks_are_is_told_by_what_has_ended():
+    tasks, watcher = UnderWayTasks(), Watcher({0})
+    assert tasks.place() == (0, 0, 0, ())
+    seen: dict[int, Observation] = {}
+    tasks.dispatch((VISION, LLM, BACK), seen)
+    assert tasks.place() == (1, 0, 0, ())
+    for i, task in enumerate((VISION, LLM)):
+        tasks.begin(i)
+        if task is VISION:  # the other is another process's
+            seen[i] = watcher.watch(0, task, 0.0, Outputs((), (), ()))
+    seen[0].done.wait()
+    ended = "ended: forward of vision, group 0 (task 1 of 3)"
+    assert tasks.place() == (1, 2, 2, (ended, "ended: backward of llm, group 0 (task 2 of 3)"))
+    tasks.begin(2)
+    seen[2] = Observation(BACK, 0.0)
+    *_, lines = tasks.place()
+    assert lines[-1] == "begun, not ended: backward of vision, group 0 (task 3 of 3)"
+    # The next step is dispatched, but this one is waited for.
+    tasks.dispatch((VISION,), {})
+    tasks.begin(0)
+    assert tasks.place()[:3] == (1, 2, 3)
+    seen[2].done.set()
+    assert tasks.place()[:3] == (2, 1, 1)
+    watcher.close()

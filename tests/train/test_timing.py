@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.cluster.sections import Sections
 from dflop_jax.pipeline.calibration import Calibration
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Task
@@ -83,7 +84,8 @@ def finalists(peers, folder, n=3, said=None):
         distributed=SimpleNamespace(peer_timeout_s=30.0),
     )
     trained = SimpleNamespace(frozen=(), rates={"llm": 1e-3})
-    place = SimpleNamespace(config=config, trained=trained, peers=peers, time=TimeLog())
+    noted = {"time": TimeLog(), "sections": Sections()}
+    place = SimpleNamespace(config=config, trained=trained, peers=peers, **noted)
     profile = SimpleNamespace(model=SimpleNamespace(key="key", concurrency=1.5))
     log = SimpleNamespace(log=(lambda text: None) if said is None else said.append)
     return PlanTrials(place, profile, log)
@@ -189,7 +191,7 @@ class Crowded(FakeExecutor):
         self._run("init")
         super().init(seed, sync)
 
-    def compile(self, sync):
+    def compile(self, on_progress, sync):
         self._run("compile")
         sync()
         sync()

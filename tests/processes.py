@@ -79,7 +79,7 @@ def main() -> None:
 
     from dflop_jax import DistributedConfig
     from dflop_jax.cluster.distributed import initialise, shutdown
-    from dflop_jax.train.prepare import use_cache
+    from dflop_jax.train.compile_cache import use_cache
 
     module, n, i, port, devices, *args = sys.argv[1:]
     where = DistributedConfig(f"{LOOPBACK}:{port}", int(n), int(i))

@@ -74,7 +74,7 @@ MANY_ARGUMENTS = {
 # Files that read private names of jax, and what no public name gives them.
 PRIVATE_JAX = {
     "dflop_jax/cluster/processes.py",  # how jax reads Slurm's, Open MPI's and Kubernetes' variables
-    "dflop_jax/train/prepare.py",  # compiled programs kept by every process, not by process 0 only
+    "dflop_jax/train/compile_cache.py",  # compiled programs kept by every process, checked
     "models/attention_cudnn.py",  # cuDNN attention over packed rows
 }
 

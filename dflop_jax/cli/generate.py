@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import tagged
     from dflop_jax.generate.sampling import Sampling
-    from dflop_jax.train.prepare import use_cache
+    from dflop_jax.train.compile_cache import use_cache
 
     is_folder = Path(args.experiment).is_dir()
     base = folder_config(args.experiment, args) if is_folder else None
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> Any:
 
 def _clip(args: argparse.Namespace, config: Config) -> Any:
     from dflop_jax.generate.clip import ClipGenerator
-    from dflop_jax.train.prepare import use_cache
+    from dflop_jax.train.compile_cache import use_cache
 
     if args.image:
         raise ValueError("the model makes clips of a caption; leave out --image")

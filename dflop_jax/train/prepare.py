@@ -7,7 +7,6 @@ import inspect
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -15,12 +14,13 @@ from typing import Any
 
 import jax
 import msgspec
-from jax._src import compilation_cache, compiler
 
 from dflop_jax.cluster.devices import connect_pairs
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.processes import find_processes
 from dflop_jax.cluster.sections import Sections
+from dflop_jax.cluster.self_check import check_host
 from dflop_jax.config import Config, ModelConfig
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
@@ -37,11 +37,11 @@ from dflop_jax.report.spent import (
     TimeLog,
     time_log,
 )
+from dflop_jax.train.compile_cache import use_cache
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
 REPEATED = (TRAINING, DATA, SAVE, EVALUATION, REDECISION)  # sections that foretell the next one
-_TOLD_CACHE: str | None = jax.config.values["jax_compilation_cache_dir"]  # before any run
 
 
 def use_devices(n: int) -> list[jax.Device]:
@@ -63,27 +63,6 @@ def use_devices(n: int) -> list[jax.Device]:
             "it (0 takes all)"
         )
     return devices[:n] if n else devices
-
-
-def use_cache(folder: str | Path) -> None:
-    """Keep compiled programs in `folder`, so that a second run of the same plan starts at once, or
-    where jax itself was told to (JAX_COMPILATION_CACHE_DIR)."""
-    where = _TOLD_CACHE or str(Path(folder).resolve() / "xla")
-    jax.config.update("jax_compilation_cache_dir", where)
-    # The quick ones too: a run begins with dozens, which together take seconds.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compiler._cache_write = _cache_write  # type: ignore[assignment]
-
-
-def _cache_write(
-    key: str, took_s: float, name: str, backend: Any, executable: Any, *_: object
-) -> None:
-    """What stands in for jax's own, which keeps what process 0 compiled only: here every process
-    compiles programs of its own."""
-    least_s: float = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
-    if took_s >= least_s:
-        with suppress(OSError):  # a full disk costs time in the next run only
-            compilation_cache.put_executable_and_time(key, name, executable, backend, int(took_s))
 
 
 def imported(flag: str, path: str) -> Callable[..., Any]:
@@ -238,6 +217,7 @@ def set_up(config: Config) -> Workplace:
     use_cache(config.cache_dir)
     noted, n = time_log(), config.plan.devices
     with noted.part(CONNECT):
+        _check_host(config)
         member = initialise(config.distributed, n)
         devices = use_devices(n) if member.number == 1 else run_devices(n, member)
         peers = _peers(member, config.distributed.peer_timeout_s)
@@ -251,6 +231,13 @@ def set_up(config: Config) -> Workplace:
     place = Workplace(config, model, devices, peers, None, _hosts(peers), noted, sections)
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
+
+
+def _check_host(config: Config) -> None:
+    """The first process of each host of several processes looks whether the host is fit."""
+    here = find_processes(config.distributed)
+    if here.coordinator is not None and here.number > 1 and here.local_index == 0:
+        check_host(here.coordinator, Path(config.run_dir))
 
 
 def _hosts(peers: Peers) -> tuple[str, ...]:

@@ -1,0 +1,97 @@
+"""Compiled programs on disk, each checked when it is read.
+
+jax writes an entry in place and keeps what is there: one that a kill, a full disk or a flipped bit
+has spoilt is compiled again by every later run, with a warning, or is loaded as it is. Here an
+entry is renamed into place with a checksum before it, and a damaged one is removed and made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import compilation_cache, compiler
+
+SUFFIX = "-checked"  # beside jax's own entries, which are others
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
+_TOLD_CACHE: str | None = jax.config.values["jax_compilation_cache_dir"]  # before any run
+log = logging.getLogger("dflop_jax")
+
+
+class CheckedFiles:
+    """A folder of entries, as jax wants a cache: a checksum, then jax's bytes."""
+
+    def __init__(self, folder: str | Path):
+        self._path = Path(folder)  # jax reads it
+        self._path.mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: str) -> bytes | None:
+        """An entry, None where there is none; a damaged one is removed."""
+        file = self._file(key)
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as e:  # a disk that fails costs time, not the run
+            log.warning("%s: %s; it is compiled again", file, e.strerror)
+            return None
+        value = content[_CHECKSUM_BYTES:]
+        if hashlib.sha256(value).digest() == content[:_CHECKSUM_BYTES]:
+            return value
+        log.warning("%s: this compiled program is damaged; it is compiled again", file)
+        with suppress(OSError):
+            file.unlink()
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep an entry, whole or not at all.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        file = self._file(key)
+        fresh = file.with_name(f".{os.getpid()}-{file.name}")
+        try:
+            fresh.write_bytes(hashlib.sha256(value).digest() + value)
+            fresh.replace(file)
+        finally:
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self._path / f"{key}{SUFFIX}"
+
+
+def use_cache(folder: str | Path) -> None:
+    """Keep compiled programs in `folder`, so that a second run of the same plan starts at once, or
+    where jax itself was told to (JAX_COMPILATION_CACHE_DIR). Where jax was told to bound the size,
+    it keeps them itself."""
+    where = _TOLD_CACHE or str(Path(folder).resolve() / "xla")
+    jax.config.update("jax_compilation_cache_dir", where)
+    # The quick ones too: a run begins with dozens, which together take seconds.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compiler._cache_write = _cache_write  # type: ignore[assignment]
+    if jax.config.values["jax_compilation_cache_max_size"] == -1 and "://" not in where:
+        compilation_cache.get_file_cache = _checked_files  # type: ignore[assignment]
+
+
+def _checked_files(folder: str) -> tuple[CheckedFiles, str]:
+    return CheckedFiles(folder), folder
+
+
+def _cache_write(
+    key: str, took_s: float, name: str, backend: Any, executable: Any, *_: object
+) -> None:
+    """What stands in for jax's own, which keeps what process 0 compiled only: here every process
+    compiles programs of its own."""
+    least_s: float = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
+    if took_s >= least_s:
+        put: Callable[..., None] = compilation_cache.put_executable_and_time
+        with suppress(OSError):  # a full disk costs time in the next run only
+            put(key, name, executable, backend, int(took_s))

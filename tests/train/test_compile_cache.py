@@ -1,0 +1,94 @@
+"""Compiled programs on disk: where they are kept, and what comes of a damaged one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from dflop_jax.train import compile_cache
+from dflop_jax.train.compile_cache import SUFFIX, CheckedFiles
+
+from ..processes import ROOT
+
+FOLDER = "jax_compilation_cache_dir"
+
+
+@pytest.mark.parametrize("told", [None, "/told/to/jax"])
+def test_programs_are_kept_where_jax_was_told_to_or_with_the_run(tmp_path, monkeypatch, told):
+    monkeypatch.setattr(compile_cache, "_TOLD_CACHE", told)
+    for place, name in ((compile_cache.compiler, "_cache_write"),
+                        (compile_cache.compilation_cache, "get_file_cache")):  # fmt: skip
+        monkeypatch.setattr(place, name, getattr(place, name))
+    before = jax.config.values[FOLDER]
+    try:
+        compile_cache.use_cache(tmp_path)
+        assert jax.config.values[FOLDER] == (told or str(tmp_path / "xla"))
+    finally:
+        jax.config.update(FOLDER, before)
+
+
+@pytest.mark.parametrize("value", [b"", b"x", bytes(range(256)) * 99])
+def test_every_flipped_bit_is_found_and_the_entry_replaced(tmp_path, value, caplog):
+    files = CheckedFiles(tmp_path / "new")
+    assert files.get("a") is None
+    files.put("a", value)
+    assert files.get("a") == value
+    (file,) = (tmp_path / "new").iterdir()
+    whole = file.read_bytes()
+    for place in sorted({0, 31, len(whole) // 2, len(whole) - 1}):
+        for bit in (0, 7):
+            data = bytearray(whole)
+            data[place] ^= 1 << bit
+            file.write_bytes(data)
+            assert files.get("a") is None
+            assert not file.exists()
+            files.put("a", value)
+            assert files.get("a") == value
+    for n in {0, 5, 32, len(whole) - 1} - {len(whole)}:
+        file.write_bytes(whole[:n])
+        assert files.get("a") is None
+    assert "is damaged; it is compiled again" in caplog.text
+
+
+def test_an_entry_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    files = CheckedFiles(tmp_path)
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        files.put("a", b"x")
+    assert not list(tmp_path.iterdir())
+
+
+# A process of its own, as jax takes up a cache once. Prints how many programs it compiled.
+PROGRAM = """
+import jax, sys, warnings
+warnings.simplefilter("error")
+from dflop_jax.train.compile_cache import use_cache
+use_cache(sys.argv[1])
+hits = []
+jax.monitoring.register_event_listener(lambda e, **_: hits.append(e))
+jax.jit(lambda x: x * 2 + 1)(3.0).block_until_ready()
+print(sum(e.endswith("/cache_misses") for e in hits), sum(e.endswith("/cache_hits") for e in hits))
+"""
+
+
+def test_jax_compiles_a_damaged_program_again_once(tmp_path):
+    def run() -> list[int]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+        env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        return [int(n) for n in done.stdout.split()]
+
+    misses, hits = run()
+    assert misses > 0
+    assert hits == 0
+    assert run() == [0, misses]
+    for file in (tmp_path / "xla").glob(f"*{SUFFIX}"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(data)
+    assert run() == [misses, 0]
+    assert run() == [0, misses]

@@ -1,7 +1,7 @@
 """What the engine needs to know of a model: the only thing a model author has to provide.
 
 A model is a graph: modules, and edges that place outputs of one module into another. A module is a
-stack of equal layers between two ends (entry and exit). Its functions are pure, single-device code
+sequence of layers between two ends (entry and exit). Its functions are pure, single-device code
 on one data rank's arrays; the engine adds sharding, pipelining and gradients from outside and knows
 no modality. `models/` satisfies these protocols without importing this package, and any object
 that does will train: Linen, NNX (split/merge) or plain functions.
@@ -11,6 +11,11 @@ leading dim of `n_layers`. A *part* is one of those three names; the name of a t
 it has parameters of its own; or "adapter": small parameters beside each layer's (LoRA), which a
 module may list in `freeze_groups` and `inputs`. Adapters are stacked like "layers", and `layer`
 finds them in its parameters under the key "adapter".
+
+Where layers differ, `layer_kinds` names the kind of each, and in the place of "layers" the module
+has a part of every kind's name: the parameters of that kind's layers, stacked in their order; the
+adapters beside them are the part KIND_adapter. Layers are of one kind if they share the shapes of
+their parameters, what they compute and so what they cost.
 
 Fields (`inputs`) are the arrays of one microbatch on one data rank: [rows, tokens, ...] where every
 token has a value, or [rows, ...] where every piece has one (a tile's pixels) and a row is a piece.
@@ -26,6 +31,7 @@ token's loss; their sum over the global batch is the loss's denominator.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -35,6 +41,8 @@ from dflop_jax.records import CONTENT, Edge
 
 Array = jax.Array
 Params = Any
+LAYERS = "layers"  # the kind of all layers, and their part, where a module does not name kinds
+ADAPTER = "adapter"
 # What `layer` names with `jax.ad_checkpoint.checkpoint_name`: values that are small and dear to
 # compute, such as attention's output. The recompute policy "named" keeps them and little else.
 SAVED_NAMES = ("attention",)
@@ -69,7 +77,7 @@ class Module(Protocol):
         ...
 
     def init(self, part: str, key: Array) -> Params:
-        """Float32 parameters of a part; for "layers" and "adapter" those of a single layer."""
+        """Float32 parameters of a part; of one that is stacked those of a single layer."""
         ...
 
     def logical_axes(self, part: str) -> Params:
@@ -92,6 +100,8 @@ class Module(Protocol):
 
     # What follows a module may have; the engine reads it by the functions below.
     #
+    # layer_kinds: tuple[str, ...]: the kind of each of the `n_layers`, in any order. `layer` then
+    #   also takes `kind`, by name.
     # taps: Mapping[str, int]: name -> layers that have run where an edge leaves. `tap(name, params,
     #   x, batch)` gives its outputs [rows, features, width]; `params` are those of the part of that
     #   name, None if the module's `inputs` has no such part.
@@ -111,6 +121,35 @@ class Module(Protocol):
     #   Of those that train the optimizer then keeps float32 masters.
     # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
     #   what its kernels and `NAME_flops` are read from.
+
+
+def layer_kinds_of(module: Module) -> tuple[str, ...]:
+    """The kind of every layer of a module."""
+    return getattr(module, "layer_kinds", None) or (LAYERS,) * module.n_layers
+
+
+def layer_of(module: Module, kind: str) -> Callable[[Params, Array, Batch], Array]:
+    """`layer` of one kind."""
+    of_kinds: Any = module.layer
+    return partial(of_kinds, kind=kind) if hasattr(module, "layer_kinds") else of_kinds
+
+
+def adapter_of(kind: str) -> str:
+    """The part with the adapters of a kind's layers."""
+    return ADAPTER if kind == LAYERS else f"{kind}_{ADAPTER}"
+
+
+def stacked_parts(module: Module) -> dict[str, str]:
+    """Parts that are stacked, one row for each layer of a kind, and that kind."""
+    kinds = dict.fromkeys(layer_kinds_of(module))
+    adapters = {adapter_of(kind): kind for kind in kinds}
+    here = {part: kind for part, kind in adapters.items() if part in module.freeze_groups}
+    return {**{kind: kind for kind in kinds}, **here}
+
+
+def n_rows(module: Module, part: str) -> int:
+    """Layers of a module that have a row in a stacked part."""
+    return layer_kinds_of(module).count(stacked_parts(module)[part])
 
 
 def taps_of(module: Module) -> Mapping[str, int]:

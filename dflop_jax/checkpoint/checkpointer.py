@@ -35,10 +35,11 @@ from dflop_jax.checkpoint.store import (
     WrittenPart,
 )
 from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.contract import n_rows
 from dflop_jax.pipeline.cut import Box, Cut
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import initial_cuts, initial_structs
-from dflop_jax.pipeline.update import in_layers
+from dflop_jax.pipeline.update import part_of_leaves
 
 log = logging.getLogger(__name__)
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -48,8 +49,8 @@ Waiting = Callable[[], AbstractContextManager[None]]
 class StateArray:
     """Leaf number `leaf` of a segment's "params" or "opt_state".
 
-    Its rows are `layers` of the array `name` of `n_layers`, or (None) it is all of that array,
-    which one segment of those that hold it `saves`. `cut` says how data ranks share it.
+    Its rows are those numbered `rows` of the array `name` of `n_rows`, or (None) it is all of that
+    array, which one segment of those that hold it `saves`. `cut` says how data ranks share it.
     """
 
     name: str
@@ -58,21 +59,21 @@ class StateArray:
     leaf: int
     struct: jax.ShapeDtypeStruct
     cut: Cut
-    layers: tuple[int, ...]
-    n_layers: int | None
+    rows: tuple[int, ...]
+    n_rows: int | None
     saves: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
         shape = self.cut.shape_of(self.struct.shape)
-        return shape if self.n_layers is None else (self.n_layers, *shape[1:])
+        return shape if self.n_rows is None else (self.n_rows, *shape[1:])
 
     def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
         """The boxes of the array that a shard has, and where they lie in it: see `Cut.boxes`."""
         spans = self._spans(index)
-        if self.n_layers is None:
+        if self.n_rows is None:
             return self.cut.boxes(spans)
-        return self.cut.layer_boxes(spans, self.layers)
+        return self.cut.layer_boxes(spans, self.rows)
 
     def is_first_copy(self, index: tuple[slice, ...]) -> bool:
         """Whether a shard is of the first block of ranks, where several have the same."""
@@ -91,26 +92,25 @@ def state_arrays(ex: Executor) -> list[StateArray]:
     names: set[str] = set()
     for name, segment in ex.programs.segments.items():
         s = segment.plan
-        n = segment.module.n_layers
         structs = {"params": initial_structs(segment)}
-        layered = {"params": in_layers(structs["params"])}
+        parts = {"params": part_of_leaves(structs["params"])}
         cuts = {"params": initial_cuts(segment)}
         if name in ex.trainable:
             update = ex.programs.updates[name]
             structs["opt_state"] = update.state_structs
-            layered["opt_state"] = update.layered()
+            parts["opt_state"] = update.state_parts()
             cuts["opt_state"] = update.state_cuts()
         for kind, tree in structs.items():
             leaves = jax.tree_util.tree_leaves_with_path(tree)
-            facts = zip(leaves, jax.tree.leaves(layered[kind]), jax.tree.leaves(cuts[kind]))
-            for i, ((path, struct), stacked, cut) in enumerate(facts):
+            facts = zip(leaves, jax.tree.leaves(parts[kind]), jax.tree.leaves(cuts[kind]))
+            for i, ((path, struct), part, cut) in enumerate(facts):
                 where = jax.tree_util.keystr(path, simple=True, separator="/")
                 array = f"{kind}/{s.module}/{where}"
-                layers = n if stacked else None
-                saves = stacked or array not in names
+                n = n_rows(segment.module, part) if part in segment.stacked else None
+                saves = n is not None or array not in names
                 names.add(array)
-                rows = segment.held_layers
-                arrays.append(StateArray(array, name, kind, i, struct, cut, rows, layers, saves))
+                rows = segment.held_rows.get(part, ())
+                arrays.append(StateArray(array, name, kind, i, struct, cut, rows, n, saves))
     return arrays
 
 

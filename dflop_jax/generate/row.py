@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.contract import Array, Module, MultimodalModel, Params, edges_of, on_chip, taps_of
+from dflop_jax.contract import (
+    Array,
+    Module,
+    MultimodalModel,
+    Params,
+    adapter_of,
+    edges_of,
+    layer_kinds_of,
+    layer_of,
+    on_chip,
+    taps_of,
+)
 from dflop_jax.data import Sample
 from dflop_jax.data.packing import pack_group
 from dflop_jax.pipeline.gather import gather_features
+from dflop_jax.pipeline.parts import layer_params
+from dflop_jax.pipeline.periods import loops_over
 from dflop_jax.records import (
     Bucket,
     Group,
@@ -112,8 +126,25 @@ def run_layers(
     module: Module, params: Params, x: Array, batch: Mapping[str, Array], start: int, stop: int
 ) -> Array:
     """Hidden states after the layers from `start` to before `stop`."""
-    part = jax.tree.map(lambda a: a[start:stop], params["layers"])
-    return jax.lax.scan(lambda x, p: (module.layer(p, x, batch), None), x, part)[0]
+    kinds = layer_kinds_of(module)
+    for loop in loops_over(kinds[start:stop]):
+        period = []
+        for kind, rows in zip(loop.period, loop.rows(kinds[start:stop]), strict=True):
+            first = kinds[:start].count(kind)
+            own = {p: params[p] for p in (kind, adapter_of(kind)) if p in params}
+            here = slice(first + rows.start, first + rows.stop, rows.step)
+            period.append(layer_params(kind, jax.tree.map(lambda a, here=here: a[here], own)))
+        run = partial(_run_period, module, loop.period, batch)
+        x, _ = jax.lax.scan(run, x, tuple(period))
+    return x
+
+
+def _run_period(
+    module: Module, kinds: Sequence[str], batch: Mapping[str, Array], x: Array, params: Params
+) -> tuple[Array, None]:
+    for kind, layer in zip(kinds, params, strict=True):
+        x = layer_of(module, kind)(layer, x, batch)
+    return x, None
 
 
 def with_features(

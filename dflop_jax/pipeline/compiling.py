@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dflop_jax.contract import Module, layer_kinds_of
 from dflop_jax.pipeline.flow import output_struct
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.parts import ADAPTER
 from dflop_jax.pipeline.programs import KEEPING, Programs, kinds
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Shape
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, SegmentPlan, Shape
 from dflop_jax.tasks.graph import Link
 
 Job = Callable[[], jax.stages.Lowered]
@@ -64,14 +64,22 @@ def compile_programs(
 
 def first_alike(programs: Programs) -> dict[str, str]:
     """Of every segment the first one whose programs are the same: of layers inside a module that no
-    edge touches, as many of them on the same devices."""
+    edge touches, the same kinds of them on the same devices."""
     first: dict[Segment, str] = {}
     names = {}
     for name, s in programs.segments.items():
-        inside = {"layers", ADAPTER} >= {*s.own_parts} and not s.outgoing and not s.inlets
-        plan = replace(s.plan, name="", start=0, stop=s.plan.n_layers)
+        inside = {*s.stacked} >= {*s.own_parts} and not s.outgoing and not s.inlets
+        plan = _first_place(s.plan, s.module)
         names[name] = first.setdefault(replace(s, plan=plan), name) if inside else name
     return names
+
+
+def _first_place(plan: SegmentPlan, module: Module) -> SegmentPlan:
+    """The segment, without a name, on the first layers of its module that are of its kinds."""
+    kinds, n = layer_kinds_of(module), plan.n_layers
+    starts = range(plan.start + 1)
+    first = next(i for i in starts if kinds[i : i + n] == kinds[plan.start : plan.stop])
+    return replace(plan, name="", start=first, stop=first + n)
 
 
 def lowering_of(programs: Programs, key: Any) -> Lowering:

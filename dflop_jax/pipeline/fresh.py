@@ -12,12 +12,19 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array, Params, taps_of
+from dflop_jax.contract import (
+    ADAPTER,
+    Array,
+    Params,
+    n_rows,
+    stacked_parts,
+    taps_of,
+)
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.cut import data_dim
 from dflop_jax.pipeline.held import grad_structs, initial_cuts, initial_structs
 from dflop_jax.pipeline.lowering import manual_spec
-from dflop_jax.pipeline.parts import ADAPTER, PARTS, STACKED, init_part
+from dflop_jax.pipeline.parts import PARTS, init_part
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import MANUAL_AXES
 
@@ -39,8 +46,8 @@ def draw_by_parts(segment: Segment, key: Array) -> Params:
     a part serves every mesh, and one of a whole segment takes seconds to compile."""
     module, out = segment.module, {}
     for part, part_key in _keys(segment, key):
-        if part in STACKED:
-            keys = jax.random.split(part_key, module.n_layers)[np.array(segment.held_layers)]
+        if part in segment.stacked:
+            keys = _row_keys(segment, part, part_key)
             layers = [jax.tree.map(np.asarray, init_part(module, part, k)) for k in keys]
             out[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
         else:
@@ -60,9 +67,16 @@ def zero_gradients(segment: Segment) -> Params:
 
 def _keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
     """The key of each part, by its place in the model and never by the plan."""
-    names = (*PARTS, ADAPTER, *sorted(taps_of(segment.module)))
+    known = (*PARTS, ADAPTER, *sorted(taps_of(segment.module)))
+    names = list(dict.fromkeys((*known, *sorted(stacked_parts(segment.module)))))
     for part in segment.own_parts:
         yield part, jax.random.fold_in(key, names.index(part))
+
+
+def _row_keys(segment: Segment, part: str, key: Array) -> Array:
+    """The key of each row that is held of a stacked part."""
+    keys = jax.random.split(key, n_rows(segment.module, part))
+    return keys[np.array(segment.held_rows[part])]
 
 
 @lru_cache(maxsize=64)
@@ -84,7 +98,7 @@ def _drawing(segment: Segment, impl: Any) -> Callable[[Array], Params]:
     def draw(data: Array) -> Params:
         key, out = jax.random.wrap_key_data(data, impl=impl), {}
         for part, part_key in _keys(segment, key):
-            if part in STACKED:
+            if part in segment.stacked:
                 out[part] = _layers(segment, part, part_key, structs[part], cuts[part])
             else:
                 drawn = segment.module.init(part, part_key)
@@ -100,7 +114,7 @@ def _layers(segment: Segment, part: str, key: Array, structs: Params, cuts: Para
     """A part of the segment's layers, of one key each: every stage draws its own, one after the
     other, since a vectorised draw would have other values; a data rank keeps its piece of each."""
     ways = segment.data_ranks
-    keys = jax.random.split(key, segment.module.n_layers)[np.array(segment.held_layers)]
+    keys = _row_keys(segment, part, key)
     # Traced out here: a library's annotations could take the manual mesh for their own.
     one = jax.make_jaxpr(partial(segment.module.init, part))(keys[0])
     flat, tree = jax.tree.flatten(structs)

@@ -12,18 +12,19 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Params, split_dim, working_dtype_of
 from dflop_jax.pipeline.cut import Cut, cut_over
-from dflop_jax.pipeline.parts import STACKED, logical_axes, part_struct
+from dflop_jax.pipeline.parts import logical_axes, part_struct
 from dflop_jax.pipeline.segment import Segment
 
 
 def param_structs(s: Segment) -> Params:
     """Shapes and working dtypes of the segment's parameters, layers stacked."""
 
-    def stacked(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((s.plan.n_layers, *leaf.shape), leaf.dtype)
+    def stacked(n: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype)
 
     structs = {p: part_struct(s.module, p) for p in s.parts}
-    return {p: jax.tree.map(stacked, tree) if p in STACKED else tree for p, tree in structs.items()}
+    every = {p: jax.tree.map(partial(stacked, len(r)), structs[p]) for p, r in s.held_rows.items()}
+    return {**structs, **every}
 
 
 def program_structs(s: Segment) -> Params:
@@ -89,7 +90,7 @@ def param_specs(s: Segment) -> Params:
 
     specs = {
         part: jax.tree.map(
-            partial(spec, ("stage",) if part in STACKED else ()),
+            partial(spec, ("stage",) if part in s.stacked else ()),
             part_struct(s.module, part),
             logical_axes(s.module, part),
         )
@@ -120,7 +121,7 @@ def split_cuts(s: Segment) -> Params:
     }
     return {
         part: jax.tree.map(
-            partial(cut_over, stacked=part in STACKED, **degrees), structs[part], specs[part]
+            partial(cut_over, stacked=part in s.stacked, **degrees), structs[part], specs[part]
         )
         for part in s.parts
     }
@@ -150,7 +151,7 @@ def grad_structs(s: Segment) -> Params:
     structs, cuts = param_structs(s), split_cuts(s) if s.plan.zero >= 2 else _uncut(s)
     return {
         part: jax.tree.map(
-            partial(accumulator, () if part in STACKED else ("stage",)), structs[part], cuts[part]
+            partial(accumulator, () if part in s.stacked else ("stage",)), structs[part], cuts[part]
         )
         for part in s.parts
         if part in s.trainable

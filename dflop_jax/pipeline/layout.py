@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
+from dflop_jax.contract import MultimodalModel, chip_of, edges_of, layer_kinds_of, on_chip
 from dflop_jax.pipeline.held import param_specs
 from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.pipeline.segment import Segment
@@ -104,8 +104,21 @@ def make_segments(
             )
             == 1,
         )
+        _check_stages(segments[s.name])
         param_specs(segments[s.name])  # raises for a degree that does not divide a dim
     return segments
+
+
+def _check_stages(s: Segment) -> None:
+    """ValueError where the stages of a loop would have other kinds of layers, in any round."""
+    kinds, n = layer_kinds_of(s.module)[s.plan.start : s.plan.stop], s.chunk_layers
+    chunks = {kinds[i : i + n] for i in range(0, len(kinds), n)}
+    if len(chunks) > 1:
+        raise ValueError(
+            f"segment {s.name!r}: layers {s.plan.start} to {s.plan.stop - 1} of {s.plan.module!r} "
+            f"are not of the same kinds, in the same order, in each of {s.stages} stages and "
+            f"{s.plan.rounds} rounds; cut it into segments, or into stages that hold whole patterns"
+        )
 
 
 def check_model(layout: Layout, model: MultimodalModel) -> None:

@@ -8,35 +8,52 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflop_jax.contract import Array, Module, Params, taps_of, working_dtype_of
+from dflop_jax.contract import (
+    ADAPTER,
+    LAYERS,
+    Array,
+    Module,
+    Params,
+    adapter_of,
+    layer_kinds_of,
+    stacked_parts,
+    taps_of,
+    working_dtype_of,
+)
 from dflop_jax.records import SegmentPlan, Shape
 
 Tree = Any
-PARTS = ("entry", "layers", "exit")  # of every module
-ADAPTER = "adapter"  # a part of some modules
-STACKED = frozenset({"layers", ADAPTER})  # with a leading dim of layers, over the stages
+PARTS = ("entry", LAYERS, "exit")  # of every module whose layers are of one kind
 KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times faster than threefry
 
 
 def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """Parts of its module that a segment holds."""
-    here = {"entry": s.first, "layers": True, "exit": s.last}
+    kinds = kinds_of(s, module)
+    stacked = {part: kind in kinds for part, kind in stacked_parts(module).items()}
+    own = {part: is_here for part, is_here in stacked.items() if part in kinds}
+    here = {"entry": s.first, **own, "exit": s.last}
     for name, layers in taps_of(module).items():
         here[name] = name in module.inputs and s.runs_to(layers)
-    here[ADAPTER] = ADAPTER in module.freeze_groups
-    return tuple(part for part, is_here in here.items() if is_here)
+    return tuple(part for part, is_here in {**here, **stacked}.items() if is_here)
 
 
-def layer_params(params: Params) -> Params:
-    """What a layer gets: its parameters, with its adapter among them."""
-    if ADAPTER not in params:
-        return params["layers"]
-    return {**params["layers"], ADAPTER: params[ADAPTER]}
+def kinds_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
+    """The kinds of a segment's layers."""
+    return layer_kinds_of(module)[s.start : s.stop]
+
+
+def layer_params(kind: str, params: Params) -> Params:
+    """What a layer of a kind gets: its parameters, with its adapter among them."""
+    adapter = adapter_of(kind)
+    if adapter not in params:
+        return params[kind]
+    return {**params[kind], ADAPTER: params[adapter]}
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def init_part(module: Module, part: str, key: Array) -> Params:
-    """Fresh parameters of a part of a module, of one layer for "layers"."""
+    """Fresh parameters of a part of a module, of one layer where it is stacked."""
     return module.init(part, key)
 
 
@@ -75,7 +92,7 @@ def hidden_struct(module: Module, shape: Shape) -> jax.ShapeDtypeStruct:
 @lru_cache(maxsize=1024)
 def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
     """What a tap gives."""
-    fields = {k: struct for part in ("entry", "layers", name)
+    fields = {k: struct for part in ("entry", *dict.fromkeys(layer_kinds_of(module)), name)
               for k, struct in _fields(module, part, shape).items()}  # fmt: skip
     params = part_struct(module, name) if name in module.inputs else None
     tap: Any = module.tap  # type: ignore[attr-defined]

@@ -6,13 +6,15 @@ place of the stack, so that no gradients of all layers stand beside them. Accumu
 leading dim of 1 here: gradients of ranks are kept apart until the step's single reduction, or, if
 accumulators are split over data ranks, added up as they come.
 
-Layers run in a loop, or unrolled where the segment says so. Those whose parameters are split over
-data ranks are gathered one ahead of their use, forward and backward; the ends are whole here.
+Layers run in loops over the period of their kinds, or unrolled where the segment says so. Those
+whose parameters are split over data ranks are gathered one ahead of their use, forward and
+backward; the ends are whole here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,15 +23,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dflop_jax.contract import Array, Params
+from dflop_jax.contract import Array, Params, adapter_of
 from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.held import held_cuts, split_cuts
-from dflop_jax.pipeline.parts import STACKED
+from dflop_jax.pipeline.periods import loops_over
 from dflop_jax.pipeline.residuals import REMAT, Piece, Recorded
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.token_split import run_part
 
 Tree = Any
+Rows = Mapping[str, int | Array]  # by kind a place in its stack: a number, or a traced one
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Pieces:
         before = bool(entry_inputs or "entry" in segment.trainable) if plan.first else (
             "hidden" in wanted)  # fmt: skip
         between = wanted & {name for name, _ in segment.inlets}
-        self.trains_layers = bool(STACKED & segment.trainable)
+        self.trains_layers = bool(segment.trainable & {*segment.stacked})
         # Whether hidden states get a gradient.
         self.active = before or bool(between) or self.trains_layers
         self._recorded: dict[str, Recorded] = {}
@@ -99,7 +102,8 @@ class Pieces:
             return
         if plan.first:
             self._record("entry", params, None, x, fields)
-        self._record("layer", self._layer(_stacks(params), 0), h, x, fields)
+        for kind in dict.fromkeys(segment.chunk_kinds):
+            self._record(kind, self._layer(self._stacks(params), kind, 0), h, x, fields)
         for run in self.runs:
             for name in (*run.taps, *run.inlets):
                 self._record(name, params, h, x, fields)
@@ -117,38 +121,80 @@ class Pieces:
         carry: Any,
         params: Params,
         run: LayerRun,
-        first: int | Array,
+        first: Rows,
         residuals: Any,
         *,
         reverse: bool = False,
     ) -> tuple[Any, Any]:
-        """Visit a run's layers, of those from place `first` on, by `visit(carry, a layer's whole
-        parameters, (its place, what is kept of it))`: (carry, what the visits gave). That and
-        `residuals` are lists by layer where layers are unrolled, else stacked as `lax.scan` does
-        it."""
-        layers, stacks = range(run.start, run.stop), _stacks(params)
-        if self.unrolled:
-            given: dict[int, Any] = {}
-            for i in reversed(layers) if reverse else layers:
-                of_layer = None if residuals is None else residuals[i - run.start]
+        """Visit a run's layers, of those whose rows begin with `first`, by `visit(kind, carry, a
+        layer's whole parameters, (its row, what is kept of it))`: (carry, what the visits gave).
+        That and `residuals` are lists by layer where layers are unrolled, else lists by loop of
+        tuples by layer of the period, stacked as `lax.scan` does it."""
+        every, stacks = self.segment.chunk_kinds, self._stacks(params)
+        kinds, before = every[run.start : run.stop], Counter(every[: run.start])
+        given: dict[int, Any] = {}
+        steps = range(len(kinds)) if self.unrolled else range(len(loops_over(kinds)))
+        for i in reversed(steps) if reverse else steps:
+            kept = None if residuals is None else residuals[i]
+            if self.unrolled:
                 # Else the compiler would begin early what a later layer needs, such as what is to
                 # be computed again, and merge that with what forward computed.
-                carry, of_layer, stacks = lax.optimization_barrier((carry, of_layer, stacks))
-                place = first + i
-                carry, given[i] = visit(carry, self._layer(stacks, place), (place, of_layer))
-            return carry, [given[i] for i in layers]
-        # By place: pieces of the stacks would be copied first.
-        layer, places = partial(self._layer, stacks), first + jnp.arange(run.start, run.stop)
-        if self.segment.plan.zero == 3:
-            return shards.scan_layers(layer, visit, carry, places, residuals, reverse=reverse)
-        return lax.scan(
-            lambda c, now: visit(c, layer(now[0]), now), carry, (places, residuals), reverse=reverse
-        )
+                carry, kept, stacks = lax.optimization_barrier((carry, kept, stacks))
+                kind = kinds[i]
+                row = first[kind] + (before[kind] + kinds[:i].count(kind))
+                carry, given[i] = visit(kind, carry, self._layer(stacks, kind, row), (row, kept))
+            else:
+                loop = loops_over(kinds)[i]
+                places = zip(loop.period, loop.rows(kinds), strict=True)
+                rows = tuple(first[k] + _arange(places, before[k]) for k, places in places)
+                carry, given[i] = self._over_loop(
+                    visit, carry, stacks, loop.period, rows, kept, reverse=reverse
+                )
+        return carry, [given[i] for i in steps]
 
-    def _layer(self, stacks: Params, i: int | Array) -> Params:
+    def _over_loop(
+        self,
+        visit: Any,
+        carry: Any,
+        stacks: Params,
+        period: tuple[str, ...],
+        rows: tuple[Array, ...],
+        residuals: Any,
+        *,
+        reverse: bool,
+    ) -> tuple[Any, Any]:
+        """`_over_layers` of one loop; `rows` [repeats] of each layer of the period."""
+        # By row: pieces of the stacks would be copied first.
+        layers = [partial(self._layer, stacks, kind) for kind in period]
+        visits = [partial(visit, kind) for kind in period]
+        if self.segment.plan.zero == 3:
+            steps = [period.count(kind) for kind in period]
+            return shards.scan_layers(
+                layers, visits, carry, rows, steps, residuals, reverse=reverse
+            )
+        order = range(len(period))
+
+        def turn(carry: Any, now: tuple[tuple[Array, ...], Any]) -> tuple[Any, Any]:
+            rows, every = now
+            given = {}
+            for n, j in enumerate(reversed(order) if reverse else order):
+                kept = None if every is None else every[j]
+                if n > 0:  # as where layers are unrolled
+                    carry, kept = lax.optimization_barrier((carry, kept))
+                carry, given[j] = visits[j](carry, layers[j](rows[j]), (rows[j], kept))
+            return carry, tuple(given[j] for j in order)
+
+        return lax.scan(turn, carry, (rows, residuals), reverse=reverse)
+
+    def _layer(self, stacks: Params, kind: str, row: int | Array) -> Params:
         """The whole parameters of a layer of the stage."""
-        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), stacks)
+        own = {p: a for p, a in stacks.items() if self.segment.stacked[p] == kind}
+        layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), own)
         return self._whole_layer(layer)
+
+    def _stacks(self, params: Params) -> Params:
+        """The stacked parts."""
+        return {p: a for p, a in params.items() if p in self.segment.stacked}
 
     def _record(self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree) -> None:
         remat = REMAT[self.segment.plan.remat]
@@ -171,8 +217,11 @@ class Pieces:
 
     def _split(self, name: str, params: Params, x: Tree, fields: Tree) -> tuple[Tree, Tree, Tree]:
         """(parameters that train, inputs that get a gradient, all else) of what a piece reads."""
-        reads = {"layer": STACKED, "exit": {"exit", "entry"} if self.segment.module.tied else
-                 {"exit"}}.get(name, {name})  # fmt: skip
+        reads = {name}
+        if name == "exit" and self.segment.module.tied:
+            reads = {"exit", "entry"}
+        elif name in self.segment.stacked:
+            reads = {name, adapter_of(name)}
         inputs = self.segment.entry_inputs if name == "entry" else (name,)
         read = {k: v for k, v in params.items() if k in reads}
         here = {k: v for k, v in x.items() if k in inputs}
@@ -193,16 +242,16 @@ class Pieces:
         return self._recorded[name].forward(free, h, placed, given)
 
     def run_layers(
-        self, params: Params, h: Array, x: Tree, fields: Tree, first: int | Array
+        self, params: Params, h: Array, x: Tree, fields: Tree, first: Rows
     ) -> tuple[Array, dict[str, Array], Tree]:
-        """The stage's layers from place `first` on, as many as a round goes through: (hidden
-        states, outputs of the segment's taps, what backward needs)."""
+        """The stage's layers of a round, whose rows begin with `first`: (hidden states, outputs of
+        the segment's taps, what backward needs)."""
         tapped: dict[str, Array] = {}
         residuals: dict[str, Any] = {}
         for run in self.runs:
 
-            def one(h: Array, layer: Params, _: Any) -> tuple[Array, list[Array]]:
-                return self.forward("layer", layer, h, {}, fields)
+            def one(kind: str, h: Array, layer: Params, _: Any) -> tuple[Array, list[Array]]:
+                return self.forward(kind, layer, h, {}, fields)
 
             if run.stop > run.start:
                 h, residuals[f"layers {run.start}"] = self._over_layers(
@@ -227,7 +276,7 @@ class Pieces:
 
     def run_layers_back(
         self, residuals: Tree, params: Params, x: Tree, fields: Tree, dh: Array, dtapped: Tree,
-        grads: Tree, first: int | Array,
+        grads: Tree, first: Rows,
     ) -> tuple[Array, Tree, Tree]:  # fmt: skip
         """The gradient of `run_layers`: (of hidden states, of inputs, grads + parameters')."""
         dx: dict[str, Array] = {}
@@ -243,24 +292,25 @@ class Pieces:
                     name, residuals[name], params, x, fields, dtapped[name], grads
                 )
                 dh = dh if more is None else dh + more
-            if run.stop > run.start and self._recorded["layer"].has_gradient:
+            if run.stop > run.start and self.active:
                 layers = residuals[f"layers {run.start}"]
                 dh, grads = self._layers_back(layers, params, fields, dh, grads, run, first)
         return dh, dx, grads
 
     def _layers_back(
         self, residuals: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: LayerRun,
-        first: int | Array,
+        first: Rows,
     ) -> tuple[Array, Tree]:  # fmt: skip
-        trained = {k: grads[k] for k in params if k in STACKED & self.segment.trainable}
+        trained = {k: grads[k] for k in self.segment.stacked if k in self.segment.trainable}
 
         def one(
-            carry: tuple[Array, Tree], layer: Params, now: tuple[int | Array, list[Array]]
+            kind: str, carry: tuple[Array, Tree], layer: Params, now: tuple[int | Array, Any]
         ) -> tuple[tuple[Array, Tree], None]:
-            (dh, totals), (i, of_layer) = carry, now
-            args = self._split("layer", layer, {}, fields)
-            dfree, dh, _ = self._recorded["layer"].backward(of_layer, *args, dh)
-            return (dh, _added_at(self.segment, totals, i, dfree)), None
+            (dh, totals), (row, of_layer) = carry, now
+            args = self._split(kind, layer, {}, fields)
+            dfree, dh, _ = self._recorded[kind].backward(of_layer, *args, dh)
+            more = _added_at(self.segment, {k: totals[k] for k in dfree}, row, dfree)
+            return (dh, {**totals, **more}), None
 
         (dh, totals), _ = self._over_layers(
             one, (dh, trained), params, run, first, residuals, reverse=True
@@ -277,6 +327,7 @@ def _runs(segment: Segment) -> Iterator[LayerRun]:
         start = stop
 
 
-def _stacks(params: Params) -> Params:
-    """The stacked parts."""
-    return {k: v for k, v in params.items() if k in STACKED}
+def _arange(places: range, offset: int) -> Array:
+    """The numbers of a range, each with an offset, as an array."""
+    start, stop = offset + places.start, offset + places.stop
+    return jnp.arange(start, stop) if places.step == 1 else jnp.arange(start, stop, places.step)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Module, chip_of
+from dflop_jax.contract import Module, chip_of, layer_kinds_of, stacked_parts
 from dflop_jax.pipeline.parts import exit_struct, parts_of
 from dflop_jax.records import Direction, Edge, SegmentPlan, Shape
 
@@ -111,11 +111,33 @@ class Segment:
 
     @cached_property
     def held_layers(self) -> tuple[int, ...]:
-        """Numbers of the module's layers in the order in which they are stacked: of one stage after
+        """Numbers of the module's layers in the order in which they are held: of one stage after
         the other the chunks of all rounds. In a round the stages go through neighbouring layers."""
         n, stages, rounds = self.chunk_layers, range(self.stages), range(self.plan.rounds)
         firsts = (self.plan.start + (r * self.stages + s) * n for s in stages for r in rounds)
         return tuple(first + i for first in firsts for i in range(n))
+
+    @cached_property
+    def chunk_kinds(self) -> tuple[str, ...]:
+        """The kinds of the layers that a stage goes through in a round: the same of all."""
+        return layer_kinds_of(self.module)[self.plan.start :][: self.chunk_layers]
+
+    @cached_property
+    def stacked(self) -> dict[str, str]:
+        """The stacked parts that its programs read, each with the kind of its layers."""
+        of_module = stacked_parts(self.module)
+        return {part: of_module[part] for part in self.own_parts if part in of_module}
+
+    @cached_property
+    def held_rows(self) -> dict[str, tuple[int, ...]]:
+        """Of each stacked part the numbers of its rows, of those of all the module's layers of that
+        kind, in the order in which they are held."""
+        kinds = layer_kinds_of(self.module)
+        number = {i: kinds[:i].count(kinds[i]) for i in self.held_layers}
+        return {
+            part: tuple(number[i] for i in self.held_layers if kinds[i] == kind)
+            for part, kind in self.stacked.items()
+        }
 
     @property
     def unrolls(self) -> bool:

@@ -8,7 +8,7 @@ the same way, so that none of them moves to meet another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,29 +73,44 @@ def _over_model(spec: P, n_dims: int) -> P:
 
 
 def scan_layers(
-    whole_layer: Callable[[Array], Tree],
-    visit: Callable[[Any, Tree, tuple[Array, Any]], tuple[Any, Any]],
+    whole_layers: Sequence[Callable[[Array], Tree]],
+    visits: Sequence[Callable[[Any, Tree, tuple[Array, Any]], tuple[Any, Any]]],
     carry: Any,
-    places: Array,
+    rows: Sequence[Array],
+    steps: Sequence[int],
     xs: Any = None,
     *,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """`lax.scan` of `visit(carry, layer's whole parameters, (place, x)) -> (carry, y)` over layers
-    at places one after the other, each gathered by `whole_layer(place)` while the one before it is
-    visited; two layers are whole at a time.
+    """`lax.scan` over periods of layers: `visits[j](carry, whole parameters, (row, x)) -> (carry,
+    y)` of the j-th layer of each, gathered by `whole_layers[j](row)` while the one before it is
+    visited; two layers are whole at a time. It gives (carry, (y of each layer of the period)).
 
     It is not differentiated: gradients would keep every gathered layer.
+
+    Args:
+      rows: of each layer of the period the rows [repeats] that it has.
+      steps: how far these are apart.
+      xs: of each layer of the period what its visits get, with a leading dim of repeats; or None.
     """
-    step, first, last = (-1, places[-1], places[0]) if reverse else (1, places[0], places[-1])
+    order = range(len(visits))[:: -1 if reverse else 1]
+    head = order[0]  # the layer that a period begins with
+    first, last = (rows[head][i] for i in ((-1, 0) if reverse else (0, -1)))
+    step = (-1 if reverse else 1) * steps[head]
 
-    def visit_next(state: tuple[Any, Tree], now: tuple[Array, Any]) -> tuple[Any, Any]:
-        (carry, params), (i, _) = state, now
-        # Before the visit, so that it is under way meanwhile. The last layer's is not used.
-        ahead = whole_layer(jnp.where(i == last, i, i + step))
-        carry, y = visit(carry, params, now)
-        return (carry, ahead), y
+    def visit_next(state: tuple[Any, Tree], now: tuple[Sequence[Array], Any]) -> tuple[Any, Any]:
+        (carry, params), (here, every) = state, now
+        ys = {}
+        for j, following in zip(order, (*order[1:], head), strict=True):
+            row = here[following]
+            if j == order[-1]:  # of the next period; that of the last one is not used
+                row = jnp.where(row == last, row, row + step)
+            # Before the visit, so that it is under way meanwhile.
+            ahead = whole_layers[following](row)
+            carry, ys[j] = visits[j](carry, params, (here[j], None if every is None else every[j]))
+            params = ahead
+        return (carry, params), tuple(ys[j] for j in sorted(order))
 
-    start = carry, whole_layer(first)
-    (carry, _), ys = lax.scan(visit_next, start, (places, xs), reverse=reverse)
+    start = carry, whole_layers[head](first)
+    (carry, _), ys = lax.scan(visit_next, start, (tuple(rows), xs), reverse=reverse)
     return carry, ys

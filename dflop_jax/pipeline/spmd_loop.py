@@ -18,6 +18,7 @@ its backward needs}, as far as it has them. M counts microbatches in a group, S 
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,6 @@ from dflop_jax.contract import Array, Params
 from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.cut import Cut
 from dflop_jax.pipeline.held import held_cuts
-from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.pipeline.pieces import Pieces, added
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.token_split import before_exit, by_tensor_rank, split
@@ -134,9 +134,9 @@ class _Loop:
         begun = t >= self.stage
         return begun if self.rounds == 1 else begun & (turn.round == self.rounds - 1)
 
-    def _first_layer(self, turn: Turn) -> int | Array:
-        """Place of the first layer that a turn goes through."""
-        return turn.round * self.segment.chunk_layers
+    def _first_rows(self, turn: Turn) -> dict[str, int | Array]:
+        """By kind, the row of the first layer that a turn goes through."""
+        return {kind: turn.round * n for kind, n in Counter(self.segment.chunk_kinds).items()}
 
     # ---- layers ----
 
@@ -176,7 +176,7 @@ class _Loop:
             h = x["hidden"]
         if carry is not None:
             h = jnp.where(self._enters(turn), h, carry)
-        first, read = self._first_layer(turn), h
+        first, read = self._first_rows(turn), h
         h, tapped, of_turn = self.pieces.run_layers(self.params, h, x, fields, first)
         if carry is not None:
             carry = lax.ppermute(h, "stage", self.ring)
@@ -218,7 +218,7 @@ class _Loop:
         if passed is not None:
             dh = dh + lax.ppermute(passed, "stage", [(b, a) for a, b in self.ring])
         dh, dx, grads = self.pieces.run_layers_back(
-            of_turn, self.params, x, fields, dh, dtapped, grads, self._first_layer(turn)
+            of_turn, self.params, x, fields, dh, dtapped, grads, self._first_rows(turn)
         )
         if passed is not None:
             nothing, enters = jnp.zeros_like(dh), self._enters(turn)
@@ -338,13 +338,13 @@ def _prepared(segment: Segment, params: Params) -> Params:
     cuts = held_cuts(segment)
 
     def mark(part: str, array: Array, cut: Cut) -> Array:
-        axes = () if part in STACKED else ("stage",)
+        axes = () if part in segment.stacked else ("stage",)
         if not cut.is_split:  # else it differs along data as it is
             axes = (*axes, "data")
         return lax.pcast(array, axes, to="varying") if axes else array
 
     marked = {part: jax.tree.map(partial(mark, part), params[part], cuts[part]) for part in params}
-    ends = {part: tree for part, tree in marked.items() if part not in STACKED}
+    ends = {part: tree for part, tree in marked.items() if part not in segment.stacked}
     whole = shards.gather(segment.mesh, {part: cuts[part] for part in ends}, ends)
     return {**marked, **whole}
 

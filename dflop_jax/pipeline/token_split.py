@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array, Module, split_dim
+from dflop_jax.contract import Array, Module, layer_of, split_dim, stacked_parts
 from dflop_jax.pipeline.parts import layer_params, logical_axes, part_struct
 from dflop_jax.records import token_dim
 
@@ -35,7 +35,8 @@ _CASTS = frozenset({"convert_element_type", "copy", "copy_p", "pcast", "pvary", 
 def run_part(
     module: Any, name: str, ways: int, params: Tree, h: Array | None, x: Tree, fields: Tree
 ) -> Tree:
-    """What a module's "entry", "layer", "exit", tap or inlet gives on one of `ways` tensor ranks.
+    """What a module's "entry", layer of a kind, "exit", tap or inlet gives on one of `ways` tensor
+    ranks.
 
     Args:
       params: by part, of one layer for those that are stacked.
@@ -44,8 +45,8 @@ def run_part(
     """
     if h is None:
         return _after_entry(module.entry(params["entry"], {**fields, **x}), ways)
-    if name == "layer":
-        return _run_layer(module, ways, params, split(h, ways), fields)
+    if name in stacked_parts(module):
+        return _run_layer(module, name, ways, params, split(h, ways), fields)
     if name in x:
         placed = _constrain(x[name], P(), ways) if ways > 1 else x[name]  # and its gradient
         return split(module.inlet(name, split(h, ways), placed, fields), ways)
@@ -154,14 +155,14 @@ class _NamedDim:
     is_split: bool
 
 
-def _run_layer(module: Module, ways: int, params: Tree, h: Array, fields: Tree) -> Array:
+def _run_layer(module: Module, kind: str, ways: int, params: Tree, h: Array, fields: Tree) -> Array:
     """A layer with its activations laid out. Where the degree divides neither rows nor tokens it is
     left to the compiler."""
-    arguments = layer_params(params)
+    arguments, layer = layer_params(kind, params), layer_of(module, kind)
     if _by_tokens(h, ways) is None:
-        return module.layer(arguments, h, fields)
-    cuts = layer_params({part: matrix_cuts(module, part, ways) for part in params})
-    closed = jax.make_jaxpr(module.layer)(arguments, h, fields)
+        return layer(arguments, h, fields)
+    cuts = layer_params(kind, {part: matrix_cuts(module, part, ways) for part in params})
+    closed = jax.make_jaxpr(layer)(arguments, h, fields)
     known = dict(zip(closed.jaxpr.invars, jax.tree.leaves(cuts, is_leaf=lambda c: c is None)))
     leaves = jax.tree.leaves((arguments, h, fields))
     walk = _Walk(h.shape[:2], ways)

@@ -32,7 +32,6 @@ from dflop_jax.pipeline.held import (
     program_structs,
     split_cuts,
 )
-from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
@@ -42,9 +41,9 @@ def _specs(structs: Tree) -> Tree:
     return jax.tree.map(lambda a: a.sharding.spec, structs)
 
 
-def in_layers(params: Tree) -> Tree:
-    """Whether each leaf of a tree by parts belongs to the stacked layers."""
-    return {p: jax.tree.map(lambda _, p=p: p in STACKED, tree) for p, tree in params.items()}
+def part_of_leaves(params: Tree) -> Tree:
+    """The part of each leaf of a tree by parts."""
+    return {p: jax.tree.map(lambda _, p=p: p, tree) for p, tree in params.items()}
 
 
 def map_state(
@@ -137,9 +136,9 @@ class SegmentUpdate:
         """How each leaf of the state is cut."""
         return self._of_state(self._cuts, Cut(P(), P()))
 
-    def layered(self) -> Tree:
-        """Whether each leaf of the state belongs to the stacked layers."""
-        return self._of_state(in_layers(self._params), False)
+    def state_parts(self) -> Tree:
+        """The part whose parameters each leaf of the state belongs to; "" of no part."""
+        return self._of_state(part_of_leaves(self._params), "")
 
     def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
         """`held.initial_structs`' arrays -> (parameters that programs read, masters, fresh

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from dflop_jax.contract import (
+    ADAPTER,
     MultimodalModel,
     chip_of,
     content_flops_of,
@@ -37,7 +38,6 @@ from dflop_jax.contract import (
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.parts import ADAPTER
 from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.pipeline.stand_in import PIECES_A_ROW, packed_field, random_values
 from dflop_jax.profile.efficiency import Efficiency

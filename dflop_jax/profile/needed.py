@@ -17,8 +17,14 @@ from functools import lru_cache
 
 import jax.numpy as jnp
 
-from dflop_jax.contract import Module, MultimodalModel, attention_flops_of, edges_of, taps_of
-from dflop_jax.pipeline.parts import ADAPTER
+from dflop_jax.contract import (
+    ADAPTER,
+    Module,
+    MultimodalModel,
+    attention_flops_of,
+    edges_of,
+    taps_of,
+)
 from dflop_jax.profile.kernels import kernels_of
 from dflop_jax.profile.parts import Names, traced_forward
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dflop_jax.contract import Module, split_dim, taps_of
-from dflop_jax.pipeline.parts import ADAPTER, PARTS, hidden_struct, part_struct
+from dflop_jax.contract import ADAPTER, Module, split_dim, taps_of
+from dflop_jax.pipeline.parts import PARTS, hidden_struct, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.pipeline.token_split import matrix_cuts, run_part
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
@@ -205,8 +205,7 @@ def _arguments(
 
 def _forward(module: Module, part: str, ways: int, params: Tree, x: Tree, fields: Tree) -> Tree:
     placed = {name: a for name, a in x.items() if name != "hidden"}
-    name = "layer" if part == "layers" else part
-    return run_part(module, name, ways, params, x.get("hidden"), placed, fields)
+    return run_part(module, part, ways, params, x.get("hidden"), placed, fields)
 
 
 @lru_cache(maxsize=1024)

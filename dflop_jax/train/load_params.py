@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
-from dflop_jax.contract import Module, MultimodalModel, Params
-from dflop_jax.pipeline.parts import STACKED
+from dflop_jax.contract import Module, MultimodalModel, Params, n_rows, stacked_parts
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ def _read_module(
 ) -> Params:
     def structs(part: str) -> Params:
         fresh = jax.eval_shape(partial(module.init, part), jax.random.key(0))
-        lead = (module.n_layers,) if part in STACKED else ()
+        lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype), fresh)
 
     def read(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:

@@ -17,11 +17,16 @@ import msgspec
 
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import PlanConfig
-from dflop_jax.contract import Module, MultimodalModel, working_dtype_of
+from dflop_jax.contract import (
+    Module,
+    MultimodalModel,
+    n_rows,
+    stacked_parts,
+    working_dtype_of,
+)
 from dflop_jax.data import Source
 from dflop_jax.data.sample import NamesTail
 from dflop_jax.pipeline.layout import can_join
-from dflop_jax.pipeline.parts import STACKED
 from dflop_jax.plan.limits import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
 from dflop_jax.profile.measure import model_profile, profile_key, together
@@ -95,7 +100,7 @@ def parameter_bytes(module: Module) -> dict[str, float]:
     """Bytes of a module's parameters in float32, of each part."""
     return {
         part: float32_bytes(param_dims(module, (part,)))
-        * (module.n_layers if part in STACKED else 1)
+        * (n_rows(module, part) if part in stacked_parts(module) else 1)
         for part in module.freeze_groups
     }
 

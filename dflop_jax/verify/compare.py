@@ -11,7 +11,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflop_jax.contract import Array, Module, MultimodalModel, Params, chip_of, edges_of, on_chip
+from dflop_jax.contract import (
+    Array,
+    Module,
+    MultimodalModel,
+    Params,
+    chip_of,
+    edges_of,
+    n_rows,
+    on_chip,
+    stacked_parts,
+)
 from dflop_jax.generate.row import LLM, row_of, run_layers, with_features
 from dflop_jax.hardware import GB
 from dflop_jax.pipeline.parts import part_struct
@@ -66,7 +76,7 @@ def _read(folder: Folder, name: str, module: Module, device: jax.Device) -> Para
     where = jax.sharding.SingleDeviceSharding(device)
 
     def struct(part: str) -> Any:
-        lead = (module.n_layers,) if part == "layers" else ()
+        lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=where),
             part_struct(module, part),

@@ -104,7 +104,7 @@ def round_trip(
         for i, segment in enumerate(segments.values()):
             tick(i, len(segments))
             held = ModuleParams(
-                segment.plan.module, read_segment(folder, segment), segment.held_layers
+                segment.plan.module, read_segment(folder, segment), segment.held_rows
             )
             names = write_segment(file, folder.map, held, folder)
             del held

@@ -31,7 +31,8 @@ class Reshaping(Protocol):
 
 
 class Tensor(Protocol):
-    """One tensor of a folder; `layer` is None but in the part "layers"."""
+    """One tensor of a folder; `layer` is None but in stacked parts, where it counts the layers of
+    the part."""
 
     @property
     def name(self) -> str: ...

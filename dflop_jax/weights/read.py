@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,14 +28,14 @@ def read_segment(
 ) -> Tree:
     """`held.initial_structs` from a folder; see `read_params`."""
     structs, cuts = initial_structs(segment), initial_cuts(segment)
-    return read_params(folder, segment.plan.module, structs, segment.held_layers, initial, cuts)
+    return read_params(folder, segment.plan.module, structs, segment.held_rows, initial, cuts)
 
 
 def read_params(
     folder: Folder,
     module: str,
     structs: Tree,
-    layers: Sequence[int] = (),
+    rows: Mapping[str, Sequence[int]] = MappingProxyType({}),
     initial: Callable[[], Tree] | None = None,
     cuts: Tree = None,
 ) -> Tree:
@@ -47,7 +48,8 @@ def read_params(
       module: name of the module in the model, such as "llm".
       structs: {"entry", "layers", "exit"} or some of them: shapes, dtypes and shardings; layers
         are stacked along the first dim.
-      layers: which of the module's layers are stacked in `structs`, in this order; (): all.
+      rows: by stacked part, which of its layers `structs` have, in this order; all where it does
+        not say.
       cuts: how data ranks share what is in `structs`; None: all as in the folder.
       initial: makes parameters like `structs`, for those that the folder's map leaves out; called
         only if there are such.
@@ -64,9 +66,9 @@ def read_params(
     def one(path: Any, struct: jax.ShapeDtypeStruct, cut: Cut = WHOLE) -> jax.Array:
         part, *inner = (key.key for key in path)
         if tensors := by_path.get((part, tuple(inner))):
-            if part == "layers":
-                tensors = [tensors[i] for i in layers or range(len(tensors))]
-            return _read_leaf(folder, tensors, struct, cut, part == "layers")
+            stacked = tensors[0].layer is not None
+            tensors = [tensors[i] for i in rows.get(part) or range(len(tensors))]
+            return _read_leaf(folder, tensors, struct, cut, stacked)
         if initial is not None and not given:
             given.update(jax.tree_util.tree_leaves_with_path(initial()))
         if path not in given:

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and processors
 
 @dataclass(frozen=True)
 class ModuleParams:
-    """Parameters {"entry", "layers", "exit"}, or some of them, of a module; `layers` are the
-    numbers of those that are stacked, in their order, (): all of the module's."""
+    """Parameters {"entry", "layers", "exit"}, or some of them, of a module; `rows` are by stacked
+    part the numbers of its layers that are here, in their order: all where it does not say."""
 
     module: str
     params: Mapping[str, Any]
-    layers: tuple[int, ...] = ()
+    rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def _find(t: Tensor, held: Sequence[ModuleParams]) -> tuple[Any, int | None] | N
             continue
         if t.layer is None:
             return leaf, None
-        if t.layer in (layers := h.layers or range(leaf.shape[0])):
-            return leaf, layers.index(t.layer)
+        if t.layer in (rows := h.rows.get(t.part) or range(leaf.shape[0])):
+            return leaf, rows.index(t.layer)
     return None
 
 

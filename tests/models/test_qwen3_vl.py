@@ -133,7 +133,7 @@ def test_pipeline_step_and_folders(reference, tmp_path):
         assert readers == {"visual": "llm0", "deepstack_0": "llm0", "deepstack_1": "llm1"}
         ex.init(0, begin=lambda segment, _: read_segment(source, segment))
         held = [
-            ModuleParams(s.plan.module, ex.state.params[s.name], s.held_layers)
+            ModuleParams(s.plan.module, ex.state.params[s.name], s.held_rows)
             for s in ex.programs.segments.values()
         ]
         write_folder(tmp_path / "ours", MODEL.weights, held, source=source)

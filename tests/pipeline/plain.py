@@ -217,6 +217,13 @@ def plain_loss_and_grads(model, params, samples):
 
 def run_module(module, params, fields):
     x = module.entry(params["entry"], fields)
+    if hasattr(module, "layer_kinds"):
+        rows = {kind: iter(range(module.n_layers)) for kind in module.layer_kinds}
+        for kind in module.layer_kinds:
+            row = next(rows[kind])
+            layer = {name: a[row] for name, a in params[kind].items()}
+            x = module.layer(layer, x, fields, kind=kind)
+        return module.exit(params["exit"], x, fields, params["entry"] if module.tied else None)
     layers = params["layers"]
     if "adapter" in params:
         layers = {**layers, "adapter": params["adapter"]}
@@ -262,9 +269,9 @@ def join(
                 host = jax.tree.map(np.asarray, tree)
                 if cuts is not None:
                     host = jax.tree.map(whole_of, cuts[s.name][part], host)
-                if part in ("layers", "adapter") and s.rounds > 1:
+                if part not in ("entry", "exit") and s.rounds > 1:
                     host = jax.tree.map(partial(in_order, plan, s), host)
-                if part in ("layers", "adapter") and part in parts:
+                if part not in ("entry", "exit") and part in parts:
                     parts[part] = jax.tree.map(
                         lambda a, b: np.concatenate([a, b]), parts[part], host
                     )

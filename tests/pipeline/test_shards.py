@@ -69,9 +69,9 @@ def program(mesh, cuts):
             return (dh, {k: a.at[i].add(dp[k]) for k, a in totals.items()}), None
 
         of_place, places = gathered(layers), jnp.arange(LAYERS)
-        out, hs = shards.scan_layers(of_place, forward, x, places)
+        out, hs = shards.scan_layers([of_place], [forward], x, [places], [1])
         (dx, totals), _ = shards.scan_layers(
-            of_place, backward, (dy, start), places, hs, reverse=True
+            [of_place], [backward], (dy, start), [places], [1], hs, reverse=True
         )
         return out, {k: jax.lax.psum(a, "data") if k in whole else a for k, a in totals.items()}, dx
 

@@ -215,7 +215,7 @@ def test_merged_weights_make_a_plain_folder(tmp_path):
     want, params, ex = evaluated(m, plan, let_act, freeze=FREEZE)
     lora = m.modules["llm"].lora
     held = [
-        ModuleParams(s.plan.module, merge(lora, ex.state.params[n]), s.held_layers)
+        ModuleParams(s.plan.module, merge(lora, ex.state.params[n]), s.held_rows)
         for n, s in ex.programs.segments.items()
     ]
     for part in held:

@@ -1,0 +1,128 @@
+"""A module with layers of two kinds: its gradients equal the plain model's under any cut, and a
+checkpoint goes on under another one."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from dflop_jax.pipeline import segment
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.train.optimizer import make_optimizer
+from tests.checkpoint.checkpoint_cases import TRAIN, reader_of, save, saver_of
+from tests.mixed import Mixed
+
+from . import plain
+from .test_gradients import assert_trees_close, grads_of, oracle
+
+PERIODS = Mixed(pattern="mmgmmg")
+ODD = Mixed(tied=False, pattern="gmmmgmm")  # a period that begins anywhere, then exceptions
+ROUNDS = Mixed(pattern="mgmgmgmg")
+ALONE = (0, 1, 1, 1)
+# name -> (model, LLM (first, stage, data, model), options, ZeRO degree, layers that are unrolled)
+CASES = {
+    "one segment": (PERIODS, ALONE, {}, 1, 0),
+    "one segment, unrolled": (ODD, ALONE, {}, 1, 8),
+    "three segments": (ODD, (1, 1, 2, 1), {"llm_segments": 3}, 2, 0),
+    "each layer a segment": (ODD, (0, 1, 1, 1), {"llm_segments": 7}, 1, 8),
+    "stages": (PERIODS, (1, 2, 1, 1), {"group_size": 4}, 1, 0),
+    "rounds": (ROUNDS, (0, 2, 2, 1), {"group_size": 2, "rounds": 2}, 3, 0),
+    "rounds, unrolled": (ROUNDS, (0, 2, 1, 1), {"group_size": 2, "rounds": 2}, 1, 8),
+    "split over 3 ranks": (ODD, (0, 1, 3, 1), {}, 3, 0),
+    "split over 2 x 2 ranks": (PERIODS, (0, 1, 2, 2), {}, 3, 0),
+    "tensor ranks of two segments": (PERIODS, (0, 1, 1, 2), {"llm_segments": 2}, 2, 8),
+}  # fmt: skip
+
+
+@functools.cache
+def wanted(m):
+    return oracle(m)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_the_plain_models(name, monkeypatch):
+    m, llm, options, zero, unrolled = CASES[name]
+    monkeypatch.setattr(segment, "unrolled_layers", lambda chip: unrolled)
+    samples, want_params, want_loss, want = wanted(m)
+    plan = plain.plan_of(m, ALONE, llm, bucket=(36, 480), **options)
+    plan = plain.with_zero(plan, llm=zero)
+    schedule = plain.random_schedule(plan, samples, 1, 5)
+    loss, grads, params, _ = grads_of(m, plan, samples, schedule)
+    jax.tree.map(np.testing.assert_array_equal, params, want_params)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert_trees_close(grads, want)
+
+
+def test_a_kind_can_be_frozen_alone():
+    samples, _, _, want = wanted(PERIODS)
+    plan = plain.plan_of(PERIODS, ALONE, ALONE, bucket=(36, 480))
+    schedule = plain.random_schedule(plan, samples, 1, 5)
+    _, grads, _, _ = grads_of(PERIODS, plan, samples, schedule, freeze=("gates",))
+    llm = {part: tree for part, tree in want["llm"].items() if part != "gate"}
+    assert_trees_close(grads, {**want, "llm": llm})
+
+
+@pytest.mark.parametrize("pattern, rounds", [("mmgm", 1), ("mgmgmmgg", 2)])
+def test_stages_of_other_kinds_are_refused(pattern, rounds):
+    m = Mixed(pattern=pattern)
+    plan = plain.plan_of(m, ALONE, (0, 2, 1, 1), group_size=2, rounds=rounds)
+    with pytest.raises(ValueError, match=r"not of the same kinds.* 2 stages.*cut it into segments"):
+        make_segments(m, plan.layout, jax.devices())
+
+
+def executor(m, *llm, **options):
+    plan = plain.plan_of(m, None, llm, bucket=(0, 96), **options)
+    return Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0)
+
+
+def losses(ex, samples, first, n):
+    """Of some steps on text."""
+    every = []
+    for step in range(first, first + n):
+        schedule = plain.random_schedule(ex.plan, samples, 1, seed=step)
+        arrays = plain.pack(ex.model, ex.plan, schedule, samples)
+        scales = plain.scales_of(arrays)
+        result = ex.run_step(schedule, arrays, scales).result()
+        every.append(result.sums["llm.loss_sum"] * scales["llm"])
+    return every
+
+
+def state_of(ex):
+    state = ex.state
+    params = {n: {**state.params[n], **state.masters.get(n, {})} for n in state.params}
+    return plain.join(ex.plan, params)
+
+
+@pytest.mark.parametrize("pattern, options", [
+    ("gmmmgmm", {"llm_segments": 4}),
+    ("mgmgmgmg", {"stage": 2, "rounds": 2, "group_size": 2}),
+])  # fmt: skip
+def test_a_checkpoint_goes_on_under_another_cut(pattern, options, tmp_path):
+    """And back: the run that was not cut goes on bit for bit."""
+    m = Mixed(tied=False, pattern=pattern)
+    samples = plain.random_samples(m, 8, 5, max_tiles=0)
+    stage = options.pop("stage", 1)
+    group_size = options.get("group_size", 1)
+    whole = executor(m, *ALONE, group_size=group_size)
+    cut = executor(m, 0, stage, 1, 1, **options)
+    try:
+        for seed, ex in enumerate((whole, cut)):
+            ex.init(seed)
+            ex.compile()
+        before = losses(whole, samples, 0, 2)
+        saver, other = saver_of(whole, tmp_path / "whole"), saver_of(cut, tmp_path / "cut")
+        save(saver, 2)
+        kept = state_of(whole)
+        want = losses(whole, samples, 2, 2)
+        assert max(want) < max(before)
+        other.restore(reader_of(saver, 2))
+        jax.tree.map(np.testing.assert_array_equal, state_of(cut), kept)
+        save(other, 2)
+        assert losses(cut, samples, 2, 2) == pytest.approx(want, rel=1e-5)
+        saver.restore(reader_of(other, 2))
+        assert losses(whole, samples, 2, 2) == want
+    finally:
+        for ex in (whole, cut):
+            ex.close()

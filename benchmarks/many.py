@@ -1,9 +1,10 @@
 """What many processes cost process 0 beside its devices' work: made-up steps without programs.
 
 Command:  python benchmarks/many.py [--processes N ...] [--steps N] [--json FILE]
-Minutes:  4 on 2 cores for 2 to 32 processes; each takes 0.3 GB
-Expected: process 0's milliseconds of a core a step grow in line with the processes; the last lines
-          say what that makes of 1,024 and 4,096
+Minutes:  8 on 2 cores for 2 to 64 processes; each takes 0.3 GB
+Expected: process 0's milliseconds of a core a step grow with its children, of which it has 32 at
+          most, and then by the few microseconds that it takes to decode what one more has said; the
+          last lines say what that makes of 1,024 and 4,096
 
 All processes are on this host and share its cores, so nothing that waits is told apart from what
 computes: seconds of a step are those of this host's cores, milliseconds of process 0 are its own.
@@ -39,6 +40,7 @@ from dflop_jax import DistributedConfig
 from dflop_jax.cluster.distributed import initialise, shutdown
 from dflop_jax.cluster.launch import launch
 from dflop_jax.cluster.peers import LONGEST_BEAT_S, Peers
+from dflop_jax.cluster.tree import FAN_OUT
 from dflop_jax.pipeline.step_result import LocalResult
 from dflop_jax.pipeline.task_times import Spans
 from dflop_jax.train.step_log import REPORTS, Report
@@ -52,7 +54,7 @@ PATIENCE_S = 600.0  # processes start one after another on few cores
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_json(parser)
-    parser.add_argument("--processes", nargs="+", type=int, default=[2, 4, 8, 16, 32], metavar="N")
+    parser.add_argument("--processes", nargs="+", type=int, default=[2, 8, 33, 64], metavar="N")
     parser.add_argument("--steps", type=int, default=30, help="of each (default 30)")
     parser.add_argument("--idle", type=float, default=IDLE_S, metavar="S", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)
@@ -146,13 +148,15 @@ def show(rows: Sequence[dict[str, float]]) -> None:
         table.add_row(*(f"{v:.4g}" for v in row.values()))
     console = Console(width=120)
     console.print(table)
-    if len(rows) < 2:
+    full = [row for row in rows if row["processes"] > FAN_OUT]
+    if len(full) < 2:
+        console.print(f"two rows of more than {FAN_OUT} processes would say what more cost")
         return
-    n = [row["processes"] for row in rows]
+    n = [row["processes"] for row in full]
     for key in ("schedule_ms", "step_ms", "beat_ms"):
-        each, once = np.polyfit(n, [row[key] for row in rows], 1)
+        each, once = np.polyfit(n, [row[key] for row in full], 1)
         at = ", ".join(f"{once + each * m:.0f} ms at {m:,}" for m in FITTED)
-        console.print(f"{key}: {once:.2f} ms and {1e3 * each:.1f} us a process; {at}")
+        console.print(f"{key}: {once:.2f} ms and {1e3 * each:.1f} us a process more; {at}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Command:  python benchmarks/many_traces.py [--processes N] [--steps N] [--json F
 Minutes:  2 on one core
 Expected: finish under 20 ms, for a chain of segments and for modules that share all devices
 
-Traces are made up: a simulated step, seen by each process in its own clock and with scatter. A
+Traces are made up: a simulated step, seen by each process with scatter. A
 process has one device. `chain` has two encoder and eight LLM segments on devices of their own;
 under `shared` every process runs every task. What is timed are medians of
 
@@ -98,7 +98,7 @@ def shared_plan(processes: int) -> Plan:
 
 
 def reports(plan: Plan, trace: Trace, order: Sequence[Task], seed: int) -> list[bytes]:
-    """What every process sends of a step: the simulated one, in its clock, with scatter."""
+    """What every process sends of a step: the simulated one, with scatter."""
     rng = np.random.default_rng(seed)
     events = {(e.segment, e.group, e.direction): e for e in trace.events}
     placed = [(i, events[t.segment, t.group, t.direction]) for i, t in enumerate(order)]
@@ -109,7 +109,7 @@ def reports(plan: Plan, trace: Trace, order: Sequence[Task], seed: int) -> list[
         spans, scatter = {}, rng.lognormal(0, 0.03, len(placed)).tolist()
         for i, event in placed:
             if event.submesh in held:
-                start_s = process + event.start_s
+                start_s = event.start_s
                 end_s = start_s + slow * (event.end_s - event.start_s) * scatter[i]
                 spans[i] = start_s, start_s, end_s, end_s
         squares = {s.name: 1.0 for s in plan.layout.segments if s.submesh in held}
@@ -121,7 +121,7 @@ def reports(plan: Plan, trace: Trace, order: Sequence[Task], seed: int) -> list[
 class AllSaid:
     """In place of `Peers` on process 0: all reports are there."""
 
-    is_hub, process = True, 0
+    is_hub, process, offset_s = True, 0, 0.0
 
     def __init__(self, messages: list[bytes]):
         self.messages, self.count = messages, len(messages)
@@ -131,9 +131,6 @@ class AllSaid:
 
     def share(self, key: str, value: bytes) -> bytes:
         return value
-
-    def offset_s(self, process: int) -> float:
-        return -float(process)
 
 
 def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:

@@ -86,11 +86,11 @@ def finish(handle: Any, peers: Any) -> tuple[float, Any]:
     """Wait for a step on every process; (its seconds, its trace), known on process 0 only."""
     from dflop_jax.pipeline.step_result import LocalResult
 
-    parts = peers.gather("step", msgspec.msgpack.encode(handle.local()))
+    parts = peers.gather("step", msgspec.msgpack.encode(handle.local(peers.offset_s)))
     seconds, trace = 0.0, None
     if peers.is_hub:
         every = [msgspec.msgpack.decode(data, type=LocalResult) for data in parts]
-        result = handle.result(every, [peers.offset_s(p) for p in range(peers.count)])
+        result = handle.result(every)
         seconds, trace = result.ended_s - result.started_s, result.trace
     peers.barrier("finished")
     return seconds, trace

@@ -47,8 +47,8 @@ class Membership:
     Attributes:
       number: processes of the run.
       index: which one this is.
-      links: open sockets by process: to every other one on process 0, to process 0 elsewhere; none
-        for one process. End of file on one: that process is gone.
+      links: open sockets by process, to this one's parent and children (`tree`); none for one
+        process. End of file on one: that process is gone.
     """
 
     number: int = 1

@@ -1,4 +1,4 @@
-"""The only port that dflop itself opens: where a host lets in who proves the run's secret.
+"""The only ports that dflop itself opens: where a process lets in who proves the run's secret.
 
 Strangers can do little here. Each is heard in a thread of its own, with a deadline and a bound on
 what it may send; there are at most `MOST_STRANGERS` at a time, of which the oldest makes room for
@@ -8,6 +8,7 @@ is waited for; and all of them together are told in one line.
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -15,12 +16,14 @@ from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dflop_jax.cluster.addresses import host_of
+from dflop_jax.cluster.addresses import ALL_INTERFACES, Address, host_of
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.handshake import Refused, admit
 
 PROVE_S = 10.0  # from the connection to its proof
 MOST_STRANGERS = 256  # connections without a proof yet, of which each holds a descriptor
 RECOVERY_S = 0.005  # in which a descriptor becomes free again
+BACKLOG = 1024  # connections that wait to be accepted: of so many processes at once
 
 
 @dataclass(frozen=True)
@@ -120,3 +123,26 @@ class Door:
         if host is not None:
             self._last_host = host
             self._turned_away[why] += 1
+
+
+def listen(address: Address) -> socket.socket:
+    """A socket that listens where others reach this host at `address`.
+
+    Raises:
+      TryAgain: the port is in use.
+      ValueError: this host cannot listen there.
+    """
+    host = address.interface()
+    try:
+        if host == ALL_INTERFACES and socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", address.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+            )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, address.port), family=family, backlog=BACKLOG)
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            why = "the port is in use (another run, or a second process 0?); choose another"
+            raise TryAgain(f"coordinator {address}: {why}") from None
+        why = f"process 0 cannot listen there: {e.strerror}"
+        raise ValueError(f"coordinator {address}: {why}") from None

@@ -95,7 +95,7 @@ class HangWatch:
             if not (asked or self._sections.is_late):
                 continue
             if not self._peers.is_hub:
-                self._peers.tell(0, LATE, b"")
+                self._peers.tell_hub(LATE, b"")
             elif hangs := who_hangs(self._everywhere()):
                 self._end_all(hangs)
                 return
@@ -106,10 +106,8 @@ class HangWatch:
         """Where every process is that answers in time; a silent one is the others' to miss."""
         with self._changed:
             self._answers = {}
-        left, deadline = set(range(1, self._peers.count)), time.monotonic() + ANSWER_S
-        while left and time.monotonic() < deadline:
-            left = {p for p in left if not self._peers.tell(p, ASK, b"")}
-            time.sleep(0.01 if left else 0.0)
+        deadline = time.monotonic() + ANSWER_S
+        self._peers.tell_all(ASK, b"")
         with self._changed:
             whole = self._peers.count - 1
             self._changed.wait_for(
@@ -125,10 +123,7 @@ class HangWatch:
         host = hangs[0].name.partition(",")[0] if is_one else ""
         verdict = Verdict(says(hangs, self._peers.count), host)
         message = msgspec.json.encode(verdict)
-        left, deadline = set(range(1, self._peers.count)), time.monotonic() + ANSWER_S
-        while left and time.monotonic() < deadline:
-            left = {p for p in left if not self._peers.tell(p, HUNG, message)}
-            time.sleep(0.01 if left else 0.0)
+        self._peers.tell_all(HUNG, message)
         self._leave(0, message)
         self._end(f"{verdict.why}; stacks and last tasks of all are in {self._folder}")
 
@@ -140,7 +135,7 @@ class HangWatch:
             self._changed.notify_all()
 
     def _say(self, process: int, _: bytes) -> None:
-        self._peers.tell(process, ANSWER, msgspec.json.encode(self._here()))
+        self._peers.tell_hub(ANSWER, msgspec.json.encode(self._here()))
 
     def _hear(self, process: int, value: bytes) -> None:
         with self._changed:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from dflop_jax.cluster.addresses import Address
 from dflop_jax.cluster.ending import TryAgain
-from dflop_jax.cluster.rendezvous import RETRY_S, send_at_once
+from dflop_jax.cluster.links import send_at_once
+from dflop_jax.cluster.rendezvous import RETRY_S
 
 SERVICE_S = 30.0  # longest wait for the service, which process 0 starts as soon as all have met
 CHUNK_BYTES = 1 << 16  # passed on at once

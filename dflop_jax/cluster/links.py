@@ -11,8 +11,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -34,11 +34,16 @@ def receive_message(sock: socket.socket, deadline: float | None = None) -> tuple
     return receive(sock, key_bytes, deadline).decode(), receive(sock, value_bytes, deadline)
 
 
+def send_at_once(sock: socket.socket) -> None:
+    """Small messages would wait 40 ms for the other side's delayed acknowledgement."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
 class PeerLink:
     """A connection to process `process`.
 
     Args:
-      asks: whether this end compares clocks; the other then answers.
+      asks: whether this end compares clocks; the other then answers, and is told the result.
       now_s: this process's clock.
       noun: what the other one is called.
 
@@ -47,6 +52,7 @@ class PeerLink:
       heard_s: `time.monotonic` of its last message.
       left: it has said that it leaves, so that the end of the connection is no failure.
       clock: what its clock lacks, where this end asks.
+      offset_s: what this one's lacks to process 0's, as the end that asks has told.
     """
 
     def __init__(
@@ -59,7 +65,8 @@ class PeerLink:
     ) -> None:
         self.process, self.name, self.left = process, "not greeted yet", False
         self.heard_s, self.noun = time.monotonic(), noun
-        self.clock = ClockOffset()
+        self.clock, self.offset_s = ClockOffset(), 0.0
+        self._passing_on = False
         self._socket, self._asks, self._now_s = connection, asks, now_s
         self._sending = threading.Lock()
         self._asked: tuple[float, ...] = ()  # the other's time, and when it came
@@ -67,7 +74,22 @@ class PeerLink:
     def __str__(self) -> str:
         return f"{self.noun} {self.process} ({self.name})"
 
-    def greet(self, deadline: float) -> None:
+    @property
+    def is_heard(self) -> bool:
+        """Whether what the other says is read now, so that its silence means something."""
+        return not (self.left or self._passing_on)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While what came is passed on to others, who may take their time, nothing is read."""
+        self._passing_on = True
+        try:
+            yield
+        finally:
+            self.heard_s = time.monotonic()
+            self._passing_on = False
+
+    def greet(self, deadline: float, offset_s: Callable[[], float] = lambda: 0.0) -> None:
         """Learn each other's names, and what time it is there; the other end does the same.
 
         Raises:
@@ -79,13 +101,15 @@ class PeerLink:
             self.send(BEAT, _my_name().encode())
         for _ in range(ROUND_TRIPS):
             if self._asks:
-                self.send(BEAT, self.sign())
+                self.send(BEAT, self.sign(offset_s()))
             self.compare(self.receive(deadline)[1])
             if not self._asks:
                 self.send(BEAT, self.sign())
         if self._asks:
+            self.send(BEAT, self.sign(offset_s()))
             self.send(BEAT, _my_name().encode())
         else:
+            self.compare(self.receive(deadline)[1])
             self.name = self.receive(deadline)[1].decode()
         self._socket.settimeout(None)
 
@@ -133,8 +157,12 @@ class PeerLink:
 
     # ---- clocks ----
 
-    def sign(self) -> bytes:
-        """What a sign of life says: this process's time, after what it was asked and when."""
+    def sign(self, offset_s: float = 0.0) -> bytes:
+        """What a sign of life says: this process's time, with what the other's clock lacks to
+        process 0's where this end asks (this one's lacks `offset_s`), or after what it was asked
+        and when."""
+        if self._asks:
+            return msgspec.json.encode((self._now_s(), offset_s + self.clock.seconds))
         return msgspec.json.encode((*self._asked, self._now_s()))
 
     def compare(self, sign: bytes) -> None:
@@ -144,7 +172,7 @@ class PeerLink:
             sent_s, received_s, answered_s = times
             self.clock.add(sent_s, received_s, answered_s, now_s)
         else:
-            self._asked = times[0], now_s
+            self._asked, self.offset_s = (times[0], now_s), times[1]
 
 
 def _my_name() -> str:

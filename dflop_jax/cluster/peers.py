@@ -1,8 +1,11 @@
 """Host-side messages among the processes of a run, and the watch over who is alive.
 
-Every process keeps one connection to process 0, the hub; messages are bytes under a key. What the
-devices exchange goes another way (`pipeline.communicator`): this carries schedules, counts, results
-and signs of life, from any thread, without touching a device.
+Processes are a tree (`tree`) whose root is process 0, the hub: each has a connection to its parent,
+and to its children. Messages are bytes under a key. What the hub shares is passed on from parent to
+child; what it gathers goes up together with what the children have sent, so that with thousands of
+processes none sends or reads more than a few dozen messages. What the devices exchange goes another
+way (`pipeline.communicator`): this carries schedules, counts, results and signs of life, from any
+thread, without touching a device.
 
 A connection that breaks, or stays silent for `timeout_s`, means a process that died or hangs. No
 step can then end, so every process says which it was and ends. Nothing on that way waits without a
@@ -16,12 +19,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 import msgspec
 
 from dflop_jax.cluster.ending import FAILED, SAY_S, TRY_AGAIN, RunFailed, TryAgain, end_now
 from dflop_jax.cluster.links import BEAT, PeerLink
+from dflop_jax.cluster.mail import Mail, Merge, Part
 
 _FAILED, _BYE = "!failed", "!bye"
 _CALLED = "?"  # begins the keys of `Peers.calls`
@@ -42,7 +47,8 @@ class Peers:
     With one process nothing is sent and nothing waits.
 
     Args:
-      links: open connections: of process 0 to every other, of the others to process 0.
+      links: open connections, by process: to the parent, whose number is less than this one's, and
+        to the children.
       timeout_s: silence after which a process counts as hung.
       on_failure: called, with a line that names the process and an exit code, instead of ending
         this one.
@@ -66,21 +72,24 @@ class Peers:
         remedy: str = _REMEDY,
         noun: str = "process",
     ):
-        assert set(links) == (set(range(1, count)) if process == 0 else {0}), (process, links)
+        assert sum(p <= process for p in links) == (process > 0), (process, links)
         self.process, self.count = process, count
         self._timeout_s, self._remedy = timeout_s, remedy
         self._on_failure = on_failure or end_now
-        # What is called, in the thread that reads from a process, with its number and the value of
-        # a message of such a key; it must not wait.
+        # What is called, in a thread that reads, with the number of the process that tells and the
+        # value of a message of such a key; it must not wait.
         self.calls: dict[str, Callable[[int, bytes], None]] = {}
         self._changed = threading.Condition()
-        self._arrived: dict[tuple[int, str], list[bytes]] = {}  # in order, not taken yet
-        self._run = 0
-        self._abandoned: set[str] = set()
+        self._mail = Mail()
         self._closing = False
         self._failed = False
-        self._told = False  # of the failure, after which nobody waits any more
-        self._links = {p: PeerLink(p, s, self.is_hub, clock, noun) for p, s in links.items()}
+        self._told = False  # of the failure
+        self._links = {
+            p: PeerLink(p, s, p > process, clock, noun) for p, s in sorted(links.items())
+        }
+        self._children = [k for k in self._links.values() if k.process > process]
+        self._parent = next((k for k in self._links.values() if k.process < process), None)
+        self._merge = Merge(1 + len(self._children), self._pass_up)
         self._greet_all()
         for link in self._links.values():
             threading.Thread(
@@ -97,33 +106,25 @@ class Peers:
 
     def new_run(self) -> None:
         """Begin another run of the same processes: what is left of the one before is forgotten."""
-        with self._changed:
-            self._run += 1
-            self._abandoned.clear()
-            mine = f"{self._run}:"
-            self._arrived = {k: v for k, v in self._arrived.items() if k[1].startswith(mine)}
+        self._mail.new_run()
+        self._merge.forget_all_but(self._mail.full(""))
 
     def abandon(self, prefix: str) -> None:
         """Whoever waits for a key that begins so, in this process, gets RunFailed instead."""
-        with self._changed:
-            self._abandoned.add(prefix)
-            self._changed.notify_all()
+        self._mail.abandon(prefix)
 
     def share(self, key: str, value: bytes | None = None) -> bytes:
         """Process 0's `value`, on every process; the others wait for it."""
         if not self.is_hub:
-            return self._take(0, key)
+            return self._mail.take(key)[0][1]
         assert value is not None, key
-        for link in self._links.values():
-            self._send(link, self._full(key), value)
+        self._pass_down(self._mail.full(key), value)
         return value
 
     def gather(self, key: str, value: bytes) -> list[bytes]:
         """Everybody's value, by process, on process 0, which waits; nothing on the others."""
-        if not self.is_hub:
-            self._send(self._links[0], self._full(key), value)
-            return []
-        return [value, *(self._take(p, key) for p in range(1, self.count))]
+        self._merge.add(self._mail.full(key), self.process, [(self.process, value)])
+        return [v for _, v in sorted(self._mail.take(key))] if self.is_hub else []
 
     def sums(self, key: str, values: Sequence[float]) -> list[float]:
         """The sums of everybody's values, on every process."""
@@ -144,14 +145,19 @@ class Peers:
         """Wait until every process is here."""
         self.sums(key, ())
 
-    def offset_s(self, process: int) -> float:
-        """What process 0 has to add now to another's clock to get this one's."""
-        return 0.0 if process == self.process else self._links[process].clock.seconds
+    @property
+    def offset_s(self) -> float:
+        """What to add now to this process's clock to get process 0's."""
+        return self._parent.offset_s if self._parent else 0.0
 
-    def tell(self, process: int, key: str, value: bytes) -> bool:
-        """Have the other process call what it keeps for a key (`calls`), with a short value;
-        False: another message is on its way there, try again."""
-        return self._links[process].post(key, value)
+    def tell_hub(self, key: str, value: bytes) -> None:
+        """Have process 0 call what it keeps for a key (`calls`), with a short value."""
+        assert self._parent is not None
+        self._post([self._parent], key, msgspec.msgpack.encode((self.process, value)))
+
+    def tell_all(self, key: str, value: bytes) -> None:
+        """Have every process but this one, which is process 0, call what it keeps for a key."""
+        self._post(self._children, key, msgspec.msgpack.encode((self.process, value)))
 
     # ---- the end ----
 
@@ -184,14 +190,14 @@ class Peers:
     # ---- meeting ----
 
     def _greet_all(self) -> None:
-        """Learn the name of every process at the other end, and on process 0 its clock."""
-        # The others wait for those that process 0 greets before, so they leave it time to say who
-        # did not come.
+        """Learn the name of every process at the other end, and its clock."""
+        # The others wait for those that their parent greets before, so they leave it time to say
+        # who did not come.
         patience_s = self._timeout_s if self.is_hub else 2 * self._timeout_s
         deadline = time.monotonic() + patience_s
-        for link in self._links.values():
+        for link in self._links.values():  # the parent first
             try:
-                link.greet(deadline)
+                link.greet(deadline, lambda: self.offset_s)
             except TimeoutError:
                 why = f"did not answer within {patience_s:g} s"
                 raise TryAgain(f"{link.noun} {link.process} {why}{self._remedy}") from None
@@ -211,24 +217,15 @@ class Peers:
             self._await_end()
             raise RunFailed(f"sending {key!r} to process {link.process}: it has gone") from None
 
-    def _take(self, process: int, key: str) -> bytes:
-        place = process, self._full(key)
+    def _pass_down(self, key: str, value: bytes) -> None:
+        for link in self._children:
+            self._send(link, key, value)
 
-        def given_up() -> bool:
-            return self._told or any(key.startswith(p) for p in self._abandoned)
-
-        with self._changed:
-            self._changed.wait_for(lambda: place in self._arrived or given_up())
-            if place not in self._arrived:
-                raise RunFailed(f"waiting for {key!r} of process {process}: the run has ended")
-            waiting = self._arrived[place]
-            value = waiting.pop(0)
-            if not waiting:
-                del self._arrived[place]
-            return value
-
-    def _full(self, key: str) -> str:
-        return f"{self._run}:{key}"
+    def _pass_up(self, key: str, part: Part) -> None:
+        if self._parent is None:
+            self._mail.put(key, part)
+        else:
+            self._send(self._parent, key, msgspec.msgpack.encode(part))
 
     def _read(self, link: PeerLink) -> None:
         """Thread: sort what arrives on a connection until it ends."""
@@ -240,18 +237,33 @@ class Peers:
                     self._lost(why, exit_code=exit_code)
                 elif key == BEAT:
                     link.compare(value)
-                elif (call := self.calls.get(key)) is not None:
-                    call(link.process, value)
-                elif key.startswith(_CALLED):  # nobody minds it here, or no longer
-                    continue
+                elif key.startswith(_CALLED):
+                    self._call(link, key, value)
                 else:
-                    with self._changed:
-                        self._arrived.setdefault((link.process, key), []).append(value)
-                        link.left |= key.endswith(_BYE)
-                        self._changed.notify_all()
+                    link.left |= key.endswith(_BYE)
+                    with link.busy(), suppress(RunFailed):  # which is told by then
+                        self._pass_on(link, key, value)
         except OSError:
             if not link.left:
                 self._lost(f"{link} died{self._remedy}", {link.process})
+
+    def _call(self, link: PeerLink, key: str, value: bytes) -> None:
+        """Call what is kept for a key, if this process is meant and minds; pass it on without
+        waiting."""
+        beyond = self._children if link is self._parent else [self._parent] if self._parent else []
+        if beyond:
+            threading.Thread(target=self._post, args=(beyond, key, value), daemon=True).start()
+        called = self.calls.get(key)
+        if called and (link is self._parent or self.is_hub):
+            called(*msgspec.msgpack.decode(value, type=tuple[int, bytes]))
+
+    def _pass_on(self, link: PeerLink, key: str, value: bytes) -> None:
+        """Give a message to this process, and to those beyond it."""
+        if link is self._parent:
+            self._pass_down(key, value)
+            self._mail.put(key, [(0, value)])
+        else:
+            self._merge.add(key, link.process, msgspec.msgpack.decode(value, type=Part))
 
     def _beat(self) -> None:
         """Thread: give signs of life, and miss those of others."""
@@ -263,13 +275,13 @@ class Peers:
             if silent_s := self._silent_s(QUIET_BEATS * every_s):
                 self._lost(f"{_silence(self._links, silent_s)}{self._remedy}", silent_s)
             for link in self._links.values():
-                link.post(BEAT, link.sign())
+                link.post(BEAT, link.sign(self.offset_s))
 
     def _silent_s(self, quiet_s: float) -> dict[int, float]:
         """Seconds of silence by process when one is lost, of all that are quiet; empty when none
         is lost."""
         now_s = time.monotonic()
-        silent_s = {p: now_s - k.heard_s for p, k in self._links.items() if not k.left}
+        silent_s = {p: now_s - k.heard_s for p, k in self._links.items() if k.is_heard}
         patience_s = self._timeout_s + (quiet_s if len(silent_s) > 1 else 0.0)
         if max(silent_s.values(), default=0.0) <= patience_s:
             return {}
@@ -292,15 +304,22 @@ class Peers:
     def _announce(self, why: str, exit_code: int, gone: Container[int] = ()) -> None:
         """Tell every process that can hear it."""
         message = msgspec.json.encode((why[:MOST_WORDS], exit_code))
+        self._post(list(self._links.values()), _FAILED, message, gone)
+
+    def _post(
+        self, links: list[PeerLink], key: str, message: bytes, gone: Container[int] = ()
+    ) -> None:
+        """Send a short message to whoever reads it within `ANNOUNCE_S`; `gone` are not waited
+        for."""
         deadline = time.monotonic() + ANNOUNCE_S
-        links = list(self._links.values())
-        while links := [k for k in links if not k.post(_FAILED, message)]:
+        while links := [k for k in links if not k.post(key, message)]:
             links = [k for k in links if k.process not in gone]
             if time.monotonic() > deadline:
                 return
             time.sleep(ANNOUNCE_S / 100)
 
     def _end_waits(self) -> None:
+        self._mail.end()
         with self._changed:
             self._told = True
             self._changed.notify_all()

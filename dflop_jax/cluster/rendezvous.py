@@ -4,13 +4,13 @@ Whatever goes wrong inside `jax.distributed.initialize` (nobody answers, a proce
 have one number) aborts the process from C++ with a stack trace. So the processes meet here first
 and jax is only asked once all of them are there. Process 0 listens at the coordinator address until
 they are; the others connect, prove the run's secret and say who they are (`handshake`, `door`).
-After that messages from process 0. The connections stay with the run (`peers`), since an end
-of file says at once that a process is gone; the port is then jax's, for its coordination service.
+After that messages from process 0, the last of which makes a tree of them (`tree`). The connections
+stay with the run (`peers`), since an end of file says at once that a process is gone; the port is
+then jax's, for its coordination service.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import socket
@@ -20,22 +20,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dflop_jax.cluster.addresses import (
-    ALL_INTERFACES,
-    LOOPBACK,
-    Address,
-    host_of,
-    is_same_host,
-)
-from dflop_jax.cluster.door import Door, Guest
+from dflop_jax.cluster.addresses import LOOPBACK, Address, host_of, is_same_host
+from dflop_jax.cluster.door import Door, Guest, listen
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.handshake import Refused, introduce
-from dflop_jax.cluster.links import receive_message, send_message
+from dflop_jax.cluster.links import receive_message, send_at_once, send_message
+from dflop_jax.cluster.tree import FAN_OUT, branch
 
 ANSWER_S = 10.0  # longest wait for each of process 0's first answers to a connection
 RETRY_S = 0.2  # between two attempts to reach process 0
 LOOK_S = 0.02  # process 0 looks so often for who has come or gone
-BACKLOG = 1024  # connections that wait to be accepted: of so many processes at once
 
 log = logging.getLogger("dflop_jax")
 
@@ -46,7 +40,7 @@ class Meeting:
 
     Attributes:
       own_host: IP of this process's host, as the others reach it; loopback when all are on one.
-      links: open sockets by process: to every other one on process 0, to process 0 elsewhere.
+      links: open sockets by process, to this one's parent and children in the tree.
     """
 
     own_host: str
@@ -54,7 +48,13 @@ class Meeting:
 
 
 def meet(
-    address: Address, index: int, number: int, versions: str, secret: bytes, timeout_s: float
+    address: Address,
+    index: int,
+    number: int,
+    versions: str,
+    secret: bytes,
+    timeout_s: float,
+    fan_out: int = FAN_OUT,
 ) -> Meeting:
     """Wait until all `number` processes are there.
 
@@ -62,6 +62,7 @@ def meet(
       address: where process 0 listens.
       versions: of the software; have to be equal on all processes.
       secret: has to be equal on all processes, too, and is never sent.
+      fan_out: children of a process at most.
 
     Raises:
       TryAgain: not all came in time, or the address is in use.
@@ -71,8 +72,11 @@ def meet(
     assert 0 <= index < number
     me = {"index": index, "number": number, "versions": versions}
     if index == 0:
-        return _Host(address, me, secret, timeout_s).wait()
-    return _join(address, me, secret, timeout_s)
+        met = _Host(address, me, secret, timeout_s).wait()
+    else:
+        met = _join(address, me, secret, timeout_s)
+    links = branch(met.links, met.own_host, index, number, secret, fan_out)
+    return Meeting(met.own_host, links)
 
 
 # ---- process 0 ----
@@ -91,7 +95,7 @@ class _Host:
         """The meeting of all processes; TryAgain when some did not come in time."""
         deadline = time.monotonic() + self._timeout_s
         wanted = set(range(1, self._me["number"]))
-        door = Door(_listen(self._address), self._secret)
+        door = Door(listen(self._address), self._secret)
         try:
             while wanted - self._came.keys() and (left := deadline - time.monotonic()) > 0:
                 door.accept(min(left, LOOK_S))
@@ -172,23 +176,6 @@ def _has_ended(sock: socket.socket) -> bool:
     return True
 
 
-def _listen(address: Address) -> socket.socket:
-    host = address.interface()
-    try:
-        if host == ALL_INTERFACES and socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", address.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
-            )
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, address.port), family=family, backlog=BACKLOG)
-    except OSError as e:
-        if e.errno == errno.EADDRINUSE:
-            why = "the port is in use (another run, or a second process 0?); choose another"
-            raise TryAgain(f"coordinator {address}: {why}") from None
-        why = f"process 0 cannot listen there: {e.strerror}"
-        raise ValueError(f"coordinator {address}: {why}") from None
-
-
 # ---- the others ----
 
 
@@ -258,11 +245,6 @@ _MEANINGS = {
 # ---- words on the wire, once the secret is proved ----
 
 _PASSES = "again"  # in place of a host: what process 0 refuses for may pass
-
-
-def send_at_once(sock: socket.socket) -> None:
-    """Small messages would wait 40 ms for the other side's delayed acknowledgement."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _say(sock: socket.socket, host: str = "", refused: str = "") -> None:

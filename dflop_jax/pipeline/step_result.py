@@ -70,8 +70,9 @@ class StepHandle:
         """The step's tasks."""
         return TaskOrder.of(self.tasks, self.graph.waits_for, self.call.programs.resource)
 
-    def local(self) -> LocalResult:
-        """Wait for this process's part of the step.
+    def local(self, offset_s: float = 0.0) -> LocalResult:
+        """Wait for this process's part of the step; its times are in the clock that this process's
+        lacks `offset_s` to.
 
         Raises:
           RuntimeError: the backend failed while running a task.
@@ -94,20 +95,18 @@ class StepHandle:
         totals = [
             float(t.addressable_data(0)) for t in call.under_way.totals if t.addressable_shards
         ]
-        spans = Spans.of({i: o.moments for i, o in self.seen.items()})
+        spans = Spans.of({i: o.moments for i, o in self.seen.items()}, offset_s)
         return LocalResult(spans, sums, squares, totals[0] if totals else None)
 
-    def result(
-        self, parts: Sequence[LocalResult] | None = None, offsets_s: Sequence[float] = (0.0,)
-    ) -> StepResult:
-        """The whole step, from what every process saw (whose clocks lack `offsets_s` to this one);
-        from this one's part alone when it is the only process."""
+    def result(self, parts: Sequence[LocalResult] | None = None) -> StepResult:
+        """The whole step, from what every process saw, in one clock; from this one's part alone
+        when it is the only process."""
         parts = [self.local()] if parts is None else parts
         sums: dict[str, float] = {}
         for part in parts:
             for k, v in part.sums.items():
                 sums[k] = sums.get(k, 0.0) + v
-        seen = task_times.gathered([part.spans for part in parts], offsets_s)
+        seen = task_times.gathered([part.spans for part in parts])
         n = len(self.tasks)
         # A task over several processes begins with the last to dispatch it.
         dispatched_s = task_times.latest_s(seen, task_times.DISPATCHED, n).tolist()

@@ -25,16 +25,17 @@ class Spans(NamedTuple):
     """What a process saw of its n tasks of a step, in the order in which it dispatched them.
 
     places: int32 [n] as bytes, of the tasks in the step's order.
-    moments: float64 [n, 4] as bytes, seconds of the process's own clock.
+    moments: float64 [n, 4] as bytes, seconds of process 0's clock.
     """
 
     places: bytes = b""
     moments: bytes = b""
 
     @classmethod
-    def of(cls, seen: Mapping[int, Sequence[float]]) -> Spans:
-        """The spans from the four moments of each task by its place."""
-        moments = np.array([*seen.values()], np.float64)
+    def of(cls, seen: Mapping[int, Sequence[float]], offset_s: float = 0.0) -> Spans:
+        """The spans from the four moments of each task by its place, in a clock that lacks
+        `offset_s` to process 0's."""
+        moments = np.array([*seen.values()], np.float64) + offset_s
         return cls(np.array([*seen], np.int32).tobytes(), moments.tobytes())
 
 
@@ -76,9 +77,8 @@ class TaskOrder:
         )
 
 
-def gathered(parts: Sequence[Spans], offsets_s: Sequence[float]) -> list[TaskTimes]:
-    """What the processes saw, [processes, moments, tasks], in the clock that theirs lack
-    `offsets_s` to."""
+def gathered(parts: Sequence[Spans]) -> list[TaskTimes]:
+    """What the processes saw, [processes, moments, tasks]."""
     alike: dict[bytes, list[int]] = {}
     for process, spans in enumerate(parts):
         alike.setdefault(spans.places, []).append(process)
@@ -86,9 +86,8 @@ def gathered(parts: Sequence[Spans], offsets_s: Sequence[float]) -> list[TaskTim
     for encoded, processes in alike.items():
         places = np.frombuffer(encoded, np.int32)
         moments = np.frombuffer(b"".join([parts[p].moments for p in processes]))
-        offsets = np.array([offsets_s[p] for p in processes])
         times = moments.reshape(len(processes), len(places), _MOMENTS).transpose(0, 2, 1)
-        groups.append(TaskTimes(tuple(processes), places, times + offsets[:, None, None]))
+        groups.append(TaskTimes(tuple(processes), places, times))
     return groups
 
 

@@ -116,7 +116,7 @@ class StepLog:
         """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
         run. `due` is asked on process 0 whether to save, and told the longest that any process
         waited for a save."""
-        part = handle.local()
+        part = handle.local(self.peers.offset_s)
         compiled = self._counter.read()
         report = Report(part, compiled - self._compiled, stop, waits.save_s)
         self._compiled = compiled
@@ -125,8 +125,7 @@ class StepLog:
         answer = b""
         if self.peers.is_hub:
             reports = [REPORTS.decode(v) for v in gathered]
-            offsets_s = [self.peers.offset_s(p) for p in range(self.peers.count)]
-            result = handle.result([r.part for r in reports], offsets_s)
+            result = handle.result([r.part for r in reports])
             decided = Verdict(
                 batch.loss.total(result.sums),
                 batch.loss.means(result.sums),

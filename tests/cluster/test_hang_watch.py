@@ -24,6 +24,7 @@ from dflop_jax.cluster.sections import (
     says,
     who_hangs,
 )
+from dflop_jax.cluster.tree import children_of, parent_of
 from dflop_jax.cluster.variables import AGENT_ENV
 
 LIMIT_S = 15.0  # of waits that end as soon as what they wait for is there
@@ -150,10 +151,12 @@ def test_the_main_thread_is_found_from_another():
 class Jobs:
     """Processes played by threads, each with sections of its own."""
 
-    def __init__(self, n: int, folder, least_s: float = 0.2):
+    def __init__(self, n: int, folder, fan_out: int, least_s: float = 0.2):
         self.folder = folder
         pairs = {p: socket.socketpair() for p in range(1, n)}
-        ends = [{p: hub for p, (hub, _) in pairs.items()}, *({0: end} for _, end in pairs.values())]
+        ends = [{q: pairs[q][0] for q in children_of(p, n, fan_out)} for p in range(n)]
+        for p, (_, end) in pairs.items():
+            ends[p][parent_of(p, fan_out)] = end
         self.failures: list[list[tuple[str, int]]] = [[] for _ in range(n)]
         self.peers: list[Peers] = [Peers()] * n
 
@@ -187,9 +190,9 @@ class Jobs:
             t.join(LIMIT_S)
 
 
-@pytest.fixture
-def jobs(tmp_path):
-    made = Jobs(3, tmp_path / "hung")
+@pytest.fixture(params=[2, 1])
+def jobs(request, tmp_path):
+    made = Jobs(3, tmp_path / "hung", fan_out=request.param)
     yield made
     made.close()
 

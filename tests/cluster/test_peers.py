@@ -3,112 +3,17 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from dflop_jax.cluster.peers import Peers, RunFailed
+from tests.cluster.conftest import LIMIT_S, SMALL_S, hang_up
 
-LIMIT_S = 15.0  # of waits that end as soon as what they wait for is there
-SMALL_S = 1.0  # a silence that counts
 SIZES = [0, 1, 1000, 1 << 20]
-
-
-class Wire(socket.socket):
-    """A socket that can hang, as if its process did: it then sends and reads nothing any more."""
-
-    def __init__(self, end: socket.socket) -> None:
-        super().__init__(fileno=end.detach())
-        self.hung, self.released = False, threading.Event()
-
-    def sendall(self, data: Any, flags: int = 0) -> None:
-        if not self.hung:
-            super().sendall(data, flags)
-
-    def recv(self, size: int, flags: int = 0) -> bytes:
-        data = super().recv(size, flags)
-        if self.hung:
-            self.released.wait(LIMIT_S)
-        return data
-
-
-@dataclass
-class Job:
-    """Processes, what each was told of failures, and the wires: of process p, hub end first."""
-
-    peers: list[Peers]
-    failures: list[list[str]]
-    wires: dict[int, tuple[Wire, Wire]] = field(default_factory=dict)
-
-    def together(self, run: Callable[[Peers], Any], among: tuple[int, ...] = ()) -> list[Any]:
-        """`run` in all processes (or some) at once; what each returned."""
-        chosen = [self.peers[p] for p in among] if among else self.peers
-        with ThreadPoolExecutor(len(chosen)) as pool:
-            return [f.result(LIMIT_S) for f in [pool.submit(run, p) for p in chosen]]
-
-    def ends_of(self, p: int) -> list[Wire]:
-        """The ends that process `p` holds."""
-        return [self.wires[p][1]] if p else [hub for hub, _ in self.wires.values()]
-
-    def wait_for_failures(self, at: list[int]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not all(self.failures[p] for p in at):
-            assert time.monotonic() < deadline, f"not everybody failed: {self.failures}"
-            time.sleep(0.01)
-
-
-@pytest.fixture
-def job():
-    """Makes a job of `n` processes; it ends with the test."""
-    made: list[Job] = []
-
-    def make(
-        n: int,
-        timeout_s: float = 600.0,
-        clock: Callable[[int], Callable[[], float]] = lambda p: time.perf_counter,
-    ) -> Job:
-        wires = {}
-        for p in range(1, n):
-            wires[p] = tuple(map(Wire, socket.socketpair()))
-        failures: list[list[str]] = [[] for _ in range(n)]
-
-        def start(p: int) -> Peers:
-            links = {0: wires[p][1]} if p else {q: wire[0] for q, wire in wires.items()}
-            return Peers(
-                p,
-                n,
-                links,
-                timeout_s=timeout_s,
-                on_failure=lambda why, code: failures[p].append(why),
-                clock=clock(p),
-            )
-
-        with ThreadPoolExecutor(n) as pool:
-            peers = list(pool.map(start, range(n)))
-        made.append(Job(peers, failures, wires))
-        return made[-1]
-
-    yield make
-    for each in made:
-        for peers in each.peers:  # ends its threads
-            peers.fail("the test is over")
-        for end in (end for wire in each.wires.values() for end in wire):
-            end.released.set()
-            hang_up(end)
-            end.close()
-
-
-def hang_up(end: socket.socket) -> None:
-    if end.fileno() >= 0:
-        try:
-            end.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # the other end did
 
 
 # ---- messages ----
@@ -219,7 +124,7 @@ def test_who_waits_for_what_is_abandoned_is_told(job):
         step = pool.submit(other.share, "step/7")
         time.sleep(0.05)
         other.abandon("feed/")
-        with pytest.raises(RunFailed, match="'feed/schedule/7' of process 0: the run has ended"):
+        with pytest.raises(RunFailed, match="'feed/schedule/7': the run has ended"):
             feed.result(LIMIT_S)
         assert not step.done()
         with pytest.raises(RunFailed):  # and from now on
@@ -232,21 +137,25 @@ def test_who_waits_for_what_is_abandoned_is_told(job):
     assert two.failures == [[], []]
 
 
-def test_offsets_turn_a_peers_clock_into_process_0s_and_follow_it(job):
+@pytest.mark.parametrize("fan_out", [1, 2, 32])
+def test_offsets_turn_a_clock_into_process_0s_and_follow_it(job, fan_out):
     """With clocks that are apart, by process, as those of hosts are, and one that then runs on."""
     ahead_s = [1000.0 * p**2 for p in range(4)]
-    four = job(4, SMALL_S, clock=lambda p: lambda: time.perf_counter() + ahead_s[p])
+
+    def clock(p: int) -> Callable[[], float]:
+        return lambda: time.perf_counter() + ahead_s[p]
+
+    four = job(4, SMALL_S, clock=clock, fan_out=fan_out)
 
     def offsets() -> list[float]:
-        return [four.peers[0].offset_s(p) for p in range(4)]
+        return [p.offset_s for p in four.peers]
 
     assert offsets() == [0.0, *(pytest.approx(-1000.0 * p**2, abs=5.0) for p in (1, 2, 3))]
     ahead_s[2] += 500.0
     deadline = time.monotonic() + LIMIT_S
-    while offsets()[2] != pytest.approx(-4500.0, abs=5.0):
+    while offsets()[1:] != pytest.approx([-1000.0, -4500.0, -9000.0], abs=5.0):
         assert time.monotonic() < deadline, offsets()
         time.sleep(0.02)
-    assert offsets()[1:4:2] == pytest.approx([-1000.0, -9000.0], abs=5.0)
 
 
 # ---- failures ----

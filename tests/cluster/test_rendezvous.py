@@ -9,12 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from dflop_jax.cluster import addresses, rendezvous
+from dflop_jax.cluster import addresses, rendezvous, tree
 from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.handshake import introduce
 from dflop_jax.cluster.links import receive_message
 from dflop_jax.cluster.rendezvous import Meeting, meet
+from dflop_jax.cluster.tree import children_of, parent_of
 
 LONG_S = 60.0  # a wait that ends long before, or the test has failed
 SECRET = b"the secret of these tests"
@@ -43,8 +44,9 @@ def join(pool, at):
         timeout_s: float = LONG_S,
         to: Address = at,
         secret: bytes = SECRET,
+        fan_out: int = 32,
     ):
-        parts.append(pool.submit(meet, to, index, number, versions, secret, timeout_s))
+        parts.append(pool.submit(meet, to, index, number, versions, secret, timeout_s, fan_out))
         return parts[-1]
 
     yield start
@@ -119,6 +121,29 @@ def test_all_meet_whatever_the_order(join, number):
         assert near.recv(9) == b"to %d" % i
         for sock in (near, far):  # small messages do not wait
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize("number, fan_out", [(7, 2), (8, 2), (5, 1)])
+def test_many_meet_as_a_tree(join, number, fan_out):
+    parts = [join(i, number, fan_out=fan_out) for i in range(number)]
+    meetings = [part.result(LONG_S) for part in parts]
+    for i, meeting in enumerate(meetings):
+        above = [parent_of(i, fan_out)] if i else []
+        assert sorted(meeting.links) == [*above, *children_of(i, number, fan_out)]
+        for child in children_of(i, number, fan_out):  # they lead to the right ones, both ways
+            near, far = meeting.links[child], meetings[child].links[i]
+            near.sendall(b"from %d" % i)
+            assert far.recv(9) == b"from %d" % i
+            far.sendall(b"to %d" % i)
+            assert near.recv(9) == b"to %d" % i
+            assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_who_does_not_come_to_its_parent_is_waited_for_no_longer(monkeypatch, join):
+    monkeypatch.setattr(tree, "BRANCH_S", 1.0)
+    monkeypatch.setattr(tree, "introduce", lambda *args: time.sleep(1.5))
+    parts = [join(i, 3, fan_out=1) for i in range(3)]
+    assert "process 1 was not connected to others in 1 s" in refusal(parts[1], TryAgain)
 
 
 def test_a_link_ends_with_its_process(join):

@@ -107,7 +107,7 @@ def spans(*seen):
 
 
 def own_by_process(order, parts, resource_of, waits_for):
-    seen = gathered([Spans.of(part) for part in parts], [0.0] * len(parts))
+    seen = gathered([Spans.of(part) for part in parts])
     return by_process(own_seconds(seen, TaskOrder.of(order, waits_for, resource_of)), order)
 
 
@@ -235,7 +235,7 @@ def test_many_processes_are_judged_as_one_by_one(seed):
 
 def test_clocks_are_made_equal():
     parts = [spans((0, 1.0, 2.0), (1, 1.0, 3.0)), spans((0, 11.0, 13.0), (1, 11.0, 14.0))]
-    (seen,) = gathered([Spans.of(part) for part in parts], [0.0, -10.0])
+    (seen,) = gathered([Spans.of(p, o) for p, o in zip(parts, (0.0, -10.0), strict=True)])
     assert (seen.processes, seen.places.tolist()) == ((0, 1), [0, 1])
     assert seen.times[:, 3].tolist() == [[2.0, 3.0], [3.0, 4.0]]
 

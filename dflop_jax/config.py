@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import msgspec
 from msgspec import Meta
 
-from dflop_jax.config_texts import named_rates, profiled_steps
+from dflop_jax.config_texts import DECAYS, RATES, named_numbers, profiled_steps
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -34,6 +34,7 @@ NonFinite = Literal["skip", "stop"]
 Oversize = Literal["drop", "truncate", "error"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
+OptimizerName = Literal["adamw", "lion", "muon", "adafactor"]
 LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 TrainStage = Literal["full", "connector", "llm"]
 Remat = Literal["auto", "none", "dots", "named", "layers", "segment"]
@@ -196,7 +197,7 @@ class ScheduleConfig:
 class TrainConfig:
     steps: Annotated[PositiveInt, "optimizer steps"] = 100
     global_batch: Annotated[PositiveInt, "samples per optimizer step"] = 64
-    learning_rate: Annotated[PositiveFloat, "peak learning rate of AdamW"] = 1e-3
+    learning_rate: Annotated[PositiveFloat, "peak learning rate"] = 1e-3
     schedule: Annotated[
         LrSchedule,
         "learning rate after the warm-up: constant, linear or cosine decay, or wsd (constant, with "
@@ -210,7 +211,13 @@ class TrainConfig:
         NonNegativeInt, "last steps, over which the schedule wsd decays; 0: a tenth of all"
     ] = 0
     final_lr_fraction: Annotated[Share, "learning rate at the end of a decay over its peak"] = 0.1
-    weight_decay: Annotated[NonNegativeFloat, "AdamW weight decay of matrices"] = 0.01
+    optimizer: Annotated[
+        OptimizerName, "adamw, lion, muon (of matrices; adamw of the rest) or adafactor"
+    ] = "adamw"
+    weight_decay: Annotated[NonNegativeFloat, "weight decay of matrices"] = 0.01
+    weight_decays: Annotated[
+        tuple[str, ...], "weight decay of matrices of single parts, as vision=0,llm=0.1"
+    ] = ()
     clip_norm: Annotated[NonNegativeFloat, "global gradient norm is clipped to this; 0: off"] = 1.0
     nonfinite: Annotated[
         NonFinite,
@@ -223,8 +230,9 @@ class TrainConfig:
         "median (8, say); 0: off",
     ] = 0.0
     max_skips: Annotated[PositiveInt, "skipped steps in a row that end the run"] = 10
-    beta1: Annotated[Decay, "AdamW first-moment decay"] = 0.9
-    beta2: Annotated[Decay, "AdamW second-moment decay"] = 0.95
+    beta1: Annotated[Decay, "decay of the first moment of adamw and lion"] = 0.9
+    beta2: Annotated[Decay, "decay of adamw's second moment, and of lion's average"] = 0.95
+    momentum: Annotated[Decay, "decay of muon's average of gradients"] = 0.95
     eps: Annotated[PositiveFloat, "AdamW divides by the root of the second moment and this"] = 1e-8
     moments_dtype: Annotated[
         Dtype, "what the optimizer's moments are kept in between steps: float32 or bfloat16"
@@ -334,8 +342,10 @@ class Config:
     def __post_init__(self) -> None:
         for leaf in fields():
             leaf.check(leaf.value(self))
-        for name, rate in named_rates(self.train.learning_rates).items():
+        for name, rate in named_numbers(self.train.learning_rates, RATES).items():
             _check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
+        for name, decay in named_numbers(self.train.weight_decays, DECAYS).items():
+            _check_bounds(f"train.weight_decays {name}", decay, Meta(ge=0))
         profiled_steps(self.train.profile_steps)
         _check_moments(self.train)
 

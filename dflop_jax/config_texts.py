@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+RATES, DECAYS = "learning_rates", "weight_decays"  # fields of `train` with a number for each part
 
-def named_rates(entries: Iterable[str]) -> dict[str, float]:
-    """The entries of `train.learning_rates` by name.
+
+def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
+    """The entries of `train.FIELD` by name.
 
     Raises:
       ValueError: an entry that is not NAME=NUMBER, or a name given twice.
     """
-    rates: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for entry in entries:
         name, equals, value = (part.strip() for part in entry.partition("="))
-        if name in rates:
-            raise ValueError(f"train.learning_rates gives {name!r} twice; drop one of them")
+        if name in numbers:
+            raise ValueError(f"train.{field} gives {name!r} twice; drop one of them")
         try:
-            rates[name] = float(value)
+            numbers[name] = float(value)
         except ValueError:
             equals = ""
         if not (name and equals):
-            raise ValueError(
-                f"train.learning_rates has {entry!r}; write NAME=RATE, such as vision=2e-6"
-            )
-    return rates
+            example = "vision=2e-6" if field == RATES else "vision=0"
+            kind = "RATE" if field == RATES else "NUMBER"
+            raise ValueError(f"train.{field} has {entry!r}; write NAME={kind}, such as {example}")
+    return numbers
 
 
 def profiled_steps(text: str) -> range:

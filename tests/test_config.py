@@ -20,7 +20,7 @@ def other_value(leaf):
     if leaf.choices:
         other = next(c for c in leaf.choices if c != get(Config(), name))
         return other, other
-    if name == "train.learning_rates":
+    if name in ("train.learning_rates", "train.weight_decays"):
         return "vision=2e-6,connector=1e-5", ("vision=2e-6", "connector=1e-5")
     if name == "train.profile_steps":
         return "3:5", "3:5"
@@ -120,6 +120,9 @@ def test_booleans(text, value):
         ({"train.learning_rates": "llm=0"}, "learning_rates llm=0.0 must be a finite number above"),
         ({"train.learning_rates": "llm=inf"}, "learning_rates llm=inf must be a finite number"),
         ({"train.learning_rates": "a=1,a=2"}, "gives 'a' twice; drop one of them"),
+        ({"train.weight_decays": "llm"}, "has 'llm'; write NAME=NUMBER, such as vision=0"),
+        ({"train.weight_decays": "llm=-1"}, "weight_decays llm=-1.0 must be a finite number, 0 or"),
+        ({"train.optimizer": "sgd"}, "train.optimizer='sgd' is not one of adamw, lion, muon, "),
         ({"train.stage": "both"}, "train.stage='both' is not one of full, connector, llm"),
         (
             {"train.schedule": "step"},
@@ -174,7 +177,7 @@ ABOVE_ZERO = [
     "distributed.hang_least_s",
 ]
 SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
-DECAYS = ["train.beta1", "train.beta2"]
+DECAYS = ["train.beta1", "train.beta2", "train.momentum"]
 NOT_NEGATIVE = [
     "distributed.hang_factor",
     "train.warmup_steps",

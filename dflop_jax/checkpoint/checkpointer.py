@@ -37,9 +37,9 @@ from dflop_jax.checkpoint.store import (
 from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.contract import n_rows
 from dflop_jax.pipeline.cut import Box, Cut
+from dflop_jax.pipeline.elementwise import part_of_leaves
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import initial_cuts, initial_structs
-from dflop_jax.pipeline.update import part_of_leaves
 
 log = logging.getLogger(__name__)
 Waiting = Callable[[], AbstractContextManager[None]]

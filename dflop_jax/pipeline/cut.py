@@ -121,6 +121,19 @@ class Cut:
         elements = flat.reshape(*lead, self.data * self.piece)[..., : self.n_elements]
         return elements.reshape(*lead, *self.part)
 
+    def release(self, held: Any) -> Any:
+        """The inverse of `hold`, of jax's arrays."""
+        if not self.part:
+            return held
+        n_lead, dim = held.ndim - len(self.part), self.tensor_dim
+        lead = held.shape[:n_lead]
+        pieces = held[..., : self.length].reshape(*lead, self.data, self.model, self.piece)
+        rows = pieces.swapaxes(-3, -2).reshape(*lead, self.model, self.data * self.piece)
+        parts = rows[..., : self.n_elements].reshape(*lead, self.model, *self.part)
+        if self.model > 1:
+            parts = jnp.moveaxis(parts, n_lead, n_lead + dim)
+        return parts.reshape(self.shape_of((*lead, *self.part)))
+
     def shape_of(self, held: tuple[int, ...]) -> tuple[int, ...]:
         """The inverse of `held_shape`."""
         sizes = [n * (self.model if i == self.tensor_dim else 1) for i, n in enumerate(self.part)]

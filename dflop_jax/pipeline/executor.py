@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import optax
 
 from dflop_jax.contract import MultimodalModel, Params
+from dflop_jax.pipeline.by_layer import Optimizer
 from dflop_jax.pipeline.calibration import Calibration, calibrate, rehearse
 from dflop_jax.pipeline.communicator import absent
 from dflop_jax.pipeline.compiling import compile_programs
@@ -50,7 +50,7 @@ class Executor:
         self,
         model: MultimodalModel,
         plan: Plan,
-        tx: optax.GradientTransformation,
+        tx: Optimizer,
         *,
         devices: list[jax.Device] | None = None,
         clip_norm: float = 0.0,

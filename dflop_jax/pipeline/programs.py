@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from dflop_jax.contract import MultimodalModel
+from dflop_jax.pipeline.by_layer import Optimizer
 from dflop_jax.pipeline.communicator import absent, is_local
 from dflop_jax.pipeline.exchange import Exchange
 from dflop_jax.pipeline.flow import field_structs, output_struct, x_structs, y_structs
@@ -179,14 +179,15 @@ class Training:
     """How a run trains, as far as programs depend on it.
 
     Attributes:
-      tx: the optimizer; clipping to `clip_norm` (0: off) by the norm over all segments is ours.
+      tx: the optimizer, by elements or by layers; clipping to `clip_norm` (0: off) by the norm over
+        all segments is ours.
       freeze: names from the modules' `freeze_groups`.
       rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
         `tx`. Groups that are not named have that of `tx`.
       evaluates: whether there are also programs that give losses without gradients.
     """
 
-    tx: optax.GradientTransformation
+    tx: Optimizer
     clip_norm: float = 0.0
     freeze: tuple[str, ...] = ()
     rate_factors: Mapping[str, float] = field(default_factory=dict)

@@ -16,13 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
+from dflop_jax.pipeline.by_layer import ByLayer, LayerOptimizer, Optimizer
 from dflop_jax.pipeline.communicator import absent, is_local
-from dflop_jax.pipeline.cut import Cut
+from dflop_jax.pipeline.elementwise import Elementwise
 from dflop_jax.pipeline.held import (
     grad_structs,
     has_masters,
@@ -41,24 +40,10 @@ def _specs(structs: Tree) -> Tree:
     return jax.tree.map(lambda a: a.sharding.spec, structs)
 
 
-def part_of_leaves(params: Tree) -> Tree:
-    """The part of each leaf of a tree by parts."""
-    return {p: jax.tree.map(lambda _, p=p: p, tree) for p, tree in params.items()}
-
-
-def map_state(
-    of_params: Callable[[Tree], Tree], of_other: Callable[[Any], Any], state: Tree, params: Tree
-) -> Tree:
-    """An optimizer's state with `of_params` of every subtree that is shaped like `params`, such as
-    moments, and `of_other` of every other leaf, such as a count."""
-    shape: Any = jax.tree.structure(params)
-
-    def is_like(node: Any) -> bool:
-        return bool(jax.tree.structure(node) == shape)
-
-    return jax.tree.map(
-        lambda node: of_params(node) if is_like(node) else of_other(node), state, is_leaf=is_like
-    )
+def stepping(segment: Segment, tx: Optimizer, cuts: Tree, shards: Tree) -> Elementwise | ByLayer:
+    """An optimizer and its state, of parameters that are cut and held so."""
+    kind: Any = ByLayer if isinstance(tx, LayerOptimizer) else Elementwise
+    return kind(segment, tx, cuts, shards)
 
 
 class SegmentUpdate:
@@ -72,13 +57,13 @@ class SegmentUpdate:
     def __init__(
         self,
         segment: Segment,
-        tx: optax.GradientTransformation,
+        tx: Optimizer,
         clip_norm: float,
         rate_factors: Mapping[str, float] = MappingProxyType({}),
         *,
         adds_shared: bool = False,
     ):
-        self.segment, self.tx, self.clip_norm = segment, tx, clip_norm
+        self.segment, self.clip_norm = segment, clip_norm
         self.adds_shared = adds_shared
         groups = segment.module.freeze_groups
         self._factors = {p: rate_factors.get(g, 1.0) for p, g in groups.items()}
@@ -91,7 +76,8 @@ class SegmentUpdate:
         self._shards = {p: self._shard_structs(cuts[p], shapes[p]) for p in trained}
         initial = self._own(initial_structs(segment))
         self.master_structs = initial if has_masters(segment) else {}
-        self.state_structs = self._state_structs()
+        self._optimizer = stepping(segment, tx, *map(self._own, (self._cuts, self._shards)))
+        self.state_structs = self._optimizer.structs
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -107,45 +93,20 @@ class SegmentUpdate:
             lambda cut, a: held_struct(self.segment, cut, a.shape, jnp.float32), cuts, structs
         )
 
-    def _fresh_state(self) -> Tree:
-        """The optimizer's state, which AdamW begins with zeros whatever the parameters are."""
-        shards = self._own(self._shards)
-        return self.tx.init(jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shards))
-
-    def _state_structs(self) -> Tree:
-        everywhere = self.segment.sharding()
-
-        def sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-        shards = self._own(self._shards)
-        return map_state(
-            lambda like: jax.tree.map(lambda a, s: sharded(a, s.sharding), like, shards),
-            lambda leaf: sharded(leaf, everywhere),
-            jax.eval_shape(self._fresh_state),
-            shards,
-        )
-
-    def _of_state(self, of_params: Tree, other: Any) -> Tree:
-        """What a tree by parts says of the parameters, of each leaf of the state; `other` of those
-        that belong to no parameter."""
-        said = self._own(of_params)
-        return map_state(lambda _: said, lambda _: other, self.state_structs, self._params)
-
     def state_cuts(self) -> Tree:
         """How each leaf of the state is cut."""
-        return self._of_state(self._cuts, Cut(P(), P()))
+        return self._optimizer.cuts()
 
     def state_parts(self) -> Tree:
         """The part whose parameters each leaf of the state belongs to; "" of no part."""
-        return self._of_state(part_of_leaves(self._params), "")
+        return self._optimizer.parts()
 
     def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
         """`held.initial_structs`' arrays -> (parameters that programs read, masters, fresh
         optimizer state)."""
         params, masters = self.take_masters(initial)
         shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
-        state = jax.jit(self._fresh_state, out_shardings=shardings)()
+        state = jax.jit(self._optimizer.fresh, out_shardings=shardings)()
         return params, masters, state
 
     def take_masters(self, initial: Tree) -> tuple[Tree, Tree]:
@@ -234,14 +195,12 @@ class SegmentUpdate:
                 factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
                 grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
             mine = masters or self._pieces(params)
-            # optax relies on implicit promotion, which the user may have forbidden.
-            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                updates, next_state = self.tx.update(grads, state, mine)
-                updates = {
-                    part: jax.tree.map(lambda u, f=self._factors[part]: u * f, tree)
-                    for part, tree in updates.items()
-                }
-                new = optax.apply_updates(mine, updates)
+            updates, next_state = self._optimizer.update(grads, state, mine)
+            updates = {
+                part: jax.tree.map(lambda u, f=self._factors[part]: u * f, tree)
+                for part, tree in updates.items()
+            }
+            new = optax.apply_updates(mine, updates)
             new, state = jax.tree.map(
                 lambda n, old: jnp.where(applies, n, old), (new, next_state), (mine, state)
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +13,9 @@ import numpy as np
 import optax
 
 from dflop_jax.config import TrainConfig
+from dflop_jax.config_texts import DECAYS, named_numbers
+from dflop_jax.pipeline.by_layer import LayerOptimizer, Optimizer
+from dflop_jax.pipeline.elementwise import map_state
 
 # Parameters of these names are vectors in spirit (even when stacked): weight decay leaves them out.
 UNDECAYED = frozenset({"bias", "scale"})
@@ -59,34 +64,93 @@ def decays(params: Any) -> Any:
     return jax.tree.map_with_path(one, params)
 
 
-def with_moments(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
-    """A transformation whose state is begun with its floats in a dtype; it computes in float32 and
-    gives the state that dtype again."""
+def add_decay(
+    default: float, by_group: Mapping[str, float]
+) -> optax.GradientTransformationExtraArgs:
+    """Add what decays of the parameters to their steps: `by_group` of those in a freeze group that
+    it names, `default` of all others. `groups`, if given, says the group of each part, and trees
+    are by parts."""
 
-    def cast(state: Any, like: Any) -> Any:
-        return jax.tree.map(lambda a, b: a.astype(b.dtype), state, like)
+    def update(
+        updates: Any, state: Any, params: Any = None, *, groups: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        def of_part(decay: float, which: Any, updates: Any, params: Any) -> Any:
+            return jax.tree.map(
+                lambda yes, u, p: u + decay * p if yes else u, which, updates, params
+            )
+
+        strengths: Any = default
+        if groups is not None:
+            strengths = {part: by_group.get(groups[part], default) for part in updates}
+        return jax.tree.map(of_part, strengths, decays(params), updates, params), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+def with_moments(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+    """A transformation that keeps its moments in a dtype between steps, and computes in float32."""
+
+    def cast(state: Any, params: Any, dtype: Any) -> Any:
+        moments = partial(jax.tree.map, lambda a: a.astype(dtype))
+        return map_state(moments, lambda a: a, state, params)
 
     def init(params: Any) -> Any:
-        state = tx.init(params)
-        return jax.tree.map(
-            lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, state
-        )
+        return cast(tx.init(params), params, dtype)
 
     def update(grads: Any, state: Any, params: Any = None) -> Any:
-        whole = jax.tree.map(
-            lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, state
-        )
-        updates, new = tx.update(grads, whole, params)
-        return updates, cast(new, state)
+        updates, new = tx.update(grads, cast(state, grads, jnp.float32), params)
+        return updates, cast(new, grads, dtype)
 
     return optax.GradientTransformation(init, update)
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW; clipping by the global norm is the runtime's, since the norm spans submeshes."""
-    scale = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
-    return optax.chain(
-        with_moments(scale, jnp.dtype(config.moments_dtype)),
-        optax.add_decayed_weights(config.weight_decay, decays),
+# Root mean square of a step's elements over the rate, as AdamW's mostly is (arXiv 2502.16982), so
+# that one learning rate serves both.
+MUON_RMS = 0.2
+
+
+def make_optimizer(config: TrainConfig) -> Optimizer:
+    """What `train.optimizer` names; clipping by the global norm is the runtime's, since the norm
+    spans submeshes."""
+    decayed = (
+        add_decay(config.weight_decay, named_numbers(config.weight_decays, DECAYS)),
         optax.scale_by_learning_rate(learning_rate(config)),
+    )
+
+    def stepping(scale: optax.GradientTransformation) -> optax.GradientTransformation:
+        return optax.chain(with_moments(scale, jnp.dtype(config.moments_dtype)), *decayed)
+
+    betas = {"b1": config.beta1, "b2": config.beta2}
+    adam = stepping(optax.scale_by_adam(**betas, eps=config.eps))
+    if config.optimizer == "adamw":
+        return adam
+    if config.optimizer == "lion":
+        return stepping(optax.scale_by_lion(**betas))
+    if config.optimizer == "muon":
+        return LayerOptimizer(stepping(orthogonal(config.momentum)), adam)
+    return LayerOptimizer(optax.chain(factored(), *decayed), optax.identity(), takes_all=True)
+
+
+def orthogonal(momentum: float) -> optax.GradientTransformation:
+    """Muon (Jordan et al., 2024) of matrices [in, out]."""
+
+    def sides(params: Any) -> Any:
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), params)
+
+    def as_adamw(update: Any) -> Any:
+        return MUON_RMS * math.sqrt(max(update.shape)) * update
+
+    return optax.chain(
+        optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=sides),
+        optax.stateless_with_tree_map(lambda update, _: as_adamw(update)),
+    )
+
+
+def factored(least: int = 128) -> optax.GradientTransformation:
+    """Adafactor (arXiv 1804.04235) without momentum: steps relative to a parameter's own size;
+    matrices of `least` rows and columns, or more, have factored second moments."""
+    return optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=least),
+        optax.clip_by_block_rms(1.0),
+        optax.scale_by_param_block_rms(),
     )

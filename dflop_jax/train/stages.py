@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.config_texts import named_rates
+from dflop_jax.config_texts import DECAYS, RATES, named_numbers
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.pipeline.layout import trained_groups
@@ -63,13 +63,14 @@ def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
         why = "train.lora_rank" if name == LORA else stage
         raise ValueError(f"train.freeze names {name!r}, which {why} trains; drop one of the two")
     trained = [g for g in known if g in wanted and g not in config.freeze]
-    rates = named_rates(config.learning_rates)
-    for name in rates:
-        if name not in trained:
-            what = "which is frozen" if name in known else "which the model does not have"
-            raise ValueError(
-                f"train.learning_rates names {name!r}, {what}; what trains is {', '.join(trained)}"
-            )
+    rates = named_numbers(config.learning_rates, RATES)
+    for field, names in ((RATES, rates), (DECAYS, named_numbers(config.weight_decays, DECAYS))):
+        for name in names:
+            if name not in trained:
+                what = "which is frozen" if name in known else "which the model does not have"
+                raise ValueError(
+                    f"train.{field} names {name!r}, {what}; what trains is {', '.join(trained)}"
+                )
     return TrainedParts(
         tuple(g for g in known if g not in trained),
         {g: rates.get(g, config.learning_rate) for g in trained},

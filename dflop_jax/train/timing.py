@@ -252,5 +252,9 @@ class PlanTrials:
     def _name(self, plan: Plan) -> str:
         """What a plan's times depend on, as one word."""
         trained = self._place.trained
-        facts = (self._profile.model.key, plan.layout, trained.frozen, sorted(trained.rates))
+        train = self._place.config.train
+        stepping = train.optimizer, train.moments_dtype
+        facts = (
+            self._profile.model.key, plan.layout, trained.frozen, sorted(trained.rates), stepping
+        )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]

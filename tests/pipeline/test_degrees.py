@@ -23,11 +23,11 @@ NANO = build("nano")
 SAMPLES = plain.random_samples(NANO, 8, 5, max_tiles=0)
 
 
-def executor(zero, data, *, block=0, dtype="float32", size=NANO.size, m=None):
+def executor(zero, data, *, block=0, dtype="float32", size=NANO.size, m=None, train=TRAIN):
     m = m or dataclasses.replace(NANO, size=size, dtype=jax.numpy.dtype(dtype))
     plan = plain.plan_of(m, None, (0, 1, data, 1), bucket=(0, 96))
     plan = plain.with_zero(plan, llm=(zero, block))
-    return Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0)
+    return Executor(m, plan, make_optimizer(train), clip_norm=1.0)
 
 
 def steps(ex, first, n):
@@ -42,11 +42,13 @@ def steps(ex, first, n):
     return losses
 
 
-def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path, optimizer):
     """Of 6 ranks on 5 and on two blocks of 2, which divide different dims of the parameters, and
     few; and of the blocks on 5."""
+    train = dataclasses.replace(TRAIN, optimizer=optimizer)
     split, alone, blocks = (
-        executor(zero, data, block=block, m=Small())
+        executor(zero, data, block=block, m=Small(), train=train)
         for zero, data, block in ((3, 6, 0), (1, 5, 0), (2, 4, 2))
     )
     others = (alone, blocks)

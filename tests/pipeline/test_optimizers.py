@@ -1,0 +1,210 @@
+"""Every optimizer on shards against optax on one device, on each layer's matrices apart, as a
+published checkpoint has them ([out, in])."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers
+
+from dflop_jax.config import TrainConfig
+from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.held import initial_cuts, initial_structs, param_structs
+from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.pipeline.update import SegmentUpdate
+from dflop_jax.train import optimizer
+from models.llava import build
+
+from ..small import Small
+from . import plain
+
+STEPS, FACTORED = 5, 8
+CONFIG = TrainConfig(
+    steps=20, warmup_steps=0, schedule="constant", learning_rate=1e-2, weight_decay=0.1,
+    weight_decays=("connector=0.3",),
+)  # fmt: skip
+NANO = build("nano")
+TWO_DIMS_IN = {"out"}  # of a layer: its kernel maps [heads, head, ...]
+DECAY = {"vision": 0.1, "connector": 0.3, "llm": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def _factors_small_matrices(monkeypatch):
+    monkeypatch.setattr(optimizer, "factored", partial(optimizer.factored, FACTORED))
+
+
+def updates_of(m, plan, name):
+    segments = make_segments(m, plan.layout, jax.devices())
+    tx = optimizer.make_optimizer(dataclasses.replace(CONFIG, optimizer=name))
+    return {n: SegmentUpdate(s, tx, 0.0) for n, s in segments.items()}
+
+
+def random_like(structs, rng, scale):
+    return jax.tree.map(lambda a: (scale * rng.normal(size=a.shape)).astype(np.float32), structs)
+
+
+def put(update, tree, structs):
+    """Host arrays by part on the segment's devices."""
+    cuts = initial_cuts(update.segment) if structs is None else update._cuts
+    structs = structs or initial_structs(update.segment)
+    return {
+        p: jax.tree.map(
+            lambda a, cut, s: place(cut.hold(a), s.sharding), tree[p], cuts[p], structs[p]
+        )
+        for p in structs
+    }
+
+
+# ---- what a published checkpoint has ----
+
+
+def is_matrix(part, path, array):
+    """By the names of these models: kernels but that of the patches, and what Small calls so."""
+    return array.ndim > 1 and part != "entry" and path[-1] in ("kernel", "up", "down", "features")
+
+
+def published(part, path, array):
+    """A layer's array as a checkpoint has it."""
+    if path[-1] in ("bias", "scale"):
+        return array.reshape(-1)
+    if path[-1] != "kernel":
+        return array.T if is_matrix(part, path, array) else array
+    n_in = 2 if path[-2] in TWO_DIMS_IN and array.ndim == 3 else 1
+    return array.reshape(int(np.prod(array.shape[:n_in])), -1).T
+
+
+def unstacked(segment, trees):
+    """Flat dict (part, layer, *path) -> published array of a segment's own parts."""
+    out = {}
+    for part in segment.own_parts:
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(trees[part]):
+            path = tuple(k.key for k in keys)
+            rows = enumerate(segment.held_layers) if part == "layers" else [(None, 0)]
+            for row, layer in rows:
+                array = leaf if row is None else leaf[row]
+                out[part, layer, *path] = published(part, path, np.asarray(array))
+    return out
+
+
+def oracle(name, groups, params):
+    """Optax's own optimizer of a flat dict."""
+    rate, b1, b2 = CONFIG.learning_rate, CONFIG.beta1, CONFIG.beta2
+    shrinks = {k: v.ndim > 1 and k[-1] not in ("bias", "scale") for k, v in params.items()}
+
+    def by_group(of_decay):
+        made = {
+            g: of_decay(DECAY[g], lambda p: {k: shrinks[k] for k in p}) for g in groups.values()
+        }
+        return optax.partition(made, {k: groups[k[0]] for k in params})
+
+    adamw = by_group(lambda wd, mask: optax.adamw(rate, b1, b2, weight_decay=wd, mask=mask))
+    if name == "adamw":
+        return adamw
+    if name == "lion":
+        return by_group(lambda wd, mask: optax.lion(rate, b1, b2, weight_decay=wd, mask=mask))
+    if name == "adafactor":
+        return by_group(
+            lambda wd, mask: optax.adafactor(
+                rate, FACTORED, weight_decay_rate=rate * wd, weight_decay_mask=mask
+            )
+        )
+    sides = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    muon = by_group(
+        lambda wd, _: optax.contrib.muon(
+            rate, weight_decay=wd, consistent_rms=0.2,
+            muon_weight_dimension_numbers=lambda p: dict.fromkeys(p, sides),
+        )
+    )  # fmt: skip
+    return muon if all(is_matrix(k[0], k[2:], v) for k, v in params.items()) else adamw
+
+
+def plain_steps(name, update, params, grads_of_steps):
+    s = update.segment
+    flat = unstacked(s, params)
+    groups = s.module.freeze_groups
+    grads = [unstacked(s, g) for g in grads_of_steps]
+    matrices = {k for k, v in flat.items() if is_matrix(k[0], k[2:], v)}
+    out = {}
+    for which in (matrices, flat.keys() - matrices) if name == "muon" else (flat.keys(),):
+        if mine := {k: v for k, v in flat.items() if k in which}:
+            out |= run(oracle(name, groups, mine), mine, [{k: g[k] for k in mine} for g in grads])
+    return out
+
+
+def run(tx, params, grads):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        params = {k: jnp.asarray(v) for k, v in params.items()}
+        state = tx.init(params)
+
+        @jax.jit
+        def one(g, state, params):
+            steps, state = tx.update(g, state, params)
+            return optax.apply_updates(params, steps), state
+
+        for g in grads:
+            params, state = one(g, state, params)
+    return jax.tree.map(np.asarray, params)
+
+
+def sharded_steps(update, params, grads_of_steps):
+    """The same by the compiled update; returns parameters as they are held, and the state."""
+    compiled = update.lower_update(1).compile()
+    held, masters, state = update.begin(put(update, params, None))
+    limit = place(np.float32(np.finfo(np.float32).max), update.segment.sharding())
+    square = place(np.float32(1), update.segment.sharding())
+    for g in grads_of_steps:
+        pieces = put(update, g, update._own(update.shard_structs()))
+        held, masters, state, _ = compiled(held, masters, state, pieces, (square,), limit)
+    return held, state
+
+
+def check(m, plan, name):
+    rng = np.random.default_rng(0)
+    for update in updates_of(m, plan, name).values():
+        structs = {p: param_structs(update.segment)[p] for p in update.segment.own_parts}
+        params = random_like(structs, rng, 0.3)
+        grads = [random_like(structs, rng, 0.1) for _ in range(STEPS)]
+        want = plain_steps(name, update, params, grads)
+        held, state = sharded_steps(update, params, grads)
+        cuts = initial_cuts(update.segment)
+        got = {p: jax.tree.map(lambda c, a: plain.whole_of(c, a), cuts[p], held[p]) for p in held}
+        got = unstacked(update.segment, got)
+        assert got.keys() == want.keys()
+        close = 1e-4 if name == "muon" else 1e-6
+        for key, value in want.items():
+            np.testing.assert_allclose(got[key], value, rtol=close, atol=close, err_msg=str(key))
+        for leaf, struct in zip(
+            jax.tree.leaves(state), jax.tree.leaves(update.state_structs), strict=True
+        ):
+            assert (leaf.shape, leaf.dtype) == (struct.shape, struct.dtype)
+            assert leaf.sharding == struct.sharding
+
+
+NAMES = ["adamw", "lion", "muon", "adafactor"]
+# (first, stage, data, model) of the LLM, its ZeRO degree and block, rounds of its loop.
+LAYOUTS = {
+    "three ranks, ZeRO 3": ((0, 1, 3, 1), (3, 0), 1),
+    "two stages in rounds, ZeRO 1": ((0, 2, 2, 1), (1, 0), 2),
+    "two blocks of three, ZeRO 2": ((0, 1, 6, 1), (2, 3), 1),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_equal_optax_on_each_layer(name, layout):
+    llm, degree, rounds = LAYOUTS[layout]
+    m = Small()
+    plan = plain.plan_of(m, (7, 1, 1, 1), llm, rounds=rounds, group_size=llm[1])
+    check(m, plain.with_zero(plan, llm=degree), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_equal_optax_where_heads_are_split(name):
+    """Kernels of heads are one matrix; three data ranks hold pieces of what two tensor ranks
+    split."""
+    plan = plain.plan_of(NANO, (0, 1, 2, 1), (2, 1, 3, 2))
+    check(NANO, plain.with_zero(plan, vision=2, llm=3), name)

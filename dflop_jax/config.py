@@ -19,7 +19,13 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 import msgspec
 from msgspec import Meta
 
-from dflop_jax.config_texts import DECAYS, RATES, named_numbers, profiled_steps
+from dflop_jax.config_texts import (
+    DECAYS,
+    RATES,
+    named_columns,
+    named_numbers,
+    profiled_steps,
+)
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -97,8 +103,12 @@ class DataConfig:
         "shape holds is dropped, or an error",
     ] = "truncate"
     tokenizer: Annotated[
-        str, "a tokenizer.json, or a model's folder with its chat template; empty: bytes"
+        str, "a tokenizer.json, or a model's folder with its chat template; empty or bytes: bytes"
     ] = ""
+    columns: Annotated[
+        tuple[str, ...],
+        "names of the columns of records, where they have others: messages=chat,image=pictures",
+    ] = ()
     blank_images: Annotated[bool, "replace every picture by grey (a control experiment)"] = False
     max_bad_fraction: Annotated[
         NonNegativeFloat, "share of undecodable samples that stops the run"
@@ -196,6 +206,9 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: Annotated[PositiveInt, "optimizer steps"] = 100
+    epochs: Annotated[
+        NonNegativeFloat, "how often every sample is shown, which says the steps; 0: train.steps"
+    ] = 0.0
     global_batch: Annotated[PositiveInt, "samples per optimizer step"] = 64
     learning_rate: Annotated[PositiveFloat, "peak learning rate"] = 1e-3
     schedule: Annotated[
@@ -336,7 +349,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    run_dir: Annotated[str, "folder the run writes to"] = "runs/run"
+    run_dir: Annotated[
+        str, "folder the run writes to; {time} in it becomes the time at which the run began"
+    ] = "runs/run"
     cache_dir: Annotated[str, "folder of cached profiles and compiled programs"] = "runs/cache"
 
     def __post_init__(self) -> None:
@@ -348,6 +363,7 @@ class Config:
             _check_bounds(f"train.weight_decays {name}", decay, Meta(ge=0))
         profiled_steps(self.train.profile_steps)
         _check_moments(self.train)
+        named_columns(self.data.columns)
 
 
 class Field(NamedTuple):
@@ -436,12 +452,21 @@ def fields(kind: type = Config, prefix: str = "") -> tuple[Field, ...]:
     return tuple(out)
 
 
+# A field -> the field that says the same in another way: given, it puts that one out of force.
+INSTEAD = {"train.steps": "train.epochs", "train.warmup_steps": "train.warmup_ratio"}
+
+
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
     """`config` with dotted fields replaced; strings are converted to the field's type.
 
     Raises:
-      ValueError: unknown name (with the nearest one), a value of the wrong type or out of bounds.
+      ValueError: unknown name (with the nearest one), a value of the wrong type or out of bounds,
+        or two fields that say the same.
     """
+    for name, other in INSTEAD.items():
+        if name in values and other in values:
+            raise ValueError(f"{name} and {other} say the same in two ways; give one of them")
+    values = {INSTEAD[name]: "0" for name in values if name in INSTEAD} | dict(values)
     known = {leaf.name: leaf for leaf in fields()}
     changed: dict[str, dict[str, Any]] = {}  # by section; "" holds what is in none
     for name, text in values.items():

@@ -29,6 +29,25 @@ def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
     return numbers
 
 
+def named_columns(entries: Iterable[str]) -> dict[str, str]:
+    """The entries of `data.columns`: column by field.
+
+    Raises:
+      ValueError: an entry that is not FIELD=COLUMN, or a field given twice.
+    """
+    columns: dict[str, str] = {}
+    for entry in entries:
+        field, _, column = (part.strip() for part in entry.partition("="))
+        if not (field and column):
+            raise ValueError(
+                f"data.columns has {entry!r}; write FIELD=COLUMN, such as messages=chat"
+            )
+        if field in columns:
+            raise ValueError(f"data.columns gives {field!r} twice; drop one of them")
+        columns[field] = column
+    return columns
+
+
 def profiled_steps(text: str) -> range:
     """The steps that `train.profile_steps` names; none for an empty text.
 

@@ -1,16 +1,13 @@
 """Qwen3-VL at native resolution: pictures of many sizes and clips, each costing its own patches.
 
 Command:  dflop train experiments/qwen3vl.py
-          dflop train experiments/qwen3vl.py --model.size HF_FOLDER --model.weights HF_FOLDER \
-            --data.tokenizer HF_FOLDER --data.path DIR_OR_JSON_OR_YAML --data.min_pixels 65536 \
-            --data.max_frames 768 --data.max_tokens 8192
 Minutes:  about 5 on 2 cores shared with other work, most of it compiling
 Expected: the loss falls from 6.5 to about 2; no compile after warm-up; summary.md shows the padding
           of both modules
 
-65,536 pixels at least and 768 frames at most are the published processor's, whose other limits are
-the defaults. The small model reads patches of 8 x 8 pixels of the embedded scenes, from 16 to 324 a
-picture.
+A published folder needs no experiment: dflop train --model HF_FOLDER --data DIR_OR_JSON_OR_YAML
+takes its limits of pixels and frames from there. The small model here reads patches of 8 x 8 pixels
+of the embedded scenes, from 16 to 324 a picture.
 """
 
 from __future__ import annotations

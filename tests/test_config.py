@@ -22,6 +22,8 @@ def other_value(leaf):
         return other, other
     if name in ("train.learning_rates", "train.weight_decays"):
         return "vision=2e-6,connector=1e-5", ("vision=2e-6", "connector=1e-5")
+    if name == "data.columns":
+        return "messages=chat,image=pictures", ("messages=chat", "image=pictures")
     if name == "train.profile_steps":
         return "3:5", "3:5"
     if kind is bool:
@@ -136,6 +138,9 @@ def test_booleans(text, value):
         ({"train.remat": "true"}, "train.remat='true' is not one of auto, none, dots, named,"),
         ({"train.remat_layers": "true"}, "unknown override train.remat_layers; did you mean train"),
         ({"train.lora_rank": "-1"}, "train.lora_rank=-1 must be a finite number, 0 or above"),
+        ({"train.steps": "3", "train.epochs": "1"}, "say the same in two ways; give one of them"),
+        ({"data.columns": "chat"}, "data.columns has 'chat'; write FIELD=COLUMN, such as"),
+        ({"data.columns": "image=a,image=b"}, "data.columns gives 'image' twice; drop one"),
         ({"train.lora_alpha": "0"}, "train.lora_alpha=0.0 must be a finite number above 0"),
     ],
 )
@@ -144,6 +149,14 @@ def test_mistakes_are_one_line(values, says):
         override(Config(), values)
     assert says in str(failed.value)
     assert "\n" not in str(failed.value)
+
+
+def test_what_says_the_same_in_another_way_is_out_of_force():
+    shown = override(Config(), {"train.epochs": "2", "train.warmup_ratio": "0.1"})
+    assert (shown.train.epochs, shown.train.steps) == (2.0, Config().train.steps)
+    counted = override(shown, {"train.steps": "9", "train.warmup_steps": "1"}).train
+    assert (counted.epochs, counted.steps) == (0.0, 9)
+    assert (counted.warmup_ratio, counted.warmup_steps) == (0.0, 1)
 
 
 AT_LEAST_ONE = [
@@ -180,6 +193,7 @@ SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
 DECAYS = ["train.beta1", "train.beta2", "train.momentum"]
 NOT_NEGATIVE = [
     "distributed.hang_factor",
+    "train.epochs",
     "train.warmup_steps",
     "train.decay_steps",
     "train.weight_decay",

@@ -23,7 +23,7 @@ SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"tasks"}
 RUNTIME = PREDICTED | {"pipeline", "sim", "sim.memory", "plan", "report", "weights"}
 RUNTIME |= {"record_files", "cluster", "checkpoint"}
-ENGINE = RUNTIME | {"train", "generate"}
+ENGINE = RUNTIME | {"train", "generate", "front"}
 # Stage -> what it may import of dflop_jax, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": LEFT | {"hardware"},  # how much of a device jax takes
     "checkpoint": LEFT | {"pipeline", "cluster"},
     "train": RUNTIME,
+    "front": RUNTIME | {"train"},
     "generate": ENGINE,
     "gpu_compile": ENGINE,
     "verify": ENGINE,

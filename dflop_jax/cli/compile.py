@@ -17,9 +17,9 @@ from rich.table import Column, Table
 from dflop_jax.cli.experiment import (
     add_plan_file,
     add_profile_file,
-    experiment_config,
     profile_of,
 )
+from dflop_jax.cli.front_door import asked
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GIB
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.run_folder import check_answer_file
 
     jax.config.update("jax_platforms", "cpu")  # the plugin asks for a driver else
-    config = experiment_config(args)
+    config = asked(args).config
     if not config.plan.hardware:
         raise ValueError(f"name the GPU: --plan.hardware {'|'.join(CHIPS)}")
     find_chip(config.plan.hardware)

@@ -25,10 +25,15 @@ ASIDE = ("command", "run", "experiment", "json", "verbose", "explain", "out", "r
          "cache_dir")  # fmt: skip
 
 
-def experiment_arguments() -> Parser:
+def experiment_arguments(*, optional: bool = False) -> Parser:
     """A parent parser with EXPERIMENT and the overrides."""
     parser = Parser(add_help=False)
-    parser.add_argument("experiment", help="Python file whose config() returns a dflop_jax.Config")
+    parser.add_argument(
+        "experiment",
+        nargs="?" if optional else None,
+        help="Python file whose config() returns a dflop_jax.Config"
+        + ", where there is one" * optional,
+    )
     groups: dict[str, Any] = {}
     for leaf in fields():
         section = leaf.name.split(".")[0] if "." in leaf.name else "run"
@@ -54,8 +59,12 @@ def _metavar(leaf: Field) -> str:
 
 def experiment_config(args: argparse.Namespace, base: Config | None = None) -> Config:
     """The configuration of a command line: the experiment's (or `base`) with its overrides."""
-    changed = {f.name: v for f in fields() if (v := getattr(args, f.name)) is not None}
-    return override(base or load_experiment(args.experiment), changed)
+    return override(base or load_experiment(args.experiment), overrides(args))
+
+
+def overrides(args: argparse.Namespace) -> dict[str, str]:
+    """The fields of the configuration that a command line gives, as text."""
+    return {f.name: v for f in fields() if (v := getattr(args, f.name)) is not None}
 
 
 def import_from_here() -> None:
@@ -115,7 +124,8 @@ def question(args: argparse.Namespace) -> str:
     """A file name for what a command was asked: its name, the experiment's, and every option that
     the answer depends on."""
     options = {k: v for k, v in vars(args).items() if k not in ASIDE and v is not None}
-    parts = [args.command, Path(args.experiment).stem, *(f"{k}={v}" for k, v in options.items())]
+    of = [Path(args.experiment).stem] if args.experiment else []
+    parts = [args.command, *of, *(f"{k}={v}" for k, v in options.items())]
     whole = ",".join(parts)
     name = re.sub(r"[^\w.,=+-]+", "-", whole)[:LONGEST_NAME]
     if name != whole:  # shortened, so it might be another question's, too

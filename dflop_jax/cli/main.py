@@ -7,13 +7,14 @@ gone or did not come, a port in use, a lock that is held): try again.
 
 from __future__ import annotations
 
+import difflib
 import gc
 import json
 import logging
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -24,6 +25,7 @@ from dflop_jax.cli import (
     compile,
     export,
     generate,
+    init,
     launch,
     plan,
     profile,
@@ -33,30 +35,36 @@ from dflop_jax.cli import (
     verify,
 )
 from dflop_jax.cli.experiment import experiment_arguments
+from dflop_jax.cli.front_door import front_door_arguments
 from dflop_jax.cli.terminal import Parser
 from dflop_jax.cluster.ending import PREEMPTED, TRY_AGAIN, RunFailed, ended, exit_code_of
-from dflop_jax.config import Config, override
 
 
 class Command(NamedTuple):
-    """A module of this folder, with `add_arguments(parser)` and `run(args)`."""
+    """A module of this folder, with `add_arguments(parser)` and `run(args)`.
+
+    Attributes:
+      takes: "" no configuration; "experiment" one of an experiment; "model" also one of a model and
+        data that are named.
+    """
 
     module: ModuleType
     help: str
-    takes_experiment: bool = True
+    takes: Literal["", "experiment", "model"] = "model"
 
 
 COMMANDS = (
-    Command(launch, "start local processes that train together", False),
+    Command(launch, "start local processes that train together", ""),
     Command(profile, "measure the data's shapes and the model's times"),
     Command(plan, "choose devices, parallelism and buckets for a policy"),
     Command(compile, "compile a plan's programs for a GPU that is not here: do they fit?"),
     Command(simulate, "run a plan on measured times, without training"),
     Command(train, "profile and plan where needed, then train"),
-    Command(generate, "show a trained model's answer to a prompt"),
-    Command(export, "write a run's weights for transformers", False),
-    Command(verify, "prove published weights: read, written again, beside transformers", False),
-    Command(report, "show one run, or compare several in a table and a page", False),
+    Command(init, "write the experiment file that a command line amounts to"),
+    Command(generate, "show a trained model's answer to a prompt", "experiment"),
+    Command(export, "write a run's weights for transformers", ""),
+    Command(verify, "prove published weights: read, written again, beside transformers", ""),
+    Command(report, "show one run, or compare several in a table and a page", ""),
 )
 
 
@@ -74,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     _collect_rarely()
-    args, extra = _parser().parse_known_args(argv)
+    parser = _parser()
+    args, extra = parser.parse_known_args(argv)
     logging.basicConfig(
         level=logging.INFO if args.verbose else logging.WARNING,
         format="%(message)s",
@@ -82,7 +91,7 @@ def _run(argv: Sequence[str] | None) -> int:
     )
     try:
         if extra:
-            _reject(extra)
+            _reject(extra, parser, args.command)
         result = args.run(args)
     except (ValueError, RunFailed, StorageError) as e:
         print(f"dflop {args.command}: {' '.join(str(e).split())}", file=sys.stderr)
@@ -102,36 +111,51 @@ def _collect_rarely() -> None:
     gc.set_threshold(200_000, 50, 100)
 
 
-def _reject(extra: list[str]) -> None:
-    """Raise ValueError for what the parser does not know, with the nearest known name."""
-    name = extra[0].split("=")[0]
-    if name.startswith("--"):
-        override(Config(), {name[2:]: ""})
-    raise ValueError(f"unexpected argument {extra[0]!r}; see --help")
+def _reject(extra: list[str], parser: Parser, command: str) -> None:
+    """Raise ValueError for what the parser does not know, with the nearest known flag. A misspelt
+    flag's value may have been taken for the experiment, so flags are named first."""
+    flags = [word.split("=")[0] for word in extra if word.startswith("-")]
+    if not flags:
+        raise ValueError(f"unexpected argument {extra[0]!r}; see dflop {command} --help")
+    known = parser.flags_of(command)
+    near = difflib.get_close_matches(flags[0], known, 1, cutoff=0.5)
+    field = flags[0].removeprefix("--")
+    what = f"override {field}" if "." in field else f"option {flags[0]}"
+    meant = near[0].removeprefix("--") if "." in field and near else "".join(near[:1])
+    hint = f"did you mean {meant}?" if near else f"see dflop {command} --help for the names"
+    raise ValueError(f"unknown {what}; {hint}")
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="dflop",
         description="Data-aware training of multimodal LLMs on JAX device meshes.",
-        epilog="To begin: dflop train experiments/demo.py; then dflop report runs/demo/dflop. "
+        epilog="To begin: dflop train experiments/demo.py; then dflop report runs/demo/dflop. With "
+        "a model and data of yours: dflop train --model FOLDER_OR_NAME --data PATH. "
         f"{EXIT_CODES}",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as JSON")
     common.add_argument("--verbose", action="store_true", help="log what happens underneath")
-    experiment = experiment_arguments()
+    experiment, front_door = experiment_arguments(), front_door_arguments()
+    takes = {
+        "": ("RUN [RUN ...]", [common]),
+        "experiment": ("EXPERIMENT [--section.field VALUE ...]", [common, experiment]),
+        "model": (
+            "(EXPERIMENT | --model FOLDER_OR_NAME --data PATH_OR_NAME) [--section.field VALUE ...]",
+            [common, front_door],
+        ),
+    }
     for command in COMMANDS:
         name = command.module.__name__.rpartition(".")[2]
-        on_experiment = command.takes_experiment
-        takes = "EXPERIMENT [--section.field VALUE ...]" if on_experiment else "RUN [RUN ...]"
+        usage, parents = takes[command.takes]
         sub = commands.add_parser(
             name,
             help=command.help,
             description=f"{command.help[0].upper()}{command.help[1:]}.",
-            usage=f"dflop {name} {takes} [options]",
-            parents=[common, experiment] if on_experiment else [common],
+            usage=f"dflop {name} {usage} [options]",
+            parents=parents,
             allow_abbrev=False,
         )
         command.module.add_arguments(sub)

@@ -16,10 +16,10 @@ from dflop_jax.cli.experiment import (
     add_out,
     add_profile_file,
     end_together,
-    experiment_config,
     out_folder,
     profile_of,
 )
+from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GB, GIB
 
@@ -45,11 +45,11 @@ def run(args: argparse.Namespace) -> Any:
     """Write profile.json and plan.json; shows the ranking."""
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
-    from dflop_jax.train import planning, prepare
+    from dflop_jax.train import planning
     from dflop_jax.train.room import sample_room
 
-    config = experiment_config(args)
-    place = prepare.set_up(config)
+    place = open_place(args)
+    config = place.config
     out_folder(args, config)  # refused now rather than at the end
     profile = profile_of(args, place, planning.check_plannable)
     shown = {"shown": planning.SHOWN_PLACEMENTS} if args.explain else {}

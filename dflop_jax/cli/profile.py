@@ -11,10 +11,10 @@ from rich.table import Table
 from dflop_jax.cli.experiment import (
     add_out,
     end_together,
-    experiment_config,
     out_folder,
     profile_of,
 )
+from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show
 
 
@@ -26,10 +26,9 @@ def run(args: argparse.Namespace) -> Any:
     """Write profile.json; shows a table of times and what a sample holds on average."""
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PROFILE
-    from dflop_jax.train import prepare
 
-    config = experiment_config(args)
-    place = prepare.set_up(config)
+    place = open_place(args)
+    config = place.config
     out_folder(args, config)  # refused now rather than at the end
     profile = profile_of(args, place)
     out = out_folder(args, config) / PROFILE

@@ -10,10 +10,10 @@ from dflop_jax.cli.experiment import (
     add_plan_file,
     add_profile_file,
     end_together,
-    experiment_config,
     out_folder,
     profile_of,
 )
+from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show, ticker
 
 
@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.trace import group_labels, write_trace
     from dflop_jax.schedule.sample import sample_batches
     from dflop_jax.sim.pipeline import simulate_schedules
-    from dflop_jax.train import planning, prepare
+    from dflop_jax.train import planning
 
-    config = experiment_config(args)
     if args.batches < 1:
         raise ValueError(f"--batches {args.batches} must be at least 1")
     given = load(Plan, args.plan_file) if args.plan_file else None
-    place = prepare.set_up(config)
+    place = open_place(args)
+    config = place.config
     out_folder(args, config)  # refused now rather than at the end
     if given:
         check_model(given.layout, place.model)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rich.console import Console
+
+HELD_S = 4.0  # seconds that notes wait for a mistake to be found
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,6 +17,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+    def flags_of(self, command: str) -> list[str]:
+        """The flags of a sub-command."""
+        (commands,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        return [
+            flag for action in commands.choices[command]._actions for flag in action.option_strings
+        ]
 
 
 def show(what: Any) -> None:
@@ -24,6 +34,41 @@ def show(what: Any) -> None:
 def note(line: str) -> None:
     """Print a line to stderr, beside the answer."""
     Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
+
+
+class HeldNotes:
+    """Lines for stderr that wait until they are ready, or for `HELD_S`: a mistake that is found
+    meanwhile stands alone, and whoever waits for long sees what for."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] | None = []
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(HELD_S, self.show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def add(self, line: str, ready: bool = False) -> None:
+        with self._lock:
+            if self._lines is not None:
+                self._lines.append(line)
+            else:
+                note(line)
+        if ready:
+            self.show()
+
+    def show(self) -> None:
+        """Print what waits, and what comes from now on at once."""
+        with self._lock:
+            lines, self._lines = self._lines or [], None
+            for line in lines:
+                note(line)
+        self._timer.cancel()
+
+    def drop(self) -> None:
+        """Never print what waits."""
+        self._timer.cancel()
+        with self._lock:
+            self._lines = []
 
 
 def ticker(name: str) -> Callable[[int, int], None]:

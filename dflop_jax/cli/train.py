@@ -10,9 +10,9 @@ from dflop_jax.cli.experiment import (
     add_plan_file,
     add_profile_file,
     end_together,
-    experiment_config,
     given_profile,
 )
+from dflop_jax.cli.front_door import asked, said
 from dflop_jax.cli.terminal import show
 from dflop_jax.cluster.ending import PREEMPTED, end_now, is_command, on_signal, signal_name
 from dflop_jax.config import Config
@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_profile_file(parser)
     add_plan_file(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="profile, plan and say what the steps would take, and end before the first one",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
     parser.add_argument(
         "--resume",
@@ -78,11 +83,19 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
         raise ValueError("--overwrite and --resume exclude each other; give one of them")
     plan = load(Plan, args.plan_file) if args.plan_file else None
     existing: Any = "overwrite" if args.overwrite else "resume" if args.resume else "error"
-    config = experiment_config(args)
-    trainer = Trainer(config, plan=plan, profile=given_profile(args), existing=existing)
-    trainers.append(trainer)
-    result = trainer.fit()
-    exit_code = _preempted_code(config) if result.preempted else 0
+    ask = asked(args)
+    with said(ask) as notes:
+        trainer = Trainer(
+            ask.config,
+            plan=plan,
+            profile=given_profile(args),
+            existing=existing,
+            dry=args.dry_run,
+            tell=notes.add,
+        )
+        trainers.append(trainer)
+        result = trainer.fit()
+    exit_code = _preempted_code(trainer.config) if result.preempted else 0
     end_together(trainer.peers, exit_code)
     if not args.json and trainer.peers.is_hub and result.losses:
         show(summary_table(summarise(result.run_dir)))

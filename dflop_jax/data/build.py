@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dflop_jax.config import DataConfig
+from dflop_jax.config_texts import named_columns
 from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere, ToPieces
 from dflop_jax.data.datasets.mixture import Mixture, MixturePart, load_mixture
 from dflop_jax.data.datasets.mixture_samples import MixtureSamples
@@ -26,7 +27,7 @@ from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.sample import OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer, chat_pieces, make_tokenizer
+from dflop_jax.data.text.pieces import BYTES, Tokenizer, chat_pieces, make_tokenizer
 
 
 def make_source(
@@ -169,9 +170,14 @@ def preparation(config: DataConfig, spec: MediaSpec, vocab_size: int | None = No
 
 def _parts(config: DataConfig) -> Mixture:
     """The mixture that `config.path` names: of a YAML file, or a dataset alone."""
+    columns = tuple(sorted(named_columns(config.columns).items()))
     if config.path.endswith((".yaml", ".yml")):
+        if columns:
+            raise ValueError(
+                f"data.columns is for one dataset; give `columns` to the parts of {config.path}"
+            )
         return load_mixture(config.path)
-    return Mixture((MixturePart(config.path, root=config.root),))
+    return Mixture((MixturePart(config.path, root=config.root, columns=columns),))
 
 
 def _to_pieces(tokenizer: Tokenizer | ChatTokenizer, kinds: Kinds) -> ToPieces:
@@ -182,6 +188,6 @@ def _to_pieces(tokenizer: Tokenizer | ChatTokenizer, kinds: Kinds) -> ToPieces:
 
 def _digest(tokenizer: str) -> str:
     """What names the tokens of a tokenizer.json, or of bytes."""
-    if not tokenizer:
-        return "bytes"
+    if tokenizer in ("", BYTES):
+        return BYTES
     return hashlib.sha256(Path(tokenizer).read_bytes()).hexdigest()[:16]

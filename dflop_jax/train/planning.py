@@ -229,7 +229,8 @@ def check_trainable(config: Config) -> None:
             "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every, "
             "train.eval_samples and train.eval_every"
         )
-    if profiled_steps(config.train.profile_steps).stop > config.train.steps:
+    last = profiled_steps(config.train.profile_steps).stop
+    if last > config.train.steps and not config.train.epochs:  # whose steps the data say
         raise ValueError(
             f"train.profile_steps={config.train.profile_steps}, but with train.steps="
             f"{config.train.steps} the last step is number {config.train.steps - 1}; choose "

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from dflop_jax.report.spent import (
     time_log,
 )
 from dflop_jax.train.compile_cache import use_cache
+from dflop_jax.train.run_dir import settled_run_dir
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
@@ -197,9 +199,23 @@ class Workplace:
         return first or make()
 
 
-def set_up(config: Config) -> Workplace:
+def in_steps(place: Workplace, n_samples: int) -> Workplace:
+    """The workplace with the steps that `train.epochs` of so many samples take in the place of
+    these epochs, if there are any. The last step is filled up with samples of the next epoch."""
+    train = place.config.train
+    if not train.epochs:
+        return place
+    steps = max(1, ceil(train.epochs * n_samples / train.global_batch))
+    train = replace(train, steps=steps, epochs=0.0)
+    return replace(place, config=replace(place.config, train=train))
+
+
+def set_up(config: Config, *, resume: bool = False) -> Workplace:
     """Return the devices and the model of a configuration, with the compilation cache in place;
     joins the other processes of the run, where there are some.
+
+    Args:
+      resume: the newest run of a `run_dir` with a time in its name is meant, not a new one.
 
     Raises:
       ValueError: the model cannot be built, has no part that the training stage or the learning
@@ -224,6 +240,7 @@ def set_up(config: Config) -> Workplace:
         if member.number > 1 and devices[0].platform == "cpu":
             connect_pairs(tuple(devices), peers)
     noted.go_on_with(START)
+    config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=resume))
     model = _model_on(chip_of(devices[0]), config)
     watch = config.distributed
     sections = Sections(watch.hang_factor, watch.hang_least_s, REPEATED)
@@ -258,8 +275,9 @@ def _set_up_elsewhere(config: Config) -> Workplace:
         )
     if config.plan.node:
         hardware = replace(hardware, devices_per_node=config.plan.node)
-    model = _model_on(hardware.chip, config)
-    return Workplace(config, model, [], _peers(Membership(), 30.0), hardware)
+    peers = _peers(Membership(), 30.0)
+    config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=False))
+    return Workplace(config, _model_on(hardware.chip, config), [], peers, hardware)
 
 
 @cache

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from statistics import mean
 
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.config import Config
+from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.predict import held_loads
 from dflop_jax.records import Plan, Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.summary import number
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.planning import check_layers, check_names, check_plannable
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.profiling import profile_data
+from dflop_jax.train.profiling import parameter_bytes, profile_data
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import Timed
 
 # Batches of the profiled data whose mean step is what a plan predicts; twice as many are scheduled
 # in twice the time, and scatter less by a third.
 _PREDICTED_BATCHES = 4
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,49 @@ def agree(config: Config, peers: Peers) -> None:
                 f"process {peers.process} was started with {name}={ours[name]}, process 0 "
                 f"with {value}; start all with the same configuration"
             )
+
+
+def workplace_line(place: Workplace) -> str:
+    """Devices and model of a run, in a line."""
+    if place.hardware:
+        devices = f"{place.n_devices} x {place.hardware.name}, which are not here"
+    else:
+        kinds = sorted({d.device_kind for d in place.devices})
+        hosts = len(set(place.hosts)) or 1
+        devices = f"{place.n_devices} x {', '.join(kinds)}"
+        devices += f" of {place.peers.count} processes on {hosts} hosts" * (place.peers.count > 1)
+    frozen, sizes = place.trained.frozen, []
+    for name, module in place.model.modules.items():
+        parts = {p: n / FLOAT32_BYTES for p, n in parameter_bytes(module).items()}
+        trained = sum(n for p, n in parts.items() if module.freeze_groups[p] not in frozen)
+        total = sum(parts.values())
+        said = "" if trained == total else f", {number(trained)} of them trained" * bool(trained)
+        sizes.append(f"{name} {number(total)}{said or ', frozen' * (not trained)}")
+    config = place.config.model
+    return (
+        f"devices: {devices}; model: {config.factory} {config.size}, parameters of "
+        f"{', '.join(sizes)}, {config.dtype}"
+    )
+
+
+def data_line(source: Source, train: TrainConfig) -> str:
+    """Data and steps of a run, in a line."""
+    n, batch = len(source), train.global_batch
+    return (
+        f"data: {source.name}: {n:,} samples; {train.steps:,} steps of {batch} samples, "
+        f"{train.steps * batch / n:.3g} epochs"
+    )
+
+
+def expected(plan: Plan, steps: int) -> str:
+    """What a plan says of the steps that are left, in a line."""
+    step_s = plan.predicted.makespan_s
+    left_s = step_s * steps
+    end = datetime.now() + timedelta(seconds=left_s)
+    return (
+        f"expected: {step_s:.3g} s a step, {steps:,} steps in {timedelta(seconds=round(left_s))} "
+        f"hours, the last about {end:%Y-%m-%d %H:%M}"
+    )
 
 
 def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan | None) -> None:

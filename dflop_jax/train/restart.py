@@ -7,14 +7,15 @@ from typing import Literal
 from dflop_jax.cluster import told
 from dflop_jax.cluster.ending import TryAgain, exit_code_of
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.report.run_folder import RESTARTS, FolderInUse, RunFolder, launch_of
+from dflop_jax.report.run_folder import RESTARTS, FolderInUse, RunFolder
+from dflop_jax.train.run_dir import is_of_launch
 
 
 def is_begun(run_dir: str, peers: Peers) -> bool:
     """Whether this is a restart of a run that its launch has begun in this folder before. A script
     may train in several folders: others may hold older runs, which are not to be gone on with.
     Process 0, which writes there, says so to all."""
-    begun = told.is_restart() and launch_of(run_dir) == told.launch_name()
+    begun = told.is_restart() and is_of_launch(run_dir)
     return peers.share("begun", str(int(begun)).encode() if peers.is_hub else None) == b"1"
 
 

@@ -7,7 +7,7 @@ profile, the plan, the schedules, and when to stop.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,9 +40,17 @@ from dflop_jax.train.planning import (
     check_trainable,
     make_plan,
 )
-from dflop_jax.train.prepare import Workplace, set_up
+from dflop_jax.train.prepare import Workplace, in_steps, set_up
 from dflop_jax.train.profiling import check_not_empty, make_profile
-from dflop_jax.train.ready import ReadyRun, agree, predicted, refuse
+from dflop_jax.train.ready import (
+    ReadyRun,
+    agree,
+    data_line,
+    expected,
+    predicted,
+    refuse,
+    workplace_line,
+)
 from dflop_jax.train.recount import find_plan, with_links
 from dflop_jax.train.restart import is_begun, line_of, open_folder, tell_agent
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
@@ -81,6 +89,9 @@ class Trainer:
       existing: what to do with another run in the folder: "error", "overwrite", or "resume" it
         from its newest whole checkpoint (from the start if it has none). A run that `dflop launch`
         starts again is resumed, whatever this says.
+      dry: end before the first step, with profile and plan written and what is expected said.
+      tell: is told on process 0, a line each, of devices and model, and then of the data; and
+        whether all is checked that can be without measuring.
 
     Raises:
       ValueError: the model cannot be built, the data cannot be read, too few devices exist, or the
@@ -95,23 +106,30 @@ class Trainer:
         plan: Plan | None = None,
         profile: Profile | None = None,
         existing: Literal["error", "overwrite", "resume"] = "error",
+        dry: bool = False,
+        tell: Callable[[str, bool], None] = lambda line, ready: None,
     ):
-        self.config, self._existing = config, existing
+        self._existing, self._dry = existing, dry
         self._in_haste = False  # others' devices wait as this run goes on without them
         self._loop: Loop | None = None
         try:
             check_trainable(config)
-            self.place: Workplace = set_up(config)
+            self.place: Workplace = set_up(config, resume=existing == "resume")
         except BaseException as e:  # before there are others to be told
             tell_agent(e)
             raise
         self.peers = self.place.peers
         with self._told_to_others():
+            self._tell = tell if self.peers.is_hub else lambda line, ready: None
+            self._tell(workplace_line(self.place), False)
             self._begin = published(self.place.model, config.model.weights)
             if self.peers.is_hub:
                 check_trackers(config)
             self.source: Source = self.place.source()
             check_not_empty(self.source)
+            self.place = in_steps(self.place, len(self.source))
+            self.config = config = self.place.config
+            check_trainable(config)
             self._held_out: Source | None = None
             if config.train.eval_samples:
                 self._held_out = self.place.source("eval")
@@ -216,10 +234,14 @@ class Trainer:
         untimed = as_it_was or self._in_haste
         untimed = peers.share("untimed", b"1" * untimed if peers.is_hub else None) == b"1"
         timed = self._timed or self._warm_up(ex, progress, repeats=0 if untimed else REPEATS)
-        if folder and not (as_it_was and (folder.path / PLAN_FILE).exists()):
-            folder.write_plan(
-                ex.plan if untimed else predicted(self.place, self.profile, prices, timed)
-            )
+        if folder:
+            made = ex.plan if untimed else predicted(self.place, self.profile, prices, timed)
+            if not (as_it_was and (folder.path / PLAN_FILE).exists()):
+                folder.write_plan(made)
+            progress.log(expected(made, config.train.steps - first_step))
+        if self._dry:
+            peers.barrier("dry")
+            return LoopResult((), (), None, first_step, False)
         data = self.source, self._held_out, self.profile
         start_s = time.perf_counter() - begun_s
         ready = ReadyRun(
@@ -260,6 +282,8 @@ class Trainer:
         if self.profile and recounted:
             self.profile = with_links(self.place, self.profile)
         refuse(self.place, self.source, self.profile, plan)
+        self._tell(data_line(self.source, self.config.train), True)
+        self._tell = lambda line, ready: None  # once, also where plans change
         if self.profile is None:
             progress.log("profiling model and data")
             with self.place.time.part(PROFILE):

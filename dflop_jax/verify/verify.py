@@ -10,6 +10,7 @@ import jax
 
 from dflop_jax.config import ModelConfig
 from dflop_jax.contract import MultimodalModel
+from dflop_jax.front.families import factory_of
 from dflop_jax.records import Plan
 from dflop_jax.train.prepare import build_model, use_devices
 from dflop_jax.verify import compare, reference
@@ -18,12 +19,6 @@ from dflop_jax.verify.round_trip import round_trip, spread
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import Folder, read_config
 
-FACTORIES = {
-    "llava_onevision": "models.llava:build",
-    "internvl": "models.internvl:build",
-    "qwen2_audio": "models.qwen2_audio:build",
-    "qwen3_vl": "models.qwen3_vl:build",
-}
 MAX_DEVICES = 4  # at most; pretended where only the CPU is there
 
 
@@ -41,15 +36,12 @@ def verify(
       ValueError: no such folder, of a model that is not known, or one that does not hold it; a plan
         of another model.
     """
-    kind = read_config(path).get("model_type")
-    if not isinstance(kind, str) or kind not in FACTORIES:
-        raise ValueError(
-            f"{path}: model_type is {kind!r}; known: {', '.join(FACTORIES)}; for another model "
-            "write a factory with `weights`"
-        )
+    config = read_config(path)
+    kind, factory = config.get("model_type"), factory_of(config, path)
+    assert isinstance(kind, str), "the factory goes by it"
     # Before anything else asks for devices, which fixes how many there are.
     devices = use_devices(plan.layout.n_devices) if plan else _some_devices()
-    model: MultimodalModel = build_model(ModelConfig(FACTORIES[kind], str(path), dtype="float32"))
+    model: MultimodalModel = build_model(ModelConfig(factory, str(path), dtype="float32"))
     folder = Folder(path, model.weights)  # type: ignore[attr-defined]
     folder.check()
     plan = plan or spread(model, len(devices), folder.map.tensors)

@@ -35,6 +35,7 @@ json_rows = module("json_rows")
 ELSEWHERE = {
     "cpsat": "test_schedule.py test_cpsat_solves_a_small_instance",  # has no rows
     "dispatch": "test_dispatch.py test_every_cost_has_rows_of_both_methods",
+    "front_door": "test_front_door.py test_the_loss_is_that_of_transformers",
     "gpu_compile": "test_gpu_compile.py test_a_file_of_all_cases_is_not_compiled_again",
     "gpu_step": "test_gpu_step.py test_a_tiny_run_without_a_gpu",
     "long_run": "test_long_run.py test_every_row_is_made_by_the_work_it_names",

@@ -49,6 +49,7 @@ ASKED = {
     "generate": [(("run", "--prompt", "What?", "--max-tokens", "2"), 0, "")],
     "export": [(("run", "--out", "published"), 0, "published"), (("run", "--out", "run"), 2, "")],
     "verify": [(("published", "--json"), 0, "")],
+    "init": [(("mine.py", "--model.size", "nano"), 0, "mine.py")],
     "launch": [(("-n", "1", "--", "python", "-c", "pass"), 0, "")],
 }  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_overrides_that_are_wrong(capsys, command, args, says):
     [
         ([], "the following arguments are required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
-        (["train"], "required: experiment (see dflop train --help)"),
+        (["train"], "no model: give --model FOLDER_OR_NAME --data PATH_OR_NAME, or an exp"),
         (["report"], "required: RUN"),
         (["simulate", "nano.py", "--batches", "few"], "invalid int value: 'few'"),
     ],

@@ -13,6 +13,7 @@ from dflop_jax.data.media.kinds import BUILT_IN, PLACEHOLDERS
 from dflop_jax.data.text.tokenizer_files import encoded, load_tokenizer, n_ids
 
 TAG = tag_of(BUILT_IN)
+BYTES = "bytes"  # the tokenizer that needs no file
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 # what the template needs of a tokenizer.json, and the names it may have there
 SPECIAL_TOKENS = {
@@ -86,8 +87,9 @@ class FileTokenizer:
 
 
 def make_tokenizer(path: str = "", vocab_size: int | None = None) -> Tokenizer:
-    """Byte-level for an empty path; ValueError when the model's `vocab_size` is too small."""
-    tokenizer: Tokenizer = FileTokenizer(path) if path else ByteTokenizer()
+    """Byte-level for an empty path or "bytes"; ValueError when the model's `vocab_size` is too
+    small."""
+    tokenizer: Tokenizer = ByteTokenizer() if path in ("", BYTES) else FileTokenizer(path)
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"{path or 'the byte tokenizer'} has {tokenizer.vocab_size} ids, the model's "

@@ -1,0 +1,147 @@
+"""A model and data that are named in the place of an experiment file, and what a run of them starts
+from."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dflop_jax.cli.experiment import experiment_arguments, load_experiment, overrides
+from dflop_jax.cli.terminal import HeldNotes, Parser, note
+from dflop_jax.config import Config, override
+from dflop_jax.front.setting import Setting, with_settings
+
+if TYPE_CHECKING:
+    from dflop_jax.train.prepare import Workplace
+
+MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line amounts to.
+
+    Attributes:
+      settings: of the front door that stand in `config`, with where each is from.
+    """
+
+    config: Config
+    settings: tuple[Setting, ...]
+
+
+def front_door_arguments() -> Parser:
+    """A parent parser with EXPERIMENT, a model and data by name, and the overrides."""
+    parser = experiment_arguments(optional=True)
+    names = parser.add_argument_group(
+        "model and data by name", "In the place of an experiment file, or in that of its own."
+    )
+    names.add_argument(
+        "--model",
+        metavar="FOLDER_OR_NAME",
+        help="folder of a published model, or OWNER/NAME[@REVISION] on the hub: its factory, size, "
+        "weights, tokenizer, template and limits of pictures",
+    )
+    names.add_argument(
+        "--data", metavar="PATH_OR_NAME", help="the data, as --data.path: file, folder or name"
+    )
+    return parser
+
+
+def asked(args: argparse.Namespace, *, whole: bool = True) -> Asked:
+    """The configuration of a command line, and what of it the front door chose.
+
+    Args:
+      whole: model and data have to be named.
+
+    Raises:
+      ValueError: a model or data that cannot be found or are named twice, or none where `whole`.
+    """
+    given = overrides(args)
+    if args.data is not None and "data.path" in given:
+        raise ValueError("--data and --data.path say the same; give one of them")
+    by_file = load_experiment(args.experiment) if args.experiment else None
+    if whole and by_file is None:
+        _check_named(args, given)
+    settings = _settings(args, given, by_file is not None)
+    config = override(with_settings(by_file or Config(), settings), given)
+    standing = {s.name: s for s in settings if s.name not in given}
+    # What the user gives in another way is out of force.
+    chosen = with_settings(config, standing.values())
+    return Asked(config, tuple(s for s in standing.values() if _same(s, chosen, config)))
+
+
+def _same(setting: Setting, one: Config, other: Config) -> bool:
+    section, _, name = setting.name.rpartition(".")
+    values = [getattr(getattr(c, section) if section else c, name) for c in (one, other)]
+    return values[0] == values[1]
+
+
+def _check_named(args: argparse.Namespace, given: dict[str, str]) -> None:
+    if args.model is None and not any(name in given for name in MODEL_FIELDS):
+        raise ValueError(
+            "no model: give --model FOLDER_OR_NAME --data PATH_OR_NAME, or an experiment file such "
+            "as experiments/demo.py first"
+        )
+    if (
+        args.model is not None
+        and args.data is None
+        and not (given.get("data.path") or given.get("data.factory"))
+    ):
+        raise ValueError("no data: give --data PATH_OR_NAME (a JSON file or folder, Parquet, ...)")
+
+
+def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) -> list[Setting]:
+    from dflop_jax.cluster.devices import on_cpu
+    from dflop_jax.front.defaults import model_defaults, run_dir
+    from dflop_jax.front.hub import model_folder
+    from dflop_jax.front.model_folder import folder_settings
+    from dflop_jax.weights import read_config
+
+    settings: list[Setting] = []
+    name = given.get("model.size", "")
+    if args.model is not None:
+        folder = model_folder(args.model, note)
+        name = str(folder)
+        settings += folder_settings(folder, given)
+        if not by_file:
+            hardware = given.get("plan.hardware", "")
+            gpus = hardware != "cpu" if hardware else not on_cpu()
+            lora = given.get("train.lora_rank", "0") != "0"
+            settings += model_defaults(read_config(folder), gpus=gpus, lora=lora)
+    if args.data is not None:
+        settings.append(Setting("data.path", args.data, "--data"))
+    if not by_file:
+        settings.append(run_dir(name, args.data or given.get("data.path", "")))
+    return settings
+
+
+@contextmanager
+def said(ask: Asked) -> Iterator[HeldNotes]:
+    """Notes that begin with what the front door chose and where each is from, on the first process
+    of a run; dropped where an error comes before they are shown."""
+    from dflop_jax.cluster.processes import find_processes
+
+    first = find_processes(ask.config.distributed).index == 0
+    notes = HeldNotes()
+    for s in ask.settings if first else ():
+        notes.add(f"  {s.name} {s.text}  ({s.why})")
+    try:
+        yield notes
+    finally:
+        notes.drop()
+
+
+def open_place(args: argparse.Namespace) -> Workplace:
+    """The workplace of a command line; says what it is where no experiment file does."""
+    from dflop_jax.train.prepare import set_up
+    from dflop_jax.train.ready import workplace_line
+
+    ask = asked(args)
+    with said(ask) as notes:
+        place = set_up(ask.config)
+        if ask.settings and place.peers.is_hub:
+            notes.add(workplace_line(place), ready=True)
+    return place

@@ -1,0 +1,48 @@
+"""`dflop init`: write the experiment file that a command line amounts to."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflop_jax.cli.front_door import asked
+from dflop_jax.cli.terminal import show
+from dflop_jax.front.source import experiment_source
+
+
+@dataclass(frozen=True)
+class Written:
+    """What `--json` prints: the file, and how many of its fields are others than a Config's."""
+
+    file: str
+    fields: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "dflop init FILE --model FOLDER_OR_NAME --data PATH_OR_NAME [--section.field VALUE ...]"
+    )
+    parser.epilog = (
+        "Example: dflop init my_run.py --model FOLDER --data d.json; dflop train my_run.py"
+    )
+
+
+def run(args: argparse.Namespace) -> Written:
+    """Write FILE, which is not there yet."""
+    if args.experiment is None:
+        raise ValueError("no file to write: give one first, as in dflop init my_run.py ...")
+    file = Path(args.experiment)
+    if file.suffix != ".py":
+        raise ValueError(f"{file}: an experiment is a Python file; give a name that ends in .py")
+    if file.exists():
+        raise ValueError(f"{file}: is there already; give another name or remove it")
+    if not file.absolute().parent.is_dir():
+        raise ValueError(f"{file.parent}: no such folder; make it first")
+    args.experiment = None  # the file is no experiment yet
+    ask = asked(args)
+    text, n = experiment_source(ask.config, ask.settings, str(file))
+    file.write_text(text, encoding="utf-8")
+    if not args.json:
+        show(f"wrote {file}: dflop train {file}")
+    return Written(str(file), n)

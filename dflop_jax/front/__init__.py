@@ -1,0 +1,1 @@
+"""The front door: what a model's name and a data file amount to, before anything is run."""

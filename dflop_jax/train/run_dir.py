@@ -1,0 +1,45 @@
+"""The folder of a run whose name has the time at which it began."""
+
+from __future__ import annotations
+
+import glob
+import time
+from pathlib import Path
+
+from dflop_jax.cluster import told
+from dflop_jax.cluster.peers import Peers
+from dflop_jax.report.run_folder import has_begun, launch_of
+
+TIME = "{time}"
+
+
+def settled_run_dir(pattern: str, peers: Peers, *, resume: bool) -> str:
+    """`pattern` with the time in the place of "{time}", the same on all processes.
+
+    A run that is resumed, or that its launch has started again, keeps the name that it has: of all
+    that fit the pattern, the newest that has begun (of this launch).
+    """
+    if TIME not in pattern:
+        return pattern
+    name = _named(pattern, resume).encode() if peers.is_hub else None
+    return peers.share("run_dir", name).decode()
+
+
+def _named(pattern: str, resume: bool) -> str:
+    restart = told.is_restart()
+    if restart or resume:
+        folders = sorted(glob.glob("*".join(map(glob.escape, pattern.split(TIME)))))
+        mine = [f for f in folders if has_begun(f) and (not restart or is_of_launch(f))]
+        if mine:
+            return mine[-1]
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    name, again = pattern.replace(TIME, stamp), 1
+    while Path(name).exists():  # begun in the same second
+        again += 1
+        name = pattern.replace(TIME, f"{stamp}-{again}")
+    return name
+
+
+def is_of_launch(folder: str | Path) -> bool:
+    """Whether the launch that this process belongs to has begun the run in a folder."""
+    return launch_of(folder) == told.launch_name()

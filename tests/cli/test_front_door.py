@@ -1,0 +1,125 @@
+"""A model and data by name in the place of an experiment file: what they amount to, and what is
+refused."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from dflop_jax.cli.front_door import asked
+from dflop_jax.cli.main import _parser
+from dflop_jax.config import Config
+from dflop_jax.front.families import FAMILIES
+from dflop_jax.front.model_folder import MOST_TOKENS
+from dflop_jax.train.prepare import build_model
+from tests.cli.command_line import refused, run
+from tests.front.made import HF_CONFIG, PIXELS, llava_data, processor_files
+
+
+@pytest.fixture
+def named():
+    """A model's folder without weights, and data."""
+    processor_files(Path("qwen"))
+    llava_data(Path("photos"), 4)
+    return ("--model", "qwen", "--data", "photos/train.json")
+
+
+def ask(*words):
+    return asked(_parser().parse_known_args(["train", *words])[0])
+
+
+def test_a_folder_and_a_file_are_a_whole_configuration(named):
+    got = ask(*named)
+    config = got.config
+    assert config.model.factory == FAMILIES["qwen3_vl"]
+    assert (config.model.size, config.model.weights) == ("qwen", ("qwen",))
+    assert (config.data.path, config.data.tokenizer) == ("photos/train.json", "qwen")
+    assert (config.data.min_pixels, config.data.max_pixels) == PIXELS
+    assert config.data.max_tokens == HF_CONFIG["text_config"]["max_position_embeddings"]
+    assert (config.model.dtype, config.train.learning_rate) == ("float32", 1e-5)
+    assert (config.train.epochs, config.train.warmup_ratio) == (1.0, 0.03)
+    assert config.run_dir == "runs/qwen-train-{time}"
+    assert all(s.why for s in got.settings)
+    assert build_model(config.model).vocab_size == HF_CONFIG["text_config"]["vocab_size"]
+
+
+def test_what_the_user_gives_goes_before_all(named):
+    got = ask(*named, "--train.steps", "7", "--train.lora_rank", "4", "--plan.hardware", "h100",
+              "--data.tokenizer", "bytes", "--train.warmup_steps", "2")  # fmt: skip
+    train = got.config.train
+    assert (train.steps, train.epochs, train.warmup_steps, train.warmup_ratio) == (7, 0, 2, 0)
+    assert (train.learning_rate, got.config.model.dtype) == (1e-4, "bfloat16")
+    assert got.config.data.tokenizer == "bytes"
+    said = {s.name for s in got.settings}
+    assert not said & {"train.epochs", "train.warmup_ratio", "data.tokenizer"}
+    assert ask(*named, "--plan.hardware", "cpu").config.model.dtype == "float32"
+
+
+def test_an_experiment_file_keeps_what_the_names_do_not_say(named):
+    got = ask("nano.py", *named).config
+    assert (got.train.steps, got.train.epochs, got.run_dir) == (3, 0, "run")
+    assert (got.model.size, got.data.path) == ("qwen", "photos/train.json")
+    assert ask("nano.py", "--data", "photos").config.model.size == "nano"
+
+
+@pytest.mark.parametrize("positions, tokens", [(64, 64), (10**6, MOST_TOKENS), (None, MOST_TOKENS)])
+def test_tokens_are_the_models_within_a_bound(named, positions, tokens):
+    file = Path("qwen/config.json")
+    config = json.loads(file.read_text())
+    config["text_config"]["max_position_embeddings"] = positions
+    file.write_text(json.dumps(config))
+    assert ask(*named).config.data.max_tokens == tokens
+
+
+def test_init_writes_what_the_command_line_amounts_to(named, capsys):
+    code, out, err = run(capsys, "init", "mine.py", *named, "--train.steps", "7", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["file"] == "mine.py"
+    ast.parse(Path("mine.py").read_text())
+    assert ask("mine.py").config == ask(*named, "--train.steps", "7").config
+    assert "# model_type of config.json" in Path("mine.py").read_text()
+    assert "is there already" in refused(capsys, "init", "mine.py", *named)
+    assert ask("nano.py").config != Config()
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ("train", "no model: give --model FOLDER_OR_NAME --data PATH_OR_NAME, or an experiment"),
+        ("plan --model qwen", "no data: give --data PATH_OR_NAME"),
+        ("train --model gone --data photos", "--model gone: no such folder, nor OWNER/NAME"),
+        ("train --model photos --data photos", "config.json: no such file"),
+        ("train --modle qwen --data photos", "unknown option --modle; did you mean --model?"),
+        ("train --model qwen --dta photos", "unknown option --dta; did you mean --data?"),
+        ("train --model qwen --data photos --data.path x", "--data and --data.path say the same"),
+        ("train --model qwen --data photos --train.step 3", "did you mean train.steps?"),
+        ("train --model qwen --data photos --train.steps 3 --train.epochs 1", "give one of them"),
+        ("train --model qwen --data photos --data.columns chat", "write FIELD=COLUMN"),
+        ("profile nano.py --data.path m.yaml --data.columns a=b", "give `columns` to the parts"),
+        ("train --model bare --data photos", "bare: no tokenizer.json in it; give --data.tok"),
+        ("train --model llama --data photos", "'llama' is a language model alone"),
+        ("train --model other --data photos", f"type is 'clip'; known: {', '.join(FAMILIES)}"),
+        ("init --model qwen --data photos", "no file to write"),
+        ("init mine.txt --model qwen --data photos", "give a name that ends in .py"),
+        ("init gone/mine.py --model qwen --data photos", "gone: no such folder"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(named, capsys, words, says):
+    Path("m.yaml").write_text("parts: [photos/train.json]")
+    for name, config in {
+        "bare": {"model_type": "qwen3_vl"},
+        "llama": {"model_type": "llama"},
+        "other": {"model_type": "clip", "vision_config": {"a": 1}},
+    }.items():
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(json.dumps(config))
+    assert says in refused(capsys, *words.split())
+
+
+def test_every_family_has_a_factory_and_a_reader():
+    for kind, factory in FAMILIES.items():
+        assert re.fullmatch(r"models\.\w+:build", factory)
+        with pytest.raises(ValueError, match=r"unknown model size"):
+            build_model(Config(model=type(Config().model)(factory, "no such size")).model), kind

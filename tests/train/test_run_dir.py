@@ -1,0 +1,63 @@
+"""Folders named by the time, and steps that are said by epochs."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dflop_jax import Config, TrainConfig
+from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.variables import RESTARTS_ENV, RUN_ENV
+from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.train import run_dir
+from dflop_jax.train.prepare import Workplace, in_steps
+from dflop_jax.train.run_dir import settled_run_dir
+
+PATTERN = "runs[1]/a-{time}"  # what glob would take for letters
+
+
+@pytest.fixture
+def settle(monkeypatch, tmp_path):
+    """Names of folders at a time, which does not pass."""
+    monkeypatch.chdir(tmp_path)
+
+    def at(time, resume=False, pattern=PATTERN):
+        monkeypatch.setattr(run_dir.time, "strftime", lambda how: time)
+        return settled_run_dir(pattern, Peers(0, 1, {}), resume=resume)
+
+    return at
+
+
+def test_no_run_meets_another_one(settle):
+    assert settle("1", pattern="mine") == "mine"
+    assert settle("1") == "runs[1]/a-1"
+    RunFolder("runs[1]/a-1").close()
+    assert [settle("1"), settle("2")] == ["runs[1]/a-1-2", "runs[1]/a-2"]
+
+
+def test_resuming_finds_the_newest(settle):
+    assert settle("1", resume=True) == "runs[1]/a-1"
+    for name in ("a-1", "a-3", "b-4"):
+        RunFolder(f"runs[1]/{name}").close()
+    assert settle("5", resume=True) == "runs[1]/a-3"
+    assert settle("5") == "runs[1]/a-5"
+
+
+def test_a_restart_goes_on_in_the_folder_of_its_launch(settle, monkeypatch):
+    RunFolder("runs[1]/a-1", launch="mine").close()
+    RunFolder("runs[1]/a-2", launch="another").close()
+    monkeypatch.setenv(RUN_ENV, "mine")
+    assert settle("3") == "runs[1]/a-3"
+    monkeypatch.setenv(RESTARTS_ENV, "1")
+    assert settle("3") == "runs[1]/a-1"
+    monkeypatch.setenv(RUN_ENV, "a third")
+    assert settle("3") == "runs[1]/a-3"
+
+
+@pytest.mark.parametrize(
+    "epochs, n, steps", [(1, 64, 8), (1, 65, 9), (0.5, 64, 4), (3, 1, 1), (0, 64, 7), (1e-6, 9, 1)]
+)
+def test_epochs_say_the_steps(epochs, n, steps):
+    config = Config(train=TrainConfig(steps=7, epochs=epochs, global_batch=8))
+    model = SimpleNamespace()
+    train = in_steps(Workplace(config, model, [], Peers(0, 1, {})), n).config.train
+    assert (train.steps, train.epochs) == (steps, 0)

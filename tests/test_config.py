@@ -192,6 +192,7 @@ ABOVE_ZERO = [
 SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
 DECAYS = ["train.beta1", "train.beta2", "train.momentum"]
 NOT_NEGATIVE = [
+    "train.check_every",
     "distributed.hang_factor",
     "train.epochs",
     "train.warmup_steps",

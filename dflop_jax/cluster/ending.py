@@ -32,7 +32,11 @@ class RunFailed(RuntimeError):
 
 class TryAgain(RunFailed):
     """What ended the run lies outside of it and passes: a process that is gone or did not come, a
-    port in use, a lock that is held."""
+    port in use, a lock that is held; `host`: the one that is to blame, where it is known."""
+
+    def __init__(self, why: str, host: str = ""):
+        super().__init__(why)
+        self.host = host
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -17,7 +17,7 @@ from dflop_jax.config_texts import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.records import Layout, PriceList
+from dflop_jax.records import Layout, Plan, PriceList
 from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING, read_spent
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
@@ -28,6 +28,7 @@ from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
+from dflop_jax.train.judge import Judge
 from dflop_jax.train.meta import Meta, planned_under
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
@@ -42,21 +43,24 @@ from dflop_jax.train.watched import steps_marked, tasks_shown
 
 @dataclass(frozen=True)
 class LoopResult:
-    """What the steps of one call gave."""
+    """What the steps of one call gave; `back_to` is a step that is to be run again, `next` the plan
+    that `plan` is to be changed for."""
 
     losses: tuple[float, ...]
     compiles: tuple[int, ...]
     evaluation: Evaluation | None
     steps_done: int
     preempted: bool
+    plan: Plan
     next: NewPlan | None = None
+    back_to: int | None = None
 
 
 class Loop:
     """One process's part in the steps of a run. It ends early where the plan is to be changed
-    (`redecider`)."""
+    (`redecider`), or a step to be run again (`judge`)."""
 
-    def __init__(self, ready: ReadyRun):
+    def __init__(self, ready: ReadyRun, judge: Judge):
         config, place, ex = ready.config, ready.place, ready.ex
         self._ready, self.config, self.peers, self.ex = ready, config, place.peers, ex
         self.saver, self.folder, self.progress = ready.saver, ready.folder, ready.progress
@@ -68,7 +72,9 @@ class Loop:
         self._redecider = Redecider(
             place, ready.profile, ex.plan, asked_for, ready.start_s, ready.progress
         )
+        self._judge = judge
         self._next: NewPlan | None = None
+        self._back_to: int | None = None
         self._stalled_s = 0.0
         self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
@@ -103,6 +109,7 @@ class Loop:
             held_out = HeldOut(
                 config, self._ready.held_out, self.ex, self._ready.prices, self.packer
             )
+        self._judge.warm_up()
         counter = CompileCounter()
         stack.callback(counter.close)
         place = self._ready.place
@@ -129,15 +136,16 @@ class Loop:
                 marked = steps_marked(place.sections, batches, start)
                 preempted = self._steps(marked, held_out, asked)
             place.time.go_on_with(END)
-            if self._next:  # a signal may have come while it was searched
+            if self._goes_on:  # a signal may have come while it was searched
                 preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
             done = self._done
             with place.time.part(SAVE):
-                if config.checkpoint.saves:
+                # What comes after a step that is run again is of no use.
+                if config.checkpoint.saves and self._back_to is None:
                     self._save(done)
                 self.saver.wait()
         evaluation = None
-        if held_out and not preempted and not self._next:
+        if held_out and not preempted and not self._goes_on:
             evaluation = self._evaluate(held_out, done)
         self.log.write_trace()
         if preempted:
@@ -146,7 +154,13 @@ class Loop:
         if self.saver.trouble:
             raise RunFailed(f"what was trained is not saved: {self.saver.trouble}")
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
-        return LoopResult(losses, compiles, evaluation, done, preempted, self._next)
+        more = self._next, self._back_to
+        return LoopResult(losses, compiles, evaluation, done, preempted, self.ex.plan, *more)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether another loop follows this one."""
+        return self._next is not None or self._back_to is not None
 
     def _start_worker(
         self, stack: ExitStack, start: int, known: Learnt | None
@@ -210,6 +224,13 @@ class Loop:
             self._done = batch.step + 1
             tell_step()
             self._saves.tell(self._done, self._skipping.known)
+            if self._back_to is not None:
+                return
+            if self._judge.goes_back(batch.step, applied=verdict.applied):
+                self._back_to = batch.step
+                self.progress.log(f"step {batch.step} is skipped: going back to run it again")
+                return
+            self._judge.judge(batch.step, applied=verdict.applied, say=self.progress.log)
             if self.folder and (why := self._skipping.end_reason()):
                 raise RunFailed(why)
 
@@ -235,8 +256,9 @@ class Loop:
                 profiler.dispatched(batch.step)
                 if stop:
                     break
-                self._after(batch.step + 1, held_out, finish)
-                if self._next or stop:
+                if self._back_to is None:
+                    self._after(batch.step + 1, held_out, finish)
+                if self._goes_on or stop:
                     break
             finish()
         return stop and self._done < self.config.train.steps
@@ -263,7 +285,15 @@ class Loop:
             self._save(done)
         if held_out and evaluate and done % evaluate == 0 and not last:
             finish()
+            if self._back_to is not None:
+                return
             self._evaluate(held_out, done)
+            self.log.pause()
+        if self._judge.is_due(done) and not last:
+            finish()
+            if self._back_to is not None:
+                return
+            self._judge.look(done, self.progress.log)
             self.log.pause()
         if (look := self.config.plan.redecide_every) and done % look == 0 and not last:
             with self._ready.place.time.part(REDECISION):

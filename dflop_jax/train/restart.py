@@ -38,7 +38,8 @@ def tell_agent(
     error: BaseException, step: int | None = None, samples: tuple[str, ...] = ()
 ) -> None:
     """This process ends by an error of its own, at a step with these samples in its batch."""
-    told.tell_failure(told.Failure(exit_code_of(error), line_of(error), step, samples))
+    host = error.host if isinstance(error, TryAgain) else ""
+    told.tell_failure(told.Failure(exit_code_of(error), line_of(error), step, samples, host))
 
 
 def line_of(error: BaseException) -> str:

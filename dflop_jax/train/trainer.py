@@ -7,7 +7,7 @@ profile, the plan, the schedules, and when to stop.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,8 +30,10 @@ from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.spent import EVENTS, PLAN, PROFILE, REDECISION, SAVE
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
+from dflop_jax.train.device_check import DeviceCheck
 from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
+from dflop_jax.train.judge import Judge, go_back
 from dflop_jax.train.loop import Loop, LoopResult
 from dflop_jax.train.meta import Continued, continued, planned_under
 from dflop_jax.train.planning import (
@@ -162,14 +164,21 @@ class Trainer:
           TryAgain: another run writes to the folder.
         """
         results: list[LoopResult] = []
+        self._judge = Judge(self.place, DeviceCheck(self.place.devices, self.peers))
         with self._told_to_others(), watched(self.place):
             while True:
                 # Told before anything is cleaned up, which may wait for what the others compute.
                 with ExitStack() as stack, self._told_to_others():
                     results.append(self._fit(stack))
-                new = results[-1].next
-                if new is None or results[-1].preempted:
+                new, back_to = results[-1].next, results[-1].back_to
+                if results[-1].preempted or (new is None and back_to is None):
                     break
+                if back_to is not None:
+                    self._existing = "resume"
+                    self._executor = self._timed = None
+                    self._executor = go_back(self.place, results[-1].plan, back_to)
+                    continue
+                assert new is not None
                 self.place.time.go_on_with(REDECISION)
                 self._existing, self.profile = "resume", new.profile
                 self._executor = self._timed = None  # whose memory the next one's state needs
@@ -177,7 +186,7 @@ class Trainer:
         last = results[-1]
         return FitResult(
             Path(self.config.run_dir),
-            tuple(loss for r in results for loss in r.losses),
+            _losses(results),
             last.evaluation,
             sum(n for r in results for n in r.compiles[1:]),
             last.steps_done,
@@ -241,13 +250,13 @@ class Trainer:
             progress.log(expected(made, config.train.steps - first_step))
         if self._dry:
             peers.barrier("dry")
-            return LoopResult((), (), None, first_step, False)
+            return LoopResult((), (), None, first_step, False, ex.plan)
         data = self.source, self._held_out, self.profile
         start_s = time.perf_counter() - begun_s
         ready = ReadyRun(
             config, self.place, *data, ex, prices, saver, folder, samples, progress, start_s
         )
-        self._loop = Loop(ready)
+        self._loop = Loop(ready, self._judge)
         stack.callback(setattr, self, "_loop", None)  # and its memory
         result = self._loop.run(stack, resumed)
         if folder and result.losses:
@@ -352,3 +361,11 @@ class Trainer:
         took_s = time.perf_counter() - start_s
         progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s")
         return timed
+
+
+def _losses(results: Sequence[LoopResult]) -> tuple[float, ...]:
+    """Of the steps of all loops, each once, as it was run last."""
+    of_steps: dict[int, float] = {}
+    for r in results:
+        of_steps |= enumerate(r.losses, r.steps_done - len(r.losses))
+    return tuple(of_steps[step] for step in sorted(of_steps))

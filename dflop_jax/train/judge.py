@@ -1,0 +1,106 @@
+"""What a skipped step was: a device's fault that passed, one that stays, or the data.
+
+A step whose update is left out leaves the state as it was, but the next one is under way by the
+time that is known. So the run goes back to the newest checkpoint before it and comes to it again,
+bit for bit. Gradients that are well this time were hurt by a fault that passed, and nothing of it
+is left. Those that are not may come of a device that computes wrong always: the devices are
+compared (`device_check`). Where these agree it is the data, or what the parameters have come to.
+
+The same devices run it again: whether other ones would give something else is only asked by the
+program of the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cluster.ending import TryAgain
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.records import Plan
+from dflop_jax.report.run_folder import CHECKPOINTS
+from dflop_jax.train.device_check import DeviceCheck, Differing
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.timing import make_executor
+
+
+class Judge:
+    """Judges the skipped steps of a run, over all times that it goes back; on every process alike.
+
+    Args:
+      check: compares the run's devices.
+    """
+
+    def __init__(self, place: Workplace, check: DeviceCheck):
+        self._on = place.config.train.replay_skips
+        self._every = place.config.train.check_every
+        self._place, self._check = place, check
+        self._again: int | None = None  # the step that is run again
+        self._judged: set[int] = set()
+
+    def warm_up(self) -> None:
+        """Compile what it runs, before the first step."""
+        if self._on or self._every:
+            self._check.warm_up()
+
+    def goes_back(self, step: int, *, applied: bool) -> bool:
+        """Whether the run is to come to a finished step again."""
+        if applied or not self._on or step in self._judged or step == self._again:
+            return False
+        self._again = step
+        return True
+
+    def judge(self, step: int, *, applied: bool, say: Callable[[str], None]) -> None:
+        """Say what a step was that has been run again.
+
+        Raises:
+          TryAgain: a device computes wrong.
+        """
+        if step != self._again:
+            return
+        self._again = None
+        self._judged.add(step)
+        if applied:
+            say(f"step {step}, run again from the same state, is well: a transient fault, undone")
+            return
+        say(f"step {step}, run again from the same state, is skipped again")
+        self.compare(step, self._check.look_at_all(), say)
+        say(f"step {step}: all devices compute alike, so its data or its parameters are the cause")
+
+    def is_due(self, done: int) -> bool:
+        """Whether devices are to be compared after so many steps."""
+        return bool(self._every) and done % self._every == 0
+
+    def look(self, done: int, say: Callable[[str], None]) -> None:
+        """Compare the devices whose turn it is.
+
+        Raises:
+          TryAgain: one computes wrong, twice.
+        """
+        self.compare(done, self._check.look(), say)
+
+    def compare(self, step: int, differing: Differing | None, say: Callable[[str], None]) -> None:
+        """Say which devices differ; TryAgain where they do so again."""
+        if differing is None:
+            return
+        names = self._check.names(differing)
+        line = f"step {step}: {names} gave other bits than the rest ({differing.kind})"
+        if differing.kind == "transient":
+            say(f"{line}; steps since the last check may be wrong")
+            return
+        process, hosts = self._check.process_of(differing), self._place.hosts
+        host = hosts[process] if process is not None and hosts else ""
+        raise TryAgain(f"{line}; leave its host out{f' ({host})' if host else ''}", host)
+
+
+def go_back(place: Workplace, plan: Plan, step: int) -> Executor | None:
+    """Remove the checkpoints after a step's state, so that the run is resumed at it or before; the
+    plan's executor where none is left, as then no checkpoint says what it was."""
+    store, left = CheckpointStore(Path(place.config.run_dir) / CHECKPOINTS), b""
+    if place.peers.is_hub:
+        for saved in store.steps():
+            if saved > step:
+                store.discard(saved)
+        left = b"x" if store.steps() else b""
+    return None if place.peers.share("left to go back to", left) else make_executor(place, plan)

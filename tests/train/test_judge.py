@@ -1,0 +1,121 @@
+"""What a skipped step was is told by running it again: a fault that passed leaves no trace."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from dflop_jax.cluster.ending import TryAgain
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.train import device_check
+
+from .resume_cases import (  # the fixtures come by their names
+    CONFIG,
+    STEPS,
+    _in_a_folder_of_its_own,  # noqa: F401
+    essence,
+    evaluations,
+    fit,
+    quick,  # noqa: F401
+    steps_saved,
+    whole,  # noqa: F401
+)
+
+REPLAYS = dataclasses.replace(CONFIG.train, replay_skips=True)
+
+
+@pytest.fixture
+def overflows(monkeypatch):
+    """Steps whose gradients are not finite, and how often yet; the steps that were run."""
+    left: dict[int, int] = {}
+    ran: list[int] = []
+    run_step = Executor.run_step
+
+    def run(self, schedule, arrays, scales, **kwargs):
+        ran.append(schedule.step)
+        if left.get(schedule.step, 0):
+            left[schedule.step] -= 1
+            scales = {m: s * 1e39 for m, s in scales.items()}
+        return run_step(self, schedule, arrays, scales, **kwargs)
+
+    monkeypatch.setattr(Executor, "run_step", run)
+    return left, ran
+
+
+# The first step, one whose next checkpoint is under way when it is known, one that is evaluated
+# after, and the last.
+@pytest.mark.parametrize("step", [0, 2, 7, STEPS - 1])
+def test_a_fault_that_passes_is_undone(whole, overflows, tmp_path, capsys, step):
+    left, ran = overflows
+    left[step] = 1
+    result = fit(tmp_path / "run", train=REPLAYS)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"step {step} is skipped: going back to run it again" in said
+    assert f"step {step}, run again from the same state, is well: a transient fault" in said
+    assert ran.count(step) == 2
+    assert len(result.losses) == result.steps_done == STEPS
+    assert essence(tmp_path / "run") == essence(whole)
+    assert evaluations(tmp_path / "run") == evaluations(whole)
+    assert steps_saved(tmp_path / "run") == steps_saved(whole)
+
+
+def test_what_comes_again_is_the_data_s_where_devices_agree(overflows, tmp_path, capsys):
+    left, ran = overflows
+    left[5] = 9
+    fit(tmp_path / "run", train=REPLAYS)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "step 5, run again from the same state, is skipped again" in said
+    assert "all devices compute alike, so its data or its parameters are the cause" in said
+    assert ran.count(5) == 2  # judged once
+    assert [r["step"] for r in read_metrics(tmp_path / "run") if r["skipped"]] == [5]
+
+
+def test_without_a_checkpoint_it_begins_anew(overflows, tmp_path):
+    left, ran = overflows
+    left[4] = 1
+    checkpoint = dataclasses.replace(CONFIG.checkpoint, every=0)
+    fit(tmp_path / "run", train=REPLAYS, checkpoint=checkpoint)
+    assert ran.count(0) == ran.count(4) == 2
+    assert not [r for r in read_metrics(tmp_path / "run") if r["skipped"]]
+
+
+def test_it_is_off_unless_asked_for(overflows, tmp_path):
+    left, ran = overflows
+    left[5] = 1
+    fit(tmp_path / "run")
+    assert ran == list(range(STEPS))
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """The calls of the check that give other bits, by their number."""
+    calls: set[int] = set()
+    n = [0]
+
+    def digest(device):
+        n[0] += 1
+        is_wrong = device == jax.devices()[1] and (n[0] in calls or -1 in calls)
+        return b"wrong" if is_wrong else b"right"
+
+    monkeypatch.setattr(device_check.DeviceCheck.__init__, "__defaults__", (digest,))
+    return calls
+
+
+def test_a_check_names_a_device_and_ends_the_run_where_it_stays(wrong, whole, tmp_path, capsys):
+    train = dataclasses.replace(CONFIG.train, check_every=3)
+    fit(tmp_path / "well", train=train)
+    assert essence(tmp_path / "well") == essence(whole)
+    wrong.add(-1)
+    with pytest.raises(TryAgain, match=r"step 3: device 1 of .* \(persistent\)"):
+        fit(tmp_path / "run", train=train)
+
+
+def test_a_device_that_was_wrong_once_is_said(wrong, whole, tmp_path, capsys):
+    wrong.add(len(jax.devices()) + 2)  # after the call that compiles, the second of the first three
+    fit(tmp_path / "run", train=dataclasses.replace(CONFIG.train, check_every=3))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "gave other bits than the rest (transient); steps since the last check" in said
+    assert essence(tmp_path / "run") == essence(whole)

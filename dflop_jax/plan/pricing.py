@@ -13,7 +13,14 @@ import numpy as np
 
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s, send_s
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.state import Array, ShardSeconds, ends_bytes, layer_bytes, parameter_bytes
+from dflop_jax.profile.state import (
+    Array,
+    ShardSeconds,
+    ends_bytes,
+    layer_bytes,
+    optimizer_bytes,
+    parameter_bytes,
+)
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -37,9 +44,9 @@ from dflop_jax.records import (
 from dflop_jax.tasks.graph import links, tied_ends
 
 Collective = Callable[..., float]
-# Float32 arrays that AdamW reads (parameters, gradients, two moments) and writes (all but
-# gradients); the price of an update is in proportion.
-_UPDATE_PASSES = 4 + 3
+# Float32 arrays of a segment's size that any optimizer reads (parameters, gradients) and writes
+# (parameters); it reads and writes its state beside them.
+_UPDATE_PASSES = 3
 
 
 def plan_prices(layout: Layout, profile: ModelProfile) -> Prices:
@@ -123,15 +130,16 @@ def reduce_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
 
 
 def update_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
-    """Seconds of AdamW on each rank's part of a segment, and of the new parameters' way to all
-    ranks where these hold all of them."""
+    """Seconds that the optimizer takes of memory on each rank's part of a segment, and of the new
+    parameters' way to all ranks where these hold all of them."""
     size, hardware = parameter_bytes(s, mesh, profile), profile.hardware
     working = profile.working_share(s.module) * (s.zero != 3)
     gathered = _over_block(size * working, s, mesh, hardware, all_gather_s)
     if hardware is None:
         return gathered
     ranks = s.shard_ranks(mesh.data, mesh.model)
-    return gathered + _UPDATE_PASSES * size / ranks / hardware.memory_bandwidth
+    moved = _UPDATE_PASSES * size / ranks + 2 * optimizer_bytes(s, mesh, profile)
+    return gathered + moved / hardware.memory_bandwidth
 
 
 def step_end_seconds(layout: Layout, profile: ModelProfile) -> dict[Task, float]:

@@ -17,13 +17,17 @@ Array = Any  # a float array, or one number
 
 
 def ends_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
-    """Bytes of the parameters of a segment's ends on one device, in float32. Each end counts as
-    half of both; where the ends are tied and apart, both segments hold what they share, so each
-    counts as both."""
-    ends = (segment.first + segment.last) / 2
+    """Bytes of the parameters of a segment's ends on one device, in float32."""
+    n_bytes = profile.ends_param_bytes[segment.module] * _ends_here(segment, profile)
+    return n_bytes / mesh.model
+
+
+def _ends_here(segment: SegmentPlan, profile: ModelProfile) -> float:
+    """How much of a module's ends a segment holds. Each end counts as half of both; where the ends
+    are tied and apart, both segments hold what they share, so each counts as both."""
     if segment.module in profile.tied:
-        ends = float(segment.first or segment.last)
-    return profile.ends_param_bytes[segment.module] * ends / mesh.model
+        return float(segment.first or segment.last)
+    return (segment.first + segment.last) / 2
 
 
 def layer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
@@ -39,7 +43,7 @@ def parameter_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile
 
 @dataclass(frozen=True)
 class SegmentBytes:
-    """state: parameters, gradients and AdamW's moments, as far as they are not split over the data
+    """state: parameters, gradients and optimizer state, as far as they are not split over the data
     ranks. kept: of one group in flight, its input and what forward hands to backward. temporaries:
     of the largest program."""
 
@@ -96,18 +100,45 @@ def shard_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) ->
     return layers * layer_share + ends * ends_share
 
 
+def optimizer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
+    """Bytes of what the optimizer keeps of a segment's parameters on one device, beside masters."""
+    ranks = np.asarray(segment.shard_ranks(mesh.data, mesh.model))
+    known = (d.get(segment.module, ()) for d in (profile.layer_dims, profile.ends_dims))
+    if not all(dims := tuple(known)):
+        return shard_bytes(segment, mesh, profile) * 2
+    layer, ends = (
+        np.reshape(_optimizer_bytes(d, tuple(ranks.ravel().tolist()), mesh.model), ranks.shape)
+        for d in dims
+    )
+    layers = layer * segment.n_layers / mesh.stage
+    return layers + ends * _ends_here(segment, profile)
+
+
+@lru_cache(maxsize=4096)  # as `_shares`
+def _optimizer_bytes(
+    parameters: tuple[ParamDims, ...], data: tuple[int, ...], model: int
+) -> np.ndarray:
+    ranks, total = np.array(data), np.zeros(len(data))
+    for p in parameters:
+        part = prod(p.sizes) // (model if p.split >= 0 else 1)
+        total = total + -(-part // ranks) * p.element_state_bytes + p.whole_state_bytes
+    return total
+
+
 def state_bytes(
     segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile, *, trained: bool
 ) -> Array:
-    """Bytes of parameters, gradients and AdamW's moments on one device; of masters too where the
-    parameters are not float32. `trained`: whether the segment has trainable parameters."""
+    """Bytes of parameters, gradients and what the optimizer keeps on one device; of masters too
+    where the parameters are not float32. `trained`: whether the segment has trainable
+    parameters."""
     size, shard = parameter_bytes(segment, mesh, profile), shard_bytes(segment, mesh, profile)
     working = profile.working_share(segment.module)
     state = working * (shard if segment.zero == 3 else size)
     if not trained:
         return state + np.zeros_like(shard)
     gradients = shard if segment.zero >= 2 else size
-    return state + gradients + shard * (2 + (working < 1.0))
+    masters = shard * (working < 1.0)
+    return state + gradients + masters + optimizer_bytes(segment, mesh, profile)
 
 
 def whole_bytes(

@@ -20,6 +20,7 @@ from dflop_jax.plan.possible import check_possible
 from dflop_jax.plan.replan import SearchFacts
 from dflop_jax.plan.search import SearchResult, SearchSpec, limited, search_plan
 from dflop_jax.profile.memory import kept_bytes
+from dflop_jax.profile.optimizer_state import part_state_bytes
 from dflop_jax.profile.parts import divides
 from dflop_jax.records import (
     ModelProfile,
@@ -29,6 +30,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
+from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import (
     OnProgress,
@@ -39,7 +41,6 @@ from dflop_jax.train.profiling import (
 
 SHOWN_PLACEMENTS = 10  # that an explanation compares; each more is made exact
 MASTER_BYTES = 4  # of a parameter in float32
-TRAINED_BYTES = 4 * MASTER_BYTES  # with its gradient and both moments of AdamW
 
 
 def make_plan(
@@ -141,13 +142,15 @@ def _least_bytes(place: Workplace) -> float:
     """Bytes of the model's state on a device, where every bit of it is split over all devices: more
     than that is needed by any plan."""
     frozen, n_bytes = place.trained.frozen, 0.0
+    tx = make_optimizer(place.config.train)
     for module in place.model.modules.values():
         float32 = parameter_bytes(module)
         working = working_dtype_of(module).itemsize
-        copies = TRAINED_BYTES + (working if working < MASTER_BYTES else 0)
+        copies = 2 * MASTER_BYTES + (working if working < MASTER_BYTES else 0)  # and its gradient
         for part, group in module.freeze_groups.items():
             elements = float32[part] / MASTER_BYTES
             n_bytes += elements * (working if group in frozen else copies)
+            n_bytes += 0.0 if group in frozen else part_state_bytes(module, part, tx)
     return n_bytes / place.n_devices
 
 

@@ -30,6 +30,7 @@ from dflop_jax.pipeline.layout import can_join
 from dflop_jax.plan.limits import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
 from dflop_jax.profile.measure import model_profile, profile_key, together
+from dflop_jax.profile.optimizer_state import with_optimizer
 from dflop_jax.profile.parts import param_dims
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shapes import shapes_to_time
@@ -37,6 +38,7 @@ from dflop_jax.profile.state import float32_bytes
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.record_files import load, save
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
+from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 
 OnProgress = Callable[[int, int], None]
@@ -121,9 +123,14 @@ def profile_model(
     model = place.model
     shapes, degrees = shapes_to_time(data, model, place.token_multiple), tensor_degrees(place)
     if place.hardware:
-        return roofline_profile(model, place.hardware, shapes, degrees, n_devices=place.n_devices)
-    profile = _timed_profile(place, shapes, degrees, on_progress)
-    return replace(profile, hardware=measured_hardware(place))
+        profile = roofline_profile(
+            model, place.hardware, shapes, degrees, n_devices=place.n_devices
+        )
+    else:
+        profile = _timed_profile(place, shapes, degrees, on_progress)
+        profile = replace(profile, hardware=measured_hardware(place))
+    tx = make_optimizer(place.config.train)
+    return with_optimizer(profile, model, tx, place.trained.frozen)
 
 
 def _timed_profile(

@@ -1,27 +1,33 @@
 """What data ranks share of parameters, against the shardings of segments, and the step's end."""
 
 import dataclasses
+import itertools
 from math import prod
 
 import jax
 import numpy as np
 import pytest
 
+from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.held import grad_structs, program_structs
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.profile.measure import assembled
+from dflop_jax.profile.optimizer_state import with_optimizer
 from dflop_jax.profile.state import (
     end_bytes,
     ends_bytes,
     layer_bytes,
+    optimizer_bytes,
     shard_bytes,
     shard_share,
     state_bytes,
     whole_bytes,
 )
 from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
+from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
 MODEL = build("nano")
@@ -131,3 +137,28 @@ def test_what_is_whole_while_a_task_runs(zero, data, half):
         assert got == moved * want
     frozen = whole_bytes(plan, mesh, loose, trained=False, ends_in_loss=False)
     assert frozen == moved * (zero == 3) * working * layer
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "adafactor"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_optimizer_state_is_what_shardings_say(name, dtype):
+    """But for counts, to the byte: of degrees that divide dims or none, and of tensor ranks."""
+    tx = make_optimizer(TrainConfig(optimizer=name, moments_dtype=dtype))
+    profile = with_optimizer(PROFILE, MODEL, tx)
+    for module, data, model in itertools.product(MODEL.modules, (1, 2, 3), (1, 2)):
+        mesh, spec = MeshShape(data=data, model=model), MODEL.modules[module]
+        plan = SegmentPlan(module, module, 0, spec.n_layers, "m", True, True)
+        trained = frozenset(parts_of(plan, spec))
+        segment = Segment(plan, spec, device_mesh(mesh, jax.devices()), 1, trained)
+        structs = jax.tree.leaves(SegmentUpdate(segment, tx, 0.0).state_structs)
+        held = sum(
+            s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape)) for s in structs if s.ndim
+        )
+        of_muon = sum(s.shape == (3,) for s in structs) * 12  # its polynomial's coefficients
+        assert float(optimizer_bytes(plan, mesh, profile)) == held - of_muon
+
+
+def test_frozen_parts_have_no_optimizer_state():
+    profile = with_optimizer(PROFILE, MODEL, make_optimizer(TrainConfig()), {"llm"})
+    plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
+    assert optimizer_bytes(plan, MeshShape(), profile) == 0

@@ -22,6 +22,7 @@ from rich.logging import RichHandler
 
 from dflop_jax.checkpoint.format import StorageError
 from dflop_jax.cli import (
+    check,
     compile,
     export,
     generate,
@@ -55,6 +56,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command(launch, "start local processes that train together", ""),
+    Command(check, "look at machine, model and data without training, in 20 s"),
     Command(profile, "measure the data's shapes and the model's times"),
     Command(plan, "choose devices, parallelism and buckets for a policy"),
     Command(compile, "compile a plan's programs for a GPU that is not here: do they fit?"),

@@ -14,11 +14,16 @@ import msgspec
 
 from dflop_jax.config import DataConfig
 from dflop_jax.config_texts import named_columns
-from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere, ToPieces
+from dflop_jax.data.datasets.header_rows import RowReader, RowsApart, RowsHere, ToPieces
+from dflop_jax.data.datasets.llava_records import Record
+from dflop_jax.data.datasets.located import RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, MixturePart, load_mixture
 from dflop_jax.data.datasets.mixture_samples import MixtureSamples
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share, open_readers
 from dflop_jax.data.datasets.scene_source import SceneSource
+from dflop_jax.data.datasets.shape_index import Row, table_of
+from dflop_jax.data.media.counts import sample_counts
+from dflop_jax.data.media.decode import decode_media
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
@@ -102,6 +107,64 @@ def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Decoder
     tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
     to_pieces = _to_pieces(tokenizer, kinds)
     return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds).answer
+
+
+def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
+    """As `open_rows`; a record whose media cannot be decoded as the model takes them is unusable,
+    too."""
+    a = msgspec.convert(arguments, _Arguments)
+    kinds = a.spec.kinds
+    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
+    how = a.spec.prepared(Limits.of(a.config), tokenizer)
+
+    def decode(record: Record, row: Row) -> None:
+        table = table_of([row[0]], [row[1]], kinds)
+        if sample_counts(table, how)[1].all():  # what the model takes none of is not bad
+            decode_media(record, table, 0, how)
+
+    to_pieces = _to_pieces(tokenizer, kinds)
+    return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds, decode).answer
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What looks at records of some data without training on them.
+
+    Attributes:
+      readers: of each dataset, by name.
+      headers, decoded: make what reads rows apart, by headers alone and with the media decoded.
+      how: the model takes media.
+    """
+
+    readers: Mapping[str, RecordReader]
+    headers: Callable[[], RowReader]
+    decoded: Callable[[], RowReader]
+    to_pieces: ToPieces
+    tokenizer: Tokenizer | ChatTokenizer
+    how: Preparation
+
+
+def looks(config: DataConfig, spec: MediaSpec, vocab_size: int | None = None) -> Looks:
+    """Return what looks at the records of `config.path`.
+
+    Raises:
+      ValueError: no such data, or no such tokenizer.
+    """
+    kinds, tokenizer = spec.kinds, any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
+    arguments = msgspec.to_builtins(_Arguments(config, spec, "train", 0, vocab_size, "."))
+
+    def apart(opens: str) -> Callable[[], RowReader]:
+        setup = DecoderSetup(f"{__name__}:{opens}", arguments, int(config.sample_memory_bytes))
+        return partial(RowsApart, setup, config.sample_timeout_s, kinds)
+
+    return Looks(
+        open_readers(_parts(config), kinds),
+        apart("open_rows"),
+        apart("open_decoded_rows"),
+        _to_pieces(tokenizer, kinds),
+        tokenizer,
+        spec.prepared(Limits.of(config), tokenizer),
+    )
 
 
 def _is_chat(config: DataConfig) -> bool:

@@ -37,8 +37,12 @@ def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list
 
 def run_dir(model: str, data: str) -> Setting:
     """A folder of its own for every run, named by model, data and time."""
-    names = [n for n in (_short(model), _short(data)) if n]
-    return Setting("run_dir", f"runs/{'-'.join([*names, '{time}'])}", "by model, data and time")
+    return Setting("run_dir", f"runs/{named(model, data, '{time}')}", "by model, data and time")
+
+
+def named(model: str, data: str, *more: str) -> str:
+    """A file's or folder's name of a model, data and what else there is."""
+    return "-".join([n for n in (_short(model), _short(data)) if n] + list(more))
 
 
 def _short(path: str) -> str:

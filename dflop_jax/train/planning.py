@@ -128,7 +128,7 @@ def check_plannable(place: Workplace) -> None:
     }
     facts = ModelFacts.of(n_layers, degrees, edges_of(place.model))
     check_possible(facts, place.n_devices, place.node, config, partial(_allowed, place))
-    limit, least = place.plannable_bytes, _least_bytes(place)
+    limit, least = place.plannable_bytes, least_bytes(place)
     if limit and least > limit:
         raise ValueError(
             f"no plan fits into {limit / GIB:.2f} GiB per device: parameters, gradients and "
@@ -138,7 +138,7 @@ def check_plannable(place: Workplace) -> None:
         )
 
 
-def _least_bytes(place: Workplace) -> float:
+def least_bytes(place: Workplace) -> float:
     """Bytes of the model's state on a device, where every bit of it is split over all devices: more
     than that is needed by any plan."""
     frozen, n_bytes = place.trained.frozen, 0.0

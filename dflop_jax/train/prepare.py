@@ -95,7 +95,7 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     return factory(config.size, config.dtype, attention_kernel=kernel)
 
 
-def _model_on(chip: str, config: Config) -> MultimodalModel:
+def model_on(chip: str, config: Config) -> MultimodalModel:
     """Return the model as it is trained; ValueError if it asks for what the chip cannot run."""
     kernel = config.model.attention_kernel
     if kernel in ("cudnn", "pallas") and not chip.startswith("sm_"):
@@ -241,7 +241,7 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
             connect_pairs(tuple(devices), peers)
     noted.go_on_with(START)
     config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=resume))
-    model = _model_on(chip_of(devices[0]), config)
+    model = model_on(chip_of(devices[0]), config)
     watch = config.distributed
     sections = Sections(watch.hang_factor, watch.hang_least_s, REPEATED)
     noted.on_part = sections.begin
@@ -277,7 +277,7 @@ def _set_up_elsewhere(config: Config) -> Workplace:
         hardware = replace(hardware, devices_per_node=config.plan.node)
     peers = _peers(Membership(), 30.0)
     config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=False))
-    return Workplace(config, _model_on(hardware.chip, config), [], peers, hardware)
+    return Workplace(config, model_on(hardware.chip, config), [], peers, hardware)
 
 
 @cache

@@ -49,6 +49,8 @@ ASKED = {
     "generate": [(("run", "--prompt", "What?", "--max-tokens", "2"), 0, "")],
     "export": [(("run", "--out", "published"), 0, "published"), (("run", "--out", "run"), 2, "")],
     "verify": [(("published", "--json"), 0, "")],
+    "check": [(("nano.py", "--page", "run/page.html"), 0, "run/page.html"),
+              (("nano.py", "--page", "run/summary.md"), 2, "")],
     "init": [(("mine.py", "--model.size", "nano"), 0, "mine.py")],
     "launch": [(("-n", "1", "--", "python", "-c", "pass"), 0, "")],
 }  # fmt: skip

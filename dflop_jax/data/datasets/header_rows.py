@@ -45,12 +45,18 @@ class RowsHere:
     Args:
       to_pieces: tokenizer of a conversation, such as `ChatTokenizer.pieces`.
       kinds: of media that the records may have.
+      decode: decodes the media of a record with its row, to see whether that goes; None: headers
+        alone are read.
     """
 
     def __init__(
-        self, readers: Mapping[str, RecordReader], to_pieces: ToPieces, kinds: Kinds = BUILT_IN
+        self,
+        readers: Mapping[str, RecordReader],
+        to_pieces: ToPieces,
+        kinds: Kinds = BUILT_IN,
+        decode: Callable[[Record, Row], None] | None = None,
     ) -> None:
-        self._readers, self._to_pieces = readers, to_pieces
+        self._readers, self._to_pieces, self._decode = readers, to_pieces, decode
         self._headers = _MediaHeaders(kinds)
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
@@ -72,9 +78,15 @@ class RowsHere:
             return BadSample(str(e) or f"{located.place}: {one_line(e)}")
         try:
             fields = _fields(located, record, self._to_pieces(record.turns))
-            return fields, tuple(self._headers(*medium) for medium in record.media)
+            row = fields, tuple(self._headers(*medium) for medium in record.media)
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}")
+        if self._decode:
+            try:
+                self._decode(record, row)
+            except Exception as e:  # other people's files may fail in any way
+                return BadSample(f"{record.name}: {one_line(e)}")
+        return row
 
 
 class RowsApart:

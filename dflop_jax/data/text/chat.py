@@ -70,6 +70,7 @@ class ChatTokenizer:
         if embedding_size is not None:
             check_embedding(self.vocab_size, embedding_size, str(self.folder))
         source = template_source(self.folder, config)
+        self.template = source
         self._template = ChatTemplate(source, named, str(self.folder))
         self._tokens = {kind: self._placeholder(kind, named) for kind in self._kinds}
         begin, end = (
@@ -105,6 +106,10 @@ class ChatTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids, special tokens left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def spelled(self, ids: Iterable[int]) -> str:
+        """Text of the ids, special tokens by their names."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def ids_of(self, token: str) -> tuple[int, ...]:
         """The id of a special token; () if there is none of that name."""

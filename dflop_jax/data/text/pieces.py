@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
         """Text of the ids, special tokens left out."""
         ...
 
+    def spelled(self, ids: Iterable[int]) -> str:
+        """Text of the ids, special tokens by their names."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes are ids 0-255, then four special ids."""
@@ -53,6 +57,11 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+    def spelled(self, ids: Iterable[int]) -> str:
+        names = {self.pad_id: b"<|pad|>", self.im_start_id: b"<|im_start|>",
+                 self.im_end_id: b"<|im_end|>", self.placeholder_id: b"<|media|>"}  # fmt: skip
+        return b"".join(names.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
 
 
 class FileTokenizer:
@@ -84,6 +93,9 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def spelled(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def make_tokenizer(path: str = "", vocab_size: int | None = None) -> Tokenizer:

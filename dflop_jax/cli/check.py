@@ -1,0 +1,167 @@
+"""`dflop check`: look at the machine, the model and the data, without training."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from dflop_jax.cli.front_door import MODEL_FIELDS, asked
+from dflop_jax.cli.terminal import note, show
+from dflop_jax.cluster.ending import BAD_INPUT
+
+if TYPE_CHECKING:
+    from dflop_jax.config import Config
+    from dflop_jax.contract import MultimodalModel
+    from dflop_jax.front.data_check import DataLook
+    from dflop_jax.front.place_check import Fact
+    from dflop_jax.front.setting import Setting
+
+SECONDS = 14.0  # for all, of which the data have what the rest leaves
+LEAST_S = 4.0  # for the data
+SAMPLE_S = 4.0  # for a sample that hurts its decoder
+STAND_IN = ("models.omni:build", "omni-tiny")  # takes every kind of media, where no model is named
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `--json` prints.
+
+    Attributes:
+      records: that were read; listed: that the data have, or at least.
+      wrong: what a run would fail by, by name.
+      tokens, pieces: [least, median, greatest] of a sample, by module.
+    """
+
+    records: int
+    listed: int
+    decoded: int
+    bad_by_reason: dict[str, int]
+    left_out: int
+    cut_text: int
+    cut_media: int
+    too_long: int
+    tokens: dict[str, list[int]]
+    pieces: dict[str, list[int]]
+    facts: dict[str, str]
+    wrong: dict[str, str]
+    page: str
+    seconds: float
+    exit_code: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit code 0, or 2 where nothing can be read. Without a model, pieces are those of a small "
+        "one that takes all media, and text is counted in bytes."
+    )
+    parser.add_argument(
+        "--records", type=int, default=2000, metavar="N", help="records read at most (2000)"
+    )
+    parser.add_argument(
+        "--page", metavar="HTML", help="write the page there (default: runs/MODEL-DATA-check.html)"
+    )
+
+
+def run(args: argparse.Namespace) -> Checked:
+    """Print what there is and what is wrong with it, and write a page."""
+    from dflop_jax.front.check_page import counts_of, page
+    from dflop_jax.front.data_check import DataLook
+    from dflop_jax.front.defaults import named
+    from dflop_jax.front.place_check import environment_facts, model_facts
+    from dflop_jax.report.run_folder import check_answer_file
+
+    begun_s = time.monotonic()
+    if args.records < 1:
+        raise ValueError(f"--records {args.records} must be at least 1")
+    ask = asked(args, whole=False)
+    config = ask.config
+    names_model = any(s.name == "model.size" for s in ask.settings) or any(
+        vars(args)[name] for name in MODEL_FIELDS
+    )
+    if not (args.experiment or names_model):
+        factory, size = STAND_IN
+        config = replace(config, model=replace(config.model, factory=factory, size=size))
+    size = config.model.size if names_model else args.experiment or ""
+    file = Path(args.page or f"runs/{named(size, config.data.path, 'check')}.html")
+    check_answer_file(file)
+    facts = environment_facts(config)
+    model, of_model = model_facts(config)
+    facts += of_model
+    data, why = None, ""
+    if config.data.path and model is not None:
+        left_s = max(LEAST_S, SECONDS - (time.monotonic() - begun_s))
+        data, why = _look(config, model, args.records, left_s)
+    limits = f"data.max_tokens {config.data.max_tokens:,}, data.oversize {config.data.oversize}"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(page(facts, data, why, limits), encoding="utf-8")
+    seen = data or DataLook(config.data.path, bad_by_reason={why: 1} if why else {})
+    unreadable = why or (data is not None and seen.read == sum(seen.bad_by_reason.values()))
+    if not args.json:
+        _show(facts, data, ask.settings)
+        show(f"wrote {file}")
+    if why:
+        note(f"dflop check: {why}")
+    return Checked(
+        records=seen.read,
+        listed=seen.listed,
+        decoded=seen.decoded,
+        bad_by_reason=seen.bad_by_reason,
+        left_out=seen.left_out,
+        cut_text=seen.cut_text,
+        cut_media=seen.cut_media,
+        too_long=seen.too_long,
+        tokens=counts_of(seen.tokens),
+        pieces=counts_of(seen.pieces),
+        facts={f.name: f.value for f in facts},
+        wrong={f.name: f.value for f in facts if f.wrong},
+        page=str(file),
+        seconds=round(time.monotonic() - begun_s, 2),
+        exit_code=BAD_INPUT if unreadable or model is None else 0,
+    )
+
+
+def _look(
+    config: Config, model: MultimodalModel, most: int, seconds: float
+) -> tuple[DataLook | None, str]:
+    """What a look at the data saw, or why nothing of them can be read."""
+    from dflop_jax.data import MediaSpec
+    from dflop_jax.front.data_check import look
+
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    data = replace(config.data, sample_timeout_s=min(SAMPLE_S, config.data.sample_timeout_s))
+    try:
+        return look(data, spec, model.vocab_size, most, seconds), ""
+    except ValueError as e:
+        return None, " ".join(str(e).split())
+
+
+def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setting]) -> None:
+    table = Table("here", "", show_header=False)
+    for f in facts:
+        table.add_row(f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
+    for s in settings:
+        table.add_row(s.name, escape(f"{s.text} ({s.why})"))
+    show(table)
+    if data is None:
+        return
+    n_bad, of = sum(data.bad_by_reason.values()), "" if data.all_listed else "at least "
+    show(
+        f"{escape(data.source)}: {data.read:,} of {of}{data.listed:,} records read, "
+        f"{data.decoded:,} decoded; {n_bad:,} bad, {data.left_out:,} with media that the model "
+        f"does not take; text cut of {data.cut_text:,}, media of {data.cut_media:,}, "
+        f"{data.too_long:,} too long"
+    )
+    for reason, n in data.bad_by_reason.items():
+        show(escape(f"  {n:,} {reason}: {data.examples[reason][0]}"))
+    for name, values in data.tokens.items():
+        if len(values):
+            show(f"  {name}: {values.min():,} to {values.max():,} tokens, median "
+                 f"{np.median(values):,.0f}")  # fmt: skip

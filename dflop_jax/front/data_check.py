@@ -1,0 +1,238 @@
+"""A look at some of a dataset's records before anything trains on them: which are bad and why, how
+large they are, what limits cut, and how some read when tokenized. It takes so many seconds at most.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data import MediaSpec
+from dflop_jax.data.build import Looks, looks
+from dflop_jax.data.datasets.fitting import fit, preparations
+from dflop_jax.data.datasets.header_rows import RowReader
+from dflop_jax.data.datasets.located import Located
+from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
+from dflop_jax.data.decoder import BadSample
+from dflop_jax.data.media.counts import described, sample_counts
+from dflop_jax.data.media.limits import Limits
+
+SHOWN = 10  # samples, longest samples, and examples of a reason
+HEADER_CHUNK = 16  # records of one request
+LISTING, HEADERS = 0.25, 0.6  # shares of the time, by whose end each of these stops
+_FILE = re.compile(r"(?:\w+://|\.{0,2}/)?[^\s:'\"(]*/[^\s:'\"(]+")
+_DETAIL, _NUMBER = re.compile(r"\s*\(.*$"), re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A run of a sample's tokens as text, or a medium in words."""
+
+    text: str
+    supervised: bool = False
+    medium: bool = False
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A record as the model is given it."""
+
+    name: str
+    passages: tuple[Passage, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class DataLook:
+    """What a look at a dataset saw.
+
+    Attributes:
+      listed: records of the data; `all_listed` says whether the time sufficed to list them.
+      read: records whose text and headers were read; decoded: of those, with their media.
+      bad_by_reason: of the read ones.
+      examples: by reason, the first few in full.
+      left_out: records with media that the model does not take.
+      tokens: of each usable sample, and by module its pieces and their tokens, int64 [n].
+      longest: (name, tokens, media in words), the longest first.
+      cut_text, cut_media, too_long: samples whose text is cut, whose media are made smaller, and
+        that are left out, by data.max_tokens.
+    """
+
+    source: str
+    listed: int = 0
+    all_listed: bool = True
+    read: int = 0
+    decoded: int = 0
+    bad_by_reason: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    left_out: int = 0
+    tokens: dict[str, np.ndarray] = field(default_factory=dict)
+    pieces: dict[str, np.ndarray] = field(default_factory=dict)
+    longest: tuple[tuple[str, int, str], ...] = ()
+    cut_text: int = 0
+    cut_media: int = 0
+    too_long: int = 0
+    samples: tuple[ShownSample, ...] = ()
+    template: str = ""
+
+
+def look(
+    config: DataConfig, spec: MediaSpec, vocab_size: int | None, most: int, seconds: float
+) -> DataLook:
+    """Look at up to `most` records, evenly spread, for up to so many seconds.
+
+    Raises:
+      ValueError: nothing can be read: no such file, not a dataset, no such tokenizer.
+    """
+    begun_s = time.monotonic()
+    opened = looks(config, spec, vocab_size)
+    places, listed, whole = _listed(opened, most, begun_s + LISTING * seconds)
+    workers = max(config.workers, len(os.sched_getaffinity(0)))
+    rows = _read(opened.headers, places, HEADER_CHUNK, workers, begun_s + HEADERS * seconds, inf)
+    usable = [p for p, row in rows.items() if not isinstance(row, BadSample)]
+    decoded = _read(opened.decoded, usable, 1, workers, begun_s + seconds, config.sample_timeout_s)
+    rows |= decoded
+    bad = {p: row.reason for p, row in rows.items() if isinstance(row, BadSample)}
+    reasons = {p: reason_of(why, p[1].place) for p, why in bad.items()}
+    examples: dict[str, list[str]] = {}
+    for place, reason in reasons.items():
+        examples.setdefault(reason, []).append(bad[place])
+    good = {p: row for p, row in rows.items() if not isinstance(row, BadSample)}
+    return DataLook(
+        source=config.path,
+        listed=listed,
+        all_listed=whole,
+        read=len(rows),
+        decoded=len(decoded),
+        bad_by_reason=dict(Counter(reasons.values()).most_common()),
+        examples={reason: names[:SHOWN] for reason, names in examples.items()},
+        template=getattr(opened.tokenizer, "template", "ChatML, text as bytes"),
+        **_figures(opened, good, Limits.of(config), spec),
+    )
+
+
+Place = tuple[str, Located]  # a dataset's name and a record of it
+
+
+def _listed(opened: Looks, most: int, stop_s: float) -> tuple[list[Place], int, bool]:
+    """Records evenly spread over all that could be listed in time, how many those are, and whether
+    they are all."""
+    places: list[Place] = []
+    for name, reader in opened.readers.items():
+        for located in reader.locate():
+            places.append((name, located))
+            if time.monotonic() > stop_s and len(places) >= most:
+                return _spread(places, most), len(places), False
+    return _spread(places, most), len(places), True
+
+
+def _spread(places: Sequence[Place], most: int) -> list[Place]:
+    n = min(len(places), most)
+    return [places[i * len(places) // n] for i in range(n)]
+
+
+def _read(
+    make: Callable[[], RowReader],
+    places: Sequence[Place],
+    chunk: int,
+    workers: int,
+    stop_s: float,
+    longest_s: float,
+) -> dict[Place, Row | BadSample]:
+    """What is read of the places, in an order that is spread over them, until the time is over."""
+    order = np.random.default_rng(0).permutation(-(-len(places) // chunk)).tolist()
+    chunks = [places[i * chunk : (i + 1) * chunk] for i in order]
+
+    def one(part: Sequence[Place]) -> dict[Place, Row | BadSample]:
+        begun_s = time.monotonic()
+        if begun_s > stop_s:
+            return {}
+        rows: dict[Place, Row | BadSample] = {}
+        for name in dict.fromkeys(name for name, _ in part):
+            mine = [p for p in part if p[0] == name]
+            rows |= zip(mine, reader.rows(name, [located for _, located in mine]), strict=True)
+        # What took too long while there was little time is not known to be bad.
+        return rows if time.monotonic() - begun_s < longest_s else {}
+
+    found: dict[Place, Row | BadSample] = {}
+    if chunks:
+        with closing(make()) as reader, ThreadPoolExecutor(workers) as pool:
+            for rows in pool.map(one, chunks):
+                found |= rows
+    return {p: found[p] for p in places if p in found}
+
+
+def reason_of(why: str, place: str) -> str:
+    """What is wrong with a record, without what is its own: name, files, numbers, details."""
+    text = why.removeprefix(place)
+    if text.startswith(" id="):
+        text = text.partition(": ")[2] or text
+    text = _FILE.sub("FILE", text.removeprefix(": "))
+    text = _NUMBER.sub("N", _DETAIL.sub("", text.removeprefix("FILE: ")))
+    return text.strip()[:100] or "unreadable"
+
+
+def _figures(
+    opened: Looks, good: dict[Place, Row], limits: Limits, spec: MediaSpec
+) -> dict[str, Any]:
+    """The figures of a `DataLook` that are of usable records."""
+    records, media = [r for r, _ in good.values()], [m for _, m in good.values()]
+    table, names = table_of(records, media, spec.kinds), [p for _, p in good]
+    counts, usable = sample_counts(table, opened.how)
+    kept, places = np.flatnonzero(usable), list(good)
+    if not len(kept):
+        return {"left_out": len(table)}
+    prompt = table.prompt_tokens[kept].astype(np.int64)
+    ways = preparations(opened.how, limits.oversize)
+    fitted = fit(lambda how: sample_counts(table, how)[0], prompt, ways, limits)
+    longest = np.argsort(-counts.all_tokens, kind="stable")[:SHOWN].tolist()
+    shown = [i * len(kept) // min(SHOWN, len(kept)) for i in range(min(SHOWN, len(kept)))]
+    return {
+        "left_out": int((~usable).sum()),
+        "tokens": {"all": counts.all_tokens, "text": counts.text_tokens} | {
+            module: counts.media[1, :, k] for k, module in enumerate(counts.modules)
+        },
+        "pieces": {module: counts.pieces[:, k] for k, module in enumerate(counts.modules)},
+        "longest": tuple(
+            (
+                names[kept[i]].place,
+                int(counts.all_tokens[i]),
+                described(table, int(kept[i])) or "no media",
+            )
+            for i in longest
+        ),
+        "cut_text": int((fitted.fits & (fitted.text_tokens < counts.text_tokens)).sum()),
+        "cut_media": int((fitted.fits & (fitted.way > 0)).sum()),
+        "too_long": int((~fitted.fits).sum()),
+        "samples": tuple(
+            _shown(opened, places[kept[i]], table, int(kept[i]), int(counts.all_tokens[i]))
+            for i in shown
+        ),
+    }  # fmt: skip
+
+
+def _shown(opened: Looks, place: Place, table: ShapeTable, row: int, tokens: int) -> ShownSample:
+    name, located = place
+    record = opened.readers[name].read(located)
+    media = [kind.described(header) for kind, header in table.headers(row)]
+    return ShownSample(
+        record.name,
+        tuple(
+            Passage(f"[{media[p.medium]}]", medium=True)
+            if p.medium >= 0
+            else Passage(opened.tokenizer.spelled(p.ids), p.supervised)
+            for p in opened.to_pieces(record.turns)
+        ),
+        tokens,
+    )

@@ -1,0 +1,170 @@
+"""`dflop check`: what it says of data is what a run would find, and its page says so."""
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflop_jax.cli import check, terminal
+from dflop_jax.config import DataConfig, ModelConfig
+from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.front.check_page import page
+from dflop_jax.front.data_check import DataLook, Passage, ShownSample, reason_of
+from dflop_jax.front.place_check import Fact
+from dflop_jax.train.prepare import build_model
+from tests.cli.command_line import run
+from tests.data.media_cases import made_dataset, talk
+from tests.front.made import llava_data, processor_files
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(terminal, "HELD_S", 1e6)
+    monkeypatch.setattr(check, "SECONDS", 300.0)  # however slow the machine is
+    monkeypatch.setattr(check, "SAMPLE_S", 60.0)
+
+
+def answer(capsys, *words):
+    code, out, err = run(capsys, "check", *words, "--json")
+    return code, json.loads(out), err
+
+
+def marked(html):
+    """The supervised text of a page's samples, by sample."""
+    samples = re.findall(r'<div class="sample">(.*?)</div>', html, re.DOTALL)
+    return [unescape("".join(re.findall(r"<mark>(.*?)</mark>", s, re.DOTALL))) for s in samples]
+
+
+def test_every_record_of_sound_data_is_seen(capsys):
+    file = made_dataset(Path("data"), 6)
+    code, said, err = answer(capsys, "--data", str(file))
+    assert (code, err) == (0, "")
+    assert {"records", "bad_by_reason", "page", "seconds"} <= said.keys()
+    # One of the pictures is too thin for any grid: that is no fault of the file.
+    assert (said["records"], said["listed"], said["bad_by_reason"]) == (6, 6, {})
+    assert said["decoded"] == 6
+    model = build_model(ModelConfig(*check.STAND_IN))
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    source = make_source(DataConfig(path=str(file), max_tokens=10**6), spec, apart=False)
+    loads = [source.load(i) for i in range(len(source))]
+    assert len(source) == 6 - said["left_out"]
+    for module, name in (("llm", "all"), ("vision", None), ("audio", None)):
+        if name:
+            tokens = [load.tokens(module) for load in loads]
+            assert said["tokens"][name] == [min(tokens), int(np.median(tokens)), max(tokens)]
+        else:
+            pieces = [len(load.lengths(module)) for load in loads]
+            assert said["pieces"][module] == [min(pieces), int(np.median(pieces)), max(pieces)]
+    html = Path(said["page"]).read_text()
+    assert "http" not in html.replace("http-equiv", "")
+    assert marked(html)[0] == "One.<|im_end|>"
+
+
+def test_bad_records_are_counted_by_reason(capsys):
+    file = made_dataset(Path("data"), 5)
+    records = json.loads(file.read_text())
+    cut = Path("data/exact.png").read_bytes()
+    Path("data/cut.png").write_bytes(cut[: len(cut) // 2])
+    records += [
+        {"image": "gone.png", "conversations": talk("<image>?", "x")},
+        {"image": "lost.png", "conversations": talk("<image>?", "x")},
+        {"image": "cut.png", "conversations": talk("<image>?", "x")},
+        {"id": "a b", "conversations": talk("What?", " ")},
+    ]
+    file.write_text(json.dumps(records))
+    code, said, _ = answer(capsys, "--data", str(file))
+    assert (code, said["records"], said["decoded"]) == (0, 9, 6)
+    assert said["bad_by_reason"] == {
+        "missing file FILE": 2, "cannot be decoded": 1, "an answer is empty": 1,
+    }  # fmt: skip
+    assert "gone.png" in Path(said["page"]).read_text()
+
+
+def test_some_of_many_records(capsys):
+    lines = [json.dumps({"conversations": talk(f"{k}?", "x" * k)}) for k in range(1, 41)]
+    Path("many.jsonl").write_text("\n".join(lines))
+    code, said, _ = answer(capsys, "--data", "many.jsonl", "--records", "4", "--page", "p.html")
+    assert (code, said["records"], said["listed"], said["page"]) == (0, 4, 40, "p.html")
+    least, _, greatest = said["tokens"]["text"]
+    assert greatest - least == 30 + 1  # of lines 1, 11, 21 and 31; the last has one more digit
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ('[{"conversations": [', "not JSON"),
+        ("{}", "expected a JSON list of records"),
+        ("[]", "holds no records"),
+        (None, "no such file or folder"),
+    ],
+)
+def test_what_cannot_be_read_at_all(capsys, content, says):
+    if content is not None:
+        Path("d.json").write_text(content)
+    code, said, err = answer(capsys, "--data", "d.json")
+    assert (code, err.count("\n"), said["records"]) == (2, 1, 0)
+    assert says in err
+    assert sum(said["bad_by_reason"].values()) == 1
+
+
+def test_all_bad_is_an_exit_code_too(capsys):
+    Path("d.json").write_text(json.dumps([{"conversations": []}]))
+    assert answer(capsys, "--data", "d.json")[0] == 2
+
+
+def test_a_model_and_its_template(capsys):
+    processor_files(Path("qwen"))
+    file = llava_data(Path("photos"), 4)
+    code, said, _ = answer(capsys, "--model", "qwen", "--data", str(file))
+    assert code == 0
+    assert "no safetensors" in said["wrong"]["weights"]
+    assert "models.qwen3_vl:build" in said["facts"]["model"]
+    html = Path(said["page"]).read_text()
+    assert "&lt;|vision_start|&gt;" in html
+    answers = [t["value"] for t in json.loads(file.read_text())[0]["conversations"][1::2]]
+    assert marked(html)[0] == "".join(f"{a}<|im_end|>" for a in answers)
+    Path("other").mkdir()
+    Path("other/config.json").write_text('{"model_type": "clip", "vision_config": {"a": 1}}')
+    code, _, err = run(capsys, "check", "--model", "other")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_too_little_memory_is_wrong(capsys):
+    code, said, _ = answer(capsys, "--model.size", "tiny", "--plan.memory_bytes", "1e4")
+    assert code == 0
+    assert "GiB a device at least" in said["wrong"]["needs"]
+    assert said["records"] == 0
+    _, said, _ = answer(capsys, "--plan.hardware", "h100", "--plan.devices", "8")
+    assert "8 x h100" in said["facts"]["devices"]
+
+
+@pytest.mark.parametrize(
+    "why, reason",
+    [
+        ("d.json[3] id=x: missing file /a/b c.jpg", "missing file FILE c.jpg"),
+        ("d.json[3]: 12 <image> tags for 3 images", "N <image> tags for N images"),
+        ("d.json[3] id=x: /a/b.png: not a readable picture (OSError: x)", "not a readable picture"),
+        ("d.json[3]: ", "unreadable"),
+    ],
+)
+def test_reasons_leave_out_what_is_a_records_own(why, reason):
+    assert reason_of(why, "d.json[3]") == reason
+
+
+def test_a_page_of_nothing_and_of_one(tmp_path):
+    assert "went wrong" in page([Fact("a", "b", wrong=True)], None, "it went wrong", "")
+    one = np.array([7])
+    sample = ShownSample(
+        "<x>", (Passage("a<b"), Passage("yes", True), Passage("[m]", medium=True)), 3
+    )
+    look = DataLook(
+        "d", 1, True, 1, 1, tokens={"all": one}, pieces={"m": 0 * one}, samples=(sample,)
+    )
+    html = page([], look, "", "")
+    assert "&lt;x&gt;" in html
+    assert "a&lt;b<mark>yes</mark>" in html
+    assert "nan" not in html

@@ -233,6 +233,9 @@ def preparation(config: DataConfig, spec: MediaSpec, vocab_size: int | None = No
 
 def _parts(config: DataConfig) -> Mixture:
     """The mixture that `config.path` names: of a YAML file, or a dataset alone."""
+    for root in config.root:
+        if not Path(root).is_dir():
+            raise ValueError(f"data.root={root}: no such folder; give the one that media lie below")
     columns = tuple(sorted(named_columns(config.columns).items()))
     if config.path.endswith((".yaml", ".yml")):
         if columns:

@@ -61,43 +61,19 @@ def model_folder(name: str, tell: Callable[[str], None] = lambda line: None) -> 
 
 
 def _fetched(name: str, repo: str, revision: str | None) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=FILES))
-    except RevisionNotFoundError:
-        raise ValueError(
-            f"--model {name}: {repo} has no revision {revision}; name another"
-        ) from None
-    except (GatedRepoError, RepositoryNotFoundError):
-        raise ValueError(
-            f"--model {name}: {constants.ENDPOINT} knows no such model, or shows it only to those "
-            f"who may see it; mend the name, log in (hf auth login), {REMEDY}"
-        ) from None
-    except HfHubHTTPError as e:
-        code = e.response.status_code
-        if code in (401, 403):
-            raise ValueError(
-                f"--model {name}: {constants.ENDPOINT} answers {code}; log in (hf auth login) and "
-                f"ask for access on the model's page, {REMEDY}"
-            ) from None
-        raise _cut(name, e) from None
     except HFValidationError as e:
         raise ValueError(f"--model {name}: {e}; give OWNER/NAME, {REMEDY}") from None
-    except (LocalEntryNotFoundError, OSError, RuntimeError) as e:
-        raise _cut(name, e) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, RuntimeError) as e:
+        raise _refused(name, e) from None
     except Exception as e:  # of the HTTP library, whose names change with its version
         if not type(e).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
             raise
-        raise _cut(name, e) from None
+        raise _refused(name, e) from None
     if not is_whole(folder):
         raise ValueError(
             f"--model {name}: {folder} has no {CONFIG} or lacks safetensors: it is published in "
@@ -106,7 +82,21 @@ def _fetched(name: str, repo: str, revision: str | None) -> Path:
     return folder
 
 
-def _cut(name: str, error: Exception) -> TryAgain:
+def _refused(name: str, error: Exception) -> Exception:
+    """What to raise where the hub does not give a model."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    # An answer of the hub may be the cause of what was not found in the cache either.
+    answers = [getattr(e, "response", None) for e in (error, error.__cause__)]
+    code = next((r.status_code for r in answers if r is not None), None)
+    if any(isinstance(e, RevisionNotFoundError) for e in (error, error.__cause__)):
+        return ValueError(f"--model {name}: the model has no such revision; name another one")
+    if code in (401, 403, 404):
+        return ValueError(
+            f"--model {name}: {constants.ENDPOINT} answers {code}: it has no such model, or shows "
+            f"it only to who may see it; mend the name, log in (hf auth login), {REMEDY}"
+        )
     why = " ".join(str(error).split())[:200] or type(error).__name__
     return TryAgain(
         f"--model {name}: the hub cannot be reached, or the connection was cut ({why}); run the "

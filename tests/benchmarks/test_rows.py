@@ -44,6 +44,7 @@ ELSEWHERE = {
     "memory": "test_memory.py test_two_cases_at_full_size",
     "schedule": "test_schedule.py test_quick_run_writes_rows_and_a_picture",
     "schedule_run": "test_schedule.py test_what_runs_execute_is_measured",
+    "wrong_lines": "test_wrong_lines.py test_a_row_of_every_line",
     "two_process": "test_two_process.py test_rows_are_trained_shown_and_written",
 }
 

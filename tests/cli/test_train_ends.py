@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.cli import main, train
+from dflop_jax.config import Config, DistributedConfig
 from dflop_jax.train import trainer
 
 LIMIT_S = 30.0
@@ -83,6 +84,8 @@ def test_the_others_are_told_of_an_error_before_anything_is_cleaned_up(monkeypat
 
     monkeypatch.setattr(trainer.Trainer, "_fit", fit)
     run = object.__new__(trainer.Trainer)
+    watched = DistributedConfig(hang_factor=0)
+    run.place = SimpleNamespace(config=Config(distributed=watched), devices=[])
     run.peers = SimpleNamespace(process=1, fail=lambda why, code: order.append((why, code)))
     with pytest.raises(ValueError, match="no room"):
         run.fit()

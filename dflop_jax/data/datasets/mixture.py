@@ -75,6 +75,8 @@ def load_mixture(file: str | Path) -> Mixture:
       ValueError: no such file, no YAML, or an unknown field or rule, with its place.
     """
     file = Path(file)
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; give a mixture of datasets in YAML")
     with named(f"{file}: not a readable mixture"):
         raw = _yaml(read_bounded(file, MAX_YAML_BYTES))
     items = raw.get("parts", raw.get("datasets")) if isinstance(raw, dict) else raw

@@ -1,0 +1,31 @@
+"""Fifty wrong command lines end in one line with the remedy, before anything is measured."""
+
+import pytest
+
+from dflop_jax.gpu_compile import chip_profile
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.train import profiling
+from tests.cli.command_line import refused
+from tests.cli.test_refused import measured
+from tests.front.wrong_lines import WRONG, careless_folder
+
+
+@pytest.fixture(scope="module")
+def careless(tmp_path_factory):
+    return careless_folder(tmp_path_factory.mktemp("careless"))
+
+
+def test_there_are_fifty():
+    assert len(WRONG) == 50
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_one_line_says_what_and_how(careless, line, capsys, monkeypatch):
+    for module, name in (
+        (profiling, "time_layers"), (profiling, "roofline_profile"),
+        (chip_profile, "compiled_probes"), (Executor, "compile"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, measured)
+    monkeypatch.chdir(careless)
+    assert WRONG[line] in refused(capsys, *line.split())
+    assert not (careless / "mine.txt").exists()

@@ -1,0 +1,146 @@
+"""A model by its name on the hub, from a server on this host: each case in a process of its own,
+since huggingface_hub reads its variables once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflop_jax.front.hub import is_whole, model_folder
+from tests.front.hub_server import NAME, SHA, hub_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120
+INDEX = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+FILES = {
+    "config.json": b'{"model_type": "qwen3_vl"}',
+    "model.safetensors.index.json": json.dumps(INDEX).encode(),
+    "model-1.safetensors": b"1" * 5000,
+    "model-2.safetensors": b"2" * 5000,
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"x",
+    "pytorch_model.bin": b"a pickle",
+    "modeling.py": b"code",
+}
+ASK = """
+import sys
+from dflop_jax.cluster.ending import RunFailed, exit_code_of
+from dflop_jax.front.hub import model_folder
+try:
+    print(model_folder(sys.argv[1], lambda line: print("told", line, file=sys.stderr)))
+except (ValueError, RunFailed) as e:
+    print(e, file=sys.stderr)
+    sys.exit(exit_code_of(e))
+"""
+
+
+@pytest.fixture
+def hub():
+    with hub_of(FILES) as running:
+        yield running
+
+
+@pytest.fixture
+def start(hub, tmp_path):
+    """Begins to look for a model in a process with a cache of this test."""
+
+    def begin(name=NAME, **variables):
+        variables = {
+            "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT),
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0", **variables,
+        }  # fmt: skip
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+        return subprocess.Popen(
+            [sys.executable, "-c", ASK, name], cwd=tmp_path, env=kept | variables, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    return begin
+
+
+def over(process):
+    """(exit code, stdout, stderr) of it."""
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out.strip(), err.strip()
+
+
+def test_one_process_fetches_what_is_data_and_the_cache_keeps_it(hub, start):
+    codes, folders, errs = zip(*map(over, [start(), start()]), strict=True)
+    assert codes == (0, 0), errs
+    assert len(set(folders)) == 1
+    folder = Path(folders[0])
+    assert folder.name == SHA  # the revision, which the run's config.json has in model.size
+    wanted = FILES.keys() - {"pytorch_model.bin", "modeling.py"}
+    assert {f.name for f in folder.iterdir()} == wanted
+    assert {name: hub.asked[name] for name in FILES} == {n: int(n in wanted) for n in FILES}
+    assert sorted(bool(err) for err in errs) == [False, True]  # one was told that it fetches
+    asked = hub.asked.total()
+    assert over(start(HF_HUB_OFFLINE="1"))[:2] == (0, folders[0])
+    assert over(start(HF_ENDPOINT="http://127.0.0.1:9"))[:2] == (0, folders[0])
+    assert over(start())[:2] == (0, folders[0])
+    assert hub.asked.total() == asked
+
+
+@pytest.mark.parametrize("status, says", [(401, "log in (hf auth login)"), (403, "log in")])
+def test_what_asks_for_a_login(hub, start, status, says):
+    hub.status = status
+    code, _, err = over(start())
+    assert code == 2, err
+    assert says in err
+    assert err.splitlines()[-1].startswith(f"--model {NAME}: ")
+
+
+def test_an_unknown_name_and_an_unknown_revision(start):
+    for name, says in (("owner/none", "mend the name"), (f"{NAME}@gone", "no such revision")):
+        code, _, err = over(start(name))
+        assert code == 2, err
+        assert says in err
+
+
+def test_a_cut_download_is_tried_again_and_goes_on(hub, start):
+    hub.cut = {"model-2.safetensors"}
+    code, _, err = over(start())
+    assert code == 4, err
+    assert "run the command again, what has come is kept" in err
+    offline = start(HF_HUB_OFFLINE="1")  # a part of a model is none
+    code, _, err = over(offline)
+    assert code == 2, err
+    assert "does not hold it whole" in err
+    hub.cut = set()
+    code, folder, err = over(start())
+    assert code == 0, err
+    assert is_whole(Path(folder))
+    assert (Path(folder) / "model-2.safetensors").read_bytes() == FILES["model-2.safetensors"]
+    assert hub.asked["model-1.safetensors"] == 1
+
+
+def test_nobody_answers(start):
+    code, _, err = over(start(HF_ENDPOINT="http://127.0.0.1:9"))
+    assert code == 4, err
+    assert "the hub cannot be reached" in err
+    code, _, err = over(start(HF_HUB_OFFLINE="1"))
+    assert code == 2
+    assert f"hf download {NAME}" in err
+
+
+def test_a_folder_is_itself(tmp_path):
+    assert model_folder(str(tmp_path)) == tmp_path
+    for name in ("gone", str(tmp_path / "gone"), "a b/c", ""):
+        with pytest.raises(ValueError, match="no such folder, nor OWNER/NAME"):
+            model_folder(name) if name else model_folder("no/such/model")
+
+
+def test_what_is_whole(tmp_path):
+    assert not is_whole(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"{}")
+    assert is_whole(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(INDEX))
+    assert not is_whole(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    assert not is_whole(tmp_path)

@@ -1,0 +1,96 @@
+"""Fifty command lines of a careless user, each with what its one line has to say, and the folder
+that they are given in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from dflop_jax.weights import ModuleParams, write_folder
+from models import qwen3_vl
+from tests.cli.command_line import EXPERIMENT
+from tests.front.made import llava_data, processor_files
+from tests.verify.test_verify import random_params
+
+ASK = "--model qwen --data photos/train.json"
+# Command line -> part of what it says, the remedy if it has one.
+WRONG = {
+    # Misspelt, in every place.
+    "trian nano.py": "invalid choice: 'trian'",
+    "": "required: COMMAND",
+    f"train --modle qwen {ASK[13:]}": "did you mean --model?",
+    "train --model qwen --dta photos": "did you mean --data?",
+    f"train {ASK} --train.step 3": "did you mean train.steps?",
+    f"train --train.step 3 {ASK}": "did you mean train.steps?",
+    f"train {ASK} --trian.steps=3": "did you mean train.steps?",
+    f"train {ASK} --plan.polcy dip": "did you mean plan.policy?",
+    f"train {ASK} --dry-rn": "did you mean --dry-run?",
+    "train nano.py --resum auto": "did you mean --resume?",
+    "train --resume sometimes nano.py": "choose from",
+    "train nano.py stray": "unexpected argument 'stray'",
+    "plan nano.py --explian": "did you mean --explain?",
+    "simulate nano.py --batch 3": "did you mean --batches?",
+    "check --dat photos": "did you mean --data?",
+    "compile nano.py --hardware h100": "did you mean --plan.hardware?",
+    # What is not there.
+    "train": "give --model FOLDER_OR_NAME --data PATH_OR_NAME, or an experiment file",
+    "train gone.py": "no such experiment file; give a path such as",
+    f"train --model gone {ASK[13:]}": "no such folder, nor OWNER/NAME",
+    "train --model qwen": "give --data PATH_OR_NAME",
+    "train --model qwen --data gone.json": "no such file or folder",
+    "train --model qwen --data gone.yaml": "gone.yaml: no such file; give a mixture",
+    f"train --model bare {ASK[13:]}": "give --data.tokenizer FOLDER",
+    f"train {ASK} --data.tokenizer gone": "no such tokenizer.json; leave it empty for byte-level",
+    f"train {ASK} --data.root gone": "no such folder; give the one that media lie below",
+    f"train {ASK} --plan-file gone.json": "gone.json: no such file",
+    f"train {ASK} --profile-file gone.json": "gone.json: no such file",
+    f"train --model empty {ASK[13:]}": "is this a folder of transformers?",
+    f"train --model cut {ASK[13:]}": "download",
+    "train nano.py --model.weights gone": "for sizes such as llava-ov-7b",
+    "init": "give one first",
+    # Of the wrong kind.
+    "train --model photos/train.json --data photos": "no such folder, nor OWNER/NAME",
+    "train --model qwen --data qwen/config.json": "expected a JSON list of records",
+    "train --model qwen --data photos/p1-0.png": "expected a JSON list of records; repair it",
+    f"train --model llama {ASK[13:]}": "is a language model alone",
+    f"train --model clip {ASK[13:]}": "known: llava_onevision, internvl",
+    f"train {ASK} --train.steps many": "Expected `int`, got `str` - at `train.steps`",
+    f"train {ASK} --plan.policy best": "is not one of auto, dflop, orch",
+    f"train {ASK} --data.columns chat": "write FIELD=COLUMN, such as messages=chat",
+    f"train {ASK} --train.learning_rates 3": "write NAME=RATE, such as vision=2e-6",
+    f"train {ASK} --model.factory models": "give MODULE:FUNCTION",
+    f"train {ASK} --train.freeze audio": "the model has",
+    f"train {ASK} --data.path other.json": "give one of them",
+    f"train {ASK} --train.steps 3 --train.epochs 1": "give one of them",
+    "init mine.txt --model qwen --data photos": "give a name that ends in .py",
+    # Impossible sizes.
+    f"train {ASK} --train.steps 0": "must be at least 1",
+    f"train {ASK} --plan.devices 4096": "lower it (0 takes all)",
+    f"train {ASK} --plan.memory_bytes 1e4": "take more devices or more memory, or train less",
+    f"train {ASK} --data.max_tokens 3": "raise it",
+    "simulate nano.py --batches 0": "must be at least 1",
+}
+
+
+def careless_folder(folder: Path) -> Path:
+    """Models, data and an experiment, good ones and others."""
+    config = processor_files(folder / "config")
+    model = qwen3_vl.build(str(config))
+    held = [ModuleParams(name, tree) for name, tree in random_params(model, 0).items()]
+    write_folder(folder / "qwen", model.weights, held)
+    processor_files(folder / "qwen")
+    shutil.copytree(folder / "qwen", folder / "cut")
+    file = folder / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    llava_data(folder / "photos", 12)
+    (folder / "nano.py").write_text(EXPERIMENT)
+    for name, said in {
+        "bare": {"model_type": "qwen3_vl"},
+        "llama": {"model_type": "llama"},
+        "clip": {"model_type": "clip", "vision_config": {"a": 1}},
+    }.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(said))
+    (folder / "empty").mkdir()
+    return folder

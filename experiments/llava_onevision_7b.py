@@ -1,12 +1,11 @@
 """Fine-tunes LLaVA-OneVision-7B on a node of 8 GPUs of 80 GB; docs/gpus.md goes through it.
 
-Command:  dflop train experiments/llava_onevision_7b.py --model.size HF --model.weights HF \\
-              --data.tokenizer HF --data.path DIR_OR_JSON_OR_YAML
+Command:  dflop train experiments/llava_onevision_7b.py --model HF --data DIR_OR_JSON_OR_YAML
 Minutes:  not known: it has not been run on a GPU; `dflop plan` with --plan.hardware h100
           --plan.devices 8 predicts the step without one
 Expected: the loss falls from that of the published weights; summary.md shows the MFU
 
-HF is the folder of llava-hf/llava-onevision-qwen2-7b-ov-hf. Without those four flags the same model
+HF is the folder of llava-hf/llava-onevision-qwen2-7b-ov-hf. Without those two flags the same model
 begins at random, on embedded scenes: what the node does is then seen before anything is downloaded.
 Rates are those of the published last stage: 1e-5, and 2e-6 in the vision tower.
 """

@@ -45,7 +45,7 @@ def test_every_command_is_one(words):
     assert words[2] == RECIPE
     changes = overrides(words)
     given = {w[2:] for w in words if w.startswith("--")}
-    assert given - changes.keys() <= {"explain", "resume"}
+    assert given - changes.keys() <= {"model", "data", "explain", "resume"}
     config = override(load_experiment(str(ROOT / RECIPE)), changes)
     assert profiled_steps(config.train.profile_steps).stop <= config.train.steps
 

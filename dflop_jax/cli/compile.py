@@ -19,7 +19,7 @@ from dflop_jax.cli.experiment import (
     add_profile_file,
     profile_of,
 )
-from dflop_jax.cli.front_door import asked
+from dflop_jax.cli.front_door import asked, said
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GIB
 
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.run_folder import check_answer_file
 
     jax.config.update("jax_platforms", "cpu")  # the plugin asks for a driver else
-    config = asked(args).config
+    ask = asked(args)
+    config = ask.config
     if not config.plan.hardware:
         raise ValueError(f"name the GPU: --plan.hardware {'|'.join(CHIPS)}")
     find_chip(config.plan.hardware)
@@ -55,6 +56,8 @@ def run(args: argparse.Namespace) -> Any:
         check_answer_file(args.out)
         if not Path(args.out).resolve().parent.is_dir():
             raise ValueError(f"--out {args.out}: no such folder; make it first")
+    with said(ask) as notes:
+        notes.show()
     compiler_environment()  # a missing compiler is named before anything is planned
     report = compile_plan(CompileJob(config, _plan(args, config)), ticker("compiling"))
     if args.out:

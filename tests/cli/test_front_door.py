@@ -10,7 +10,8 @@ import pytest
 
 from dflop_jax.cli.front_door import asked
 from dflop_jax.cli.main import _parser
-from dflop_jax.config import Config
+from dflop_jax.config import Config, DataConfig
+from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.front.families import FAMILIES
 from dflop_jax.front.model_folder import MOST_TOKENS
 from dflop_jax.train.prepare import build_model
@@ -123,3 +124,21 @@ def test_every_family_has_a_factory_and_a_reader():
         assert re.fullmatch(r"models\.\w+:build", factory)
         with pytest.raises(ValueError, match=r"unknown model size"):
             build_model(Config(model=type(Config().model)(factory, "no such size")).model), kind
+
+
+def test_columns_of_other_names_without_a_mixture():
+    file = llava_data(Path("photos"), 6)
+    model = build_model(Config().model)
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    usual = make_source(DataConfig(path=str(file)), spec, apart=False)
+    records = json.loads(file.read_text())
+    renamed = [
+        {"chat": r["conversations"]}
+        | ({"pictures": r["image"]} if "image" in r else {"pictures": []})
+        for r in records
+    ]
+    file.write_text(json.dumps(renamed))
+    columns = ("conversations=chat", "image=pictures")
+    other = make_source(DataConfig(path=str(file), columns=columns), spec, apart=False)
+    assert len(other) == len(usual) == 6
+    assert [other.load(i) for i in range(6)] == [usual.load(i) for i in range(6)]

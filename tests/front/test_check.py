@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from html import unescape
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from dflop_jax.train.prepare import build_model
 from tests.cli.command_line import run
 from tests.data.media_cases import made_dataset, talk
 from tests.front.made import llava_data, processor_files
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +172,27 @@ def test_a_page_of_nothing_and_of_one(tmp_path):
     assert "&lt;x&gt;" in html
     assert "a&lt;b<mark>yes</mark>" in html
     assert "nan" not in html
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no headless Chromium here")
+@pytest.mark.parametrize("width", [500, 1280])
+def test_the_page_is_as_wide_as_its_window(width):
+    """Nothing has to be scrolled to, and nothing is loaded."""
+    long = "a picture of 756x677 pixels, " * 30
+    values = np.arange(9)
+    sample = ShownSample("x" * 90, (Passage("word " * 90), Passage("long" * 90, True)), 3)
+    look = DataLook(
+        "d", 9, True, 9, 9, {"reason": 1}, {"reason": ["/a/path/" * 20]},
+        tokens=dict.fromkeys(("all", "text", "vision"), values), pieces={"vision": values},
+        longest=(("f.json[1]", 9, long),), samples=(sample,), template="{{ x }}" * 60,
+    )  # fmt: skip
+    html = page([Fact("versions", long), Fact("model", "b" * 200, wrong=True)], look, "", "limits")
+    script = "document.title = document.documentElement.scrollWidth + ' of ' + innerWidth"
+    Path("p.html").write_text(html.replace("</body>", f"<script>{script}</script></body>"))
+    done = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900",
+         "--dump-dom", Path("p.html").absolute().as_uri()],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    needed, _, there = re.search(r"<title>(.*?)</title>", done.stdout)[1].partition(" of ")
+    assert int(needed) <= int(there) <= width

@@ -295,8 +295,8 @@ class Checkpointer:
     # ---- restoring ----
 
     def restore(self, reader: CheckpointReader) -> None:
-        """Put a checkpoint's arrays into the executor, which has been initialised, each process
-        its own slices. After an error the executor's state is of no use.
+        """Put a checkpoint's arrays into the executor, after one of its `init`s, each process its
+        own slices. After an error the executor's state is of no use.
 
         Raises:
           ValueError: it is of another model or optimizer.
@@ -307,7 +307,7 @@ class Checkpointer:
         state = self._ex.state
         try:
             for (segment, kind), arrays in self._by_tree().items():
-                tree = jax.tree.structure(_saved(self._ex, segment, kind))
+                tree = jax.tree.structure(self._structs(segment, kind))
                 leaves = [self._read(reader, a) for a in arrays]
                 getattr(state, kind)[segment] = jax.tree.unflatten(tree, leaves)
         except CorruptCheckpoint as e:
@@ -320,6 +320,13 @@ class Checkpointer:
             made = update.take_masters(state.params[segment])
             state.params[segment], state.masters[segment] = made
         self._ex.share_tied()
+
+    def _structs(self, segment: str, kind: str) -> Any:
+        """The tree of what `_saved` gives."""
+        programs = self._ex.programs
+        if kind == "params":
+            return initial_structs(programs.segments[segment])
+        return programs.updates[segment].state_structs
 
     def _by_tree(self) -> dict[tuple[str, str], list[StateArray]]:
         by_tree: dict[tuple[str, str], list[StateArray]] = {}

@@ -126,6 +126,14 @@ class Executor:
         sync()
         self.share_tied()
 
+    def init_for_restore(self) -> None:
+        """Zero gradients, and nothing of what a checkpoint is to bring."""
+        for name, s in self.programs.segments.items():
+            if name not in self.programs.local:
+                self._init_absent(name)
+            elif name in self.trainable:
+                self.state.grads[name] = zero_gradients(s)
+
     def share_tied(self) -> None:
         """Send tied parameters to the segments that read them; after `init` or a restore."""
         for reader in self.programs.owner_of:

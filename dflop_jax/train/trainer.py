@@ -221,10 +221,14 @@ class Trainer:
             checkpoints, ex, peers, keep=keep, keep_every=keep_every, waiting=waiting
         )
         with said_in_a_line(peers, ex.plan, "placing its parameters"):
-            ex.init(config.train.seed, None if resumed else self._begin)
+            if resumed:
+                ex.init_for_restore()
+            else:
+                ex.init(config.train.seed, self._begin)
         assert self.profile is not None
         if resumed:
-            resumed = restore(saver, resumed, peers)
+            with said_in_a_line(peers, ex.plan, "placing its parameters"):
+                resumed = restore(saver, resumed, peers)
             if resumed.meta.step < start:
                 progress.restart(resumed.meta.step)
             progress.log(f"resumed after step {resumed.meta.step} of {config.train.steps}")

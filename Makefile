@@ -20,7 +20,7 @@ ifneq ($(origin PYTHON),file)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo paper test check lint second gpus format clean renew
+.PHONY: help demo paper test check lint second gpus hosts hosts-part format clean renew
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
@@ -35,7 +35,7 @@ paper: $(STAMP)  ## the three papers' evaluations in simulation, to runs/paper (
 test: $(REFERENCE)  ## every test
 	@$(PYTEST)
 
-check: lint test second gpus  ## lint, types, every test, a second Python, programs for GPUs
+check: lint test second gpus hosts-part  ## lint, types, every test, a second Python, GPUs, launchers
 
 lint: $(LINTERS)  ## ruff (lint and format check) and mypy
 	@$(BIN)/ruff check --quiet .
@@ -47,6 +47,12 @@ second:  ## a few tests and a tiny run on another Python and jax, where there is
 
 gpus: $(STAMP)  ## compile a model's programs for GPUs that are not here
 	@.ci/gpus
+
+hosts: $(STAMP)  ## Slurm, Open MPI and failing hosts, virtual ones (root on Debian, 20 minutes)
+	@$(BIN)/python benchmarks/hosts.py
+
+hosts-part:
+	@.ci/hosts
 
 format: $(LINTERS)  ## let ruff fix and format the code
 	@$(BIN)/ruff check --quiet --fix .

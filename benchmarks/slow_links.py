@@ -1,32 +1,30 @@
 """Does a run plan by the links that it has? Two hosts of one process each, joined fast and slowly.
 
 Command:  python benchmarks/slow_links.py [--json FILE] [--rate RATE] [--steps N] [--size NAME]
-Minutes:  6 on 2 cores with nothing else running, as root (network namespaces and `tc` with tbf)
+Minutes:  6 on 2 cores with nothing else running, as root
 Expected: `auto` takes another placement over slow links than over fast ones, and on either links
           the plan that was made for them has the shorter measured step, as was planned
 
-The hosts are two network namespaces with a link of their own and a core each. Over each kind of
-links a run plans and trains, then another trains by the plan of the other kind; all plans are
-predicted by the times of their own programs and by links as they were measured.
+The hosts are virtual (`virtual_hosts.py`), with a link and a core each. Over each kind of links a
+run plans and trains, then another trains by the plan of the other kind; all plans are predicted by
+the times of their own programs and by links as they were measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
+from virtual_hosts import Hosts, missing, virtual_hosts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -37,7 +35,7 @@ from dflop_jax.report.run_folder import PLAN, read_metrics
 from dflop_jax.train.trying import plan_words
 
 ROOT = Path(__file__).resolve().parent.parent
-HOSTS, ADDRESSES, PORT = ("dflop-a", "dflop-b"), ("10.219.7.1", "10.219.7.2"), 47311
+PORT = 47311
 WARMUP = 4  # steps left out of every median
 FAST = "fast"
 EXPERIMENT = """
@@ -54,54 +52,22 @@ def config():
 """
 
 
-@contextmanager
-def two_hosts(rate: str | None) -> Iterator[None]:
-    """Network namespaces that are joined by a link, which lets through so much in each direction;
-    None: as much as the kernel moves."""
-
-    def ip(*words: str, host: str = "") -> None:
-        inside = ("ip", "netns", "exec", host) if host else ()
-        subprocess.run([*inside, *words], check=True)
-
-    names = [Path("/etc/netns", host) for host in HOSTS]
-    try:
-        for host, name, address in zip(HOSTS, names, ADDRESSES, strict=True):
-            ip("ip", "netns", "add", host)
-            # gloo listens where a host's name leads to; `ip netns exec` puts this file in place.
-            name.mkdir(parents=True, exist_ok=True)
-            (name / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
-        ends = ("dflop0", "dflop1")
-        ip("ip", "link", "add", ends[0], "netns", HOSTS[0], "type", "veth",
-           "peer", "name", ends[1], "netns", HOSTS[1])  # fmt: skip
-        for host, end, address in zip(HOSTS, ends, ADDRESSES, strict=True):
-            ip("ip", "addr", "add", f"{address}/24", "dev", end, host=host)
-            ip("ip", "link", "set", end, "up", host=host)
-            ip("ip", "link", "set", "lo", "up", host=host)
-            if rate:
-                shape = ("tbf", "rate", rate, "burst", "64kb", "latency", "200ms")
-                ip("tc", "qdisc", "add", "dev", end, "root", *shape, host=host)
-        yield
-    finally:
-        for host, name in zip(HOSTS, names, strict=True):
-            subprocess.run(["ip", "netns", "del", host], check=False)
-            shutil.rmtree(name, ignore_errors=True)
-
-
-def train(job: Path, run_dir: Path, cache: Path, flags: Sequence[str]) -> None:
+def train(hosts: Hosts, job: Path, run_dir: Path, cache: Path, flags: Sequence[str]) -> None:
     """Train with a process on each host; ends this program with what was said where one fails."""
     cores, secret = sorted(os.sched_getaffinity(0)), new_secret()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), SECRET_ENV: secret}
     jobs, logs = [], []
-    for i, host in enumerate(HOSTS):
-        command = ["ip", "netns", "exec", host, "taskset", "-c", str(cores[i]), sys.executable,
+    for host, core in zip(hosts.hosts, cores, strict=False):
+        command = ["taskset", "-c", str(core), sys.executable,
                    "-m", "dflop_jax.cli", "train", str(job), "--overwrite",
                    "--run_dir", str(run_dir), "--cache_dir", str(cache),
-                   "--distributed.coordinator", f"{ADDRESSES[0]}:{PORT}",
-                   "--distributed.num_processes", "2", "--distributed.process_id", str(i),
-                   *flags]  # fmt: skip
-        logs.append(run_dir.with_suffix(f".{i}.log"))
+                   "--distributed.coordinator", f"{hosts.hosts[0].name}:{PORT}",
+                   "--distributed.num_processes", "2",
+                   "--distributed.process_id", str(host.index), *flags]  # fmt: skip
+        logs.append(run_dir.with_suffix(f".{host.index}.log"))
         with logs[-1].open("wb") as log:
-            jobs.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+            whole = host.command(*command)
+            jobs.append(subprocess.Popen(whole, stdout=log, stderr=log, env=environment))
     try:
         codes = [j.wait() for j in jobs]
     finally:
@@ -134,8 +100,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--size", default="tiny", help="of the model")
     args = parser.parse_args()
-    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        parser.error("needs root, `ip` and `tc`, to make two hosts with a link of their own")
+    if why := missing():
+        parser.error(why)
     if len(os.sched_getaffinity(0)) < 2:
         parser.error("two cores are needed")
     rates, rows = {FAST: None, args.rate: args.rate}, Rows(args.json, as_rows)
@@ -149,8 +115,8 @@ def main() -> None:
                 run_dir = folder / f"{links} by {made_for}"
                 given = folder / f"{made_for} by {made_for}" / PLAN
                 flags = ["--plan-file", str(given)] if other else []
-                with two_hosts(rate):
-                    train(job, run_dir, folder / f"cache {links}", flags)
+                with virtual_hosts(2, rate) as hosts:
+                    train(hosts, job, run_dir, folder / f"cache {links}", flags)
                 rows.append(result(run_dir, links, made_for))
     table = Table("links", "plan for", "plan", "predicted ms", "measured ms")
     for r in sorted(rows, key=lambda r: (r["links"], r["plan_for"])):

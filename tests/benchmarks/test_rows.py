@@ -263,13 +263,25 @@ def links_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
 def hosts_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Hosts with links of their own are made by root only, and train for minutes."""
     row = {"plan": "orch", "predicted_s": 1.0, "measured_s": 2.0}
-    patch.setattr(script, "two_hosts", lambda rate: nullcontext())
+    patch.setattr(script, "virtual_hosts", lambda number, rate: nullcontext())
     patch.setattr(script, "train", lambda *_: None)
     patch.setattr(script, "result", lambda run, *names: {**row, "links": names[0],
                                                          "plan_for": names[1]})  # fmt: skip
-    patch.setattr(script.os, "geteuid", lambda: 0)
+    patch.setattr(script, "missing", lambda: "")
     patch.setattr(script.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    patch.setattr(script.shutil, "which", lambda name: name)
+
+
+def nothing_tried(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Hosts with names of their own are made by root only, and train for minutes."""
+
+    def tried(site: Any, hosts: Any) -> str:
+        """Nothing"""
+        return "nothing"
+
+    patch.setattr(script, "needs", lambda: "")
+    patch.setattr(script.Site, "prepare", lambda site: None)
+    patch.setattr(script.virtual_hosts, "virtual_hosts", lambda number: nullcontext())
+    patch.setattr(script, "TRIED", (tried, tried))
 
 
 def small_saves(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -332,6 +344,7 @@ RUNS = {
     "gpu_plans": Tiny(1, (), plans_of_nobody),
     "host_work": Tiny(6, (), hosts_that_are_told),
     "hostile": Tiny(4, (), quiet_jobs),
+    "hosts": Tiny(2, (), nothing_tried),
     "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
     "kills": Tiny(2, ("--kills", 2), one_campaign),
     "links": Tiny(2, ("--pretended", 2), links_of_nobody),

@@ -1,14 +1,13 @@
-"""SIGKILL at random moments, each followed by a resume: is any step lost, repeated or changed?
+"""Faults on purpose: what of a run survives them, and is every bit as if nothing had happened?
 
-Command:  python benchmarks/kills.py --json kills.json
-Minutes:  about 8 on two cores for 30 kills of two processes
-Expected: every loss sequence equal to the uninterrupted one's, no orphan, every job gone within 1 s
+Command:  python benchmarks/kills.py --faults 200 --mtbf 15 --json kills.json
+Minutes:  1.5 times faults x mtbf and 12 s a fault for the restart, on two cores; 200 take 90
+Expected: survived = bit_exact = faults, orphans 0, unexpected []
 
-One run is left alone. Others of the same configuration have a process killed, now at a random step,
-now while a checkpoint is being written, now while they start, and go on until they are done: with
-`--resume auto` in a new job, or with `--restarts` by themselves, as their launcher starts them
-again. Victims are the trainers (process 0 is also the parent of the schedule worker and the one
-that commits checkpoints) and sometimes the launcher.
+One run is left alone. Others of the same configuration have a fault after the other, of every kind
+of `fault_kinds.KINDS`, at every moment, a tenth of them while the run recovers from the one before;
+the time between two counts from the last recovery. `dflop launch --max-restarts` starts again what
+ends. Needs Linux, and root for full disks (a tmpfs); without, that kind is left out, and said so.
 """
 
 from __future__ import annotations
@@ -23,162 +22,69 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from host_processes import begun, environments, parent
+import fault_kinds as fk
+from fault_kinds import KINDS, MOMENTS, NOT_FINITE, Kind, Target
+from faulted_run import EVERY_EVALUATION, EVERY_LOOK, Command, prepare, small_disk
 from json_rows import add_json, write_json
+from observed_job import AGAIN, LAUNCHER, RESTART, Job
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.variables import PROCESS_ID_ENV
-from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, read_metrics
+from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.report.spent import TRAINING, read_spent
 
 LIMIT_S = 600.0  # nothing takes as long on any machine
-ENDED_LIMIT_S = 30.0  # from a kill until no process of the job is left
-MARK_ENV = "DFLOP_KILLS"  # in the environment of a job and all it starts
-LAUNCHER = -1
-AGAIN = "has done a step"  # what a launcher says of a restart
-RESTARTS = ("--max-restarts", "1000000", "--restarts-an-hour", "1000000")
-SAVING, STEPPING, STARTING = "while saving", "at a step", "while starting"
-
-EXPERIMENT = """
-from dflop_jax import CheckpointConfig
-from dflop_jax import Config
-from dflop_jax import DataConfig
-from dflop_jax import ModelConfig
-from dflop_jax import PlanConfig
-from dflop_jax import ScheduleConfig
-from dflop_jax import TrainConfig
-
-def config():
-    return Config(
-        model=ModelConfig(size="nano"),
-        data=DataConfig(n_samples=64, max_tiles=1, max_frames=2, max_tokens=96),
-        plan=PlanConfig(policy="dflop", max_model=1, buckets=2, effort="quick", max_microbatches=4),
-        schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
-        train=TrainConfig(steps={steps}, global_batch=4),
-        checkpoint=CheckpointConfig(every=2, keep=2),
-        run_dir={run_dir!r},
-        cache_dir={cache_dir!r},
-    )
-"""
-
-Command = Callable[..., list[str]]  # (run folder, further arguments) -> command line of a job
+ENDED_LIMIT_S = 30.0  # from the end of a launcher until no process of the job is left
+SETTLED = 10  # rows after a fault that cost no restart
+IN_RECOVERY = 0.1  # share of the faults
+RECOVERY_S = 8.0  # at most, from the fault before
+LAUNCHER_KILLED = "launcher"  # a kind of its own: nobody is left to start again
 
 
 @dataclass(frozen=True)
-class Kill:
-    """One kill and what came of it.
+class Fault:
+    """One fault and what came of it.
 
     Attributes:
       victim: number of the process, -1 for the launcher.
-      aimed: the moment that was waited for.
-      in_save: a checkpoint was begun and not committed when it hit.
-      rows: steps in the metrics then.
-      ended_s: from the kill until no process of the job was left; of a launcher that starts them
-        again, until they had done a step.
+      rows: steps in the metrics when it was done.
+      survived: the run went on, or was done.
+      restarted: the launcher started it again.
+      to_step_s: from the failure to the first step after it, where it was.
+      unexpected: what else differs from what its kind is expected to do; "" for nothing.
     """
 
+    kind: str
+    moment: str
     victim: int
-    aimed: str
-    in_save: bool
     rows: int
-    ended_s: float
+    survived: bool
+    restarted: bool
+    to_step_s: float | None
+    unexpected: str = ""
 
 
-class Job:
-    """A launched run under observation, with what it prints in a file."""
+@dataclass(frozen=True)
+class Campaign:
+    """What came of all faults so far: the losses of `exact` of `runs` runs equal the undisturbed
+    one's, with `exact_faults` faults; `skips` runs had the step that is not finite."""
 
-    def __init__(self, command: list[str], run_dir: Path, log: Path):
-        self.run_dir, self.log, self._mark = run_dir, log, uuid.uuid4().hex
-        self._said_before = log.stat().st_size if log.exists() else 0
-        environment = os.environ | {MARK_ENV: self._mark}
-        with log.open("ab") as out:
-            self.launcher = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-
-    def said(self) -> str:
-        """What this job has printed."""
-        return self.log.read_bytes()[self._said_before :].decode(errors="replace")
-
-    def members(self) -> dict[int, int]:
-        """Process id of every process of the job: -1 the launcher's, then the trainers'; what they
-        started has numbers from 1000, and so have processes that wait to take a trainer's place."""
-        members = {}
-        for pid, environ in sorted(environments(), key=lambda process: begun(process[0])):
-            if environ.get(MARK_ENV) == self._mark:
-                is_child = pid != self.launcher.pid and parent(pid) == self.launcher.pid
-                index = environ.get(PROCESS_ID_ENV)
-                if pid == self.launcher.pid:
-                    members[LAUNCHER] = pid
-                elif is_child and index is not None and int(index) not in members:
-                    members[int(index)] = pid
-                else:
-                    members[1000 + pid] = pid
-        return members
-
-    def wait_for(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
-        """Whether it came true before the job ended."""
-        deadline = time.monotonic() + limit_s
-        while self.launcher.poll() is None:
-            if condition():
-                return True
-            assert time.monotonic() < deadline, f"{self.log}: nothing happens"
-            time.sleep(0.002)
-        return False
-
-    def rows(self) -> int:
-        path = self.run_dir / METRICS
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def saving(self) -> bool:
-        """Whether a checkpoint has been begun and not committed."""
-        folder = self.run_dir / CHECKPOINTS
-        begun = list(folder.glob("[0-9]*")) if folder.exists() else []
-        return len(begun) > len(CheckpointStore(folder).steps())
-
-    def kill(self, victim: int, aimed: str, *, again: bool = False) -> Kill | None:
-        """SIGKILL it, and wait until all of the job have ended, or with `again` until the launcher
-        has started them again and they have done a step; None: the run was done just before."""
-        pid = self.members()[victim]
-        rows, restarts = self.rows(), self.said().count(AGAIN)
-        os.kill(pid, signal.SIGKILL)
-        start = time.monotonic()
-        in_save = self.saving()
-        if again and victim != LAUNCHER:
-            if not self.wait_for(lambda: self.said().count(AGAIN) > restarts):
-                assert self.launcher.returncode == 0, self.said()[-2000:]
-                return None
-            took_s = float(re.findall(rf"{AGAIN}, ([\d.]+) s", self.said())[-1])
-            return Kill(victim, aimed, in_save, rows, took_s)
-        code = self.launcher.wait(ENDED_LIMIT_S)
-        while self.members():
-            assert victim == LAUNCHER, f"orphans: {self.members()}"  # nobody else ends them
-            assert time.monotonic() - start < ENDED_LIMIT_S, f"orphans: {self.members()}"
-            time.sleep(0.01)
-        ended_s = time.monotonic() - start
-        if victim == LAUNCHER:
-            assert code == -signal.SIGKILL, code
-        else:
-            assert code == 128 + signal.SIGKILL, (code, self.log)
-            assert f"process {victim} was killed by SIGKILL" in self.said(), self.log
-        return Kill(victim, aimed, in_save, rows, ended_s)
-
-
-def whole_run(command: Command, run_dir: Path, *more: str) -> list[float]:
-    """The losses of a run that nobody disturbs."""
-    job = Job(command(run_dir, *more), run_dir, run_dir.with_suffix(".log"))
-    code = job.launcher.wait(LIMIT_S)
-    assert code == 0, f"exit code {code}: {job.log.read_text()[-2000:]}"
-    return losses(run_dir)
+    faults: Sequence[Fault]
+    runs: int
+    exact: int
+    exact_faults: int
+    orphans: int
+    skips: int
+    goodput: float
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -188,174 +94,273 @@ def losses(run_dir: Path) -> list[float]:
     return [r["loss"] for r in rows]
 
 
-def killed_run(
-    command: Command,
-    run_dir: Path,
-    *,
-    n: int,
-    steps: int,
-    most: int,
-    rng: random.Random,
-    again: bool = False,
-) -> list[Kill]:
-    """Kills of one run, at most `most`, each followed by a resume, until it is done; with `again`
-    the launcher starts it again, unless the launcher itself is killed."""
-    kills: list[Kill] = []
-    store, log = CheckpointStore(run_dir / CHECKPOINTS), run_dir.with_suffix(".log")
-
-    def strike() -> Kill | None:
-        newest = max(store.steps(), default=0)
-        return _strike(job, newest, n, steps, rng, again) if len(kills) < most else None
-
-    while True:
-        saved = max(store.steps(), default=0)
-        job = Job(command(run_dir, *(["--resume", "auto"] if kills else [])), run_dir, log)
-        kill = strike()
-        while again and kill is not None and kill.victim != LAUNCHER:
-            kills.append(kill)
-            kill = strike()
-        if kill is None:
-            code = job.launcher.wait(LIMIT_S)
-            assert code == 0, f"exit code {code}: {job.said()[-2000:]}"
-            assert not job.members(), f"orphans: {job.members()}"
-        assert "damaged" not in job.said(), job.said()
-        resumed = re.findall(r"resumed after step (\d+)", job.said())
-        expected = [str(saved)] if saved else []
-        started = kill is None or kill.aimed != STARTING
-        fits = again or resumed == expected or not (started or resumed)
-        assert fits, f"{resumed}, not {expected}"
-        if kill is None:
-            return kills
-        kills.append(kill)
+def whole_run(command: Command, run_dir: Path) -> list[float]:
+    """The losses of a run that nobody disturbs."""
+    job = Job(command(run_dir), run_dir, run_dir.with_suffix(".log"))
+    code = job.launcher.wait(LIMIT_S)
+    assert code == 0, f"exit code {code}: {job.said()[-2000:]}"
+    return losses(run_dir)
 
 
-def _strike(
-    job: Job, saved: int, n: int, steps: int, rng: random.Random, again: bool
-) -> Kill | None:
-    """Kill a random process at a random moment; None when the run was done before."""
-    victim = LAUNCHER if rng.random() < 0.1 else rng.randrange(n)
-    aimed = rng.choices([SAVING, STEPPING, STARTING], [0.5, 0.4, 0.1])[0]
-    if aimed == STARTING:
-        there = job.wait_for(lambda: set(range(n)) <= job.members().keys())
-        delay_s = rng.uniform(0.0, 5.0)
-    else:
-        # Not the first step: every life of a run is to get on.
-        target = saved + 1 + rng.randrange(max(1, steps // 4))
-        # Until it has started, the rows are those of the life before.
-        there = job.wait_for(lambda: "compiled" in job.said())
-        there = there and job.wait_for(lambda: job.rows() >= target)
-        if aimed == SAVING:
-            there = there and job.wait_for(job.saving)
-        delay_s = rng.uniform(0.0, 0.03)
-    time.sleep(delay_s)
-    if not there or victim not in job.members():
-        return None
-    return job.kill(victim, aimed, again=again)
+def draws(kinds: Sequence[str], n: int, rng: random.Random) -> Iterator[tuple[str, str]]:
+    """(kind, moment) of `n` faults: of each kind as many, at the moments that it is done at least
+    often so far."""
+    seen: Counter[str] = Counter()
+    for i in range(n):
+        if i % len(kinds) == 0:
+            order = rng.sample(list(kinds), len(kinds))
+        kind = order[i % len(kinds)]
+        allowed = KINDS[kind].moments if kind in KINDS else MOMENTS
+        if rng.random() < IN_RECOVERY and fk.RECOVERY in allowed:
+            allowed = (fk.RECOVERY,)
+        fewest = min(seen[m] for m in allowed)
+        moment = rng.choice([m for m in allowed if seen[m] == fewest])
+        seen[moment] += 1
+        yield kind, moment
+
+
+class Disturbed:
+    """One run with faults; `cache` is the folder of what is cached."""
+
+    def __init__(
+        self, command: Command, run_dir: Path, n: int, steps: int, cache: Path, rng: random.Random
+    ):
+        self._command, self._run_dir, self._n, self._steps = command, run_dir, n, steps
+        self._cache, self._rng, self.orphans = cache, rng, 0
+        self.job = self._start()
+
+    def _start(self, *more: str) -> Job:
+        return Job(self._command(self._run_dir, *more), self._run_dir,
+                   self._run_dir.with_suffix(".log"))  # fmt: skip
+
+    def reach(self, moment: str) -> bool:
+        """Wait for a moment; False: the run was done before."""
+        job, rng = self.job, self._rng
+        ready = "compiled"
+        if moment in (fk.START, fk.COMPILE, fk.RECOVERY) and job.recoveries() + job.rows():
+            # That of a restart, which another fault brings about.
+            restarts = job.restarts()
+            trainers = job.trainers()
+            if not trainers:
+                return False
+            with suppress(ProcessLookupError):
+                os.kill(rng.choice(sorted(trainers.values())), signal.SIGKILL)
+            if not job.wait_for(lambda: job.restarts() > restarts, LIMIT_S):
+                return False
+        here = len(job.said()) if moment == fk.COMPILE else 0
+        conditions: dict[str, Callable[[], bool]] = {
+            fk.STEP: lambda: True,
+            fk.SAVE: job.saving,
+            fk.SCHEDULE: lambda: any(map(_runs, job.helpers("worker_main"))),
+            fk.START: lambda: len(job.trainers()) == self._n,
+            fk.COMPILE: lambda: "plan " in job.said()[here:],
+            fk.EVALUATION: lambda: 0 < job.rows() == (job.evaluations() + 1) * EVERY_EVALUATION,
+            fk.REDECISION: lambda: job.rows() > 0 and job.rows() % EVERY_LOOK == 0,
+            fk.END: lambda: job.rows() >= self._steps - 1,
+            fk.RECOVERY: lambda: True,
+        }
+        if moment not in (fk.START, fk.COMPILE, fk.RECOVERY):
+            rows = job.rows()
+            if not job.wait_for(lambda: ready in job.said() and job.rows() > rows, LIMIT_S):
+                return False
+        if not job.wait_for(conditions[moment], LIMIT_S):
+            return False
+        longest_s = {fk.START: 4.0, fk.COMPILE: 2.0, fk.RECOVERY: RECOVERY_S}.get(moment, 0.03)
+        time.sleep(rng.uniform(0.0, longest_s))
+        return not job.ended()
+
+    def strike(self, name: str, moment: str) -> Fault | None:
+        """Do a fault at a moment and wait for what comes of it; None: the run was done before."""
+        if not self.reach(moment):
+            return None
+        trainers = self.job.trainers()
+        if name == LAUNCHER_KILLED:
+            return self._kill_launcher(moment)
+        if not trainers:
+            return None
+        victim = self._rng.choice(sorted(trainers))
+        rows, said = self.job.rows(), len(self.job.said())
+        target = Target(self.job, victim, trainers[victim], self._cache, self._rng)
+        kind = KINDS[name]
+        try:
+            undo = kind.does(target) or (lambda: True)
+        except ProcessLookupError:
+            return None  # it has just ended
+        survived = self._awaited(undo, said)
+        news = self.job.said()[said:]
+        restarted = RESTART in news
+        times = re.findall(rf"{AGAIN}, ([\d.]+) s", news)
+        to_step_s = float(times[-1]) if times and moment != fk.RECOVERY else None
+        unexpected = _unexpected(kind, news, restarted, moment) if survived else "not survived"
+        return Fault(name, moment, victim, rows, survived, restarted, to_step_s, unexpected)
+
+    def _awaited(self, undo: Callable[[], bool], said: int) -> bool:
+        """Whether the run goes on after a fault, once that is undone."""
+        undone, settled = False, 0
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            if not undone and undo():
+                undone, settled = True, self.job.rows() + SETTLED
+            if self.job.ended():
+                return undone and self.job.launcher.returncode == 0
+            news = self.job.said()[said:]
+            if RESTART in news:
+                # A restart may fail in turn, where a fault hit another start.
+                if undone and news.rfind(AGAIN) > news.rfind(RESTART):
+                    return True
+            elif undone and self.job.rows() >= settled:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _kill_launcher(self, moment: str) -> Fault:
+        rows = self.job.rows()
+        self.job.launcher.kill()
+        self.job.launcher.wait()
+        self._count_orphans()
+        self.job = self._start("--resume", "auto")
+        began_s = time.monotonic()
+        ready = lambda: "compiled" in self.job.said() and self.job.rows() > 0  # noqa: E731
+        survived = self.job.wait_for(ready, LIMIT_S) or self.job.launcher.returncode == 0
+        took_s = time.monotonic() - began_s
+        why = "" if survived else "not survived"
+        return Fault(LAUNCHER_KILLED, moment, LAUNCHER, rows, survived, True, took_s, why)
+
+    def _count_orphans(self) -> None:
+        deadline = time.monotonic() + ENDED_LIMIT_S
+        while (left := self.job.members()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.orphans += len(left)
+
+    def finish(self) -> int:
+        """The exit code of the run, which is left alone from here on."""
+        try:
+            code = self.job.launcher.wait(LIMIT_S)
+            self._count_orphans()
+        except subprocess.TimeoutExpired:
+            code = 1
+        finally:
+            self.job.end()
+        return code
+
+
+def _runs(pid: int) -> bool:
+    return fk.state_of(pid) == "R"
+
+
+def _unexpected(kind: Kind, news: str, restarted: bool, moment: str) -> str:
+    if kind.restarts is not None and restarted != kind.restarts and moment != fk.END:
+        return "started again" if restarted else "not started again"
+    if restarted and kind.says and moment != fk.RECOVERY and not re.search(kind.says, news):
+        return f"not named: {kind.says}"
+    return ""
 
 
 def campaign(
     command: Command,
     folder: Path,
+    cache: Path,
     *,
     n: int,
     steps: int,
-    kills: int,
-    seed: int,
-    again: bool = False,
-    tell: Callable[[list[Kill], int], None] = lambda *_: None,
-) -> tuple[list[Kill], int]:
-    """(all kills, runs that had them): every run's losses equal the undisturbed run's; `tell` gets
-    those so far after every run."""
-    rng = random.Random(seed)
+    wanted: Iterable[tuple[str, str]],
+    mtbf_s: float,
+    rng: random.Random,
+    tell: Callable[[Campaign], None] = lambda _: None,
+) -> Campaign:
+    """Do the `wanted` faults, (kind, moment) each, to one run after the other, and compare each
+    with one that nobody disturbs; `tell` gets what came of them after every run."""
     expected = whole_run(command, folder / "undisturbed")
     assert len(expected) == steps
-    done: list[Kill] = []
-    runs = 0
-    while len(done) < kills:
-        run_dir = folder / f"killed{runs}"
-        most = kills - len(done)
-        found = killed_run(command, run_dir, n=n, steps=steps, most=most, rng=rng, again=again)
-        assert losses(run_dir) == expected, f"{run_dir}: other losses than {folder}/undisturbed"
-        done += found
-        runs += 1
-        tell(done, runs)
-        print(f"run {runs}: {len(found)} kills, {len(done)} of {kills}; losses equal", flush=True)
-    return done, runs
+    skipped = [r["step"] for r in read_metrics(folder / "undisturbed") if r["skipped"]]
+    faults: list[Fault] = []
+    runs = exact = exact_faults = orphans = skips = 0
+    trained_s = wall_s = 0.0
+    left = list(wanted)
+    while left:
+        run_dir = folder / f"disturbed{runs}"
+        run = Disturbed(command, run_dir, n, steps, cache, rng)
+        here: list[Fault] = []
+        while left:
+            run.job.wait_for(lambda: False, rng.expovariate(1.0 / mtbf_s) if mtbf_s else 0.0)
+            fault = run.strike(*left[0])
+            if fault is None:
+                break
+            left.pop(0)
+            here.append(fault)
+            print(f"{len(faults) + len(here)}: {fault}", flush=True)
+            if not fault.survived:
+                break
+        code = run.finish()
+        runs, orphans = runs + 1, orphans + run.orphans
+        same = code == 0 and losses(run_dir) == expected
+        exact, exact_faults = exact + same, exact_faults + same * len(here)
+        with suppress(FileNotFoundError):
+            skips += [r["step"] for r in read_metrics(run_dir) if r["skipped"]] == skipped
+        if spent := read_spent(run_dir):
+            trained_s += spent.seconds.get(TRAINING, 0.0)
+            wall_s += spent.wall_s
+        faults += here
+        done = Campaign(faults, runs, exact, exact_faults, orphans, skips,
+                        trained_s / wall_s if wall_s else 0.0)  # fmt: skip
+        tell(done)
+        print(f"run {runs}: exit code {code}, losses {'equal' if same else 'DIFFER'}", flush=True)
+    return done
 
 
-def summary(kills: list[Kill], runs: int) -> dict[str, Any]:
-    """What is written."""
-    ended = [k.ended_s for k in kills]
+def summary(done: Campaign) -> dict[str, Any]:
+    """What is written; a step that is not finite counts as a fault of every run."""
+    to_step = [f.to_step_s for f in done.faults if f.to_step_s is not None]
     return {
-        "kills": len(kills),
-        "in_save": sum(k.in_save for k in kills),
-        "runs": runs,
-        "resumes": len(kills),
-        "ended_s": {"median": statistics.median(ended), "worst": max(ended)} if ended else {},
-        "each": kills,
+        "faults": len(done.faults) + done.runs,
+        "by_kind": dict(Counter(f.kind for f in done.faults)) | {NOT_FINITE: done.runs},
+        "by_moment": dict(Counter(f.moment for f in done.faults)) | {NOT_FINITE: done.runs},
+        "survived": sum(f.survived for f in done.faults) + done.skips,
+        "bit_exact": done.exact_faults + done.exact,
+        "orphans": done.orphans,
+        "goodput": done.goodput,
+        "kill_to_step_s": (
+            {"median": statistics.median(to_step), "worst": max(to_step)} if to_step else {}
+        ),
+        "runs": done.runs,
+        "unexpected": [f for f in done.faults if f.unexpected],
+        "each": done.faults,
     }
 
 
-def table(kills: list[Kill], runs: int, steps: int) -> Table:
-    out = Table(
-        "victim", "kills", "in a save", "between", "ended after s, median", "worst", "resumes",
-        title=f"{runs} runs of {steps} steps: every loss sequence equal to the undisturbed one",
-    )  # fmt: skip
-    names = {v: f"process {v}" if v != LAUNCHER else "launcher" for k in kills for v in [k.victim]}
-    groups = [(names[v], [k for k in kills if k.victim == v]) for v in sorted(names)]
-    for name, some in [*groups, ("all", kills)]:
-        ended = [k.ended_s for k in some]
-        saving = sum(k.in_save for k in some)
+def table(done: Campaign) -> Table:
+    out = Table("kind", "expected", "faults", "survived", "started again", "unexpected",
+                title=f"{done.exact} of {done.runs} runs have every bit of the undisturbed one; "
+                f"{done.orphans} orphans; goodput {done.goodput:.2f}")  # fmt: skip
+    for name in dict.fromkeys(f.kind for f in done.faults):
+        some = [f for f in done.faults if f.kind == name]
+        expected = KINDS[name].expected if name in KINDS else "a new launch resumes; no orphans"
         out.add_row(
-            name, str(len(some)), str(saving), str(len(some) - saving),
-            f"{statistics.median(ended):.2f}", f"{max(ended):.2f}", str(len(some)),
+            name, expected, str(len(some)), str(sum(f.survived for f in some)),
+            str(sum(f.restarted for f in some)),
+            "; ".join(f"{f.moment}: {f.unexpected}" for f in some if f.unexpected),
         )  # fmt: skip
     return out
 
 
-def prepare(folder: Path, n: int, steps: int, again: bool = False) -> Command:
-    """Plan once for all runs; the command line of a job."""
-    experiment = folder / "experiment.py"
-    first, cache = str(folder / "plan"), str(folder / "cache")
-    experiment.write_text(EXPERIMENT.format(steps=steps, run_dir=first, cache_dir=cache))
-    dflop = [sys.executable, "-m", "dflop_jax.cli"]
-    planned = [*dflop, "plan", str(experiment), "--plan.devices", str(n)]
-    subprocess.run(planned, check=True, stdout=subprocess.DEVNULL)
-    files = [a for f in ("plan", "profile") for a in (f"--{f}-file", f"{first}/{f}.json")]
-
-    def command(run_dir: Path, *more: str) -> list[str]:
-        launch = [*dflop, "launch", "-n", str(n), "--devices-per-process", "1"]
-        return [
-            *launch,
-            *(RESTARTS if again else ()),
-            "--",
-            "dflop",
-            "train",
-            str(experiment),
-            "--run_dir",
-            str(run_dir),
-            *files,
-            *more,
-        ]
-
-    return command
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--kills", type=int, default=30, help="how many (default: 30)")
+    parser.add_argument("--faults", type=int, default=30, help="how many (default: 30)")
+    mean = "mean seconds from a recovery to the next fault (default: 15)"
+    parser.add_argument("--mtbf", type=float, default=15.0, help=mean)
     parser.add_argument("--processes", type=int, default=2, help="of each job (default: 2)")
-    parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
+    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
-    parser.add_argument(
-        "--restarts", action="store_true", help="the launcher starts again what is killed"
-    )
+    every = [*KINDS, LAUNCHER_KILLED]
+    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="only these")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here (a new folder)")
     add_json(parser)
     args = parser.parse_args()
-    for name in ("kills", "processes", "steps"):
+    for name in ("faults", "processes", "steps"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.mtbf < 0:
+        parser.error(f"--mtbf {args.mtbf} must be at least 0")
     if not Path("/proc/self/environ").exists():
         parser.error("this platform shows no processes in /proc; run it on Linux")
     if args.folder:
@@ -363,19 +368,25 @@ def main() -> None:
             args.folder.mkdir(parents=True)
         except OSError as e:
             parser.error(f"--folder {args.folder}: {e.strerror}; name a new one")
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="kills-"))
-    command = prepare(folder.resolve(), args.processes, args.steps, args.restarts)
-    kills, runs = campaign(
-        command,
-        folder.resolve(),
-        n=args.processes,
-        steps=args.steps,
-        kills=args.kills,
-        seed=args.seed,
-        again=args.restarts,
-        tell=lambda kills, runs: write_json(args.json, summary(kills, runs)),
-    )
-    Console(width=None if sys.stdout.isatty() else 120).print(table(kills, runs, args.steps))
+    folder = (args.folder or Path(tempfile.mkdtemp(prefix="kills-"))).resolve()
+    rng = random.Random(args.seed)
+    with small_disk(folder / "runs") as can_fill:
+        kinds = [k for k in args.kinds if can_fill or k != "full disk"]
+        if len(kinds) < len(args.kinds):
+            print("no full disk: a tmpfs can be mounted by root only", flush=True)
+        command, cache = prepare(folder, folder / "runs", args.processes, args.steps)
+        done = campaign(
+            command,
+            folder / "runs",
+            cache,
+            n=args.processes,
+            steps=args.steps,
+            wanted=draws(kinds, args.faults, rng),
+            mtbf_s=args.mtbf,
+            rng=rng,
+            tell=lambda done: write_json(args.json, summary(done)),
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table(done))
 
 
 if __name__ == "__main__":

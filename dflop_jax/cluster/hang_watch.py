@@ -29,6 +29,7 @@ from dflop_jax.cluster.sections import Sections, Whereabouts, says, who_hangs
 LATE, ASK, ANSWER, HUNG = "?late", "?where", "?here", "?hung"
 LOOKS_A_DEADLINE = 10  # at least
 LONGEST_LOOK_S = 5.0  # between two looks
+STOPPED_S = 10.0  # later than it should: a look that comes so late says nothing of the main thread
 ANSWER_S = 3.0  # longest wait for where the others are
 log = logging.getLogger("dflop_jax")
 
@@ -81,13 +82,16 @@ class HangWatch:
     # ---- the thread ----
 
     def _watch(self) -> None:
-        tasks = self._sections.tasks()
+        tasks, looked_s = self._sections.tasks(), time.monotonic()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or self._asked, self._every_s)
                 if self._closing or self._hung:
                     return
                 asked, self._asked = self._asked, False
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > self._every_s + STOPPED_S:
+                self._sections.renew()  # all of this process was stopped, as by Ctrl-Z
             if (now := self._sections.tasks()) != tasks:
                 tasks = now
                 if not self._sections.is_step:  # as an evaluation, which gets on with its tasks

@@ -141,16 +141,16 @@ def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
 
 
 def one_campaign(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Real kills take minutes (tests/train/test_kills.py has two)."""
+    """Real faults take minutes (tests/train/test_kills.py has two)."""
 
-    def campaign(command: object, folder: Path, *, kills: int, tell: Callable, **_: Any) -> Any:
-        done = []
-        for i in range(kills):
-            done.append(script.Kill(i, "a step", False, 3, 0.1))
-            tell(done, i + 1)
-        return done, kills
+    def campaign(*_: Any, wanted: Any, tell: Callable, **__: Any) -> Any:
+        faults = [script.Fault(k, m, 0, 3, True, True, 0.1) for k, m in wanted]
+        done = script.Campaign(faults, 1, 1, len(faults), 0, 1, 0.9)
+        tell(done)
+        return done
 
-    patch.setattr(script, "prepare", lambda *_: None)
+    patch.setattr(script, "prepare", lambda folder, *_: (None, folder))
+    patch.setattr(script, "small_disk", lambda folder: nullcontext(True))
     patch.setattr(script, "campaign", campaign)
 
 
@@ -346,7 +346,7 @@ RUNS = {
     "hostile": Tiny(4, (), quiet_jobs),
     "hosts": Tiny(2, (), nothing_tried),
     "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
-    "kills": Tiny(2, ("--kills", 2), one_campaign),
+    "kills": Tiny(1, ("--faults", 26), one_campaign),
     "links": Tiny(2, ("--pretended", 2), links_of_nobody),
     "many": Tiny(1, ("--processes", 2, "--steps", 2, "--idle", 0), nobody_else),
     "memory_plan": Tiny(2, ("--random", 1), no_paper),

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dflop_jax.cluster import told
+from dflop_jax.cluster import hang_watch, told
 from dflop_jax.cluster.hang_watch import hangs_watched
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.sections import (
@@ -256,6 +256,29 @@ def test_an_evaluation_gets_on_by_its_tasks_and_a_step_does_not():
                 begun[0] += 1
                 time.sleep(0.1)
         assert bool(said) == is_step
+
+
+def test_a_process_that_was_stopped_as_a_whole_does_not_hang(monkeypatch, tmp_path):
+    clock, said = Clock(), []
+    monkeypatch.setattr(hang_watch.time, "monotonic", clock)
+    sections = Sections(10.0, 0.5, ("step",), clock)
+    for _ in range(2):
+        sections.begin("step", 1)
+    with hangs_watched(sections, Peers(), tmp_path, least_s=0.5, end=said.append):
+        clock.s += 600.0  # between two looks
+        wait_for_real(lambda: not sections.is_late)
+        assert not said
+        while not said:
+            clock.s += 0.1
+            threading.Event().wait(0.01)
+
+
+def wait_for_real(condition) -> None:
+    for _ in range(int(LIMIT_S * 100)):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("waited in vain")
 
 
 def test_afterwards_nothing_is_watched(tmp_path):

@@ -1,7 +1,8 @@
-"""Two kills of `benchmarks/kills.py`: the launcher starts the run again, which goes on as if it had
-not been killed, or on one process under another ZeRO degree."""
+"""Two faults of `benchmarks/kills.py`: the launcher starts the run again, which goes on as if
+nothing had been done to it, or on one process under another ZeRO degree."""
 
 import json
+import random
 import runpy
 import shutil
 import signal
@@ -37,7 +38,7 @@ ALONE = NANO.with_layout(
 def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     kills = module("kills")
     jobs = Jobs.make(tmp_path, ON_BOTH, STEPS, every=2, overflows=OVERFLOWS)
-    as_killed, counted = tmp_path / "as_killed", tmp_path / "killed0" / RESTARTS
+    as_killed = tmp_path / "as_killed"
 
     def command(run_dir, *more):
         # What holds for the first start only: at a restart nothing is overwritten.
@@ -45,19 +46,33 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
         first = train.index("launch") + 1
         return [*train[:first], "--max-restarts", "9", *train[first:]]
 
-    # By this seed process 0 while it saves, then process 1 at a step.
-    done, runs = kills.campaign(command, tmp_path, n=2, steps=STEPS, kills=2, seed=1, again=True)
-    assert len(done) == 2
-    assert {k.victim for k in done} <= {0, 1}
-    assert any(k.rows > 0 for k in done)
-    assert kills.table(done, runs, STEPS).row_count >= 2
+    done = kills.campaign(
+        command,
+        tmp_path,
+        tmp_path / "no cache",
+        n=2,
+        steps=STEPS,
+        wanted=[("SIGKILL", "save"), ("segfault", "step")],
+        mtbf_s=0.0,
+        rng=random.Random(0),
+    )
+    assert [f.kind for f in done.faults] == ["SIGKILL", "segfault"]
+    assert all(f.survived and f.restarted and not f.unexpected for f in done.faults)
+    assert (done.exact, done.exact_faults, done.orphans) == (done.runs, 2, 0)
+    assert done.skips == done.runs  # the step that is not finite, in each of them
+    assert 0 < done.goodput < 1
+    assert kills.table(done).row_count == 2
+    summary = kills.summary(done)
+    assert summary["survived"] == summary["bit_exact"] == summary["faults"] == 2 + done.runs
+    runs = done.runs
+    counted = tmp_path / f"disturbed{runs - 1}" / RESTARTS
     *restarts, last = map(json.loads, counted.read_text().splitlines())
-    assert {r["exit_code"] for r in restarts} == {128 + signal.SIGKILL}
+    assert {r["exit_code"] - 128 for r in restarts} <= {signal.SIGKILL, signal.SIGSEGV}
     assert last["is_last"]
-    assert "resumed after step" in (tmp_path / "killed0.log").read_text()
+    assert "resumed after step" in counted.parent.with_suffix(".log").read_text()
 
     # What its time went to is known of all starts together.
-    spent = [read_spent(tmp_path / f"killed{i}") for i in range(runs)]
+    spent = [read_spent(tmp_path / f"disturbed{i}") for i in range(runs)]
     assert sum(s.starts for s in spent) > runs
     for s in spent:
         assert sum(s.seconds.values()) == pytest.approx(s.wall_s)

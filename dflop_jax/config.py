@@ -260,6 +260,11 @@ class TrainConfig:
     moments_dtype: Annotated[
         Dtype, "what the optimizer's moments are kept in between steps: float32 or bfloat16"
     ] = "float32"
+    ema: Annotated[
+        Decay,
+        "decay of an average of the parameters over steps, which is evaluated in their place "
+        "(0.999, say); 0: none",
+    ] = 0.0
     learning_rates: Annotated[
         tuple[str, ...], "peak rates of single parts, as vision=2e-6,connector=1e-5"
     ] = ()

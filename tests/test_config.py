@@ -190,7 +190,7 @@ ABOVE_ZERO = [
     "distributed.hang_least_s",
 ]
 SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
-DECAYS = ["train.beta1", "train.beta2", "train.momentum"]
+DECAYS = ["train.beta1", "train.beta2", "train.momentum", "train.ema"]
 NOT_NEGATIVE = [
     "train.check_every",
     "distributed.hang_factor",

@@ -23,6 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--module", metavar="NAME", help="one module alone, such as llm or generator"
     )
+    parser.add_argument(
+        "--ema", action="store_true", help="the average of the parameters that train.ema keeps"
+    )
     add_factory(parser)
 
 
@@ -42,7 +45,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = folder_config(args.run_folder, args)
     model: Any = adapted(build_model(config.model), config.train)
     map_, whole = _map(model, config, args.module)
-    loaded = load_params(args.run_folder, model, jax.local_devices(backend="cpu")[0])
+    loaded = load_params(
+        args.run_folder, model, jax.local_devices(backend="cpu")[0], average=args.ema
+    )
     source = Folder(whole, map_) if whole else None
     params = dict(loaded.params)
     if config.train.lora_rank:

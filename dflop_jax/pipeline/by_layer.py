@@ -49,7 +49,19 @@ class LayerOptimizer:
         return jax.tree.map_with_path(one, axes, is_leaf=_is_names)
 
 
-Optimizer: TypeAlias = "optax.GradientTransformation | LayerOptimizer"
+Stepping: TypeAlias = "optax.GradientTransformation | LayerOptimizer"
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """An optimizer that also keeps an average of the parameters after its steps, of which `decay`
+    stays at every step."""
+
+    stepping: Stepping
+    decay: float
+
+
+Optimizer: TypeAlias = "Stepping | Averaged"
 
 
 def published_structs(module: Module, part: str) -> Tree:

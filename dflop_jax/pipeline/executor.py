@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -138,6 +139,21 @@ class Executor:
         """Send tied parameters to the segments that read them; after `init` or a restore."""
         for reader in self.programs.owner_of:
             share_tied(self.programs, self.state, reader)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have programs read the average of the parameters meanwhile, where the optimizer keeps
+        one; there is then room for both. No step may run."""
+        params = dict(self.state.params)
+        for name, update in self.programs.updates.items():
+            average = update.averaged(self.state.opt_state[name])
+            self.state.params[name] = {**params[name], **average}
+        self.share_tied()
+        try:
+            yield
+        finally:
+            self.state.params.update(params)
+            self.share_tied()
 
     def _init_absent(self, name: str) -> None:
         """A segment of other processes: its state without a piece of it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -19,9 +20,9 @@ import optax
 
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
-from dflop_jax.pipeline.by_layer import ByLayer, LayerOptimizer, Optimizer
+from dflop_jax.pipeline.by_layer import Averaged, ByLayer, LayerOptimizer, Optimizer, Stepping
 from dflop_jax.pipeline.communicator import absent, is_local
-from dflop_jax.pipeline.elementwise import Elementwise
+from dflop_jax.pipeline.elementwise import Elementwise, part_of_leaves
 from dflop_jax.pipeline.held import (
     grad_structs,
     has_masters,
@@ -34,13 +35,14 @@ from dflop_jax.pipeline.held import (
 from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
+AVERAGE = "ema"  # the key of a state's average of the parameters
 
 
 def _specs(structs: Tree) -> Tree:
     return jax.tree.map(lambda a: a.sharding.spec, structs)
 
 
-def stepping(segment: Segment, tx: Optimizer, cuts: Tree, shards: Tree) -> Elementwise | ByLayer:
+def _stepper(segment: Segment, tx: Stepping, cuts: Tree, shards: Tree) -> Elementwise | ByLayer:
     """An optimizer and its state, of parameters that are cut and held so."""
     kind: Any = ByLayer if isinstance(tx, LayerOptimizer) else Elementwise
     return kind(segment, tx, cuts, shards)
@@ -76,8 +78,11 @@ class SegmentUpdate:
         self._shards = {p: self._shard_structs(cuts[p], shapes[p]) for p in trained}
         initial = self._own(initial_structs(segment))
         self.master_structs = initial if has_masters(segment) else {}
-        self._optimizer = stepping(segment, tx, *map(self._own, (self._cuts, self._shards)))
-        self.state_structs = self._optimizer.structs
+        self._ema = tx.decay if isinstance(tx, Averaged) else 0.0
+        stepping = tx.stepping if isinstance(tx, Averaged) else tx
+        mine = self._own(self._cuts), self._own(self._shards)
+        self._optimizer = _stepper(segment, stepping, *mine)
+        self.state_structs = self._with_average(self._optimizer.structs, mine[1])
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -93,20 +98,32 @@ class SegmentUpdate:
             lambda cut, a: held_struct(self.segment, cut, a.shape, jnp.float32), cuts, structs
         )
 
+    def _with_average(self, state: Tree, average: Tree) -> Tree:
+        """The optimizer's state, beside the average of the parameters where there is one."""
+        return {"tx": state, AVERAGE: average} if self._ema else state
+
     def state_cuts(self) -> Tree:
         """How each leaf of the state is cut."""
-        return self._optimizer.cuts()
+        return self._with_average(self._optimizer.cuts(), self._own(self._cuts))
 
     def state_parts(self) -> Tree:
         """The part whose parameters each leaf of the state belongs to; "" of no part."""
-        return self._optimizer.parts()
+        return self._with_average(self._optimizer.parts(), part_of_leaves(self._params))
 
     def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
         """`held.initial_structs`' arrays -> (parameters that programs read, masters, fresh
         optimizer state)."""
         params, masters = self.take_masters(initial)
+
+        def fresh(params: Tree) -> Tree:
+            average = self._pieces(params) if self._ema and not masters else params
+            return self._with_average(self._optimizer.fresh(), average)
+
         shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
-        state = jax.jit(self._optimizer.fresh, out_shardings=shardings)()
+        held = masters or {p: params[p] for p in self._params}
+        state = jax.jit(fresh, out_shardings=shardings)(held if self._ema else {})
+        if self._ema:
+            _ = self._of_pieces  # compiled now, and not in the middle of a run
         return params, masters, state
 
     def take_masters(self, initial: Tree) -> tuple[Tree, Tree]:
@@ -117,13 +134,28 @@ class SegmentUpdate:
         if not is_local(self.segment.mesh):
             return {**initial, **jax.tree.map(absent, self._params)}, masters
 
+        return {**initial, **self._of_pieces(masters)}, masters
+
+    def averaged(self, state: Tree) -> Tree:
+        """What programs hold of the own parts where the average stands for the parameters; {}
+        without one."""
+        if not self._ema:
+            return {}
+        if not is_local(self.segment.mesh):
+            return jax.tree.map(absent, self._params)
+        return self._of_pieces(state[AVERAGE])
+
+    @cached_property
+    def _of_pieces(self) -> Callable[[Tree], Tree]:
+        """Float32 shards of the own parts -> what programs hold."""
         whole = self._gather()
 
-        def made(masters: Tree) -> Tree:
-            return whole(jax.tree.map(lambda m, a: m.astype(a.dtype), masters, self._params))
+        def made(pieces: Tree) -> Tree:
+            return whole(jax.tree.map(lambda m, a: m.astype(a.dtype), pieces, self._params))
 
         shardings = jax.tree.map(lambda a: a.sharding, self._params)
-        return {**initial, **jax.jit(made, out_shardings=shardings)(masters)}, masters
+        pieces = self._own(self._shards)
+        return jax.jit(made, out_shardings=shardings).lower(pieces).compile()
 
     def _gather(self) -> Callable[[Tree], Tree]:
         """Shards of the own parts -> what programs hold."""
@@ -195,12 +227,18 @@ class SegmentUpdate:
                 factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
                 grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
             mine = masters or self._pieces(params)
-            updates, next_state = self._optimizer.update(grads, state, mine)
+            tx_state = state["tx"] if self._ema else state
+            updates, next_state = self._optimizer.update(grads, tx_state, mine)
             updates = {
                 part: jax.tree.map(lambda u, f=self._factors[part]: u * f, tree)
                 for part, tree in updates.items()
             }
             new = optax.apply_updates(mine, updates)
+            if self._ema:
+                average = jax.tree.map(
+                    lambda old, n: self._ema * old + (1.0 - self._ema) * n, state[AVERAGE], new
+                )
+                next_state = self._with_average(next_state, average)
             new, state = jax.tree.map(
                 lambda n, old: jnp.where(applies, n, old), (new, next_state), (mine, state)
             )

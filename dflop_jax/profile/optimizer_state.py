@@ -13,13 +13,14 @@ import numpy as np
 import optax
 
 from dflop_jax.contract import LAYERS, Module, MultimodalModel, n_rows, stacked_parts
-from dflop_jax.pipeline.by_layer import LayerOptimizer, Optimizer, kept, published_structs
+from dflop_jax.pipeline.by_layer import Averaged, LayerOptimizer, Optimizer, kept, published_structs
 from dflop_jax.pipeline.elementwise import map_state
 from dflop_jax.pipeline.parts import part_struct
 from dflop_jax.profile.parts import param_dims, part_names
 from dflop_jax.records import ModelProfile, ParamDims
 
 Tree = Any
+AVERAGE_BYTES = 4  # of an element, in float32
 
 
 def with_optimizer(
@@ -62,6 +63,9 @@ def _dims(
 
 def _kept_bytes(tx: Optimizer, module: Module, part: str) -> list[tuple[float, float]]:
     """(bytes of each element's state, bytes of a layer's own state) of each parameter of a part."""
+    if isinstance(tx, Averaged):
+        kept_by_stepping = _kept_bytes(tx.stepping, module, part)
+        return [(element + AVERAGE_BYTES, whole) for element, whole in kept_by_stepping]
     structs = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), part_struct(module, part)
     )

@@ -134,10 +134,10 @@ class HeldOut:
         return self._packer.pack(batch.schedule, batch.loads, samples, key=f"{key}{k}")
 
     def run(self, step: int) -> Evaluation:
-        """Evaluate the current parameters."""
+        """Evaluate the current parameters, or their average where the run keeps one."""
         sums_by_source: dict[str, dict[str, float]] = {}
         denominators: dict[str, dict[str, float]] = {}
-        with closing(self._ready()) as ready:
+        with closing(self._ready()) as ready, self._ex.averaged():
             for name, batch in ready:
                 sums = self._ex.run_evaluation(batch.schedule, batch.groups).local().sums
                 sums_by_source[name] = _added([sums_by_source.get(name, {}), sums])

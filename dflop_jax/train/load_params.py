@@ -12,6 +12,7 @@ import jax
 
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
 from dflop_jax.contract import Module, MultimodalModel, Params, n_rows, stacked_parts
+from dflop_jax.pipeline.update import AVERAGE
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 
 log = logging.getLogger(__name__)
@@ -26,22 +27,32 @@ class Loaded:
     folder: Path
 
 
-def load_params(run: str | Path, model: MultimodalModel, device: jax.Device) -> Loaded:
+def load_params(
+    run: str | Path, model: MultimodalModel, device: jax.Device, *, average: bool = False
+) -> Loaded:
     """Return those of the newest whole checkpoint of a run folder, or of the checkpoint folder
-    given.
+    given. `average`: of what trains, its average over steps.
 
     A damaged one is named in the log and the one before it is taken.
 
     Raises:
-      ValueError: no such folder, no (whole) checkpoint in it, or it is of another model or format.
+      ValueError: no such folder, no (whole) checkpoint in it, it is of another model or format, or
+        has no average.
       StorageError: it cannot be read.
     """
     store, steps = _find(Path(run))
     for step in steps:
         try:
             reader = store.open(step)
+            if average and not any(f"/{AVERAGE}/" in name for name in reader.specs):
+                raise ValueError(
+                    f"{store.folder(step)}: has no average of the parameters; train with train.ema,"
+                    " or leave out --ema"
+                )
             params = {
-                name: _read_module(reader, name, module, device, store.folder(step))
+                name: _read_module(
+                    reader, name, module, device, store.folder(step), average=average
+                )
                 for name, module in model.modules.items()
             }
             return Loaded(params, step, store.folder(step))
@@ -68,7 +79,13 @@ def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
 
 
 def _read_module(
-    reader: CheckpointReader, name: str, module: Module, device: jax.Device, folder: Path
+    reader: CheckpointReader,
+    name: str,
+    module: Module,
+    device: jax.Device,
+    folder: Path,
+    *,
+    average: bool,
 ) -> Params:
     def structs(part: str) -> Params:
         fresh = jax.eval_shape(partial(module.init, part), jax.random.key(0))
@@ -76,7 +93,10 @@ def _read_module(
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype), fresh)
 
     def read(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        array = f"params/{name}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        array, mean = f"params/{name}/{where}", f"opt_state/{name}/{AVERAGE}/{where}"
+        if average and mean in reader.specs:
+            array = mean
         spec = reader.specs.get(array)
         if spec is None or spec.shape != struct.shape:
             has = f"{array} as {list(spec.shape)}" if spec else f"no {array}"

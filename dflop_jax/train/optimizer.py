@@ -14,7 +14,7 @@ import optax
 
 from dflop_jax.config import TrainConfig
 from dflop_jax.config_texts import DECAYS, named_numbers
-from dflop_jax.pipeline.by_layer import LayerOptimizer, Optimizer
+from dflop_jax.pipeline.by_layer import Averaged, LayerOptimizer, Optimizer, Stepping
 from dflop_jax.pipeline.elementwise import map_state
 
 # Parameters of these names are vectors in spirit (even when stacked): weight decay leaves them out.
@@ -110,8 +110,13 @@ MUON_RMS = 0.2
 
 
 def make_optimizer(config: TrainConfig) -> Optimizer:
-    """What `train.optimizer` names; clipping by the global norm is the runtime's, since the norm
-    spans submeshes."""
+    """What `train.optimizer` names, with an average of the parameters if `train.ema` says so;
+    clipping by the global norm is the runtime's, since the norm spans submeshes."""
+    made = _named_optimizer(config)
+    return Averaged(made, config.ema) if config.ema else made
+
+
+def _named_optimizer(config: TrainConfig) -> Stepping:
     decayed = (
         add_decay(config.weight_decay, named_numbers(config.weight_decays, DECAYS)),
         optax.scale_by_learning_rate(learning_rate(config)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -72,6 +73,46 @@ def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path, optimi
         assert steps(alone, 4, 1) == pytest.approx(steps(blocks, 4, 1), rel=1e-5)
     finally:
         for ex in (split, *others):
+            ex.close()
+
+
+def whole(ex, tree):
+    cuts = split_cuts(ex.programs.segments["llm"])
+    return jax.tree.map(plain.whole_of, cuts, tree)
+
+
+def test_an_average_of_the_parameters_is_kept_evaluated_and_resharded(tmp_path):
+    """Against one by hand in float64; of bfloat16 programs it follows the masters."""
+    train = dataclasses.replace(TRAIN, ema=0.75, optimizer="lion", learning_rate=3e-3)
+    half = dataclasses.replace(NANO, dtype=jax.numpy.dtype("bfloat16"))
+    split, other = (executor(*d, m=half, train=train) for d in ((3, 3), (1, 2)))
+    try:
+        for ex in (split, other):
+            ex.init(0)
+            ex.compile()
+        want = jax.tree.map(np.float64, whole(split, split.state.masters["llm"]))
+        for step in range(3):
+            steps(split, step, 1)
+            now = whole(split, split.state.masters["llm"])
+            want = jax.tree.map(lambda e, p: 0.75 * e + 0.25 * p, want, now)
+        average = whole(split, split.state.opt_state["llm"]["ema"])
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), average, want)
+        assert {a.dtype.name for a in jax.tree.leaves(average)} == {"float32"}
+        saver = saver_of(split, tmp_path)
+        save(saver, 3)
+        saver_of(other, tmp_path).restore(reader_of(saver, 3))
+        again = whole(other, other.state.opt_state["llm"]["ema"])
+        jax.tree.map(np.testing.assert_array_equal, again, average)
+        before = other.state.params["llm"]
+        with other.averaged():
+            read = jax.tree.map(np.asarray, other.state.params["llm"])
+        jax.tree.map(
+            lambda r, e: np.testing.assert_array_equal(r, e.astype(r.dtype)), read, average
+        )
+        assert other.state.params["llm"] is before
+        assert steps(split, 3, 1) == pytest.approx(steps(other, 3, 1), rel=2e-2)
+    finally:
+        for ex in (split, other):
             ex.close()
 
 

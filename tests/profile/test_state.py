@@ -143,7 +143,8 @@ def test_what_is_whole_while_a_task_runs(zero, data, half):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_optimizer_state_is_what_shardings_say(name, dtype):
     """But for counts, to the byte: of degrees that divide dims or none, and of tensor ranks."""
-    tx = make_optimizer(TrainConfig(optimizer=name, moments_dtype=dtype))
+    ema = 0.9 if name == "muon" else 0.0
+    tx = make_optimizer(TrainConfig(optimizer=name, moments_dtype=dtype, ema=ema))
     profile = with_optimizer(PROFILE, MODEL, tx)
     for module, data, model in itertools.product(MODEL.modules, (1, 2, 3), (1, 2)):
         mesh, spec = MeshShape(data=data, model=model), MODEL.modules[module]

@@ -6,6 +6,7 @@ import json
 import socket
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -62,6 +63,8 @@ class Counted:
     gives them too."""
 
     model, trainable = MODEL, frozenset({"llm"})
+
+    averaged = staticmethod(nullcontext)
 
     def run_evaluation(self, schedule, groups):
         sums = {"llm.loss_sum": 0.0, "llm.correct": 0.0}

@@ -154,7 +154,11 @@ class HangWatch:
         verdict, here = msgspec.json.decode(message, type=Verdict), self._here()
         step = here.step if here.step >= 0 else None
         told.tell_failure(told.Failure(TRY_AGAIN, verdict.why, step, host=verdict.host))
-        write_stacks(self._folder, here, verdict.why)
+        # The run's disk may be what hangs.
+        where = self._folder, here, verdict.why
+        writing = threading.Thread(target=write_stacks, args=where, daemon=True)
+        writing.start()
+        writing.join(ANSWER_S)
 
     def _here(self) -> Whereabouts:
         return self._sections.whereabouts(self._peers.process, self._name)

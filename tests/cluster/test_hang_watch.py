@@ -258,6 +258,16 @@ def test_an_evaluation_gets_on_by_its_tasks_and_a_step_does_not():
         assert bool(said) == is_step
 
 
+def test_a_disk_that_hangs_holds_up_no_end(jobs, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(hang_watch, "ANSWER_S", 0.5)
+    monkeypatch.setattr(hang_watch, "write_stacks", lambda *_: released.wait())
+    jobs.measured()
+    with jobs.watching(0), jobs.watching(1), jobs.watching(2):
+        wait_for(lambda: all(jobs.failures))
+    released.set()
+
+
 def test_a_process_that_was_stopped_as_a_whole_does_not_hang(monkeypatch, tmp_path):
     clock, said = Clock(), []
     monkeypatch.setattr(hang_watch.time, "monotonic", clock)

@@ -67,6 +67,10 @@ def asked(args: argparse.Namespace, *, whole: bool = True) -> Asked:
         _check_named(args, given)
     settings = _settings(args, given, by_file is not None)
     config = override(with_settings(by_file or Config(), settings), given)
+    if whole:
+        from dflop_jax.data.build import check_paths
+
+        check_paths(config.data)  # before jax starts, which takes seconds
     standing = {s.name: s for s in settings if s.name not in given}
     # What the user gives in another way is out of force.
     chosen = with_settings(config, standing.values())

@@ -15,6 +15,7 @@ import msgspec
 from dflop_jax.config import DataConfig
 from dflop_jax.config_texts import named_columns
 from dflop_jax.data.datasets.header_rows import RowReader, RowsApart, RowsHere, ToPieces
+from dflop_jax.data.datasets.json_file import find_file
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.located import RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, MixturePart, load_mixture
@@ -229,6 +230,21 @@ def preparation(config: DataConfig, spec: MediaSpec, vocab_size: int | None = No
     """
     tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     return spec.prepared(Limits.of(config), tokenizer)
+
+
+def check_paths(config: DataConfig) -> None:
+    """ValueError for data, folders of media or a tokenizer that are not there; nothing of them is
+    read but a mixture."""
+    if config.factory or not config.path:
+        return
+    for part in _parts(config).parts:
+        if part.path.endswith((".json", ".jsonl")):
+            find_file(Path(part.path))
+    if config.tokenizer not in ("", BYTES) and not Path(config.tokenizer).exists():
+        raise ValueError(
+            f"{config.tokenizer}: no such tokenizer.json or folder with one; leave data.tokenizer "
+            "empty for byte-level"
+        )
 
 
 def _parts(config: DataConfig) -> Mixture:

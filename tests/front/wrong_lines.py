@@ -41,7 +41,7 @@ WRONG = {
     "train --model qwen --data gone.json": "no such file or folder",
     "train --model qwen --data gone.yaml": "gone.yaml: no such file; give a mixture",
     f"train --model bare {ASK[13:]}": "give --data.tokenizer FOLDER",
-    f"train {ASK} --data.tokenizer gone": "no such tokenizer.json; leave it empty for byte-level",
+    f"train {ASK} --data.tokenizer gone": "leave data.tokenizer empty for byte-level",
     f"train {ASK} --data.root gone": "no such folder; give the one that media lie below",
     f"train {ASK} --plan-file gone.json": "gone.json: no such file",
     f"train {ASK} --profile-file gone.json": "gone.json: no such file",

@@ -232,6 +232,16 @@ class TrainConfig:
         tuple[str, ...], "weight decay of matrices of single parts, as vision=0,llm=0.1"
     ] = ()
     clip_norm: Annotated[NonNegativeFloat, "global gradient norm is clipped to this; 0: off"] = 1.0
+    z_loss: Annotated[
+        NonNegativeFloat,
+        "times the square of the log of a token's sum of exponentials, trained on beside the loss; "
+        "what is reported is the plain loss",
+    ] = 0.0
+    label_smoothing: Annotated[
+        Decay,
+        "share of a token's target that is spread over the vocabulary; what is reported is the "
+        "plain loss",
+    ] = 0.0
     nonfinite: Annotated[
         NonFinite,
         "a step whose gradients are not finite changes no parameter; it is counted and named "

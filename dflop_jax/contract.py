@@ -246,7 +246,9 @@ class MultimodalModel(Protocol):
     # from, MODULE:FUNCTION as in the configuration's data.factory.
     #
     # A model that can be trained by adapters also has `with_lora(rank, alpha)`, which gives the
-    # model whose "llm" has a part "adapter" in the freeze group "lora".
+    # model whose "llm" has a part "adapter" in the freeze group "lora". One that can be trained on
+    # more than a plain cross-entropy has `with_objective(z_loss, label_smoothing)`, which gives the
+    # model whose "loss_sum" is the plain one, with the gradient of the sum of both.
 
 
 def data_factory_of(model: MultimodalModel) -> str:

@@ -16,6 +16,7 @@ from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
 from models.lora import Lora
+from models.loss import PLAIN, Objective
 from models.media import audio_facts, vision_facts
 from models.sizes import ModelSize, SizeFamily
 from models.vit import VisionModule
@@ -35,6 +36,7 @@ class Composed:
     dtype: jnp.dtype
     lora: Lora | None = None
     attention_kernel: str = "auto"
+    objective: Objective = PLAIN
 
     @property
     def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]:
@@ -46,7 +48,9 @@ class Composed:
         if s.audio:
             modules["audio"] = AudioModule(s.audio, s.decoder.width, self.dtype, kernel)
         newline = s.layout == "anyres"
-        modules["llm"] = DecoderModule(s.decoder, self.dtype, self.lora, newline, kernel)
+        modules["llm"] = DecoderModule(
+            s.decoder, self.dtype, self.lora, newline, kernel, objective=self.objective
+        )
         return modules
 
     @property
@@ -81,6 +85,10 @@ class Composed:
     def with_lora(self, rank: int, alpha: float) -> Self:
         """The model with low-rank adapters on the LLM's matrices."""
         return replace(self, lora=Lora(rank, alpha))
+
+    def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
+        """The model whose LLM is trained on more than the plain loss; see `models.loss`."""
+        return replace(self, objective=Objective(z_loss, label_smoothing))
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:

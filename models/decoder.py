@@ -22,7 +22,7 @@ from models.attention_choice import pair_flops
 from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.lora import Lora, merge
-from models.loss import cross_entropy, head_logits
+from models.loss import PLAIN, Objective, cross_entropy, head_logits
 from models.rotary import angles_of, rotate
 from models.sizes import DecoderSize
 
@@ -137,6 +137,7 @@ class DecoderModule:
     attention_kernel: str = "auto"
     chip: str = ""
     deepstack: int = 0
+    objective: Objective = PLAIN
 
     def on_chip(self, chip: str) -> Self:
         """See `dflop_jax.contract.on_chip`."""
@@ -257,6 +258,7 @@ class DecoderModule:
             batch["targets"].reshape(n),
             batch["weights"].reshape(n),
             logits_elements=self.size.logits_elements,
+            objective=self.objective,
         )
 
     def logits(self, params: Any, x: Array, entry: Any = None) -> Array:

@@ -1,12 +1,14 @@
 """Next-token cross-entropy that never holds all logits at once.
 
-A gradient is computed in the same visit to a chunk of tokens as its loss, so no logits are computed
-twice. Matrix products take operands of the hidden states' dtype and sum in float32.
+What is reported is the plain loss; its gradient may be that of a loss with more to it. It is
+computed in the same visit to a chunk of tokens as the loss, so no logits are computed twice. Matrix
+products take operands of the hidden states' dtype and sum in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,8 +19,22 @@ Array = jax.Array
 Sums = dict[str, Array]
 Chunk = tuple[Array, Array, Array]  # hidden states, targets, weights of some tokens
 Dtypes = tuple[Any, Any]  # of hidden states and of the table
+How = tuple[int, "Objective"]  # tokens of a chunk, what is trained on
 Visit = Callable[[Any, Chunk], tuple[Any, tuple[Array, ...]]]
 MULTIPLE = 128  # of tokens in a chunk: matrix units are wasted on odd sizes
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is trained on beside the negative log-likelihood of a token: `z_loss` times the square
+    of the log of its sum of exponentials (arXiv 2204.02311); `label_smoothing` is the share of its
+    target that is spread evenly over the vocabulary."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+
+PLAIN = Objective()
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -29,11 +45,18 @@ def head_logits(x: Array, table: Array) -> Array:
 
 
 def cross_entropy(
-    x: Array, table: Array, targets: Array, weights: Array, *, logits_elements: int
+    x: Array,
+    table: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    logits_elements: int,
+    objective: Objective = PLAIN,
 ) -> Sums:
     """Sums of weighted negative log-likelihood and of weighted correct predictions.
 
-    The table's gradient is summed over all tokens in float32.
+    The gradient of the first is that of `objective`. The table's is summed over all tokens in
+    float32.
 
     Args:
       x: hidden states [tokens, width].
@@ -48,12 +71,13 @@ def cross_entropy(
     chunk = max(1, logits_elements // table.shape[0])
     if chunk > MULTIPLE:
         chunk -= chunk % MULTIPLE
-    return _cross_entropy(chunk, (x.dtype, table.dtype), x, table, targets, weights)
+    how = chunk, objective
+    return _cross_entropy(how, (x.dtype, table.dtype), x, table, targets, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _cross_entropy(
-    chunk: int, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
+    how: How, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
 ) -> Sums:
     head = table.astype(x.dtype)
 
@@ -61,41 +85,62 @@ def _cross_entropy(
         logits = head_logits(now[0], head)
         return None, _token_losses(logits, jax.nn.logsumexp(logits, axis=-1), now[1])
 
-    _, (nll, correct) = _over_chunks(visit, None, (x, targets, weights), chunk)
+    _, (nll, correct) = _over_chunks(visit, None, (x, targets, weights), how[0])
     return _sums(nll, correct, weights)
 
 
 def _with_gradient(
-    chunk: int, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
+    how: How, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
 ) -> tuple[Sums, tuple[Array, ...]]:
-    """The sums, and the gradients of "loss_sum" and "correct" by what they depend on."""
+    """The sums, and the gradients of the objective and "correct" by what they depend on."""
+    chunk, objective = how
     head = table.astype(x.dtype)
 
     def visit(dtable: Array, now: Chunk) -> tuple[Array, tuple[Array, ...]]:
         x, targets, weights = now
         logits = head_logits(x, head)
         total = jax.nn.logsumexp(logits, axis=-1)
-        dlogits = jnp.exp(logits - total[:, None]) - _at_target(logits, targets)
+        dlogits = _logit_gradient(objective, logits, total, targets)
         dlogits = (weights[:, None] * dlogits).astype(x.dtype)
         dx = _product("tv,vd->td", dlogits, head)
         dtable = dtable + _product("tv,td->vd", dlogits, x)
-        return dtable, (*_token_losses(logits, total, targets), dx)
+        nll, hit = _token_losses(logits, total, targets)
+        return dtable, (nll, hit, _trained_on(objective, logits, total, nll), dx)
 
     start = jnp.zeros_like(table, jnp.float32)
-    dtable, (nll, correct, dx) = _over_chunks(visit, start, (x, targets, weights), chunk)
-    return _sums(nll, correct, weights), (dx, dtable, nll, correct)
+    dtable, tokens = _over_chunks(visit, start, (x, targets, weights), chunk)
+    nll, correct, trained_on, dx = tokens
+    return _sums(nll, correct, weights), (dx, dtable, trained_on, correct)
 
 
 def _pull_back(
-    _: int, dtypes: Dtypes, gradients: tuple[Array, ...], of_sums: Sums
+    _: How, dtypes: Dtypes, gradients: tuple[Array, ...], of_sums: Sums
 ) -> tuple[Array | None, ...]:
-    dx, dtable, nll, correct = gradients
+    dx, dtable, trained_on, correct = gradients
     scale = of_sums["loss_sum"]
-    dweights = scale * nll + of_sums["correct"] * correct
+    dweights = scale * trained_on + of_sums["correct"] * correct
     return (scale * dx).astype(dtypes[0]), (scale * dtable).astype(dtypes[1]), None, dweights
 
 
 _cross_entropy.defvjp(_with_gradient, _pull_back)
+
+
+def _logit_gradient(objective: Objective, logits: Array, total: Array, targets: Array) -> Array:
+    """The objective's of each token by its logits."""
+    likely, smooth = jnp.exp(logits - total[:, None]), objective.label_smoothing
+    if objective.z_loss:
+        likely = likely * (1.0 + 2.0 * objective.z_loss * total)[:, None]
+    if not smooth:
+        return likely - _at_target(logits, targets)
+    return likely - (1.0 - smooth) * _at_target(logits, targets) - smooth / logits.shape[1]
+
+
+def _trained_on(objective: Objective, logits: Array, total: Array, nll: Array) -> Array:
+    """The objective of each token."""
+    value, smooth = nll, objective.label_smoothing
+    if smooth:
+        value = (1.0 - smooth) * nll + smooth * (total - jnp.mean(logits, axis=-1))
+    return value + objective.z_loss * total**2 if objective.z_loss else value
 
 
 def _over_chunks(

@@ -36,6 +36,7 @@ from models.composed import made
 from models.decoder import DecoderModule
 from models.hf_tensors import HfWeightMap
 from models.lora import Lora
+from models.loss import PLAIN, Objective
 from models.qwen3_vl_sizes import QWEN3_VL_FAMILY, Qwen3VLSize
 from models.qwen3_vl_tower import NativeVisionModule
 
@@ -48,6 +49,7 @@ class Qwen3VL:
     dtype: jnp.dtype
     lora: Lora | None = None
     attention_kernel: str = "auto"
+    objective: Objective = PLAIN
 
     @property
     def vision(self) -> NativeVisionModule:
@@ -62,6 +64,7 @@ class Qwen3VL:
             self.lora,
             attention_kernel=self.attention_kernel,
             deepstack=len(self.size.vision.deepstack),
+            objective=self.objective,
         )
 
     @property
@@ -99,6 +102,10 @@ class Qwen3VL:
     def with_lora(self, rank: int, alpha: float) -> Self:
         """The model with low-rank adapters on the LLM's matrices."""
         return replace(self, lora=Lora(rank, alpha))
+
+    def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
+        """The model whose LLM is trained on more than the plain loss; see `models.loss`."""
+        return replace(self, objective=Objective(z_loss, label_smoothing))
 
     @property
     def weights(self) -> HfWeightMap:

@@ -190,13 +190,14 @@ ABOVE_ZERO = [
     "distributed.hang_least_s",
 ]
 SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
-DECAYS = ["train.beta1", "train.beta2", "train.momentum", "train.ema"]
+DECAYS = ["train.beta1", "train.beta2", "train.momentum", "train.ema", "train.label_smoothing"]
 NOT_NEGATIVE = [
     "train.check_every",
     "distributed.hang_factor",
     "train.epochs",
     "train.warmup_steps",
     "train.decay_steps",
+    "train.z_loss",
     "train.weight_decay",
     "train.clip_norm",
     "train.loss_spike",

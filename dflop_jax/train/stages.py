@@ -5,7 +5,7 @@ Parts are named by the freeze groups of the model's modules ("connector", "lora"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dflop_jax.config import TrainConfig
@@ -26,19 +26,30 @@ class TrainedParts:
 
 
 def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
-    """The model with LoRA on the module that reads its text if the configuration asks for it.
+    """The model with LoRA on the module that reads its text, and trained on more than the plain
+    loss, if the configuration asks for it.
 
     Raises:
       ValueError: the model does not know how.
     """
-    if not config.lora_rank:
-        return model
-    if not hasattr(model, "with_lora"):
+    if config.z_loss or config.label_smoothing:
+        asked = f"train.z_loss={config.z_loss}, train.label_smoothing={config.label_smoothing}"
+        method = _method(model, "with_objective(z_loss, label_smoothing)", asked)
+        model = method(config.z_loss, config.label_smoothing)
+    if config.lora_rank:
+        asked = f"train.lora_rank={config.lora_rank}"
+        model = _method(model, "with_lora(rank, alpha)", asked)(config.lora_rank, config.lora_alpha)
+    return model
+
+
+def _method(model: MultimodalModel, signature: str, asked: str) -> Callable[..., MultimodalModel]:
+    method = getattr(model, signature.partition("(")[0], None)
+    if method is None:
         raise ValueError(
-            f"train.lora_rank={config.lora_rank}, but a {type(model).__name__} has no "
-            "with_lora(rank, alpha); set it to 0, or give the model one"
+            f"{asked}, but a {type(model).__name__} has no {signature}; set it to 0, or give the "
+            "model one"
         )
-    return model.with_lora(config.lora_rank, config.lora_alpha)
+    return method
 
 
 def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:

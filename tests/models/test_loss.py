@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.loss import cross_entropy
+from models.loss import Objective, cross_entropy
 
 TOKENS, WIDTH, VOCAB, CHUNK = 1024, 64, 1500, 32
 
@@ -53,6 +53,39 @@ def gradients(loss, *args, scale=0.37):
     """Of `scale` times the loss, by hidden states and table, as float64."""
     scaled = jax.jit(jax.grad(lambda x, t: scale * loss(x, t, *args[2:]), argnums=(0, 1)))
     return [np.float64(g.astype(jnp.float32)) for g in scaled(*args[:2])]
+
+
+OBJECTIVES = [Objective(1e-2), Objective(0.0, 0.1), Objective(1e-3, 0.2)]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
+def test_more_may_be_trained_on_than_is_reported(objective):
+    """Gradients, those by the weights too, against the whole objective by its definition; loss and
+    hits are those of the plain loss."""
+    x, table, targets, weights = (a[:100] if len(a) == TOKENS else a for a in problem())
+    weights = weights * 0.5
+
+    def definition(x, table, weights):
+        logits = jnp.einsum("td,vd->tv", x, table)
+        likely, smooth = jax.nn.log_softmax(logits), objective.label_smoothing
+        wanted = jax.nn.one_hot(targets, VOCAB) * (1 - smooth) + smooth / VOCAB
+        z = jax.nn.logsumexp(logits, axis=-1) ** 2
+        return jnp.sum(weights * (objective.z_loss * z - jnp.sum(wanted * likely, axis=-1)))
+
+    def sums(x, table, weights):
+        elements = CHUNK * VOCAB
+        return cross_entropy(
+            x, table, targets, weights, logits_elements=elements, objective=objective
+        )
+
+    want = jax.jit(jax.grad(definition, argnums=(0, 1, 2)))(x, table, weights)
+    got = jax.jit(jax.grad(lambda *a: sums(*a)["loss_sum"], argnums=(0, 1, 2)))(x, table, weights)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-6)
+    plain = jax.grad(whole, argnums=(0, 1))(x, table, targets, weights)
+    assert error(got[0], plain[0]) > 1e-3
+    reported, value = jax.jit(sums)(x, table, weights), whole(x, table, targets, weights)
+    np.testing.assert_allclose(reported["loss_sum"], value, rtol=1e-6)
 
 
 def error(got, want):

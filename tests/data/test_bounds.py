@@ -184,7 +184,7 @@ def test_a_hostile_index_is_named(tmp_path, what):
                 out.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head)
             else:
                 np.lib.format.write_array(out, array)
-    with pytest.raises(ValueError, match=r"index\.npz: damaged index .*; delete it"):
+    with pytest.raises(ValueError, match=r"index\.npz: damaged index "):
         load_index(file)
 
 

@@ -42,7 +42,8 @@ def update_index(
     kinds: Kinds = BUILT_IN,
     workers: int = 2,
 ) -> dict[str, Indexed]:
-    """Return the index of all `readers`, from `file` where that is up to date; else it is written.
+    """Return the index of all `readers`, from `file` where that is up to date; else it is written,
+    as it is where that is damaged: a bit on a disk is to end no run.
 
     Args:
       row_reader: makes what reads records of these datasets; called if there are any to read.
@@ -50,7 +51,11 @@ def update_index(
       kinds: of media that records may have; the index has all of them.
       workers: records read at once.
     """
-    known = load_index(file, kinds)
+    try:
+        known = load_index(file, kinds)
+    except ValueError as e:
+        logger.warning("%s; it is made anew", e)
+        known = {}
     keys = {name: make_key(reader.files, settings) for name, reader in readers.items()}
     stale = [name for name, key in keys.items() if name not in known or known[name].key != key]
     if not stale:

@@ -170,7 +170,7 @@ def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, Indexed]:
     if not file.is_file():
         return {}
     with (
-        named(f"{file}: damaged index", "; delete it, it is made anew"),
+        named(f"{file}: damaged index"),
         file.open("rb") as opened,
         zipfile.ZipFile(opened) as arrays,
     ):

@@ -134,12 +134,28 @@ def test_only_what_changed_is_made_anew(dataset, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK", None])
-def test_a_damaged_index_is_named(dataset, tmp_path, damage):
-    file = tmp_path / "index.npz"
-    save_index(file, {"a": index_of(open_reader(dataset))})
+def test_a_damaged_index_is_named_and_made_anew(dataset, tmp_path, damage, caplog):
+    file, readers = tmp_path / "index.npz", {"a": open_reader(dataset)}
+    save_index(file, {"a": index_of(readers["a"])})
     file.write_bytes(file.read_bytes()[:-200] if damage is None else damage)
-    with pytest.raises(ValueError, match=r"index\.npz: damaged index .*delete it"):
+    with pytest.raises(ValueError, match=r"index\.npz: damaged index "):
         load_index(file)
+    update_index(file, readers, partial(RowsHere, readers, pieces), "bytes")
+    assert "damaged index" in caplog.text
+    assert rows(load_index(file)["a"].table) == rows(index_of(readers["a"]).table)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_flipped_bit_of_an_index_is_harmless(dataset, tmp_path, seed):
+    file, readers = tmp_path / "index.npz", {"a": open_reader(dataset)}
+    made = partial(update_index, file, readers, partial(RowsHere, readers, pieces), "bytes")
+    expected = rows(made()["a"].table)
+    data = bytearray(file.read_bytes())
+    rng = np.random.default_rng(seed)
+    data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+    file.write_bytes(data)
+    assert rows(made()["a"].table) == expected
+    assert rows(load_index(file)["a"].table) == expected
 
 
 def test_an_index_of_another_version_is_made_anew(dataset, tmp_path, monkeypatch):

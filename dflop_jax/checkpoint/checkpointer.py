@@ -34,7 +34,8 @@ from dflop_jax.checkpoint.store import (
     CorruptCheckpoint,
     WrittenPart,
 )
-from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.cluster.ending import RunFailed, TryAgain
+from dflop_jax.cluster.peers import Peers
 from dflop_jax.contract import n_rows
 from dflop_jax.pipeline.cut import Box, Cut
 from dflop_jax.pipeline.elementwise import part_of_leaves
@@ -157,8 +158,12 @@ class _Copying:
 
 
 class Checkpointer:
-    """Saves an executor's state in the background, all processes together, and restores it;
-    `waiting` is entered where training waits for a save."""
+    """Saves an executor's state in the background, all processes together, and restores it.
+
+    Args:
+      waiting: entered where training waits for a save.
+      may_commit: called on process 0 before a commit; what it raises, `check` does.
+    """
 
     def __init__(
         self,
@@ -169,8 +174,10 @@ class Checkpointer:
         keep: int,
         keep_every: int = 0,
         waiting: Waiting = nullcontext,
+        may_commit: Callable[[], None] = lambda: None,
     ):
         self.folder, self._ex, self._peers = folder, ex, peers
+        self._may_commit = may_commit
         self._store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
         self._arrays = state_arrays(ex)
         self._specs = specs_of(self._arrays)
@@ -225,6 +232,10 @@ class Checkpointer:
             with self._waiting():
                 self._thread.join()
             self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ended a save, unless that is reported and left out."""
         if self._error is not None:
             raise self._error
 
@@ -251,6 +262,8 @@ class Checkpointer:
             finally:
                 self._copying.done.set()
             self._write(step, pieces, meta)
+        except TryAgain as e:  # it may not commit
+            self._error = e
         except RunFailed:
             pass  # the main thread meets it too
         except BaseException as e:
@@ -276,6 +289,7 @@ class Checkpointer:
             return None
         parts = [msgspec.json.decode(v, type=tuple[WrittenPart | None, str]) for v in written]
         known = meta.result()
+        self._may_commit()
         try:
             if all(p for p, _ in parts):
                 whole = [p for p, _ in parts if p]

@@ -11,8 +11,8 @@ from dflop_jax.cluster.restarts import Limits
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "dflop launch -n N [--max-restarts R] [--devices-per-process D] [--pin] "
-        "[--coordinator HOST:PORT --hosts H --host I] -- COMMAND [ARGUMENT ...]"
+        "dflop launch -n N [--max-restarts R [--min-processes M]] [--devices-per-process D] "
+        "[--pin] [--coordinator HOST:PORT --hosts H --host I] -- COMMAND [ARGUMENT ...]"
     )
     parser.epilog = (
         "Example: dflop launch -n 2 -- dflop train experiments/demo.py. In COMMAND, dflop and "
@@ -42,11 +42,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"and so often in any hour (default: {limits.an_hour})",
     )
     parser.add_argument(
+        "--min-processes",
+        type=int,
+        default=limits.least,
+        metavar="M",
+        help="go on with as few where others are gone for good, under another plan, and with all "
+        "again when they are back (default: 0, with all only)",
+    )
+    parser.add_argument(
+        "--gone-after",
+        type=float,
+        default=limits.gone_after_s,
+        metavar="S",
+        help="seconds in which a host that was lost may come back before the others go on without "
+        f"it (default: {limits.gone_after_s:g})",
+    )
+    parser.add_argument(
         "--coordinator",
         default=hosts.coordinator,
-        metavar="HOST:PORT",
-        help="where the launcher of host 0 listens; needed where neither Slurm nor Open MPI "
-        "starts a launcher on each host",
+        metavar="HOST:PORT[,...]",
+        help="where the launcher of host 0 listens, then of host 1 and others that may take its "
+        "place; needed where neither Slurm nor Open MPI starts a launcher on each host",
     )
     parser.add_argument(
         "--hosts", type=int, default=hosts.number, metavar="H", help="launchers of the run, if so"
@@ -65,6 +81,8 @@ def run(args: argparse.Namespace) -> LaunchResult:
         args.n,
         devices_per_process=args.devices_per_process,
         pin=args.pin,
-        limits=Limits(args.max_restarts, args.restarts_an_hour),
+        limits=Limits(
+            args.max_restarts, args.restarts_an_hour, args.min_processes, args.gone_after
+        ),
         hosts=Hosts(args.coordinator, args.hosts, args.host),
     )

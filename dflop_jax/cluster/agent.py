@@ -2,10 +2,11 @@
 them again.
 
 jax connects to other processes once in a process's life, so what outlives a failure lives here. The
-agents meet as processes do (`rendezvous`) and then agree over the same links (`peers`): each says
-how the last start ended, that of host 0 decides and says how the next one begins, or that the run
+agents come together (`assembly`) and then agree over the same links (`peers`): each says how the
+last start ended, that of the first host decides and says how the next one begins, or that the run
 is over. An agent whose process fails tells the others, which stop theirs; then all meet again. An
-agent that was lost comes to that meeting too, once somebody has started it anew.
+agent that was lost comes to that meeting too, once somebody has started it anew; where the run goes
+on without it, it is taken in later.
 """
 
 from __future__ import annotations
@@ -16,72 +17,52 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from dflop_jax.cluster import told
-from dflop_jax.cluster.addresses import LOOPBACK, Address
+from dflop_jax.cluster.assembly import Assembly, assemble
+from dflop_jax.cluster.cards import Card, bits_of
 from dflop_jax.cluster.decide import Order, Report, decide
 from dflop_jax.cluster.ending import (
     PREEMPTED,
+    TRY_AGAIN,
     RunFailed,
     TryAgain,
     signal_name,
 )
-from dflop_jax.cluster.events import Answered, Ended, Event, Events, Stop, next_event, signals_noted
+from dflop_jax.cluster.events import (
+    Answered,
+    Ended,
+    Event,
+    Events,
+    Regroup,
+    Stop,
+    next_event,
+    signals_noted,
+)
 from dflop_jax.cluster.group import Group, Start
+from dflop_jax.cluster.job import Job, LaunchResult, Place, claimed, start_of
 from dflop_jax.cluster.launch_keeper import MARK_ENV
 from dflop_jax.cluster.output import Output
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.processes import Processes
-from dflop_jax.cluster.rendezvous import Meeting, meet
+from dflop_jax.cluster.reception import Reception
 from dflop_jax.cluster.restarts import Count, End, Limits
 from dflop_jax.cluster.secret import SECRET_ENV
-from dflop_jax.cluster.variables import (
-    AGENT_ENV,
-    COORDINATOR_ENV,
-    LOCAL_INDEX_ENV,
-    LOCAL_NUMBER_ENV,
-    NUM_PROCESSES_ENV,
-    PROCESS_ID_ENV,
-    RESTARTS_ENV,
-    RUN_ENV,
-)
 
 # Spares are started when a step is done, since what comes before it wants the cores itself; a
 # program that tells of no step gets them after this.
 SPARES_AFTER_S = 30.0
 PEER_TIMEOUT_S = 30.0  # silence after which another host counts as lost
-
-
-@dataclass(frozen=True)
-class LaunchResult:
-    """How a launch ended.
-
-    Attributes:
-      exit_code: of the first process that failed, 0 when none did; 128+s when signal s killed it.
-      exit_codes: of every process of this host, at their last start.
-    """
-
-    exit_code: int
-    exit_codes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What runs on this host: a program, and the variables and cores of each of its processes."""
-
-    program: Sequence[str]
-    environments: Sequence[Mapping[str, str]]
-    cores: Sequence[set[int] | None]
 
 
 class _Signalled(Exception):
@@ -103,21 +84,25 @@ class _Begun:
 
 
 class Agent:
-    """Runs a job on this host, which is one of `hosts`.
+    """Runs a job on this host.
 
     Args:
       connect_s: longest wait for the agents of the other hosts.
     """
 
-    def __init__(self, job: Job, hosts: Processes, connect_s: float, limits: Limits):
-        self._job, self._hosts, self._connect_s, self._limits = job, hosts, connect_s, limits
+    def __init__(self, job: Job, place: Place, connect_s: float, limits: Limits):
+        self._job, self._place, self._connect_s, self._limits = job, place, connect_s, limits
         self._again = limits.restarts > 0
         self._output = Output()
         self._events: Events = queue.SimpleQueue()
-        self._count = Count()  # on host 0
-        self._report = Report(number=len(job.cores), name=uuid.uuid4().hex)
+        self._count = Count()  # on the first host
+        self._left_out: set[int] = set()  # places whose processes are not started any more
+        self._last: tuple[int, ...] = ()  # hosts of the last start, and those to be taken in then
+        self._reception: Reception | None = None
+        self._report = Report(number=len(job.cores), host=place.host, name=uuid.uuid4().hex)
         self._codes: tuple[int, ...] = ()
         self._next: Group | None = None  # of spares
+        self._spares_for: tuple[int, ...] = ()
         self._failed_s = time.time()  # the last time that one did
 
     def run(self) -> LaunchResult:
@@ -125,11 +110,11 @@ class Agent:
 
         Raises:
           ValueError: the program cannot be started, or the hosts do not fit together.
-          TryAgain: the agents of other hosts did not come.
+          TryAgain: the agents of other hosts did not come, or the run goes on without this host.
         """
         in_vain = 0
         with (
-            signals_noted(self._note),
+            signals_noted(self._note, self._take_in_all),
             tempfile.TemporaryDirectory() as folder,
         ):
             try:
@@ -137,9 +122,10 @@ class Agent:
                     self._fresh_events()
                     try:
                         with self._meeting() as peers:
-                            in_vain = 0
+                            before = self._report.start
                             if (code := self._together(peers, Path(folder))) is not None:
                                 return LaunchResult(code, self._codes)
+                            in_vain *= self._report.start == before
                     except TryAgain as e:
                         in_vain += 1
                         if in_vain > self._limits.restarts:
@@ -155,6 +141,17 @@ class Agent:
     def _note(self, signum: int) -> None:
         self._events.put(signum)
 
+    def _take_in_all(self) -> None:
+        """What was left out on this host is well again, as SIGUSR1 says."""
+        if self._left_out:
+            self._left_out.clear()
+            self._events.put(Regroup("SIGUSR1 came: all processes of this host take part again"))
+
+    @property
+    def _active(self) -> tuple[int, ...]:
+        """Places whose processes are started."""
+        return tuple(i for i in range(len(self._job.cores)) if i not in self._left_out)
+
     # ---- with the other hosts ----
 
     def _fresh_events(self) -> None:
@@ -166,36 +163,60 @@ class Agent:
                 if isinstance(event, int):
                     self._events.put(event)
 
+    def _card(self) -> Card:
+        return Card(
+            host=self._place.host,
+            hosts=self._place.hosts,
+            what=f"dflop launch, jax {version('jax')}",
+            processes=len(self._active),
+            start=self._report.start,
+            begun=bool(self._report.count_file),
+            last=bits_of(self._last),
+        )
+
+    @property
+    def _secret(self) -> bytes:
+        return self._job.environments[0][SECRET_ENV].encode()
+
     @contextmanager
     def _meeting(self) -> Iterator[Peers]:
-        """The agents of all hosts; the connections end with it."""
-        here = self._hosts
-        meeting = Meeting(LOOPBACK, {})
-        if here.coordinator is not None:
-            secret = self._job.environments[0][SECRET_ENV].encode()
-            what = f"dflop launch, jax {version('jax')}"
-            come = partial(meet, here.coordinator, here.index, here.number, what, secret)
-            meeting = self._awaited(partial(come, self._connect_s))
+        """The agents that have come; the connections end with it."""
+        met = Assembly((self._place.host,), MappingProxyType({}))
+        if self._place.hosts > 1:
+            come = partial(
+                assemble,
+                self._card(),
+                self._place.addresses,
+                self._secret,
+                least=self._limits.least,
+                patience_s=self._limits.gone_after_s,
+                timeout_s=self._connect_s,
+                waiting=self._output.say,
+            )
+            met = self._awaited(come)
         try:
             events = self._events
             yield Peers(
-                here.index,
-                here.number,
-                meeting.links,
+                met.hosts.index(self._place.host),
+                len(met.hosts),
+                met.links,
                 timeout_s=PEER_TIMEOUT_S,
                 on_failure=lambda why, code: events.put(Stop(why)),
                 remedy="",
-                noun="host",
+                names=[f"host {h}" for h in met.hosts],
             )
         finally:
-            for link in meeting.links.values():
+            if self._reception:
+                self._reception.close()
+                self._reception = None
+            for link in met.links.values():
                 with suppress(OSError):
                     link.shutdown(socket.SHUT_RDWR)
                 link.close()
 
     def _awaited(self, get: Callable[[], Any]) -> Any:
         """What `get` returns, which waits for other hosts; a signal ends the wait."""
-        if self._hosts.number == 1:
+        if self._place.hosts == 1:
             return get()
         events, answer = self._events, Future[Any]()
 
@@ -212,13 +233,14 @@ class Agent:
             if isinstance(event, int):
                 raise _Signalled(event)
             assert event is not None, "it waits for ever"
-            news.append(event)
+            if not isinstance(event, Regroup):  # nothing runs
+                news.append(event)
         for event in news:  # of a failure, which the next start is to hear
             events.put(event)
         return answer.result()
 
     def _together(self, peers: Peers, folder: Path) -> int | None:
-        """Start after start, until the run is over (its exit code) or a failure parts us."""
+        """Start after start, until the run is over (its exit code) or we part, to meet again."""
         try:
             while True:
                 order = self._awaited(lambda: self._agree(peers))
@@ -228,36 +250,72 @@ class Agent:
                     with suppress(RunFailed):
                         self._awaited(peers.close)
                     return order.exit_code
+                if order.leaves_out and order.leaves_out[0] == self._place.host:
+                    self._left_out.add(order.leaves_out[1])
+                if not self._active:
+                    return TRY_AGAIN
+                if order.meets:
+                    self._last = order.meets
+                    # What ended the last start is counted by now.
+                    changed = {"ends": (), "lost": "", "regroups": True, "waiting": ()}
+                    changed |= {"number": len(self._active), "places": self._active}
+                    self._report = msgspec.structs.replace(self._report, **changed)
+                    return None
                 if not self._start(order, peers, folder):
                     return None
+        except TryAgain:
+            raise
         except RunFailed:
             return None
 
     def _agree(self, peers: Peers) -> Order:
-        """How it goes on; the same on every host."""
-        reports = peers.gather("report", msgspec.json.encode(self._report))
+        """How it goes on; the same on every host.
+
+        Raises:
+          TryAgain: another part of the run goes on.
+        """
+        gathered = peers.gather("report", msgspec.json.encode(self._report))
         answer = b""
         if peers.is_hub:
-            decoded = [msgspec.json.decode(r, type=Report) for r in reports]
-            answer = msgspec.json.encode(decide(decoded, self._count, self._limits, time.time()))
-        return msgspec.json.decode(peers.share("order", answer), type=Order)
+            reports = [msgspec.json.decode(r, type=Report) for r in gathered]
+            order = decide(reports, self._count, self._limits, time.time())
+            if order.exit_code is None and not order.meets and self._place.hosts > 1:
+                order = msgspec.structs.replace(order, start=claimed(order))
+            answer = msgspec.json.encode(order)
+        order = msgspec.json.decode(peers.share("order", answer), type=Order)
+        if order.exit_code is None and not order.start:
+            raise TryAgain("another part of this run goes on, or its folder cannot be written")
+        return order
 
     # ---- on this host ----
 
     def _start(self, order: Order, peers: Peers, folder: Path) -> bool:
         """Start this host's processes and await their end; whether all is well."""
         begun = _Begun(order, Path(tempfile.mkdtemp(dir=folder)))
-        number = len(self._job.cores)
-        first = sum(order.numbers[: self._hosts.index])
-        report = partial(Report, number=number, name=order.name, start=order.start)
+        first = sum(order.numbers[: order.hosts.index(self._place.host)])
+        self._last = order.hosts
+        report = partial(
+            Report,
+            number=len(self._active),
+            host=self._place.host,
+            places=self._active,
+            name=order.name,
+            start=order.start,
+            full=order.full,
+        )
         if (event := self._awaited_start(order.wait_s)) is not None:
             why = f"{signal_name(event)} came" if isinstance(event, int) else event.why
             peers.fail(why)
             code = 128 + event if isinstance(event, int) else 0
-            self._report = report(exit_code=code, signalled=code > 0, lost=why)
+            count_file = order.count_file
+            self._report = report(
+                exit_code=code, signalled=code > 0, lost=why, count_file=count_file
+            )
             return False
-        group = self._next or self._group(first)
-        self._next = None
+        if self._limits.least and peers.is_hub and self._place.hosts > 1:
+            at = self._place.addresses[self._place.host]
+            self._reception = Reception(self._card(), at, self._secret)
+        group = self._group(first)
         begun.since_s = time.monotonic()
 
         def failed(why: str) -> None:
@@ -265,7 +323,7 @@ class Agent:
             peers.fail(why)
 
         try:
-            starts = [self._how(order, i, begun.folder) for i in range(number)]
+            starts = [self._how(order, i, begun.folder) for i in self._active]
             code = group.run(starts, self._events, failed, partial(self._tick, begun))
         finally:
             group.close()
@@ -280,41 +338,45 @@ class Agent:
             ends=tuple(ends),
             exit_code=code,
             signalled=group.signalled,
+            regroups=group.regroups,
+            waiting=self._reception.hosts if self._reception else (),
             lost=group.stopped_by,
             gained=begun.gained,
-            count_file=str(told.count_file(begun.folder) or ""),
+            count_file=str(told.count_file(begun.folder) or order.count_file),
+        )
+        self._report = msgspec.structs.replace(
+            self._report, number=len(self._active), places=self._active
         )
         return not (group.stopped_by or any(c not in (0, PREEMPTED) for c in self._codes))
 
     def _awaited_start(self, wait_s: float) -> int | Stop | None:
         """Wait for the time to start; returns what comes in between, and then there is none."""
-        event = next_event(self._events, time.monotonic() + wait_s)
+        until_s = time.monotonic() + wait_s
+        while isinstance(event := next_event(self._events, until_s), Regroup):
+            pass  # it takes effect with the start
         assert not isinstance(event, Ended | Answered), "nothing runs"
         return event
 
     def _group(self, first: int) -> Group:
-        return Group(
-            self._output, first, self._job.environments[0].get(MARK_ENV, ""), again=self._again
-        )
+        """The group of a start, with the spares that fit."""
+        group, self._next = self._next, None
+        if group and group.number_from(first) and self._spares_for == self._active:
+            return group
+        if group:
+            group.close()
+        return self._new_group(first)
+
+    def _new_group(self, first: int) -> Group:
+        marks = self._job.environments[0].get(MARK_ENV, "")
+        return Group(self._output, first, marks, again=self._again)
 
     def _how(self, order: Order, place: int, folder: Path) -> Start:
         """How this host's process in a place is started."""
-        coordinator = self._hosts.coordinator or Address(LOOPBACK, order.port)
-        place_in_run = {
-            COORDINATOR_ENV: str(Address(coordinator.host, order.port)),
-            NUM_PROCESSES_ENV: str(sum(order.numbers)),
-            PROCESS_ID_ENV: str(sum(order.numbers[: self._hosts.index]) + place),
-            LOCAL_NUMBER_ENV: str(len(self._job.cores)),
-            LOCAL_INDEX_ENV: str(place),
-        }
-        if self._again:
-            restarts = str(order.start - 1)
-            place_in_run |= {AGENT_ENV: str(folder), RUN_ENV: order.name, RESTARTS_ENV: restarts}
-        environment = {**self._job.environments[place], **place_in_run}
-        return Start(self._job.program, environment, self._job.cores[place])
+        return start_of(self._job, self._place, order, self._active, place, folder, self._limits)
 
     def _tick(self, begun: _Begun) -> None:
-        """Look how far this start is: the next one's spares begin once it does steps."""
+        """Look how far this start is: once it does steps, the next one's spares begin, and hosts
+        that have come back are taken in."""
         if not self._again:
             return
         if not begun.gained and (stepped_s := told.stepped_s(begun.folder)) is not None:
@@ -323,8 +385,12 @@ class Agent:
                 after_s = stepped_s - self._failed_s
                 name = f"restart {begun.order.start - 1}"
                 self._output.say(f"{name} has done a step, {after_s:.1f} s after the failure")
+        if begun.gained and self._reception and (hosts := self._reception.hosts):
+            came = ", ".join(map(str, hosts))
+            self._events.put(Regroup(f"host {came} has come back"))
         late = time.monotonic() - begun.since_s > SPARES_AFTER_S
         if self._next is None and (begun.gained or late):
-            self._next = self._group(sum(begun.order.numbers[: self._hosts.index]))
-            for i in range(len(self._job.cores)):
+            first = sum(begun.order.numbers[: begun.order.hosts.index(self._place.host)])
+            self._next, self._spares_for = self._new_group(first), self._active
+            for i in self._active:
                 self._next.add_spare(self._how(begun.order, i, begun.folder))

@@ -17,6 +17,7 @@ from dflop_jax.cluster.restarts import (
     cause,
     enough,
     failed_twice,
+    fails_again,
     setback,
     wait_s,
 )
@@ -27,22 +28,32 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
       number: processes of its host.
+      host: its number.
+      places: of those processes among all that its host has; () where it has these only.
       name: of the launch; before the first start the one that it would give.
       start: the last start that it took part in; 0: none.
+      full: processes of the run's first start; 0: not known.
       ends: how its processes ended, as they did.
       exit_code: of its first process that failed; 0: none did.
       signalled: a signal came to it, so the run is to end.
+      regroups: its processes saved and ended so that others can take part.
+      waiting: hosts that are to be taken in, as the first host knows.
       lost: why it stopped its processes, where that was news from elsewhere.
       gained: a step was done.
-      count_file: where process 0 says that restarts are counted; "" elsewhere.
+      count_file: where restarts are counted; "" where the run has not begun.
     """
 
     number: int
+    host: int = 0
+    places: tuple[int, ...] = ()
     name: str
     start: int = 0
+    full: int = 0
     ends: tuple[End, ...] = ()
     exit_code: int = 0
     signalled: bool = False
+    regroups: bool = False
+    waiting: tuple[int, ...] = ()
     lost: str = ""
     gained: bool = False
     count_file: str = ""
@@ -54,36 +65,54 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
       exit_code: the run is over and they end by it; None: they start their processes.
       says: what is said about it.
+      meets: they meet anew, with these hosts; () where they start their processes.
+      leaves_out: (host, place) of a process that is not started any more.
       name: of the launch.
       start: the number of this start, from 1.
-      numbers: processes of every host.
-      port: of the processes' meeting, on host 0.
+      full: processes of the first start.
+      hosts: that take part, by number.
+      numbers: processes of each of them.
+      port: of the processes' meeting, on the first host.
       wait_s: seconds until the start.
+      count_file: where restarts are counted; "" where the run has not begun.
     """
 
     exit_code: int | None = None
     says: str = ""
+    meets: tuple[int, ...] = ()
+    leaves_out: tuple[int, int] | None = None
     name: str = ""
     start: int = 0
+    full: int = 0
+    hosts: tuple[int, ...] = (0,)
     numbers: tuple[int, ...] = ()
     port: int = 0
     wait_s: float = 0.0
+    count_file: str = ""
 
 
 def decide(reports: Sequence[Report], count: Count, limits: Limits, now_s: float) -> Order:
-    """What follows from the reports of all hosts, by host; `count` is kept."""
+    """What follows from the reports of the hosts that have come, in their order; `count` is kept by
+    `count_file`, where one of them knows it."""
     last = max(r.start for r in reports)
     # One that was started anew knows nothing: the others tell it.
-    name = next((r.name for r in reports if r.start == last), reports[0].name)
     if last == 0:
-        return _start(reports, name, 1)
-    if count_file := reports[0].count_file:
+        return _start(reports, "", sum(r.number for r in reports))
+    if count_file := next((r.count_file for r in reports if r.count_file), ""):
         count.keep_in(Path(count_file))
     codes = [r.exit_code for r in reports]
     if any(r.signalled for r in reports):
         return Order(exit_code=next((c for c in codes if c), 0))
     trouble = _trouble(reports, last, now_s)
+    full = max(r.full for r in reports)
     if trouble is None:
+        waiting = tuple(h for r in reports for h in r.waiting)
+        if any(r.regroups for r in reports) and any(codes):
+            if waiting:
+                hosts = tuple(sorted({*(r.host for r in reports), *waiting}))
+                return Order(meets=hosts, says=f"{_names(waiting)} is back", start=last)
+            number = sum(r.number for r in reports)
+            return _start(reports, f"starting anew with {number} processes", full)
         if PREEMPTED in codes:
             return Order(exit_code=PREEMPTED)
         count.add(Setback(now_s, "done", 0, is_last=True))
@@ -100,23 +129,66 @@ def decide(reports: Sequence[Report], count: Count, limits: Limits, now_s: float
     says = f"{trouble.why}; restart {len(before) + 1} of {limits.restarts}{when}"
     if len(reports) > 1 and (bad := failed_twice(count.setbacks)):
         says += f"; failed twice or more: host {', '.join(bad)}"
-    return _start(reports, name, last + 1, says, delay_s)
+    left = sum(r.number for r in reports) - 1
+    if trouble.place and fails_again(before, trouble) and 0 < limits.least <= left:
+        says += f", without this process, which failed twice before a step: {left} are left"
+        return _start(reports, says, full, delay_s, trouble.place)
+    number = sum(r.number for r in reports)
+    if number < full:
+        says += f", with {number} of {full} processes"
+    return _start(reports, says, full, delay_s)
 
 
 def _trouble(reports: Sequence[Report], last: int, now_s: float) -> Setback | None:
     """Why the last start failed; None where it did not."""
     gained = any(r.gained for r in reports)
     if first := cause([end for r in reports for end in r.ends]):
-        return setback(first, now_s, gained)
-    gone = [f"the launcher of host {i} was lost" for i, r in enumerate(reports) if r.start < last]
-    lost = gone or [r.lost for r in reports if r.lost]
+        found = setback(first, now_s, gained)
+        return msgspec.structs.replace(found, place=_place_of(first, reports))
+    regroups = any(r.regroups for r in reports)
+    gone = [f"the launcher of {_names((r.host,))} was lost" for r in reports if r.start < last]
+    lost = ([] if regroups else gone) or [r.lost for r in reports if r.lost]
     return Setback(now_s, lost[0], TRY_AGAIN, gained=gained) if lost else None
 
 
+def _place_of(end: End, reports: Sequence[Report]) -> tuple[int, int]:
+    """(host, place) of a process that has ended."""
+    report = next(r for r in reports if end in r.ends)
+    numbers = sorted(e.process for e in report.ends)
+    nth = numbers.index(end.process)
+    places = report.places or tuple(range(report.number))
+    return report.host, places[nth] if nth < len(places) else nth
+
+
 def _start(
-    reports: Sequence[Report], name: str, start: int, says: str = "", delay_s: float = 0.0
+    reports: Sequence[Report],
+    says: str,
+    full: int,
+    delay_s: float = 0.0,
+    leaves_out: tuple[int, int] | None = None,
 ) -> Order:
-    numbers = tuple(r.number for r in reports)
-    return Order(
-        name=name, start=start, numbers=numbers, port=free_port(), wait_s=delay_s, says=says
+    last = max(r.start for r in reports)
+    name = next((r.name for r in reports if r.start == last), reports[0].name)
+    out = leaves_out[0] if leaves_out else -1
+    numbers = tuple(r.number - (r.host == out) for r in reports)
+    hosts = tuple(r.host for r in reports)
+    order = Order(
+        name=name,
+        start=last + 1,
+        full=full,
+        hosts=hosts,
+        numbers=numbers,
+        port=free_port(),
+        wait_s=delay_s,
+        says=says,
+        leaves_out=leaves_out,
+        count_file=next((r.count_file for r in reports if r.count_file), ""),
     )
+    if 0 in numbers:  # that host's agent ends
+        rest = tuple(h for h, n in zip(hosts, numbers, strict=True) if n)
+        return msgspec.structs.replace(order, meets=rest, start=last)
+    return order
+
+
+def _names(hosts: Sequence[int]) -> str:
+    return f"host{'s' if len(hosts) > 1 else ''} {', '.join(map(str, hosts))}"

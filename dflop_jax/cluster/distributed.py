@@ -49,10 +49,12 @@ class Membership:
       index: which one this is.
       links: open sockets by process, to this one's parent and children (`tree`); none for one
         process. End of file on one: that process is gone.
+      planned: devices of the run as configured, less those of processes that are gone; 0: all.
     """
 
     number: int = 1
     index: int = 0
+    planned: int = 0
     links: Mapping[int, socket.socket] = field(default_factory=dict, repr=False, compare=False)
 
 
@@ -85,11 +87,12 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     global _joined
     prepare()
     processes = find_processes(config)
-    each = devices_each(processes, plan_devices)
+    planned = processes.devices(plan_devices)
+    each = devices_each(processes, planned)
     if processes.number == 1:
         if processes.devices_each and not jax_has_started():
             limit_devices(processes, each)
-        return Membership()
+        return Membership(planned=planned)
     if _joined is not None:
         if (_joined.processes, _joined.devices_each) != (processes, each):
             raise ValueError("this program has joined a run of other processes or devices already")
@@ -108,13 +111,13 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
         coordinator, processes.index, processes.number, versions, secret, config.connect_timeout_s
     )
     line = _connect(processes, meeting, config)
-    member = Membership(processes.number, processes.index, meeting.links)
+    member = Membership(processes.number, processes.index, planned, meeting.links)
     _joined = _Joined(processes, each, member, line)
     ending.in_run.set()
     return member
 
 
-def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
+def run_devices(member: Membership) -> list[jax.Device]:
     """All devices of a run of several processes, process by process.
 
     Raises:
@@ -123,9 +126,9 @@ def run_devices(plan_devices: int, member: Membership) -> list[jax.Device]:
     with _patient_gloo():
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     counts = Counter(d.process_index for d in devices)
-    if plan_devices not in (0, len(devices)):
+    if member.planned not in (0, len(devices)):
         raise ValueError(
-            f"plan.devices={plan_devices}, but the {member.number} processes have {len(devices)} "
+            f"plan.devices={member.planned}, but the {member.number} processes have {len(devices)} "
             f"{devices[0].platform} devices; give --plan.devices {len(devices)}, or 0"
         )
     if len(counts) != member.number or len(set(counts.values())) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,7 +35,14 @@ class Answered:
     """Other hosts have answered what their agent waited for."""
 
 
-Event = int | Ended | Stop | Answered  # an int is the number of a signal that came
+@dataclass(frozen=True)
+class Regroup:
+    """The processes are to save and end, so that more can take part."""
+
+    why: str
+
+
+Event = int | Ended | Stop | Answered | Regroup  # an int is the number of a signal that came
 # Unlike other queues it may be put to in a signal handler.
 Events = queue.SimpleQueue[Event]
 
@@ -51,8 +59,9 @@ def next_event(
 
 
 @contextmanager
-def signals_noted(note: Callable[[int], None]) -> Iterator[None]:
-    """Have `note` called with each SIGINT, SIGTERM and SIGHUP that comes meanwhile."""
+def signals_noted(note: Callable[[int], None], take_in: Callable[[], None]) -> Iterator[None]:
+    """Have `note` called with each SIGINT, SIGTERM and SIGHUP that comes meanwhile, `take_in` at
+    each SIGUSR1."""
     last_s = float("-inf")
 
     def handle(signum: int, _: FrameType | None) -> None:
@@ -62,5 +71,9 @@ def signals_noted(note: Callable[[int], None]) -> Iterator[None]:
             last_s = now_s
             note(signum)
 
-    with handled_by(handle):
-        yield
+    former = signal.signal(signal.SIGUSR1, lambda *_: take_in())
+    try:
+        with handled_by(handle):
+            yield
+    finally:
+        signal.signal(signal.SIGUSR1, former)

@@ -23,7 +23,7 @@ from typing import Any
 from dflop_jax.children import command
 from dflop_jax.cluster import launch_keeper
 from dflop_jax.cluster.ending import PREEMPTED, how_ended, shell_code, signal_name
-from dflop_jax.cluster.events import Ended, Events, Stop, next_event
+from dflop_jax.cluster.events import Ended, Events, Regroup, Stop, next_event
 from dflop_jax.cluster.output import STDERR, STDOUT, Output
 
 STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL, after one has failed
@@ -63,11 +63,12 @@ class Group:
       ends: (place, exit code, by itself) of the processes that have ended, as they did.
       signalled: a signal that came to the launcher was passed on.
       stopped_by: the failure elsewhere that they were stopped for; "" for none.
+      regroups: they were asked to save and end, so that more can take part.
     """
 
     def __init__(self, output: Output, first: int = 0, marks: str = "", *, again: bool = False):
         self.ends: list[tuple[int, int, bool]] = []
-        self.signalled, self.stopped_by = False, ""
+        self.signalled, self.stopped_by, self.regroups = False, "", False
         self._output, self._first = output, first
         self._grace_s = RESTART_GRACE_S if again else STOP_GRACE_S
         self._mark = uuid.uuid4().hex
@@ -113,6 +114,13 @@ class Group:
                 process.wait(KILLED_S)
 
     # ---- starting ----
+
+    def number_from(self, first: int) -> bool:
+        """Number the processes so, since others have gone or come after the spares began; False
+        where process 0, which alone writes to the terminal itself, would be another one."""
+        fits = (first == 0) == (self._first == 0)
+        self._first = first
+        return fits
 
     def add_spare(self, start: Start) -> None:
         """Prepare for a start to come, if a spare can run it; its variables may then be others."""
@@ -202,6 +210,11 @@ class Group:
                 self._output.say(said)
                 told = self.signalled = True
                 patience_ends_s = now_s + SAVE_GRACE_S
+            elif isinstance(event, Regroup):
+                if not (told or stopping or self.regroups):
+                    self._signal(signal.SIGTERM)
+                    self._output.say(f"{event.why}; the processes save and end, to start anew")
+                    self.regroups, patience_ends_s = True, now_s + SAVE_GRACE_S
             elif isinstance(event, Stop):
                 self.stopped_by = self.stopped_by or event.why
                 if not stopping:
@@ -210,7 +223,8 @@ class Group:
                     stopping, patience_ends_s = True, min(patience_ends_s, now_s + self._grace_s)
             elif isinstance(event, Ended):
                 code = shell_code(event.exit_code)
-                self.ends.append((event.place, event.exit_code, not (told or killed or stopping)))
+                asked = told or killed or stopping or self.regroups
+                self.ends.append((event.place, event.exit_code, not asked))
                 if code != 0 and first_failure is None:
                     first_failure = code
                     if not stopping:

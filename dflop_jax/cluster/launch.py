@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dflop_jax.cluster.agent import Agent, Job, LaunchResult
+from dflop_jax.cluster.addresses import Address
+from dflop_jax.cluster.agent import Agent
+from dflop_jax.cluster.job import Job, LaunchResult, Place
 from dflop_jax.cluster.launch_keeper import MARK_ENV
 from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.restarts import Limits
@@ -32,8 +34,9 @@ _POOL_OF_TWO = {"NPROC": "2"}
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run, each with a launcher of its own: where that of host 0 listens, how many
-    there are, and which this is. By default the cluster says, or there is one.
+    """The hosts of a run, each with a launcher of its own: where that of host 0 listens (and those
+    of hosts 1, 2, ... that may take its place, with commas between), how many there are, and which
+    this is. By default the cluster says, or there is one.
 
     Raises:
       ValueError: not all three are given, or none.
@@ -85,11 +88,21 @@ def launch(
     if devices_per_process is not None and devices_per_process < 1:
         raise ValueError(f"--devices-per-process {devices_per_process} must be at least 1")
     program, cores = resolve(command), core_shares(n) if pin else [None] * n
-    config = DistributedConfig(hosts.coordinator, hosts.number, hosts.host)
+    coordinators = [a.strip() for a in hosts.coordinator.split(",")]
+    config = DistributedConfig(coordinators[0], hosts.number, hosts.host)
     # Inside another launch its processes are what the variables speak of.
     inside = MARK_ENV in os.environ and not hosts.coordinator
-    place = Processes() if inside else find_processes(config)
-    alone = place.number == 1
+    found = Processes() if inside else find_processes(config)
+    alone = found.number == 1
+    addresses: list[Address] = []
+    if not alone:
+        assert found.coordinator is not None
+        addresses = [found.coordinator, *map(_address, coordinators[1 : found.number])]
+    if limits.least > n * found.number:
+        raise ValueError(
+            f"--min-processes {limits.least}, but {found.number} hosts of {n} processes have "
+            f"{n * found.number}"
+        )
     shared = {
         SECRET_ENV: new_secret() if alone else find_secret(config).decode(),
         DEVICES_ENV: str(devices_per_process or ""),
@@ -98,7 +111,15 @@ def launch(
     for share in cores:
         pool = _POOL_OF_TWO if len(share or ()) == 1 else {}
         environments.append({**_KEEP_MEMORY, **pool, **os.environ, **shared})
+    place = Place(found.index, found.number, tuple(addresses))
     return Agent(Job(program, environments, cores), place, config.connect_timeout_s, limits).run()
+
+
+def _address(text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except ValueError as e:
+        raise ValueError(f"--coordinator: {e}") from None
 
 
 def resolve(command: Sequence[str]) -> list[str]:

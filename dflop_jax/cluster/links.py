@@ -45,7 +45,7 @@ class PeerLink:
     Args:
       asks: whether this end compares clocks; the other then answers, and is told the result.
       now_s: this process's clock.
-      noun: what the other one is called.
+      called: what the other one is called; "" for its number.
 
     Attributes:
       name: of the other process, once it has greeted.
@@ -61,10 +61,10 @@ class PeerLink:
         connection: socket.socket,
         asks: bool,
         now_s: Callable[[], float],
-        noun: str = "process",
+        called: str = "",
     ) -> None:
         self.process, self.name, self.left = process, "not greeted yet", False
-        self.heard_s, self.noun = time.monotonic(), noun
+        self.heard_s, self.called = time.monotonic(), called or f"process {process}"
         self.clock, self.offset_s = ClockOffset(), 0.0
         self._passing_on = False
         self._socket, self._asks, self._now_s = connection, asks, now_s
@@ -72,7 +72,7 @@ class PeerLink:
         self._asked: tuple[float, ...] = ()  # the other's time, and when it came
 
     def __str__(self) -> str:
-        return f"{self.noun} {self.process} ({self.name})"
+        return f"{self.called} ({self.name})"
 
     @property
     def is_heard(self) -> bool:

@@ -54,7 +54,7 @@ class Peers:
         this one.
       clock: of this process, in seconds; what traces are in.
       remedy: what follows on the news that one is lost.
-      noun: what one is called.
+      names: what each is called; () for "process" and its number.
 
     Raises:
       TryAgain: a process has gone, or does not greet within `timeout_s`.
@@ -70,7 +70,7 @@ class Peers:
         on_failure: Callable[[str, int], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         remedy: str = _REMEDY,
-        noun: str = "process",
+        names: Sequence[str] = (),
     ):
         assert sum(p <= process for p in links) == (process > 0), (process, links)
         self.process, self.count = process, count
@@ -85,7 +85,8 @@ class Peers:
         self._failed = False
         self._told = False  # of the failure
         self._links = {
-            p: PeerLink(p, s, p > process, clock, noun) for p, s in sorted(links.items())
+            p: PeerLink(p, s, p > process, clock, names[p] if names else "")
+            for p, s in sorted(links.items())
         }
         self._children = [k for k in self._links.values() if k.process > process]
         self._parent = next((k for k in self._links.values() if k.process < process), None)
@@ -200,9 +201,9 @@ class Peers:
                 link.greet(deadline, lambda: self.offset_s)
             except TimeoutError:
                 why = f"did not answer within {patience_s:g} s"
-                raise TryAgain(f"{link.noun} {link.process} {why}{self._remedy}") from None
+                raise TryAgain(f"{link.called} {why}{self._remedy}") from None
             except OSError:
-                raise TryAgain(f"{link.noun} {link.process} died{self._remedy}") from None
+                raise TryAgain(f"{link.called} died{self._remedy}") from None
 
     # ---- threads ----
 

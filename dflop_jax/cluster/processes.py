@@ -23,6 +23,7 @@ from dflop_jax.cluster.launch_keeper import MARK_ENV
 from dflop_jax.cluster.variables import (
     COORDINATOR_ENV,
     DEVICES_ENV,
+    FULL_NUMBER_ENV,
     LOCAL_INDEX_ENV,
     LOCAL_NUMBER_ENV,
     NUM_PROCESSES_ENV,
@@ -45,6 +46,7 @@ class Processes:
       local_number: how many of them are on this host; 0 when nobody says.
       local_index: which of those this is.
       devices_each: devices a process is told to use; 0 when it is not.
+      full: processes that the run began with, of which some may be gone; 0: these.
 
     Raises:
       ValueError: index and number do not go together.
@@ -57,6 +59,7 @@ class Processes:
     local_number: int = 0
     local_index: int = 0
     devices_each: int = 0
+    full: int = 0
 
     def __post_init__(self) -> None:
         if self.number < 1:
@@ -68,6 +71,11 @@ class Processes:
             )
         if self.number > 1 and self.coordinator is None:
             raise ValueError(f"{self.source}: no coordinator for {self.number} processes")
+
+    def devices(self, planned: int) -> int:
+        """Those that are left of the devices that a configuration gives the run; 0: all."""
+        gone = self.full and planned % self.full == 0
+        return planned // self.full * self.number if gone else planned
 
 
 def find_processes(config: DistributedConfig) -> Processes:
@@ -84,7 +92,8 @@ def find_processes(config: DistributedConfig) -> Processes:
         or _from_kubernetes()
         or Processes()
     )
-    return replace(processes, devices_each=_number(DEVICES_ENV, 0))
+    each, full = _number(DEVICES_ENV, 0), _number(FULL_NUMBER_ENV, 0)
+    return replace(processes, devices_each=each, full=full)
 
 
 def _from_flags(config: DistributedConfig) -> Processes | None:

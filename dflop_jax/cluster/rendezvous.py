@@ -136,7 +136,7 @@ class _Host:
 
     def _part_from_the_gone(self) -> None:
         """Forget processes that have ended; they may come again."""
-        for index in [i for i, sock in self._came.items() if _has_ended(sock)]:
+        for index in [i for i, sock in self._came.items() if has_ended(sock)]:
             self._came.pop(index).close()
 
     def _dismiss(self, missing: set[int], turned_away: str) -> None:
@@ -164,7 +164,7 @@ class _Host:
         return Meeting(own_host, links)
 
 
-def _has_ended(sock: socket.socket) -> bool:
+def has_ended(sock: socket.socket) -> bool:
     """Whether there is something to read: one who waits says nothing, so it has gone."""
     sock.setblocking(False)
     try:

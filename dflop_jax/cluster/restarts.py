@@ -7,6 +7,7 @@ short, but not where it came three times at one step. Bad input never is.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections import Counter
@@ -31,14 +32,18 @@ MOST_NAMED = 8  # samples in one line
 
 @dataclass(frozen=True)
 class Limits:
-    """How often a run is started again: `restarts` times in all, `an_hour` times in any hour.
+    """How often a run is started again: `restarts` times in all, `an_hour` times in any hour; and
+    with how many processes it goes on at `least` where others are gone for good (0: with all only),
+    as a host is that does not come back within `gone_after_s`.
 
     Raises:
-      ValueError: one is below 0, or `an_hour` 0.
+      ValueError: one is below 0, or `an_hour` 0, or fewer processes without restarts.
     """
 
     restarts: int = 0
     an_hour: int = 20
+    least: int = 0
+    gone_after_s: float = 20.0
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
@@ -47,6 +52,16 @@ class Limits:
             raise ValueError(
                 f"--restarts-an-hour {self.an_hour} must be at least 1; --max-restarts 0 restarts "
                 "nothing"
+            )
+        if self.least < 0 or not 0 <= self.gone_after_s < math.inf:
+            raise ValueError(
+                f"--min-processes {self.least} and --gone-after {self.gone_after_s:g} must be "
+                "numbers from 0"
+            )
+        if self.least and not self.restarts:
+            raise ValueError(
+                f"--min-processes {self.least} goes on with fewer by a restart; give "
+                "--max-restarts too"
             )
 
 
@@ -82,6 +97,7 @@ class Setback(msgspec.Struct, frozen=True):
       step, samples: of an error, see `told.Failure`.
       gained: a step had been done since the start before.
       host: the name of the host that is to blame; "": nobody knows.
+      place: (host, place) of the process that failed.
     """
 
     time_s: float
@@ -93,6 +109,7 @@ class Setback(msgspec.Struct, frozen=True):
     gained: bool = False
     is_last: bool = False
     host: str = ""
+    place: tuple[int, int] | None = None
 
 
 def cause(ends: Iterable[End]) -> End | None:
@@ -166,6 +183,11 @@ def wait_s(before: Sequence[Setback], last: Setback) -> float:
             break
         in_vain += 1
     return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (in_vain - 2)) if in_vain > 1 else 0.0
+
+
+def fails_again(before: Sequence[Setback], last: Setback) -> bool:
+    """Whether the same process failed twice with no step between."""
+    return bool(before) and not last.gained and before[-1].place == last.place is not None
 
 
 class Count:

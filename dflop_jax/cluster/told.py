@@ -1,6 +1,7 @@
 """What a process and the agent of its host (`dflop launch`) tell each other.
 
-The agent tells by variables: whether this is a restart, of which launch, and the name of a folder.
+The agent tells by variables: which start this is, of which launch, how few processes the run may go
+on with, and the name of a folder.
 The process tells by small files in that folder, each written whole or not at all: where the run's
 restarts are to be counted, that it has done a step, and what it failed by. Without an agent all of
 this does nothing.
@@ -14,7 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from dflop_jax.cluster.variables import AGENT_ENV, PROCESS_ID_ENV, RESTARTS_ENV, RUN_ENV
+from dflop_jax.cluster.variables import (
+    AGENT_ENV,
+    FEWER_ENV,
+    LEAST_ENV,
+    PROCESS_ID_ENV,
+    RESTARTS_ENV,
+    RUN_ENV,
+)
 
 _BEGUN, _STEP, _FAILURE = "begun", "step", "failure"
 MOST_WORDS = 2000  # characters of a failure's reason
@@ -43,6 +51,26 @@ def is_restart() -> bool:
 def launch_name() -> str:
     """The name of the launch that this process belongs to; "" without an agent that restarts."""
     return os.environ.get(RUN_ENV, "")
+
+
+def start_number() -> int:
+    """The number of this start of its launch, from 1."""
+    return 1 + _number(RESTARTS_ENV)
+
+
+def least_processes() -> int:
+    """With how few processes the run goes on where others are gone; 0: with all only."""
+    return _number(LEAST_ENV)
+
+
+def fewer_processes() -> int:
+    """How many the run would have without one host, or one process of a single host; 0: it would
+    not go on."""
+    return _number(FEWER_ENV)
+
+
+def _number(name: str) -> int:
+    return int(os.environ.get(name) or 0)
 
 
 def tell_begun(count_file: Path) -> None:

@@ -216,6 +216,7 @@ class Loop:
                 return
             handle, batch, waits = pending
             pending, self._step = None, batch.step
+            self.saver.check()
             waits = replace(waits, save_s=self.saver.stall_s - self._stalled_s)
             self._stalled_s = self.saver.stall_s
             verdict = self.log.finish(handle, batch, waits, asked.is_set(), self._cadence.is_due)

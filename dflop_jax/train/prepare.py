@@ -231,11 +231,12 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
             "--cache_dir"
         ) from None
     use_cache(config.cache_dir)
-    noted, n = time_log(), config.plan.devices
+    noted = time_log()
     with noted.part(CONNECT):
         _check_host(config)
-        member = initialise(config.distributed, n)
-        devices = use_devices(n) if member.number == 1 else run_devices(n, member)
+        member = initialise(config.distributed, config.plan.devices)
+        alone = member.number == 1
+        devices = use_devices(member.planned) if alone else run_devices(member)
         peers = _peers(member, config.distributed.peer_timeout_s)
         if member.number > 1 and devices[0].platform == "cpu":
             connect_pairs(tuple(devices), peers)

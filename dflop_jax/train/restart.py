@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from dflop_jax.cluster import told
+from dflop_jax.cluster.claims import newest
 from dflop_jax.cluster.ending import TryAgain, exit_code_of
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.report.run_folder import RESTARTS, FolderInUse, RunFolder
+from dflop_jax.config import Config
+from dflop_jax.records import Plan
+from dflop_jax.report.run_folder import RESTARTS, FolderInUse, RunFolder, launch_of
 from dflop_jax.train.run_dir import is_of_launch
 
 
@@ -15,6 +19,8 @@ def is_begun(run_dir: str, peers: Peers) -> bool:
     """Whether this is a restart of a run that its launch has begun in this folder before. A script
     may train in several folders: others may hold older runs, which are not to be gone on with.
     Process 0, which writes there, says so to all."""
+    if not peers.is_hub:  # its agent, too, has to know the folder when process 0's host is gone
+        told.tell_begun(Path(run_dir) / RESTARTS)
     begun = told.is_restart() and is_of_launch(run_dir)
     return peers.share("begun", str(int(begun)).encode() if peers.is_hub else None) == b"1"
 
@@ -32,6 +38,33 @@ def open_folder(run_dir: str, existing: Literal["error", "overwrite", "resume"])
         raise TryAgain(str(e)) from None
     told.tell_begun(folder.path / RESTARTS)
     return folder
+
+
+def check_may_shrink(plan: Plan | None, config: Config) -> None:
+    """ValueError where a run that is to go on with fewer processes could not."""
+    if not (least := told.least_processes()):
+        return
+    asked = f"dflop launch --min-processes {least} goes on with fewer processes"
+    if plan is not None:
+        n = max(m.devices.stop for m in plan.layout.submeshes)
+        raise ValueError(f"{asked}, and --plan-file gives a plan for {n} devices; leave it out")
+    if not config.checkpoint.saves:
+        raise ValueError(
+            f"{asked} from a checkpoint, and checkpoint.every=0 writes none; give it a number of "
+            "steps"
+        )
+
+
+def check_claim(run_dir: str) -> None:
+    """Raise TryAgain where another part of this run, or another run, has gone on in its folder.
+    Process 0 looks at each commit of a checkpoint."""
+    if not (name := told.launch_name()):
+        return
+    start, newer = told.start_number(), newest(run_dir, name)
+    other = launch_of(run_dir)
+    if newer > start or other not in ("", name):
+        what = f"start {newer} of this run" if newer > start else "another launch"
+        raise TryAgain(f"{what} goes on in {run_dir}; this one (start {start}) saves nothing more")
 
 
 def tell_agent(

@@ -54,7 +54,14 @@ from dflop_jax.train.ready import (
     workplace_line,
 )
 from dflop_jax.train.recount import find_plan, with_links
-from dflop_jax.train.restart import is_begun, line_of, open_folder, tell_agent
+from dflop_jax.train.restart import (
+    check_claim,
+    check_may_shrink,
+    is_begun,
+    line_of,
+    open_folder,
+    tell_agent,
+)
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import REPEATS, PlanTrials, Timed, compile_and_time, make_executor
@@ -116,6 +123,7 @@ class Trainer:
         self._loop: Loop | None = None
         try:
             check_trainable(config)
+            check_may_shrink(plan, config)
             self.place: Workplace = set_up(config, resume=existing == "resume")
         except BaseException as e:  # before there are others to be told
             tell_agent(e)
@@ -216,9 +224,14 @@ class Trainer:
         ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
         keep, keep_every = config.checkpoint.keep, config.checkpoint.keep_every
-        waiting = partial(self.place.sections.within, SAVE)
         saver = Checkpointer(
-            checkpoints, ex, peers, keep=keep, keep_every=keep_every, waiting=waiting
+            checkpoints,
+            ex,
+            peers,
+            keep=keep,
+            keep_every=keep_every,
+            waiting=partial(self.place.sections.within, SAVE),
+            may_commit=partial(check_claim, config.run_dir),
         )
         with said_in_a_line(peers, ex.plan, "placing its parameters"):
             if resumed:

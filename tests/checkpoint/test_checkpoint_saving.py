@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint import checkpointer as checkpoint
+from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cluster.ending import TryAgain
+from dflop_jax.cluster.peers import Peers
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.train.optimizer import make_optimizer
 
@@ -44,6 +47,21 @@ def training():
     schedule = plain.random_schedule(ex.plan, samples, 1, 0)
     yield ex, (schedule, plain.pack(model(), ex.plan, schedule, samples), {"llm": 1e-3})
     ex.close()
+
+
+def test_a_save_that_may_not_be_committed_leaves_nothing_and_ends_the_run(tmp_path, joined):
+    def fenced():
+        raise TryAgain("another part of this run goes on")
+
+    saver = Checkpointer(tmp_path, training[0], Peers(), keep=2, may_commit=fenced)
+    told: Future[dict] = Future()
+    told.set_result({})
+    saver.save(3, told)
+    with pytest.raises(TryAgain, match="another part"):
+        saver.wait()
+    with pytest.raises(TryAgain, match="another part"):
+        saver.check()
+    assert CheckpointStore(tmp_path).steps() == ()
 
 
 class SlowNumpy:

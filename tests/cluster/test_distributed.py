@@ -117,15 +117,15 @@ def test_run_devices(monkeypatch):
     devices = [_Device(1, 2), _Device(0, 1), _Device(0, 0), _Device(1, 3)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     two = Membership(2, 0)
-    assert [d.id for d in run_devices(4, two)] == [0, 1, 2, 3]
-    assert run_devices(0, two) == run_devices(4, two)
+    assert [d.id for d in run_devices(two)] == [0, 1, 2, 3]
+    assert run_devices(Membership(2, 0, planned=4)) == run_devices(two)
     with pytest.raises(ValueError, match=r"plan.devices=2, but the 2 processes have 4 cpu devices"):
-        run_devices(2, two)
+        run_devices(Membership(2, 0, planned=2))
     devices.pop()
     with pytest.raises(ValueError, match=r"different numbers of devices \(2 on 0, 1 on 1\)"):
-        run_devices(0, two)
+        run_devices(two)
     with pytest.raises(ValueError, match=r"\(2 on 0, 1 on 1, 0 on 2\)"):
-        run_devices(3, Membership(3, 0))
+        run_devices(Membership(3, 0, planned=3))
 
 
 # ---- joining ----
@@ -157,7 +157,7 @@ what = sys.argv[1]
 config = DistributedConfig(connect_timeout_s=60.0)
 me = distributed.initialise(config, plan_devices=4)
 assert distributed.initialise(config, plan_devices=4) is me
-devices = distributed.run_devices(4, me)
+devices = distributed.run_devices(me)
 assert [d.process_index for d in devices] == [0, 0, 1, 1]
 if sys.platform == "linux":  # gloo's thread, which has no name of its own; XLA's begin with tf_
     threads = map(int, os.listdir("/proc/self/task"))

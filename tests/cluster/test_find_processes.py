@@ -116,6 +116,14 @@ def test_processes_are_found(environment, config, values, found):
     assert find_processes(config) == found
 
 
+@pytest.mark.parametrize(
+    "number, full, planned, devices",
+    [(4, 0, 8, 8), (4, 4, 8, 8), (3, 4, 8, 6), (1, 4, 4, 1), (3, 4, 0, 0), (3, 4, 6, 6)],
+)
+def test_devices_of_processes_that_are_gone(number, full, planned, devices):
+    assert Processes(number, 0, AT, full=full).devices(planned) == devices
+
+
 def test_open_mpi_5_needs_to_be_told_the_coordinator(environment, monkeypatch):
     monkeypatch.setenv("OMPI_VERSION", "5.0.1")
     environment({k: v for k, v in OPEN_MPI.items() if k.startswith("OMPI_COMM")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import msgspec
 import pytest
 
 from dflop_jax.cluster.decide import Report, decide
@@ -217,3 +218,99 @@ def test_a_host_that_fails_twice_is_named_where_there_are_others():
             first = Report(number=1, name="a", start=start, ends=ends, exit_code=137, gained=True)
             order = decide([first, *reports[1:]], count, OFTEN, NOW_S)
             assert ("failed twice or more: host b" in order.says) == (named and start == 2)
+
+
+# ---- fewer processes, and more again ----
+
+FEWER = Limits(restarts=100, an_hour=100, least=2)
+
+
+def failing(place: int, *, gained: bool = False, active=(0, 1, 2)) -> Report:
+    """Of a host on which the process in a place was killed."""
+    ends = [End(active.index(place), -9)]
+    ends += [End(i, -15, by_itself=False) for i, p in enumerate(active) if p != place]
+    facts = {"ends": tuple(ends), "exit_code": 137, "gained": gained, "full": 3}
+    return Report(number=len(active), places=active, name="a", start=2, **facts)
+
+
+@pytest.mark.parametrize(
+    "first, second, limits, left_out",
+    [
+        (failing(1, gained=True), failing(1), FEWER, (0, 1)),
+        (failing(0), failing(0), FEWER, (0, 0)),  # process 0 as well
+        (failing(1), failing(1, gained=True), FEWER, None),  # it did a step in between
+        (failing(1), failing(2), FEWER, None),  # another one
+        (failing(1), failing(1), OFTEN, None),  # nobody allows for fewer
+        (failing(1), failing(1), Limits(100, 100, least=3), None),
+    ],
+)
+def test_a_process_that_fails_twice_before_a_step_is_left_out(first, second, limits, left_out):
+    count = Count()
+    assert decide([first], count, limits, NOW_S).leaves_out is None
+    order = decide([second], count, limits, NOW_S)
+    assert order.leaves_out == left_out
+    assert order.numbers == ((2,) if left_out else (3,))
+    assert ("failed twice before a step: 2 are left" in order.says) == bool(left_out)
+
+
+def test_a_place_keeps_its_number_when_another_is_gone():
+    """After place 0 was left out, process 1 of the run is in place 2."""
+    count = Count()
+    for _ in range(2):
+        order = decide([failing(2, active=(1, 2, 3))], count, FEWER, NOW_S)
+    assert order.leaves_out == (0, 2)
+
+
+def test_a_host_whose_only_process_is_left_out_parts_from_the_others():
+    hosts = [
+        Report(number=1, host=h, places=(0,), name="a", start=2, full=3, gained=False, **more)
+        for h, more in (
+            (0, {"ends": (End(0, -15, by_itself=False),)}),
+            (1, {"ends": (End(1, -9),)}),
+            (2, {"ends": (End(2, -15, by_itself=False),)}),
+        )
+    ]
+    count = Count()
+    decide(hosts, count, FEWER, NOW_S)
+    order = decide(hosts, count, FEWER, NOW_S)
+    assert (order.meets, order.leaves_out) == ((0, 2), (1, 0))
+    # They come to the next meeting with nothing left to be counted.
+    left = [
+        Report(
+            number=1, host=h, places=(0,), name="a", start=2, full=3, regroups=True, exit_code=143
+        )
+        for h in (0, 2)
+    ]
+    order = decide(left, count, FEWER, NOW_S)
+    assert (order.start, order.hosts, order.numbers) == (3, (0, 2), (1, 1))
+    assert len(count.setbacks) == 2
+
+
+def test_hosts_that_are_back_are_taken_in_without_a_setback():
+    first, other = (
+        Report(number=1, host=h, name="a", start=4, full=3, exit_code=3, gained=True, **more)
+        for h, more in ((1, {"regroups": True, "waiting": (0,)}), (2, {}))
+    )
+    count = Count()
+    order = decide([first, other], count, FEWER, NOW_S)
+    assert (order.meets, order.exit_code) == ((0, 1, 2), None)
+    back = Report(number=1, host=0, name="fresh")
+    rest = [msgspec.structs.replace(r, regroups=True, waiting=()) for r in (first, other)]
+    order = decide([back, *rest], count, FEWER, NOW_S)
+    assert (order.start, order.hosts, order.numbers, order.full) == (5, (0, 1, 2), (1, 1, 1), 3)
+    assert order.name == "a"
+    assert count.setbacks == []
+    # A run that was done just then is done.
+    done = [msgspec.structs.replace(r, exit_code=0) for r in (first, other)]
+    assert decide(done, count, FEWER, NOW_S).exit_code == 0
+
+
+def test_what_is_said_of_fewer():
+    stays = Report(number=3, host=0, name="a", start=2, full=4, lost="host 1 died")
+    order = decide([stays], Count(), FEWER, NOW_S)
+    assert order.says == "host 1 died; restart 1 of 100, with 3 of 4 processes"
+    for limits in ({"least": -1}, {"gone_after_s": float("inf")}, {"gone_after_s": -1.0}):
+        with pytest.raises(ValueError, match="must be numbers from 0"):
+            Limits(1, **limits)
+    with pytest.raises(ValueError, match="give --max-restarts too"):
+        Limits(least=2)

@@ -5,11 +5,27 @@ from __future__ import annotations
 import pytest
 
 from dflop_jax.cluster import told
+from dflop_jax.cluster.claims import claim
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.variables import AGENT_ENV, PROCESS_ID_ENV, RESTARTS_ENV, RUN_ENV
+from dflop_jax.cluster.variables import (
+    AGENT_ENV,
+    LEAST_ENV,
+    PROCESS_ID_ENV,
+    RESTARTS_ENV,
+    RUN_ENV,
+)
+from dflop_jax.config import CheckpointConfig, Config
 from dflop_jax.report.run_folder import METRICS, RESTARTS, RunFolder
-from dflop_jax.train.restart import is_begun, open_folder, tell_agent
+from dflop_jax.train.restart import (
+    check_claim,
+    check_may_shrink,
+    is_begun,
+    open_folder,
+    tell_agent,
+)
+
+from ..plans import NANO
 
 
 @pytest.fixture
@@ -90,3 +106,42 @@ def test_what_the_agent_hears(start, tmp_path):
     assert told.failure_of(agent, 1) == told.Failure(4, "a port")
     tell_agent(KeyError())
     assert told.failure_of(agent, 1) == told.Failure(1, "KeyError")
+
+
+# ---- one part of a run goes on ----
+
+
+def test_who_has_lost_the_run_saves_nothing_more(start, tmp_path):
+    run_dir = str(tmp_path / "run")
+    start("a", 0)
+    check_claim(run_dir)  # nothing is there
+    with open_folder(run_dir, "error"):
+        check_claim(run_dir)
+    start("a", 2)  # the third start
+    assert claim(run_dir, "a", 3, (0, 1)) == 3
+    check_claim(run_dir)
+    assert claim(run_dir, "a", 4, (0, 1)) == 4  # by the others, while this one was not heard
+    with pytest.raises(TryAgain, match=r"start 4 of this run goes on in .*start 3\) saves nothing"):
+        check_claim(run_dir)
+    start("a", 3)
+    check_claim(run_dir)
+    start("b", 0)  # another launch that takes the folder over
+    with open_folder(run_dir, "resume"):
+        check_claim(run_dir)
+    start("a", 4)
+    with pytest.raises(TryAgain, match="another launch goes on"):
+        check_claim(run_dir)
+
+
+def test_what_cannot_go_on_with_fewer_is_refused_in_a_line(monkeypatch):
+    config, without = Config(), Config(checkpoint=CheckpointConfig(every=0))
+    for plan, other in ((None, config), (NANO, config), (None, without)):
+        check_may_shrink(plan, other)  # nobody asked for it
+    monkeypatch.setenv(LEAST_ENV, "2")
+    check_may_shrink(None, config)
+    with pytest.raises(
+        ValueError, match=r"--min-processes 2 .* a plan for 2 devices; leave it out"
+    ):
+        check_may_shrink(NANO, config)
+    with pytest.raises(ValueError, match=r"checkpoint.every=0 writes none"):
+        check_may_shrink(None, without)

@@ -18,11 +18,11 @@ import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.ending import exit_code_of
-from dflop_jax.cluster.told import is_restart
+from dflop_jax.cluster.told import is_restart, least_processes
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
+from dflop_jax.records import AXES, Plan, PriceList, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.row_file import despite_full_disk
 from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY
@@ -53,7 +53,7 @@ from dflop_jax.train.ready import (
     refuse,
     workplace_line,
 )
-from dflop_jax.train.recount import find_plan, with_links
+from dflop_jax.train.recount import KnownPlan, find_plan, keep_plan, with_links
 from dflop_jax.train.restart import (
     check_claim,
     check_may_shrink,
@@ -265,6 +265,10 @@ class Trainer:
             if not (as_it_was and (folder.path / PLAN_FILE).exists()):
                 folder.write_plan(made)
             progress.log(expected(made, config.train.steps - first_step))
+            if least_processes():
+                prices_here = PriceList.of(prices)
+                known = KnownPlan(planned_under(self.place), ex.plan, prices_here)
+                keep_plan(config.run_dir, known)
         if self._dry:
             peers.barrier("dry")
             return LoopResult((), (), None, first_step, False, ex.plan)

@@ -160,7 +160,8 @@ def test_who_comes_back_waits_until_the_run_takes_it_in(come):
 )
 def test_who_disagrees_is_told(come, other, secret, says):
     come(card(0), timeout_s=3.0)
-    error = come(other, secret=secret).exception(LONG_S)
+    # It does not listen, so that it is the one that knocks and is told.
+    error = come(other, at=come.addresses[:1], secret=secret).exception(LONG_S)
     assert isinstance(error, ValueError)
     assert says in str(error)
 

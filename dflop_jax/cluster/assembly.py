@@ -96,7 +96,7 @@ class _Gathering:
         self._least, self._patience_s, self._waiting = least, patience_s, waiting
         self._came: dict[int, tuple[Card, socket.socket]] = {}
         self._others = [a for h, a in enumerate(addresses) if h != card.host]
-        self._was_promised, self._met, self._turned_away = False, "", ""
+        self._promise, self._met, self._turned_away = "", "", ""
 
     def run(self, timeout_s: float) -> Assembly:
         """See `assemble`."""
@@ -106,7 +106,7 @@ class _Gathering:
                 return came
             if assembly := self._wait(came):
                 return assembly
-            if self._was_promised:  # a place in a run, which now meets anew
+            if self._promise:  # a place in a run, which now meets anew
                 deadline = max(deadline, time.monotonic() + timeout_s)
         me, at = self._card, ", ".join(map(str, self._addresses))
         why = f"host {me.host} met no others of the {me.hosts} hosts at {at}"
@@ -208,9 +208,7 @@ class _Gathering:
             if word == NO:
                 raise ValueError(why)
             if word == WAIT:
-                self._was_promised = bool(why)
-                if why:
-                    self._waiting(why)
+                self._promise = why
                 waits, link = link, None
                 return waits
         except Refused as e:
@@ -227,9 +225,13 @@ class _Gathering:
 
     def _wait(self, link: socket.socket) -> Assembly | None:
         """Wait until who gathers goes on; None: with others, or it is gone."""
-        heard_s = time.monotonic()
+        begun_s = heard_s = time.monotonic()
+        promise = self._promise
         try:
             while True:
+                if promise and heard_s - begun_s > SIGN_S:  # not of a run that is about to end
+                    self._waiting(promise)
+                    promise = ""
                 word, text = hear(link, heard_s + SILENT_S)
                 heard_s = time.monotonic()
                 if word == GO:

@@ -32,6 +32,7 @@ from dflop_jax.schedule.shapes.spare import beyond
 
 # Added to the child's niceness (0 to 19): on hosts whose cores are the devices these go first.
 _NICENESS = 10
+_NO_PLAN = "no plan for the samples of late"
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,17 @@ class SearchFacts:
 @dataclass(frozen=True)
 class Question:
     """Is there a better plan than `plan` for the data of `profile`, the samples of late batches in
-    their order?"""
+    their order? Without a plan: which is the best?"""
 
     profile: Profile
-    plan: Plan
+    plan: Plan | None
     facts: SearchFacts
 
 
 @dataclass(frozen=True)
 class BetterPlan:
-    """The plan that saves a `share` of a step by simulation; None: there is none, and why."""
+    """The plan that saves a `share` of a step by simulation (0 where it was compared with none);
+    None: there is none, and why."""
 
     plan: Plan | None = None
     share: float = 0.0
@@ -105,7 +107,9 @@ def better_plan(
     try:
         best = search(profile.model, data, facts.spec()).plan
     except ValueError as e:
-        return BetterPlan(why=f"no plan for the samples of late: {e}")
+        return BetterPlan(why=f"no plan: {e}" if plan is None else f"{_NO_PLAN}: {e}")
+    if plan is None:
+        return BetterPlan(best)
     if best.layout == plan.layout:
         return BetterPlan(why="the plan is still the best")
     known = (*data.loads, *data.tail)

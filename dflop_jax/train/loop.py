@@ -23,6 +23,7 @@ from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.schedule.worker_main import SolverSetup
+from dflop_jax.train.ahead import PlanAhead
 from dflop_jax.train.cadence import Cadence
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
@@ -73,6 +74,7 @@ class Loop:
             place, ready.profile, ex.plan, asked_for, ready.start_s, ready.progress
         )
         self._judge = judge
+        self._ahead = PlanAhead(place, ready.profile, ready.progress.log)
         self._next: NewPlan | None = None
         self._back_to: int | None = None
         self._stalled_s = 0.0
@@ -103,6 +105,7 @@ class Loop:
         # Nothing that it holds leads back here: a loop's memory is free once the loop is over.
         self._cadence = Cadence(config.checkpoint, n_devices, spent, lambda: saver.is_busy)
         stack.callback(self._redecider.close)
+        stack.callback(self._ahead.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
         if self._ready.held_out is not None:
@@ -224,6 +227,7 @@ class Loop:
             self._save_asked |= verdict.save
             self._done = batch.step + 1
             tell_step()
+            self._ahead.look()
             self._saves.tell(self._done, self._skipping.known)
             if self._back_to is not None:
                 return

@@ -126,7 +126,7 @@ def continued(
       ValueError: other parts train now.
     """
     then = meta.planned_under
-    changed = [n for n in now if n in then and not _equal(n, then[n], now[n])]
+    changed = [n for n in now if n in then and not same_value(n, then[n], now[n])]
     if _FROZEN in changed:
         raise ValueError(
             f"the checkpoint was trained with {then[_FROZEN]} frozen, this run with {now[_FROZEN]}:"
@@ -154,7 +154,8 @@ def continued(
     return Continued(meta.plan, profile, meta.prices.prices, says)
 
 
-def _equal(name: str, then: Any, now: Any) -> bool:
+def same_value(name: str, then: Any, now: Any) -> bool:
+    """Whether what a plan was made under is what it would be made under now, of one name."""
     if name == _MEMORY:
         return math.isclose(then, now, rel_tol=_MEMORY_TOLERANCE)
     return bool(then == now or (now == 0 and then == _WITHOUT.get(name)))

@@ -3,7 +3,7 @@ and plans that were made for other numbers are kept in the run folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,18 @@ def keep_plan(run_dir: str | Path, known: KnownPlan) -> None:
     save(known, file)
 
 
-def find_plan(run_dir: str | Path, planned_under: Mapping[str, Any]) -> KnownPlan | None:
-    """The plan that is kept for what would be planned under now; None where there is none."""
+def find_plan(
+    run_dir: str | Path, planned_under: Mapping[str, Any], same: Callable[[str, Any, Any], bool]
+) -> KnownPlan | None:
+    """The plan that is kept for what would be planned under now, as `same` compares it by names;
+    None where there is none."""
     try:
         known = load(KnownPlan, _file(run_dir, planned_under))
     except ValueError:  # none, or one of another version
         return None
-    now = msgspec.json.decode(msgspec.json.encode(planned_under))
-    return known if known.planned_under == now else None
+    then, now = known.planned_under, msgspec.json.decode(msgspec.json.encode(planned_under))
+    fits = then.keys() == now.keys() and all(same(name, then[name], now[name]) for name in now)
+    return known if fits else None
 
 
 def _file(run_dir: str | Path, planned_under: Mapping[str, Any]) -> Path:

@@ -35,7 +35,7 @@ from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
 from dflop_jax.train.judge import Judge, go_back
 from dflop_jax.train.loop import Loop, LoopResult
-from dflop_jax.train.meta import Continued, continued, planned_under
+from dflop_jax.train.meta import Continued, continued, planned_under, same_value
 from dflop_jax.train.planning import (
     check_held_out,
     check_layers,
@@ -240,11 +240,14 @@ class Trainer:
                 ex.init(config.train.seed, self._begin)
         assert self.profile is not None
         if resumed:
+            began_s = time.perf_counter()
             with said_in_a_line(peers, ex.plan, "placing its parameters"):
                 resumed = restore(saver, resumed, peers)
+            took_s = time.perf_counter() - began_s
             if resumed.meta.step < start:
                 progress.restart(resumed.meta.step)
-            progress.log(f"resumed after step {resumed.meta.step} of {config.train.steps}")
+            reached = f"resumed after step {resumed.meta.step} of {config.train.steps}"
+            progress.log(f"{reached}, read in {took_s:.1f} s")
         first_step = resumed.meta.step if resumed else 0
         if folder:  # only now it is clear that the folder is of this run
             if self._existing == "resume":
@@ -338,7 +341,7 @@ class Trainer:
 
     def _planned_before(self, known: Continued) -> Continued:
         """What to go on with where a plan was made for these devices before, on process 0."""
-        before = find_plan(self.config.run_dir, planned_under(self.place))
+        before = find_plan(self.config.run_dir, planned_under(self.place), same_value)
         if before is None or known.profile is None:
             return known
         says = known.says.replace(": planning anew", ": the plan for it is there")

@@ -140,6 +140,15 @@ def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "run", run)
 
 
+def hosts_that_are_lost(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Hosts that go and come back take minutes (tests/cluster/test_shrink.py has small ones)."""
+    start = script.StartSeconds(2, 3, 0.0, 1.0, 1.0, 0.5, 9.0)
+    patch.setattr(script, "whole_run", lambda run, hosts: None)
+    patch.setattr(script.HostsOfRun, "losses", lambda run: [])
+    row = {"largest_difference": 0.0, "starts": [start]}
+    patch.setattr(script, "measure", lambda folder, hosts, lose, *_: {"lose": lose, **row})
+
+
 def one_campaign(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Real faults take minutes (tests/train/test_kills.py has two)."""
 
@@ -357,6 +366,7 @@ RUNS = {
     "save_formats": Tiny(4, ("--gb", 0, "--repeats", 1), small_saves),
     # One case of eleven: each takes 2 s, and reads traces of its own.
     "shape_choice": Tiny(1, ("--shapes", ".", "--cases", 3, "--seeds", 1), traces),
+    "shrink": Tiny(2, ("--lose", 0, "--lose", 1), hosts_that_are_lost),
     "simulator": Tiny(3, ("--runs", 1), launched(schedules_of)),
     "simulator_speed": Tiny(2, (), no_second),
     "slow_links": Tiny(4, (), hosts_of_nobody),

@@ -16,7 +16,7 @@ from dflop_jax.records import Link, Plan, PriceList, Prices
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import profiling, timing
 from dflop_jax.train import trainer as trainer_module
-from dflop_jax.train.meta import planned_under
+from dflop_jax.train.meta import planned_under, same_value
 from dflop_jax.train.recount import KnownPlan, find_plan, keep_plan, knows_links, recounted
 from dflop_jax.train.trainer import Trainer
 
@@ -136,12 +136,15 @@ def test_links_that_were_never_met(node, n, across, known):
 
 
 def test_known_plans_are_for_the_same_flags_and_numbers(tmp_path):
-    under = {"processes": 3, "devices": 6, "plan.zero": "1", "memory of a device": 0}
+    under = {"processes": 3, "devices": 6, "plan.zero": "1", "memory of a device": 100}
     known = KnownPlan(under, NANO, PriceList.of(Prices({})))
-    assert find_plan(tmp_path, under) is None
+    assert find_plan(tmp_path, under, same_value) is None
     keep_plan(tmp_path, known)
-    assert find_plan(tmp_path, under) == known
+    assert find_plan(tmp_path, under, same_value) == known
+    # What jax takes of a device is not the same to the byte.
+    assert find_plan(tmp_path, {**under, "memory of a device": 99}, same_value) == known
     for change in ({"plan.zero": "2"}, {"processes": 2}, {"devices": 3}):
-        assert find_plan(tmp_path, {**under, **change}) is None
+        assert find_plan(tmp_path, {**under, **change}, same_value) is None
+    assert find_plan(tmp_path, {**under, "more": 1}, same_value) is None
     (tmp_path / "plans" / "3-6.json").write_text('{"cut')
-    assert find_plan(tmp_path, under) is None
+    assert find_plan(tmp_path, under, same_value) is None

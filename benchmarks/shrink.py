@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,9 @@ class StartSeconds:
 class HostsOfRun:
     """Launchers that play the hosts of one run."""
 
-    def __init__(self, folder: Path, experiment: Path, name: str, hosts: int):
+    def __init__(self, folder: Path, experiment: Path, name: str, hosts: int, profile: Path | None):
         self._experiment, self._hosts = experiment, hosts
+        self._more = ["--profile-file", str(profile.resolve())] if profile else []
         self.run_dir, self.log = folder / name, folder / f"{name}.log"
         self._addresses = ",".join(str(Address(LOOPBACK, free_port())) for _ in range(hosts))
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -99,6 +101,7 @@ class HostsOfRun:
             "--min-processes", str(self._hosts - 1), "--gone-after", str(GONE_AFTER_S),
             "--coordinator", self._addresses, "--hosts", str(self._hosts), "--host", str(host),
             "--", "dflop", "train", str(self._experiment), "--run_dir", str(self.run_dir),
+            *self._more,
         ]  # fmt: skip
         with self.log.open("ab") as out:
             self._running[host] = subprocess.Popen(
@@ -212,10 +215,9 @@ def starts_of(run: HostsOfRun, processes: list[int]) -> list[StartSeconds]:
 
 
 def measure(
-    folder: Path, hosts: int, lose: int, steps: int, expected: list[float]
+    run: HostsOfRun, hosts: int, lose: int, steps: int, expected: list[float]
 ) -> dict[str, Any]:
     """One run that loses a host, beside the undisturbed one's losses."""
-    run = HostsOfRun(folder, folder / "experiment.py", f"lose{lose}", hosts)
     killed_s = disturbed_run(run, hosts, lose, steps)
     losses = run.losses()
     assert len(losses) == len(expected) == steps
@@ -260,6 +262,7 @@ def main() -> None:
         "--lose", type=int, action="append", help="host that is lost, again for more (default: 0)"
     )
     parser.add_argument("--steps", type=int, default=40, help="of each run (default: 40)")
+    parser.add_argument("--profile", type=Path, help="begin with this one; else it is measured")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here (a new folder)")
     add_json(parser)
     args = parser.parse_args()
@@ -273,11 +276,15 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = EXPERIMENT.format(hosts=args.hosts, steps=args.steps, cache_dir=str(folder / "cache"))
     (folder / "experiment.py").write_text(text)
-    undisturbed = HostsOfRun(folder, folder / "experiment.py", "undisturbed", args.hosts)
+    run = partial(
+        HostsOfRun, folder, folder / "experiment.py", hosts=args.hosts, profile=args.profile
+    )
+    undisturbed = run("undisturbed")
     whole_run(undisturbed, args.hosts)
     rows = Rows(args.json)
     for lose in lost:
-        rows.append(measure(folder, args.hosts, lose, args.steps, undisturbed.losses()))
+        lost_run = run(f"lose{lose}")
+        rows.append(measure(lost_run, args.hosts, lose, args.steps, undisturbed.losses()))
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
 
 

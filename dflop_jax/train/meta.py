@@ -106,7 +106,7 @@ def flags_that_plan(config: Config) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Continued:
     """What a run goes on with; None is to be made anew. `says` is for the log, "" is nothing.
-    `recounted`: the profile was measured with other numbers of devices or processes."""
+    `recounted`: the run had other numbers of devices or processes."""
 
     plan: Plan | None
     profile: Profile | None
@@ -133,9 +133,9 @@ def continued(
             " it is of another model or choice of frozen parts; give the same train.stage and "
             "train.freeze, or start a new run"
         )
-    other_count = False
+    other_count = bool(_COUNTS.intersection(changed))
     if profile is None and not _PROFILED.intersection(changed):
-        profile, other_count = meta.profile, bool(_COUNTS.intersection(changed))
+        profile = meta.profile
         if DEVICES in changed:
             profile = recounted(profile, then[DEVICES], now[DEVICES])
     if plan is not None:

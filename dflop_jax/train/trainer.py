@@ -295,7 +295,7 @@ class Trainer:
         """Return the plan's executor, and the prices that batches are scheduled by: those of the
         checkpoint where the run goes on as it was, so that it makes the same schedules."""
         plan = self._executor.plan if self._executor else None
-        known = Continued(plan, self.profile)
+        known, is_given = Continued(plan, self.profile), self.profile is not None
         if resumed:
             remedy = "use the same model, or start a new run"
             check_layers(self.place, resumed.meta.profile, "the checkpoint", remedy)
@@ -312,7 +312,7 @@ class Trainer:
             shared, type=tuple[Profile | None, Plan | None, bool]
         )
         prices = known.prices
-        if self.profile and recounted:
+        if self.profile and recounted and not is_given:
             self.profile = with_links(self.place, self.profile)
         refuse(self.place, self.source, self.profile, plan)
         self._tell(data_line(self.source, self.config.train), True)

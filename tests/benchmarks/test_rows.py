@@ -146,7 +146,7 @@ def hosts_that_are_lost(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "whole_run", lambda run, hosts: None)
     patch.setattr(script.HostsOfRun, "losses", lambda run: [])
     row = {"largest_difference": 0.0, "starts": [start]}
-    patch.setattr(script, "measure", lambda folder, hosts, lose, *_: {"lose": lose, **row})
+    patch.setattr(script, "measure", lambda run, hosts, lose, *_: {"lose": lose, **row})
 
 
 def one_campaign(script: ModuleType, patch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def training():
     ex.close()
 
 
-def test_a_save_that_may_not_be_committed_leaves_nothing_and_ends_the_run(tmp_path, joined):
+def test_a_save_that_may_not_be_committed_leaves_nothing_and_ends_the_run(tmp_path, training):
     def fenced():
         raise TryAgain("another part of this run goes on")
 

@@ -37,11 +37,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dflop_jax.records import CONTENT, Edge
+from dflop_jax.records import CONTENT, LAYERS, Edge
 
 Array = jax.Array
 Params = Any
-LAYERS = "layers"  # the kind of all layers, and their part, where a module does not name kinds
 ADAPTER = "adapter"
 # What `layer` names with `jax.ad_checkpoint.checkpoint_name`: values that are small and dear to
 # compute, such as attention's output. The recompute policy "named" keeps them and little else.

@@ -26,6 +26,7 @@ from dflop_jax.profile.parts import has_loss
 from dflop_jax.profile.recompute import POLICIES
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import (
+    LAYERS,
     DataProfile,
     Hardware,
     LayerTiming,
@@ -116,8 +117,8 @@ def profile_at(
     compiled = tuple(r for r in remats if r != "segment")  # which follows from none
     modules = {m: on_chip(module, hardware.chip) for m, module in model.modules.items()}
     ladders = [
-        Ladder(module, ways, (small, large), compiled, has_loss(modules[module], small))
-        for module, ways in dict.fromkeys((t.module, t.model) for t in traced.timings)
+        Ladder(module, ways, (small, large), compiled, has_loss(modules[module], small), kind)
+        for module, kind, ways in dict.fromkeys((t.module, t.kind, t.model) for t in traced.timings)
         for small, large in [shapes[module]]
     ]
     asked = [p for ladder in ladders for p in ladder.probes]
@@ -125,9 +126,9 @@ def profile_at(
     compiling = _that_compile(ladders, results, hardware)
     costs = _costs(results, hardware)
     hidden = {(k, p.shape): results[p].hidden_bytes for k in compiling for p in k.probes}
-    by_key = {(t.module, t.model, t.shape): t for t in traced.timings}
+    by_key = {(t.module, t.kind, t.model, t.shape): t for t in traced.timings}
     timings = [
-        ladder.timing(by_key[ladder.module, ladder.ways, shape], costs, hidden[ladder, shape])
+        ladder.timing(by_key[*ladder.key, shape], costs, hidden[ladder, shape])
         for ladder in compiling
         for shape in ladder.shapes
     ]
@@ -151,9 +152,11 @@ def _that_compile(
     }
     compiling = [ladder for ladder, error in errors.items() if not error]
     for ladder, error in errors.items():
-        if not any(k.module == ladder.module for k in compiling):
+        if not any(k.key[:2] == ladder.key[:2] for k in compiling):
             raise ValueError(f"{ladder.module} cannot be compiled for {hardware.name}: {error}")
-    return compiling
+    # A degree is of use where all kinds of a module's layers compile.
+    failed = {(k.module, k.ways) for k, error in errors.items() if error}
+    return [k for k in compiling if (k.module, k.ways) not in failed]
 
 
 _Cost = np.ndarray  # seconds of forward and backward, bytes of residuals and of backward's work
@@ -177,7 +180,8 @@ def _costs(results: Mapping[Probe, Found], hardware: Hardware) -> dict[Probe, _C
 
 @dataclass(frozen=True)
 class Ladder:
-    """Probes of a module at a tensor-parallel degree: two depths, a small and a large shape.
+    """Probes of a module with layers of one kind at a tensor-parallel degree: two depths, a small
+    and a large shape.
 
     A module that ends in a loss runs forward and backward in one program where it is whole, so its
     layers are compiled without the ends, too (`has_loss`): once, as there is nothing but layers.
@@ -188,7 +192,12 @@ class Ladder:
     shapes: tuple[Shape, Shape]
     remats: tuple[Remat, ...]
     has_loss: bool
+    kind: str = LAYERS
     depths: tuple[int, int] = _DEPTHS
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.module, self.kind, self.ways
 
     @property
     def probes(self) -> list[Probe]:
@@ -198,7 +207,7 @@ class Ladder:
 
     def _probe(self, shape: Shape, remat: Remat, depth: int, ends: bool) -> Probe:
         forward = remat == "none" and not (ends and self.has_loss)
-        return Probe(self.module, self.ways, shape, depth, remat, ends, forward)
+        return Probe(self.module, self.ways, shape, depth, remat, ends, forward, self.kind)
 
     def _split(
         self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, *, ends: bool = True

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflop_jax.contract import Module, attention_flops_of, taps_of
+from dflop_jax.contract import Module, attention_flops_of, layer_kinds_of, taps_of
+from dflop_jax.pipeline.parts import kinds_of
 from dflop_jax.pipeline.segment import Kind, Segment
-from dflop_jax.profile.needed import Products, layers_products, part_products, trains_layers
+from dflop_jax.profile.needed import Products, layers_products, part_products, trains_kind
+from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.records import BACKWARD, Shape, pairs
 
 
@@ -30,9 +32,14 @@ def needed_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: bo
 
 
 def seen_pairs(module: Module, tokens: int) -> float:
-    """Share of a row's pairs of tokens that see each other; 1 where the module does not say."""
-    attention = attention_flops_of(module)
-    return attention(tokens) / (pairs(tokens) * attention(1)) if attention else 1.0
+    """Share of a row's pairs of tokens that see each other, in the mean of the layers of which the
+    module says it; 1 where it says it of none."""
+    shares = []
+    for kind, apart in kinds_apart(module).items():
+        if attention := attention_flops_of(apart):
+            share = attention(tokens) / (pairs(tokens) * attention(1))
+            shares += [share] * layer_kinds_of(module).count(kind)
+    return sum(shares) / len(shares) if shares else 1.0
 
 
 def _parts(segment: Segment, shape: Shape) -> Iterator[Products]:
@@ -44,11 +51,13 @@ def _parts(segment: Segment, shape: Shape) -> Iterator[Products]:
         yield part_products(module, "entry", shape, trains, placed)
         hidden |= "entry" in trains
     enters = [after for name, after in segment.inlets if name in segment.wants_gradient]
-    needs = [hidden or any(after <= i for after in enters) for i in range(segment.plan.n_layers)]
-    if trains_layers(trains):
-        needs[1:] = [True] * len(needs[1:])
+    needs = []
+    for i, kind in enumerate(kinds_of(segment.plan, module)):
+        hidden |= any(after <= i for after in enters)
+        needs.append((kind, hidden))
+        hidden |= trains_kind(trains, kind)
     yield layers_products(module, shape, trains, needs)
-    hidden = hidden or bool(enters) or trains_layers(trains)
+    hidden |= bool(enters)
     reached = ("hidden",) if hidden else ()
     for tap, _ in segment.taps:
         if tap in taps_of(module):

@@ -20,7 +20,7 @@ from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.profile.kernels import Kernel
 from dflop_jax.profile.parts import hidden_bytes
 from dflop_jax.profile.shallow import shallow_segment
-from dflop_jax.records import BACKWARD, FORWARD, MeshShape, Remat, Shape
+from dflop_jax.records import BACKWARD, FORWARD, LAYERS, MeshShape, Remat, Shape
 from dflop_jax.train.prepare import set_up
 
 
@@ -35,9 +35,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Probe:
-    """`depth` layers of a module at a per-rank shape, with the module's ends or without, on one of
-    `ways` tensor-parallel devices. `forward`: whether the forward that hands over to its backward
-    is asked for, too."""
+    """`depth` layers of one kind of a module at a per-rank shape, with the module's ends or
+    without, on one of `ways` tensor-parallel devices. `forward`: whether the forward that hands
+    over to its backward is asked for, too."""
 
     module: str
     ways: int
@@ -46,6 +46,7 @@ class Probe:
     remat: Remat
     ends: bool = True
     forward: bool = False
+    kind: str = LAYERS
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ def compiled_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Devic
 def _compiled(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -> Found:
     mesh = MeshShape(model=probe.ways)
     segment = shallow_segment(
-        model, probe.module, probe.depth, devices, mesh, probe.remat, ends=probe.ends
-    )
+        model, probe.module, probe.depth, devices, mesh, probe.remat,
+        ends=probe.ends, kind=probe.kind,
+    )  # fmt: skip
     lowering = Lowering(segment)
     # Rows of one piece are full: what attention computes is known.
     content = probe.module in model.piece_tokens

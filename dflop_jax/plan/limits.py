@@ -85,8 +85,7 @@ def with_limits(
 ) -> PlanConfig:
     """The settings with a limit of the job's own wherever they have 0."""
     parameters = {
-        m: profile.layer_param_bytes[m] * n + profile.ends_param_bytes[m]
-        for m, n in profile.n_layers.items()
+        m: profile.layers_bytes(m) + profile.ends_param_bytes[m] for m in profile.n_layers
     }
     model, stage = parallel_limits(held_bytes(parameters, profile.halved), memory_bytes, node)
     stage = config.max_stage or stage

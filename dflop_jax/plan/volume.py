@@ -6,6 +6,7 @@ same content, so what they cost is known before anything is scheduled.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,10 +92,12 @@ def packed_rows(
     best_rows: Array = np.zeros(np.shape(share), int)
     best_tokens: Array = np.zeros(np.shape(share), int)
     best_price: Array = np.inf
+    kinds = Counter(costs.profile.layer_kinds(module)).items()
     for rows in ROW_COUNTS if volume.largest else ():
         shortest = _up(_shortest(volume, rows * data), multiple)
         tokens = np.maximum(_up(share / rows, multiple), shortest).astype(int)
-        price = costs.fits.predict(module, model, rows, tokens, "layer_backward") / (rows * tokens)
+        figures = costs.at(module, model, rows, tokens)
+        price = sum(n * figures.of(kind, "layer_backward") for kind, n in kinds) / (rows * tokens)
         # More rows than the share fills would only pad.
         useful = (rows == 1) | (share > (rows - 0.5) * shortest)
         better = useful & (price < best_price * (1 - ROUNDING))

@@ -6,8 +6,9 @@ of microbatches in a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache, partial
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cache, reduce
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from dflop_jax.records import (
     Remat,
     SegmentPlan,
     Shape,
+    layer_key,
     rank_share,
     shape_features,
     with_host_work,
@@ -38,15 +40,28 @@ _AT_HAND = ShardSeconds()
 
 
 class Figures:
-    """Quantities of a module at shapes, each predicted once: see `Fits.predict`."""
+    """Quantities of a module at shapes, each predicted once: see `Fits.predict`. Those of a layer
+    are asked of one `kind`; what is of the whole module was seen beside layers of each kind, and is
+    that beside the first."""
 
     def __init__(self, fits: Fits, module: str, model: int, rows: Array, tokens: Array):
         self.is_there = np.asarray(rows) > 0
         self.rank_share = rank_share(rows, tokens, model)  # of hidden states, on a tensor rank
-        self._predict = cache(partial(fits.at, module, model, shape_features(rows, tokens)))
+        features = shape_features(rows, tokens)
+        self._first = fits.profile.layer_kinds(module)[0]
+        self._predict = cache(
+            lambda kind, name: fits.at(layer_key(module, kind), model, features, name)
+        )
 
-    def __getitem__(self, kind: str) -> Array:
-        return self._predict(kind)
+    def __getitem__(self, name: str) -> Array:
+        return self.of(self._first, name)
+
+    def of(self, kind: str, name: str) -> Array:
+        return self._predict(kind, name)
+
+    def most(self, kinds: Iterable[str], name: str) -> Array:
+        """The largest of some kinds."""
+        return reduce(np.maximum, (self.of(kind, name) for kind in kinds))
 
 
 class CostModel:
@@ -59,10 +74,15 @@ class CostModel:
     def kind(self, segment: SegmentPlan) -> tuple[object, ...]:
         """Equal for segments of equal prices and bytes, as most of those inside a module are."""
         return (
-            segment.module, segment.n_layers, segment.first, segment.last, segment.remat,
+            segment.module, self.layers(segment), segment.first, segment.last, segment.remat,
             segment.zero, segment.shard_devices, segment.rounds, self.hands_over(segment),
             self.inputs_kept(segment),
         )  # fmt: skip
+
+    def layers(self, segment: SegmentPlan) -> tuple[tuple[str, int], ...]:
+        """(kind, layers of that kind) of a segment, in the order in which they come first."""
+        kinds = self.profile.layer_kinds(segment.module)[segment.start : segment.stop]
+        return tuple(Counter(kinds).items())
 
     def slowdown(self, mesh: MeshShape) -> Array:
         """How much longer a submesh's devices take together than a rank took when it was timed,
@@ -107,22 +127,27 @@ class CostModel:
         all.
         """
         stages, slow = mesh.stage, self.slowdown(mesh)
-        ticks, layers = _ticks(segment, mesh, group_size), _layers_of_tick(segment, mesh)
+        ticks = _ticks(segment, mesh, group_size)
         share = self.profile.entry_share[segment.module]
         share = share * segment.first * ticks + (1.0 - share) * segment.last * group_size / stages
         loops, again = self.loops(segment, direction), _again(segment)
         seconds = self.profile.task_overhead_s + moved.ends_gather_s
         passed_s = self._passed_s(mesh, figures) if stages > 1 else 0.0
         for loop in loops:
-            layer_s, ends_s = figures[f"layer_{loop}"], figures[f"ends_{loop}"]
-            moved_s = moved.layer_gather_s
+            ends_s, moved_s = figures[f"ends_{loop}"], moved.layer_gather_s
             if loop == BACKWARD:
-                layer_s = layer_s + figures[f"{again}.layer_s"]
                 ends_s = ends_s + figures[f"{again}.ends_s"]
                 moved_s = moved_s + moved.layer_scatter_s
                 seconds = seconds + ticks * moved.ends_scatter_s
-            # A layer's parameters come while the one before is computed; the first layer waits.
-            layers_s = layers * np.maximum(layer_s * slow, moved_s) + moved_s
+            layers_s: Array = 0.0
+            for kind, n in self.layers(segment):
+                layer_s = figures.of(kind, f"layer_{loop}")
+                if loop == BACKWARD:
+                    layer_s = layer_s + figures.of(kind, f"{again}.layer_s")
+                # A layer's parameters come while the one before is computed.
+                at_once = np.maximum(layer_s * slow, moved_s)
+                layers_s = layers_s + n / _visits(segment, mesh) * at_once
+            layers_s = layers_s + moved_s  # the first layer waits
             seconds = seconds + ticks * (layers_s + passed_s) + share * ends_s * slow
         host_s, shares_cores = self.profile.host_s, self.profile.shares_cores
         seconds = with_host_work(seconds, host_s, shares_cores=shares_cores)
@@ -149,10 +174,13 @@ class CostModel:
         A stage sees every microbatch in every round, and in S - 1 more ticks one of mean content:
         what it computes while the pipeline inside the segment fills and drains.
         """
-        kinds = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
-        layer_s = sum(self.fits.content_s(segment.module, mesh.model, kind) for kind in kinds)
+        loops = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
         ticks = _ticks(segment, mesh, group_size)
-        alone_s = layer_s * _layers_of_tick(segment, mesh)
+        alone_s: Array = 0.0
+        for kind, n in self.layers(segment):
+            layers = layer_key(segment.module, kind)
+            layer_s = sum(self.fits.content_s(layers, mesh.model, loop) for loop in loops)
+            alone_s = alone_s + layer_s * (n / _visits(segment, mesh))
         return np.multiply.outer(alone_s, self.slowdown(mesh) * (ticks / group_size))
 
     def hands_over(self, segment: SegmentPlan) -> bool:
@@ -267,18 +295,23 @@ class CostModel:
         and their gradients; when its loss is computed, backward has not begun.
         """
         again, alone = _again(segment), not self.hands_over(segment)
-        ticks, layers = _ticks(segment, mesh, group_size), _layers_of_tick(segment, mesh)
-        of_layers = layers * figures[f"{again}.layer_bytes"]
+        ticks, kinds = _ticks(segment, mesh, group_size), dict(self.layers(segment))
+
+        def every_layer(name: str) -> Array:
+            visits = _visits(segment, mesh)
+            return sum(n / visits * figures.of(k, f"{again}.{name}") for k, n in kinds.items())
+
+        of_layers = every_layer("layer_bytes")
         of_ends = self.ends_share(segment) * figures[f"{again}.ends_bytes"]
         handed = group_size * (segment.rounds * of_layers + of_ends)
-        work = figures[f"{again}.temp_bytes"] + layers * figures[f"{again}.layer_temp_bytes"]
+        work = figures.most(kinds, f"{again}.temp_bytes") + every_layer("layer_temp_bytes")
         if backward:
             work = work + (of_layers + of_ends) * (ticks > 1)
         if not backward:
             handed = np.zeros_like(handed)
         elif FORWARD in self.loops(segment, BACKWARD):
             if alone:
-                work = np.maximum(work, figures[f"{again}.loss_bytes"])
+                work = np.maximum(work, figures.most(kinds, f"{again}.loss_bytes"))
             work = work + handed + 2 * group_size * figures.rank_share * figures["hidden"]
             handed = np.zeros_like(handed)
         work = work + whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone)
@@ -290,9 +323,9 @@ def _ticks(segment: SegmentPlan, mesh: MeshShape, group_size: Array) -> Array:
     return segment.rounds * group_size + mesh.stage - 1
 
 
-def _layers_of_tick(segment: SegmentPlan, mesh: MeshShape) -> float:
-    """Layers that a stage goes through in a tick."""
-    return segment.n_layers / (mesh.stage * segment.rounds)
+def _visits(segment: SegmentPlan, mesh: MeshShape) -> int:
+    """Ticks in which a microbatch goes through all layers of a segment."""
+    return mesh.stage * segment.rounds
 
 
 def _again(segment: SegmentPlan) -> Remat:

@@ -63,7 +63,8 @@ def _programs_s(timings: Sequence[LayerTiming], direction: str, depth: int) -> n
 
 
 class Fits:
-    """The fits of all modules of a ModelProfile, each made once; methods are pure."""
+    """The fits of all modules of a ModelProfile, each made once; methods are pure. `layers` names a
+    module with layers of one kind (`layer_key`)."""
 
     def __init__(self, profile: ModelProfile):
         self.profile = profile
@@ -72,12 +73,12 @@ class Fits:
         self._missed = cache(self._missed_uncached)
         self.content_s = cache(self._content_s_uncached)
 
-    def _timings_uncached(self, module: str, model: int) -> list[LayerTiming]:
-        timings = [t for t in self.profile.timings if t.module == module and t.model == model]
+    def _timings_uncached(self, layers: str, model: int) -> list[LayerTiming]:
+        timings = [t for t in self.profile.timings if t.layers == layers and t.model == model]
         if not timings:
-            known = sorted({t.model for t in self.profile.timings if t.module == module})
+            known = sorted({t.model for t in self.profile.timings if t.layers == layers})
             raise ValueError(
-                f"the profile has no timing of {module!r} at tensor-parallel degree {model} "
+                f"the profile has no timing of {layers!r} at tensor-parallel degree {model} "
                 f"(it has {known}); profile again with a larger plan.max_model"
             )
         return sorted(timings, key=lambda t: (t.shape.size, t.shape))
@@ -87,9 +88,9 @@ class Fits:
         known = [t.recompute for t in self.profile.timings if t.module == module]
         return tuple(r for r in get_args(Remat) if r == "segment" or all(r in k for k in known))
 
-    def _fit_uncached(self, module: str, model: int, kind: str) -> np.ndarray:
+    def _fit_uncached(self, layers: str, model: int, kind: str) -> np.ndarray:
         """A coefficient of each feature, 0 of those that are left out."""
-        timings = self._timings(module, model)
+        timings = self._timings(layers, model)
         terms = _terms(timings)
         every = _of_shapes(t.shape for t in timings)
         shapes, coefficients = every[:, terms], np.zeros(every.shape[-1])
@@ -103,26 +104,26 @@ class Fits:
         coefficients[terms] = ends if part == "ends" else layer
         return coefficients
 
-    def _fitted(self, module: str, model: int, kind: str, features: np.ndarray) -> np.ndarray:
-        constant, *others = self._fit(module, model, kind).tolist()
+    def _fitted(self, layers: str, model: int, kind: str, features: np.ndarray) -> np.ndarray:
+        constant, *others = self._fit(layers, model, kind).tolist()
         fitted = np.full(features.shape[:-1], constant)
         for i, a in enumerate(others, 1):
             fitted += a * features[..., i]
         return fitted
 
-    def _missed_uncached(self, module: str, model: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    def _missed_uncached(self, layers: str, model: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
         """(log sizes, rising; timed over fitted at each), a single 1 where tokens vary."""
-        timings = self._timings(module, model)
+        timings = self._timings(layers, model)
         if len({t.shape.tokens for t in timings}) > 1:
             return np.zeros(1), np.ones(1)
         features = _of_shapes(t.shape for t in timings)
         if _is_direct(kind):
-            fitted = self._fitted(module, model, kind, features)
+            fitted = self._fitted(layers, model, kind, features)
             values = _values(timings, kind)
         else:
             direction = kind.partition("_")[2]
             layer, ends = (
-                self._fitted(module, model, f"{part}_{direction}", features)
+                self._fitted(layers, model, f"{part}_{direction}", features)
                 for part in ("layer", "ends")
             )
             fitted = DEPTHS[-1] * layer + ends
@@ -130,11 +131,11 @@ class Fits:
         ratio = np.divide(values, fitted, out=np.ones(len(timings)), where=fitted > 0)
         return np.log([float(t.shape.size) for t in timings]), rounded(ratio)
 
-    def _content_s_uncached(self, module: str, model: int, kind: str) -> np.ndarray:
+    def _content_s_uncached(self, layers: str, model: int, kind: str) -> np.ndarray:
         """Seconds of one layer for a unit of each feature of content, [features]: "forward",
         "backward" or what a recompute policy adds to it; large shapes, of which noise hides little,
         count most."""
-        timings = self._timings(module, model)
+        timings = self._timings(layers, model)
         weights = _of_shapes(t.shape for t in timings)[:, 2:]
         if kind in REMAT:
             named = _recompute(timings, kind, "content_s")
@@ -143,17 +144,17 @@ class Fits:
         seconds = np.array([by_feature(n) for n in named])
         return rounded((seconds * weights).sum(axis=0) / weights.sum(axis=0))
 
-    def predict(self, module: str, model: int, rows: Array, tokens: Array, kind: str) -> Array:
+    def predict(self, layers: str, model: int, rows: Array, tokens: Array, kind: str) -> Array:
         """A quantity (seconds without content, or bytes) of one layer, or of both ends, at shapes;
         0 without rows."""
-        return self.at(module, model, shape_features(rows, tokens), kind)
+        return self.at(layers, model, shape_features(rows, tokens), kind)
 
-    def at(self, module: str, model: int, features: np.ndarray, kind: str) -> np.ndarray:
+    def at(self, layers: str, model: int, features: np.ndarray, kind: str) -> np.ndarray:
         """`predict` from the features of the shapes."""
-        sizes, ratio = self._missed(module, model, kind)
+        sizes, ratio = self._missed(layers, model, kind)
         size = features[..., 1]
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)
-        return np.where(size > 0, self._fitted(module, model, kind, features) * factor, 0.0)
+        return np.where(size > 0, self._fitted(layers, model, kind, features) * factor, 0.0)
 
 
 def _is_direct(kind: str) -> bool:

@@ -27,12 +27,13 @@ import msgspec
 import numpy as np
 
 from dflop_jax.contract import (
-    ADAPTER,
     MultimodalModel,
     chip_of,
     content_flops_of,
     edges_of,
+    layer_kinds_of,
     on_chip,
+    stacked_parts,
     working_dtype_of,
 )
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
@@ -43,6 +44,7 @@ from dflop_jax.pipeline.stand_in import PIECES_A_ROW, packed_field, random_value
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.least_squares import nonnegative
+from dflop_jax.profile.one_kind import of_kind
 from dflop_jax.profile.parts import ENDS, forward_flops, hidden_bytes, param_dims, part_names
 from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.profile.shallow import shallow_segment
@@ -51,6 +53,7 @@ from dflop_jax.records import (
     BACKWARD,
     CONTENT,
     FORWARD,
+    LAYERS,
     LayerTiming,
     MeshShape,
     ModelProfile,
@@ -58,6 +61,7 @@ from dflop_jax.records import (
     Recompute,
     Shape,
     content_of,
+    layer_key,
 )
 
 Run = Callable[[], Any]
@@ -91,10 +95,11 @@ def profile_key(
     """Names what a profile depends on: the model's programs, shapes measured, devices, versions
     and what else the caller says."""
     programs = [
-        Lowering(shallow_segment(model, m, 1, devices, MeshShape()))
+        Lowering(shallow_segment(model, m, 1, devices, MeshShape(), kind=kind))
         .lower(shapes[m][0], BACKWARD)
         .as_text()
-        for m in model.modules
+        for m, module in model.modules.items()
+        for kind in dict.fromkeys(layer_kinds_of(module))
     ]
     facts = (
         programs,
@@ -144,15 +149,20 @@ def assembled(
 ) -> ModelProfile:
     """A profile of timings from anywhere, with the model's sizes."""
     entry_share: dict[str, float] = {}
+    kinds: dict[str, tuple[str, ...]] = {}
     layer_dims: dict[str, tuple[ParamDims, ...]] = {}
     ends_dims: dict[str, tuple[ParamDims, ...]] = {}
     for name, module in model.modules.items():
         largest = shapes[name][-1]
         entry, exit_ = (forward_flops(module, p, largest) for p in ENDS)
         entry_share[name] = entry / max(entry + exit_, 1.0)
-        adapter = (ADAPTER,) if ADAPTER in module.freeze_groups else ()
-        layer_dims[name] = param_dims(module, ("layers", *adapter))
-        ends_dims[name] = param_dims(module, [p for p in part_names(module) if p != "layers"])
+        stacked = stacked_parts(module)
+        for kind in dict.fromkeys(stacked.values()):
+            parts = [p for p, k in stacked.items() if k == kind]
+            layer_dims[layer_key(name, kind)] = param_dims(module, parts)
+        ends_dims[name] = param_dims(module, [p for p in part_names(module) if p not in stacked])
+        if hasattr(module, "layer_kinds"):
+            kinds[name] = layer_kinds_of(module)
     return ModelProfile(
         key=key,
         device=device,
@@ -171,6 +181,7 @@ def assembled(
         layer_dims=layer_dims,
         ends_dims=ends_dims,
         priced_by=priced_by,
+        kinds=kinds,
     )
 
 
@@ -264,16 +275,19 @@ def time_layer(
     shape: Shape,
     devices: Sequence[jax.Device],
     *,
+    kind: str = LAYERS,
     most_runs: int = MOST_RUNS,
     sync: Callable[[], None] = lambda: None,
 ) -> LayerTiming:
-    """Time a module at a per-rank shape with `devices` as its tensor-parallel ranks.
-    `sync` waits for their processes once all is compiled."""
+    """Time a module, with layers of one kind, at a per-rank shape with `devices` as its
+    tensor-parallel ranks. `sync` waits for their processes once all is compiled."""
     tp = len(devices)
-    features = content_flops_of(on_chip(model.modules[module], chip_of(devices[0])))
+    features = content_flops_of(of_kind(on_chip(model.modules[module], chip_of(devices[0])), kind))
     fillings = _FILLINGS[: len(features) + 1] if features else (PIECES_A_ROW,)
     pieces = [min(n, shape.tokens) for n in fillings]
-    segments = (shallow_segment(model, module, d, devices, MeshShape(model=tp)) for d in DEPTHS)
+    segments = (
+        shallow_segment(model, module, d, devices, MeshShape(model=tp), kind=kind) for d in DEPTHS
+    )
     low, high = (_programs(s, shape, model.vocab_size, pieces) for s in segments)
     by_filling = list(zip(low.runs, high.runs, strict=True))
     runs = [run for depths in by_filling for both in depths for run in both]
@@ -300,6 +314,7 @@ def time_layer(
         hidden_bytes=low.hidden_bytes,
         content_forward_s=content_f,
         content_backward_s=content_b,
+        kind=kind,
     )
     once = Recompute(temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0))
     return replace(timing, recompute={"none": once})
@@ -310,9 +325,9 @@ def _with_policies(
 ) -> list[LayerTiming]:
     """Timings with what every recompute policy adds to them."""
     with_policies = []
-    for module, tp in dict.fromkeys((t.module, t.model) for t in timings):
+    for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in timings):
         predictor = Predictor(
-            on_chip(model.modules[module], chip_of(device)),
+            of_kind(on_chip(model.modules[module], chip_of(device)), kind),
             entry_fields(model, module),
             tp,
             hardware_like(device.device_kind),
@@ -320,7 +335,7 @@ def _with_policies(
             half_bytes=4 if device.platform == "cpu" else 2,
         )
         with_policies += predictor.beside(
-            [t for t in timings if (t.module, t.model) == (module, tp)]
+            [t for t in timings if (t.module, t.kind, t.model) == (module, kind, tp)]
         )
     return with_policies
 

@@ -21,14 +21,17 @@ from dflop_jax.contract import (
     ADAPTER,
     Module,
     MultimodalModel,
+    adapter_of,
     attention_flops_of,
     edges_of,
+    layer_kinds_of,
     taps_of,
 )
 from dflop_jax.profile.kernels import kernels_of
+from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.parts import Names, traced_forward
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
-from dflop_jax.records import Shape, pairs
+from dflop_jax.records import LAYERS, Shape, pairs
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -40,19 +43,18 @@ class PieceFlops:
     Attributes:
       per_token: products with parameters.
       per_pair: products of two activations, for each pair of tokens.
-      attention: forward FLOPs of one layer's attention by tokens, which then stand for its products
-        of activations; None where the module does not say.
-      passes: how often those are needed, over all layers: 1 forward and 2 backward in each.
+      attention: of each kind of layers whose attention the module tells, (how often it is needed
+        over all these layers: 1 forward and 2 backward in each; its forward FLOPs by tokens), which
+        then stand for the products of activations.
     """
 
     per_token: float
     per_pair: float = 0.0
-    attention: Callable[[int], float] | None = None
-    passes: float = 0.0
+    attention: tuple[tuple[float, Callable[[int], float]], ...] = ()
 
     def __call__(self, tokens: int) -> float:
         """FLOPs of a piece of so many tokens."""
-        told = self.passes * self.attention(tokens) if self.attention else 0.0
+        told = sum(passes * flops(tokens) for passes, flops in self.attention)
         return self.per_token * tokens + self.per_pair * pairs(tokens) + told
 
 
@@ -103,50 +105,69 @@ def _count_module(
     gradient; `enters` are the fields that bring such, and after how many layers."""
     placed = tuple(sorted({field for field, after in enters if after < 0}))
     ends = part_products(module, "entry", shape, trains, placed)
-    hidden, layers_train = "entry" in trains or bool(placed), trains_layers(trains)
+    hidden, kinds = "entry" in trains or bool(placed), layer_kinds_of(module)
     needs = []  # whether hidden states need a gradient, before each layer and behind the last
     for i in range(module.n_layers + 1):
         hidden |= any(after == i for _, after in enters)
         needs.append(hidden)
-        hidden |= layers_train
+        hidden |= i < len(kinds) and trains_kind(trains, kinds[i])
     ends = ends.plus(part_products(module, "exit", shape, trains, _hidden(needs[-1])))
     for tap, after in taps_of(module).items():
         ends = ends.plus(part_products(module, tap, shape, trains, _hidden(needs[after])))
-    layers = _layers_as_written(module, shape, trains, needs[:-1])
-    attention = attention_flops_of(module)
-    every, untold = ends.plus(layers), ends if attention else ends.plus(layers)
-    passes = sum(3.0 if before or layers_train else 1.0 for before in needs[:-1])
+    every = untold = ends
+    told = []
+    for kind, apart in kinds_apart(module).items():
+        of_kind = [before for before, k in zip(needs, kinds, strict=False) if k == kind]
+        layers = _layers_as_written(apart, shape, _own(trains, kind), of_kind)
+        every = every.plus(layers)
+        if attention := attention_flops_of(apart):
+            passes = sum(3.0 if before or trains_kind(trains, kind) else 1.0 for before in of_kind)
+            told.append((passes, attention))
+        else:
+            untold = untold.plus(layers)
     count = PieceFlops(
         per_token=(every.weights + every.weights_gradient) / shape.tokens,
         per_pair=(untold.activations + untold.activations_gradient) / pairs(shape.tokens),
-        attention=attention,
-        passes=passes if attention else 0.0,
+        attention=tuple(told),
     )
     exit_trains = "exit" in trains or (module.tied and "entry" in trains)
     taps = {tap: needs[after] or tap in trains for tap, after in taps_of(module).items()}
     return count, {"": needs[-1] or exit_trains, **taps}
 
 
-def trains_layers(trains: Collection[str]) -> bool:
-    """Whether a module's layers, or their adapters, are among the parts that train."""
-    return "layers" in trains or ADAPTER in trains
+def trains_kind(trains: Collection[str], kind: str) -> bool:
+    """Whether layers of a kind, or their adapters, are among the parts that train."""
+    return kind in trains or adapter_of(kind) in trains
+
+
+def _own(trains: frozenset[str], kind: str) -> frozenset[str]:
+    """The parts that train as a module with layers of one kind has them."""
+    names = {kind: LAYERS, adapter_of(kind): ADAPTER}
+    return frozenset(names.get(part, part) for part in trains)
 
 
 def layers_products(
-    module: Module, shape: Shape, trains: frozenset[str], needs: Sequence[bool]
+    module: Module, shape: Shape, trains: frozenset[str], needs: Sequence[tuple[str, bool]]
 ) -> Products:
     """Products of layers at a shape, their attention as the module says that it needs it.
 
     Args:
-      needs: of each layer, whether the hidden states before it need a gradient.
+      needs: of each layer its kind, and whether the hidden states before it need a gradient.
     """
-    layers = _layers_as_written(module, shape, trains, needs)
-    attention = attention_flops_of(module)
-    if attention is None:
-        return layers
-    told = shape.rows * attention(shape.tokens)
-    back = sum(before or trains_layers(trains) for before in needs)
-    return replace(layers, activations=len(needs) * told, activations_gradient=2.0 * back * told)
+    every = Products()
+    for kind in dict.fromkeys(kind for kind, _ in needs):
+        apart, of_kind = kinds_apart(module)[kind], [before for k, before in needs if k == kind]
+        layers = _layers_as_written(apart, shape, _own(trains, kind), of_kind)
+        if attention := attention_flops_of(apart):
+            told = shape.rows * attention(shape.tokens)
+            back = sum(before or trains_kind(trains, kind) for before in of_kind)
+            layers = replace(
+                layers,
+                activations=len(of_kind) * told,
+                activations_gradient=2.0 * back * told,
+            )
+        every = every.plus(layers)
+    return every
 
 
 def _layers_as_written(

@@ -1,6 +1,7 @@
 """The parts of a module as functions to trace: what one layer, or an end, computes per microbatch.
 
-A part is "entry", "layers" (one layer), "exit" or the name of a tap. Backward is what the runtime
+A part is "entry", "layers" (one layer), "exit" or the name of a tap; of a module that names kinds
+of layers each kind is taken alone (`one_kind`). Backward is what the runtime
 runs: the gradient from what forward kept under a recompute policy, and its sum into the float32
 accumulators (`dflop_jax.pipeline.residuals`). `placed` names the fields of the entry that edges
 fill: they get a gradient too. What enters between layers is added to the hidden states there, and
@@ -18,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dflop_jax.contract import ADAPTER, Module, split_dim, taps_of
-from dflop_jax.pipeline.parts import PARTS, hidden_struct, part_struct
+from dflop_jax.contract import ADAPTER, Module, layer_kinds_of, split_dim, taps_of
+from dflop_jax.pipeline.parts import hidden_struct, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.pipeline.token_split import matrix_cuts, run_part
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
@@ -36,7 +37,8 @@ Dims = tuple[int | None, ...]
 
 def part_names(module: Module) -> Names:
     """Parts that hold a module's parameters, but for adapters."""
-    return (*PARTS, *(tap for tap in taps_of(module) if tap in module.inputs))
+    kinds = dict.fromkeys(layer_kinds_of(module))
+    return ("entry", *kinds, "exit", *(tap for tap in taps_of(module) if tap in module.inputs))
 
 
 def end_names(module: Module) -> Names:

@@ -18,6 +18,7 @@ from dflop_jax.contract import MultimodalModel, content_flops_of, edges_of, on_c
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
+from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.parts import ENDS, divides, hidden_bytes, part_kernels
 from dflop_jax.profile.recompute import POLICIES, Predictor, entry_fields
 from dflop_jax.records import (
@@ -78,8 +79,10 @@ def roofline_profile(
             )
         placed = entry_fields(model, name)
         alone = name in model.piece_tokens
-        predictors = [Predictor(module, placed, ways, hardware, e) for ways in degrees]
-        timings += [t for p in predictors for t in _timings(p, name, shapes[name], alone=alone)]
+        for kind, apart in kinds_apart(module).items():
+            predictors = [Predictor(apart, placed, ways, hardware, e) for ways in degrees]
+            of_kind = [t for p in predictors for t in _timings(p, name, shapes[name], alone=alone)]
+            timings += [replace(t, kind=kind) for t in of_kind]
         entry_share[name] = _entry_share(predictors[0], shapes[name][-1])
     facts = (model.modules, edges_of(model), asdict(hardware), asdict(e), sorted(shapes.items()))
     profile = assembled(

@@ -12,7 +12,8 @@ from dflop_jax.contract import Module, MultimodalModel, chip_of, edges_of, on_ch
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.records import MeshShape, Remat, SegmentPlan
+from dflop_jax.profile.one_kind import of_kind
+from dflop_jax.records import LAYERS, MeshShape, Remat, SegmentPlan
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ def shallow_segment(
     remat: Remat = "none",
     *,
     ends: bool = True,
+    kind: str = LAYERS,
 ) -> Segment:
-    """`depth` layers of a module: the first, with all that leaves and enters it, or, without
-    `ends`, layers between others.
+    """`depth` layers of a module, all of one kind: the first, with all that leaves and enters it,
+    or, without `ends`, layers between others.
 
     What leaves or enters deeper is moved to the first layer, so that every depth runs it once.
     """
@@ -49,7 +51,7 @@ def shallow_segment(
     )
     first = 0 if ends else 2  # behind what enters after the first layer
     plan = SegmentPlan(module, module, first, first + depth, module, ends, ends, remat)
-    spec: Any = on_chip(model.modules[module], chip_of(devices[0]))
+    spec: Any = of_kind(on_chip(model.modules[module], chip_of(devices[0])), kind)
     spec = _Shallow(spec) if taps_of(spec) else spec
     received = {e.name for e in edges if plan.reads(e)} if ends else {"hidden"}
     return Segment(

@@ -3,7 +3,8 @@ state, and what data ranks bring each other (ZeRO)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.records import MeshShape, ModelProfile, ParamDims, SegmentPlan
+from dflop_jax.records import MeshShape, ModelProfile, ParamDims, SegmentPlan, layer_key
 
 Array = Any  # a float array, or one number
 
@@ -30,14 +31,24 @@ def _ends_here(segment: SegmentPlan, profile: ModelProfile) -> float:
     return (segment.first + segment.last) / 2
 
 
+def _layers(
+    segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile
+) -> list[tuple[str, int, float]]:
+    """(key, layers, bytes of a layer's parameters on one device, in float32) of the kinds of a
+    segment's layers."""
+    kinds = Counter(profile.layer_kinds(segment.module)[segment.start : segment.stop])
+    keys = {layer_key(segment.module, kind): n for kind, n in kinds.items()}
+    return [(key, n, profile.layer_param_bytes[key] / mesh.model) for key, n in keys.items()]
+
+
 def layer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
-    """Bytes of the parameters of one of a segment's layers on one device, in float32."""
-    return profile.layer_param_bytes[segment.module] / mesh.model
+    """Bytes of the parameters of a segment's largest layer on one device, in float32."""
+    return max(n_bytes for _, _, n_bytes in _layers(segment, mesh, profile))
 
 
 def parameter_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
     """Bytes of a segment's parameters on one device, in float32."""
-    layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh.stage
+    layers = sum(n_bytes * n / mesh.stage for _, n, n_bytes in _layers(segment, mesh, profile))
     return layers + ends_bytes(segment, mesh, profile)
 
 
@@ -90,14 +101,17 @@ def _shares(parameters: tuple[ParamDims, ...], data: tuple[int, ...], model: int
 
 def shard_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Bytes of what one data rank has of a segment's parameters where they split them, float32."""
-    layers = layer_bytes(segment, mesh, profile) * segment.n_layers / mesh.stage
     ends = ends_bytes(segment, mesh, profile)
     ranks = segment.shard_ranks(mesh.data, mesh.model)
-    layer_share, ends_share = (
-        shard_share(dims.get(segment.module, ()), ranks, mesh.model)
-        for dims in (profile.layer_dims, profile.ends_dims)
+
+    def share(dims: Mapping[str, tuple[ParamDims, ...]], of: str) -> Array:
+        return shard_share(dims.get(of, ()), ranks, mesh.model)
+
+    layers = sum(
+        n_bytes * n / mesh.stage * share(profile.layer_dims, key)
+        for key, n, n_bytes in _layers(segment, mesh, profile)
     )
-    return layers * layer_share + ends * ends_share
+    return layers + ends * share(profile.ends_dims, segment.module)
 
 
 def optimizer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dflop_jax.contract import MultimodalModel
+from dflop_jax.contract import MultimodalModel, layer_kinds_of
 from dflop_jax.pipeline.out_of_memory import ran_out
 from dflop_jax.profile.links import Call, collective_call
 from dflop_jax.profile.measure import LEAST_RUNS, MOST_RUNS, time_layer
 from dflop_jax.profile.parts import divides
-from dflop_jax.records import LayerTiming, Shape
+from dflop_jax.records import LAYERS, LayerTiming, Shape
 
 Progress = Callable[[int, int], None]
 _MEETING_BYTES = 64  # that processes add up to meet; any number would do
@@ -23,12 +23,14 @@ _MEETING_BYTES = 64  # that processes add up to meet; any number would do
 
 @dataclass(frozen=True)
 class TimingJob:
-    """A module at a per-rank shape, to be timed on as many `devices` as its tensor-parallel degree.
-    Where they are of several processes, these all time it, and the first one's figures count."""
+    """A module, with layers of one kind, at a per-rank shape, to be timed on as many `devices` as
+    its tensor-parallel degree. Where they are of several processes, these all time it, and the
+    first one's figures count."""
 
     module: str
     shape: Shape
     devices: tuple[jax.Device, ...]
+    kind: str = LAYERS
 
     @property
     def processes(self) -> list[int]:
@@ -45,22 +47,24 @@ def timing_jobs(
     shapes: Mapping[str, Sequence[Shape]],
     blocks: Sequence[Sequence[tuple[jax.Device, ...]]],
 ) -> list[TimingJob]:
-    """Every module at its `shapes` on every tensor-parallel degree that its sizes divide by.
+    """Every module, with each kind of its layers, at its `shapes` on every tensor-parallel degree
+    that its sizes divide by.
 
     Args:
       blocks: for every degree, groups of as many devices, which time different jobs at once.
     """
     of_degree = {len(groups[0]): groups for groups in blocks}
     asked = [
-        (m, degree, shape)
+        (m, kind, degree, shape)
         for degree in of_degree
         for m, module in model.modules.items()
         if divides(module, degree)
+        for kind in dict.fromkeys(layer_kinds_of(module))
         for shape in shapes[m]
     ]
     return [
-        TimingJob(m, shape, of_degree[degree][i % len(of_degree[degree])])
-        for i, (m, degree, shape) in enumerate(asked)
+        TimingJob(m, shape, of_degree[degree][i % len(of_degree[degree])], kind)
+        for i, (m, kind, degree, shape) in enumerate(asked)
     ]
 
 
@@ -90,6 +94,7 @@ def time_layers(
                 job.module,
                 job.shape,
                 job.devices,
+                kind=job.kind,
                 most_runs=job.most_runs,
                 sync=partial(_meet, job),
             )

@@ -47,7 +47,15 @@ from dflop_jax.records.plan import (
     with_remat,
 )
 from dflop_jax.records.prices import Price, PriceList, Prices, ProgramId, SendId, with_host_work
-from dflop_jax.records.profile import LayerTiming, ModelProfile, ParamDims, Profile, Recompute
+from dflop_jax.records.profile import (
+    LAYERS,
+    LayerTiming,
+    ModelProfile,
+    ParamDims,
+    Profile,
+    Recompute,
+    layer_key,
+)
 from dflop_jax.records.schedule import (
     BACKWARD,
     FORWARD,
@@ -69,6 +77,7 @@ __all__ = [
     "BACKWARD",
     "CONTENT",
     "FORWARD",
+    "LAYERS",
     "MANUAL_AXES",
     "NO_GROUP",
     "PLANNED_SHARE",
@@ -127,6 +136,7 @@ __all__ = [
     "from_plain",
     "home_rank",
     "homes",
+    "layer_key",
     "numbered",
     "pairs",
     "piece_tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -10,6 +11,14 @@ from dflop_jax.records.data import DataProfile, Shape
 from dflop_jax.records.features import times
 from dflop_jax.records.hardware import Hardware
 from dflop_jax.records.plan import Edge, Remat
+
+LAYERS = "layers"  # the kind of all layers of a module that does not name kinds
+
+
+def layer_key(module: str, kind: str = LAYERS) -> str:
+    """What a profile calls the layers of one kind of a module: the module itself where it names no
+    kinds."""
+    return module if kind == LAYERS else f"{module}.{kind}"
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,10 @@ class Recompute:
 class LayerTiming:
     """Measured seconds of one module at one per-rank shape and tensor-parallel degree.
 
-    `layer_*` is one layer; `ends_*` is entry plus exit. Backward is the gradient alone, from all
-    that forward computed. `content_*` are a layer's seconds for a unit of each feature of content,
-    by name (`features.CONTENT`), which the others then do not contain; none where all is computed
-    for whole rows.
+    `layer_*` is one layer, of a `kind`; `ends_*` is entry plus exit. Backward is the gradient
+    alone, from all that forward computed. `content_*` are a layer's seconds for a unit of each
+    feature of content, by name (`features.CONTENT`), which the others then do not contain; none
+    where all is computed for whole rows.
     `hidden_bytes` is what a segment keeps of its input from forward to backward. `recompute` holds
     the policies that are known; "segment" follows from "none", of which it computes all again.
     """
@@ -59,6 +68,12 @@ class LayerTiming:
     content_forward_s: dict[str, float] = field(default_factory=dict)
     content_backward_s: dict[str, float] = field(default_factory=dict)
     recompute: dict[Remat, Recompute] = field(default_factory=lambda: {"none": Recompute()})
+    kind: str = LAYERS
+
+    @property
+    def layers(self) -> str:
+        """See `layer_key`."""
+        return layer_key(self.module, self.kind)
 
     def __post_init__(self) -> None:
         require("none" in self.recompute, "a timing says at least what the policy none keeps")
@@ -105,7 +120,8 @@ class ModelProfile:
     into equal pieces; where they are not said, what all come to is cut. `host_s` is the work of a
     process's dispatching thread for a task (see `prices.with_host_work`). `computed`: seconds come
     from formulas that hold at any size, not from runs. `hardware` says what crosses nodes and links
-    takes; None: no time.
+    takes; None: no time. `kinds` says of each layer of the modules that name kinds which one it is;
+    what is said of a layer is by `layer_key`.
     """
 
     key: str
@@ -127,15 +143,28 @@ class ModelProfile:
     priced_by: str = ""
     computed: bool = False
     hardware: Hardware | None = None
+    kinds: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")
+        for module, kinds in self.kinds.items():
+            n = self.n_layers.get(module)
+            require(len(kinds) == n, f"{module!r} has {n} layers and kinds of {len(kinds)}")
         require(self.concurrency > 0, "concurrency must be above 0")
 
     @property
     def shares_cores(self) -> bool:
         """Whether devices are cores of the host that dispatches to them."""
         return self.device == "cpu"
+
+    def layer_kinds(self, module: str) -> tuple[str, ...]:
+        """The kind of every layer of a module."""
+        return self.kinds.get(module) or (LAYERS,) * self.n_layers[module]
+
+    def layers_bytes(self, module: str) -> int:
+        """Bytes of the parameters of all layers of a module."""
+        count = Counter(self.layer_kinds(module))
+        return sum(n * self.layer_param_bytes[layer_key(module, k)] for k, n in count.items())
 
     def working_share(self, module: str) -> float:
         """What the parameters that a module's programs work on take of their float32 size."""

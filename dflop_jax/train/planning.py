@@ -8,7 +8,7 @@ from typing import Any
 
 from dflop_jax.config import Config
 from dflop_jax.config_texts import profiled_steps
-from dflop_jax.contract import SAVED_NAMES, edges_of, working_dtype_of
+from dflop_jax.contract import SAVED_NAMES, edges_of, layer_kinds_of, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.hardware import GIB
 from dflop_jax.pipeline.layout import can_join
@@ -20,6 +20,7 @@ from dflop_jax.plan.possible import check_possible
 from dflop_jax.plan.replan import SearchFacts
 from dflop_jax.plan.search import SearchResult, SearchSpec, limited, search_plan
 from dflop_jax.profile.memory import kept_bytes
+from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.optimizer_state import part_state_bytes
 from dflop_jax.profile.parts import divides
 from dflop_jax.records import (
@@ -109,12 +110,18 @@ def _allowed(place: Workplace, m: SubmeshPlan) -> bool:
 
 def check_layers(place: Workplace, profile: Profile, whose: str, remedy: str) -> None:
     """ValueError where a profile is of another model."""
-    layers = {name: m.n_layers for name, m in place.model.modules.items()}
+    modules = place.model.modules
+    layers = {name: m.n_layers for name, m in modules.items()}
     if profile.model.n_layers != layers:
         raise ValueError(
             f"{whose} is of a model with layers {profile.model.n_layers}, this one has {layers}; "
             f"{remedy}"
         )
+    for name, module in modules.items():
+        if profile.model.layer_kinds(name) != layer_kinds_of(module):
+            raise ValueError(
+                f"{whose} is of a model whose layers of {name!r} are of other kinds; {remedy}"
+            )
 
 
 def check_plannable(place: Workplace) -> None:
@@ -160,8 +167,12 @@ def check_names(place: Workplace) -> None:
         return
     for name, module in place.model.modules.items():
         shape = Shape(1, place.model.piece_tokens.get(name, place.token_multiple))
-        layer_bytes = [kept_bytes(module, shape, 1, remat)[0] for remat in ("named", "layers")]
-        if layer_bytes[0] <= layer_bytes[1]:
+        every = kinds_apart(module).values()
+        named, least = (
+            max(kept_bytes(apart, shape, 1, remat)[0] for apart in every)
+            for remat in ("named", "layers")
+        )
+        if named <= least:
             raise ValueError(
                 f"train.remat=named: the layers of {name!r} name no value to keep; take layers or "
                 f"dots, or have them name one ({', '.join(SAVED_NAMES)})"

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dflop_jax.contract import MultimodalModel, chip_of, edges_of, layer_kinds_of, on_chip
+from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
 from dflop_jax.pipeline.held import param_specs
-from dflop_jax.pipeline.parts import parts_of
+from dflop_jax.pipeline.parts import kinds_of, parts_of
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import AXES, Layout, MeshShape
 from dflop_jax.tasks.graph import links, tied_ends, with_backward
@@ -111,7 +111,7 @@ def make_segments(
 
 def _check_stages(s: Segment) -> None:
     """ValueError where the stages of a loop would have other kinds of layers, in any round."""
-    kinds, n = layer_kinds_of(s.module)[s.plan.start : s.plan.stop], s.chunk_layers
+    kinds, n = kinds_of(s.plan, s.module), s.chunk_layers
     chunks = {kinds[i : i + n] for i in range(0, len(kinds), n)}
     if len(chunks) > 1:
         raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Module, chip_of, layer_kinds_of, stacked_parts
-from dflop_jax.pipeline.parts import exit_struct, parts_of
+from dflop_jax.contract import Module, chip_of, stacked_parts
+from dflop_jax.pipeline.parts import exit_struct, kinds_of, kinds_up_to, parts_of
 from dflop_jax.records import Direction, Edge, SegmentPlan, Shape
 
 # Programs of a segment: "evaluate" is a forward that also gives the loss's sums.
@@ -120,7 +120,7 @@ class Segment:
     @cached_property
     def chunk_kinds(self) -> tuple[str, ...]:
         """The kinds of the layers that a stage goes through in a round: the same of all."""
-        return layer_kinds_of(self.module)[self.plan.start :][: self.chunk_layers]
+        return kinds_of(self.plan, self.module)[: self.chunk_layers]
 
     @cached_property
     def stacked(self) -> dict[str, str]:
@@ -132,7 +132,7 @@ class Segment:
     def held_rows(self) -> dict[str, tuple[int, ...]]:
         """Of each stacked part the numbers of its rows, of those of all the module's layers of that
         kind, in the order in which they are held."""
-        kinds = layer_kinds_of(self.module)
+        kinds = kinds_up_to(self.plan, self.module)
         number = {i: kinds[:i].count(kinds[i]) for i in self.held_layers}
         return {
             part: tuple(number[i] for i in self.held_layers if kinds[i] == kind)

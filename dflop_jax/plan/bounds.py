@@ -264,7 +264,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
 
 
 def _layout_of(family: Family, rules: Rules) -> Callable[[int], Layout]:
-    return lambda i: rules.joined(family.layout(i, rules.n_layers, rules.ends_in_layers))
+    return lambda i: rules.joined(family.layout(i, rules.n_layers, rules.cut_costs))
 
 
 def _parts(divided: Divided | None, cuts: slice) -> dict[str, np.ndarray] | None:

@@ -119,8 +119,8 @@ def chunked(rules: Rules, ranks: Sequence[SubmeshPlan], rounds: Mapping[str, int
     segments = []
     for m, times in rounds.items():
         n = times * len(ranks)
-        ends = rules.ends(m, ranks[0].model)
-        for i, (a, b) in enumerate(split_layers(rules.n_layers[m], n, ends)):
+        costs = rules.run_costs(m, ranks[0].model)
+        for i, (a, b) in enumerate(split_layers(rules.n_layers[m], n, costs)):
             rank = ranks[i % len(ranks)].name
             segments.append(SegmentPlan(f"{m}{i}", m, a, b, rank, i == 0, i == n - 1))
     return rules.joined(Layout(tuple(ranks), tuple(segments)))

@@ -18,10 +18,12 @@ import numpy as np
 
 from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import (
-    Ends,
+    BY_NUMBER,
+    CutCosts,
     Form,
     ModelFacts,
-    ends_in_layers,
+    RunCosts,
+    cut_costs,
     module_segments,
 )
 from dflop_jax.plan.pricing import moved_by, reduce_s, update_s
@@ -107,7 +109,8 @@ class Rules:
         timed: dict[str, set[int]] = {m: set() for m in self.n_layers}
         for t in self.profile.timings:
             timed[t.module].add(t.model)
-        return ModelFacts.of(self.n_layers, timed, self.profile.edges)
+        kinds = {m: self.profile.layer_kinds(m) for m in self.n_layers}
+        return ModelFacts.of(kinds, timed, self.profile.edges)
 
     def node(self, n_devices: int) -> int:
         """Devices of a node."""
@@ -137,9 +140,9 @@ class Rules:
         finest = max(1, self.max_microbatches // group_size)
         return np.array([*(c for c in CUTS if c < finest), finest])
 
-    def ends(self, module: str, model: int) -> tuple[float, float]:
-        """What a module's entry and exit cost at a tensor-parallel degree, in layers."""
-        return self.ends_in_layers.get((module, model), (0.0, 0.0))
+    def run_costs(self, module: str, model: int) -> RunCosts:
+        """What a module's ends and layers cost at a tensor-parallel degree."""
+        return self.cut_costs.get((module, model), BY_NUMBER)
 
     def row_tokens(self, module: str) -> int:
         """Tokens of a packed row that holds the longest piece."""
@@ -163,8 +166,8 @@ class Rules:
         return rows if module in self.profile.piece_tokens else rows * tokens
 
     @cached_property
-    def ends_in_layers(self) -> Ends:
-        return ends_in_layers(self.profile)
+    def cut_costs(self) -> CutCosts:
+        return cut_costs(self.profile)
 
     def joined(self, layout: Layout) -> Layout:
         """A layout of submeshes and segments, with the model's edges."""
@@ -176,8 +179,8 @@ class Rules:
 
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""
-        ends = self.ends(module, form.mesh.model)
-        return module_segments(module, self.n_layers[module], 0, form, ends)[1]
+        costs = self.run_costs(module, form.mesh.model)
+        return module_segments(module, self.n_layers[module], 0, form, costs)[1]
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from dflop_jax.records import Edge, Layout, MeshShape, ModelProfile, SegmentPlan, SubmeshPlan
+from dflop_jax.records import (
+    Edge,
+    LayerTiming,
+    Layout,
+    MeshShape,
+    ModelProfile,
+    SegmentPlan,
+    SubmeshPlan,
+)
 
-# By (module, tensor-parallel degree), what a module's entry and exit cost, in layers.
-Ends = Mapping[tuple[str, int], tuple[float, float]]
+COST_UNITS = 10**6  # of a layer's cost, in which costs of runs are compared
+
+
+class RunCosts(NamedTuple):
+    """What runs of a module's layers cost, in mean layers: its entry, its exit, and each layer; ()
+    if all layers cost the same."""
+
+    entry: float = 0.0
+    exit: float = 0.0
+    layers: tuple[float, ...] = ()
+
+
+BY_NUMBER = RunCosts()  # runs cost what they have layers
+# By (module, tensor-parallel degree).
+CutCosts = Mapping[tuple[str, int], RunCosts]
 
 
 @dataclass(frozen=True, order=True)
@@ -32,28 +55,40 @@ class ModelFacts:
 
     n_layers: of every module, in topological order. degrees: of tensor parallelism, by module.
     unstaged: modules with an edge between their layers, which lie in segments, not in stages.
+    patterns: layers of the shortest pattern of kinds that a module repeats from end to end, 1 where
+    all are alike; stages of a loop hold whole patterns.
     """
 
     n_layers: Mapping[str, int]
     degrees: Mapping[str, Collection[int]]
     unstaged: frozenset[str]
+    patterns: Mapping[str, int]
 
     @classmethod
     def of(
         cls,
-        n_layers: Mapping[str, int],
+        kinds: Mapping[str, Sequence[str]],
         degrees: Mapping[str, Collection[int]],
         edges: Sequence[Edge],
     ) -> ModelFacts:
+        """`kinds` are those of every module's layers."""
         taps = {e.source for e in edges if e.leaves >= 0}
-        return cls(n_layers, degrees, frozenset(taps | {e.target for e in edges if e.enters >= 0}))
+        unstaged = frozenset(taps | {e.target for e in edges if e.enters >= 0})
+        n_layers = {m: len(k) for m, k in kinds.items()}
+        return cls(n_layers, degrees, unstaged, {m: pattern(k) for m, k in kinds.items()})
+
+
+def pattern(kinds: Sequence[str]) -> int:
+    """Layers of the shortest pattern whose repeats are a sequence of kinds."""
+    n, every = len(kinds), tuple(kinds)
+    return next(p for p in range(1, n + 1) if n % p == 0 and every[:p] * (n // p) == every)
 
 
 def lay_out(
     forms: Sequence[Form],
     firsts: Sequence[int],
     n_layers: Mapping[str, int],
-    ends: Ends | None = None,
+    costs: CutCosts | None = None,
 ) -> Layout:
     """The layout, without shapes and edges, of modules in these forms.
 
@@ -61,13 +96,13 @@ def lay_out(
       firsts: the first device of each module. Modules that begin on the same device share all of
         their devices.
       n_layers: of every module, in topological order.
-      ends: which segments are balanced by; None: nothing.
+      costs: which segments are balanced by; None: the number of layers.
     """
     meshes: tuple[SubmeshPlan, ...] = ()
     segments: tuple[SegmentPlan, ...] = ()
     for (module, n), first, form in zip(n_layers.items(), firsts, forms, strict=True):
-        module_ends = (ends or {}).get((module, form.mesh.model), (0.0, 0.0))
-        more_meshes, more_segments = module_segments(module, n, first, form, module_ends)
+        of_module = (costs or {}).get((module, form.mesh.model), BY_NUMBER)
+        more_meshes, more_segments = module_segments(module, n, first, form, of_module)
         meshes, segments = meshes + more_meshes, segments + more_segments
     return Layout(meshes, segments, group_size=max(f.mesh.stage for f in forms))
 
@@ -90,13 +125,13 @@ def module_segments(
     n_layers: int,
     first: int,
     form: Form,
-    ends: tuple[float, float] = (0.0, 0.0),
+    costs: RunCosts = BY_NUMBER,
 ) -> tuple[tuple[SubmeshPlan, ...], tuple[SegmentPlan, ...]]:
     """A module in a form, from device `first` on."""
     n = form.n_segments
     size = form.n_devices // n
     names = [module if n == 1 else f"{module}{i}" for i in range(n)]
-    runs = split_layers(n_layers, n, ends)
+    runs = split_layers(n_layers, n, costs)
     return (
         tuple(form.mesh.block(name, first + i * size) for i, name in enumerate(names)),
         tuple(
@@ -106,16 +141,16 @@ def module_segments(
     )
 
 
-def split_layers(
-    n_layers: int, parts: int, ends: tuple[float, float] = (0.0, 0.0)
-) -> list[tuple[int, int]]:
+def split_layers(n_layers: int, parts: int, costs: RunCosts = BY_NUMBER) -> list[tuple[int, int]]:
     """[start, stop) of `parts` runs of at least a layer whose dearest is as cheap as whole layers
-    allow; `ends` are the costs of entry and exit in layers, in the first and the last run."""
+    allow, with the entry in the first and the exit in the last run."""
     assert 1 <= parts <= n_layers, (parts, n_layers)
+    if costs.layers:
+        return list(_cheapest_runs(costs, parts))
     counts = [1] * parts
     extra = [0.0] * parts
-    extra[0] += ends[0]
-    extra[-1] += ends[1]
+    extra[0] += costs.entry
+    extra[-1] += costs.exit
     for _ in range(n_layers - parts):  # each layer goes to the cheapest run, the first of several
         cheapest = min(range(parts), key=lambda i: (counts[i] + extra[i], i))
         counts[cheapest] += 1
@@ -125,18 +160,57 @@ def split_layers(
     return list(pairwise(cuts))
 
 
+@lru_cache(maxsize=4096)
+def _cheapest_runs(costs: RunCosts, parts: int) -> tuple[tuple[int, int], ...]:
+    """`split_layers` of layers that differ: by the best way to cut the first layers into fewer
+    runs, of which those that waste least (the sum of squares is least) are preferred."""
+    # Whole numbers, so that no choice hangs on the order of a sum.
+    each = [round(COST_UNITS * c) for c in costs.layers]
+    each[0] += round(COST_UNITS * costs.entry)
+    each[-1] += round(COST_UNITS * costs.exit)
+    total = [0, *accumulate(each)]
+    n = len(each)
+    # By number of layers: (dearest run, sum of squares, where each run begins).
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for run in range(1, parts + 1):
+        ways: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for stop in range(run, n - (parts - run) + 1):
+            options = []
+            for start, (dearest, squares, starts) in best.items():
+                if start < stop:
+                    cost = total[stop] - total[start]
+                    options.append((max(dearest, cost), squares + cost * cost, (*starts, start)))
+            ways[stop] = min(options)
+        best = ways
+    starts = best[n][2]
+    return tuple(pairwise((*starts, n)))
+
+
 def factors(n: int, limit: int) -> list[int]:
     """Divisors of n up to `limit`."""
     return [d for d in range(1, min(n, limit) + 1) if n % d == 0]
 
 
-def ends_in_layers(profile: ModelProfile) -> Ends:
-    """What entries and exits cost at the largest shape timed."""
-    by_degree = {}
+def cut_costs(profile: ModelProfile) -> CutCosts:
+    """What entries, exits and layers cost at the largest shape timed."""
+    largest: dict[tuple[str, int, str], LayerTiming] = {}
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
-        layer_s = t.layer_forward_s + t.layer_backward_s
-        both = (t.ends_forward_s + t.ends_backward_s) / layer_s if layer_s else 0.0
-        share = profile.entry_share[t.module]
+        largest[t.module, t.model, t.kind] = t
+    by_degree = {}
+    for module, model in dict.fromkeys((m, d) for m, d, _ in largest):
+        kinds = profile.layer_kinds(module)
+        of_kind = {kind: largest[module, model, kind] for kind in kinds}
+        seconds = {k: t.layer_forward_s + t.layer_backward_s for k, t in of_kind.items()}
+        mean_s = sum(seconds[k] for k in kinds) / len(kinds)
+        ends_s = of_kind[kinds[0]].ends_forward_s + of_kind[kinds[0]].ends_backward_s
+        share = profile.entry_share[module]
+
         # Bits of a timing must not move a layer from one segment to another.
-        by_degree[t.module, t.model] = (round(both * share, 6), round(both * (1 - share), 6))
+        def in_layers(s: float, mean_s: float = mean_s) -> float:
+            return round(s / mean_s, 6) if mean_s else 0.0
+
+        each = tuple(in_layers(seconds[k]) for k in kinds) if len(seconds) > 1 else ()
+        by_degree[module, model] = RunCosts(
+            in_layers(ends_s * share), in_layers(ends_s * (1 - share)), each
+        )
     return by_degree

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from types import MappingProxyType
 
 import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import Ends, Form, ModelFacts, lay_out
+from dflop_jax.plan.placement import CutCosts, Form, ModelFacts, lay_out
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Layout, MeshShape
 
@@ -52,13 +53,13 @@ class Family:
         """Of the deepest loop."""
         return max(f.mesh.stage for f in self.forms)
 
-    def layout(self, i: int, n_layers: Mapping[str, int], ends: Ends | None = None) -> Layout:
+    def layout(self, i: int, n_layers: Mapping[str, int], costs: CutCosts | None = None) -> Layout:
         """Number `i`, without shapes and edges; arguments as for `lay_out`."""
         sized = [
             replace(f, mesh=replace(f.mesh, data=d))
             for f, d in zip(self.forms, self.data[i].tolist(), strict=True)
         ]
-        return lay_out(sized, self.first[i].tolist(), n_layers, ends)
+        return lay_out(sized, self.first[i].tolist(), n_layers, costs)
 
     def rows(self, keep: np.ndarray) -> Family:
         return replace(self, data=self.data[keep], first=self.first[keep])
@@ -72,6 +73,7 @@ def separate(
     max_stage: int,
     rounds: Sequence[int] = ROUNDS,
     unstaged: Collection[str] = (),
+    patterns: Mapping[str, int] = MappingProxyType({}),
     degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[Family]:
     """DFLOP: modules in two blocks at least, each with its own (stage, data, model); a model of
@@ -79,8 +81,8 @@ def separate(
 
     Beyond two blocks the devices are divided in coarser steps and one module at most is a pipeline.
     Modules that are `unstaged` are pipelines of segments only, never of stages; `rounds` are tried
-    for loops of stages. `degrees` are the tensor-parallel degrees by module; None: all up to
-    `max_model`.
+    for loops of stages, which hold whole `patterns` of layers (`ModelFacts`). `degrees` are the
+    tensor-parallel degrees by module; None: all up to `max_model`.
     """
     n_blocks_at_least = min(2, len(n_layers))
     models = degrees or dict.fromkeys(n_layers, range(1, max_model + 1))
@@ -90,11 +92,14 @@ def separate(
             continue
         sizes = _splits(n_devices, n_blocks)
         forms = [
-            _forms(n, n_devices, models[m], max_stage, () if m in unstaged else rounds)
+            _forms(
+                n, n_devices, models[m], max_stage, () if m in unstaged else rounds,
+                patterns.get(m, 1),
+            )
             if blocks.count(b) == 1
             else _forms(n, n_devices, models[m], 1, ())
             for (m, n), b in zip(n_layers.items(), blocks, strict=True)
-        ]
+        ]  # fmt: skip
         most_pipelines = len(n_layers) if n_blocks <= _FINELY_SPLIT_BLOCKS else 1
         for chosen in product(*forms):
             if sum(f.n_segments * f.mesh.stage > 1 for f in chosen) <= most_pipelines:
@@ -109,6 +114,7 @@ def shared(
     max_stage: int,
     rounds: Sequence[int] = ROUNDS,
     unstaged: Collection[str] = (),
+    patterns: Mapping[str, int] = MappingProxyType({}),
     degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[Family]:
     """OrchMLLM: every module on all devices, each with its own parallelism, one after the other;
@@ -117,7 +123,8 @@ def shared(
     *others, last = n_layers
     forms = [_forms(n_layers[m], n_devices, models[m], 1, ()) for m in others]
     rounds = () if last in unstaged else rounds
-    loops = _forms(n_layers[last], n_devices, models[last], max_stage, rounds)
+    whole = patterns.get(last, 1)
+    loops = _forms(n_layers[last], n_devices, models[last], max_stage, rounds, whole)
     forms.append([f for f in loops if f.n_segments == 1])
     for chosen in product(*forms):
         yield from _family(chosen, (0,) * len(n_layers), np.array([[n_devices]]))
@@ -149,10 +156,15 @@ def _splits(n_devices: int, n_blocks: int) -> np.ndarray:
 
 
 def _forms(
-    n_layers: int, n_devices: int, models: Sequence[int], max_stage: int, rounds: Sequence[int]
+    n_layers: int,
+    n_devices: int,
+    models: Sequence[int],
+    max_stage: int,
+    rounds: Sequence[int],
+    pattern: int = 1,
 ) -> list[Form]:
     """Forms of a module on one data rank. A pipeline of depth s comes as s segments, and as one
-    segment with stage=s for each number of rounds in which they divide its layers."""
+    segment with stage=s for each number of rounds in which they divide its patterns of layers."""
     forms = []
     for depth in range(1, min(max_stage, n_layers, n_devices) + 1):
         for model in (m for m in models if depth * m <= n_devices):
@@ -160,7 +172,7 @@ def _forms(
             if depth == 1:
                 forms.append(Form(mesh))
                 continue
-            forms += [Form(mesh, rounds=r) for r in rounds if n_layers % (depth * r) == 0]
+            forms += [Form(mesh, rounds=r) for r in rounds if n_layers % (depth * r * pattern) == 0]
             forms.append(Form(MeshShape(model=model), depth))
     return forms
 
@@ -207,7 +219,7 @@ def families(
         for family in SPACES[policy](
             n_devices, facts.n_layers, max_model=max_model, max_stage=config.max_stage,
             rounds=(config.rounds,) if config.rounds else ROUNDS, unstaged=facts.unstaged,
-            degrees=degrees,
+            patterns=facts.patterns, degrees=degrees,
         ):  # fmt: skip
             inside = [
                 in_nodes(first, data * form.n_devices, form.mesh.model, node)

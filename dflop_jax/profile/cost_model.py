@@ -6,7 +6,6 @@ of microbatches in a group.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache, reduce
 
@@ -25,6 +24,7 @@ from dflop_jax.profile.state import (
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
+    LAYERS,
     MeshShape,
     ModelProfile,
     Remat,
@@ -48,7 +48,7 @@ class Figures:
         self.is_there = np.asarray(rows) > 0
         self.rank_share = rank_share(rows, tokens, model)  # of hidden states, on a tensor rank
         features = shape_features(rows, tokens)
-        self._first = fits.profile.layer_kinds(module)[0]
+        self._first = fits.profile.kinds.get(module, (LAYERS,))[0]
         self._predict = cache(
             lambda kind, name: fits.at(layer_key(module, kind), model, features, name)
         )
@@ -74,15 +74,10 @@ class CostModel:
     def kind(self, segment: SegmentPlan) -> tuple[object, ...]:
         """Equal for segments of equal prices and bytes, as most of those inside a module are."""
         return (
-            segment.module, self.layers(segment), segment.first, segment.last, segment.remat,
-            segment.zero, segment.shard_devices, segment.rounds, self.hands_over(segment),
-            self.inputs_kept(segment),
+            segment.module, tuple(self.profile.kinds_in(segment).items()), segment.first,
+            segment.last, segment.remat, segment.zero, segment.shard_devices, segment.rounds,
+            self.hands_over(segment), self.inputs_kept(segment),
         )  # fmt: skip
-
-    def layers(self, segment: SegmentPlan) -> tuple[tuple[str, int], ...]:
-        """(kind, layers of that kind) of a segment, in the order in which they come first."""
-        kinds = self.profile.layer_kinds(segment.module)[segment.start : segment.stop]
-        return tuple(Counter(kinds).items())
 
     def slowdown(self, mesh: MeshShape) -> Array:
         """How much longer a submesh's devices take together than a rank took when it was timed,
@@ -140,7 +135,7 @@ class CostModel:
                 moved_s = moved_s + moved.layer_scatter_s
                 seconds = seconds + ticks * moved.ends_scatter_s
             layers_s: Array = 0.0
-            for kind, n in self.layers(segment):
+            for kind, n in self.profile.kinds_in(segment).items():
                 layer_s = figures.of(kind, f"layer_{loop}")
                 if loop == BACKWARD:
                     layer_s = layer_s + figures.of(kind, f"{again}.layer_s")
@@ -177,7 +172,7 @@ class CostModel:
         loops = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
         ticks = _ticks(segment, mesh, group_size)
         alone_s: Array = 0.0
-        for kind, n in self.layers(segment):
+        for kind, n in self.profile.kinds_in(segment).items():
             layers = layer_key(segment.module, kind)
             layer_s = sum(self.fits.content_s(layers, mesh.model, loop) for loop in loops)
             alone_s = alone_s + layer_s * (n / _visits(segment, mesh))
@@ -295,7 +290,7 @@ class CostModel:
         and their gradients; when its loss is computed, backward has not begun.
         """
         again, alone = _again(segment), not self.hands_over(segment)
-        ticks, kinds = _ticks(segment, mesh, group_size), dict(self.layers(segment))
+        ticks, kinds = _ticks(segment, mesh, group_size), self.profile.kinds_in(segment)
 
         def every_layer(name: str) -> Array:
             visits = _visits(segment, mesh)

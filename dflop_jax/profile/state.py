@@ -3,7 +3,6 @@ state, and what data ranks bring each other (ZeRO)."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,7 +35,7 @@ def _layers(
 ) -> list[tuple[str, int, float]]:
     """(key, layers, bytes of a layer's parameters on one device, in float32) of the kinds of a
     segment's layers."""
-    kinds = Counter(profile.layer_kinds(segment.module)[segment.start : segment.stop])
+    kinds = profile.kinds_in(segment)
     keys = {layer_key(segment.module, kind): n for kind, n in kinds.items()}
     return [(key, n, profile.layer_param_bytes[key] / mesh.model) for key, n in keys.items()]
 

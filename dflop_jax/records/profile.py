@@ -10,7 +10,7 @@ from dflop_jax.records.check import require
 from dflop_jax.records.data import DataProfile, Shape
 from dflop_jax.records.features import times
 from dflop_jax.records.hardware import Hardware
-from dflop_jax.records.plan import Edge, Remat
+from dflop_jax.records.plan import Edge, Remat, SegmentPlan
 
 LAYERS = "layers"  # the kind of all layers of a module that does not name kinds
 
@@ -160,6 +160,11 @@ class ModelProfile:
     def layer_kinds(self, module: str) -> tuple[str, ...]:
         """The kind of every layer of a module."""
         return self.kinds.get(module) or (LAYERS,) * self.n_layers[module]
+
+    def kinds_in(self, segment: SegmentPlan) -> dict[str, int]:
+        """How many layers a segment has of each kind, in the order in which they come first."""
+        kinds = self.kinds.get(segment.module)
+        return Counter(kinds[segment.start : segment.stop]) if kinds else {LAYERS: segment.n_layers}
 
     def layers_bytes(self, module: str) -> int:
         """Bytes of the parameters of all layers of a module."""

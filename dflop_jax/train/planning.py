@@ -129,11 +129,11 @@ def check_plannable(place: Workplace) -> None:
     policy has no placement, or the model's state alone is more than memory holds."""
     check_names(place)
     modules, config = place.model.modules, with_degrees(place)
-    n_layers = {name: m.n_layers for name, m in modules.items()}
+    kinds = {name: layer_kinds_of(m) for name, m in modules.items()}
     degrees = {
         name: [d for d in tensor_degrees(place) if divides(m, d)] for name, m in modules.items()
     }
-    facts = ModelFacts.of(n_layers, degrees, edges_of(place.model))
+    facts = ModelFacts.of(kinds, degrees, edges_of(place.model))
     check_possible(facts, place.n_devices, place.node, config, partial(_allowed, place))
     limit, least = place.plannable_bytes, least_bytes(place)
     if limit and least > limit:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import ends_in_layers
+from dflop_jax.plan.placement import cut_costs
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Layout, Plan, Remat, Scheduling, with_remat
@@ -92,7 +92,7 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
     programs, which batch microbatches to groups of one shape, and without pipelines of encoders,
     since data ranks do. Beyond 64 devices splits move in steps of a 32nd."""
     profile = cost_model(case).profile
-    ends = ends_in_layers(profile)
+    costs = cut_costs(profile)
     step = case.n_devices // _SPLITS if case.n_devices > _EVERY_SPLIT else 1
     bounds = {"max_model": min(MAX_MODEL, case.hardware.devices_per_node), "max_stage": MAX_STAGE}
     for family in separate(case.n_devices, profile.n_layers, **bounds):
@@ -102,7 +102,7 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
         for i, (*_, first) in enumerate(family.first.tolist()):
             if first % family.forms[-1].mesh.model or first % step:
                 continue
-            layout = family.layout(i, profile.n_layers, ends)
+            layout = family.layout(i, profile.n_layers, costs)
             if is_timed(cost_model(case), layout):
                 yield plan_of(case, "dflop", layout)
 

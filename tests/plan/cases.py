@@ -13,7 +13,7 @@ import numpy as np
 import dflop_jax.plan.sizing as sizing
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.placement import name_of
+from dflop_jax.plan.placement import RunCosts, name_of
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.plan.space import SPACES
@@ -253,7 +253,7 @@ def every_candidate(policy, n_devices, profile, data, config):
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
         both = (t.ends_forward_s + t.ends_backward_s) / (t.layer_forward_s + t.layer_backward_s)
         share = profile.entry_share[t.module]
-        ends[t.module, t.model] = (round(both * share, 6), round(both * (1 - share), 6))
+        ends[t.module, t.model] = RunCosts(round(both * share, 6), round(both * (1 - share), 6))
     batches = sample_batches(data.loads, BATCH, config.sampled_batches)
     hardware = profile.hardware
     n_groups = {}  # it does not depend on seconds

@@ -114,7 +114,7 @@ def test_every_rank_holds_chunks_of_every_module(n_devices, tp):
             assert [s.submesh for s in chunks] == rounds[m] * list(meshes)
             layers = [layer for s in chunks for layer in range(s.start, s.stop)]
             assert layers == list(range(rules.n_layers[m]))
-            entry, leave = rules.ends(m, model)
+            entry, leave, _ = rules.run_costs(m, model)
             dearest = max(s.n_layers + entry * s.first + leave * s.last for s in chunks)
             least = least_dearest(rules.n_layers[m], len(chunks), entry, leave)
             assert dearest == pytest.approx(least)

@@ -5,7 +5,14 @@ import itertools
 import pytest
 
 from dflop_jax.plan.baselines import blind
-from dflop_jax.plan.placement import Form, factors, lay_out, name_of, split_layers
+from dflop_jax.plan.placement import (
+    Form,
+    RunCosts,
+    factors,
+    lay_out,
+    name_of,
+    split_layers,
+)
 from dflop_jax.plan.space import separate, shared
 from dflop_jax.records import Bucket, Layout, MeshShape, Plan, Shape
 
@@ -253,7 +260,7 @@ def test_layers_split_so_that_the_dearest_run_is_cheapest(n, parts, ends):
         costs[-1] += ends[1]
         return max(costs)
 
-    got = [b - a for a, b in split_layers(n, parts, ends)]
+    got = [b - a for a, b in split_layers(n, parts, RunCosts(*ends))]
     every = (s for s in itertools.product(range(1, n + 1), repeat=parts) if sum(s) == n)
     assert sum(got) == n
     assert min(got) >= 1
@@ -262,7 +269,7 @@ def test_layers_split_so_that_the_dearest_run_is_cheapest(n, parts, ends):
 
 def test_the_ends_of_a_model_shift_layers_to_the_others():
     where = (Form(MeshShape()), Form(MeshShape(), 2)), (0, 1)
-    ends = {("llm", 1): (0.0, 2.0)}
+    ends = {("llm", 1): RunCosts(0.0, 2.0)}
     assert [s.n_layers for s in lay_out(*where, LAYERS, ends).segments] == [3, 3, 1]
     assert [s.n_layers for s in lay_out(*where, LAYERS).segments] == [3, 2, 2]
 

@@ -344,6 +344,7 @@ RUNS = {
     "auto_choice": Tiny(2, ("--random", 2, "--first", 1), answers_of_nothing),
     "bad_samples": Tiny(3, (), made_up_job),
     "beside": Tiny(0, ("HEAD", "--runs", 1), one_commit),
+    "cut_points": Tiny(12),
     "data_index": Tiny(6, ("--records", 8)),
     "decode": Tiny(
         5, ("--passes", 1, "--samples", 2, "--workers", 1, "--minutes", 0.01), some_media

@@ -1,20 +1,32 @@
 """Every placement of the spaces, against counting by brute force."""
 
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
 from dflop_jax.plan.baselines import blind
 from dflop_jax.plan.placement import (
     Form,
     RunCosts,
+    cut_costs,
     factors,
     lay_out,
     name_of,
+    pattern,
     split_layers,
 )
 from dflop_jax.plan.space import separate, shared
-from dflop_jax.records import Bucket, Layout, MeshShape, Plan, Shape
+from dflop_jax.records import (
+    Bucket,
+    LayerTiming,
+    Layout,
+    MeshShape,
+    ModelProfile,
+    Plan,
+    Shape,
+)
 
 from .cases import layouts
 
@@ -278,3 +290,59 @@ def test_factors():
     assert factors(12, 4) == [1, 2, 3, 4]
     assert factors(1, 8) == [1]
     assert factors(7, 100) == [1, 7]
+
+
+def test_layers_that_differ_are_cut_by_what_they_cost():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        n = int(rng.integers(1, 10))
+        parts = int(rng.integers(1, n + 1))
+        entry, leave, *layers = rng.integers(0, 9, n + 2).tolist()
+        costs = RunCosts(entry, leave, tuple(layers))
+
+        def dearest(cuts, costs=costs):
+            each = [sum(costs.layers[a:b]) for a, b in itertools.pairwise(cuts)]
+            each[0] += costs.entry
+            each[-1] += costs.exit
+            return max(each)
+
+        got = split_layers(n, parts, costs)
+        cuts = [0, *(b for _, b in got)]
+        assert cuts == [*(a for a, _ in got), n]
+        every = itertools.combinations(range(1, n), parts - 1)
+        assert dearest(cuts) == min(dearest((0, *inner, n)) for inner in every)
+
+
+def test_what_layers_cost_comes_from_the_timings_of_their_kinds():
+    def timing(kind, rows, layer_s, ends_s):
+        shape = Shape(rows, 8)
+        return LayerTiming("llm", 1, shape, layer_s, 2 * layer_s, ends_s, ends_s, kind=kind)
+
+    timings = (
+        timing("full", 1, 7.0, 7.0), timing("full", 4, 3.0, 6.0), timing("delta", 4, 1.0, 6.0)
+    )  # fmt: skip
+    kinds = ("delta", "delta", "full")
+    profile = ModelProfile(
+        "k", "x", timings, {"llm.full": 1, "llm.delta": 1}, {"llm": 1}, {"llm": 3}, {"llm": 0.25},
+        1.0, kinds={"llm": kinds},
+    )  # fmt: skip
+    mean_s = (3 + 3 + 9) / 3
+    entry, leave, layers = cut_costs(profile)["llm", 1]
+    assert (entry, leave) == pytest.approx((0.25 * 12 / mean_s, 0.75 * 12 / mean_s))
+    assert layers == pytest.approx((0.6, 0.6, 1.8))
+    with pytest.raises(ValueError, match="'llm' has 3 layers and kinds of 2"):
+        dataclasses.replace(profile, kinds={"llm": kinds[:2]})
+
+
+@pytest.mark.parametrize("kinds, want", [
+    ("a", 1), ("aaaa", 1), ("aab" * 4, 3), ("abab", 2), ("aaba", 4), ("aabaabaa", 8),
+])  # fmt: skip
+def test_loops_hold_whole_patterns(kinds, want):
+    assert pattern(kinds) == want
+    n = len(kinds)
+    families = separate(8, {"llm": n}, max_model=1, max_stage=4, patterns={"llm": want})
+    loops = {(f.forms[0].mesh.stage, f.forms[0].rounds) for f in families}
+    for stages, rounds in itertools.product((2, 3, 4), (1, 2)):
+        size = n // (stages * rounds)
+        alike = size > 0 and kinds == kinds[:size] * (stages * rounds)
+        assert ((stages, rounds) in loops) == (alike and 8 % stages == 0)

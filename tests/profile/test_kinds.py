@@ -1,0 +1,194 @@
+"""Profiles, prices, bytes and needed FLOPs of a module with layers of two kinds, against the same
+of modules with one of them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from dflop_jax.config import PlanConfig
+from dflop_jax.contract import layer_kinds_of
+from dflop_jax.gpu_compile.needed import needed_flops as flops_of_program
+from dflop_jax.hardware import find_hardware
+from dflop_jax.pipeline.held import param_structs
+from dflop_jax.pipeline.layout import device_mesh, make_segments
+from dflop_jax.pipeline.segment import Segment
+from dflop_jax.plan.search import search_plan
+from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.measure import model_profile, profile_key, time_layer
+from dflop_jax.profile.needed import needed_flops
+from dflop_jax.profile.one_kind import kinds_apart
+from dflop_jax.profile.roofline import roofline_profile
+from dflop_jax.profile.state import parameter_bytes
+from dflop_jax.record_files import load, save
+from dflop_jax.records import BACKWARD, FORWARD, MeshShape, ModelProfile, SegmentPlan, Shape
+from tests.mixed import UNITS, Mixed
+from tests.plans import nano_profile
+from tests.small import HIDDEN, WIDTH, Small
+
+MIXED = Mixed(tied=False, pattern="gmmmgm")
+SHAPES = {"vision": [Shape(1, 16), Shape(8, 16)], "llm": [Shape(1, 32), Shape(2, 96)]}
+A100 = find_hardware("a100-80")
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return CostModel(roofline_profile(MIXED, A100, SHAPES, [1, 2], n_devices=8))
+
+
+def segment(start, stop, **more):
+    return SegmentPlan("s", "llm", start, stop, "s", start == 0, stop == 6, **more)
+
+
+def one_kind(profile, kind):
+    """The profile of the module as if all its layers were of a kind."""
+    key = f"llm.{kind}"
+    timings = tuple(
+        dataclasses.replace(t, kind="layers")
+        for t in profile.timings
+        if t.module == "vision" or t.kind == kind
+    )
+    own = {"llm": profile.layer_param_bytes[key]}
+    return dataclasses.replace(
+        profile, timings=timings, kinds={}, layer_param_bytes=own,
+        layer_dims={"llm": profile.layer_dims[key]},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("start, stop, stages", [(0, 6, 1), (1, 4, 1), (0, 5, 1), (1, 5, 2)])
+@pytest.mark.parametrize("remat", ["none", "layers", "segment"])
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_segment_takes_what_its_layers_take(costs, start, stop, stages, remat, zero):
+    """As the mean of modules of one kind, by the number of its layers of each."""
+    mixed, mesh = segment(start, stop, remat=remat, zero=zero), MeshShape(stage=stages, data=2)
+    kinds = layer_kinds_of(MIXED.modules["llm"])[start:stop]
+    apart = {k: CostModel(one_kind(costs.profile, k)) for k in ("mean", "gate")}
+    share = {k: kinds.count(k) / len(kinds) for k in apart}
+    rows, tokens = np.array([1, 2, 0]), np.array([32, 96, 0])
+
+    def mean(of):
+        return sum(share[k] * of(apart[k]) for k in apart)
+
+    for direction in (FORWARD, BACKWARD):
+        got = costs.group_s(mixed, mesh, 4, rows, tokens, direction)
+        want = mean(lambda c, d=direction: c.group_s(mixed, mesh, 4, rows, tokens, d))
+        np.testing.assert_allclose(got, want, rtol=2e-2)  # the ends, beside layers of either kind
+        assert got[2] == 0.0
+    got = costs.segment_bytes(mixed, mesh, 4, rows, tokens)
+    every = {k: c.segment_bytes(mixed, mesh, 4, rows, tokens) for k, c in apart.items()}
+    np.testing.assert_allclose(got.state, sum(share[k] * b.state for k, b in every.items()))
+    np.testing.assert_allclose(got.kept, sum(share[k] * b.kept for k, b in every.items()))
+    most = np.maximum(*(b.temporaries for b in every.values()))
+    assert (got.temporaries <= most * (1 + 1e-9)).all()
+
+
+def test_segments_of_other_kinds_have_prices_of_their_own(costs):
+    assert costs.kind(segment(1, 3)) == costs.kind(segment(2, 4))  # two means each
+    assert costs.kind(segment(1, 3)) != costs.kind(segment(3, 5))
+    alone = CostModel(dataclasses.replace(costs.profile, host_s=0.0))
+    two = [
+        alone.group_s(segment(a, b), MeshShape(), 1, 2, 96, BACKWARD) for a, b in ((1, 3), (3, 5))
+    ]
+    assert two[0] != two[1]
+
+
+@pytest.mark.parametrize("start, stop", [(0, 6), (1, 4), (4, 6)])
+def test_bytes_are_those_of_the_parameters(costs, start, stop):
+    s = segment(start, stop)
+    held = param_structs(
+        Segment(s, MIXED.modules["llm"], device_mesh(MeshShape(), jax.devices()), 1, frozenset())
+    )
+    layers = {part: tree for part, tree in held.items() if part in ("mean", "gate")}
+    want = sum(a.size * 4 for a in jax.tree.leaves(layers))
+    ends = costs.profile.ends_param_bytes["llm"] * (s.first + s.last) / 2
+    assert parameter_bytes(s, MeshShape(), costs.profile) == want + ends
+    if (start, stop) == (0, 6):
+        assert costs.profile.layers_bytes("llm") == want
+
+
+def test_needed_flops_by_hand():
+    """A layer of means has three products, one of them of two activations; a gated one has four."""
+    n, width = 24, WIDTH
+    mean = 2 * (2 * width * HIDDEN), 2 * width  # of a token with parameters, of a pair
+    gate = 2 * (3 * width * UNITS), 2 * width
+    head = 2 * width * MIXED.vocab_size
+    every = needed_flops(MIXED, {"vision": 16, "llm": n})["llm"]
+    per_pair = 4 * mean[1] + 2 * gate[1]
+    # What sums up tokens is given: only the sum needs a gradient.
+    want = 3 * n * (4 * mean[0] + 2 * gate[0] + head) + 2 * n * n * per_pair
+    assert every(n) == pytest.approx(want)
+    frozen = needed_flops(MIXED, {"llm": n}, ("llm",))["llm"]
+    # The first gate has nothing before it that trains.
+    without = 2 * width * UNITS * 2  # gate and value: their inputs need no gradient there
+    want = n * (3 * 2 * gate[0] - without + 2 * 4 * mean[0] + 2 * head)
+    want += n * n * (2 * per_pair - gate[1])
+    assert frozen(n) == pytest.approx(want)
+
+
+def test_needed_flops_of_cuts_add_up():
+    module, shape = MIXED.modules["llm"], Shape(2, 32)
+    mesh = device_mesh(MeshShape(), jax.devices())
+
+    def needed(start, stop, direction):
+        s = segment(start, stop)
+        ends = ["entry"] * s.first + ["exit"] * s.last
+        trains = frozenset(["mean", "gate", *ends])
+        wants = frozenset() if s.first else frozenset({"hidden"})
+        return flops_of_program(
+            Segment(s, module, mesh, 1, trains, wants), shape, direction, with_forward=False
+        )
+
+    for direction in (FORWARD, BACKWARD):
+        whole = needed(0, 6, direction)
+        parts = sum(needed(a, b, direction) for a, b in ((0, 1), (1, 5), (5, 6)))
+        assert whole == pytest.approx(parts)
+        assert whole > 0
+
+
+def test_a_profile_says_kinds_and_older_ones_have_none(tmp_path, costs):
+    file = tmp_path / "profile.json"
+    save(costs.profile, file)
+    assert load(ModelProfile, file) == costs.profile
+    assert costs.profile.layer_kinds("llm")[:2] == ("gate", "mean")
+    single = roofline_profile(Small(), A100, SHAPES, [1], n_devices=1)
+    assert single.kinds == {}
+    assert {t.kind for t in single.timings} == {"layers"}
+    save(single, file)
+    text = file.read_text()
+    assert '"kind": "layers"' in text or '"kind":"layers"' in text
+    for said in ('"kind": "layers"', '"kind":"layers"'):
+        text = text.replace(f",{said}", "").replace(f", {said}", "").replace(f"{said},", "")
+    file.write_text(text)
+    assert load(ModelProfile, file) == single
+
+
+def test_programs_of_every_kind_are_timed():
+    devices = jax.devices()[:1]
+    shape = Shape(1, 32)
+    shapes = {"vision": [Shape(2, 16)], "llm": [shape]}
+    timings = [
+        time_layer(MIXED, m, s[0], devices, kind=kind, most_runs=3)
+        for m, s in shapes.items()
+        for kind in kinds_apart(MIXED.modules[m])
+    ]
+    assert [t.layers for t in timings] == ["vision", "llm.gate", "llm.mean"]
+    profile = model_profile(MIXED, shapes, timings, devices, key="k")
+    assert all({"none", "layers"} <= {*t.recompute} for t in profile.timings)
+    assert CostModel(profile).group_s(segment(0, 6), MeshShape(), 1, 1, 32, BACKWARD) > 0
+    other = dataclasses.replace(MIXED, pattern="mmmmmm")
+    keys = {profile_key(m, devices, shapes) for m in (MIXED, other, Small(n_layers=6))}
+    assert len(keys) == 3
+
+
+@pytest.mark.parametrize("policy", ["dflop", "dip", "orch"])
+@pytest.mark.parametrize("pattern", ["gmmmgm", "mgmgmgmg"])
+def test_plans_of_every_policy_fit_the_model(policy, pattern):
+    m = Mixed(tied=False, pattern=pattern)
+    profile = roofline_profile(m, A100, SHAPES, [1, 2], n_devices=8)
+    config = PlanConfig(policy=policy, max_stage=4)
+    result = search_plan(
+        profile, nano_profile().data, n_devices=8, config=config, global_batch=32, refine=False
+    )
+    for candidate in result.candidates:
+        make_segments(m, candidate.plan.layout, jax.devices())

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflop_jax.contract import LAYERS, Module, MultimodalModel, n_rows, stacked_parts
+from dflop_jax.contract import Module, MultimodalModel, n_rows, stacked_parts
 from dflop_jax.pipeline.by_layer import Averaged, LayerOptimizer, Optimizer, kept, published_structs
 from dflop_jax.pipeline.elementwise import map_state
 from dflop_jax.pipeline.parts import part_struct
 from dflop_jax.profile.parts import param_dims, part_names
-from dflop_jax.records import ModelProfile, ParamDims
+from dflop_jax.records import ModelProfile, ParamDims, layer_key
 
 Tree = Any
 AVERAGE_BYTES = 4  # of an element, in float32
@@ -32,8 +32,7 @@ def with_optimizer(
         stacked = stacked_parts(module)
         for kind in dict.fromkeys(stacked.values()):
             parts = [p for p, k in stacked.items() if k == kind]
-            key = name if kind == LAYERS else f"{name}.{kind}"
-            layer_dims[key] = _dims(module, parts, tx, frozen)
+            layer_dims[layer_key(name, kind)] = _dims(module, parts, tx, frozen)
         ends = [p for p in part_names(module) if p not in stacked]
         ends_dims[name] = _dims(module, ends, tx, frozen)
     return replace(profile, layer_dims=layer_dims, ends_dims=ends_dims)

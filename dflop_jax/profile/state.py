@@ -116,15 +116,20 @@ def shard_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) ->
 def optimizer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Bytes of what the optimizer keeps of a segment's parameters on one device, beside masters."""
     ranks = np.asarray(segment.shard_ranks(mesh.data, mesh.model))
-    known = (d.get(segment.module, ()) for d in (profile.layer_dims, profile.ends_dims))
-    if not all(dims := tuple(known)):
+    kinds = [(key, n) for key, n, _ in _layers(segment, mesh, profile)]
+    known = [profile.layer_dims.get(key, ()) for key, _ in kinds]
+    ends_dims = profile.ends_dims.get(segment.module, ())
+    if not all((*known, ends_dims)):
         return shard_bytes(segment, mesh, profile) * 2
-    layer, ends = (
-        np.reshape(_optimizer_bytes(d, tuple(ranks.ravel().tolist()), mesh.model), ranks.shape)
-        for d in dims
+
+    def kept_bytes(dims: tuple[ParamDims, ...]) -> np.ndarray:
+        by_ranks = _optimizer_bytes(dims, tuple(ranks.ravel().tolist()), mesh.model)
+        return np.reshape(by_ranks, ranks.shape)
+
+    layers = sum(
+        kept_bytes(dims) * n / mesh.stage for dims, (_, n) in zip(known, kinds, strict=True)
     )
-    layers = layer * segment.n_layers / mesh.stage
-    return layers + ends * _ends_here(segment, profile)
+    return layers + kept_bytes(ends_dims) * _ends_here(segment, profile)
 
 
 @lru_cache(maxsize=4096)  # as `_shares`

@@ -109,6 +109,9 @@ class DataConfig:
         tuple[str, ...],
         "names of the columns of records, where they have others: messages=chat,image=pictures",
     ] = ()
+    loss_on_prompts: Annotated[
+        bool, "train on all text of a record, not its answers alone; held-out losses stay theirs"
+    ] = False
     blank_images: Annotated[bool, "replace every picture by grey (a control experiment)"] = False
     max_bad_fraction: Annotated[
         NonNegativeFloat, "share of undecodable samples that stops the run"

@@ -34,6 +34,7 @@ from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.sample import OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import BYTES, Tokenizer, chat_pieces, make_tokenizer
+from dflop_jax.data.text.weighting import trained_on
 
 
 def make_source(
@@ -64,6 +65,10 @@ def make_source(
     if config.path:
         made = _Arguments(config, spec, split, n_held_out, vocab_size, str(index_dir))
         return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
+    if config.loss_on_prompts:
+        raise ValueError(
+            "data.loss_on_prompts is of records: give data.path, or leave it out for the scenes"
+        )
     assert not isinstance(tokenizer, ChatTokenizer)
     return SceneSource(
         n_held_out if split == "eval" and n_held_out else config.n_samples,
@@ -219,6 +224,10 @@ def _mixture(
         placeholder=tokenizer.placeholder_id,
         blank_images=config.blank_images,
         opened_by=OpenedBy(f"{__name__}:open_source", arguments),
+        # Held-out losses stay those of plain answers.
+        weighting=partial(trained_on, prompts=config.loss_on_prompts)
+        if made.split == "train"
+        else None,
     )
 
 

@@ -21,17 +21,20 @@ from dflop_jax.data.datasets.chat_messages import Turns, turns_of_messages
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.pieces import ROLES
+from dflop_jax.data.text.weighting import WEIGHT, answer_weights
 
 TEXTS = ("conversations", "messages")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation. `media` are (kind, where) in the order of their tags in the turns."""
+    """One conversation. `media` are (kind, where) in the order of their tags in the turns;
+    `weights` those of the loss of every answer, () where all are 1."""
 
     name: str
     turns: Turns
     media: tuple[tuple[str, MediaFile], ...]
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class RecordFormat:
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
         media = {kind.name: (kind.name, f"{kind.name}s") for kind in self.kinds}
-        return {"id": ("id",), **{text: (text,) for text in TEXTS}, **media}
+        own = {name: (name,) for name in ("id", WEIGHT)}
+        return {**own, **{text: (text,) for text in TEXTS}, **media}
 
     def chosen(self, names: Collection[str]) -> dict[str, str]:
         """Return the column that each field of a record is read from, of those that there are.
@@ -104,7 +108,7 @@ def parse_record(
             raise ValueError("not a JSON object")
         fields = {field: raw[c] for field, c in records.chosen(raw).items()}
         name = record_name(place, fields)
-        turns, inline = _turns(fields, records.kinds)
+        turns, inline, weights = _turns(fields, records.kinds)
         media = {kind.name: _listed(fields, kind.name) for kind in records.kinds}
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         if len(inline) < len(tags) and not any(media.values()):
@@ -122,7 +126,7 @@ def parse_record(
         queues = {kind: iter(values) for kind, values in media.items()}
         given = [inline[k] if k in inline else next(queues[tag]) for k, tag in enumerate(tags)]
         opened = [_found(tag, value, k, find) for k, (tag, value) in enumerate(zip(tags, given))]
-        return Record(name, turns, tuple(zip(tags, opened, strict=True)))
+        return Record(name, turns, tuple(zip(tags, opened, strict=True)), weights)
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from None
 
@@ -149,13 +153,20 @@ def check_split(split: str, n_held_out: int) -> None:
         raise ValueError("the eval split of a dataset on disk needs train.eval_samples above 0")
 
 
-def _turns(fields: Mapping[str, Any], kinds: Kinds) -> tuple[Turns, dict[int, Any]]:
-    """Turns, and media that the text itself names by the number of their tag."""
-    texts = {text: fields.get(text) for text in TEXTS}
+def _turns(
+    fields: Mapping[str, Any], kinds: Kinds
+) -> tuple[Turns, dict[int, Any], tuple[float, ...]]:
+    """Turns, media that the text itself names by the number of their tag, and the answers'
+    weights."""
+    texts: dict[str, Any] = {text: fields.get(text) for text in TEXTS}
     field = next((text for text, raw in texts.items() if raw), "")
-    raw, inline = texts.get(field), dict[int, Any]()
+    raw: Any = texts.get(field)
+    inline = dict[int, Any]()
     if isinstance(raw, str):  # a column of JSON
         raw = parse_json(raw.encode())
+    by_column = isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values())
+    if by_column and field != "messages":
+        raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
     if field == "messages":
         turns, inline = turns_of_messages(raw, tuple(kind.name for kind in kinds))
     else:
@@ -167,12 +178,10 @@ def _turns(fields: Mapping[str, Any], kinds: Kinds) -> tuple[Turns, dict[int, An
         raise ValueError("turns do not alternate human, gpt up to an answer")
     if any(role == "gpt" and not tag_of(kinds).sub("", text).strip() for role, text in talk):
         raise ValueError("an answer is empty")
-    return turns, inline
+    return turns, inline, answer_weights(raw, [role for role, _ in turns], fields.get(WEIGHT))
 
 
 def _conversation(raw: Any) -> Turns:
-    if isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values()):  # by column
-        raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
     if not isinstance(raw, list) or not raw:
         raise ValueError("no conversations or messages")
     if len(raw) > MAX_TURNS:

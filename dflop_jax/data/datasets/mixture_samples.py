@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,8 +13,10 @@ from dflop_jax.data.media.compose import blanked, compose
 from dflop_jax.data.media.counts import most_demanding
 from dflop_jax.data.media.limits import SIZE_FIELDS, SMALLER, Limits
 from dflop_jax.data.sample import OpenedBy, Sample
+from dflop_jax.data.text.pieces import TextPiece
 from dflop_jax.records import Load
 
+Weighting = Callable[[Sequence[TextPiece], Sequence[float]], Sequence[TextPiece]]
 MAX_TAIL = 64  # samples named as the most demanding
 logger = logging.getLogger("dflop_jax.data")
 
@@ -24,7 +27,7 @@ class MixtureSamples:
     By `limits.oversize` a longer one is cut (see `fitting`), left out, or an error. `counts` says
     how many records are usable, unusable, left out since the model cannot take them, and samples
     oversize. `placeholder`: token id where media stand. `blank_images`: nothing is
-    seen.
+    seen. `weighting` makes pieces, and the weights of a record's answers, into what is trained on.
 
     Raises:
       ValueError: nothing fits, or something does not under oversize="error".
@@ -38,8 +41,9 @@ class MixtureSamples:
         placeholder: int,
         blank_images: bool = False,
         opened_by: OpenedBy | None = None,
+        weighting: Weighting | None = None,
     ) -> None:
-        self._mixture, self._blank = mixture, blank_images
+        self._mixture, self._blank, self._weighting = mixture, blank_images, weighting
         self.opened_by = opened_by
         self._placeholder = placeholder
         self._ways = preparations(mixture.how, limits.oversize)
@@ -94,8 +98,14 @@ class MixtureSamples:
     def sample(self, index: int) -> Sample:
         place, how = int(self._place[index]), self._ways[int(self._way[index])]
         record = self._mixture.record(place)
+        pieces: Sequence[TextPiece] = self._mixture.pieces(record)
+        if self._weighting:
+            try:
+                pieces = self._weighting(pieces, record.weights)
+            except ValueError as e:
+                raise ValueError(f"{record.name}: {e}") from None
         sample = compose(
-            self._mixture.pieces(record),
+            pieces,
             self._mixture.media(place, record, how),
             how,
             placeholder=self._placeholder,

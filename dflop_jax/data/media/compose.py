@@ -49,9 +49,12 @@ def compose(
         runs.append(run)
         n += len(run)
     ids = np.concatenate([np.zeros(0, np.int64), *runs])
-    supervised = [np.full(len(run), p.supervised) for p, run in zip(pieces, runs, strict=True)]
+    weights = [
+        np.full(len(run), p.weight if p.supervised else 0.0, np.float32)
+        for p, run in zip(pieces, runs, strict=True)
+    ]
     text = _text_fields(np.where(ids >= 0, ids, placeholder),
-                        np.concatenate([np.zeros(0, bool), *supervised]))  # fmt: skip
+                        np.concatenate([np.zeros(0, np.float32), *weights]))  # fmt: skip
     text |= {"is_visual": np.zeros(n, bool), "is_newline": np.zeros(n, bool)}
     fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
     places, lengths = {}, {}
@@ -98,8 +101,8 @@ def _sources(n: int, media: Mapping[int, Decoded], starts: Mapping[int, int]) ->
     return placed(n, parts)
 
 
-def _text_fields(tokens: np.ndarray, supervised: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the tokens and, of each, the next one and whether it is to be predicted."""
+def _text_fields(tokens: np.ndarray, own_weights: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the tokens and, of each, the next one and what the loss of predicting it counts."""
     targets, weights = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), np.float32)
-    targets[:-1], weights[:-1] = tokens[1:], supervised[1:]
+    targets[:-1], weights[:-1] = tokens[1:], own_weights[1:]
     return {"tokens": tokens.astype(np.int32), "targets": targets, "weights": weights}

@@ -112,11 +112,13 @@ def make_tokenizer(path: str = "", vocab_size: int | None = None) -> Tokenizer:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A run of text tokens, or (medium >= 0) the place of a medium's tokens."""
+    """A run of text tokens, or (medium >= 0) the place of a medium's tokens. `weight` is that of
+    each token's loss, where they are supervised."""
 
     ids: tuple[int, ...] = ()
     supervised: bool = False
     medium: int = -1
+    weight: float = 1.0
 
 
 def chat_pieces(

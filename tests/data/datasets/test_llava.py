@@ -66,7 +66,54 @@ def test_order_of_media_follows_the_tags(folder):
     assert TOKENIZER.decode(ids[supervised(sample)]) == "onetwo"
 
 
+def weights_by_token(sample):
+    """The weight of every token, which stands one before it."""
+    weights = sample.fields["llm"]["weights"]
+    return np.concatenate([np.zeros(1), weights[:-1]])
+
+
+def test_answers_and_records_have_weights(folder):
+    """Media in an answer leave it one; a prompt has none but where prompts are trained on, and what
+    is held out is as if there were no weights."""
+    talk = turns("Say", "one <image> two", "and", "three")
+    talk[1]["weight"] = 0.5
+    row = record(0, conversations=talk, weight=4)
+    sample = load(folder, [row]).sample(0)
+    ids, weights = tokens(sample), weights_by_token(sample)
+    shown = {w: TOKENIZER.decode(ids[weights == w]) for w in (2.0, 4.0)}
+    assert shown == {2.0: "one  two", 4.0: "three"}
+    assert set(np.unique(weights)) == {0.0, 2.0, 4.0}
+    assert not weights[from_pictures(sample)].any()
+    everything = load(folder, [row], loss_on_prompts=True).sample(0)
+    also = weights_by_token(everything)
+    np.testing.assert_array_equal(also[weights > 0], weights[weights > 0])
+    rest = (weights == 0) & ~from_pictures(sample)
+    assert (also[rest][1:] == 1).all()
+    assert not also[from_pictures(sample)].any()
+    held = load(folder, [row, record(1)], split="eval", n_held_out=1, loss_on_prompts=True)
+    assert set(np.unique(held.sample(0).fields["llm"]["weights"])) == {0.0, 1.0}
+
+
+def test_messages_have_weights_too(folder):
+    said = [{"role": "user", "content": "<image>?"},
+            {"role": "assistant", "content": "yes", "weight": 0}]  # fmt: skip
+    sample = load(folder, [record(0, conversations=None, messages=said)]).sample(0)
+    assert not sample.fields["llm"]["weights"].any()
+
+
+def test_prompts_of_scenes_are_not_trained_on():
+    with pytest.raises(ValueError, match=r"data.loss_on_prompts is of records: give data.path"):
+        make_source(DataConfig(loss_on_prompts=True), SPEC)
+
+
 BAD = {
+    "the weight of turn 1 is 'much'": {
+        "conversations": [turns("<image>")[0], {"from": "gpt", "value": "a", "weight": "much"}]
+    },
+    "the weight of the record is -1, not a number": {"weight": -1},
+    "turn 0 has a weight and is no answer": {
+        "conversations": [{**turns("<image>", "a")[0], "weight": 1}, turns("<image>", "a")[1]]
+    },
     "missing file": {"image": "none.png"},
     "2 <image> tags for 1 images": {"conversations": turns("<image><image>", "a")},
     "0 <image> tags for 1 images": {"conversations": turns("no tag", "a")},

@@ -1,0 +1,70 @@
+"""What of a conversation is trained on, and how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dflop_jax.data.text.pieces import TextPiece
+
+WEIGHT = "weight"  # the field of a turn, and of a record
+
+
+def answer_weights(turns: Sequence[Any], roles: Sequence[str], of_all: Any) -> tuple[float, ...]:
+    """The weight of every answer of a record: its turn's times the record's own, 1 where none is
+    given; () where all are 1.
+
+    Args:
+      turns: mappings, of which those of answers may have a weight.
+      roles: human, gpt or system, of each.
+
+    Raises:
+      ValueError: a weight that is none, or one of a turn that is no answer.
+    """
+    whole = _weight(of_all, "the record")
+    weights = []
+    for k, (turn, role) in enumerate(zip(turns, roles, strict=True)):
+        given = turn.get(WEIGHT) if isinstance(turn, Mapping) else None
+        if role == "gpt":
+            weights.append(whole * _weight(given, f"turn {k}"))
+        elif given is not None:
+            raise ValueError(f"turn {k} has a weight and is no answer")
+    return () if all(w == 1.0 for w in weights) else tuple(weights)
+
+
+def _weight(given: Any, whose: str) -> float:
+    if given is None:
+        return 1.0
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not (math.isfinite(given) and given >= 0):
+        raise ValueError(f"the weight of {whose} is {given!r:.50}, not a number, 0 or above")
+    return float(given)
+
+
+def trained_on(
+    pieces: Sequence[TextPiece], weights: Sequence[float], *, prompts: bool
+) -> tuple[TextPiece, ...]:
+    """The pieces of a conversation with the weights of its answers (none: 1 each), and all other
+    text supervised, too, if `prompts`.
+
+    Raises:
+      ValueError: weights of another number of answers than the template has.
+    """
+    out, answer, inside = [], -1, False
+    for p in pieces:
+        if p.medium < 0:  # a medium in an answer does not end it
+            answer += p.supervised and not inside
+            inside = p.supervised
+            if p.supervised and answer < len(weights):
+                p = replace(p, weight=weights[answer])
+            elif prompts and not p.supervised:
+                p = replace(p, supervised=True)
+        out.append(p)
+    if weights and answer + 1 != len(weights):
+        raise ValueError(
+            f"the chat template supervises {answer + 1} runs of text in {len(weights)} answers, so "
+            "these cannot have weights"
+        )
+    return tuple(out)

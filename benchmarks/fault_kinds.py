@@ -28,7 +28,7 @@ MOMENTS = (STEP, SAVE, SCHEDULE, START, COMPILE, EVALUATION, REDECISION, END, RE
 _PIDFD_GETFD = 438  # system call
 _SEIZE, _INTERRUPT = 0x4206, 0x4207  # of ptrace
 _ALL = 0x40000000  # __WALL: threads as well
-SLOW_S, FULL_S = 12.0, 3.0  # at most
+SLOW_S, FULL_S = 30.0, 3.0  # at most
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
@@ -157,7 +157,7 @@ def newest_checkpoint(target: Target) -> list[Path]:
     saved = target.job.saved()
     if len(saved) < 2:
         return []
-    folder = target.job.run_dir / "checkpoints" / f"{saved[-1]:08d}"
+    folder = target.job.run_dir / "checkpoints" / f"{max(saved):08d}"
     files = [f for f in folder.iterdir() if f.stat().st_size]
     return [target.rng.choice(sorted(files))]
 

@@ -1,7 +1,7 @@
 """Faults on purpose: what of a run survives them, and is every bit as if nothing had happened?
 
 Command:  python benchmarks/kills.py --faults 200 --mtbf 15 --json kills.json
-Minutes:  1.5 times faults x mtbf and 12 s a fault for the restart, on two cores; 200 take 90
+Minutes:  each fault takes --mtbf and a restart (10 s on two free cores), so 200 about 85
 Expected: survived = bit_exact = faults, orphans 0, unexpected []
 
 One run is left alone. Others of the same configuration have a fault after the other, of every kind

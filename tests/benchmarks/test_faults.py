@@ -128,6 +128,22 @@ def test_one_bit_is_flipped_after_the_kill(kinds, process, tmp_path):
         os.kill(p.pid, 0)
 
 
+def test_it_is_the_newest_of_several_checkpoints_that_is_damaged(kinds, tmp_path):
+    for step in (5, 10, 15):
+        folder = tmp_path / "checkpoints" / f"{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "process-00000").write_bytes(b"x")
+    hit = target(kinds, os.getpid(), tmp_path)
+    for saved, there in (
+        ((), []),
+        ((5,), []),
+        ((15, 10, 5), ["00000015"]),
+        ((5, 10), ["00000010"]),
+    ):
+        hit.job.saved = lambda saved=saved: saved
+        assert [f.parent.name for f in kinds.newest_checkpoint(hit)] == there
+
+
 def test_a_slow_process_is_let_go_once_it_is_named(kinds, process, tmp_path):
     p, said = process(), [""]
     slowed = target(kinds, p.pid, tmp_path)

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.processes import ROOT
 
 from .launched import LIMIT_S, launcher, wait_for
 
-# It tells its agent what a run tells and steps until it is told to end, all processes together.
+# It tells its agent what a run tells and steps until process 0 is told to end, all together.
 # Process 0 "commits", as long as nobody has claimed a later start. A file names a broken place.
 TRAINER = """
 import json, os, signal, sys, time
@@ -35,7 +36,7 @@ names = ("PROCESS_ID", "NUM_PROCESSES", "FULL_PROCESSES", "LOCAL_ID", "FEWER_PRO
 index, number, full, place, fewer = (int(os.environ["DFLOP_" + n]) for n in names)
 start, host = told.start_number(), int(os.environ.get("TEST_HOST", 0))
 asked = folder / f"asked-{{start}}"
-signal.signal(signal.SIGTERM, lambda *_: asked.touch())
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3) if index else asked.touch())
 fact = dict(start=start, host=host, index=index, number=number, full=full, place=place, fewer=fewer)
 with (folder / "starts").open("a") as file:
     file.write(json.dumps(fact) + chr(10))
@@ -79,6 +80,10 @@ class Hosts:
         program = ["--", "python", str(self.folder / "trainer.py"), str(self.folder)]
         secret = {"XDG_CONFIG_HOME": str(self.folder / "secret"), "TEST_HOST": str(host)}
         command = launcher("-n", "1", "--max-restarts", "99", *self.more, *of_host, *program)
+        if self.peer_timeout_s:
+            code = f"import dflop_jax.cluster.agent as a; a.PEER_TIMEOUT_S = {self.peer_timeout_s}"
+            code += "; import sys; from dflop_jax.cli import main; sys.exit(main())"
+            command = [command[0], "-c", code, *command[3:]]
         with (self.folder / f"log-{host}").open("a") as log:
             self.running[host] = subprocess.Popen(
                 command, env=os.environ | secret, stderr=log, stdout=log, text=True
@@ -117,7 +122,7 @@ class Hosts:
         self.seen = last()
         return self.seen
 
-    seen = 0
+    seen, peer_timeout_s = 0, 0.0
     wires: Mapping[int, Wire] = MappingProxyType({})
 
     def broken(self) -> bool:
@@ -203,6 +208,8 @@ class Wire:
 
     def __init__(self, to: Address):
         self._to, self._cut, self._open = to, False, list[socket.socket]()
+        self._carries = threading.Event()
+        self._carries.set()
         self._listener = socket.create_server((LOOPBACK, 0))
         self.at = Address(LOOPBACK, self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True).start()
@@ -213,11 +220,17 @@ class Wire:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
+    def freeze(self) -> None:
+        """Carry nothing, as a network that loses all packets."""
+        self._carries.clear()
+
     def mend(self) -> None:
         self._cut = False
+        self._carries.set()
 
     def close(self) -> None:
         self.cut()
+        self._carries.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for sock in self._open:
@@ -243,36 +256,77 @@ class Wire:
     def _carry(self, source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                self._carries.wait()
                 target.sendall(data)
         for sock in (source, target):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-def test_of_a_partition_in_halves_one_side_goes_on(hosts):
-    run = hosts(4, "--min-processes", "2", "--gone-after", "1")
-    run.wires = wires = {h: Wire(run.addresses[h]) for h in range(4)}
+def halves(run: Hosts) -> None:
+    """Start four hosts that reach those of the other half by wires only."""
+    run.wires = {h: Wire(run.addresses[h]) for h in range(4)}
     for host in range(4):
         mine = {0, 1} if host < 2 else {2, 3}
-        ways = [a if h in mine else wires[h].at for h, a in enumerate(run.addresses)]
+        ways = [a if h in mine else run.wires[h].at for h, a in enumerate(run.addresses)]
         run.start(host, ways)
-    whole = run.await_start([0, 1, 2, 3])
-    for wire in wires.values():
-        wire.cut()
+
+
+def assert_one_side_went_on(run: Hosts, whole: int) -> None:
+    """Of the start after `whole` there is one, of one half, and the other says so."""
     wait_for(lambda: max(run.starts()) > whole and len(run.starts()[max(run.starts())]) == 2)
     side = [f["host"] for f in run.starts()[max(run.starts())]]
     assert side in ([0, 1], [2, 3])
     other = [h for h in range(4) if h not in side]
-    wait_for(lambda: any("another part of this run goes on" in run.said(h) for h in other))
+    try:
+        wait_for(lambda: any("another part of this run goes on" in run.said(h) for h in other))
+    except AssertionError:
+        raise AssertionError("\n".join(run.said(h) for h in range(run.n))) from None
     assert all([f["host"] for f in facts] == side for s, facts in run.starts().items() if s > whole)
-    for wire in wires.values():
+
+
+def assert_one_writer(run: Hosts) -> None:
+    """Every start has one process that commits, and none after a later one's."""
+    lines = [line.split() for line in (run.folder / "commits").read_text().splitlines()]
+    assert [int(s) for s, _ in lines] == sorted(int(s) for s, _ in lines)
+    assert len({(s, h) for s, h in lines}) == len({s for s, _ in lines})
+
+
+def test_of_a_partition_in_halves_one_side_goes_on(hosts):
+    run = hosts(4, "--min-processes", "2", "--gone-after", "1")
+    halves(run)
+    whole = run.await_start([0, 1, 2, 3])
+    for wire in run.wires.values():
+        wire.cut()
+    assert_one_side_went_on(run, whole)
+    for wire in run.wires.values():
         wire.mend()
     run.await_start([0, 1, 2, 3])
     assert run.finish() == [0] * 4, [run.said(h) for h in range(4)]
-    lines = [line.split() for line in (run.folder / "commits").read_text().splitlines()]
-    assert [int(s) for s, _ in lines] == sorted(int(s) for s, _ in lines)
-    writers = {(int(s), h) for s, h in lines}
-    assert len(writers) == len({s for s, _ in writers})  # one of each start
+    assert_one_writer(run)
+
+
+def test_a_short_silence_costs_no_restart_and_a_long_one_leaves_a_side(hosts):
+    run = hosts(4, "--min-processes", "2", "--gone-after", "1")
+    run.peer_timeout_s = 6.0
+    halves(run)
+    whole = run.await_start([0, 1, 2, 3])
+    for wire in run.wires.values():
+        wire.freeze()
+    time.sleep(2.0)
+    for wire in run.wires.values():
+        wire.mend()
+    time.sleep(6.0)
+    assert max(run.starts()) == whole
+    for wire in run.wires.values():
+        wire.freeze()
+    assert_one_side_went_on(run, whole)
+    assert "silent for" in "".join(run.said(h) for h in range(4))
+    for wire in run.wires.values():
+        wire.mend()
+    run.await_start([0, 1, 2, 3])
+    assert run.finish() == [0] * 4, [run.said(h) for h in range(4)]
+    assert_one_writer(run)
 
 
 @pytest.mark.parametrize(

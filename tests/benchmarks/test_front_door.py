@@ -15,6 +15,7 @@ from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
 from dflop_jax.record_files import save
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.verify import reference
 from models import qwen3_vl
 from tests.benchmarks.scripts import module
@@ -53,6 +54,8 @@ def test_the_loss_is_that_of_transformers(tmp_path, monkeypatch, capsys):
             save(plan, "plan.json")
             save(replace(profile, model=facts), "profile.json")
             words += ["--plan-file", "plan.json", "--profile-file", "profile.json"]
+            if "--resume" not in words:
+                dry(words, capsys)
         code = main(words)
         out, err = capsys.readouterr()
         assert code == 0, err
@@ -65,3 +68,16 @@ def test_the_loss_is_that_of_transformers(tmp_path, monkeypatch, capsys):
     assert rows["error"] <= 1e-4
     assert (rows["resumed_steps"], rows["same_folder"]) == (5, True)
     assert rows["exported_loss"] < rows["transformers_loss"]  # five small steps from there
+
+
+def dry(words, capsys):
+    """The same command with --dry-run, in a folder of its own: it says what to expect and trains
+    nothing, so that a run may begin there."""
+    assert main([*words, "--dry-run", "--run_dir", "dry"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["steps_done"] == 0
+    order = ["model.factory", "devices: 2 x cpu", "data: ", "plan dflop", "expected: "]
+    places = [err.index(said) for said in order]
+    assert places == sorted(places)
+    assert "steps in 0:00:0" in err
+    assert (Path("dry/plan.json").exists(), read_metrics("dry", empty_ok=True)) == (True, [])

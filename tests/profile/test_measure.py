@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.profile import measure
-from dflop_jax.profile.measure import model_profile, profile_key, together
+from dflop_jax.profile.measure import DEPTHS, model_profile, profile_key, together
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.records import CONTENT, Edge, MeshShape, Shape
@@ -244,3 +244,12 @@ def test_a_profile_is_named_by_the_programs_it_timed():
     wider = profile_key(two(width=16), devices, shapes, "more")
     longer = profile_key(two(), devices, {**shapes, "b": [Shape(1, 64)]}, "more")
     assert len({key, wider, longer, profile_key(two(), devices, shapes)}) == 4
+
+
+@pytest.mark.parametrize("n_layers", [1, 2])
+def test_fewer_layers_than_are_timed(n_layers):
+    """A module of fewer layers than a timed segment has is timed with more of the same."""
+    for depth in DEPTHS:
+        segment = shallow_segment(Small(n_layers=n_layers), "llm", depth, jax.devices()[:1],
+                                  MeshShape())  # fmt: skip
+        assert segment.held_rows == {"layers": tuple(range(depth))}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-HELD_S = 7.0  # seconds that notes wait for a mistake to be found
+HELD_S = 8.0  # seconds that notes wait for a mistake to be found
 
 
 class Parser(argparse.ArgumentParser):

@@ -66,7 +66,7 @@ WRONG = {
     "init mine.txt --model qwen --data photos": "give a name that ends in .py",
     # Impossible sizes.
     f"train {ASK} --train.steps 0": "must be at least 1",
-    f"train {ASK} --plan.devices 4096": "lower it (0 takes all)",
+    f"train {ASK} --plan.devices -1": "must be a finite number, 0 or above",
     f"train {ASK} --plan.memory_bytes 1e4": "take more devices or more memory, or train less",
     f"train {ASK} --data.max_tokens 3": "raise it",
     "simulate nano.py --batches 0": "must be at least 1",

@@ -3,7 +3,7 @@
     python benchmarks/shrink.py --hosts 4 --lose 0 --lose 3 --json shrink.json
 
 Launchers with one process each play the hosts, on this machine. In one run nobody is lost. In the
-others the launcher of a host is killed once some steps are done; the rest go on, and when they have
+others the launcher of a host is killed once the plan without it is ready; the rest go on, and when they have
 done a step, the host is started again and all go on, under the plan of before. Printed are the
 largest relative difference of a loss from the undisturbed run's, and what process 0's time went to
 between each start and its first step: searching for a plan, compiling, reading its part of the
@@ -168,7 +168,10 @@ def disturbed_run(run: HostsOfRun, hosts: int, lose: int, steps: int) -> float:
     try:
         for host in range(hosts):
             run.start(host)
-        run.wait_for(lambda: run.rows() >= steps // 4)
+        ready = f"the plan for {hosts - 1} processes is ready"
+        run.wait_for(
+            lambda: run.rows() >= steps // 2 or (run.rows() >= steps // 8 and ready in run.said())
+        )
         first = run.plan_of(hosts)
         killed_s = run.kill(lose)
         run.wait_for(lambda: "has done a step" in run.said())

@@ -3,11 +3,11 @@
     python benchmarks/shrink.py --hosts 4 --lose 0 --lose 3 --json shrink.json
 
 Launchers with one process each play the hosts, on this machine. In one run nobody is lost. In the
-others the launcher of a host is killed once the plan without it is ready; the rest go on, and when they have
-done a step, the host is started again and all go on, under the plan of before. Printed are the
-largest relative difference of a loss from the undisturbed run's, and what process 0's time went to
-between each start and its first step: searching for a plan, compiling, reading its part of the
-checkpoint (resharding).
+others the launcher of a host is killed once the plan without it is ready; the rest go on, and when
+they have done a step, the host is started again and all go on, under the plan of before. Printed
+are the largest relative difference of a loss from the undisturbed run's, and what process 0's time
+went to between each start and its first step: searching for a plan, compiling, reading its part of
+the checkpoint (resharding).
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ def attention(
     causal: bool,
     kernel: str = "auto",
     chip: str = "",
+    window: int = 0,
 ) -> Array:
     """Softmax attention in which a token sees only tokens of its own segment.
 
@@ -53,22 +54,29 @@ def attention(
         without that promise: packed rows too, gradients of queries added up in any order.
       chip: "sm_90" and the like, or another platform's name; "" is any. Where there is no GPU,
         "auto" and "cudnn" are "xla".
+      window: how many tokens one sees at most, itself and those before it (sliding windows); what
+        is outside is not computed, but in blocks that reach into it. 0: all. Only of causal
+        attention, whose segments' tokens then stand together.
 
     Returns:
       [items, tokens, heads, head_dim] in the dtype of the queries; the softmax is float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    chosen = choose(kernel, chip, q_BTNH.dtype, q_BTNH.shape, is_packed=segment_ids is not None)
+    assert causal or not window, "windows are of causal attention"
+    window = window if window < T else 0
+    is_packed = segment_ids is not None
+    chosen = choose(kernel, chip, q_BTNH.dtype, q_BTNH.shape, is_packed=is_packed, window=window)
     if chosen != "xla" and q_BTNH.size:
         by = attention_cudnn if chosen == "cudnn" else attention_gpu
-        chosen_kernel = AttentionKernel(by.forward, by.backward, causal, interpret=not on_gpu(chip))
+        interpret = not on_gpu(chip)
+        chosen_kernel = AttentionKernel(by.forward, by.backward, causal, interpret, window)
         return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, segment_ids)
     if causal and T > _BLOCK:
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
-        out_BTKGH = _blocked(q_BTKGH, k_BSKH, v_BSKH, segment_ids)
+        out_BTKGH = _blocked(window, q_BTKGH, k_BSKH, v_BSKH, segment_ids)
         return out_BTKGH.reshape(B, T, N, H)
-    return masked_attention(q_BTNH, k_BSKH, v_BSKH, _mask(segment_ids, 0, T, causal))
+    return masked_attention(q_BTNH, k_BSKH, v_BSKH, _mask(segment_ids, 0, T, causal, 0, window))
 
 
 def masked_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array | None) -> Array:
@@ -88,15 +96,21 @@ def attend_by(kernel: str, chip: str) -> Attend:
     return partial(attention, kernel=kernel, chip=chip)
 
 
-def _mask(segment_ids: Array | None, start: int, stop: int, causal: bool) -> Array | None:
-    """[B or 1, T, S]: which keys the queries start..stop see (of the first `stop` if causal)."""
+def _mask(
+    segment_ids: Array | None, start: int, stop: int, causal: bool, first: int = 0, window: int = 0
+) -> Array | None:
+    """[B or 1, T, S]: which keys, from `first` on, the queries start..stop see (of those before
+    `stop` if causal)."""
     mask = None
     if segment_ids is not None:
-        seen = segment_ids[:, :stop] if causal else segment_ids
+        seen = segment_ids[:, first:stop] if causal else segment_ids
         mask = segment_ids[:, start:stop, None] == seen[:, None]
     if causal:
-        past = jnp.tri(stop - start, stop, start, dtype=bool)[None]
+        past = jnp.tri(stop - start, stop - first, start - first, dtype=bool)[None]
         mask = past if mask is None else mask & past
+    if window:
+        near = ~jnp.tri(stop - start, stop - first, start - first - window, dtype=bool)[None]
+        mask = near if mask is None else mask & near
     return mask
 
 
@@ -112,28 +126,33 @@ def _scores(q_BTKGH: Array, k_BSKH: Array, mask_BTS: Array | None) -> Array:
 # ---- causal attention over long rows: blocks of queries, weights recomputed in backward ----
 
 
-def _spans(tokens: int) -> list[tuple[int, int]]:
+def _spans(tokens: int, window: int) -> list[tuple[int, int, int]]:
+    """[low, high) of each block of queries, and the first key that any of them sees."""
     step = max(_BLOCK, -(-tokens // _MOST_BLOCKS))
-    return [(lo, min(lo + step, tokens)) for lo in range(0, tokens, step)]
+    lows = range(0, tokens, step)
+    return [(lo, min(lo + step, tokens), max(0, lo + 1 - window) if window else 0) for lo in lows]
 
 
-@jax.custom_vjp
-def _blocked(q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None) -> Array:
-    """Each block of queries sees the keys up to its own end only; what is kept for backward is the
-    output and the log-sum-exp (FlashAttention, arXiv 2205.14135, in blocks that XLA compiles)."""
-    return _blocked_forward(q_BTKGH, k_BSKH, v_BSKH, segment_ids)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked(
+    window: int, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None
+) -> Array:
+    """Each block of queries sees the keys of its window and up to its own end only; what is kept
+    for backward is the output and the log-sum-exp (FlashAttention, arXiv 2205.14135, in blocks that
+    XLA compiles)."""
+    return _blocked_forward(window, q_BTKGH, k_BSKH, v_BSKH, segment_ids)[0]
 
 
 def _blocked_forward(
-    q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None
+    window: int, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None
 ) -> tuple[Array, tuple[Array | None, ...]]:
     outs, sums = [], []
-    for lo, hi in _spans(q_BTKGH.shape[1]):
-        mask = _mask(segment_ids, lo, hi, causal=True)
-        scores = _scores(q_BTKGH[:, lo:hi], k_BSKH[:, :hi], mask)
+    for lo, hi, first in _spans(q_BTKGH.shape[1], window):
+        mask = _mask(segment_ids, lo, hi, True, first, window)
+        scores = _scores(q_BTKGH[:, lo:hi], k_BSKH[:, first:hi], mask)
         log_sum = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - log_sum[..., None]).astype(v_BSKH.dtype)
-        outs.append(jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH[:, :hi]))
+        outs.append(jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH[:, first:hi]))
         sums.append(log_sum)
     out = checkpoint_name(jnp.concatenate(outs, axis=1), SAVED)
     log_sum = checkpoint_name(jnp.concatenate(sums, axis=-1), SAVED)
@@ -141,21 +160,22 @@ def _blocked_forward(
 
 
 def _blocked_backward(
-    saved: tuple[Array, Array, Array, Array | None, Array, Array], dout: Array
+    window: int, saved: tuple[Array, Array, Array, Array | None, Array, Array], dout: Array
 ) -> tuple[Array, Array, Array, None]:
     q, k, v, segment_ids, out, log_sum = saved
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     own_BKGT = product("BTKGH,BTKGH->BKGT", dout, out)
     dq_blocks = []
     dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for lo, hi in _spans(q.shape[1]):
-        q_t, dout_t, k_s, v_s = q[:, lo:hi], dout[:, lo:hi], k[:, :hi], v[:, :hi]
-        scores = _scores(q_t, k_s, _mask(segment_ids, lo, hi, causal=True))
+    for lo, hi, first in _spans(q.shape[1], window):
+        q_t, dout_t, k_s, v_s = q[:, lo:hi], dout[:, lo:hi], k[:, first:hi], v[:, first:hi]
+        scores = _scores(q_t, k_s, _mask(segment_ids, lo, hi, True, first, window))
         weights = jnp.exp(scores - log_sum[..., lo:hi, None])
         dweights = product("BTKGH,BSKH->BKGTS", dout_t, v_s)
         dscores = (weights * (dweights - own_BKGT[..., lo:hi, None])).astype(q.dtype)
         dq_blocks.append(product("BKGTS,BSKH->BTKGH", dscores, k_s))
-        rest = ((0, 0), (0, k.shape[1] - hi), (0, 0), (0, 0))  # keys that this block does not see
+        # Keys that this block does not see.
+        rest = ((0, 0), (first, k.shape[1] - hi), (0, 0), (0, 0))
         dk += jnp.pad(product("BKGTS,BTKGH->BSKH", dscores, q_t), rest)
         dv += jnp.pad(product("BKGTS,BTKGH->BSKH", weights.astype(v.dtype), dout_t), rest)
     dq = jnp.concatenate(dq_blocks, axis=1)

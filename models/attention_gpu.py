@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from models.attention_kernels import Blocks, forward_kernel, kv_kernel, q_kernel
+from models.attention_kernels import Blocks, Sight, forward_kernel, kv_kernel, q_kernel
 
 Array = jax.Array
 
@@ -52,13 +52,14 @@ def forward(
     *,
     causal: bool,
     interpret: bool,
+    window: int = 0,
 ) -> tuple[Array, Array]:
     """(output, log2 of the sums of exponentials [B, N, whole blocks of T]) of
     `models.attention.attention`; 0 where a token is padding. `interpret` needs no GPU."""
     _, T, _, H = q_BTNH.shape
     ids = _padded_ids(q_BTNH, segment_ids)
     q, k, v = (_padded(x) for x in (q_BTNH, k_BSKH, v_BSKH))
-    out, log_sum = _forward(q, k, v, ids, H**-0.5, causal, interpret)
+    out, log_sum = _forward(q, k, v, ids, H**-0.5, Sight(causal, window), interpret)
     return out[:, :T, :, :H], log_sum
 
 
@@ -73,6 +74,7 @@ def backward(
     *,
     causal: bool,
     interpret: bool,
+    window: int = 0,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
     _, T, _, H = q_BTNH.shape
@@ -80,8 +82,8 @@ def backward(
     q, k, v, out, dout = map(_padded, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
     own_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=jnp.float32)
     arrays = (q, dout, log_sum_BNT, own_BNT, k, v)
-    dk, dv = _kv_gradient(arrays, ids, H**-0.5, causal, interpret)
-    dq = _q_gradient(arrays, ids, H**-0.5, causal, interpret)
+    dk, dv = _kv_gradient(arrays, ids, H**-0.5, Sight(causal, window), interpret)
+    dq = _q_gradient(arrays, ids, H**-0.5, Sight(causal, window), interpret)
     return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
 
 
@@ -105,12 +107,19 @@ def _padded_ids(q: Array, ids: Array | None) -> Array | None:
 
 
 def _spans(
-    ids: Array | None, length: int, held: int, visited: int, *, causal: bool, keys: bool
+    ids: Array | None,
+    length: int,
+    held: int,
+    visited: int,
+    *,
+    sees: Sight,
+    keys: bool,
 ) -> tuple[Array, Array]:
     """First and last + 1 block that each held block must visit, int32 [B or 1, blocks] each.
 
     Held are queries, or with `keys` keys. Two blocks meet where the ranges of their segment ids
-    do; as ids rise along a packed row, few others are visited, and those are masked.
+    do and a window joins them; as ids rise along a packed row, few others are visited, and those
+    are masked.
     """
     n_held, n_visited = length // held, length // visited
     first = jnp.arange(n_held)[:, None] * held
@@ -124,16 +133,28 @@ def _spans(
         meet = (low_held.min(-1)[:, :, None] <= ids_visited.max(-1)[:, None]) & (
             low_visited.min(-1)[:, None] <= ids_held.max(-1)[:, :, None]
         )
-    if causal:
+    if sees.causal:
         seen = (other + visited > first) if keys else (other < first + held)
         meet = meet & seen[None]
+    window = sees.window
+    if window:
+        near = (
+            (other < first + held - 1 + window) if keys else (other + visited > first + 1 - window)
+        )
+        meet = meet & near[None]
     start = jnp.argmax(meet, axis=-1)
     stop = jnp.where(meet.any(axis=-1), n_visited - jnp.argmax(meet[..., ::-1], axis=-1), start)
     return start.astype(jnp.int32), stop.astype(jnp.int32)
 
 
 def _forward(
-    q: Array, k: Array, v: Array, ids: Array | None, scale: float, causal: bool, interpret: bool
+    q: Array,
+    k: Array,
+    v: Array,
+    ids: Array | None,
+    scale: float,
+    sees: Sight,
+    interpret: bool,
 ) -> tuple[Array, Array]:
     """(output [B, T, N, H], log2 of the sums of exponentials [B, N, T])."""
     B, T, N, H = q.shape
@@ -143,13 +164,13 @@ def _forward(
     row = pl.BlockSpec((None, T, None, H), lambda i, b, n: (b, 0, lax.div(n, G), 0))
     log_sum = jax.eval_shape(lambda x: x[..., 0].swapaxes(1, 2).astype(jnp.float32), q)
     return _call(
-        partial(forward_kernel, blocks=blocks, scale=scale, causal=causal),
+        partial(forward_kernel, blocks=blocks, scale=scale, sees=sees),
         "packed_attention_forward",
         (T // blocks.held, B, N),
         (q, k, v),
         (held, row, row),
         ids,
-        _spans(ids, T, blocks.held, blocks.visited, causal=causal, keys=False),
+        _spans(ids, T, blocks.held, blocks.visited, sees=sees, keys=False),
         (jax.eval_shape(lambda x: x, q), log_sum),
         (held, pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))),
         blocks,
@@ -191,7 +212,11 @@ def _call(
 
 
 def _kv_gradient(
-    arrays: tuple[Array, ...], ids: Array | None, scale: float, causal: bool, interpret: bool
+    arrays: tuple[Array, ...],
+    ids: Array | None,
+    scale: float,
+    sees: Sight,
+    interpret: bool,
 ) -> tuple[Array, Array]:
     q, *_, k, v = arrays
     B, T, N, H = q.shape
@@ -202,13 +227,13 @@ def _kv_gradient(
     numbers = pl.BlockSpec((None, G, T), lambda j, b, n: (b, n, 0))
     held = pl.BlockSpec((None, blocks.held, None, H), lambda j, b, n: (b, j, n, 0))
     return _call(
-        partial(kv_kernel, blocks=blocks, scale=scale, causal=causal, group=G),
+        partial(kv_kernel, blocks=blocks, scale=scale, sees=sees, group=G),
         "packed_attention_kv_gradient",
         (T // blocks.held, B, K),
         arrays,
         (queries, queries, numbers, numbers, held, held),
         ids,
-        _spans(ids, T, blocks.held, blocks.visited, causal=causal, keys=True),
+        _spans(ids, T, blocks.held, blocks.visited, sees=sees, keys=True),
         (jax.eval_shape(lambda x: x, k), jax.eval_shape(lambda x: x, v)),
         (held, held),
         blocks,
@@ -217,7 +242,11 @@ def _kv_gradient(
 
 
 def _q_gradient(
-    arrays: tuple[Array, ...], ids: Array | None, scale: float, causal: bool, interpret: bool
+    arrays: tuple[Array, ...],
+    ids: Array | None,
+    scale: float,
+    sees: Sight,
+    interpret: bool,
 ) -> Array:
     q, *_, k, _ = arrays
     B, T, N, H = q.shape
@@ -227,13 +256,13 @@ def _q_gradient(
     held = pl.BlockSpec((None, blocks.held, None, H), lambda i, b, n: (b, i, n, 0))
     numbers = pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))
     return _call(
-        partial(q_kernel, blocks=blocks, scale=scale, causal=causal),
+        partial(q_kernel, blocks=blocks, scale=scale, sees=sees),
         "packed_attention_q_gradient",
         (T // blocks.held, B, N),
         arrays,
         (held, held, numbers, numbers, row, row),
         ids,
-        _spans(ids, T, blocks.held, blocks.visited, causal=causal, keys=False),
+        _spans(ids, T, blocks.held, blocks.visited, sees=sees, keys=False),
         jax.eval_shape(lambda x: x, q),
         held,
         blocks,

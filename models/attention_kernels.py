@@ -35,6 +35,15 @@ class Blocks:
     stages: int
 
 
+@dataclass(frozen=True)
+class Sight:
+    """Which tokens of its segment a token sees: all, or itself and those before it, or `window` of
+    the latter at most (0: no window)."""
+
+    causal: bool
+    window: int = 0
+
+
 _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
@@ -46,7 +55,7 @@ def _scores(
     seen_first: Array,
     ids: tuple[Array, Array] | None,
     *,
-    causal: bool,
+    sees: Sight,
     keys: bool = False,
 ) -> tuple[Array, Array | None]:
     """Scores [held, visited] to the base 2, and which of them count (None: all).
@@ -57,11 +66,13 @@ def _scores(
     mask = None
     if ids is not None:
         mask = (ids[0][:, None] == ids[1][None, :]) & (ids[0][:, None] > 0)
-    if causal:
+    if sees.causal:
         held_at = (held_first + jnp.arange(held.shape[0]))[:, None]
         seen_at = (seen_first + jnp.arange(seen.shape[0]))[None, :]
         past = held_at <= seen_at if keys else held_at >= seen_at
         mask = past if mask is None else mask & past
+        if sees.window:
+            mask &= (seen_at - held_at if keys else held_at - seen_at) < sees.window
     return scores, mask
 
 
@@ -77,7 +88,7 @@ def forward_kernel(
     *,
     blocks: Blocks,
     scale: float,
-    causal: bool,
+    sees: Sight,
 ) -> None:
     """One block of queries of one head, all keys that it sees."""
     i = pl.program_id(0)
@@ -89,9 +100,7 @@ def forward_kernel(
         out, peak, total = carry
         block = pl.ds(j * blocks.visited, blocks.visited)
         ids = None if q_ids is None else (q_ids, ids_ref[block])
-        scores, mask = _scores(
-            q, k_ref[block, :], scale, first, j * blocks.visited, ids, causal=causal
-        )
+        scores, mask = _scores(q, k_ref[block, :], scale, first, j * blocks.visited, ids, sees=sees)
         if mask is not None:
             scores = jnp.where(mask, scores, _MASKED)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -129,7 +138,7 @@ def kv_kernel(
     *,
     blocks: Blocks,
     scale: float,
-    causal: bool,
+    sees: Sight,
     group: int,
 ) -> None:
     """One block of keys of one kv head, all queries of its group that see it."""
@@ -144,9 +153,7 @@ def kv_kernel(
         block = pl.ds(i * blocks.visited, blocks.visited)
         ids = None if k_ids is None else (k_ids, ids_ref[block])
         q, dout = q_ref[block, g, :], dout_ref[block, g, :]
-        scores, mask = _scores(
-            k, q, scale, first, i * blocks.visited, ids, causal=causal, keys=True
-        )
+        scores, mask = _scores(k, q, scale, first, i * blocks.visited, ids, sees=sees, keys=True)
         weights = jnp.exp2(scores - log_sum_ref[g, block][None, :])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
@@ -177,7 +184,7 @@ def q_kernel(
     *,
     blocks: Blocks,
     scale: float,
-    causal: bool,
+    sees: Sight,
 ) -> None:
     """One block of queries of one head, all keys that it sees."""
     i = pl.program_id(0)
@@ -190,7 +197,7 @@ def q_kernel(
         block = pl.ds(j * blocks.visited, blocks.visited)
         ids = None if q_ids is None else (q_ids, ids_ref[block])
         k, v = k_ref[block, :], v_ref[block, :]
-        scores, mask = _scores(q, k, scale, first, j * blocks.visited, ids, causal=causal)
+        scores, mask = _scores(q, k, scale, first, j * blocks.visited, ids, sees=sees)
         weights = jnp.exp2(scores - log_sum[:, None])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)

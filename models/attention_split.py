@@ -34,7 +34,8 @@ _STATS = P(None, AXIS)  # of what a kernel saves: [any, N, any]
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A kernel's two directions, both called with `causal` and `interpret`.
+    """A kernel's two directions, both called with `causal`, `interpret` and, if there is one, the
+    `window`.
 
     `forward(q, k, v, ids)` gives (output, arrays for backward [any, N, any]), and
     `backward(q, k, v, ids, output, those arrays, cotangent)` the gradients of q, k and v.
@@ -44,10 +45,12 @@ class AttentionKernel:
     backward: Callable[..., tuple[Array, Array, Array]]
     causal: bool
     interpret: bool
+    window: int = 0
 
     @property
-    def options(self) -> dict[str, bool]:
-        return {"causal": self.causal, "interpret": self.interpret}
+    def options(self) -> dict[str, Any]:
+        window = {"window": self.window} if self.window else {}
+        return {"causal": self.causal, "interpret": self.interpret, **window}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

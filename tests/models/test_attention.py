@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from model_fields import packed_segments
 
-from models.attention import attention
+from models.attention import attention, masked_attention
 
 
-def oracle(q, k, v, segments, causal):
+def oracle(q, k, v, segments, causal, window=0):
     """Each head of each sample of each row alone, in float64."""
     out = np.zeros(q.shape)
     group = q.shape[2] // k.shape[2]
@@ -22,6 +22,8 @@ def oracle(q, k, v, segments, causal):
             scores = queries @ keys.T / np.sqrt(q.shape[-1])
             if causal:
                 scores[np.triu_indices(len(at), 1)] = -np.inf
+            if window:
+                scores[np.tril_indices(len(at), -window)] = -np.inf
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             out[row, at, head] = weights @ v[row, at, head // group]
@@ -42,6 +44,45 @@ def test_matches_samples_run_alone(items, tokens, heads, kv_heads, causal):
     segments, _ = packed_segments(items, tokens, np.random.default_rng(3))
     found = jax.jit(attention, static_argnames="causal")(q, k, v, segments, causal=causal)
     np.testing.assert_allclose(found, oracle(q, k, v, segments, causal), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tokens, window", [(1, 1), (9, 1), (9, 4), (129, 40), (300, 5), (600, 260)]
+)
+def test_a_window_ends_what_a_token_sees(tokens, window):
+    q, k, v = make_qkv(2, tokens, 4, 2)
+    for segments in (
+        np.ones((2, tokens), int),
+        packed_segments(2, tokens, np.random.default_rng(3))[0],
+    ):
+        want = oracle(q, k, v, segments, True, window)
+
+        def found(q, k, v, segments=segments):
+            return attention(q, k, v, segments, causal=True, window=window)
+
+        np.testing.assert_allclose(jax.jit(found)(q, k, v), want, atol=1e-5)
+
+    def masked(q, k, v):
+        at = np.arange(tokens)
+        seen = (at[:, None] >= at) & (at[:, None] - at < window)
+        seen = seen[None] & (segments[:, :, None] == segments[:, None])
+        return masked_attention(q, k, v, seen)
+
+    wave = jnp.sin(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+    back = [jax.jit(lambda *qkv, f=f: jax.vjp(f, *qkv)[1](wave)) for f in (found, masked)]
+    for got, want in zip(*(run(q, k, v) for run in back), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_what_is_outside_of_a_window_is_not_computed():
+    q, k, v = make_qkv(1, 1024, 2, 1)
+
+    def flops(window):
+        run = jax.jit(lambda q, k, v: attention(q, k, v, None, causal=True, window=window))
+        return run.lower(q, k, v).compile().cost_analysis()["flops"]
+
+    # Blocks of 256 queries see 256 + 255 keys at most, without a window 640 on average.
+    assert flops(256) < 0.8 * flops(0)
 
 
 def test_without_segments_a_row_is_one_sample():

@@ -15,6 +15,7 @@ from test_model_sharding import _shardings, make_sharded
 from models import attention_gpu
 from models.attention import attention
 from models.attention_choice import known_kernel
+from models.attention_kernels import Sight
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import DECODERS, VISION
@@ -24,24 +25,27 @@ F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
 @functools.cache
-def value_and_grads(kernel, causal):
+def value_and_grads(kernel, causal, window=0):
     """One program for all rows of a shape."""
 
     @jax.jit
     def run(segments, q, k, v):
         wave = jnp.sin(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape).astype(q.dtype)
         out, pull = jax.vjp(
-            lambda *qkv: attention(*qkv, segments, causal=causal, kernel=kernel), q, k, v
+            lambda *qkv: attention(*qkv, segments, causal=causal, kernel=kernel, window=window),
+            q,
+            k,
+            v,
         )
         return [out, *pull(wave)]
 
     return run
 
 
-def check(qkv, segments, causal, atol):
+def check(qkv, segments, causal, atol, window=0):
     """The reference where tokens are, nothing at padding."""
-    want = value_and_grads("xla", causal)(segments, *(x.astype(np.float32) for x in qkv))
-    found = value_and_grads("pallas", causal)(segments, *qkv)
+    want = value_and_grads("xla", causal, window)(segments, *(x.astype(np.float32) for x in qkv))
+    found = value_and_grads("pallas", causal, window)(segments, *qkv)
     for x, y, z in zip(found, want, [qkv[0], *qkv], strict=True):
         assert (x.dtype, x.shape) == (z.dtype, z.shape)
         if segments is not None:
@@ -66,6 +70,29 @@ def test_float32_equals_the_reference(items, tokens, heads, kv_heads, head_dim, 
     qkv = make_qkv(items, tokens, heads, kv_heads, head_dim)
     segments, _ = packed_segments(items, tokens, np.random.default_rng(3))
     check(qkv, segments, causal, 2e-6)
+
+
+@pytest.mark.parametrize("tokens, window", [(9, 3), (129, 128), (300, 1), (300, 40), (600, 256)])
+def test_windows_equal_the_reference(tokens, window):
+    qkv = make_qkv(2, tokens, 4, 2, 16)
+    segments, _ = packed_segments(2, tokens, np.random.default_rng(3))
+    for ids in (segments, None):
+        check(qkv, ids, True, 2e-6, window)
+
+
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("window", [1, 32, 100, 512])
+def test_a_window_leaves_out_blocks_that_it_does_not_reach(keys, window):
+    T, held, visited = 512, 64, 32
+    start, stop = attention_gpu._spans(
+        None, T, held, visited, sees=Sight(causal=True, window=window), keys=keys
+    )
+    at = np.arange(T)
+    sees = (at[:, None] >= at) & (at[:, None] - at < window)  # [queries, keys]
+    sees = sees.T if keys else sees
+    for i, (a, b) in enumerate(zip(start[0].tolist(), stop[0].tolist(), strict=True)):
+        reached = sees[i * held : (i + 1) * held].reshape(held, -1, visited).any(axis=(0, 2))
+        assert np.flatnonzero(reached).tolist() == list(range(a, b))
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 128, 200])
@@ -124,7 +151,7 @@ def test_visited_blocks_are_those_of_the_own_samples(keys, causal):
     ids = np.sort(np.random.default_rng(1).integers(1, 9, (2, 512)), axis=1).astype(np.int32)
     ids[:, 380:] = 0
     held, visited = 128, 32
-    start, stop = attention_gpu._spans(ids, 512, held, visited, causal=causal, keys=keys)
+    start, stop = attention_gpu._spans(ids, 512, held, visited, sees=Sight(causal), keys=keys)
     see = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
     if causal:
         see &= np.tri(512, dtype=bool)

@@ -118,7 +118,9 @@ def test_nothing_is_measured_for_what_is_refused(
 
 
 FACTS = ModelFacts.of(
-    {"vision": 2, "llm": 4}, {"vision": [1, 2], "llm": [1]}, [Edge("vision", "llm", "visual")]
+    {"vision": 2 * ["layers"], "llm": 4 * ["layers"]},
+    {"vision": [1, 2], "llm": [1]},
+    [Edge("vision", "llm", "visual")],
 )
 
 

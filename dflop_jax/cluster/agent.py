@@ -33,13 +33,7 @@ from dflop_jax.cluster import told
 from dflop_jax.cluster.assembly import Assembly, assemble
 from dflop_jax.cluster.cards import Card, bits_of
 from dflop_jax.cluster.decide import Order, Report, decide
-from dflop_jax.cluster.ending import (
-    PREEMPTED,
-    TRY_AGAIN,
-    RunFailed,
-    TryAgain,
-    signal_name,
-)
+from dflop_jax.cluster.ending import PREEMPTED, TRY_AGAIN, RunFailed, TryAgain, signal_name
 from dflop_jax.cluster.events import (
     Answered,
     Ended,
@@ -194,14 +188,19 @@ class Agent:
                 waiting=self._output.say,
             )
             met = self._awaited(come)
+        events = self._events
+
+        def failed(why: str, code: int) -> None:
+            self._failed_s = time.time()
+            events.put(Stop(why))
+
         try:
-            events = self._events
             yield Peers(
                 met.hosts.index(self._place.host),
                 len(met.hosts),
                 met.links,
                 timeout_s=PEER_TIMEOUT_S,
-                on_failure=lambda why, code: events.put(Stop(why)),
+                on_failure=failed,
                 remedy="",
                 names=[f"host {h}" for h in met.hosts],
             )

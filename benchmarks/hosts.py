@@ -30,7 +30,7 @@ from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.cluster.ending import TRY_AGAIN
+from dflop_jax.cluster.ending import TRY_AGAIN, shell_code
 from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 from dflop_jax.report.run_folder import read_metrics
 
@@ -78,10 +78,11 @@ def slurm_first_dies(site: Site, hosts: virtual_hosts.Hosts) -> str:
     with virtual_slurm.virtual_slurm(hosts, site.folder / "slurm-dies") as slurm:
         srun = "srun", "-N2", "--wait=60", "dflop", "train", "experiments/demo.py"
         command = hosts.hosts[0].command(*srun, "--plan.devices", "0", "--run_dir", "runs/dies")
-        job = site.run(command, "dies", {**site.environment, **slurm.environment})
+        job = site.run(command, "dies", {**slurm.environment, **site.environment})
         site.wait_for_steps("dies", 5, [job])
         os.kill(trainer(hosts.hosts[0]), signal.SIGKILL)
-        assert job.wait() == TRY_AGAIN or "137" in job.said(), job.said()
+        assert job.wait() == shell_code(-signal.SIGKILL), job.said()
+        assert f"Exited with exit code {TRY_AGAIN}" in job.said(), job.said()
         assert "Traceback" not in job.said(), job.said()
         return job.line(r"process 0 \([^)]*\) died")
 
@@ -242,7 +243,9 @@ def main() -> int:
                 try:
                     seen, kept = tried(site, hosts), True
                 except (AssertionError, RuntimeError, subprocess.SubprocessError) as e:
-                    seen, kept = f"{type(e).__name__}: {e}"[-2000:], False
+                    said = f"{type(e).__name__}: {e}"
+                    seen = said if len(said) < 2000 else f"{said[:300]} ... {said[-1500:]}"
+                    kept = False
             took_s = time.monotonic() - begun
             rows.append({"name": tried.__name__, "tried": tried.__doc__, "as_promised": kept,
                          "seen": seen, "seconds": took_s})  # fmt: skip

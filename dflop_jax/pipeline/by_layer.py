@@ -42,8 +42,7 @@ class LayerOptimizer:
         """Whether `whole` takes a parameter, for each of a part."""
 
         def one(path: Any, axes: Any) -> bool:
-            name = str(getattr(path[-1], "key", path[-1])) if path else ""
-            return self.takes_all or is_matrix(part, name, axes)
+            return self.takes_all or is_matrix(part, _name(path), axes)
 
         axes = logical_axes(module, part)
         return jax.tree.map_with_path(one, axes, is_leaf=_is_names)
@@ -67,15 +66,20 @@ Optimizer: TypeAlias = "Stepping | Averaged"
 def published_structs(module: Module, part: str) -> Tree:
     """Float32 structs of a part, or of one layer of it, as a published checkpoint has them."""
 
-    def one(leaf: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(published_shape(leaf.shape, axes), jnp.float32)
+    def one(path: Any, leaf: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(published_shape(leaf.shape, _name(path), axes), jnp.float32)
 
-    return jax.tree.map(one, part_struct(module, part), logical_axes(module, part))
+    return jax.tree.map_with_path(one, part_struct(module, part), logical_axes(module, part))
 
 
 def kept(takes: Tree, tree: Tree) -> Tree:
     """The leaves of a tree that are taken, nothing in the place of the others."""
     return jax.tree.map(lambda yes, leaf: leaf if yes else optax.MaskedNode(), takes, tree)
+
+
+def _name(path: Any) -> str:
+    """The last key of a parameter's path."""
+    return str(getattr(path[-1], "key", path[-1])) if path else ""
 
 
 def _is_names(x: Any) -> bool:

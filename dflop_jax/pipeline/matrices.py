@@ -12,8 +12,11 @@ from math import prod
 
 Names = Sequence[str | None]
 
-# Logical axes that the next dim belongs to if it has no name of its own: that of a head's features.
+# Logical axes that neighbours without a name belong to: the next, a head's features, and the one
+# before, if that is not the first: queries, keys and values side by side.
 HEADS = frozenset({"heads", "kv_heads"})
+# Parameters that are one vector, whatever their dims.
+VECTORS = frozenset({"bias", "scale"})
 # Parameters of two dims that are tables of vectors.
 TABLES = frozenset({"modulation"})
 
@@ -22,16 +25,17 @@ def groups(axes: Names) -> list[int]:
     """Where the dims begin that a checkpoint has as one."""
     firsts: list[int] = []
     for i, name in enumerate(axes):
-        of_head = name is None and i > 0 and axes[i - 1] in HEADS
-        if not of_head:
+        features = name is None and i > 0 and axes[i - 1] in HEADS
+        side_by_side = name in HEADS and i > 1 and axes[i - 1] is None and axes[i - 2] not in HEADS
+        if not features and not side_by_side:
             firsts.append(i)
     return firsts
 
 
-def published_shape(shape: Sequence[int], axes: Names) -> tuple[int, ...]:
+def published_shape(shape: Sequence[int], name: str, axes: Names) -> tuple[int, ...]:
     """The shape of one layer's parameter with the dims of every group joined; a kernel's is [in,
-    out]."""
-    firsts = groups(axes)
+    out]. `name` is the last key of its path."""
+    firsts = [0] if name in VECTORS else groups(axes)
     return tuple(prod(shape[a:b]) for a, b in zip(firsts, [*firsts[1:], len(shape)]))
 
 
@@ -43,4 +47,4 @@ def is_matrix(part: str, name: str, axes: Names) -> bool:
       name: the last key of its path.
     """
     is_end = part == "entry" or "vocab" in axes
-    return len(groups(axes)) == 2 and not is_end and name not in TABLES
+    return len(groups(axes)) == 2 and not is_end and name not in TABLES | VECTORS

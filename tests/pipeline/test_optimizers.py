@@ -185,20 +185,21 @@ def check(m, plan, name):
 
 
 NAMES = ["adamw", "lion", "muon", "adafactor"]
-# (first, stage, data, model) of the LLM, its ZeRO degree and block, rounds of its loop.
+# (first, stage, data, model) of the LLM, its ZeRO degree and block, what else of the plan.
 LAYOUTS = {
-    "three ranks, ZeRO 3": ((0, 1, 3, 1), (3, 0), 1),
-    "two stages in rounds, ZeRO 1": ((0, 2, 2, 1), (1, 0), 2),
-    "two blocks of three, ZeRO 2": ((0, 1, 6, 1), (2, 3), 1),
+    "three ranks, ZeRO 3": ((0, 1, 3, 1), (3, 0), {}),
+    "two stages in rounds, ZeRO 1": ((0, 2, 2, 1), (1, 0), {"rounds": 2, "group_size": 2}),
+    "two blocks of three, ZeRO 2": ((0, 1, 6, 1), (2, 3), {}),
+    "two segments, ZeRO 2": ((0, 1, 3, 1), (2, 0), {"llm_segments": 2}),
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_equal_optax_on_each_layer(name, layout):
-    llm, degree, rounds = LAYOUTS[layout]
+    llm, degree, more = LAYOUTS[layout]
     m = Small()
-    plan = plain.plan_of(m, (7, 1, 1, 1), llm, rounds=rounds, group_size=llm[1])
+    plan = plain.plan_of(m, (7, 1, 1, 1), llm, **more)
     check(m, plain.with_zero(plan, llm=degree), name)
 
 

@@ -201,12 +201,14 @@ class Workplace:
 
 def in_steps(place: Workplace, n_samples: int) -> Workplace:
     """The workplace with the steps that `train.epochs` of so many samples take in the place of
-    these epochs, if there are any. The last step is filled up with samples of the next epoch."""
+    these epochs, if there are any. The last step is filled up with samples of the next epoch; no
+    batch has more samples than there are."""
     train = place.config.train
     if not train.epochs:
         return place
-    steps = max(1, ceil(train.epochs * n_samples / train.global_batch))
-    train = replace(train, steps=steps, epochs=0.0)
+    batch = min(train.global_batch, n_samples)
+    steps = max(1, ceil(train.epochs * n_samples / batch))
+    train = replace(train, steps=steps, epochs=0.0, global_batch=batch)
     return replace(place, config=replace(place.config, train=train))
 
 

@@ -233,22 +233,15 @@ class Trainer:
             waiting=partial(self.place.sections.within, SAVE),
             may_commit=partial(check_claim, config.run_dir),
         )
-        with said_in_a_line(peers, ex.plan, "placing its parameters"):
-            if resumed:
-                ex.init_for_restore()
-            else:
-                ex.init(config.train.seed, self._begin)
+        placing_s = time.perf_counter()
+        resumed = self._place_state(ex, saver, resumed)
         assert self.profile is not None
-        if resumed:
-            began_s = time.perf_counter()
-            with said_in_a_line(peers, ex.plan, "placing its parameters"):
-                resumed = restore(saver, resumed, peers)
-            took_s = time.perf_counter() - began_s
-            if resumed.meta.step < start:
-                progress.restart(resumed.meta.step)
-            reached = f"resumed after step {resumed.meta.step} of {config.train.steps}"
-            progress.log(f"{reached}, read in {took_s:.1f} s")
         first_step = resumed.meta.step if resumed else 0
+        if first_step < start:
+            progress.restart(first_step)
+        if resumed:
+            reached = f"resumed after step {first_step} of {config.train.steps}"
+            progress.log(f"{reached}, read in {time.perf_counter() - placing_s:.1f} s")
         if folder:  # only now it is clear that the folder is of this run
             if self._existing == "resume":
                 folder.restart(first_step)
@@ -269,9 +262,8 @@ class Trainer:
                 folder.write_plan(made)
             progress.log(expected(made, config.train.steps - first_step))
             if least_processes():
-                prices_here = PriceList.of(prices)
-                known = KnownPlan(planned_under(self.place), ex.plan, prices_here)
-                keep_plan(config.run_dir, known)
+                under = planned_under(self.place)
+                keep_plan(config.run_dir, KnownPlan(under, ex.plan, PriceList.of(prices)))
         if self._dry:
             peers.barrier("dry")
             return LoopResult((), (), None, first_step, False, ex.plan)
@@ -290,6 +282,18 @@ class Trainer:
         return result
 
     # ---- before the first step ----
+
+    def _place_state(
+        self, ex: Executor, saver: Checkpointer, resumed: Resumed | None
+    ) -> Resumed | None:
+        """Give the executor its parameters and optimizer state, fresh or of a checkpoint; returns
+        the one that was whole."""
+        with said_in_a_line(self.peers, ex.plan, "placing its parameters"):
+            if resumed is None:
+                ex.init(self.config.train.seed, self._begin)
+                return None
+            ex.init_for_restore()
+            return restore(saver, resumed, self.peers)
 
     def _prepare(self, progress: Progress, resumed: Resumed | None) -> tuple[Executor, Prices]:
         """Return the plan's executor, and the prices that batches are scheduled by: those of the

@@ -54,10 +54,11 @@ def test_a_restart_goes_on_in_the_folder_of_its_launch(settle, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "epochs, n, steps", [(1, 64, 8), (1, 65, 9), (0.5, 64, 4), (3, 1, 1), (0, 64, 7), (1e-6, 9, 1)]
+    "epochs, n, steps, batch",
+    [(1, 64, 8, 8), (1, 65, 9, 8), (0.5, 64, 4, 8), (3, 1, 3, 1), (0, 6, 7, 8), (1e-6, 9, 1, 8)],
 )
-def test_epochs_say_the_steps(epochs, n, steps):
+def test_epochs_say_the_steps(epochs, n, steps, batch):
     config = Config(train=TrainConfig(steps=7, epochs=epochs, global_batch=8))
     model = SimpleNamespace()
     train = in_steps(Workplace(config, model, [], Peers(0, 1, {})), n).config.train
-    assert (train.steps, train.epochs) == (steps, 0)
+    assert (train.steps, train.epochs, train.global_batch) == (steps, 0, batch)

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from dflop_jax.plan.predict import simulate
     from dflop_jax.plan.search import search_plan
     from dflop_jax.schedule import Assignment, balance, choose_buckets
+    from dflop_jax.train.callbacks import Callback
     from dflop_jax.train.trainer import Trainer
 
 _LAZY = {
     "Assignment": "dflop_jax.schedule",
+    "Callback": "dflop_jax.train.callbacks",
     "balance": "dflop_jax.schedule",
     "choose_buckets": "dflop_jax.schedule",
     "search_plan": "dflop_jax.plan.search",
@@ -36,6 +38,7 @@ _LAZY = {
 
 __all__ = [
     "Assignment",
+    "Callback",
     "CheckpointConfig",
     "Config",
     "DataConfig",

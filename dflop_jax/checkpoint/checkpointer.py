@@ -199,6 +199,10 @@ class Checkpointer:
         """Whether a save is under way, which the next one would wait for."""
         return self._thread is not None and self._thread.is_alive()
 
+    def folder_of(self, step: int) -> Path:
+        """Where the checkpoint after `step` steps is."""
+        return self._store.folder(step)
+
     def steps(self) -> tuple[int, ...]:
         """See `CheckpointStore.steps`."""
         return self._store.steps()

@@ -20,13 +20,14 @@ from dflop_jax.config import Config
 
 @dataclass(frozen=True)
 class TrainAnswer:
-    """What `--json` prints of a run; see `train.trainer.FitResult`."""
+    """What `--json` prints of a run; see `train.results.FitResult`."""
 
     run_dir: str
     first_loss: float | None
     last_loss: float | None
     steps_done: int
     preempted: bool
+    stopped_by: str
     evaluation: Any
     compiles_after_warmup: int
     exit_code: int
@@ -43,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         help="profile, plan and say what the steps would take, and end before the first one",
+    )
+    parser.add_argument(
+        "--callbacks",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="your own code that is told of steps, evaluations and saves (a dflop_jax.Callback, or "
+        "what makes one); may be given again",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
     parser.add_argument(
@@ -77,6 +86,8 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
     from dflop_jax.report.summary import summarise, summary_table
+    from dflop_jax.train.callbacks import callbacks_at
+    from dflop_jax.train.prepare import imported
     from dflop_jax.train.trainer import Trainer
 
     if args.overwrite and args.resume:
@@ -90,6 +101,7 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
             plan=plan,
             profile=given_profile(args),
             existing=existing,
+            callbacks=callbacks_at(args.callbacks, imported),
             dry=args.dry_run,
             tell=notes.add,
         )
@@ -106,6 +118,7 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
         result.losses[-1] if result.losses else None,
         result.steps_done,
         result.preempted,
+        result.stopped_by,
         result.evaluation,
         result.compiles_after_warmup,
         exit_code,

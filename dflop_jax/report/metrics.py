@@ -34,7 +34,7 @@ class StepFigures:
     over the peak of all devices of the run, null where no peak is known. A module's `mfu_by_module`
     is over the peak of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes
     of features that went to another data rank for each pair of modules ("source > target"),
-    forward; as many bytes of gradients came back.
+    forward; as many bytes of gradients came back. `own` has the numbers of the user's callbacks.
     """
 
     tokens_per_s: float = 0.0
@@ -48,6 +48,7 @@ class StepFigures:
     mfu_by_module: Mapping[str, float] = field(default_factory=dict)
     moved_in_node: Mapping[str, float] = field(default_factory=dict)
     moved_across_nodes: Mapping[str, float] = field(default_factory=dict)
+    own: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

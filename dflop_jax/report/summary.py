@@ -225,6 +225,7 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
             (f"held out{name and f', {name}'}: loss / accuracy", f"{number(a)} / {percent(b)}")
             for name, (a, b) in s.held_out.items()
         ),
+        *((f"own metric {name}, median", number(v)) for name, v in s.own.items()),
         ("samples replaced", str(s.n_bad)),
         ("steps that changed no parameter", str(s.n_skipped)),
         *(_spent_figures(s.spent) if s.spent else ()),

@@ -41,6 +41,7 @@ def step_scalars(row: StepMetrics) -> dict[str, float]:
         **{f"learning_rate/{part}": rate for part, rate in row.learning_rates.items()},
         **{f"busy_fraction/{name}": share for name, share in row.busy_fraction.items()},
         **{f"padding_fraction/{name}": share for name, share in row.padding_fraction.items()},
+        **{f"own/{name}": value for name, value in row.own.items()},
     }
 
 

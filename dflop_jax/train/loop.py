@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -17,7 +17,7 @@ from dflop_jax.config_texts import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.records import Layout, Plan, PriceList
+from dflop_jax.records import Layout, PriceList
 from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING, read_spent
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
@@ -33,6 +33,7 @@ from dflop_jax.train.judge import Judge
 from dflop_jax.train.meta import Meta, planned_under
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
+from dflop_jax.train.results import LoopResult
 from dflop_jax.train.resume import Resumed
 from dflop_jax.train.saves import BestLoss, Saves, best_of
 from dflop_jax.train.skips import Skipping, Skips
@@ -40,21 +41,6 @@ from dflop_jax.train.step_log import RowFacts, StepLog
 from dflop_jax.train.step_profile import StepProfiler
 from dflop_jax.train.utilisation import Peaks
 from dflop_jax.train.watched import steps_marked, tasks_shown
-
-
-@dataclass(frozen=True)
-class LoopResult:
-    """What the steps of one call gave; `back_to` is a step that is to be run again, `next` the plan
-    that `plan` is to be changed for."""
-
-    losses: tuple[float, ...]
-    compiles: tuple[int, ...]
-    evaluation: Evaluation | None
-    steps_done: int
-    preempted: bool
-    plan: Plan
-    next: NewPlan | None = None
-    back_to: int | None = None
 
 
 class Loop:
@@ -80,6 +66,7 @@ class Loop:
         self._stalled_s = 0.0
         self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
+        self._stopped_by = ""
 
     def under_way(self) -> tuple[int | None, tuple[str, ...]]:
         """The step that is worked on, None before the first one, and the samples of its batch."""
@@ -124,6 +111,7 @@ class Loop:
             place.trained.rates,
             Peaks.of(config, self.ex.plan.layout, place.devices),
             place.time,
+            self._ready.callbacks,
         )
         self.log = StepLog(
             facts, self.folder, self.progress, counter, self._corrector, self._skipping
@@ -147,6 +135,7 @@ class Loop:
                 if config.checkpoint.saves and self._back_to is None:
                     self._save(done)
                 self.saver.wait()
+            self._tell_saved()
         evaluation = None
         if held_out and not preempted and not self._goes_on:
             evaluation = self._evaluate(held_out, done)
@@ -154,10 +143,12 @@ class Loop:
         if preempted:
             saved = "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
             self.progress.log(f"preempted at step {done}; {saved}")
+        elif self._stopped_by:
+            self.progress.log(f"stopped after step {done}: {self._stopped_by}")
         if self.saver.trouble:
             raise RunFailed(f"what was trained is not saved: {self.saver.trouble}")
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
-        more = self._next, self._back_to
+        more = self._next, self._back_to, self._stopped_by
         return LoopResult(losses, compiles, evaluation, done, preempted, self.ex.plan, *more)
 
     @property
@@ -209,12 +200,12 @@ class Loop:
         held_out: HeldOut | None,
         asked: threading.Event,
     ) -> bool:
-        """Whether the steps were cut short."""
+        """Whether a signal cut the steps short."""
         pending: tuple[StepHandle, ReadyBatch, Waits] | None = None
-        stop = False
+        signalled = False
 
         def finish() -> None:
-            nonlocal pending, stop
+            nonlocal pending, signalled
             if pending is None:
                 return
             handle, batch, waits = pending
@@ -223,12 +214,14 @@ class Loop:
             waits = replace(waits, save_s=self.saver.stall_s - self._stalled_s)
             self._stalled_s = self.saver.stall_s
             verdict = self.log.finish(handle, batch, waits, asked.is_set(), self._cadence.is_due)
-            stop |= verdict.stop
+            signalled |= verdict.stop
+            self._stopped_by = self._stopped_by or verdict.stopped_by
             self._save_asked |= verdict.save
             self._done = batch.step + 1
             tell_step()
             self._ahead.look()
             self._saves.tell(self._done, self._skipping.known)
+            self._tell_saved()
             if self._back_to is not None:
                 return
             if self._judge.goes_back(batch.step, applied=verdict.applied):
@@ -247,6 +240,7 @@ class Loop:
         with closing(self._profiler(drain)) as profiler:
             for batch, waits in batches:
                 self._step = batch.step
+                self._ready.callbacks.before_step(batch.step)
                 with profiler.dispatching(batch.step):
                     handle = self.ex.run_step(
                         batch.schedule,
@@ -259,14 +253,14 @@ class Loop:
                 pending = (handle, batch, waits)
                 self._step = batch.step + 1
                 profiler.dispatched(batch.step)
-                if stop:
+                if signalled or self._stopped_by:
                     break
                 if self._back_to is None:
                     self._after(batch.step + 1, held_out, finish)
-                if self._goes_on or stop:
+                if self._goes_on or signalled or self._stopped_by:
                     break
             finish()
-        return stop and self._done < self.config.train.steps
+        return signalled and self._done < self.config.train.steps
 
     def _profiler(self, drain: Callable[[], None]) -> StepProfiler:
         """Return what traces the steps of `train.profile_steps` that are still to be done."""
@@ -312,6 +306,7 @@ class Loop:
             self.progress.log(f"  {name}: {loss}")
         if self.folder:
             self.folder.append_evaluation(row)
+        self._ready.callbacks.after_evaluation(done, row)
         if self.config.checkpoint.keep_best and self._saves.best.is_beaten_by(row.loss):
             self._save(done)
             self._saves.keep_best(BestLoss(done, row.loss))
@@ -327,6 +322,11 @@ class Loop:
             best = best_of(self.folder.evaluations(), self.saver.steps())
         shared = self.peers.share("best", msgspec.json.encode(best))
         return msgspec.json.decode(shared, type=BestLoss)
+
+    def _tell_saved(self) -> None:
+        """Tell callbacks of checkpoints that have become whole."""
+        for step in self._saves.newly_whole() if self._ready.callbacks else ():
+            self._ready.callbacks.after_save(step, self.saver.folder_of(step))
 
     def _save(self, done: int) -> None:
         """Begin to save the state after `done` steps, unless it is saved already."""

@@ -20,6 +20,7 @@ from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import number
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
+from dflop_jax.train.callbacks import Callbacks
 from dflop_jax.train.planning import check_layers, check_names, check_plannable
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import parameter_bytes, profile_data
@@ -40,6 +41,7 @@ class ReadyRun:
       held_out: the samples to evaluate on.
       folder, samples: process 0's.
       start_s: what it took to come this far.
+      callbacks: the user's, that this process calls.
     """
 
     config: Config
@@ -54,6 +56,7 @@ class ReadyRun:
     samples: SampleFile | None
     progress: Progress
     start_s: float
+    callbacks: Callbacks
 
 
 def agree(config: Config, peers: Peers) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.spent import TimeLog
 from dflop_jax.report.trace import group_labels
+from dflop_jax.train.callbacks import Callbacks, StepDone
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch, Waits
@@ -30,13 +31,14 @@ from dflop_jax.train.utilisation import Peaks, utilisation
 
 @dataclass(frozen=True)
 class Report:
-    """What a process tells process 0 about a finished step; `save_wait_s` is what it waited for a
-    checkpoint."""
+    """What a process tells process 0 about a finished step; `stop`: a signal came to it,
+    `save_wait_s` is what it waited for a checkpoint, `stops_for` why a callback ends the run."""
 
     part: LocalResult
     compiles: int
     stop: bool
     save_wait_s: float
+    stops_for: str = ""
 
 
 REPORTS = msgspec.msgpack.Decoder(Report)
@@ -45,7 +47,8 @@ REPORTS = msgspec.msgpack.Decoder(Report)
 @dataclass(frozen=True)
 class Verdict:
     """What process 0 tells all about a finished step; `losses` are by module, `applied`: the step
-    updated the parameters, `save`: the next state is to be saved."""
+    updated the parameters, `stop`, `stopped_by`: see `Report`, `save`: the next state is to be
+    saved."""
 
     loss: float
     losses: dict[str, float]
@@ -53,7 +56,14 @@ class Verdict:
     applied: bool
     compiles: int
     stop: bool
+    stopped_by: str
     save: bool
+
+
+def done_step(step: int, verdict: Verdict, row: StepMetrics | None = None) -> StepDone:
+    """What callbacks are told of a step."""
+    seen = verdict.loss, verdict.losses, verdict.grad_norm, verdict.applied
+    return StepDone(step, *seen, row)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ class RowFacts:
       rates: peak learning rates of the parts that train.
       peaks: FLOP/s that the devices reach at most, None where it is not known.
       time: told of the steps that end.
+      callbacks: told of the steps that are done.
     """
 
     config: TrainConfig
@@ -74,6 +85,7 @@ class RowFacts:
     rates: Mapping[str, float] = field(default_factory=dict)
     peaks: Peaks | None = None
     time: TimeLog = field(default_factory=TimeLog)
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
 
 class StepLog:
@@ -118,7 +130,8 @@ class StepLog:
         waited for a save."""
         part = handle.local(self.peers.offset_s)
         compiled = self._counter.read()
-        report = Report(part, compiled - self._compiled, stop, waits.save_s)
+        stops_for = self._facts.callbacks.stops_for
+        report = Report(part, compiled - self._compiled, stop, waits.save_s, stops_for)
         self._compiled = compiled
         # Not as JSON, which has no number for what is not finite.
         gathered = self.peers.gather(f"step/{batch.step}", msgspec.msgpack.encode(report))
@@ -133,6 +146,7 @@ class StepLog:
                 result.applied,
                 sum(r.compiles for r in reports),
                 any(r.stop for r in reports),
+                next((r.stops_for for r in reports if r.stops_for), ""),
                 due(max(r.save_wait_s for r in reports)),
             )
             answer = msgspec.msgpack.encode(decided)
@@ -152,6 +166,8 @@ class StepLog:
                 slow = slowness(handle.own_seconds(result), np.array(alone_s))
                 self._stragglers.after_step(batch.step, slow)
             self._log(result, batch, waits, verdict)
+        else:
+            self._facts.callbacks.after_step(done_step(batch.step, verdict))
         self._skipping.note(batch.step, verdict.grad_norm, verdict.applied)
         return verdict
 
@@ -205,6 +221,8 @@ class StepLog:
             skipped=skipped,
             **utilisation(batch.flops, step_s, self._facts.peaks),
         )
+        own = self._facts.callbacks.after_step(done_step(batch.step, verdict, row))
+        row = replace(row, own=own) if own else row
         self.step_s.append(step_s)
         self.folder.append(row)
         self.progress.update(row)

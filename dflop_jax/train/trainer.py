@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,11 +30,11 @@ from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.spent import EVENTS, PLAN, PROFILE, REDECISION, SAVE
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
+from dflop_jax.train.callbacks import Callback, Callbacks
 from dflop_jax.train.device_check import DeviceCheck
-from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.initial import published
 from dflop_jax.train.judge import Judge, go_back
-from dflop_jax.train.loop import Loop, LoopResult
+from dflop_jax.train.loop import Loop
 from dflop_jax.train.meta import Continued, continued, planned_under, same_value
 from dflop_jax.train.planning import (
     check_held_out,
@@ -62,31 +62,12 @@ from dflop_jax.train.restart import (
     open_folder,
     tell_agent,
 )
+from dflop_jax.train.results import FitResult, LoopResult, fit_result
 from dflop_jax.train.resume import Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import REPEATS, PlanTrials, Timed, compile_and_time, make_executor
 from dflop_jax.train.trying import said_in_a_line
 from dflop_jax.train.watched import watched
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """How a run ended.
-
-    Attributes:
-      losses: of the steps that this call ran.
-      evaluation: that of the last step, None without held-out samples.
-      steps_done: steps of the whole run so far.
-      preempted: a signal ended it before its last step; what was reached is saved, where
-        checkpoints are.
-    """
-
-    run_dir: Path
-    losses: tuple[float, ...]
-    evaluation: Evaluation | None
-    compiles_after_warmup: int
-    steps_done: int
-    preempted: bool
 
 
 class Trainer:
@@ -98,6 +79,7 @@ class Trainer:
       existing: what to do with another run in the folder: "error", "overwrite", or "resume" it
         from its newest whole checkpoint (from the start if it has none). A run that `dflop launch`
         starts again is resumed, whatever this says.
+      callbacks: are told of steps, evaluations, saves and the end; see `callbacks.Callback`.
       dry: end before the first step, with profile and plan written and what is expected said.
       tell: is told on process 0, a line each, of devices and model, and then of the data; and
         whether all is checked that can be without measuring.
@@ -115,6 +97,7 @@ class Trainer:
         plan: Plan | None = None,
         profile: Profile | None = None,
         existing: Literal["error", "overwrite", "resume"] = "error",
+        callbacks: Sequence[Callback] = (),
         dry: bool = False,
         tell: Callable[[str, bool], None] = lambda line, ready: None,
     ):
@@ -129,6 +112,7 @@ class Trainer:
             tell_agent(e)
             raise
         self.peers = self.place.peers
+        self._callbacks = Callbacks(callbacks, is_first=self.peers.is_hub)
         with self._told_to_others():
             self._tell = tell if self.peers.is_hub else lambda line, ready: None
             self._tell(workplace_line(self.place), False)
@@ -191,15 +175,9 @@ class Trainer:
                 self._existing, self.profile = "resume", new.profile
                 self._executor = self._timed = None  # whose memory the next one's state needs
                 self._executor = self._make_executor(new.plan)
-        last = results[-1]
-        return FitResult(
-            Path(self.config.run_dir),
-            _losses(results),
-            last.evaluation,
-            sum(n for r in results for n in r.compiles[1:]),
-            last.steps_done,
-            last.preempted,
-        )
+            result = fit_result(self.config.run_dir, results)
+            self._callbacks.at_end(result)
+        return result
 
     def _fit(self, stack: ExitStack) -> LoopResult:
         """Train under one plan, to the last step or until another plan pays."""
@@ -270,7 +248,17 @@ class Trainer:
         data = self.source, self._held_out, self.profile
         start_s = time.perf_counter() - begun_s
         ready = ReadyRun(
-            config, self.place, *data, ex, prices, saver, folder, samples, progress, start_s
+            config,
+            self.place,
+            *data,
+            ex,
+            prices,
+            saver,
+            folder,
+            samples,
+            progress,
+            start_s,
+            self._callbacks,
         )
         self._loop = Loop(ready, self._judge)
         stack.callback(setattr, self, "_loop", None)  # and its memory
@@ -389,11 +377,3 @@ class Trainer:
         took_s = time.perf_counter() - start_s
         progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s")
         return timed
-
-
-def _losses(results: Sequence[LoopResult]) -> tuple[float, ...]:
-    """Of the steps of all loops, each once, as it was run last."""
-    of_steps: dict[int, float] = {}
-    for r in results:
-        of_steps |= enumerate(r.losses, r.steps_done - len(r.losses))
-    return tuple(of_steps[step] for step in sorted(of_steps))

@@ -1,0 +1,152 @@
+"""What a user's own code is told of a run, and how it adds metrics and ends one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dflop_jax.report.metrics import StepMetrics
+from dflop_jax.train.evaluate import Evaluation
+from dflop_jax.train.results import FitResult
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """A step that is done on all processes.
+
+    Attributes:
+      loss: per supervised token of the global batch, added up over the modules that have one.
+      losses: by module, each without its weight in that sum.
+      updated: the parameters were; otherwise the step was skipped.
+      row: all its figures, on process 0; None elsewhere.
+    """
+
+    step: int
+    loss: float
+    losses: Mapping[str, float]
+    grad_norm: float
+    updated: bool
+    row: StepMetrics | None
+
+
+class Callback:
+    """Override what is of interest; all methods do nothing.
+
+    They run in the thread that dispatches steps, so what takes long here holds the devices up, and
+    an error ends the run. They see what was done and change nothing of it.
+
+    Attributes:
+      everywhere: whether it is called on every process, or on process 0 only.
+    """
+
+    everywhere: ClassVar[bool] = False
+    _stops_for = ""
+
+    def before_step(self, step: int) -> None:
+        """A step is about to be dispatched."""
+
+    def after_step(self, done: StepDone) -> Mapping[str, float] | None:
+        """A step is done, while devices work on the next one. What process 0 returns stands under
+        `own` in metrics.jsonl, in the summary, and where runs are tracked."""
+
+    def after_evaluation(self, step: int, row: Evaluation) -> None:
+        """The held-out samples were evaluated after `step` steps."""
+
+    def after_save(self, step: int, folder: Path) -> None:
+        """The checkpoint after `step` steps is whole, in a folder."""
+
+    def at_end(self, result: FitResult) -> None:
+        """The run is over."""
+
+    def stop(self, why: str) -> None:
+        """End the run after the steps under way, saved and evaluated, as if it were done."""
+        self._stops_for = why or type(self).__name__
+
+
+class Callbacks:
+    """The callbacks of a run that this process calls."""
+
+    def __init__(self, all_of_them: Sequence[Callback] = (), *, is_first: bool = True) -> None:
+        self._called = [c for c in all_of_them if is_first or c.everywhere]
+
+    def __bool__(self) -> bool:
+        return bool(self._called)
+
+    @property
+    def stops_for(self) -> str:
+        """Why one of them ends the run; "": none does."""
+        return next((c._stops_for for c in self._called if c._stops_for), "")
+
+    def before_step(self, step: int) -> None:
+        for c in self._called:
+            c.before_step(step)
+
+    def after_step(self, done: StepDone) -> dict[str, float]:
+        """What they add to the step's metrics.
+
+        Raises:
+          ValueError: something else than numbers by name, or a name of two of them.
+        """
+        own: dict[str, float] = {}
+        for c in self._called:
+            for name, value in (c.after_step(done) or {}).items():
+                if not isinstance(name, str) or name in own or not _is_number(value):
+                    raise ValueError(
+                        f"{type(c).__name__}.after_step: {name!r} is {value!r}; return numbers, "
+                        "each under a name of its own"
+                    )
+                own[name] = float(value)
+        return own
+
+    def after_evaluation(self, step: int, row: Evaluation) -> None:
+        for c in self._called:
+            c.after_evaluation(step, row)
+
+    def after_save(self, step: int, folder: Path) -> None:
+        for c in self._called:
+            c.after_save(step, folder)
+
+    def at_end(self, result: FitResult) -> None:
+        for c in self._called:
+            c.at_end(result)
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        math.isnan(value)
+    except TypeError:
+        return False
+    return True
+
+
+def callbacks_at(paths: Sequence[str], find: Callable[[str, str], Any]) -> list[Callback]:
+    """The callbacks that command-line flags name: each an object, or a class or function without
+    arguments that makes one.
+
+    Args:
+      find: returns what (flag, MODULE:NAME) names.
+
+    Raises:
+      ValueError: nothing of the kind is there.
+    """
+    made: list[Callback] = []
+    for path in paths:
+        found = find("--callbacks", path)
+        if inspect.isclass(found) or inspect.isfunction(found):
+            try:
+                found = found()
+            except TypeError as e:
+                raise ValueError(
+                    f"--callbacks={path!r}: {e}; give what takes no arguments"
+                ) from None
+        if not isinstance(found, Callback):
+            raise ValueError(
+                f"--callbacks={path!r} is a {type(found).__name__}; give a subclass of "
+                "dflop_jax.Callback, or a function that returns one"
+            )
+        made.append(found)
+    return made

@@ -56,7 +56,8 @@ class ModelConfig:
         "tiny"
     )
     weights: Annotated[
-        tuple[str, ...], "folder of published weights to begin with, or MODULE=FOLDER,..."
+        tuple[str, ...],
+        "to begin with: a folder of published weights, or a run (RUN, RUN@STEP); or MODULE=FOLDER",
     ] = ()
     dtype: Annotated[Dtype, "compute dtype: float32 or bfloat16"] = "float32"
     attention_kernel: Annotated[
@@ -211,6 +212,10 @@ class TrainConfig:
     steps: Annotated[PositiveInt, "optimizer steps"] = 100
     epochs: Annotated[
         NonNegativeFloat, "how often every sample is shown, which says the steps; 0: train.steps"
+    ] = 0.0
+    max_hours: Annotated[
+        NonNegativeFloat,
+        "hours from a process's start after which the run saves and ends, as by a signal; 0: none",
     ] = 0.0
     global_batch: Annotated[PositiveInt, "samples per optimizer step"] = 64
     learning_rate: Annotated[PositiveFloat, "peak learning rate"] = 1e-3

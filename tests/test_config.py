@@ -192,6 +192,7 @@ ABOVE_ZERO = [
 SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
 DECAYS = ["train.beta1", "train.beta2", "train.momentum", "train.ema", "train.label_smoothing"]
 NOT_NEGATIVE = [
+    "train.max_hours",
     "train.check_every",
     "distributed.hang_factor",
     "train.epochs",

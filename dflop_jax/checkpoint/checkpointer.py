@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from dflop_jax.checkpoint.state_arrays import StateArray, read_array, specs_of, state_arrays
 from dflop_jax.checkpoint.store import (
     ArrayPiece,
-    ArraySpec,
     CheckpointReader,
     CheckpointStore,
     CorruptCheckpoint,
@@ -36,88 +35,11 @@ from dflop_jax.checkpoint.store import (
 )
 from dflop_jax.cluster.ending import RunFailed, TryAgain
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.contract import n_rows
-from dflop_jax.pipeline.cut import Box, Cut
-from dflop_jax.pipeline.elementwise import part_of_leaves
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import initial_cuts, initial_structs
+from dflop_jax.pipeline.held import initial_structs
 
 log = logging.getLogger(__name__)
 Waiting = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class StateArray:
-    """Leaf number `leaf` of a segment's "params" or "opt_state".
-
-    Its rows are those numbered `rows` of the array `name` of `n_rows`, or (None) it is all of that
-    array, which one segment of those that hold it `saves`. `cut` says how data ranks share it.
-    """
-
-    name: str
-    segment: str
-    kind: str
-    leaf: int
-    struct: jax.ShapeDtypeStruct
-    cut: Cut
-    rows: tuple[int, ...]
-    n_rows: int | None
-    saves: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape = self.cut.shape_of(self.struct.shape)
-        return shape if self.n_rows is None else (self.n_rows, *shape[1:])
-
-    def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
-        """The boxes of the array that a shard has, and where they lie in it: see `Cut.boxes`."""
-        spans = self._spans(index)
-        if self.n_rows is None:
-            return self.cut.boxes(spans)
-        return self.cut.layer_boxes(spans, self.rows)
-
-    def is_first_copy(self, index: tuple[slice, ...]) -> bool:
-        """Whether a shard is of the first block of ranks, where several have the same."""
-        return self.cut.is_first_copy(self._spans(index))
-
-    def _spans(self, index: tuple[slice, ...]) -> Box:
-        return tuple(s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True))
-
-
-def state_arrays(ex: Executor) -> list[StateArray]:
-    """Every leaf of the parameters and the optimizer state, of all processes, in a fixed order.
-
-    What all segments of a module hold alike (the optimizer's count) is listed with the first.
-    """
-    arrays: list[StateArray] = []
-    names: set[str] = set()
-    for name, segment in ex.programs.segments.items():
-        s = segment.plan
-        structs = {"params": initial_structs(segment)}
-        parts = {"params": part_of_leaves(structs["params"])}
-        cuts = {"params": initial_cuts(segment)}
-        if name in ex.trainable:
-            update = ex.programs.updates[name]
-            structs["opt_state"] = update.state_structs
-            parts["opt_state"] = update.state_parts()
-            cuts["opt_state"] = update.state_cuts()
-        for kind, tree in structs.items():
-            leaves = jax.tree_util.tree_leaves_with_path(tree)
-            facts = zip(leaves, jax.tree.leaves(parts[kind]), jax.tree.leaves(cuts[kind]))
-            for i, ((path, struct), part, cut) in enumerate(facts):
-                where = jax.tree_util.keystr(path, simple=True, separator="/")
-                array = f"{kind}/{s.module}/{where}"
-                n = n_rows(segment.module, part) if part in segment.stacked else None
-                saves = n is not None or array not in names
-                names.add(array)
-                rows = segment.held_rows.get(part, ())
-                arrays.append(StateArray(array, name, kind, i, struct, cut, rows, n, saves))
-    return arrays
-
-
-def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
-    """The global arrays by name."""
-    return {a.name: ArraySpec(a.name, a.shape, a.struct.dtype.name) for a in arrays}
 
 
 def _saved(ex: Executor, segment: str, kind: str) -> Any:
@@ -326,7 +248,7 @@ class Checkpointer:
         try:
             for (segment, kind), arrays in self._by_tree().items():
                 tree = jax.tree.structure(self._structs(segment, kind))
-                leaves = [self._read(reader, a) for a in arrays]
+                leaves = [read_array(reader, a) for a in arrays]
                 getattr(state, kind)[segment] = jax.tree.unflatten(tree, leaves)
         except CorruptCheckpoint as e:
             trouble = str(e)
@@ -351,20 +273,6 @@ class Checkpointer:
         for a in self._arrays:
             by_tree.setdefault((a.segment, a.kind), []).append(a)
         return by_tree
-
-    @staticmethod
-    def _read(reader: CheckpointReader, a: StateArray) -> jax.Array:
-        def load(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            spans = (s.indices(n) for s, n in zip(index, struct.shape, strict=True))
-            shard = np.zeros([stop - start for start, stop, _ in spans], struct.dtype)
-            for place, box in a.boxes(index):
-                read = reader.read(a.name, [b[0] for b in box], [b[1] - b[0] for b in box])
-                shard[place] = read.reshape(shard[place].shape)
-            return shard
-
-        struct = a.struct
-        return jax.make_array_from_callback(struct.shape, struct.sharding, load, dtype=struct.dtype)
 
     def _check(self, reader: CheckpointReader) -> None:
         where = f"checkpoint of step {reader.step}"

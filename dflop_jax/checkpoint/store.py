@@ -54,8 +54,9 @@ __all__ = [
 ]
 
 
-DAMAGED, OTHER_VERSION = "damaged", "other-version"  # why a checkpoint is set aside
-_ASIDE = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION})(\.\d+)?"
+# Why a checkpoint is set aside.
+DAMAGED, OTHER_VERSION, PASSED_OVER = "damaged", "other-version", "passed-over"
+_ASIDE = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION}|{PASSED_OVER})(\.\d+)?"
 
 
 class CheckpointStore:
@@ -198,9 +199,9 @@ class CheckpointStore:
         return CheckpointReader(folder, manifest)
 
     def set_aside(self, step: int, why: str) -> Path:
-        """Rename a checkpoint that cannot be read, so that its step may be saved anew; returns its
-        folder, `00000120.damaged` where `why` is DAMAGED. Nothing lists it, and it is removed when
-        a checkpoint of this step or a newer one is committed.
+        """Rename a checkpoint that cannot be read, or is not to be, so that its step may be saved
+        anew; returns its folder, `00000120.damaged` where `why` is DAMAGED. Nothing lists it, and
+        it is removed when a checkpoint of this step or a newer one is committed.
 
         Raises:
           StorageError: it cannot be renamed.

@@ -60,6 +60,10 @@ def asked(args: argparse.Namespace, *, whole: bool = True) -> Asked:
       ValueError: a model or data that cannot be found or are named twice, or none where `whole`.
     """
     given = overrides(args)
+    if init := getattr(args, "init_from", None):
+        if "model.weights" in given:
+            raise ValueError("--init-from and --model.weights say the same; give one of them")
+        given["model.weights"] = init
     if args.data is not None and "data.path" in given:
         raise ValueError("--data and --data.path say the same; give one of them")
     by_file = load_experiment(args.experiment) if args.experiment else None

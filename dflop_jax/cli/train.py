@@ -11,6 +11,7 @@ from dflop_jax.cli.experiment import (
     add_profile_file,
     end_together,
     given_profile,
+    import_from_here,
 )
 from dflop_jax.cli.front_door import asked, said
 from dflop_jax.cli.terminal import show
@@ -56,8 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
     parser.add_argument(
         "--resume",
-        choices=["auto"],
-        help="continue the run in the folder from its newest whole checkpoint, if there is one",
+        metavar="auto|STEP",
+        help="continue the run in the folder from its newest whole checkpoint, if there is one, or "
+        "from that of a step, setting newer ones aside",
+    )
+    parser.add_argument(
+        "--init-from",
+        metavar="RUN[@STEP]",
+        help="begin with the parameters of another run's newest checkpoint, or of that step's: the "
+        "same as --model.weights RUN[@STEP]",
     )
 
 
@@ -92,8 +100,11 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
 
     if args.overwrite and args.resume:
         raise ValueError("--overwrite and --resume exclude each other; give one of them")
+    resume_at = _step(args.resume)
     plan = load(Plan, args.plan_file) if args.plan_file else None
     existing: Any = "overwrite" if args.overwrite else "resume" if args.resume else "error"
+    if args.callbacks:
+        import_from_here()
     ask = asked(args)
     with said(ask) as notes:
         trainer = Trainer(
@@ -101,6 +112,7 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
             plan=plan,
             profile=given_profile(args),
             existing=existing,
+            resume_at=resume_at,
             callbacks=callbacks_at(args.callbacks, imported),
             dry=args.dry_run,
             tell=notes.add,
@@ -123,6 +135,15 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
         result.compiles_after_warmup,
         exit_code,
     )
+
+
+def _step(resume: str | None) -> int | None:
+    """The step that --resume names; None for the newest."""
+    if resume in (None, "auto"):
+        return None
+    if not resume.isdecimal():
+        raise ValueError(f"--resume {resume}: give auto, or the step of a checkpoint")
+    return int(resume)
 
 
 def _preempted_code(config: Config) -> int:

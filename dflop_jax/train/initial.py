@@ -1,12 +1,18 @@
-"""Parameters that a run begins with: published weights, of the whole model or of its parts."""
+"""Parameters that a run begins with: published weights, or those of another run, of the whole model
+or of its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from dflop_jax.checkpoint.begin import open_saved, read_saved
+from dflop_jax.checkpoint.store import CorruptCheckpoint, OtherVersion, StorageError
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.report.run_folder import CHECKPOINTS
 from dflop_jax.weights import Folder, read_segment
 
 # (segment, its fresh parameters if they are asked for) -> parameters to begin with
@@ -18,7 +24,8 @@ def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
 
     Args:
       weights: one folder of transformers for the whole model, or MODULE=FOLDER for some modules;
-        what these leave out (a connector) begins fresh.
+        what these leave out (a connector) begins fresh. A run's folder, or FOLDER@STEP, stands for
+        the parameters in its newest checkpoint, or that one.
 
     Raises:
       ValueError: a folder that does not hold this model (or this module), or a model or module
@@ -26,17 +33,35 @@ def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
     """
     if not weights:
         return None
-    folders: dict[str, Folder] = {}
+    by_module: dict[str, Initial] = {}
     for item in weights:
         module, _, path = item.rpartition("=")
-        folders[module] = Folder(path, _map(model, module, len(weights) == 1))
-        folders[module].check()
+        if (saved := _of_run(path)) is not None:
+            by_module[module] = saved
+            continue
+        folder = Folder(path, _map(model, module, len(weights) == 1))
+        folder.check()
+        by_module[module] = partial(read_segment, folder)
 
     def begin(segment: Segment, fresh: Callable[[], Params]) -> Params:
-        folder = folders.get("") or folders.get(segment.plan.module)
-        return fresh() if folder is None else read_segment(folder, segment, fresh)
+        read = by_module.get("") or by_module.get(segment.plan.module)
+        return fresh() if read is None else read(segment, fresh)
 
     return begin
+
+
+def _of_run(path: str) -> Initial | None:
+    """What reads the checkpoint that RUN or RUN@STEP means; None where it is no run's folder."""
+    run, at, step = path.rpartition("@") if not Path(path).exists() else (path, "", "")
+    checkpoints = Path(run, CHECKPOINTS)
+    if not checkpoints.is_dir():
+        return None
+    if at and not step.isdecimal():
+        raise ValueError(f"model.weights={path}: {step!r} is no step; give RUN@STEP, or RUN")
+    try:
+        return partial(read_saved, open_saved(checkpoints, int(step) if at else None))
+    except (CorruptCheckpoint, OtherVersion, StorageError) as e:
+        raise ValueError(f"model.weights={path}: {e}; give RUN@STEP of another one") from None
 
 
 def _map(model: MultimodalModel, module: str, alone: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
@@ -200,7 +201,7 @@ class Loop:
         held_out: HeldOut | None,
         asked: threading.Event,
     ) -> bool:
-        """Whether a signal cut the steps short."""
+        """Whether a signal, or the time that the run has, cut the steps short."""
         pending: tuple[StepHandle, ReadyBatch, Waits] | None = None
         signalled = False
 
@@ -213,7 +214,11 @@ class Loop:
             self.saver.check()
             waits = replace(waits, save_s=self.saver.stall_s - self._stalled_s)
             self._stalled_s = self.saver.stall_s
-            verdict = self.log.finish(handle, batch, waits, asked.is_set(), self._cadence.is_due)
+            over = time.monotonic() > self._ready.ends_s
+            stops = asked.is_set() or over
+            verdict = self.log.finish(handle, batch, waits, stops, self._cadence.is_due)
+            if over and not signalled:
+                self.progress.log(f"{self.config.train.max_hours:g} hours are over; saving")
             signalled |= verdict.stop
             self._stopped_by = self._stopped_by or verdict.stopped_by
             self._save_asked |= verdict.save

@@ -41,6 +41,7 @@ class ReadyRun:
       held_out: the samples to evaluate on.
       folder, samples: process 0's.
       start_s: what it took to come this far.
+      ends_s: when `train.max_hours` are over, by `time.monotonic`.
       callbacks: the user's, that this process calls.
     """
 
@@ -56,6 +57,7 @@ class ReadyRun:
     samples: SampleFile | None
     progress: Progress
     start_s: float
+    ends_s: float
     callbacks: Callbacks
 
 

@@ -12,6 +12,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.store import (
     DAMAGED,
     OTHER_VERSION,
+    PASSED_OVER,
     CheckpointReader,
     CheckpointStore,
     CorruptCheckpoint,
@@ -21,7 +22,10 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.train.meta import Meta, read_meta
 
 log = logging.getLogger(__name__)
-_WORDS = {DAMAGED: "is damaged", OTHER_VERSION: "is of another version of this program"}
+_WORDS = {
+    DAMAGED: "is damaged, using an older one",
+    OTHER_VERSION: "is of another version of this program, using an older one",
+}
 _NONE = {
     DAMAGED: "no checkpoint is whole; start again with --overwrite",
     OTHER_VERSION: "this version of the program reads none of the checkpoints; resume by the one "
@@ -31,7 +35,8 @@ _NONE = {
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A checkpoint that some process cannot read: why it is set aside, and what was met."""
+    """A checkpoint that some process cannot read, or that is passed over: why it is set aside, and
+    what was met."""
 
     step: int
     why: str
@@ -48,13 +53,14 @@ class Resumed:
 
 
 def find_checkpoint(
-    folder: Path, peers: Peers, unreadable: tuple[Unreadable, ...] = ()
+    folder: Path, peers: Peers, unreadable: tuple[Unreadable, ...] = (), at: int | None = None
 ) -> Resumed | None:
     """Return the newest checkpoint that every process can open, older than those known to be
-    `unreadable`; None if there is none at all. Others are named and left as they are.
+    `unreadable`; None if there is none at all. Others are named and left as they are. Where a step
+    `at` is asked for, newer ones are passed over.
 
     Raises:
-      ValueError: none of those that are there can be read.
+      ValueError: none of those that are there can be read, or there is none of step `at`.
       StorageError: the folder cannot be read.
     """
     store = CheckpointStore(folder)
@@ -62,7 +68,14 @@ def find_checkpoint(
     steps = [s for s in store.steps() if below is None or s < below] if peers.is_hub else []
     key = f"checkpoints/{below}"
     shared = peers.share(key, msgspec.json.encode(steps))
-    for step in msgspec.json.decode(shared, type=list[int]):
+    steps = msgspec.json.decode(shared, type=list[int])
+    if at is not None:
+        if at not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            raise ValueError(f"{folder}: no checkpoint of step {at}; those that are there: {there}")
+        newer = [Unreadable(s, PASSED_OVER, "") for s in steps if s > at]
+        unreadable, steps = (*unreadable, *newer), [s for s in steps if s <= at]
+    for step in steps:
         resumed, trouble = None, None
         try:
             reader = store.open(step)
@@ -88,8 +101,7 @@ def any_trouble(peers: Peers, key: str, trouble: Unreadable | None) -> Unreadabl
         return None
     worst = msgspec.json.decode(first, type=Unreadable)
     if peers.is_hub:
-        words = f"{_WORDS[worst.why]}, using an older one"
-        log.warning("checkpoint of step %d %s: %s", worst.step, words, worst.met)
+        log.warning("checkpoint of step %d %s: %s", worst.step, _WORDS[worst.why], worst.met)
     return worst
 
 

@@ -6,6 +6,7 @@ profile, the plan, the schedules, and when to stop.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -79,6 +80,8 @@ class Trainer:
       existing: what to do with another run in the folder: "error", "overwrite", or "resume" it
         from its newest whole checkpoint (from the start if it has none). A run that `dflop launch`
         starts again is resumed, whatever this says.
+      resume_at: the step whose checkpoint is resumed in place of the newest; newer ones are set
+        aside.
       callbacks: are told of steps, evaluations, saves and the end; see `callbacks.Callback`.
       dry: end before the first step, with profile and plan written and what is expected said.
       tell: is told on process 0, a line each, of devices and model, and then of the data; and
@@ -97,11 +100,15 @@ class Trainer:
         plan: Plan | None = None,
         profile: Profile | None = None,
         existing: Literal["error", "overwrite", "resume"] = "error",
+        resume_at: int | None = None,
         callbacks: Sequence[Callback] = (),
         dry: bool = False,
         tell: Callable[[str, bool], None] = lambda line, ready: None,
     ):
         self._existing, self._dry = existing, dry
+        self._resume_at = None if is_restart() else resume_at
+        hours = config.train.max_hours
+        self._ends_s = time.monotonic() + 3600 * hours if hours else math.inf
         self._in_haste = False  # others' devices wait as this run goes on without them
         self._loop: Loop | None = None
         try:
@@ -187,7 +194,8 @@ class Trainer:
         checkpoints = Path(config.run_dir) / CHECKPOINTS
         if is_begun(config.run_dir, peers):
             self._existing = "resume"
-        resumed = find_checkpoint(checkpoints, peers) if self._existing == "resume" else None
+        at, self._resume_at = self._resume_at, None
+        resumed = find_checkpoint(checkpoints, peers, at=at) if self._existing == "resume" else None
         # Before anything is written: the folder may be of a run on other data.
         start = make_loader(config, self.source).restore(resumed.meta.loader) if resumed else 0
         folder, samples = None, None
@@ -258,6 +266,7 @@ class Trainer:
             samples,
             progress,
             start_s,
+            self._ends_s,
             self._callbacks,
         )
         self._loop = Loop(ready, self._judge)

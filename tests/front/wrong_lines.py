@@ -27,7 +27,7 @@ WRONG = {
     f"train {ASK} --plan.polcy dip": "did you mean plan.policy?",
     f"train {ASK} --dry-rn": "did you mean --dry-run?",
     "train nano.py --resum auto": "did you mean --resume?",
-    "train --resume sometimes nano.py": "choose from",
+    "train --resume sometimes nano.py": "give auto, or the step of a checkpoint",
     "train nano.py stray": "unexpected argument 'stray'",
     "plan nano.py --explian": "did you mean --explain?",
     "simulate nano.py --batch 3": "did you mean --batches?",

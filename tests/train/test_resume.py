@@ -121,12 +121,45 @@ def test_a_killed_run_resumes_at_its_checkpoint(whole, capsys, monkeypatch):
     assert steps_saved(folder) == (12, 9, 6, 3)
 
 
+def test_a_run_goes_on_from_the_step_that_is_asked_for(whole, caplog):
+    folder = copy_of(whole)
+    config = dataclasses.replace(CONFIG, run_dir=str(folder), **CACHE)
+    again = partial(Trainer, config, plan=PLAN, profile=nano_profile(), existing="resume")
+    with pytest.raises(ValueError, match="no checkpoint of step 5; those that are there: 12, 9, 6"):
+        again(resume_at=5).fit()
+    result = again(resume_at=6).fit()
+    assert (len(result.losses), result.steps_done) == (6, STEPS)
+    assert "checkpoint of step 9 stays as" in caplog.text
+    assert_as_whole(folder, whole)
+    assert steps_saved(folder) == (12, 9, 6, 3)
+    names = {p.name for p in (Path(folder) / "checkpoints").iterdir()}
+    assert not [n for n in names if "passed" in n]  # newer ones are saved
+
+
+def test_a_run_whose_hours_are_over_saves_and_ends(whole, capsys):
+    hours = dataclasses.replace(CONFIG.train, max_hours=1e-9)
+    result = fit("short", train=hours)
+    assert (result.preempted, result.evaluation) == (True, None)
+    assert 0 < result.steps_done < STEPS
+    assert "1e-09 hours are over; saving" in " ".join(capsys.readouterr().err.split())
+    assert steps_saved("short")[0] == result.steps_done
+    fit("short", "resume")
+    assert_as_whole("short", whole)
+
+
 def test_nothing_saved_starts_from_the_beginning_and_nothing_is_saved(whole):
     folder = as_killed(whole, saved=0, rows=2)
     result = fit(folder, "resume", checkpoint=CheckpointConfig(every=0))
     assert len(result.losses) == STEPS
     assert_as_whole(folder, whole)
     assert steps_saved(folder) == ()
+
+
+def test_two_flags_that_say_what_to_begin_with(capsys):
+    command = ["train", "nano.py", "--init-from", "a", "--model.weights", "b"]
+    Path("nano.py").write_text("")
+    assert main(command) == 2
+    assert "--init-from and --model.weights say the same" in capsys.readouterr().err
 
 
 # ---- other flags ----

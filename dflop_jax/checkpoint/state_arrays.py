@@ -1,0 +1,123 @@
+"""The arrays of a run's state by name, whatever the plan, and where each process has its pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflop_jax.checkpoint.format import ArraySpec
+from dflop_jax.checkpoint.reader import CheckpointReader
+from dflop_jax.contract import n_rows
+from dflop_jax.pipeline.cut import Box, Cut
+from dflop_jax.pipeline.elementwise import part_of_leaves
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import initial_cuts, initial_structs
+from dflop_jax.pipeline.segment import Segment
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """Leaf number `leaf` of a segment's "params" or "opt_state".
+
+    Its rows are those numbered `rows` of the array `name` of `n_rows`, or (None) it is all of that
+    array, which one segment of those that hold it `saves`. `cut` says how data ranks share it.
+    """
+
+    name: str
+    segment: str
+    kind: str
+    leaf: int
+    struct: jax.ShapeDtypeStruct
+    cut: Cut
+    rows: tuple[int, ...]
+    n_rows: int | None
+    saves: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.cut.shape_of(self.struct.shape)
+        return shape if self.n_rows is None else (self.n_rows, *shape[1:])
+
+    def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
+        """The boxes of the array that a shard has, and where they lie in it: see `Cut.boxes`."""
+        spans = self._spans(index)
+        if self.n_rows is None:
+            return self.cut.boxes(spans)
+        return self.cut.layer_boxes(spans, self.rows)
+
+    def is_first_copy(self, index: tuple[slice, ...]) -> bool:
+        """Whether a shard is of the first block of ranks, where several have the same."""
+        return self.cut.is_first_copy(self._spans(index))
+
+    def _spans(self, index: tuple[slice, ...]) -> Box:
+        return tuple(s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True))
+
+
+def state_arrays(ex: Executor) -> list[StateArray]:
+    """Every leaf of the parameters and the optimizer state, of all processes, in a fixed order.
+
+    What all segments of a module hold alike (the optimizer's count) is listed with the first.
+    """
+    arrays: list[StateArray] = []
+    for name, segment in ex.programs.segments.items():
+        arrays += parameter_arrays(name, segment)
+        if name in ex.trainable:
+            update = ex.programs.updates[name]
+            facts = update.state_structs, update.state_parts(), update.state_cuts()
+            arrays += _arrays(name, segment, "opt_state", *facts)
+    seen: set[str] = set()
+    for place, a in enumerate(arrays):
+        if a.n_rows is None and a.name in seen:
+            arrays[place] = replace(a, saves=False)
+        seen.add(a.name)
+    return arrays
+
+
+def parameter_arrays(name: str, segment: Segment) -> list[StateArray]:
+    """Every leaf of a segment's `held.initial_structs`, in their order."""
+    structs = initial_structs(segment)
+    return _arrays(name, segment, "params", structs, part_of_leaves(structs), initial_cuts(segment))
+
+
+def _arrays(
+    name: str, segment: Segment, kind: str, structs: Any, parts: Any, cuts: Any
+) -> list[StateArray]:
+    leaves = jax.tree_util.tree_leaves_with_path(structs)
+    facts = zip(leaves, jax.tree.leaves(parts), jax.tree.leaves(cuts), strict=True)
+    arrays = []
+    for i, ((path, struct), part, cut) in enumerate(facts):
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        n = n_rows(segment.module, part) if part in segment.stacked else None
+        rows = segment.held_rows.get(part, ())
+        array = f"{kind}/{segment.plan.module}/{where}"
+        arrays.append(StateArray(array, name, kind, i, struct, cut, rows, n, saves=True))
+    return arrays
+
+
+def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
+    """The global arrays by name."""
+    return {a.name: ArraySpec(a.name, a.shape, a.struct.dtype.name) for a in arrays}
+
+
+def read_array(reader: CheckpointReader, a: StateArray) -> jax.Array:
+    """An array of a checkpoint, each process its own slices.
+
+    Raises:
+      CorruptCheckpoint: a file that is needed is damaged.
+    """
+
+    def load(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        spans = (s.indices(n) for s, n in zip(index, struct.shape, strict=True))
+        shard = np.zeros([stop - start for start, stop, _ in spans], struct.dtype)
+        for place, box in a.boxes(index):
+            read = reader.read(a.name, [b[0] for b in box], [b[1] - b[0] for b in box])
+            shard[place] = read.reshape(shard[place].shape)
+        return shard
+
+    struct = a.struct
+    return jax.make_array_from_callback(struct.shape, struct.sharding, load, dtype=struct.dtype)

@@ -313,6 +313,9 @@ class TrainConfig:
     ] = ""
     tensorboard: Annotated[bool, "also write the metrics to RUN/tensorboard (tensorboardX)"] = False
     wandb_project: Annotated[str, "also send the metrics to this project of W&B; empty: off"] = ""
+    wandb_entity: Annotated[str, "user or team of the project; empty: W&B's default"] = ""
+    wandb_name: Annotated[str, "name of the run in W&B; empty: the run folder's"] = ""
+    wandb_tags: Annotated[tuple[str, ...], "tags of the run in W&B, as first,second"] = ()
     eval_every: Annotated[NonNegativeInt, "steps between evaluations; 0: only at the end"] = 0
     eval_samples: Annotated[NonNegativeInt, "held-out samples; 0: no evaluation"] = 0
 

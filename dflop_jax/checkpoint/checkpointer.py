@@ -234,19 +234,22 @@ class Checkpointer:
 
     # ---- restoring ----
 
-    def restore(self, reader: CheckpointReader) -> None:
+    def restore(self, reader: CheckpointReader, *, reset_optimizer: bool = False) -> None:
         """Put a checkpoint's arrays into the executor, after one of its `init`s, each process its
-        own slices. After an error the executor's state is of no use.
+        own slices; where the optimizer is reset, its state begins anew from the parameters. After
+        an error the executor's state is of no use.
 
         Raises:
           ValueError: it is of another model or optimizer.
           CorruptCheckpoint: on every process, when a file that any of them needs is damaged.
         """
-        self._check(reader)
+        self._check(reader, "params/" if reset_optimizer else "")
         trouble = ""
         state = self._ex.state
         try:
             for (segment, kind), arrays in self._by_tree().items():
+                if reset_optimizer and kind != "params":
+                    continue
                 tree = jax.tree.structure(self._structs(segment, kind))
                 leaves = [read_array(reader, a) for a in arrays]
                 getattr(state, kind)[segment] = jax.tree.unflatten(tree, leaves)
@@ -257,8 +260,12 @@ class Checkpointer:
         # Only now that all have read theirs: the pieces of several processes may be gathered.
         for segment in self._ex.trainable:
             update = self._ex.programs.updates[segment]
-            made = update.take_masters(state.params[segment])
-            state.params[segment], state.masters[segment] = made
+            if reset_optimizer and segment in self._ex.programs.local:
+                began = update.begin(state.params[segment])
+                state.params[segment], state.masters[segment], state.opt_state[segment] = began
+            else:
+                made = update.take_masters(state.params[segment])
+                state.params[segment], state.masters[segment] = made
         self._ex.share_tied()
 
     def _structs(self, segment: str, kind: str) -> Any:
@@ -274,14 +281,16 @@ class Checkpointer:
             by_tree.setdefault((a.segment, a.kind), []).append(a)
         return by_tree
 
-    def _check(self, reader: CheckpointReader) -> None:
+    def _check(self, reader: CheckpointReader, prefix: str) -> None:
+        """That what is read, all whose name begins so, fits."""
         where = f"checkpoint of step {reader.step}"
-        for name, spec in self._specs.items():
+        wanted = {n: s for n, s in self._specs.items() if n.startswith(prefix)}
+        for name, spec in wanted.items():
             known = reader.specs.get(name)
             if known is None:
                 raise ValueError(
                     f"{where} has no {name}: it is of another model, optimizer or choice of frozen "
-                    "parts; use the same, or start a new run"
+                    "parts; use the same, --reset-optimizer, or start a new run"
                 )
             dtypes = known.numpy_dtype, spec.numpy_dtype
             # What did not train may have been held in another precision.
@@ -291,8 +300,9 @@ class Checkpointer:
                     f"{where} has {name} as {known.dtype}{list(known.shape)}, this run needs "
                     f"{spec.dtype}{list(spec.shape)}; it is of another model"
                 )
-        for name in sorted(reader.specs.keys() - self._specs.keys()):
+        there = {n for n in reader.specs if n.startswith(prefix)}
+        for name in sorted(there - wanted.keys()):
             raise ValueError(
                 f"{where} has {name}, this run has not: it is of another model, optimizer or "
-                "choice of frozen parts; use the same, or start a new run"
+                "choice of frozen parts; use the same, --reset-optimizer, or start a new run"
             )

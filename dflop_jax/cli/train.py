@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "from that of a step, setting newer ones aside",
     )
     parser.add_argument(
+        "--reset-optimizer",
+        action="store_true",
+        help="with --resume: take the parameters only; the optimizer's state begins anew",
+    )
+    parser.add_argument(
         "--init-from",
         metavar="RUN[@STEP]",
         help="begin with the parameters of another run's newest checkpoint, or of that step's: the "
@@ -100,6 +105,8 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
 
     if args.overwrite and args.resume:
         raise ValueError("--overwrite and --resume exclude each other; give one of them")
+    if args.reset_optimizer and not args.resume:
+        raise ValueError("--reset-optimizer goes with --resume; a new run begins with a fresh one")
     resume_at = _step(args.resume)
     plan = load(Plan, args.plan_file) if args.plan_file else None
     existing: Any = "overwrite" if args.overwrite else "resume" if args.resume else "error"
@@ -113,6 +120,7 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
             profile=given_profile(args),
             existing=existing,
             resume_at=resume_at,
+            reset_optimizer=args.reset_optimizer,
             callbacks=callbacks_at(args.callbacks, imported),
             dry=args.dry_run,
             tell=notes.add,

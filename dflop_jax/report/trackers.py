@@ -121,7 +121,9 @@ class WeightsAndBiases:
         try:
             self._run = package.init(
                 project=project,
-                name=folder.name,
+                entity=config.train.wandb_entity or None,
+                name=config.train.wandb_name or folder.name,
+                tags=config.train.wandb_tags or None,
                 id=file.read_text(encoding="utf-8"),
                 resume="allow",
                 dir=str(folder),

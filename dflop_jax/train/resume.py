@@ -105,7 +105,9 @@ def any_trouble(peers: Peers, key: str, trouble: Unreadable | None) -> Unreadabl
     return worst
 
 
-def restore(saver: Checkpointer, resumed: Resumed, peers: Peers) -> Resumed:
+def restore(
+    saver: Checkpointer, resumed: Resumed, peers: Peers, *, reset_optimizer: bool = False
+) -> Resumed:
     """Load the checkpoint's arrays, or those of an older one where it is damaged; returns the one
     that was used. Newer ones are set aside: this run writes those steps anew.
 
@@ -115,7 +117,7 @@ def restore(saver: Checkpointer, resumed: Resumed, peers: Peers) -> Resumed:
     while True:
         step = resumed.meta.step
         try:
-            saver.restore(resumed.reader)
+            saver.restore(resumed.reader, reset_optimizer=reset_optimizer)
             break
         except CorruptCheckpoint as e:  # on every process
             trouble = any_trouble(peers, f"damaged/{step}", Unreadable(step, DAMAGED, str(e)))

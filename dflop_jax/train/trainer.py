@@ -82,6 +82,8 @@ class Trainer:
         starts again is resumed, whatever this says.
       resume_at: the step whose checkpoint is resumed in place of the newest; newer ones are set
         aside.
+      reset_optimizer: resume parameters and data only; the optimizer, which may be another one,
+        begins anew.
       callbacks: are told of steps, evaluations, saves and the end; see `callbacks.Callback`.
       dry: end before the first step, with profile and plan written and what is expected said.
       tell: is told on process 0, a line each, of devices and model, and then of the data; and
@@ -101,12 +103,14 @@ class Trainer:
         profile: Profile | None = None,
         existing: Literal["error", "overwrite", "resume"] = "error",
         resume_at: int | None = None,
+        reset_optimizer: bool = False,
         callbacks: Sequence[Callback] = (),
         dry: bool = False,
         tell: Callable[[str, bool], None] = lambda line, ready: None,
     ):
         self._existing, self._dry = existing, dry
         self._resume_at = None if is_restart() else resume_at
+        self._reset_optimizer = reset_optimizer and not is_restart()
         hours = config.train.max_hours
         self._ends_s = time.monotonic() + 3600 * hours if hours else math.inf
         self._in_haste = False  # others' devices wait as this run goes on without them
@@ -290,7 +294,8 @@ class Trainer:
                 ex.init(self.config.train.seed, self._begin)
                 return None
             ex.init_for_restore()
-            return restore(saver, resumed, self.peers)
+            reset, self._reset_optimizer = self._reset_optimizer, False
+            return restore(saver, resumed, self.peers, reset_optimizer=reset)
 
     def _prepare(self, progress: Progress, resumed: Resumed | None) -> tuple[Executor, Prices]:
         """Return the plan's executor, and the prices that batches are scheduled by: those of the

@@ -184,6 +184,17 @@ def test_wandb_gets_the_same_scalars_and_continues_its_run(wandb, tmp_path):
     assert len(wandb.runs) == 2
 
 
+def test_wandb_is_told_whose_run_it_is(wandb, tmp_path):
+    train = TrainConfig(wandb_project="mine", wandb_entity="us", wandb_name="a", wandb_tags=("b",))
+    for config in (Config(train=train), Config(train=TrainConfig(wandb_project="mine"))):
+        open_trackers(config, tmp_path, 0)
+    said = [{k: c[k] for k in ("entity", "name", "tags")} for c in wandb.calls]
+    assert said == [
+        {"entity": "us", "name": "a", "tags": ("b",)},
+        {"entity": None, "name": tmp_path.name, "tags": None},
+    ]
+
+
 def test_wandb_that_does_not_start_says_what_to_do(wandb, tmp_path):
     def init(**kwargs):
         raise RuntimeError("no API key configured")

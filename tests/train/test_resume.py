@@ -155,6 +155,26 @@ def test_nothing_saved_starts_from_the_beginning_and_nothing_is_saved(whole):
     assert steps_saved(folder) == ()
 
 
+def test_the_optimizer_may_begin_anew(whole, monkeypatch):
+    """And it may be another one."""
+    monkeypatch.setattr(Executor, "compile", compile_all)
+    with pytest.raises(ValueError, match="use the same, --reset-optimizer, or start a new run"):
+        fit(copy_of(whole), "resume", train=lion())
+    for train in (CONFIG.train, lion()):
+        shutil.rmtree("run")
+        config = dataclasses.replace(CONFIG, run_dir=str(copy_of(whole)), train=train, **CACHE)
+        again = {"existing": "resume", "resume_at": 9, "reset_optimizer": True}
+        result = Trainer(config, plan=PLAN, profile=nano_profile(), **again).fit()
+        assert (len(result.losses), result.steps_done) == (3, STEPS)
+        rows, before = read_metrics("run"), read_metrics(whole)
+        assert [r["loss"] for r in rows[:10]] == [r["loss"] for r in before[:10]]
+        assert rows[11]["loss"] != before[11]["loss"]
+
+
+def lion():
+    return dataclasses.replace(CONFIG.train, optimizer="lion", learning_rate=1e-4)
+
+
 def test_two_flags_that_say_what_to_begin_with(capsys):
     command = ["train", "nano.py", "--init-from", "a", "--model.weights", "b"]
     Path("nano.py").write_text("")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from dflop_jax import TrainConfig
 from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.cluster.sections import Sections
 from dflop_jax.pipeline.calibration import Calibration
@@ -79,7 +80,7 @@ def timed(monkeypatch):
 def finalists(peers, folder, n=3, said=None):
     config = SimpleNamespace(
         cache_dir=str(folder / "new"),
-        train=SimpleNamespace(seed=7),
+        train=TrainConfig(seed=7),
         plan=SimpleNamespace(finalists=n),
         distributed=SimpleNamespace(peer_timeout_s=30.0),
     )
@@ -96,14 +97,20 @@ def run_two(folder, search, n=3, said=None):
     here, there = socket.socketpair()
 
     def hub():
-        mine = finalists(Peers(0, 2, {1: here}), folder, n, said)
-        plan = search(mine)
-        prices = mine.prices(plan)
-        mine.choose(plan, prices)
+        peers = Peers(0, 2, {1: here}, on_failure=lambda why, code: None)
+        mine = finalists(peers, folder, n, said)
+        try:
+            plan = search(mine)
+            prices = mine.prices(plan)
+            mine.choose(plan, prices)
+        except BaseException:
+            peers.fail("the test has failed")  # so that the other one waits no longer
+            raise
         return plan, prices, mine.take(plan)
 
     def other():
-        mine = finalists(Peers(1, 2, {0: there}), folder, n)
+        peers = Peers(1, 2, {0: there}, on_failure=lambda why, code: None)
+        mine = finalists(peers, folder, n)
         plan, prices = mine.follow()
         return plan, prices, mine.take(plan)
 

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from dflop_jax.plan.search import search_plan
     from dflop_jax.schedule import Assignment, balance, choose_buckets
     from dflop_jax.train.callbacks import Callback
+    from dflop_jax.train.resume import Resume
     from dflop_jax.train.trainer import Trainer
 
 _LAZY = {
     "Assignment": "dflop_jax.schedule",
     "Callback": "dflop_jax.train.callbacks",
+    "Resume": "dflop_jax.train.resume",
     "balance": "dflop_jax.schedule",
     "choose_buckets": "dflop_jax.schedule",
     "search_plan": "dflop_jax.plan.search",
@@ -45,6 +47,7 @@ __all__ = [
     "DistributedConfig",
     "ModelConfig",
     "PlanConfig",
+    "Resume",
     "ScheduleConfig",
     "TrainConfig",
     "Trainer",

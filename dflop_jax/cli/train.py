@@ -101,15 +101,17 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     from dflop_jax.report.summary import summarise, summary_table
     from dflop_jax.train.callbacks import callbacks_at
     from dflop_jax.train.prepare import imported
+    from dflop_jax.train.resume import Resume
     from dflop_jax.train.trainer import Trainer
 
     if args.overwrite and args.resume:
         raise ValueError("--overwrite and --resume exclude each other; give one of them")
     if args.reset_optimizer and not args.resume:
         raise ValueError("--reset-optimizer goes with --resume; a new run begins with a fresh one")
-    resume_at = _step(args.resume)
     plan = load(Plan, args.plan_file) if args.plan_file else None
-    existing: Any = "overwrite" if args.overwrite else "resume" if args.resume else "error"
+    existing: Any = "overwrite" if args.overwrite else "error"
+    if args.resume:
+        existing = Resume(_step(args.resume), args.reset_optimizer)
     if args.callbacks:
         import_from_here()
     ask = asked(args)
@@ -119,8 +121,6 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
             plan=plan,
             profile=given_profile(args),
             existing=existing,
-            resume_at=resume_at,
-            reset_optimizer=args.reset_optimizer,
             callbacks=callbacks_at(args.callbacks, imported),
             dry=args.dry_run,
             tell=notes.add,

@@ -34,6 +34,20 @@ _NONE = {
 
 
 @dataclass(frozen=True)
+class Resume:
+    """How a run goes on.
+
+    Attributes:
+      at: the step whose checkpoint is resumed in place of the newest; newer ones are set aside.
+      reset_optimizer: take parameters and data only; the optimizer, which may be another one,
+        begins anew.
+    """
+
+    at: int | None = None
+    reset_optimizer: bool = False
+
+
+@dataclass(frozen=True)
 class Unreadable:
     """A checkpoint that some process cannot read, or that is passed over: why it is set aside, and
     what was met."""

@@ -64,7 +64,7 @@ from dflop_jax.train.restart import (
     tell_agent,
 )
 from dflop_jax.train.results import FitResult, LoopResult, fit_result
-from dflop_jax.train.resume import Resumed, find_checkpoint, restore
+from dflop_jax.train.resume import Resume, Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
 from dflop_jax.train.timing import REPEATS, PlanTrials, Timed, compile_and_time, make_executor
 from dflop_jax.train.trying import said_in_a_line
@@ -78,12 +78,8 @@ class Trainer:
       config: what to train.
       plan, profile: made from the configuration when not given.
       existing: what to do with another run in the folder: "error", "overwrite", or "resume" it
-        from its newest whole checkpoint (from the start if it has none). A run that `dflop launch`
-        starts again is resumed, whatever this says.
-      resume_at: the step whose checkpoint is resumed in place of the newest; newer ones are set
-        aside.
-      reset_optimizer: resume parameters and data only; the optimizer, which may be another one,
-        begins anew.
+        from its newest whole checkpoint (from the start if it has none), or as a `Resume` says. A
+        run that `dflop launch` starts again is resumed, whatever this says.
       callbacks: are told of steps, evaluations, saves and the end; see `callbacks.Callback`.
       dry: end before the first step, with profile and plan written and what is expected said.
       tell: is told on process 0, a line each, of devices and model, and then of the data; and
@@ -101,16 +97,16 @@ class Trainer:
         *,
         plan: Plan | None = None,
         profile: Profile | None = None,
-        existing: Literal["error", "overwrite", "resume"] = "error",
-        resume_at: int | None = None,
-        reset_optimizer: bool = False,
+        existing: Literal["error", "overwrite", "resume"] | Resume = "error",
         callbacks: Sequence[Callback] = (),
         dry: bool = False,
         tell: Callable[[str, bool], None] = lambda line, ready: None,
     ):
-        self._existing, self._dry = existing, dry
-        self._resume_at = None if is_restart() else resume_at
-        self._reset_optimizer = reset_optimizer and not is_restart()
+        said = existing if isinstance(existing, Resume) else Resume()
+        self._resume = Resume() if is_restart() else said  # of the first start
+        self._existing: Literal["error", "overwrite", "resume"]
+        self._existing = "resume" if isinstance(existing, Resume) else existing
+        self._dry = dry
         hours = config.train.max_hours
         self._ends_s = time.monotonic() + 3600 * hours if hours else math.inf
         self._in_haste = False  # others' devices wait as this run goes on without them
@@ -118,7 +114,7 @@ class Trainer:
         try:
             check_trainable(config)
             check_may_shrink(plan, config)
-            self.place: Workplace = set_up(config, resume=existing == "resume")
+            self.place: Workplace = set_up(config, resume=self._existing == "resume")
         except BaseException as e:  # before there are others to be told
             tell_agent(e)
             raise
@@ -198,8 +194,10 @@ class Trainer:
         checkpoints = Path(config.run_dir) / CHECKPOINTS
         if is_begun(config.run_dir, peers):
             self._existing = "resume"
-        at, self._resume_at = self._resume_at, None
-        resumed = find_checkpoint(checkpoints, peers, at=at) if self._existing == "resume" else None
+        asked, self._resume = self._resume, Resume()
+        resumed = None
+        if self._existing == "resume":
+            resumed = find_checkpoint(checkpoints, peers, at=asked.at)
         # Before anything is written: the folder may be of a run on other data.
         start = make_loader(config, self.source).restore(resumed.meta.loader) if resumed else 0
         folder, samples = None, None
@@ -224,7 +222,7 @@ class Trainer:
             may_commit=partial(check_claim, config.run_dir),
         )
         placing_s = time.perf_counter()
-        resumed = self._place_state(ex, saver, resumed)
+        resumed = self._place_state(ex, saver, resumed, reset_optimizer=asked.reset_optimizer)
         assert self.profile is not None
         first_step = resumed.meta.step if resumed else 0
         if first_step < start:
@@ -285,7 +283,12 @@ class Trainer:
     # ---- before the first step ----
 
     def _place_state(
-        self, ex: Executor, saver: Checkpointer, resumed: Resumed | None
+        self,
+        ex: Executor,
+        saver: Checkpointer,
+        resumed: Resumed | None,
+        *,
+        reset_optimizer: bool,
     ) -> Resumed | None:
         """Give the executor its parameters and optimizer state, fresh or of a checkpoint; returns
         the one that was whole."""
@@ -294,8 +297,7 @@ class Trainer:
                 ex.init(self.config.train.seed, self._begin)
                 return None
             ex.init_for_restore()
-            reset, self._reset_optimizer = self._reset_optimizer, False
-            return restore(saver, resumed, self.peers, reset_optimizer=reset)
+            return restore(saver, resumed, self.peers, reset_optimizer=reset_optimizer)
 
     def _prepare(self, progress: Progress, resumed: Resumed | None) -> tuple[Executor, Prices]:
         """Return the plan's executor, and the prices that batches are scheduled by: those of the

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dflop_jax import CheckpointConfig, PlanConfig, ScheduleConfig
+from dflop_jax import CheckpointConfig, PlanConfig, Resume, ScheduleConfig
 from dflop_jax.cli import main
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.pipeline import executor
@@ -124,10 +124,10 @@ def test_a_killed_run_resumes_at_its_checkpoint(whole, capsys, monkeypatch):
 def test_a_run_goes_on_from_the_step_that_is_asked_for(whole, caplog):
     folder = copy_of(whole)
     config = dataclasses.replace(CONFIG, run_dir=str(folder), **CACHE)
-    again = partial(Trainer, config, plan=PLAN, profile=nano_profile(), existing="resume")
+    again = partial(Trainer, config, plan=PLAN, profile=nano_profile())
     with pytest.raises(ValueError, match="no checkpoint of step 5; those that are there: 12, 9, 6"):
-        again(resume_at=5).fit()
-    result = again(resume_at=6).fit()
+        again(existing=Resume(5)).fit()
+    result = again(existing=Resume(6)).fit()
     assert (len(result.losses), result.steps_done) == (6, STEPS)
     assert "checkpoint of step 9 stays as" in caplog.text
     assert_as_whole(folder, whole)
@@ -163,8 +163,8 @@ def test_the_optimizer_may_begin_anew(whole, monkeypatch):
     for train in (CONFIG.train, lion()):
         shutil.rmtree("run")
         config = dataclasses.replace(CONFIG, run_dir=str(copy_of(whole)), train=train, **CACHE)
-        again = {"existing": "resume", "resume_at": 9, "reset_optimizer": True}
-        result = Trainer(config, plan=PLAN, profile=nano_profile(), **again).fit()
+        again = Resume(9, reset_optimizer=True)
+        result = Trainer(config, plan=PLAN, profile=nano_profile(), existing=again).fit()
         assert (len(result.losses), result.steps_done) == (3, STEPS)
         rows, before = read_metrics("run"), read_metrics(whole)
         assert [r["loss"] for r in rows[:10]] == [r["loss"] for r in before[:10]]

@@ -18,7 +18,9 @@ The planner's choice (`auto`) is the one that it predicts to be the fastest of t
 dispatched, and with its schedules' tasks in either order that the scheduler chooses between: list
 scheduling by textbook durations (a backward is two forwards), and by the prices.
 `loop` is orch with the LLM in two stages over both processes, the shard_map loop. What its programs
-take over those of orch, a token, stands beside its ticks over those that are needed.
+take over those of orch, a token, stands beside its ticks over those that are needed. The LLM of the
+usual model has three layers, which two stages cannot share: `--rows orch loop --size tiny --batch
+96` shows it.
 `kept` and `recomputed` train another model, whose encoder does half of the work, encoder and LLM
 apart by one plan: backward is given what forward computed, or computes it again.
 
@@ -59,8 +61,10 @@ from two_process_runs import (
     run_folder,
 )
 
+from dflop_jax import ModelConfig
 from dflop_jax.cluster.launch import launch
 from dflop_jax.report.compare import compare
+from dflop_jax.train.prepare import build_model
 
 
 def main() -> int:
@@ -94,13 +98,18 @@ def arguments() -> argparse.Namespace:
         "--pair-size", default=PAIR_SIZE, help=f"of the model of {' and '.join(PAIR)}"
     )
     parser.add_argument(
-        "--rows", nargs="+", metavar="NAME", choices=ROWS, default=ROWS,
+        "--rows", nargs="+", metavar="NAME", choices=ROWS, default=None,
         help=f"only some of: {', '.join(ROWS)}",
     )  # fmt: skip
     parser.add_argument("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARMUP:
         parser.error(f"--steps must be above {WARMUP}, which only warm up")
+    halves = build_model(ModelConfig(size=args.size)).modules["llm"].n_layers % 2 == 0
+    if not halves and LOOP in (args.rows or ()):
+        why = "needs an LLM whose layers two stages can share, as --size tiny has"
+        parser.error(f"--rows {LOOP} {why}")
+    args.rows = args.rows or [row for row in ROWS if halves or row != LOOP]
     return args
 
 

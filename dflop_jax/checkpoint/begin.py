@@ -26,9 +26,7 @@ def open_saved(checkpoints: Path, step: int | None) -> CheckpointReader:
     store = CheckpointStore(checkpoints)
     steps = store.steps()
     if not steps or (step is not None and step not in steps):
-        there = ", ".join(map(str, steps)) or "none"
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise ValueError(f"{checkpoints}: {which}; those that are there: {there}")
+        raise ValueError(store.no_step(step, steps))
     return store.open(steps[0] if step is None else step)
 
 

@@ -87,6 +87,11 @@ class CheckpointStore:
         with storage_errors("list the checkpoints", self.root):
             return tuple(step for step, committed in self._found() if committed)
 
+    def no_step(self, step: int | None, there: Iterable[int]) -> str:
+        """What is said where there is no checkpoint of a step, or none at all (None)."""
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        return f"{self.root}: {which}; those that are there: {', '.join(map(str, there)) or 'none'}"
+
     def prepare(self, step: int) -> None:
         """Make the folder for a save, without what an interrupted one left there.
 

@@ -100,7 +100,6 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     from dflop_jax.records import Plan
     from dflop_jax.report.summary import summarise, summary_table
     from dflop_jax.train.callbacks import callbacks_at
-    from dflop_jax.train.prepare import imported
     from dflop_jax.train.resume import Resume
     from dflop_jax.train.trainer import Trainer
 
@@ -121,7 +120,7 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
             plan=plan,
             profile=given_profile(args),
             existing=existing,
-            callbacks=callbacks_at(args.callbacks, imported),
+            callbacks=callbacks_at(args.callbacks),
             dry=args.dry_run,
             tell=notes.add,
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.train.evaluate import Evaluation
+from dflop_jax.train.prepare import imported
 from dflop_jax.train.results import FitResult
 
 
@@ -123,19 +124,16 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def callbacks_at(paths: Sequence[str], find: Callable[[str, str], Any]) -> list[Callback]:
+def callbacks_at(paths: Sequence[str]) -> list[Callback]:
     """The callbacks that command-line flags name: each an object, or a class or function without
     arguments that makes one.
-
-    Args:
-      find: returns what (flag, MODULE:NAME) names.
 
     Raises:
       ValueError: nothing of the kind is there.
     """
     made: list[Callback] = []
     for path in paths:
-        found = find("--callbacks", path)
+        found: Any = imported("--callbacks", path)
         if inspect.isclass(found) or inspect.isfunction(found):
             try:
                 found = found()

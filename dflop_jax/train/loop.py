@@ -68,6 +68,7 @@ class Loop:
         self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
         self._stopped_by = ""
+        self._untold: list[int] = []  # steps whose saves callbacks are to be told of
 
     def under_way(self) -> tuple[int | None, tuple[str, ...]]:
         """The step that is worked on, None before the first one, and the samples of its batch."""
@@ -330,8 +331,13 @@ class Loop:
 
     def _tell_saved(self) -> None:
         """Tell callbacks of checkpoints that have become whole."""
-        for step in self._saves.newly_whole() if self._ready.callbacks else ():
-            self._ready.callbacks.after_save(step, self.saver.folder_of(step))
+        if not self._untold or self.saver.is_busy:
+            return
+        begun, self._untold = self._untold, []
+        whole = self.saver.steps()
+        for step in begun:
+            if step in whole:
+                self._ready.callbacks.after_save(step, self.saver.folder_of(step))
 
     def _save(self, done: int) -> None:
         """Begin to save the state after `done` steps, unless it is saved already."""
@@ -350,6 +356,8 @@ class Loop:
             self._corrector.learnt(done) if self._corrector else None,
         )
         self._saves.begin(meta, self._done, self._skipping.known)
+        if ready.callbacks:
+            self._untold.append(done)
 
 
 def sample_names(source: Source, loader: Loader, step: int) -> list[str]:

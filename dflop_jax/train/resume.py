@@ -85,8 +85,7 @@ def find_checkpoint(
     steps = msgspec.json.decode(shared, type=list[int])
     if at is not None:
         if at not in steps:
-            there = ", ".join(map(str, steps)) or "none"
-            raise ValueError(f"{folder}: no checkpoint of step {at}; those that are there: {there}")
+            raise ValueError(store.no_step(at, steps))
         newer = [Unreadable(s, PASSED_OVER, "") for s in steps if s > at]
         unreadable, steps = (*unreadable, *newer), [s for s in steps if s <= at]
     for step in steps:

@@ -43,7 +43,6 @@ class Saves:
 
     def __init__(self, saver: Checkpointer, saved: int, best: BestLoss = BestLoss()):
         self._saver, self.saved = saver, saved
-        self._begun: list[int] = []
         self.keep_best(best)
         # Those whose steps are not all finished, and what they are to be told.
         self._untold: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
@@ -51,19 +50,10 @@ class Saves:
     def begin(self, meta: Meta, finished: int, skips: Skips) -> None:
         """Begin to save the state after `meta.step` steps; `finished` and `skips` as for `tell`."""
         self.saved = meta.step
-        self._begun.append(meta.step)
         told: Future[Mapping[str, Any]] = Future()
         self._untold.append((meta, told))
         self.tell(finished, skips)
         self._saver.save(meta.step, told)
-
-    def newly_whole(self) -> list[int]:
-        """Steps whose checkpoints have become whole since this was asked last."""
-        if not self._begun or self._saver.is_busy:
-            return []
-        begun, self._begun = self._begun, []
-        whole = self._saver.steps()
-        return [step for step in begun if step in whole]
 
     def keep_best(self, best: BestLoss) -> None:
         """Keep this checkpoint, and no longer the one that was the best before."""

@@ -14,7 +14,6 @@ from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.report.summary import figures, summarise
 from dflop_jax.report.trackers import step_scalars
 from dflop_jax.train.callbacks import Callbacks, StepDone, callbacks_at
-from dflop_jax.train.prepare import imported
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import nano_profile
@@ -136,10 +135,10 @@ one = Everywhere()
 
 def test_flags_name_callbacks():
     here = __name__
-    made = callbacks_at([f"{here}:Everywhere", f"{here}:make", f"{here}:one"], imported)
+    made = callbacks_at([f"{here}:Everywhere", f"{here}:make", f"{here}:one"])
     assert [type(c) for c in made] == [Everywhere] * 3
     assert made[2] is one
     for wrong in (f"{here}:nobody", "no.such.module:x", f"{here}:PLAN", f"{here}:train", "x"):
         with pytest.raises(ValueError, match="--callbacks=") as error:
-            callbacks_at([wrong], imported)
+            callbacks_at([wrong])
         assert "\n" not in str(error.value)

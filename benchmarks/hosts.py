@@ -200,13 +200,10 @@ def two_runs(site: Site, hosts: virtual_hosts.Hosts) -> str:
 
 def trainer(host: virtual_hosts.Host) -> int:
     """The process on a host that trains."""
-    pids = subprocess.run(
-        ["ip", "netns", "pids", host.name], check=True, capture_output=True, text=True
-    ).stdout.split()
-    for pid in pids:
-        words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+    for pid in host.pids():
+        words = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
         if words[0] == sys.executable.encode() and b"train" in words:
-            return int(pid)
+            return pid
     raise AssertionError(f"nothing trains on {host.name}")
 
 

@@ -45,13 +45,19 @@ class Host:
         named = f'mount --bind {self.names} /etc/hosts && hostname "$0" && exec "$@"'
         return [*inside, "sh", "-c", named, self.name, *words]
 
+    def pids(self) -> list[int]:
+        """The processes that run on this host."""
+        words = "ip", "netns", "pids", self.name
+        said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        return [int(pid) for pid in said.split()]
+
     def switch_off(self) -> None:
         """Kill all that runs on this host, as a loss of power does."""
         deadline = time.monotonic() + _ENDED_S
-        while pids := _said("ip", "netns", "pids", self.name).split():
+        while pids := self.pids():
             for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.name}: processes {pids} stay")
             time.sleep(0.05)
@@ -147,7 +153,3 @@ def _in_switch(*words: str) -> None:
 
 def _run(*words: str) -> None:
     subprocess.run(words, check=True)
-
-
-def _said(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout

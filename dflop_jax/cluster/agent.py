@@ -291,24 +291,15 @@ class Agent:
     def _start(self, order: Order, peers: Peers, folder: Path) -> bool:
         """Start this host's processes and await their end; whether all is well."""
         begun = _Begun(order, Path(tempfile.mkdtemp(dir=folder)))
-        first = sum(order.numbers[: order.hosts.index(self._place.host)])
+        first = self._first(order)
         self._last = order.hosts
-        report = partial(
-            Report,
-            number=len(self._active),
-            host=self._place.host,
-            places=self._active,
-            name=order.name,
-            start=order.start,
-            full=order.full,
-        )
         if (event := self._awaited_start(order.wait_s)) is not None:
             why = f"{signal_name(event)} came" if isinstance(event, int) else event.why
             peers.fail(why)
             code = 128 + event if isinstance(event, int) else 0
             count_file = order.count_file
-            self._report = report(
-                exit_code=code, signalled=code > 0, lost=why, count_file=count_file
+            self._report = self._report_of(
+                order, exit_code=code, signalled=code > 0, lost=why, count_file=count_file
             )
             return False
         if self._limits.least and peers.is_hub and self._place.hosts > 1:
@@ -333,7 +324,8 @@ class Agent:
             failure = told.failure_of(begun.folder, first + place)
             by_itself |= failure is not None
             ends.append(End(first + place, exit_code, by_itself, failure, socket.gethostname()))
-        self._report = report(
+        self._report = self._report_of(
+            order,
             ends=tuple(ends),
             exit_code=code,
             signalled=group.signalled,
@@ -343,10 +335,23 @@ class Agent:
             gained=begun.gained,
             count_file=str(told.count_file(begun.folder) or order.count_file),
         )
-        self._report = msgspec.structs.replace(
-            self._report, number=len(self._active), places=self._active
-        )
         return not (group.stopped_by or any(c not in (0, PREEMPTED) for c in self._codes))
+
+    def _first(self, order: Order) -> int:
+        """The number in the run of this host's first process."""
+        return sum(order.numbers[: order.hosts.index(self._place.host)])
+
+    def _report_of(self, order: Order, **seen: Any) -> Report:
+        """What this host says of a start; its processes are those that may take part by now."""
+        return Report(
+            number=len(self._active),
+            host=self._place.host,
+            places=self._active,
+            name=order.name,
+            start=order.start,
+            full=order.full,
+            **seen,
+        )
 
     def _awaited_start(self, wait_s: float) -> int | Stop | None:
         """Wait for the time to start; returns what comes in between, and then there is none."""
@@ -389,7 +394,7 @@ class Agent:
             self._events.put(Regroup(f"host {came} has come back"))
         late = time.monotonic() - begun.since_s > SPARES_AFTER_S
         if self._next is None and (begun.gained or late):
-            first = sum(begun.order.numbers[: begun.order.hosts.index(self._place.host)])
-            self._next, self._spares_for = self._new_group(first), self._active
+            self._next = self._new_group(self._first(begun.order))
+            self._spares_for = self._active
             for i in self._active:
                 self._next.add_spare(self._how(begun.order, i, begun.folder))

@@ -36,11 +36,11 @@ from dflop_jax.cluster.cards import (
     say,
     two_of,
 )
-from dflop_jax.cluster.door import Door, Guest, listen
+from dflop_jax.cluster.door import LOOK_S, Door, Guest, listen
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.handshake import Refused, introduce
 from dflop_jax.cluster.links import send_at_once
-from dflop_jax.cluster.rendezvous import ANSWER_S, LOOK_S, RETRY_S, has_ended
+from dflop_jax.cluster.rendezvous import ANSWER_S, RETRY_S, has_ended
 
 KNOCK_S = 1.0  # longest wait for a connection to another host
 

@@ -22,6 +22,7 @@ from dflop_jax.cluster.handshake import Refused, admit
 
 PROVE_S = 10.0  # from the connection to its proof
 MOST_STRANGERS = 256  # connections without a proof yet, of which each holds a descriptor
+LOOK_S = 0.02  # who lets others in looks so often for who has come or gone
 RECOVERY_S = 0.005  # in which a descriptor becomes free again
 BACKLOG = 1024  # connections that wait to be accepted: of so many processes at once
 

@@ -10,8 +10,8 @@ import msgspec
 
 from dflop_jax.cluster.addresses import Address
 from dflop_jax.cluster.cards import AGAIN, NO, SIGN_S, WAIT, Card, disagreement, say, two_of
-from dflop_jax.cluster.door import Door, Guest, listen
-from dflop_jax.cluster.rendezvous import LOOK_S, has_ended
+from dflop_jax.cluster.door import LOOK_S, Door, Guest, listen
+from dflop_jax.cluster.rendezvous import has_ended
 
 
 class Reception:

@@ -20,8 +20,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from dflop_jax.cluster.addresses import LOOPBACK, Address, host_of, is_same_host
-from dflop_jax.cluster.door import Door, Guest, listen
+from dflop_jax.cluster.addresses import (
+    LOOPBACK,
+    Address,
+    host_of,
+    is_same_host,
+    reached_at,
+)
+from dflop_jax.cluster.door import LOOK_S, Door, Guest, listen
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.handshake import Refused, introduce
 from dflop_jax.cluster.links import receive_message, send_at_once, send_message
@@ -29,7 +35,6 @@ from dflop_jax.cluster.tree import FAN_OUT, branch
 
 ANSWER_S = 10.0  # longest wait for each of process 0's first answers to a connection
 RETRY_S = 0.2  # between two attempts to reach process 0
-LOOK_S = 0.02  # process 0 looks so often for who has come or gone
 
 log = logging.getLogger("dflop_jax")
 
@@ -156,11 +161,10 @@ class _Host:
         # A process on this host may have come by loopback: others reach it where they reach us.
         remote = [i for i, s in links.items() if not is_same_host(s)]
         own_host = host_of(links[remote[0]].getsockname()) if remote else LOOPBACK
-        for i, sock in links.items():
+        for sock in links.values():
             send_at_once(sock)
             sock.setblocking(True)
-            host = host_of(sock.getpeername()) if i in remote else own_host
-            _say(sock, host=host)
+            _say(sock, host=reached_at(sock, own_host))
         return Meeting(own_host, links)
 
 

@@ -14,15 +14,14 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 
-from dflop_jax.cluster.addresses import Address, free_port, host_of, is_same_host
-from dflop_jax.cluster.door import Door, listen
+from dflop_jax.cluster.addresses import Address, free_port, reached_at
+from dflop_jax.cluster.door import LOOK_S, Door, listen
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.handshake import Refused, introduce
 from dflop_jax.cluster.links import receive_message, send_at_once, send_message
 
 FAN_OUT = 32  # children of a process at most: 1,024 processes are two levels below process 0
 BRANCH_S = 60.0  # in which all are connected as the tree is; all of them run by then
-LOOK_S = 0.02
 
 
 def parent_of(process: int, fan_out: int = FAN_OUT) -> int:
@@ -109,8 +108,7 @@ def _tell_parents(
     for p, sock in links.items():
         if children_of(p, number, fan_out):
             port = int(receive_message(sock, deadline)[1])
-            host = own_host if is_same_host(sock) else host_of(sock.getpeername())
-            at[p] = str(Address(host, port))
+            at[p] = str(Address(reached_at(sock, own_host), port))
     for p, sock in links.items():
         parent = parent_of(p, fan_out)
         send_message(sock, "parent", at[parent].encode() if parent else b"")

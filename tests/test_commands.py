@@ -1,0 +1,149 @@
+"""Every command in README.md, CONTRIBUTING.md and docs/ is one that the real parsers take, and
+every file and heading that these lead to is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflop_jax.cli.experiment import overrides
+from dflop_jax.cli.main import COMMANDS, _parser
+from dflop_jax.config import Config, override
+from tests.benchmarks.scripts import module
+from tests.documents import DOCUMENTS, LINKS, ROOT, Command, commands, files, slugs
+
+NAMES = {c.module.__name__.rpartition(".")[2] for c in COMMANDS}
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+class _Parsed(Exception):
+    """A script has parsed its arguments."""
+
+
+def why_refused(command: Command, capsys) -> str:
+    """What the program of a command says against it, "" for nothing."""
+    try:
+        {"dflop": _dflop, "python": _python, "make": _make}[command.words[0]](command)
+    except SystemExit as e:
+        said = capsys.readouterr().err.strip()
+        lacks = "required" in said and not command.whole
+        return "" if e.code == 0 or lacks else said
+    except (ValueError, AssertionError) as e:
+        return str(e)
+    return ""
+
+
+def _dflop(command: Command) -> None:
+    words = command.words[1:]
+    if len(words) < 2:
+        assert not words or words[0] in NAMES, f"no command {words[0]}"
+        return
+    args, extra = _parser().parse_known_args(words)
+    assert not extra, f"unknown: {' '.join(extra)}"
+    if args.command == "launch":
+        rest = tuple(w for w in args.process if w != "--")
+        if rest[:1] in (("dflop",), ("python",)):
+            (_dflop if rest[0] == "dflop" else _python)(Command(rest, command.whole))
+    elif hasattr(args, "experiment"):
+        override(Config(), overrides(args))
+
+
+def _python(command: Command) -> None:
+    words = list(command.words[1:])
+    if words[:2] == ["-m", "pytest"]:
+        return  # whose files are looked for as all others are
+    if words[:1] == ["-m"]:
+        is_package = (ROOT / words[1].replace(".", "/")).is_dir()
+        script = importlib.import_module(words[1] + ".__main__" * is_package)
+        words = words[2:]
+    elif words and words[0].startswith("benchmarks/"):
+        script, words = module(Path(words[0]).stem), words[1:]
+    else:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        whole = argparse.ArgumentParser.parse_args
+
+        def parse(self, args=None, namespace=None):
+            whole(self, args, namespace)
+            raise _Parsed
+
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patch.setattr(sys, "argv", ["script", *words])
+        with pytest.raises(_Parsed):
+            script.main()
+
+
+def _make(command: Command) -> None:
+    targets = [w for w in command.words[1:] if "=" not in w]
+    assert {t for t in targets if t.islower()} <= TARGETS, f"no target {targets}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_parses(document, capsys):
+    found = commands((ROOT / document).read_text(encoding="utf-8"))
+    refused = {str(c): why for c in found if (why := why_refused(c, capsys))}
+    assert refused == {}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_file_and_heading_is_there(document):
+    text = (ROOT / document).read_text(encoding="utf-8")
+    missing = [name for name in files(text) if not any(ROOT.glob(name))]
+    for link in LINKS.findall(text):
+        name, _, heading = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue  # elsewhere
+        target = ((ROOT / document).parent / name).resolve() if name else ROOT / document
+        there = target.exists()
+        if there and heading:
+            there = heading in slugs(target.read_text(encoding="utf-8"))
+        if not there:
+            missing.append(link)
+    assert missing == []
+
+
+def test_readme_opens_with_what_it_is_and_has_commands_of_every_kind():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = commands(text)
+    assert {c.words[0] for c in found} >= {"dflop", "make"}
+    ours = {c.words[1] for c in found if c.words[0] == "dflop" and c.whole}
+    assert ours >= {"train", "check", "report"}
+    first = text.split("\n\n")[1]
+    assert "training of multimodal LLMs" in first
+    assert "`" not in first
+
+
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("dflop train a.py --train.stepz 3", "unknown: --train.stepz 3"),
+        ("dflop trian a.py", "invalid choice"),
+        ("srun dflop launch -n 2 -- dflop train a.py --plan.policy best", "is not one of"),
+        ("dflop export RUN --ema", "required"),
+        ("dflop report", "no command"),
+        ("make coffee", "no target"),
+        ("python benchmarks/many.py --colour red", "unrecognized"),
+        ("dflop train --model M --data d.json --train.steps 5  # and so on", ""),
+        ("python benchmarks/many.py --json rows.json && make test", ""),
+        ("dflop train $M --data d.json || code=$?", ""),
+    ],
+)
+def test_what_parsers_refuse_is_seen(line, why, capsys):
+    text = f"```bash\nM='--model F'\n{line}\n```\n"
+    if line == "dflop report":
+        text = "`dflop raport`"
+    (command,) = commands(text)
+    assert why in why_refused(command, capsys)
+    assert bool(why_refused(command, capsys)) == bool(why)
+
+
+def test_files_and_headings_are_seen():
+    text = "See `benchmarks/nothing.py`, experiments/demo.py. # A *b*: c\n# Two Words: d\n"
+    assert files(text) == {"benchmarks/nothing.py", "experiments/demo.py"}
+    assert slugs(text) == {"two-words-d"}

@@ -118,6 +118,9 @@ class Module(Protocol):
     #   almost equal bits.
     # working_dtype: in which its functions are given their parameters; float32 if it does not say.
     #   Of those that train the optimizer then keeps float32 masters.
+    # float32_names: names (last keys of paths) of parameters that need float32's precision: they
+    #   stay float32 whatever the working dtype is, in exports too, and weight decay leaves them
+    #   out.
     # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
     #   what its kernels and `NAME_flops` are read from.
 
@@ -180,6 +183,16 @@ def any_order_of(module: Module) -> bool:
 def working_dtype_of(module: Module) -> np.dtype:
     """See `working_dtype` above."""
     return np.dtype(getattr(module, "working_dtype", np.float32))
+
+
+def float32_names_of(module: Module) -> frozenset[str]:
+    """See `float32_names` above."""
+    return frozenset(getattr(module, "float32_names", ()))
+
+
+def last_key(path: Any) -> str:
+    """The name of a parameter, given its path in a tree; "" of a tree that is one array."""
+    return str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1]))) if path else ""
 
 
 def chip_of(device: Any) -> str:

@@ -48,7 +48,8 @@ class HfReshaping:
 class HfTensor:
     """One tensor of a checkpoint and where its values live.
 
-    `path` are the keys of the parameter within its part; `layer` is None but in "layers".
+    `path` are the keys of the parameter within its part; `layer` is None but in "layers"; `float32`
+    tensors are written in that type where another one is asked for.
     """
 
     name: str
@@ -57,6 +58,7 @@ class HfTensor:
     path: tuple[str, ...]
     layer: int | None
     layout: HfReshaping
+    float32: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,10 +175,11 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
         if shape is None:
             continue
         layout = _layout(rule.layout, shape, module.size)
+        float32 = path[-1] in getattr(module, "float32_names", ())
         layers = range(module.n_layers) if rule.part == "layers" else (None,)
         for layer in layers:
             name = prefix + rule.name.format(layer)
-            tensors.append(HfTensor(name, key, rule.part, path, layer, layout))
+            tensors.append(HfTensor(name, key, rule.part, path, layer, layout, float32))
     return tensors
 
 

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array, Module
+from dflop_jax.contract import Array, Module, last_key
 from dflop_jax.pipeline.cut import Cut
 from dflop_jax.pipeline.elementwise import NO_PART, WHOLE, Elementwise, map_state, step
 from dflop_jax.pipeline.matrices import is_matrix, published_shape
@@ -42,7 +42,7 @@ class LayerOptimizer:
         """Whether `whole` takes a parameter, for each of a part."""
 
         def one(path: Any, axes: Any) -> bool:
-            return self.takes_all or is_matrix(part, _name(path), axes)
+            return self.takes_all or is_matrix(part, last_key(path), axes)
 
         axes = logical_axes(module, part)
         return jax.tree.map_with_path(one, axes, is_leaf=_is_names)
@@ -67,7 +67,7 @@ def published_structs(module: Module, part: str) -> Tree:
     """Float32 structs of a part, or of one layer of it, as a published checkpoint has them."""
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(published_shape(leaf.shape, _name(path), axes), jnp.float32)
+        return jax.ShapeDtypeStruct(published_shape(leaf.shape, last_key(path), axes), jnp.float32)
 
     return jax.tree.map_with_path(one, part_struct(module, part), logical_axes(module, part))
 
@@ -75,11 +75,6 @@ def published_structs(module: Module, part: str) -> Tree:
 def kept(takes: Tree, tree: Tree) -> Tree:
     """The leaves of a tree that are taken, nothing in the place of the others."""
     return jax.tree.map(lambda yes, leaf: leaf if yes else optax.MaskedNode(), takes, tree)
-
-
-def _name(path: Any) -> str:
-    """The last key of a parameter's path."""
-    return str(getattr(path[-1], "key", path[-1])) if path else ""
 
 
 def _is_names(x: Any) -> bool:
@@ -141,7 +136,7 @@ class ByLayer:
 
     def __init__(self, segment: Segment, optimizer: LayerOptimizer, cuts: Tree, shards: Tree):
         self._segment, self._tx = segment, optimizer.whole
-        module, self._groups = segment.module, segment.module.freeze_groups
+        self._module = module = segment.module
         self._takes = {p: optimizer.takes(module, p) for p in shards}
         leaves = jax.tree.map(lambda yes: not yes, self._takes)
         rest = kept(leaves, cuts), kept(leaves, shards)
@@ -255,7 +250,7 @@ class ByLayer:
 
         g, p = (jax.tree.map(whole, cuts, tree, published) for tree in (grads, params))
         s = jax.tree.map(state_in, self._leaves[part], state)
-        steps, new = step(self._tx, g, s, p, self._groups)
+        steps, new = step(self._tx, g, s, p, self._module)
         return (
             jax.tree.map(lambda cut, a, like: held(cut, a, like.shape), cuts, steps, layers),
             jax.tree.map(state_out, self._leaves[part], new, state),
@@ -282,7 +277,7 @@ class ByLayer:
             full = list(arrays)
             for i, array in zip(own, mine, strict=True):
                 full[i] = array
-            steps, new = step(self._tx, grads, jax.tree.unflatten(tree, full), params, self._groups)
+            steps, new = step(self._tx, grads, jax.tree.unflatten(tree, full), params, self._module)
             return steps, jax.tree.leaves(new)
 
         on_ranks = jax.vmap(jax.vmap(one))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from dflop_jax.contract import Module, float32_names_of
 from dflop_jax.pipeline.cut import Cut
 from dflop_jax.pipeline.segment import Segment
 
@@ -43,12 +44,14 @@ def step(
     grads: Tree,
     state: Tree,
     params: Tree,
-    groups: Mapping[str, str],
+    module: Module,
 ) -> tuple[Tree, Tree]:
-    """`tx.update` of trees by parts, which may ask for the freeze group of each, `groups`."""
+    """`tx.update` of trees by parts, which may ask for the freeze group of each, `groups`, and for
+    the names of parameters that do not decay, `undecayed`."""
+    more = {"groups": module.freeze_groups, "undecayed": float32_names_of(module)}
     # optax relies on implicit promotion, which the user may have forbidden.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return optax.with_extra_args_support(tx).update(grads, state, params, groups=groups)
+        return optax.with_extra_args_support(tx).update(grads, state, params, **more)
 
 
 class Elementwise:
@@ -86,4 +89,4 @@ class Elementwise:
 
     def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """(steps, new state), of trees as they are held."""
-        return step(self._tx, grads, state, params, self._segment.module.freeze_groups)
+        return step(self._tx, grads, state, params, self._segment.module)

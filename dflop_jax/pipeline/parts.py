@@ -15,6 +15,8 @@ from dflop_jax.contract import (
     Module,
     Params,
     adapter_of,
+    float32_names_of,
+    last_key,
     layer_kinds_of,
     stacked_parts,
     taps_of,
@@ -75,12 +77,13 @@ def init_structs(module: Module, part: str) -> Params:
 def part_struct(module: Module, part: str) -> Params:
     """A part, or one layer of it, as the module's functions are given it."""
 
-    def working(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        dtype = working_dtype_of(module) if is_float else leaf.dtype
-        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+    float32 = float32_names_of(module)
 
-    return jax.tree.map(working, init_structs(module, part))
+    def working(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        stays = last_key(path) in float32 or not jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if stays else working_dtype_of(module))
+
+    return jax.tree.map_with_path(working, init_structs(module, part))
 
 
 @lru_cache(maxsize=256)

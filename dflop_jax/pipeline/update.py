@@ -235,8 +235,9 @@ class SegmentUpdate:
             }
             new = optax.apply_updates(mine, updates)
             if self._ema:
+                # So written, a parameter that no step changes is its average bit for bit.
                 average = jax.tree.map(
-                    lambda old, n: self._ema * old + (1.0 - self._ema) * n, state[AVERAGE], new
+                    lambda old, n: n + self._ema * (old - n), state[AVERAGE], new
                 )
                 next_state = self._with_average(next_state, average)
             new, state = jax.tree.map(

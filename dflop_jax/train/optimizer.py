@@ -14,6 +14,7 @@ import optax
 
 from dflop_jax.config import TrainConfig
 from dflop_jax.config_texts import DECAYS, named_numbers
+from dflop_jax.contract import last_key
 from dflop_jax.pipeline.by_layer import Averaged, LayerOptimizer, Optimizer, Stepping
 from dflop_jax.pipeline.elementwise import map_state
 
@@ -53,13 +54,15 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
     return np.broadcast_to(np.asarray(rates, np.float32), config.steps)
 
 
-def decays(params: Any) -> Any:
-    """Tree of booleans: whether weight decay applies to a parameter."""
+def decays(params: Any, undecayed: frozenset[str] = frozenset()) -> Any:
+    """Tree of booleans: whether weight decay applies to a parameter.
+
+    Args:
+      undecayed: names of the model's own that it leaves out.
+    """
 
     def one(path: Any, leaf: Any) -> bool:
-        last = path[-1]
-        name = str(getattr(last, "key", getattr(last, "name", last)))
-        return leaf.ndim > 1 and name not in UNDECAYED
+        return leaf.ndim > 1 and last_key(path) not in UNDECAYED | undecayed
 
     return jax.tree.map_with_path(one, params)
 
@@ -69,10 +72,16 @@ def add_decay(
 ) -> optax.GradientTransformationExtraArgs:
     """Add what decays of the parameters to their steps: `by_group` of those in a freeze group that
     it names, `default` of all others. `groups`, if given, says the group of each part, and trees
-    are by parts."""
+    are by parts; see `decays` for `undecayed`."""
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, groups: Any = None, **_: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        groups: Any = None,
+        undecayed: frozenset[str] = frozenset(),
+        **_: Any,
     ) -> tuple[Any, Any]:
         def of_part(decay: float, which: Any, updates: Any, params: Any) -> Any:
             return jax.tree.map(
@@ -82,7 +91,7 @@ def add_decay(
         strengths: Any = default
         if groups is not None:
             strengths = {part: by_group.get(groups[part], default) for part in updates}
-        return jax.tree.map(of_part, strengths, decays(params), updates, params), state
+        return jax.tree.map(of_part, strengths, decays(params, undecayed), updates, params), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 

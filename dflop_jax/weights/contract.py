@@ -52,6 +52,11 @@ class Tensor(Protocol):
     @property
     def layout(self) -> Reshaping: ...
 
+    @property
+    def float32(self) -> bool:
+        """Whether it is written in float32 where another type is asked for."""
+        ...
+
 
 class Unused(Protocol):
     """A tensor that transformers expects and the model does not have."""

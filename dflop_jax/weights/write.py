@@ -65,8 +65,8 @@ def write_folder(
       held: all parameters, in as many pieces as there are segments.
       source: the folder that the weights came from: names, types, tensors without use, the
         configuration and the tokenizer's files are taken from there.
-      dtype: "float32", "bfloat16" or "float16" for all tensors; None: as in `source`, else as in
-        the parameters.
+      dtype: "float32", "bfloat16" or "float16" for all tensors but those that stay float32; None:
+        as in `source`, else as in the parameters.
       max_file_bytes: size of a file beyond which another one is begun.
 
     Raises:
@@ -140,7 +140,8 @@ def _of_parameter(
 ) -> _Written:
     """A parameter, or a layer of one, under the name and with the type of the source, if any."""
     entry = source.entries.get(t.name) if source else None
-    kind = np.dtype(dtype or (DTYPES[entry.dtype] if entry else leaf.dtype))
+    asked = "float32" if dtype and t.float32 else dtype
+    kind = np.dtype(asked or (DTYPES[entry.dtype] if entry else leaf.dtype))
     name = entry.name if entry else t.name
     return _Written(name, t.layout.file_shape, kind, lambda: as_in_file(t, leaf, layer, kind))
 

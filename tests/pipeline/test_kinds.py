@@ -2,8 +2,10 @@
 checkpoint goes on under another one."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.train.optimizer import make_optimizer
 from tests.checkpoint.checkpoint_cases import TRAIN, reader_of, save, saver_of
-from tests.mixed import Mixed
+from tests.mixed import Mixed, MixedText
 
 from . import plain
 from .test_gradients import assert_trees_close, grads_of, oracle
@@ -72,8 +74,9 @@ def test_stages_of_other_kinds_are_refused(pattern, rounds):
         make_segments(m, plan.layout, jax.devices())
 
 
-def executor(m, *llm, **options):
+def executor(m, *llm, zero=1, **options):
     plan = plain.plan_of(m, None, llm, bucket=(0, 96), **options)
+    plan = plain.with_zero(plan, llm=zero)
     return Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0)
 
 
@@ -87,6 +90,56 @@ def losses(ex, samples, first, n):
         result = ex.run_step(schedule, arrays, scales).result()
         every.append(result.sums["llm.loss_sum"] * scales["llm"])
     return every
+
+
+@dataclass(frozen=True)
+class HalfText(MixedText):
+    """Works in bfloat16, but for two parameters of one kind."""
+
+    working_dtype = jnp.bfloat16
+    float32_names = ("value", "out")
+
+    def layer(self, params, x, batch, kind):
+        named = kind == "gate" and params["value"].dtype == params["out"].dtype == jnp.float32
+        assert named or {a.dtype for a in params.values()} == {jnp.dtype(jnp.bfloat16)}
+        return super().layer(in_float32(params), x, batch, kind)
+
+    def entry(self, params, batch):
+        return super().entry(in_float32(params), batch)
+
+    def exit(self, params, x, batch, entry):
+        return super().exit(in_float32(params), x, batch, entry and in_float32(entry))
+
+
+def in_float32(params):
+    return jax.tree.map(lambda a: a.astype(jnp.float32), params)
+
+
+class Half(Mixed):
+    @property
+    def modules(self):
+        text = HalfText(len(self.pattern), self.tied, self.pattern)
+        return {**super().modules, "llm": text}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_parameters_of_a_kind_stay_float32(zero):
+    """Through steps that donate what they replace, each once."""
+    m = Half(tied=False, pattern="mgmg")
+    samples = plain.random_samples(m, 8, 5, max_tiles=0)
+    ex = executor(m, 0, 1, 2, 1, zero=zero)
+    try:
+        ex.init(0)
+        ex.compile()
+        first, *_, last = losses(ex, samples, 0, 4)
+        assert last < first
+        held, masters = ex.state.params["llm"], ex.state.masters["llm"]
+        for name, a in held["gate"].items():
+            assert a.dtype == (jnp.bfloat16 if name == "gate" else jnp.float32)
+            if zero == 3:
+                np.testing.assert_array_equal(a, np.asarray(masters["gate"][name], a.dtype))
+    finally:
+        ex.close()
 
 
 def state_of(ex):

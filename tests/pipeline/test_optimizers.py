@@ -19,7 +19,7 @@ from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.train import optimizer
 from models.llava import build
 
-from ..small import Small
+from ..small import Small, Text
 from . import plain
 
 STEPS, FACTORED = 5, 8
@@ -90,10 +90,10 @@ def unstacked(segment, trees):
     return out
 
 
-def oracle(name, groups, params):
+def oracle(name, groups, undecayed, params):
     """Optax's own optimizer of a flat dict."""
     rate, b1, b2 = CONFIG.learning_rate, CONFIG.beta1, CONFIG.beta2
-    shrinks = {k: v.ndim > 1 and k[-1] not in ("bias", "scale") for k, v in params.items()}
+    shrinks = {k: v.ndim > 1 and k[-1] not in undecayed for k, v in params.items()}
 
     def by_group(of_decay):
         made = {
@@ -114,8 +114,8 @@ def oracle(name, groups, params):
         )
     sides = MuonDimensionNumbers(reduction_axis=1, output_axis=0)
     muon = by_group(
-        lambda wd, _: optax.contrib.muon(
-            rate, weight_decay=wd, consistent_rms=0.2,
+        lambda wd, mask: optax.contrib.muon(
+            rate, weight_decay=wd, weight_decay_mask=mask, consistent_rms=0.2,
             muon_weight_dimension_numbers=lambda p: dict.fromkeys(p, sides),
         )
     )  # fmt: skip
@@ -126,12 +126,14 @@ def plain_steps(name, update, params, grads_of_steps):
     s = update.segment
     flat = unstacked(s, params)
     groups = s.module.freeze_groups
+    undecayed = {"bias", "scale", *getattr(s.module, "float32_names", ())}
     grads = [unstacked(s, g) for g in grads_of_steps]
     matrices = {k for k, v in flat.items() if is_matrix(k[0], k[2:], v)}
+    make = partial(oracle, name, groups, undecayed)
     out = {}
     for which in (matrices, flat.keys() - matrices) if name == "muon" else (flat.keys(),):
         if mine := {k: v for k, v in flat.items() if k in which}:
-            out |= run(oracle(name, groups, mine), mine, [{k: g[k] for k in mine} for g in grads])
+            out |= run(make(mine), mine, [{k: g[k] for k in mine} for g in grads])
     return out
 
 
@@ -151,7 +153,8 @@ def run(tx, params, grads):
 
 
 def sharded_steps(update, params, grads_of_steps):
-    """The same by the compiled update; returns parameters as they are held, and the state."""
+    """The same by the compiled update; returns parameters as they are held, masters if there are
+    any, and the state."""
     compiled = update.lower_update(1).compile()
     held, masters, state = update.begin(put(update, params, None))
     limit = place(np.float32(np.finfo(np.float32).max), update.segment.sharding())
@@ -159,7 +162,20 @@ def sharded_steps(update, params, grads_of_steps):
     for g in grads_of_steps:
         pieces = put(update, g, update._own(update.shard_structs()))
         held, masters, state, _ = compiled(held, masters, state, pieces, (square,), limit)
-    return held, state
+    return held, masters, state
+
+
+def check_copies(segment, held, masters):
+    """What programs hold is the masters in the working dtype, or as they are."""
+    named = getattr(segment.module, "float32_names", ())
+    whole = segment.plan.zero < 3
+    for path, master in jax.tree_util.tree_leaves_with_path(masters):
+        leaf = held[path[0].key][path[-1].key]
+        assert leaf.dtype == (jnp.float32 if path[-1].key in named else jnp.bfloat16)
+        if whole:
+            cut = initial_cuts(segment)[path[0].key][path[-1].key]
+            master = plain.whole_of(cut, master)
+        np.testing.assert_array_equal(leaf, np.asarray(master).astype(leaf.dtype))
 
 
 def check(m, plan, name):
@@ -169,8 +185,9 @@ def check(m, plan, name):
         params = random_like(structs, rng, 0.3)
         grads = [random_like(structs, rng, 0.1) for _ in range(STEPS)]
         want = plain_steps(name, update, params, grads)
-        held, state = sharded_steps(update, params, grads)
-        cuts = initial_cuts(update.segment)
+        held, masters, state = sharded_steps(update, params, grads)
+        check_copies(update.segment, held, masters)
+        held, cuts = masters or held, initial_cuts(update.segment)
         got = {p: jax.tree.map(lambda c, a: plain.whole_of(c, a), cuts[p], held[p]) for p in held}
         got = unstacked(update.segment, got)
         assert got.keys() == want.keys()
@@ -209,3 +226,26 @@ def test_steps_equal_optax_where_heads_are_split(name):
     split."""
     plan = plain.plan_of(NANO, (0, 1, 2, 1), (2, 1, 3, 2))
     check(NANO, plain.with_zero(plan, vision=2, llm=3), name)
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfText(Text):
+    """Works in bfloat16, but for a matrix and a vector."""
+
+    working_dtype = jnp.bfloat16
+    float32_names = ("up", "bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Half(Small):
+    @property
+    def modules(self):
+        return {**super().modules, "llm": HalfText(self.n_layers, self.tied)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_some_parameters_stay_float32_and_do_not_decay(name, layout):
+    llm, degree, more = LAYOUTS[layout]
+    plan = plain.plan_of(Half(), (7, 1, 1, 1), llm, **more)
+    check(Half(), plain.with_zero(plan, llm=degree), name)

@@ -1,6 +1,7 @@
 """Writing a folder: files by size, from segments, whole or not at all."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -98,6 +99,20 @@ def test_an_existing_folder_is_left_alone(folder, params):
 def test_unknown_type(params, tmp_path):
     with pytest.raises(ValueError, match="'int8'; known: float32, bfloat16, float16"):
         write_folder(tmp_path / "out", MODEL.weights, held(params), dtype="int8")
+
+
+def test_some_tensors_stay_float32(params, tmp_path):
+    """Where another type is asked for; not against the type of the source."""
+    tensors = [replace(t, float32=t.path[-1] == "scale") for t in MODEL.weights.tensors]
+    map_ = replace(MODEL.weights, tensors=tuple(tensors))
+    write_folder(tmp_path / "half", map_, held(params), dtype="bfloat16")
+    kinds = {n: e.dtype for n, e in Folder(tmp_path / "half", map_).entries.items()}
+    assert kinds == {t.name: "F32" if t.float32 else "BF16" for t in tensors}
+    assert len(set(kinds.values())) == 2
+    write_folder(tmp_path / "all", MODEL.weights, held(params), dtype="float16")
+    source = Folder(tmp_path / "all", map_)
+    write_folder(tmp_path / "again", map_, held(params), source=source)
+    assert {e.dtype for e in Folder(tmp_path / "again", map_).entries.values()} == {"F16"}
 
 
 def test_tokenizer_files_go_along(folder, params, tmp_path):

@@ -11,6 +11,10 @@ import numpy as np
 
 # Steps left out of every steady-state figure: they warm caches, queues and the solver up.
 WARMUP_STEPS = 2
+# Of `phase_s`, what is left beside a task's direction ("forward", "backward", "reduce", "update")
+# and what devices waited for ("wait for data", ...). Of `memory_bytes`, what holds the bytes.
+IDLE = "idle"
+DEVICE, DEVICE_PEAK, HOST = "device", "device_peak", "host"
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,11 @@ class StepFigures:
     over the peak of all devices of the run, null where no peak is known. A module's `mfu_by_module`
     is over the peak of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes
     of features that went to another data rank for each pair of modules ("source > target"),
-    forward; as many bytes of gradients came back. `own` has the numbers of the user's callbacks.
+    forward; as many bytes of gradients came back. `phase_s` has the seconds of the step by what the
+    mean device did in them, `imbalance` per module how many more tokens the fullest data rank has
+    than the mean one, relative, over all groups. `memory_bytes` are those of the process or device
+    that holds most: in use on a "device", the most so far there ("device_peak"), on the "host".
+    `own` has the numbers of the user's callbacks.
     """
 
     tokens_per_s: float = 0.0
@@ -48,6 +56,9 @@ class StepFigures:
     mfu_by_module: Mapping[str, float] = field(default_factory=dict)
     moved_in_node: Mapping[str, float] = field(default_factory=dict)
     moved_across_nodes: Mapping[str, float] = field(default_factory=dict)
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    imbalance: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)
     own: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -203,6 +203,9 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         *((f"MFU, {m}", percent(v)) for m, v in s.mfu_by_module.items()),
     ]
     rows += [(f"padding, {k}", percent(v)) for k, v in s.padding_fraction.items()]
+    rows += [(f"imbalance, {k}", percent(v)) for k, v in s.imbalance.items()]
+    rows += [(f"{k}, of a step", f"{number(v * ms)} ms") for k, v in s.phase_s.items()]
+    rows += [(f"memory, {k}", f"{number(v / 2**30)} GiB") for k, v in s.memory_bytes.items()]
     for name, n_bytes in s.moved_in_node.items():
         both = (f"{number(v / 1e6)} MB" for v in (n_bytes, s.moved_across_nodes[name]))
         rows.append((f"features moved {name}, in nodes / across", " / ".join(both)))

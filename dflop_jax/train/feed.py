@@ -24,6 +24,7 @@ from dflop_jax.report.trace import group_label
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.losses import BatchLoss, modules_with_loss
 from dflop_jax.train.moved import BatchTraffic, moved
+from dflop_jax.train.step_figures import imbalance
 
 _FEED = "feed/"  # begins the keys of what is sent ahead of the steps
 
@@ -45,6 +46,7 @@ class ReadyBatch:
     used_tokens: dict[str, int]
     flops: dict[str, float]
     padding_fraction: dict[str, float]
+    imbalance: dict[str, float]
     groups_run: dict[str, int]
     n_bad: int
     moved: BatchTraffic
@@ -150,6 +152,7 @@ class Packer:
             padding_fraction={
                 m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()
             },
+            imbalance=imbalance(self.plan.layout, schedule, loads),
             groups_run=dict(Counter(group_label(g) for g in schedule.groups)),
             n_bad=total.n_bad,
             moved=total.moved,

@@ -114,6 +114,7 @@ class Loop:
             Peaks.of(config, self.ex.plan.layout, place.devices),
             place.time,
             self._ready.callbacks,
+            place.devices,
         )
         self.log = StepLog(
             facts, self.folder, self.progress, counter, self._corrector, self._skipping

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax
 import msgspec
 import numpy as np
 
@@ -25,6 +26,7 @@ from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch, Waits
 from dflop_jax.train.optimizer import learning_rates
 from dflop_jax.train.skips import Skipping, reason
+from dflop_jax.train.step_figures import memory_in_use, most_of, phase_seconds
 from dflop_jax.train.stragglers import Stragglers, slowness
 from dflop_jax.train.utilisation import Peaks, utilisation
 
@@ -32,12 +34,14 @@ from dflop_jax.train.utilisation import Peaks, utilisation
 @dataclass(frozen=True)
 class Report:
     """What a process tells process 0 about a finished step; `stop`: a signal came to it,
-    `save_wait_s` is what it waited for a checkpoint, `stops_for` why a callback ends the run."""
+    `save_wait_s` is what it waited for a checkpoint, `memory_bytes` what it holds, `stops_for` why
+    a callback ends the run."""
 
     part: LocalResult
     compiles: int
     stop: bool
     save_wait_s: float
+    memory_bytes: dict[str, float]
     stops_for: str = ""
 
 
@@ -76,6 +80,7 @@ class RowFacts:
       peaks: FLOP/s that the devices reach at most, None where it is not known.
       time: told of the steps that end.
       callbacks: told of the steps that are done.
+      devices: of all processes, whose memory is looked at.
     """
 
     config: TrainConfig
@@ -86,6 +91,7 @@ class RowFacts:
     peaks: Peaks | None = None
     time: TimeLog = field(default_factory=TimeLog)
     callbacks: Callbacks = field(default_factory=Callbacks)
+    devices: Sequence[jax.Device] = ()
 
 
 class StepLog:
@@ -131,7 +137,8 @@ class StepLog:
         part = handle.local(self.peers.offset_s)
         compiled = self._counter.read()
         stops_for = self._facts.callbacks.stops_for
-        report = Report(part, compiled - self._compiled, stop, waits.save_s, stops_for)
+        held = memory_in_use(self._facts.devices)
+        report = Report(part, compiled - self._compiled, stop, waits.save_s, held, stops_for)
         self._compiled = compiled
         # Not as JSON, which has no number for what is not finite.
         gathered = self.peers.gather(f"step/{batch.step}", msgspec.msgpack.encode(report))
@@ -165,7 +172,7 @@ class StepLog:
                 ]
                 slow = slowness(handle.own_seconds(result), np.array(alone_s))
                 self._stragglers.after_step(batch.step, slow)
-            self._log(result, batch, waits, verdict)
+            self._log(result, batch, waits, verdict, most_of(r.memory_bytes for r in reports))
         else:
             self._facts.callbacks.after_step(done_step(batch.step, verdict))
         self._skipping.note(batch.step, verdict.grad_norm, verdict.applied)
@@ -177,13 +184,15 @@ class StepLog:
         batch: ReadyBatch,
         waits: Waits,
         verdict: Verdict,
+        memory_bytes: Mapping[str, float],
     ) -> None:
         assert self.folder is not None
         begun = result.started_s if self._ended_s is None else self._ended_s
         step_s = max(result.ended_s - begun, 0.0)
         # Of the first step nothing tells when devices began to wait.
         idle_s = math.inf if self._ended_s is None else max(result.started_s - begun, 0.0)
-        self._facts.time.step(batch.step, waits.of_devices(idle_s))
+        waits_s = waits.of_devices(idle_s)
+        self._facts.time.step(batch.step, waits_s)
         skipped = self._skipping.of(batch.step, result)
         if skipped:
             self.progress.log(f"step {batch.step} changed no parameter: {reason(skipped)}")
@@ -214,6 +223,15 @@ class StepLog:
             integer_bound_s=batch.schedule.integer_bound_s,
             schedule_work=batch.schedule.work,
             n_bad=batch.n_bad,
+            phase_s=phase_seconds(
+                self._facts.plan.layout,
+                result.trace,
+                begun - result.started_s,
+                step_s,
+                waits_s if math.isfinite(idle_s) else {},
+            ),
+            imbalance=batch.imbalance,
+            memory_bytes=memory_bytes,
             moved_in_node=batch.moved.in_node,
             moved_across_nodes=batch.moved.across_nodes,
             correction=self._corrector.report if self._corrector else {},

@@ -84,6 +84,17 @@ def test_mfu_is_that_of_a_count_by_hand(run):
             assert row["mfu_by_module"][m] == pytest.approx(rate / PEAK)
 
 
+def test_phases_add_up_to_the_step_and_memory_is_there(run):
+    for row in read_metrics(run):
+        phases = row["phase_s"]
+        assert sum(phases.values()) == pytest.approx(row["step_s"])
+        assert set(phases) >= {"forward", "backward", "update", "idle"}
+        assert row["memory_bytes"]["host"] > 1e7
+        assert row["imbalance"] == {"vision": 0.0, "llm": 0.0}  # one data rank
+    cells = dict(figures(summarise(run)))
+    assert set(cells) >= {"backward, of a step", "idle, of a step", "memory, host"}
+
+
 def test_the_summary_shows_it(run):
     cells = dict(figures(summarise(run)))
     rows = read_metrics(run)[2:]

@@ -212,18 +212,68 @@ def on_chip(module: Module, chip: str) -> Module:
     return choose(chip) if choose else module
 
 
-class GeneratingModule(Module, Protocol):
-    """An LLM that also answers (`dflop generate`); training needs none of this."""
+class Memory(Protocol):
+    """What layers of one kind keep of their rows' tokens so far, so that one more token of each row
+    runs alone: keys and values, a window of them, a recurrent state.
 
-    def prefill(self, params: Params, batch: Batch, last: Array, slots: int) -> tuple[Array, Any]:
-        """Run one prompt per row, index `last` its last token: (float32 logits [rows, vocab] of
-        what follows, a cache for `slots` positions). `batch` has the fields of entry and layers."""
+    A layer mixes its tokens in one call of one function (its attention), and its memory knows that
+    call's arguments: `*args, **how` below.
+    """
+
+    @property
+    def axes(self) -> Any:
+        """The tree that one layer keeps, a tuple of logical axis names (or None) per array;
+        "rows" is one."""
         ...
 
-    def decode(
-        self, params: Params, cache: Any, tokens: Array, positions: Array
+    def prompt(self, last: Array, slots: int, *args: Any, **how: Any) -> tuple[Array, Any]:
+        """Mix the tokens of whole prompts, one per row, as in training.
+
+        Args:
+          last: int32 [rows], index of each prompt's last token; what follows it is padding, of
+            segment 0, that nothing may be kept of.
+          slots: tokens that a row may come to, its prompt among them.
+
+        Returns:
+          what the layer's own function returns, and what it keeps.
+        """
+        ...
+
+    def token(
+        self, kept: Any, layer: Array, at: Array, *args: Any, **how: Any
     ) -> tuple[Array, Any]:
-        """Run one more token of each row, int32 [rows], at its position: (logits, cache)."""
+        """Mix one more token of each row, [rows, 1, ...], with those before it.
+
+        Args:
+          kept: of all layers of this kind, stacked.
+          layer: int32 scalar, which of them this is.
+          at: int32 [rows], the token's place in its row.
+
+        Returns:
+          the same as `prompt`, with `kept` of all layers, that of this one brought up to date. A
+          row's token may be run again at its place, as long as none follows.
+        """
+        ...
+
+    def grown(self, kept: Any, slots: int) -> Any:
+        """`kept` with room for rows of `slots` tokens, more than it had."""
+        ...
+
+
+class GeneratingModule(Module, Protocol):
+    """An LLM that also answers (`dflop generate`); training needs none of this.
+
+    Its `layer` takes, by name, `mix`: the function that mixes its tokens in the place of its own,
+    called once and as its own is.
+    """
+
+    def memory(self, kind: str) -> Memory:
+        """What layers of a kind keep."""
+        ...
+
+    def logits(self, params: Params, x: Array, entry: Params) -> Array:
+        """Float32 [rows, tokens, vocab] of hidden states, by the parameters of its exit, and of its
+        entry where it is tied."""
         ...
 
 

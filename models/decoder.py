@@ -16,13 +16,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models import generate
 from models.attention import Attend, attend_by, attention
 from models.attention_choice import pair_flops
 from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.lora import Lora, merge
 from models.loss import PLAIN, Objective, cross_entropy, head_logits
+from models.memory import KeysAndValues
 from models.rotary import angles_of, rotate
 from models.sizes import DecoderSize
 
@@ -225,14 +225,14 @@ class DecoderModule:
         """`attention` by the module's kernel."""
         return attend_by(self.attention_kernel, self.chip)
 
-    def layer(self, params: Any, x: Array, batch: Batch, attend: Attend | None = None) -> Array:
-        """One layer, by `attend` in place of the module's own attention where it is given; `params`
+    def layer(self, params: Any, x: Array, batch: Batch, mix: Attend | None = None) -> Array:
+        """One layer, by `mix` in place of the module's own attention where it is given; `params`
         may hold its "adapter" beside the parameters of "layers"."""
         fields = [batch[name] for name in self.inputs["layers"]]
         main = {name: tree for name, tree in params.items() if name != "adapter"}
         adapter = params.get("adapter")
         lora = None if adapter is None else self.lora
-        block = DecoderBlock(self.size, self.dtype, lora, attend or self.attend)
+        block = DecoderBlock(self.size, self.dtype, lora, mix or self.attend)
         return apply(block, main, x, *fields, adapter=adapter)
 
     @property
@@ -269,14 +269,6 @@ class DecoderModule:
         """Parameters of the plain module: adapters folded into the matrices."""
         return merge(self.lora, params) if self.lora else params
 
-    def prefill(
-        self, params: Any, batch: Batch, last: Array, slots: int
-    ) -> tuple[Array, generate.Cache]:
-        """See `models.generate.prefill`."""
-        return generate.prefill(self, params, batch, last, slots)
-
-    def decode(
-        self, params: Any, cache: generate.Cache, tokens: Array, positions: Array
-    ) -> tuple[Array, generate.Cache]:
-        """See `models.generate.decode`."""
-        return generate.decode(self, params, cache, tokens, positions)
+    def memory(self, kind: str = "layers") -> KeysAndValues:
+        """See `dflop_jax.contract`."""
+        return KeysAndValues(self.attend)

@@ -28,6 +28,8 @@ from dflop_jax.contract import (
 from dflop_jax.data import MediaSpec, Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.generate import decoding
+from dflop_jax.generate.decoding import decode, inlets_of
 from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
 from dflop_jax.generate.row import LLM, row_of, with_features
 from dflop_jax.generate.sampling import Sampling, choose
@@ -99,9 +101,9 @@ class Generator:
         device = device or jax.devices()[0]
         chip = chip_of(device)
         llm: Any = on_chip(self._model.modules[LLM], chip)
-        if not hasattr(llm, "prefill") or not hasattr(llm, "decode"):
+        if not hasattr(llm, "memory") or not hasattr(llm, "logits"):
             raise ValueError(
-                f"model.factory={config.model.factory!r}: its llm has no prefill and decode "
+                f"model.factory={config.model.factory!r}: its llm has no memory and logits "
                 "(dflop_jax.contract.GeneratingModule); add them, or take another model"
             )
         kinds = MediaSpec.of(self._model.preprocessing, self._model.piece_tokens).kinds
@@ -178,7 +180,7 @@ def prefill(
     best."""
     llm: Any = on_chip(model.modules[LLM], chip)
     batch = with_features(model, chip, params, row.fields, row.media, row.places)
-    logits, cache = llm.prefill(params[LLM], batch, last, slots)
+    logits, cache = decoding.prefill(llm, params[LLM], batch, last, slots, inlets_of(model))
     return choose(logits, jax.random.fold_in(draw.key, 0), draw.temperature, draw.top_p), cache
 
 
@@ -191,7 +193,7 @@ def step(
     draw: Draw,
 ) -> tuple[Array, Any]:
     """Return the token, int32 [1], after `token` at `position`, and the cache."""
-    logits, cache = llm.decode(params, cache, token, position)
+    logits, cache = decode(llm, params, cache, token, position)
     key = jax.random.fold_in(draw.key, position[0])
     return choose(logits, key, draw.temperature, draw.top_p), cache
 

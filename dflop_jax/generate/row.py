@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,7 @@ from dflop_jax.data import Sample
 from dflop_jax.data.packing import pack_group
 from dflop_jax.pipeline.gather import gather_features
 from dflop_jax.pipeline.parts import layer_params
-from dflop_jax.pipeline.periods import loops_over
+from dflop_jax.pipeline.periods import Loop, loops_over
 from dflop_jax.records import (
     Bucket,
     Group,
@@ -126,17 +126,28 @@ def run_layers(
     module: Module, params: Params, x: Array, batch: Mapping[str, Array], start: int, stop: int
 ) -> Array:
     """Hidden states after the layers from `start` to before `stop`."""
+    for loop, _, period in loops_of(module, params, start, stop):
+        x, _ = jax.lax.scan(partial(_run_period, module, loop.period, batch), x, period)
+    return x
+
+
+def loops_of(
+    module: Module, params: Params, start: int, stop: int
+) -> Iterator[tuple[Loop, tuple[range, ...], tuple[Params, ...]]]:
+    """Loops that go through the layers from `start` to before `stop`. With each, for every layer of
+    its period, the numbers of its repeats among the module's layers of its kind, and what these
+    get, stacked."""
     kinds = layer_kinds_of(module)
     for loop in loops_over(kinds[start:stop]):
-        period = []
+        period, numbers = [], []
         for kind, rows in zip(loop.period, loop.rows(kinds[start:stop]), strict=True):
             first = kinds[:start].count(kind)
             own = {p: params[p] for p in (kind, adapter_of(kind)) if p in params}
-            here = slice(first + rows.start, first + rows.stop, rows.step)
-            period.append(layer_params(kind, jax.tree.map(lambda a, here=here: a[here], own)))
-        run = partial(_run_period, module, loop.period, batch)
-        x, _ = jax.lax.scan(run, x, tuple(period))
-    return x
+            here = range(first + rows.start, first + rows.stop, rows.step)
+            cut = slice(here.start, here.stop, here.step)
+            period.append(layer_params(kind, jax.tree.map(lambda a, cut=cut: a[cut], own)))
+            numbers.append(here)
+        yield loop, tuple(numbers), tuple(period)
 
 
 def _run_period(

@@ -17,11 +17,11 @@ from dflop_jax.contract import (
     MultimodalModel,
     Params,
     chip_of,
-    edges_of,
     n_rows,
     on_chip,
     stacked_parts,
 )
+from dflop_jax.generate.decoding import inlets_of
 from dflop_jax.generate.row import LLM, row_of, run_layers, with_features
 from dflop_jax.hardware import GB
 from dflop_jax.pipeline.parts import part_struct
@@ -95,7 +95,7 @@ def _loss(
 ) -> tuple[dict[str, Params], Array]:
     """The gradients of a row's loss, and its logits."""
     llm: Any = on_chip(model.modules[LLM], chip)
-    inlets = {e.name: e.enters for e in edges_of(model) if e.target == LLM and e.enters >= 0}
+    inlets = inlets_of(model)
 
     def objective(params: dict[str, Params]) -> tuple[Array, Array]:
         llm_params = params[LLM]

@@ -1,0 +1,188 @@
+"""Decoding by what layers keep against running the whole row anew, token by token: layers of one
+kind, and windows among them."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_fields import fields, full_params
+
+from dflop_jax.generate.decoding import decode, grown, prefill
+from dflop_jax.generate.row import run_layers
+from models.attention import attention
+from models.decoder import DecoderModule
+from models.memory import KeysAndValues
+from models.sizes import DECODERS
+
+F32 = jnp.dtype("float32")
+TIED = DECODERS["nano"]
+SIZES = {
+    "tied, 2 heads a kv head": TIED,
+    "untied, no bias": dataclasses.replace(TIED, tied=False, qkv_bias=False),
+    "1 head a kv head": dataclasses.replace(TIED, n_kv_heads=4),
+    "4 heads a kv head": dataclasses.replace(TIED, n_kv_heads=1, tied=False),
+}
+
+
+WINDOW = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows(DecoderModule):
+    """A decoder in which the layers that the pattern calls "w" see a window."""
+
+    pattern: str = "wfw"
+
+    @property
+    def layer_kinds(self):
+        return tuple({"w": "window", "f": "full"}[c] for c in self.pattern)
+
+    @property
+    def inputs(self):
+        names = super().inputs
+        return {**names, **dict.fromkeys(("window", "full"), names["layers"])}
+
+    def attend_of(self, kind):
+        return partial(attention, kernel="xla", window=WINDOW if kind == "window" else 0)
+
+    def layer(self, params, x, batch, kind, mix=None):
+        return super().layer(params, x, batch, mix or self.attend_of(kind))
+
+    def memory(self, kind):
+        return KeysAndValues(self.attend_of(kind), WINDOW if kind == "window" else 0)
+
+
+def windows(pattern):
+    """(a decoder with windows, its parameters)."""
+    size = dataclasses.replace(TIED, n_layers=len(pattern))
+    params = full_params(DecoderModule(size, F32), seed=3)
+    module = Windows(size, F32, pattern=pattern)
+    layers = params.pop("layers")
+    for kind in dict.fromkeys(module.layer_kinds):
+        here = np.flatnonzero(np.array(module.layer_kinds) == kind)
+        params[kind] = jax.tree.map(lambda a, here=here: a[here], layers)
+    return module, params
+
+
+def plain(size):
+    module = DecoderModule(size, F32)
+    return module, full_params(module)
+
+
+def one_sample_rows(module, items, tokens):
+    """Rows of one sample each, visual tokens among its first ones."""
+    batch = fields(DecoderModule(module.size, F32), items, tokens)
+    batch["segment_ids"] = jnp.ones((items, tokens), jnp.int32)
+    batch["positions"] = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (items, 1))
+    return batch
+
+
+def whole(module, params, batch):
+    """Logits at every position, [items, tokens, vocab]."""
+    x = run_layers(module, params, module.entry(params["entry"], batch), batch, 0, module.n_layers)
+    return module.logits(params["exit"], x, params["entry"])
+
+
+def started(module, params, batch, last, slots):
+    """`prefill`, compiled."""
+    run = jax.jit(partial(prefill, module, slots=slots, inlets={}))
+    return run(params, batch=batch, last_B=jnp.asarray(last, jnp.int32))
+
+
+def steps_of(module):
+    """`decode`, compiled."""
+    return jax.jit(partial(decode, module), donate_argnums=1)
+
+
+def padded(batch, tokens):
+    """The rows cut or padded to a length; what pads is another segment with other content."""
+    out = {}
+    for name, a in batch.items():
+        more = max(0, tokens - a.shape[1])
+        filler = 7 if name == "tokens" else 0
+        pad = ((0, 0), (0, more), *[(0, 0)] * (a.ndim - 2))
+        out[name] = jnp.pad(a[:, :tokens], pad, constant_values=filler)
+    return out
+
+
+CASES = {
+    **{name: partial(plain, size) for name, size in SIZES.items()},
+    **{pattern: partial(windows, pattern) for pattern in ("w", "wfw", "wwfwwf")},
+}
+
+
+@pytest.mark.parametrize("made", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("prompt", [1, 5, 8])
+def test_logits_equal_those_of_the_whole_row_at_every_position(made, prompt):
+    module, params = made()
+    batch = one_sample_rows(module, 2, 19)
+    batch["is_visual"] = batch["is_visual"] & (jnp.arange(19) < prompt)[None]
+    want = np.asarray(jax.jit(partial(whole, module))(params, batch))
+    start = padded({k: a[:, :prompt] for k, a in batch.items()}, 8)
+    logits, cache = started(module, params, start, [prompt - 1] * 2, 10)
+    found, step = [logits], steps_of(module)
+    for t in range(prompt, 19):
+        if t == 10:  # there is no room for more
+            cache = grown(module, cache, 24)
+        at = jnp.full(2, t, jnp.int32)
+        logits, cache = step(params, cache, batch["tokens"][:, t], at)
+        found.append(logits)
+    assert step._cache_size() <= 2
+    found = np.stack(found, axis=1)
+    assert found.dtype == np.float32
+    scale = np.abs(want).max()
+    np.testing.assert_allclose(found / scale, want[:, prompt - 1 :] / scale, atol=1e-5)
+
+
+def test_a_window_keeps_no_more_than_its_tokens():
+    module, params = windows("wfw")
+    batch = one_sample_rows(module, 2, 8)
+    _, cache = started(module, params, batch, [7, 3], 64)
+    slots = {kind: kept.keys_LBSKH.shape[:3] for kind, kept in cache.kept.items()}
+    assert slots == {"window": (2, 2, WINDOW), "full": (1, 2, 64)}
+    slots = {k: a.keys_LBSKH.shape[2] for k, a in grown(module, cache, 99).kept.items()}
+    assert slots == {"window": WINDOW, "full": 99}
+
+
+@pytest.mark.parametrize("made", [partial(plain, TIED), partial(windows, "wfw")])
+def test_rows_of_different_lengths_do_not_meet(made):
+    module, params = made()
+    batch = one_sample_rows(module, 3, 12)
+    batch["is_visual"] = jnp.zeros_like(batch["is_visual"])
+    last = jnp.asarray([0, 5, 3], jnp.int32)
+    padding = jnp.arange(8)[None] > last[:, None]
+    start = padded({k: a[:, :8] for k, a in batch.items()}, 8)
+    start["segment_ids"] = jnp.where(padding, 0, 1)
+    logits, cache = started(module, params, start, last, 12)
+    want = np.asarray(jax.jit(partial(whole, module))(params, batch))
+    step = steps_of(module)
+    for n in range(4):
+        at = last + n
+        for row in range(3):
+            np.testing.assert_allclose(logits[row], want[row, int(at[row])], atol=2e-4)
+        following = batch["tokens"][jnp.arange(3), at + 1]
+        logits, cache = step(params, cache, following, at + 1)
+
+
+@pytest.mark.parametrize("made", CASES.values(), ids=CASES)
+def test_greedy_tokens_equal_those_of_full_recomputation(made):
+    module, params = made()
+    batch = one_sample_rows(module, 1, 6)
+    tokens = list(np.asarray(batch["tokens"][0]))
+    logits, cache = started(module, params, batch, [5], 16)
+    found, step = [], steps_of(module)
+    for position in range(6, 16):
+        found.append(int(logits[0].argmax()))
+        at = jnp.asarray([position], jnp.int32)
+        logits, cache = step(params, cache, jnp.asarray(found[-1:], jnp.int32), at)
+    run = jax.jit(partial(whole, module))
+    full = padded(batch, 16)
+    full["segment_ids"] = jnp.ones((1, 16), jnp.int32)
+    full["positions"] = jnp.arange(16, dtype=jnp.int32)[None]
+    for n in range(10):
+        row = jnp.asarray([tokens + found[:n] + [0] * (10 - n)], jnp.int32)
+        assert int(run(params, {**full, "tokens": row})[0, 5 + n].argmax()) == found[n]
+    assert len(set(found)) > 2  # else any cache would do

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models import attention_cudnn, attention_gpu
 from models.attention_choice import choose, on_gpu
+from models.attention_kernels import Marks, Sight
 from models.attention_split import SAVED, AttentionKernel, attend
 
 Array = jax.Array
@@ -35,6 +37,8 @@ def attention(
     kernel: str = "auto",
     chip: str = "",
     window: int = 0,
+    scale: float | None = None,
+    reach: Array | None = None,
 ) -> Array:
     """Softmax attention in which a token sees only tokens of its own segment.
 
@@ -57,34 +61,65 @@ def attention(
       window: how many tokens one sees at most, itself and those before it (sliding windows); what
         is outside is not computed, but in blocks that reach into it. 0: all. Only of causal
         attention, whose segments' tokens then stand together.
+      scale: of the products of queries and keys; None: one over the root of head_dim.
+      reach: int [items, tokens], of causal attention: the index of the last token that each one
+        sees, where that is not always itself: `reach_of` pictures.
 
     Returns:
       [items, tokens, heads, head_dim] in the dtype of the queries; the softmax is float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    assert causal or not window, "windows are of causal attention"
+    assert causal or (not window and reach is None), "windows and reach are of causal attention"
     window = window if window < T else 0
     is_packed = segment_ids is not None
-    chosen = choose(kernel, chip, q_BTNH.dtype, q_BTNH.shape, is_packed=is_packed, window=window)
+    chosen = choose(
+        kernel,
+        chip,
+        q_BTNH.dtype,
+        q_BTNH.shape,
+        is_packed=is_packed,
+        window=window,
+        reaches=reach is not None,
+    )
+    scale = H**-0.5 if scale is None else scale
     if chosen != "xla" and q_BTNH.size:
         by = attention_cudnn if chosen == "cudnn" else attention_gpu
         interpret = not on_gpu(chip)
-        chosen_kernel = AttentionKernel(by.forward, by.backward, causal, interpret, window)
-        return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, segment_ids)
+        chosen_kernel = AttentionKernel(by.forward, by.backward, causal, interpret, scale, window)
+        marks = segment_ids if reach is None else Marks(segment_ids, reach)
+        return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, marks)
+    sees = Sight(causal, window)
     if causal and T > _BLOCK:
-        q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
-        out_BTKGH = _blocked(window, q_BTKGH, k_BSKH, v_BSKH, segment_ids)
+        q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * scale
+        out_BTKGH = _blocked(sees, q_BTKGH, k_BSKH, v_BSKH, Marks(segment_ids, reach))
         return out_BTKGH.reshape(B, T, N, H)
-    return masked_attention(q_BTNH, k_BSKH, v_BSKH, _mask(segment_ids, 0, T, causal, 0, window))
+    mask = _mask(Marks(segment_ids, reach), (0, T), (0, T), sees)
+    return masked_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale)
 
 
-def masked_attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_BTS: Array | None) -> Array:
+def reach_of(is_picture: Array, segment_ids: Array) -> Array:
+    """`reach` of tokens [items, tokens] of which pictures see themselves whole: a picture is a run
+    of tokens where `is_picture`, in one segment."""
+    T = is_picture.shape[1]
+    at = jnp.arange(T)[None]
+    goes_on = is_picture[:, :-1] & is_picture[:, 1:] & (segment_ids[:, :-1] == segment_ids[:, 1:])
+    ends = jnp.where(jnp.pad(goes_on, ((0, 0), (0, 1))), T, at)
+    return jax.lax.cummin(ends, axis=1, reverse=True)
+
+
+def masked_attention(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    mask_BTS: Array | None,
+    scale: float | None = None,
+) -> Array:
     """`attention` under any mask: bool [items or 1, queries, keys], each query seeing some key;
     None lets all see all. Queries and keys may differ in number."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * H**-0.5
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5 if scale is None else scale)
     scores_BKGTS = _scores(q_BTKGH, k_BSKH, mask_BTS)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
@@ -97,19 +132,21 @@ def attend_by(kernel: str, chip: str) -> Attend:
 
 
 def _mask(
-    segment_ids: Array | None, start: int, stop: int, causal: bool, first: int = 0, window: int = 0
+    marks: Marks, queries: tuple[int, int], keys: tuple[int, int], sees: Sight
 ) -> Array | None:
-    """[B or 1, T, S]: which keys, from `first` on, the queries start..stop see (of those before
-    `stop` if causal)."""
+    """[B or 1, T, S]: which of the keys first..last the queries start..stop see."""
+    (start, stop), (first, last) = queries, keys
+    ids, reach = marks
     mask = None
-    if segment_ids is not None:
-        seen = segment_ids[:, first:stop] if causal else segment_ids
-        mask = segment_ids[:, start:stop, None] == seen[:, None]
-    if causal:
-        past = jnp.tri(stop - start, stop - first, start - first, dtype=bool)[None]
+    if ids is not None:
+        mask = ids[:, start:stop, None] == ids[:, None, first:last]
+    if sees.causal:
+        past = jnp.tri(stop - start, last - first, start - first, dtype=bool)[None]
+        if reach is not None:
+            past = jnp.arange(first, last)[None, None] <= reach[:, start:stop, None]
         mask = past if mask is None else mask & past
-    if window:
-        near = ~jnp.tri(stop - start, stop - first, start - first - window, dtype=bool)[None]
+    if sees.window:
+        near = ~jnp.tri(stop - start, last - first, start - first - sees.window, dtype=bool)[None]
         mask = near if mask is None else mask & near
     return mask
 
@@ -126,56 +163,58 @@ def _scores(q_BTKGH: Array, k_BSKH: Array, mask_BTS: Array | None) -> Array:
 # ---- causal attention over long rows: blocks of queries, weights recomputed in backward ----
 
 
-def _spans(tokens: int, window: int) -> list[tuple[int, int, int]]:
-    """[low, high) of each block of queries, and the first key that any of them sees."""
+def _spans(tokens: int, window: int, reaches: bool) -> list[tuple[int, int, int, int]]:
+    """[low, high) of each block of queries, and [first, last) of the keys that any of them sees."""
     step = max(_BLOCK, -(-tokens // _MOST_BLOCKS))
-    lows = range(0, tokens, step)
-    return [(lo, min(lo + step, tokens), max(0, lo + 1 - window) if window else 0) for lo in lows]
+    ends = ((lo, min(lo + step, tokens)) for lo in range(0, tokens, step))
+    return [
+        (lo, hi, max(0, lo + 1 - window) if window else 0, tokens if reaches else hi)
+        for lo, hi in ends
+    ]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blocked(
-    window: int, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None
-) -> Array:
+def _blocked(sees: Sight, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, marks: Marks) -> Array:
     """Each block of queries sees the keys of its window and up to its own end only; what is kept
     for backward is the output and the log-sum-exp (FlashAttention, arXiv 2205.14135, in blocks that
     XLA compiles)."""
-    return _blocked_forward(window, q_BTKGH, k_BSKH, v_BSKH, segment_ids)[0]
+    return _blocked_forward(sees, q_BTKGH, k_BSKH, v_BSKH, marks)[0]
 
 
 def _blocked_forward(
-    window: int, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, segment_ids: Array | None
-) -> tuple[Array, tuple[Array | None, ...]]:
+    sees: Sight, q_BTKGH: Array, k_BSKH: Array, v_BSKH: Array, marks: Marks
+) -> tuple[Array, tuple[Any, ...]]:
     outs, sums = [], []
-    for lo, hi, first in _spans(q_BTKGH.shape[1], window):
-        mask = _mask(segment_ids, lo, hi, True, first, window)
-        scores = _scores(q_BTKGH[:, lo:hi], k_BSKH[:, first:hi], mask)
+    spans = _spans(q_BTKGH.shape[1], sees.window, marks.reach is not None)
+    for lo, hi, first, last in spans:
+        mask = _mask(marks, (lo, hi), (first, last), sees)
+        scores = _scores(q_BTKGH[:, lo:hi], k_BSKH[:, first:last], mask)
         log_sum = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - log_sum[..., None]).astype(v_BSKH.dtype)
-        outs.append(jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH[:, first:hi]))
+        outs.append(jnp.einsum("BKGTS,BSKH->BTKGH", weights, v_BSKH[:, first:last]))
         sums.append(log_sum)
     out = checkpoint_name(jnp.concatenate(outs, axis=1), SAVED)
     log_sum = checkpoint_name(jnp.concatenate(sums, axis=-1), SAVED)
-    return out, (q_BTKGH, k_BSKH, v_BSKH, segment_ids, out, log_sum)
+    return out, (q_BTKGH, k_BSKH, v_BSKH, marks, out, log_sum)
 
 
 def _blocked_backward(
-    window: int, saved: tuple[Array, Array, Array, Array | None, Array, Array], dout: Array
+    sees: Sight, saved: tuple[Array, Array, Array, Marks, Array, Array], dout: Array
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, segment_ids, out, log_sum = saved
+    q, k, v, marks, out, log_sum = saved
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     own_BKGT = product("BTKGH,BTKGH->BKGT", dout, out)
     dq_blocks = []
     dk, dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for lo, hi, first in _spans(q.shape[1], window):
-        q_t, dout_t, k_s, v_s = q[:, lo:hi], dout[:, lo:hi], k[:, first:hi], v[:, first:hi]
-        scores = _scores(q_t, k_s, _mask(segment_ids, lo, hi, True, first, window))
+    for lo, hi, first, last in _spans(q.shape[1], sees.window, marks.reach is not None):
+        q_t, dout_t, k_s, v_s = q[:, lo:hi], dout[:, lo:hi], k[:, first:last], v[:, first:last]
+        scores = _scores(q_t, k_s, _mask(marks, (lo, hi), (first, last), sees))
         weights = jnp.exp(scores - log_sum[..., lo:hi, None])
         dweights = product("BTKGH,BSKH->BKGTS", dout_t, v_s)
         dscores = (weights * (dweights - own_BKGT[..., lo:hi, None])).astype(q.dtype)
         dq_blocks.append(product("BKGTS,BSKH->BTKGH", dscores, k_s))
         # Keys that this block does not see.
-        rest = ((0, 0), (first, k.shape[1] - hi), (0, 0), (0, 0))
+        rest = ((0, 0), (first, k.shape[1] - last), (0, 0), (0, 0))
         dk += jnp.pad(product("BKGTS,BTKGH->BSKH", dscores, q_t), rest)
         dv += jnp.pad(product("BKGTS,BTKGH->BSKH", weights.astype(v.dtype), dout_t), rest)
     dq = jnp.concatenate(dq_blocks, axis=1)

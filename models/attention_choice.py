@@ -39,6 +39,7 @@ def choose(
     *,
     is_packed: bool,
     window: int = 0,
+    reaches: bool = False,
 ) -> str:
     """The kernel, "cudnn", "pallas" or "xla", that computes a case on a chip.
 
@@ -48,7 +49,8 @@ def choose(
       dtype: of queries, keys and values.
       shape: of the queries [items, tokens, heads, head_dim].
       is_packed: whether rows hold several segments, or padding.
-      window: of causal attention, 0: none. cuDNN's kernels are called without one.
+      window: of causal attention, 0: none; reaches: whether tokens see ahead. cuDNN's kernels are
+        called without either.
     """
     items, tokens, heads, head_dim = shape
     if kernel in ("xla", "pallas"):
@@ -56,7 +58,7 @@ def choose(
     if not skips(kernel, chip, dtype, head_dim, tokens):
         return "xla"
     capability = int(chip.removeprefix("sm_"))
-    fits = attention_cudnn.AVAILABLE and head_dim % 8 == 0 and not window
+    fits = attention_cudnn.AVAILABLE and head_dim % 8 == 0 and not (window or reaches)
     fits &= head_dim <= (256 if capability >= _HOPPER else 128)
     if is_packed:
         fits &= kernel == "cudnn" and _HOPPER <= capability < _AFTER_BLACKWELL

@@ -94,18 +94,18 @@ def pieces(ids_BT: Array, slots: int) -> tuple[Array, Array, Array]:
 
 
 def forward(
-    q: Array, k: Array, v: Array, ids: Array | None, *, causal: bool, interpret: bool
+    q: Array, k: Array, v: Array, ids: Array | None, *, causal: bool, interpret: bool, scale: float
 ) -> tuple[Array, tuple[Array, ...]]:
     """(output of `models.attention.attention`, 0 at padding; what `backward` needs)."""
     T = q.shape[1]
     if ids is None:
         q, k, v = map(_even, (q, k, v))
-        out, stats = call_forward(q, k, v, _whole_rows(q, T), causal)
+        out, stats = call_forward(q, k, v, _whole_rows(q, T), causal, scale)
         return out[:, :T], (stats,)
     starts, lengths, has_slot = pieces(ids, SLOTS * len(ids))
-    out, stats = call_forward(q, k, v, _packed_rows(q, k, starts, lengths), causal)
+    out, stats = call_forward(q, k, v, _packed_rows(q, k, starts, lengths), causal, scale)
     rest, log_sum = attention_gpu.forward(
-        q, k, v, jnp.where(has_slot, 0, ids), causal=causal, interpret=interpret
+        q, k, v, jnp.where(has_slot, 0, ids), causal=causal, interpret=interpret, scale=scale
     )
     return _where(has_slot, out, rest), (stats, log_sum)
 
@@ -121,21 +121,22 @@ def backward(
     *,
     causal: bool,
     interpret: bool,
+    scale: float,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
     T = q.shape[1]
     if ids is None:
         q, k, v, out, dout = map(_even, (q, k, v, out, dout))
-        grads = call_backward(q, k, v, _whole_rows(q, T), saved[0], out, dout, causal)
+        grads = call_backward(q, k, v, _whole_rows(q, T), saved[0], out, dout, causal, scale)
         dq, dk, dv = (x[:, :T] for x in grads)
         return dq, dk, dv
     stats, log_sum = saved
     starts, lengths, has_slot = pieces(ids, SLOTS * len(ids))
     packed = _packed_rows(q, k, starts, lengths)
-    grads = call_backward(q, k, v, packed, stats, out, dout, causal)
+    grads = call_backward(q, k, v, packed, stats, out, dout, causal, scale)
     rest = attention_gpu.backward(
         q, k, v, jnp.where(has_slot, 0, ids), out, log_sum, dout,
-        causal=causal, interpret=interpret,
+        causal=causal, interpret=interpret, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (_where(has_slot, a, b) for a, b in zip(grads, rest, strict=True))
     return dq, dk, dv
@@ -169,22 +170,24 @@ def _packed_rows(q: Array, k: Array, starts_P: Array, lengths_P: Array) -> tuple
     return lengths, lengths, *(starts * (x.shape[2] * x.shape[3]) for x in (q, k))
 
 
-def _arguments(q: Array, rows: tuple[Array, ...], causal: bool) -> tuple[Any, dict[str, Any]]:
+def _arguments(
+    q: Array, rows: tuple[Array, ...], causal: bool, scale: float
+) -> tuple[Any, dict[str, Any]]:
     assert _BINDING is not None
     unused = jnp.zeros(0, q.dtype)
     arrays = (unused, *rows, *(unused,) * (6 - len(rows)))  # a bias first, pages last
     padding = ["PADDING"] if rows else []
     mask = "_".join([*padding, *(["CAUSAL"] if causal else [])]) or "NO_MASK"
-    options = {"scale": q.shape[3] ** -0.5, "mask_type": _BINDING.masks[mask]}
+    options = {"scale": scale, "mask_type": _BINDING.masks[mask]}
     return arrays, _BINDING.constant | options
 
 
 def call_forward(
-    q: Array, k: Array, v: Array, rows: tuple[Array, ...], causal: bool
+    q: Array, k: Array, v: Array, rows: tuple[Array, ...], causal: bool, scale: float
 ) -> tuple[Array, Array]:
     """cuDNN's (output, logarithms of sums float32 [rows or slots, N, T])."""
     assert _BINDING is not None
-    arrays, options = _arguments(q, rows, causal)
+    arrays, options = _arguments(q, rows, causal, scale)
     out, stats = _BINDING.forward.bind(q, k, v, *arrays, **options, is_training=True)
     return out, stats
 
@@ -198,9 +201,10 @@ def call_backward(
     out: Array,
     dout: Array,
     causal: bool,
+    scale: float,
 ) -> tuple[Array, Array, Array]:
     """cuDNN's gradients of queries, keys and values."""
     assert _BINDING is not None
-    arrays, options = _arguments(q, rows, causal)
+    arrays, options = _arguments(q, rows, causal, scale)
     dq, dk, dv = _BINDING.backward.bind(q, k, v, *arrays, stats, out, dout, **options)
     return dq, dk, dv

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from models.attention_kernels import Blocks, Sight, forward_kernel, kv_kernel, q_kernel
+from models.attention_kernels import Blocks, Marks, Sight, forward_kernel, kv_kernel, q_kernel
 
 Array = jax.Array
 
@@ -48,18 +48,20 @@ def forward(
     q_BTNH: Array,
     k_BSKH: Array,
     v_BSKH: Array,
-    segment_ids: Array | None,
+    marks: Marks | Array | None,
     *,
     causal: bool,
     interpret: bool,
+    scale: float,
     window: int = 0,
 ) -> tuple[Array, Array]:
     """(output, log2 of the sums of exponentials [B, N, whole blocks of T]) of
-    `models.attention.attention`; 0 where a token is padding. `interpret` needs no GPU."""
+    `models.attention.attention`; 0 where a token is padding. `marks` alone are segment ids;
+    `interpret` needs no GPU."""
     _, T, _, H = q_BTNH.shape
-    ids = _padded_ids(q_BTNH, segment_ids)
+    marks = _padded_marks(q_BTNH, marks)
     q, k, v = (_padded(x) for x in (q_BTNH, k_BSKH, v_BSKH))
-    out, log_sum = _forward(q, k, v, ids, H**-0.5, Sight(causal, window), interpret)
+    out, log_sum = _forward(q, k, v, marks, scale, Sight(causal, window), interpret)
     return out[:, :T, :, :H], log_sum
 
 
@@ -67,23 +69,24 @@ def backward(
     q_BTNH: Array,
     k_BSKH: Array,
     v_BSKH: Array,
-    segment_ids: Array | None,
+    marks: Marks | Array | None,
     out_BTNH: Array,
     log_sum_BNT: Array,
     dout_BTNH: Array,
     *,
     causal: bool,
     interpret: bool,
+    scale: float,
     window: int = 0,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
     _, T, _, H = q_BTNH.shape
-    ids = _padded_ids(q_BTNH, segment_ids)
+    marks = _padded_marks(q_BTNH, marks)
     q, k, v, out, dout = map(_padded, (q_BTNH, k_BSKH, v_BSKH, out_BTNH, dout_BTNH))
     own_BNT = jnp.einsum("BTNH,BTNH->BNT", dout, out, preferred_element_type=jnp.float32)
     arrays = (q, dout, log_sum_BNT, own_BNT, k, v)
-    dk, dv = _kv_gradient(arrays, ids, H**-0.5, Sight(causal, window), interpret)
-    dq = _q_gradient(arrays, ids, H**-0.5, Sight(causal, window), interpret)
+    dk, dv = _kv_gradient(arrays, marks, scale, Sight(causal, window), interpret)
+    dq = _q_gradient(arrays, marks, scale, Sight(causal, window), interpret)
     return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
 
 
@@ -95,19 +98,20 @@ def _padded(x: Array) -> Array:
     return jnp.pad(x, ((0, 0), (0, -T % BLOCK), (0, 0), (0, more)))
 
 
-def _padded_ids(q: Array, ids: Array | None) -> Array | None:
+def _padded_marks(q: Array, given: Marks | Array | None) -> Marks:
     B, T = q.shape[:2]
-    if ids is None and T % BLOCK == 0:
-        return None
-    ids = jnp.ones((B, T), jnp.int32) if ids is None else ids
-    return jnp.pad(ids, ((0, 0), (0, -T % BLOCK)))
+    ids, reach = given if isinstance(given, Marks) else Marks(given)
+    more = ((0, 0), (0, -T % BLOCK))
+    if ids is None and T % BLOCK:
+        ids = jnp.ones((B, T), jnp.int32)
+    return Marks(*(None if a is None else jnp.pad(a, more) for a in (ids, reach)))
 
 
 # ---- which blocks meet ----
 
 
 def _spans(
-    ids: Array | None,
+    marks: Marks,
     length: int,
     held: int,
     visited: int,
@@ -121,6 +125,7 @@ def _spans(
     do and a window joins them; as ids rise along a packed row, few others are visited, and those
     are masked.
     """
+    ids, reach = marks
     n_held, n_visited = length // held, length // visited
     first = jnp.arange(n_held)[:, None] * held
     other = jnp.arange(n_visited)[None] * visited
@@ -134,8 +139,13 @@ def _spans(
             low_visited.min(-1)[:, None] <= ids_held.max(-1)[:, :, None]
         )
     if sees.causal:
-        seen = (other + visited > first) if keys else (other < first + held)
-        meet = meet & seen[None]
+        if reach is not None:
+            queries = visited if keys else held
+            last = reach.reshape(-1, length // queries, queries).max(-1)
+            seen = last[:, None] >= first[None] if keys else other[None] <= last[:, :, None]
+        else:
+            seen = ((other + visited > first) if keys else (other < first + held))[None]
+        meet = meet & seen
     window = sees.window
     if window:
         near = (
@@ -151,7 +161,7 @@ def _forward(
     q: Array,
     k: Array,
     v: Array,
-    ids: Array | None,
+    marks: Marks,
     scale: float,
     sees: Sight,
     interpret: bool,
@@ -169,8 +179,8 @@ def _forward(
         (T // blocks.held, B, N),
         (q, k, v),
         (held, row, row),
-        ids,
-        _spans(ids, T, blocks.held, blocks.visited, sees=sees, keys=False),
+        marks,
+        _spans(marks, T, blocks.held, blocks.visited, sees=sees, keys=False),
         (jax.eval_shape(lambda x: x, q), log_sum),
         (held, pl.BlockSpec((None, None, blocks.held), lambda i, b, n: (b, n, i))),
         blocks,
@@ -184,36 +194,39 @@ def _call(
     grid: tuple[int, int, int],
     arrays: tuple[Array, ...],
     specs: tuple[pl.BlockSpec, ...],
-    ids: Array | None,
+    marks: Marks,
     spans: tuple[Array, Array],
     outs: Any,
     out_specs: Any,
     blocks: Blocks,
     interpret: bool,
 ) -> Any:
-    """Run a kernel over (held blocks, rows, heads); the row's ids and spans follow its arrays."""
+    """Run a kernel over (held blocks, rows, heads); the row's marks and spans follow its arrays."""
     rows = len(spans[0])
 
     def of_row(length: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, length), lambda i, b, n: (b if rows > 1 else 0, 0))
 
-    ids_spec = None if ids is None else pl.BlockSpec((None, ids.shape[1]), lambda i, b, n: (b, 0))
+    mark_specs = Marks(
+        *(None if a is None else pl.BlockSpec((None, a.shape[1]), lambda i, b, n: (b, 0))
+          for a in marks)
+    )  # fmt: skip
     span = of_row(grid[0])
     return pl.pallas_call(
         kernel,
         out_shape=outs,
         grid=grid,
-        in_specs=[*specs, ids_spec, span, span],
+        in_specs=[*specs, mark_specs, span, span],
         out_specs=out_specs,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name=name,
-    )(*arrays, ids, *spans)
+    )(*arrays, marks, *spans)
 
 
 def _kv_gradient(
     arrays: tuple[Array, ...],
-    ids: Array | None,
+    marks: Marks,
     scale: float,
     sees: Sight,
     interpret: bool,
@@ -232,8 +245,8 @@ def _kv_gradient(
         (T // blocks.held, B, K),
         arrays,
         (queries, queries, numbers, numbers, held, held),
-        ids,
-        _spans(ids, T, blocks.held, blocks.visited, sees=sees, keys=True),
+        marks,
+        _spans(marks, T, blocks.held, blocks.visited, sees=sees, keys=True),
         (jax.eval_shape(lambda x: x, k), jax.eval_shape(lambda x: x, v)),
         (held, held),
         blocks,
@@ -243,7 +256,7 @@ def _kv_gradient(
 
 def _q_gradient(
     arrays: tuple[Array, ...],
-    ids: Array | None,
+    marks: Marks,
     scale: float,
     sees: Sight,
     interpret: bool,
@@ -261,8 +274,8 @@ def _q_gradient(
         (T // blocks.held, B, N),
         arrays,
         (held, held, numbers, numbers, row, row),
-        ids,
-        _spans(ids, T, blocks.held, blocks.visited, sees=sees, keys=False),
+        marks,
+        _spans(marks, T, blocks.held, blocks.visited, sees=sees, keys=False),
         jax.eval_shape(lambda x: x, q),
         held,
         blocks,

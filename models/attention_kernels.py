@@ -1,8 +1,8 @@
 """The three kernels of `models/attention_gpu.py`: what one program computes.
 
 A program holds a block of queries or of keys of one head in registers and visits blocks of the
-other. Scores stand to the base 2, since exp2 is what the chip has. The row's segment ids (None
-where all tokens see each other) and the first and last + 1 block to visit come last of the inputs.
+other. Scores stand to the base 2, since exp2 is what the chip has. The row's marks and the
+first and last + 1 block to visit come last of the inputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,19 @@ class Sight:
     window: int = 0
 
 
+class Marks(NamedTuple):
+    """What is known of tokens, int [rows, tokens] each: their segments (None: all of a row are of
+    one, 0 is padding), and the last that each one sees (None: itself, where attention is causal).
+    In a kernel, those of its row."""
+
+    ids: Any = None
+    reach: Any = None
+
+    def of(self, block: Any) -> Marks:
+        """Those of a block."""
+        return Marks(*(None if a is None else a[block] for a in self))
+
+
 _dot = partial(jnp.dot, preferred_element_type=jnp.float32)
 
 
@@ -53,7 +66,7 @@ def _scores(
     scale: float,
     held_first: Array,
     seen_first: Array,
-    ids: tuple[Array, Array] | None,
+    marks: tuple[Marks, Marks],
     *,
     sees: Sight,
     keys: bool = False,
@@ -64,12 +77,17 @@ def _scores(
     """
     scores = _dot(held, seen.T) * (scale * _LOG2E)
     mask = None
-    if ids is not None:
-        mask = (ids[0][:, None] == ids[1][None, :]) & (ids[0][:, None] > 0)
+    if marks[0].ids is not None:
+        ids = marks[0].ids[:, None]
+        mask = (ids == marks[1].ids[None, :]) & (ids > 0)
     if sees.causal:
         held_at = (held_first + jnp.arange(held.shape[0]))[:, None]
         seen_at = (seen_first + jnp.arange(seen.shape[0]))[None, :]
-        past = held_at <= seen_at if keys else held_at >= seen_at
+        if keys:
+            reach = seen_at if marks[1].reach is None else marks[1].reach[None, :]
+            past = held_at <= reach
+        else:
+            past = (held_at if marks[0].reach is None else marks[0].reach[:, None]) >= seen_at
         mask = past if mask is None else mask & past
         if sees.window:
             mask &= (seen_at - held_at if keys else held_at - seen_at) < sees.window
@@ -80,7 +98,7 @@ def forward_kernel(
     q_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    ids_ref: Ref,
+    marks: Marks,
     start_ref: Ref,
     stop_ref: Ref,
     out_ref: Ref,
@@ -94,13 +112,15 @@ def forward_kernel(
     i = pl.program_id(0)
     first = i * blocks.held
     q = q_ref[...]
-    q_ids = None if ids_ref is None else ids_ref[pl.ds(first, blocks.held)]
+    own = marks.of(pl.ds(first, blocks.held))
 
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, peak, total = carry
         block = pl.ds(j * blocks.visited, blocks.visited)
-        ids = None if q_ids is None else (q_ids, ids_ref[block])
-        scores, mask = _scores(q, k_ref[block, :], scale, first, j * blocks.visited, ids, sees=sees)
+        both = own, marks.of(block)
+        scores, mask = _scores(
+            q, k_ref[block, :], scale, first, j * blocks.visited, both, sees=sees
+        )
         if mask is not None:
             scores = jnp.where(mask, scores, _MASKED)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
@@ -130,7 +150,7 @@ def kv_kernel(
     own_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    ids_ref: Ref,
+    marks: Marks,
     start_ref: Ref,
     stop_ref: Ref,
     dk_ref: Ref,
@@ -145,15 +165,15 @@ def kv_kernel(
     j = pl.program_id(0)
     first = j * blocks.held
     k, v = k_ref[...], v_ref[...]
-    k_ids = None if ids_ref is None else ids_ref[pl.ds(first, blocks.held)]
+    own = marks.of(pl.ds(first, blocks.held))
     start, stop = start_ref[j], stop_ref[j]
 
     def visit(i: Array, g: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
         block = pl.ds(i * blocks.visited, blocks.visited)
-        ids = None if k_ids is None else (k_ids, ids_ref[block])
+        both = own, marks.of(block)
         q, dout = q_ref[block, g, :], dout_ref[block, g, :]
-        scores, mask = _scores(k, q, scale, first, i * blocks.visited, ids, sees=sees, keys=True)
+        scores, mask = _scores(k, q, scale, first, i * blocks.visited, both, sees=sees, keys=True)
         weights = jnp.exp2(scores - log_sum_ref[g, block][None, :])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)
@@ -177,7 +197,7 @@ def q_kernel(
     own_ref: Ref,
     k_ref: Ref,
     v_ref: Ref,
-    ids_ref: Ref,
+    marks: Marks,
     start_ref: Ref,
     stop_ref: Ref,
     dq_ref: Ref,
@@ -191,13 +211,13 @@ def q_kernel(
     first = i * blocks.held
     q, dout = q_ref[...], dout_ref[...]
     log_sum, weighted = log_sum_ref[...], own_ref[...]
-    q_ids = None if ids_ref is None else ids_ref[pl.ds(first, blocks.held)]
+    own = marks.of(pl.ds(first, blocks.held))
 
     def visit(j: Array, dq: Array) -> Array:
         block = pl.ds(j * blocks.visited, blocks.visited)
-        ids = None if q_ids is None else (q_ids, ids_ref[block])
+        both = own, marks.of(block)
         k, v = k_ref[block, :], v_ref[block, :]
-        scores, mask = _scores(q, k, scale, first, j * blocks.visited, ids, sees=sees)
+        scores, mask = _scores(q, k, scale, first, j * blocks.visited, both, sees=sees)
         weights = jnp.exp2(scores - log_sum[:, None])
         if mask is not None:
             weights = jnp.where(mask, weights, 0.0)

@@ -34,8 +34,8 @@ _STATS = P(None, AXIS)  # of what a kernel saves: [any, N, any]
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A kernel's two directions, both called with `causal`, `interpret` and, if there is one, the
-    `window`.
+    """A kernel's two directions, both called with `causal`, `interpret`, `scale` and, if there is
+    one, the `window`. `ids` are what it is told of tokens, an array or several [B, T].
 
     `forward(q, k, v, ids)` gives (output, arrays for backward [any, N, any]), and
     `backward(q, k, v, ids, output, those arrays, cotangent)` the gradients of q, k and v.
@@ -45,16 +45,18 @@ class AttentionKernel:
     backward: Callable[..., tuple[Array, Array, Array]]
     causal: bool
     interpret: bool
+    scale: float
     window: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
         window = {"window": self.window} if self.window else {}
-        return {"causal": self.causal, "interpret": self.interpret, **window}
+        options = {"causal": self.causal, "interpret": self.interpret, "scale": self.scale}
+        return options | window
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Array | None) -> Array:
+def attend(kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Tree) -> Array:
     """The kernel's output [B, T, N, H]; see `models.attention.attention`.
 
     Raises:
@@ -64,14 +66,14 @@ def attend(kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Array | N
 
 
 def _forward(
-    kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Array | None
+    kernel: AttentionKernel, q: Array, k: Array, v: Array, ids: Tree
 ) -> tuple[Array, tuple[Tree, ...]]:
     split = _Split.of(q, k)
     alone = partial(kernel.forward, **kernel.options)
     run: Callable[..., tuple[Array, Tree]] = alone
     if split.ways > 1:
 
-        def on_rank(q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, Tree]:
+        def on_rank(q: Array, k: Array, v: Array, ids: Tree) -> tuple[Array, Tree]:
             return alone(q, split.pick(k), split.pick(v), _varying(ids))
 
         run = _opaque(on_rank, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
@@ -88,7 +90,7 @@ def _backward(
     if split.ways > 1:
 
         def on_rank(
-            q: Array, k: Array, v: Array, ids: Array | None, out: Array, saved: Tree, dout: Array
+            q: Array, k: Array, v: Array, ids: Tree, out: Array, saved: Tree, dout: Array
         ) -> tuple[Array, Array, Array]:
             k, v = split.pick(k), split.pick(v)
             dq, dk, dv = alone(q, k, v, _varying(ids), out, saved, dout)

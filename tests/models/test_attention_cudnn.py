@@ -90,7 +90,7 @@ def softmax(q, k, causal):
     return np.exp(scores - log_sum[..., None]), log_sum
 
 
-def library_forward(q, k, v, rows, causal):
+def library_forward(q, k, v, rows, causal, scale):
     def run(q, k, v, *rows):
         (_, T, N, H), K = q.shape, k.shape[2]
         pieces = described(q, k, rows)
@@ -109,7 +109,7 @@ def library_forward(q, k, v, rows, causal):
     return jax.pure_callback(run, (jax.ShapeDtypeStruct(q.shape, F32), stats), q, k, v, *rows)
 
 
-def library_backward(q, k, v, rows, stats, out, dout, causal):
+def library_backward(q, k, v, rows, stats, out, dout, causal, scale):
     def run(q, k, v, stats, out, dout, *rows):
         (_, _, N, H), K = q.shape, k.shape[2]
         grads = [np.full(x.size, np.nan, F32) for x in (q, k, v)]
@@ -158,7 +158,7 @@ def both(function, qkv):
 
 def check(qkv, ids, causal):
     kernel = AttentionKernel(
-        attention_cudnn.forward, attention_cudnn.backward, causal, interpret=True
+        attention_cudnn.forward, attention_cudnn.backward, causal, True, qkv[0].shape[-1] ** -0.5
     )
 
     def by_callback(*qkv):

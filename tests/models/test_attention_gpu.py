@@ -15,7 +15,7 @@ from test_model_sharding import _shardings, make_sharded
 from models import attention_gpu
 from models.attention import attention
 from models.attention_choice import known_kernel
-from models.attention_kernels import Sight
+from models.attention_kernels import Marks, Sight
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import DECODERS, VISION
@@ -85,7 +85,7 @@ def test_windows_equal_the_reference(tokens, window):
 def test_a_window_leaves_out_blocks_that_it_does_not_reach(keys, window):
     T, held, visited = 512, 64, 32
     start, stop = attention_gpu._spans(
-        None, T, held, visited, sees=Sight(causal=True, window=window), keys=keys
+        Marks(), T, held, visited, sees=Sight(causal=True, window=window), keys=keys
     )
     at = np.arange(T)
     sees = (at[:, None] >= at) & (at[:, None] - at < window)  # [queries, keys]
@@ -151,7 +151,9 @@ def test_visited_blocks_are_those_of_the_own_samples(keys, causal):
     ids = np.sort(np.random.default_rng(1).integers(1, 9, (2, 512)), axis=1).astype(np.int32)
     ids[:, 380:] = 0
     held, visited = 128, 32
-    start, stop = attention_gpu._spans(ids, 512, held, visited, sees=Sight(causal), keys=keys)
+    start, stop = attention_gpu._spans(
+        Marks(ids), 512, held, visited, sees=Sight(causal), keys=keys
+    )
     see = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
     if causal:
         see &= np.tri(512, dtype=bool)

@@ -67,11 +67,11 @@ def stand_in(q, k, v, ids, causal):
     return masked_attention(q, k, v, (ids[:, :, None] == ids[:, None]) & past)
 
 
-def forward(q, k, v, ids, *, causal, interpret):
+def forward(q, k, v, ids, *, causal, interpret, scale):
     return stand_in(q, k, v, ids, causal), q.sum(-1).swapaxes(1, 2)
 
 
-def backward(q, k, v, ids, out, saved, dout, *, causal, interpret):
+def backward(q, k, v, ids, out, saved, dout, *, causal, interpret, scale):
     np.testing.assert_equal(saved.shape, (q.shape[0], q.shape[2], q.shape[1]))
     return jax.vjp(lambda *qkv: stand_in(*qkv, ids, causal), q, k, v)[1](dout)
 

@@ -31,14 +31,13 @@ def attention(
     q_BTNH: Array,
     k_BSKH: Array,
     v_BSKH: Array,
-    segment_ids: Array | None,
+    marks: Marks | Array | None,
     *,
     causal: bool,
     kernel: str = "auto",
     chip: str = "",
     window: int = 0,
     scale: float | None = None,
-    reach: Array | None = None,
 ) -> Array:
     """Softmax attention in which a token sees only tokens of its own segment.
 
@@ -50,8 +49,10 @@ def attention(
     Args:
       q_BTNH: queries [items, tokens, heads, head_dim].
       k_BSKH, v_BSKH: keys and values [items, tokens, kv_heads, head_dim].
-      segment_ids: int [items, tokens], 0 and up, or None where all tokens of a row see each other.
-        For cuDNN a segment's tokens stand together.
+      marks: segment ids int [items, tokens], 0 and up, or None where all tokens of a row see each
+        other. For cuDNN a segment's tokens stand together. `Marks` also say, where attention is
+        causal, the index of the last token that each one sees if that is not always itself: see
+        `reach_of`.
       causal: whether a token sees only itself and earlier ones.
       kernel: "xla"; "pallas", the project's GPU kernels, interpreted elsewhere; "auto", the fastest
         that computes the case on the chip and gives equal bits every time; or "cudnn", the fastest
@@ -62,14 +63,14 @@ def attention(
         is outside is not computed, but in blocks that reach into it. 0: all. Only of causal
         attention, whose segments' tokens then stand together.
       scale: of the products of queries and keys; None: one over the root of head_dim.
-      reach: int [items, tokens], of causal attention: the index of the last token that each one
-        sees, where that is not always itself: `reach_of` pictures.
 
     Returns:
       [items, tokens, heads, head_dim] in the dtype of the queries; the softmax is float32.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
+    marks = marks if isinstance(marks, Marks) else Marks(marks)
+    segment_ids, reach = marks
     assert causal or (not window and reach is None), "windows and reach are of causal attention"
     window = window if window < T else 0
     is_packed = segment_ids is not None
@@ -87,20 +88,20 @@ def attention(
         by = attention_cudnn if chosen == "cudnn" else attention_gpu
         interpret = not on_gpu(chip)
         chosen_kernel = AttentionKernel(by.forward, by.backward, causal, interpret, scale, window)
-        marks = segment_ids if reach is None else Marks(segment_ids, reach)
-        return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, marks)
+        known = segment_ids if reach is None else marks
+        return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, known)
     sees = Sight(causal, window)
     if causal and T > _BLOCK:
         q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * scale
-        out_BTKGH = _blocked(sees, q_BTKGH, k_BSKH, v_BSKH, Marks(segment_ids, reach))
+        out_BTKGH = _blocked(sees, q_BTKGH, k_BSKH, v_BSKH, marks)
         return out_BTKGH.reshape(B, T, N, H)
-    mask = _mask(Marks(segment_ids, reach), (0, T), (0, T), sees)
+    mask = _mask(marks, (0, T), (0, T), sees)
     return masked_attention(q_BTNH, k_BSKH, v_BSKH, mask, scale)
 
 
 def reach_of(is_picture: Array, segment_ids: Array) -> Array:
-    """`reach` of tokens [items, tokens] of which pictures see themselves whole: a picture is a run
-    of tokens where `is_picture`, in one segment."""
+    """The last token that each one sees, int [items, tokens], where pictures see themselves whole:
+    a picture is a run of tokens where `is_picture`, in one segment."""
     T = is_picture.shape[1]
     at = jnp.arange(T)[None]
     goes_on = is_picture[:, :-1] & is_picture[:, 1:] & (segment_ids[:, :-1] == segment_ids[:, 1:])

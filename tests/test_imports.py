@@ -63,8 +63,11 @@ MAX_ARGUMENTS = 8  # of a function, without `self`; more go into a record
 MANY_ARGUMENTS = {
     # The public function of design.md.
     "dflop_jax/schedule/solver/balance.py:balance",
+    # What every model calls, by name: three arrays, what is known of tokens, what they see, where.
+    "models/attention.py:attention",
     # The arguments of a kernel are its references to memory, those of its gradient what it keeps.
     "models/attention_cudnn.py:backward",
+    "models/attention_cudnn.py:call_backward",
     "models/attention_gpu.py:backward",
     "models/attention_gpu.py:_call",
     "models/attention_kernels.py:forward_kernel",

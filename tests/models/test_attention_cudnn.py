@@ -165,7 +165,7 @@ def check(qkv, ids, causal):
         return both(lambda *a: attend(kernel, *a, ids), qkv)
 
     found = jax.jit(by_callback)(*qkv)
-    plain = partial(attention, segment_ids=ids, causal=causal, kernel="xla")
+    plain = partial(attention, marks=ids, causal=causal, kernel="xla")
     want = jax.jit(lambda *qkv: both(plain, qkv))(*qkv)
     for x, y in zip(found, want, strict=True):
         y = y if ids is None else np.where(np.asarray(ids)[:, :, None, None] > 0, y, 0)

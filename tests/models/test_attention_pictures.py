@@ -52,7 +52,7 @@ def both(kernel, window, scale):
         wave = jnp.sin(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
         out, pull = jax.vjp(
             lambda *qkv: attention(
-                *qkv, segments, causal=True, kernel=kernel, window=window, scale=scale, reach=reach
+                *qkv, Marks(segments, reach), causal=True, kernel=kernel, window=window, scale=scale
             ),
             q,
             k,

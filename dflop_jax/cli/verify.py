@@ -57,7 +57,7 @@ def _verdict(result: Verified) -> str:
     if result.not_compared:
         return f"{word}; logits and gradients were not compared: {result.not_compared}"
     return (
-        f"{word}; logits differ from transformers' by {result.max_logit_error:.1e} at most (the "
-        f"largest is {result.largest_logit:.1f}), gradients by {result.max_grad_error:.1e} of "
+        f"{word}; logits differ from transformers' by {result.max_logit_error:.1e} of the largest "
+        f"({result.largest_logit:.1f}; of 1 at least), gradients by {result.max_grad_error:.1e} of "
         "their tensor's largest entry"
     )

@@ -33,7 +33,7 @@ from dflop_jax.weights.contract import WeightMap
 TOKEN_MULTIPLE = 8  # of a row's tokens
 # A gradient that is zero in theory (of a key's bias) is rounding on both sides: of a tensor whose
 # largest entry is below this share of the largest of all, that is what errors are a share of.
-LEAST_SCALE = 1e-2
+LEAST_SCALE = 1e-4
 # Compiled for seconds and run for milliseconds: no optimisation.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 MEMORY = Path("/proc/meminfo")
@@ -113,9 +113,11 @@ def _loss(
 
 
 def logit_errors(here: np.ndarray, there: Reference) -> tuple[float, float]:
-    """(largest difference, largest logit of the reference)."""
+    """(largest difference as a share of the largest logit of the reference, of 1 at least; that
+    logit)."""
     wanted = np.concatenate(there.logits)
-    return float(np.abs(here - wanted).max()), float(np.abs(wanted).max())
+    largest = float(np.abs(wanted).max())
+    return float(np.abs(here - wanted).max()) / max(1.0, largest), largest
 
 
 def gradient_errors(

@@ -20,6 +20,7 @@ from dflop_jax.data.media.video import Frames
 from dflop_jax.data.text.pieces import ByteTokenizer, TextPiece
 
 MIXED = (("image", "video"), ("image", "image"), ("audio", "audio"), ("audio",), ())
+TEXTS = (6, 150)  # supervised tokens of samples without media: few, and more than a chunk or window
 FRAMES, MAX_TILES = 4, 4  # of a clip, of a picture
 FRAME_PX = 64  # side of a frame
 FIRST_WORD = 2  # ids of text begin here; the ones below stand where media are
@@ -45,12 +46,17 @@ class MixedSample:
 
 
 def mixed_samples(model: MultimodalModel, seed: int = 0) -> list[MixedSample]:
-    """Return small samples of all that the model takes: alone, several together, and none."""
+    """Return small samples of all that the model takes: alone, several together, and none; of text
+    alone also a longer one."""
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     rng = np.random.default_rng(seed)
     how = spec.prepared(_limits(spec), _Stamped())
-    contents = [kinds for kinds in MIXED if all(module_of(how, kind) for kind in kinds)]
-    return [_sample(kinds, how, model.vocab_size, rng) for kinds in contents]
+    few, many = TEXTS
+    contents = [(kinds, few) for kinds in MIXED if all(module_of(how, kind) for kind in kinds)]
+    return [
+        drawn_sample(kinds, n_text, how, model.vocab_size, sizes=rng, values=rng)
+        for kinds, n_text in (*contents, ((), many))
+    ]
 
 
 class _Stamped(ByteTokenizer):
@@ -67,14 +73,23 @@ def _limits(spec: MediaSpec) -> Limits:
     return Limits(MAX_TILES, FRAMES, min_pixels=4 * block, max_pixels=64 * block)
 
 
-def _sample(
-    kinds: Sequence[str], how: Preparation, vocab: int, rng: np.random.Generator
+def drawn_sample(
+    kinds: Sequence[str],
+    n_text: int,
+    how: Preparation,
+    vocab: int,
+    *,
+    sizes: np.random.Generator,
+    values: np.random.Generator,
 ) -> MixedSample:
-    def text(n: int, *, supervised: bool = False) -> TextPiece:
-        return TextPiece(tuple(rng.integers(FIRST_WORD, vocab, n).tolist()), supervised)
+    """Return a sample of media of these kinds and `n_text` supervised tokens after them, with
+    other text before and between. Its lengths depend on `sizes` alone."""
 
-    headers = [_header(kind, how, rng) for kind in kinds]
-    shown = [(k, _noise(k, rng), h) for k, h in zip(kinds, headers, strict=True)]
+    def text(n: int, *, supervised: bool = False) -> TextPiece:
+        return TextPiece(tuple(values.integers(FIRST_WORD, vocab, n).tolist()), supervised)
+
+    headers = [_header(kind, how, sizes) for kind in kinds]
+    shown = [(k, _noise(k, values), h) for k, h in zip(kinds, headers, strict=True)]
     decoded = decode_opened(shown, how)
     media = tuple(
         Drawn(kind, (h.get("width", 0), h.get("height", 0)), medium)
@@ -84,9 +99,9 @@ def _sample(
     for i, drawn in enumerate(media):
         pieces += [TextPiece(medium=i), text(3, supervised=True)]
         of_tokens += [drawn.kind if id_ < 0 else "" for id_ in drawn.medium.ids] + [""] * 3
-    pieces.append(text(6, supervised=True))
+    pieces.append(text(n_text, supervised=True))
     sample = compose(pieces, decoded, how, placeholder=0)
-    return MixedSample(sample, media, (*of_tokens, *[""] * 6))
+    return MixedSample(sample, media, (*of_tokens, *[""] * n_text))
 
 
 def _header(kind: str, how: Preparation, rng: np.random.Generator) -> Header:

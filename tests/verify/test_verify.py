@@ -11,12 +11,16 @@ import pytest
 from dflop_jax.cli import main
 from dflop_jax.config import ModelConfig
 from dflop_jax.front.families import FAMILIES
+from dflop_jax.generate.row import row_of
 from dflop_jax.record_files import save
 from dflop_jax.train.prepare import build_model
 from dflop_jax.verify import compare, reference, round_trip
 from dflop_jax.verify.results import Verified
 from dflop_jax.verify.round_trip import spread
+from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import Folder, ModuleParams, write_folder
+from models.composed import Composed
+from models.sizes import DECODERS, ModelSize
 
 SIZES = {
     "llava_onevision": "anyres-nano",
@@ -157,12 +161,26 @@ def test_a_model_that_computes_something_else_is_found(folders, capsys, monkeypa
 
 @pytest.mark.parametrize(
     "logit, grad, code",
-    [(None, None, 0), (9e-4, 1e-4, 0), (1.1e-3, 1e-4, 1), (1e-5, 2e-3, 1), (float("nan"), 0.0, 1)],
+    [
+        (None, None, 0),
+        (9e-6, 9e-5, 0),
+        (1.1e-5, 1e-5, 1),
+        (1e-6, 2e-4, 1),
+        (float("nan"), 0.0, 1),
+        (0.0, float("nan"), 1),
+    ],
 )
 def test_errors_that_fail(logit, grad, code):
     largest = None if logit is None else 10.0
     assert Verified("", "", True, logit, grad, largest, "", ()).exit_code == code
     assert Verified("", "", False, logit, grad, largest, "", ()).exit_code == 1
+
+
+@pytest.mark.parametrize("size, share", [(0.0, 0.25), (0.5, 0.25), (10.0, 0.025)])
+def test_logits_are_wrong_by_a_share_of_the_largest(size, share):
+    there = reference.Reference([np.array([[size, 0.0]]), np.array([[0.0, -size / 2]])], {})
+    here = np.array([[size, 0.0], [0.25, -size / 2]])
+    assert compare.logit_errors(here, there) == (share, size)
 
 
 def test_too_little_memory_is_said(folders, capsys, monkeypatch, tmp_path):
@@ -245,3 +263,12 @@ def test_copies_of_a_tied_tensor_are_compared_whole(folders, tmp_path, capsys, n
         found, answer, _ = verify(capsys, tmp_path / "tied")
         assert (found, answer["bit_identical"]) == (code, code == 0)
         assert answer["groups"][-1]["name"] == "copies of tied tensors"
+
+
+def test_a_model_of_text_alone_has_samples():
+    model = Composed(ModelSize(DECODERS["nano"]), np.dtype(np.float32))
+    samples = mixed_samples(model)
+    lengths = [len(s.sample.fields["llm"]["tokens"]) for s in samples]
+    assert lengths == [11, 155]
+    row = row_of([s.sample for s in samples], model, 8)
+    assert (row.length, row.media, row.fields["tokens"].shape) == (166, {}, (1, 168))

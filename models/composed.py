@@ -47,9 +47,14 @@ class Composed:
             modules["vision"] = VisionModule(s.vision, s.decoder.width, self.dtype, kernel)
         if s.audio:
             modules["audio"] = AudioModule(s.audio, s.decoder.width, self.dtype, kernel)
-        newline = s.layout == "anyres"
         modules["llm"] = DecoderModule(
-            s.decoder, self.dtype, self.lora, newline, kernel, objective=self.objective
+            s.decoder,
+            self.dtype,
+            self.lora,
+            newline=s.layout == "anyres",
+            attention_kernel=kernel,
+            objective=self.objective,
+            media=bool(modules),
         )
         return modules
 

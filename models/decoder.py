@@ -41,15 +41,19 @@ FIELDS = {
 
 
 class DecoderEntry(nn.Module):
-    """Token embeddings, with encoders' features in their place where `is_visual`, and the learnt
-    end of a picture's line where `is_newline`."""
+    """Token embeddings, with encoders' features, if there are encoders, in their place where
+    `is_visual`, and the learnt end of a picture's line where `is_newline`."""
 
     size: DecoderSize
     dtype: jnp.dtype
 
     @nn.compact
     def __call__(
-        self, tokens: Array, is_visual: Array, visual: Array, is_newline: Array | None = None
+        self,
+        tokens: Array,
+        is_visual: Array | None = None,
+        visual: Array | None = None,
+        is_newline: Array | None = None,
     ) -> Array:
         s = self.size
         init = named(normal(s.width**-0.5), "vocab", "embed")
@@ -60,6 +64,8 @@ class DecoderEntry(nn.Module):
                 "image_newline", named(normal(s.width**-0.5), "embed"), (s.width,), jnp.float32
             )
             x = jnp.where(is_newline[:, :, None], line_end.astype(self.dtype)[None, None], x)
+        if is_visual is None or visual is None:
+            return x
         return jnp.where(is_visual[:, :, None], visual.astype(self.dtype), x)
 
 
@@ -126,9 +132,10 @@ def _kind(part: str) -> str:
 
 @dataclass(frozen=True)
 class DecoderModule:
-    """The LLM as the engine sees it. With `newline` it has an embedding of a picture's line end;
-    with `lora` each layer also has its part "adapter". After each of the first `deepstack` layers
-    an edge's features, "deepstack_0" and on, are added where they stand (arXiv 2406.04334)."""
+    """The LLM as the engine sees it, of `media` and text, or of text alone. With `newline` it has
+    an embedding of a picture's line end; with `lora` each layer also has its part "adapter". After
+    each of the first `deepstack` layers an edge's features, "deepstack_0" and on, are added where
+    they stand (arXiv 2406.04334)."""
 
     size: DecoderSize
     dtype: jnp.dtype
@@ -138,6 +145,7 @@ class DecoderModule:
     chip: str = ""
     deepstack: int = 0
     objective: Objective = PLAIN
+    media: bool = True
 
     def on_chip(self, chip: str) -> Self:
         """See `dflop_jax.contract.on_chip`."""
@@ -175,8 +183,9 @@ class DecoderModule:
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        of_media = ("is_visual", "visual", *(("is_newline",) if self.newline else ()))
         names: dict[str, tuple[str, ...]] = {
-            "entry": ("tokens", "is_visual", "visual", *(("is_newline",) if self.newline else ())),
+            "entry": ("tokens", *(of_media if self.media else ())),
             "layers": ("positions", "segment_ids"),
             "exit": ("targets", "weights"),
         }

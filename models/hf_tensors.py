@@ -48,7 +48,8 @@ class HfReshaping:
 class HfTensor:
     """One tensor of a checkpoint and where its values live.
 
-    `path` are the keys of the parameter within its part; `layer` is None but in "layers"; `float32`
+    `path` are the keys of the parameter within its part; `layer` is None but in "layers" and
+    kinds of layers, whose layers it counts; `float32`
     tensors are written in that type where another one is asked for.
     """
 
@@ -167,6 +168,8 @@ class Rule:
 
 def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> list[HfTensor]:
     """The tensors of a module of the contract, called `key` in its model."""
+    numbers = _numbers(module)  # a kind may have no layer in this size
+    rules = [rule for rule in rules if rule.part in numbers or rule.part in module.inputs]
     shapes = {part: _shapes(module, part) for part in {rule.part for rule in rules}}
     tensors = []
     for rule in rules:
@@ -176,11 +179,20 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
             continue
         layout = _layout(rule.layout, shape, module.size)
         float32 = path[-1] in getattr(module, "float32_names", ())
-        layers = range(module.n_layers) if rule.part == "layers" else (None,)
-        for layer in layers:
-            name = prefix + rule.name.format(layer)
-            tensors.append(HfTensor(name, key, rule.part, path, layer, layout, float32))
+        for layer, number in enumerate(numbers.get(rule.part, [None])):
+            name = prefix + rule.name.format(number)
+            place = None if number is None else layer
+            tensors.append(HfTensor(name, key, rule.part, path, place, layout, float32))
     return tensors
+
+
+def _numbers(module: Any) -> dict[str, list[int | None]]:
+    """By part that is stacked, the numbers of its layers in the module."""
+    kinds = getattr(module, "layer_kinds", ("layers",) * module.n_layers)
+    numbers: dict[str, list[int | None]] = {}
+    for number, kind in enumerate(kinds):
+        numbers.setdefault(kind, []).append(number)
+    return numbers
 
 
 def _layout(kind: str, shape: tuple[int, ...], size: Any) -> HfReshaping:

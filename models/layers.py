@@ -135,21 +135,28 @@ class LayerScale(nn.Module):
 class RMSNorm(nn.Module):
     """x over its root mean square along the last dims, in float32, times a scale.
 
-    `names` are the logical axes of the dims that are normed together.
+    `names` are the logical axes of the dims that are normed together. The scale is `around` plus
+    what is learnt, one in all at first; without `scaled` it is one for good.
     """
 
     eps: float
     names: Names = ("embed",)
+    around: float = 0.0
+    scaled: bool = True
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         n = len(self.names)
-        ones = named(nn.initializers.ones, *self.names)
-        scale = self.param("scale", ones, x.shape[-n:], jnp.float32)
         x32 = x.astype(jnp.float32)
         axes = tuple(range(-n, 0))
         y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + self.eps)
-        return (y * _over_last(scale.astype(y.dtype), y)).astype(x.dtype)
+        if not self.scaled:
+            return y.astype(x.dtype)
+        init = named(nn.initializers.constant(1.0 - self.around), *self.names)
+        scale = self.param("scale", init, x.shape[-n:], jnp.float32).astype(y.dtype)
+        if self.around:
+            scale = scale + self.around
+        return (y * _over_last(scale, y)).astype(x.dtype)
 
 
 class LayerNorm(nn.Module):

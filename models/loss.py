@@ -19,7 +19,7 @@ Array = jax.Array
 Sums = dict[str, Array]
 Chunk = tuple[Array, Array, Array]  # hidden states, targets, weights of some tokens
 Dtypes = tuple[Any, Any]  # of hidden states and of the table
-How = tuple[int, "Objective"]  # tokens of a chunk, what is trained on
+How = tuple[int, "Objective", float]  # tokens of a chunk, what is trained on, the logits' cap
 Visit = Callable[[Any, Chunk], tuple[Any, tuple[Array, ...]]]
 MULTIPLE = 128  # of tokens in a chunk: matrix units are wasted on odd sizes
 
@@ -39,9 +39,11 @@ PLAIN = Objective()
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-def head_logits(x: Array, table: Array) -> Array:
-    """Logits float32 [..., vocab] of hidden states [..., width] against a table [vocab, width]."""
-    return _product("...d,vd->...v", x, table.astype(x.dtype))
+def head_logits(x: Array, table: Array, cap: float = 0.0) -> Array:
+    """Logits float32 [..., vocab] of hidden states [..., width] against a table [vocab, width]; a
+    `cap` other than 0 bounds them smoothly (cap x tanh(logits / cap), arXiv 2408.00118)."""
+    logits = _product("...d,vd->...v", x, table.astype(x.dtype))
+    return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def cross_entropy(
@@ -52,6 +54,7 @@ def cross_entropy(
     *,
     logits_elements: int,
     objective: Objective = PLAIN,
+    cap: float = 0.0,
 ) -> Sums:
     """Sums of weighted negative log-likelihood and of weighted correct predictions.
 
@@ -64,6 +67,7 @@ def cross_entropy(
       targets: int [tokens]; where the weight is 0 any value will do.
       weights: float32 [tokens].
       logits_elements: most logits (tokens x vocab) alive at once; at least one token is taken.
+      cap: see `head_logits`.
 
     Returns:
       {"loss_sum", "correct"}: float32 scalars.
@@ -71,7 +75,7 @@ def cross_entropy(
     chunk = max(1, logits_elements // table.shape[0])
     if chunk > MULTIPLE:
         chunk -= chunk % MULTIPLE
-    how = chunk, objective
+    how = chunk, objective, cap
     return _cross_entropy(how, (x.dtype, table.dtype), x, table, targets, weights)
 
 
@@ -82,7 +86,7 @@ def _cross_entropy(
     head = table.astype(x.dtype)
 
     def visit(_: None, now: Chunk) -> tuple[None, tuple[Array, Array]]:
-        logits = head_logits(now[0], head)
+        logits = head_logits(now[0], head, how[2])
         return None, _token_losses(logits, jax.nn.logsumexp(logits, axis=-1), now[1])
 
     _, (nll, correct) = _over_chunks(visit, None, (x, targets, weights), how[0])
@@ -93,14 +97,16 @@ def _with_gradient(
     how: How, dtypes: Dtypes, x: Array, table: Array, targets: Array, weights: Array
 ) -> tuple[Sums, tuple[Array, ...]]:
     """The sums, and the gradients of the objective and "correct" by what they depend on."""
-    chunk, objective = how
+    chunk, objective, cap = how
     head = table.astype(x.dtype)
 
     def visit(dtable: Array, now: Chunk) -> tuple[Array, tuple[Array, ...]]:
         x, targets, weights = now
-        logits = head_logits(x, head)
+        logits = head_logits(x, head, cap)
         total = jax.nn.logsumexp(logits, axis=-1)
         dlogits = _logit_gradient(objective, logits, total, targets)
+        if cap:
+            dlogits = dlogits * (1.0 - (logits / cap) ** 2)
         dlogits = (weights[:, None] * dlogits).astype(x.dtype)
         dx = _product("tv,vd->td", dlogits, head)
         dtable = dtable + _product("tv,td->vd", dlogits, x)

@@ -69,7 +69,7 @@ class KeysAndValues:
         )
         seen_BTS = (_token_of(jnp.arange(size), at_B, size) >= 0)[:, None]
         keys, values = (a[layer] for a in kept)
-        return masked_attention(q, keys, values, seen_BTS), kept
+        return masked_attention(q, keys, values, seen_BTS, how.get("scale")), kept
 
     def grown(self, kept: Kept, slots: int) -> Kept:
         """The same with more slots; no row has more tokens than it had."""

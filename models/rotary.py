@@ -21,7 +21,15 @@ def rotate(x: Array, angles: Array) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def angles_of(positions: Array, half: int, theta: float, sections: tuple[int, ...] = ()) -> Array:
+def angles_of(
+    positions: Array,
+    half: int,
+    theta: float,
+    sections: tuple[int, ...] = (),
+    *,
+    turned: int | None = None,
+    factor: float = 1.0,
+) -> Array:
     """Angles of text, or of text and pictures.
 
     Args:
@@ -30,8 +38,14 @@ def angles_of(positions: Array, half: int, theta: float, sections: tuple[int, ..
       sections: how many of the pairs turn with time, row and column ("interleaved M-RoPE",
         arXiv 2511.21631): of every three neighbours one each, as far as they go, the rest with
         time.
+      turned: the first pairs, which turn; those after them stand still. None: all turn.
+      factor: by which positions are divided ("linear" scaling to longer texts).
     """
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if turned is not None:
+        frequencies = jnp.where(jnp.arange(half) < turned, frequencies, 0.0)
+    if factor != 1.0:
+        frequencies = frequencies / factor
     if not sections:
         return positions.astype(jnp.float32)[:, :, None] * frequencies[None, None]
     axis = np.zeros((1, 1, half), np.int32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.loss import Objective, cross_entropy
+from models.loss import Objective, cross_entropy, head_logits
 
 TOKENS, WIDTH, VOCAB, CHUNK = 1024, 64, 1500, 32
 
@@ -86,6 +86,32 @@ def test_more_may_be_trained_on_than_is_reported(objective):
     assert error(got[0], plain[0]) > 1e-3
     reported, value = jax.jit(sums)(x, table, weights), whole(x, table, targets, weights)
     np.testing.assert_allclose(reported["loss_sum"], value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("objective", [Objective(), OBJECTIVES[2]], ids=str)
+def test_a_cap_bounds_logits_smoothly(objective):
+    x, table, targets, weights = (a[:100] if len(a) == TOKENS else a for a in problem())
+    table, cap = 3 * table, 2.0
+    smooth = objective.label_smoothing
+
+    def definition(x, table):
+        logits = cap * jnp.tanh(jnp.einsum("td,vd->tv", x, table) / cap)
+        wanted = jax.nn.one_hot(targets, VOCAB) * (1 - smooth) + smooth / VOCAB
+        z = objective.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+        return jnp.sum(weights * (z - jnp.sum(wanted * jax.nn.log_softmax(logits), axis=-1)))
+
+    def capped(x, table):
+        sums = cross_entropy(
+            x, table, targets, weights,
+            logits_elements=CHUNK * VOCAB, objective=objective, cap=cap,
+        )  # fmt: skip
+        return sums["loss_sum"]
+
+    want = jax.jit(jax.grad(definition, argnums=(0, 1)))(x, table)
+    got = jax.jit(jax.grad(capped, argnums=(0, 1)))(x, table)
+    for g, w in zip(got, want, strict=True):
+        assert error(g, w) < 1e-5
+    assert np.abs(head_logits(x, table, cap)).max() <= cap
 
 
 def error(got, want):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dflop_jax.plan.search import search_plan
     from dflop_jax.schedule import Assignment, balance, choose_buckets
     from dflop_jax.train.callbacks import Callback
+    from dflop_jax.train.in_stages import fit_stages
     from dflop_jax.train.resume import Resume
     from dflop_jax.train.trainer import Trainer
 
@@ -33,6 +34,7 @@ _LAZY = {
     "Resume": "dflop_jax.train.resume",
     "balance": "dflop_jax.schedule",
     "choose_buckets": "dflop_jax.schedule",
+    "fit_stages": "dflop_jax.train.in_stages",
     "search_plan": "dflop_jax.plan.search",
     "simulate": "dflop_jax.plan.predict",
     "Trainer": "dflop_jax.train.trainer",
@@ -53,6 +55,7 @@ __all__ = [
     "Trainer",
     "balance",
     "choose_buckets",
+    "fit_stages",
     "search_plan",
     "simulate",
 ]

@@ -35,12 +35,17 @@ def read_saved(reader: CheckpointReader, segment: Segment, fresh: Callable[[], P
     which it has nothing (adapters that the run had not) are fresh.
 
     Raises:
-      ValueError: it has nothing of the module, or other shapes.
+      ValueError: it has nothing of the module, parts that the module has not, or other shapes.
     """
     module, where = segment.plan.module, f"the checkpoint of step {reader.step}"
     known = {part_of(name) for name in reader.specs if name.startswith(f"params/{module}/")}
     if not known:
         raise ValueError(f"{where} has no parameters of {module}: it is of another model")
+    if lost := sorted(known - set(segment.module.inputs)):
+        raise ValueError(
+            f"{where} has {', '.join(lost)} of {module}, which this model has not (adapters go on "
+            "with train.lora_rank, or begin from an export, which merges them)"
+        )
     leaves: list[Any] = []
     drawn: list[Any] = []
     for a in parameter_arrays(segment.name, segment):

@@ -6,10 +6,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dflop_jax.cli.experiment import experiment_arguments, load_experiment, overrides
+from dflop_jax.cli.experiment import (
+    ONE_RUN,
+    experiment_arguments,
+    load_experiment,
+    overrides,
+    the_one,
+)
 from dflop_jax.cli.terminal import HeldNotes, Parser, note
 from dflop_jax.config import Config, override
 from dflop_jax.front.setting import Setting, with_settings
@@ -51,7 +57,15 @@ def front_door_arguments() -> Parser:
 
 
 def asked(args: argparse.Namespace, *, whole: bool = True) -> Asked:
-    """The configuration of a command line, and what of it the front door chose.
+    """As `asked_stages`, of the only one, or of that which --only names."""
+    stages = asked_stages(args, whole=whole)
+    config = the_one({name: ask.config for name, ask in stages.items()}, args.only)
+    return replace(stages[args.only or ONE_RUN], config=config)
+
+
+def asked_stages(args: argparse.Namespace, *, whole: bool = True) -> dict[str, Asked]:
+    """The configuration of a command line, under the name "", or those of the stages of its
+    experiment, and what of each the front door chose.
 
     Args:
       whole: model and data have to be named.
@@ -70,7 +84,12 @@ def asked(args: argparse.Namespace, *, whole: bool = True) -> Asked:
     if whole and by_file is None:
         _check_named(args, given)
     settings = _settings(args, given, by_file is not None)
-    config = override(with_settings(by_file or Config(), settings), given)
+    stages = by_file or {ONE_RUN: Config()}
+    return {n: _asked(config, settings, given, whole=whole) for n, config in stages.items()}
+
+
+def _asked(base: Config, settings: list[Setting], given: dict[str, str], *, whole: bool) -> Asked:
+    config = override(with_settings(base, settings), given)
     if whole:
         from dflop_jax.data.build import check_paths
 

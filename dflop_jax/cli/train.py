@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.experiment import (
+    ONE_RUN,
     add_plan_file,
     add_profile_file,
     end_together,
     given_profile,
     import_from_here,
 )
-from dflop_jax.cli.front_door import asked, said
+from dflop_jax.cli.front_door import Asked, asked, asked_stages, said
 from dflop_jax.cli.terminal import show
 from dflop_jax.cluster.ending import PREEMPTED, end_now, is_command, on_signal, signal_name
 from dflop_jax.config import Config
+
+if TYPE_CHECKING:
+    from dflop_jax.train.results import FitResult
+    from dflop_jax.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,15 @@ class TrainAnswer:
     stopped_by: str
     evaluation: Any
     compiles_after_warmup: int
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class StagesAnswer:
+    """What `--json` prints of a run of several stages: of each that this command ran."""
+
+    run_dir: str
+    stages: dict[str, TrainAnswer]
     exit_code: int
 
 
@@ -74,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> TrainAnswer:
+def run(args: argparse.Namespace) -> TrainAnswer | StagesAnswer:
     """Train; process 0 shows the summary, every process returns what the run came to."""
     trainers: list[Any] = []  # the one of this run, once it is there
 
@@ -95,12 +110,10 @@ def run(args: argparse.Namespace) -> TrainAnswer:
         trainers.clear()
 
 
-def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
+def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | StagesAnswer:
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
-    from dflop_jax.report.summary import summarise, summary_table
     from dflop_jax.train.callbacks import callbacks_at
-    from dflop_jax.train.resume import Resume
     from dflop_jax.train.trainer import Trainer
 
     if args.overwrite and args.resume:
@@ -108,29 +121,79 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     if args.reset_optimizer and not args.resume:
         raise ValueError("--reset-optimizer goes with --resume; a new run begins with a fresh one")
     plan = load(Plan, args.plan_file) if args.plan_file else None
-    existing: Any = "overwrite" if args.overwrite else "error"
-    if args.resume:
-        existing = Resume(_step(args.resume), args.reset_optimizer)
     if args.callbacks:
         import_from_here()
+
+    def make(config: Config, **more: Any) -> Trainer:
+        trainers.append(Trainer(config, plan=plan, profile=given_profile(args), **more))
+        return trainers[-1]
+
+    asks = asked_stages(args)
+    options = {"callbacks": callbacks_at(args.callbacks), "dry": args.dry_run}
+    if args.only is None and ONE_RUN not in asks:
+        return _train_stages(args, asks, make, trainers, options)
     ask = asked(args)
     with said(ask) as notes:
-        trainer = Trainer(
-            ask.config,
-            plan=plan,
-            profile=given_profile(args),
-            existing=existing,
-            callbacks=callbacks_at(args.callbacks),
-            dry=args.dry_run,
-            tell=notes.add,
-        )
-        trainers.append(trainer)
+        trainer = make(ask.config, existing=_existing(args), tell=notes.add, **options)
         result = trainer.fit()
     exit_code = _preempted_code(trainer.config) if result.preempted else 0
     end_together(trainer.peers, exit_code)
-    if not args.json and trainer.peers.is_hub and result.losses:
+    if trainer.peers.is_hub:
+        _show(args, result)
+    return _answer(result, exit_code)
+
+
+def _train_stages(
+    args: argparse.Namespace,
+    asks: Mapping[str, Asked],
+    make: Callable[..., Trainer],
+    trainers: list[Any],
+    options: Mapping[str, Any],
+) -> StagesAnswer:
+    from dflop_jax.train.in_stages import fit_stages
+
+    for_one = {
+        "--plan-file": args.plan_file,
+        "--profile-file": args.profile_file,
+        "--reset-optimizer": args.reset_optimizer,
+        f"--resume {args.resume}": args.resume not in (None, "auto"),
+    }
+    for flag, given in for_one.items():
+        if given:
+            raise ValueError(f"{flag} is for one stage; name it, as --only {next(iter(asks))}")
+    configs = {name: ask.config for name, ask in asks.items()}
+    existing: Any = "resume" if args.resume else _existing(args)
+    with said(next(iter(asks.values()))) as notes:
+        results = fit_stages(configs, make=make, existing=existing, tell=notes.add, **options)
+    *_, last = trainers
+    is_cut = any(result.preempted for result in results.values())
+    exit_code = PREEMPTED if is_cut else 0
+    end_together(last.peers, exit_code)
+    if last.peers.is_hub:
+        for result in results.values():
+            _show(args, result)
+    answers = {name: _answer(r, exit_code * r.preempted) for name, r in results.items()}
+    return StagesAnswer(next(iter(configs.values())).run_dir, answers, exit_code)
+
+
+def _existing(args: argparse.Namespace) -> Any:
+    """What to do with another run in the folder, as for `Trainer`."""
+    from dflop_jax.train.resume import Resume
+
+    if args.resume:
+        return Resume(_step(args.resume), args.reset_optimizer)
+    return "overwrite" if args.overwrite else "error"
+
+
+def _show(args: argparse.Namespace, result: FitResult) -> None:
+    from dflop_jax.report.summary import summarise, summary_table
+
+    if not args.json and result.losses:
         show(summary_table(summarise(result.run_dir)))
         show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")
+
+
+def _answer(result: FitResult, exit_code: int) -> TrainAnswer:
     return TrainAnswer(
         str(result.run_dir),
         result.losses[0] if result.losses else None,

@@ -73,6 +73,8 @@ class Callbacks:
 
     def __init__(self, all_of_them: Sequence[Callback] = (), *, is_first: bool = True) -> None:
         self._called = [c for c in all_of_them if is_first or c.everywhere]
+        for c in self._called:
+            c._stops_for = ""  # another run's end is none of this one's
 
     def __bool__(self) -> bool:
         return bool(self._called)

@@ -39,6 +39,11 @@ def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
         if (saved := _of_run(path)) is not None:
             by_module[module] = saved
             continue
+        if not Path(path).is_dir():
+            raise ValueError(
+                f"model.weights={path}: no such folder of weights or run; name one, or train it "
+                "first"
+            )
         folder = Folder(path, _map(model, module, len(weights) == 1))
         folder.check()
         by_module[module] = partial(read_segment, folder)

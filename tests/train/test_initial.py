@@ -77,8 +77,8 @@ def test_nothing_published_is_nothing_to_read():
     "weights, message",
     [
         (("/no/such/folder",), "no such"),
-        (("audio=/x",), "no published weights of 'audio'; known: vision, llm"),
-        (("/x", "llm=/y"), "one folder of the whole model, or MODULE=FOLDER"),
+        (("audio=.",), "no published weights of 'audio'; known: vision, llm"),
+        ((".", "llm=."), "one folder of the whole model, or MODULE=FOLDER"),
     ],
 )
 def test_wrong_weights_are_refused(weights, message):
@@ -88,7 +88,7 @@ def test_wrong_weights_are_refused(weights, message):
 
 def test_a_model_without_a_published_form():
     with pytest.raises(ValueError, match="no published form; give MODULE=FOLDER"):
-        published(omni.build("omni-nano"), ("/x",))
+        published(omni.build("omni-nano"), (".",))
 
 
 def test_weights_of_another_model(whole):

@@ -48,9 +48,10 @@ class HfReshaping:
 class HfTensor:
     """One tensor of a checkpoint and where its values live.
 
-    `path` are the keys of the parameter within its part; `layer` is None but in "layers" and
-    kinds of layers, whose layers it counts; `float32`
-    tensors are written in that type where another one is asked for.
+    `path` are the keys of the parameter within its part; `layer` is None but in stacked parts,
+    where it counts the layers of the part; `float32` tensors are written in that type where another
+    one is asked for. Several parameters may be one tensor, one after the other along its first dim:
+    `offset` is where this one begins.
     """
 
     name: str
@@ -60,6 +61,7 @@ class HfTensor:
     layer: int | None
     layout: HfReshaping
     float32: bool = False
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ def conv(shape: Sequence[int]) -> HfReshaping:
 
 @dataclass(frozen=True)
 class Rule:
-    """A parameter by its path ("query/kernel") and its name in a file; `{}` is the layer.
+    """A parameter by its path ("query/kernel") and its name in a file; `{}` is the layer's number
+    in the module. Those of equal names are one tensor in the file, in the order of their rules.
 
     A parameter that a module of this size does not have is left out.
     """
@@ -171,7 +174,7 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
     numbers = _numbers(module)  # a kind may have no layer in this size
     rules = [rule for rule in rules if rule.part in numbers or rule.part in module.inputs]
     shapes = {part: _shapes(module, part) for part in {rule.part for rule in rules}}
-    tensors = []
+    tensors, rows = [], dict[str, int]()
     for rule in rules:
         path = tuple(rule.path.split("/"))
         shape = shapes[rule.part].get(path)
@@ -182,7 +185,9 @@ def tensors_of(module: Any, key: str, rules: Sequence[Rule], prefix: str) -> lis
         for layer, number in enumerate(numbers.get(rule.part, [None])):
             name = prefix + rule.name.format(number)
             place = None if number is None else layer
-            tensors.append(HfTensor(name, key, rule.part, path, place, layout, float32))
+            offset = rows.get(name, 0)
+            tensors.append(HfTensor(name, key, rule.part, path, place, layout, float32, offset))
+            rows[name] = offset + (layout.file_shape or (0,))[0]
     return tensors
 
 

@@ -142,8 +142,11 @@ def gradient_errors(
         for key in t.path:
             leaf = leaf[key]
         gradient = as_in_file(t, leaf, t.layer, np.dtype(np.float32))
-        scale = max(float(np.abs(wanted[t.name]).max()), LEAST_SCALE * largest)
-        error = float(np.abs(gradient - wanted[t.name]).max()) / scale
+        there_t = wanted[t.name]
+        if gradient.shape != there_t.shape:  # one of several parameters that are one tensor
+            there_t = there_t[t.offset : t.offset + len(gradient)]
+        scale = max(float(np.abs(there_t).max()), LEAST_SCALE * largest)
+        error = float(np.abs(gradient - there_t).max()) / scale
         group = f"{t.module}.{t.part}"
         # An error that is no number stays one.
         errors[group] = float(np.maximum(errors.get(group, 0.0), error))

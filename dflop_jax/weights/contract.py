@@ -31,8 +31,8 @@ class Reshaping(Protocol):
 
 
 class Tensor(Protocol):
-    """One tensor of a folder; `layer` is None but in stacked parts, where it counts the layers of
-    the part."""
+    """A parameter, or a layer of one, and the tensor of a folder that has it; `layer` is None but
+    in stacked parts, where it counts the layers of the part."""
 
     @property
     def name(self) -> str: ...
@@ -53,9 +53,29 @@ class Tensor(Protocol):
     def layout(self) -> Reshaping: ...
 
     @property
+    def offset(self) -> int:
+        """Where it begins along the first dim of the tensor: several parameters may be one, one
+        after the other."""
+        ...
+
+    @property
     def float32(self) -> bool:
         """Whether it is written in float32 where another type is asked for."""
         ...
+
+
+def by_name(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """The parameters that each tensor of a folder has, in their order there."""
+    named: dict[str, list[Tensor]] = {}
+    for t in tensors:
+        named.setdefault(t.name, []).append(t)
+    return {name: sorted(parts, key=lambda t: t.offset) for name, parts in named.items()}
+
+
+def shape_of(parts: Sequence[Tensor]) -> tuple[int, ...]:
+    """The shape of a tensor that has these parameters."""
+    first, *others = (t.layout.file_shape for t in parts)
+    return (first[0] + sum(shape[0] for shape in others), *first[1:]) if others else first
 
 
 class Unused(Protocol):

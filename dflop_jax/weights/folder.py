@@ -12,7 +12,7 @@ import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by its name from here on)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dflop_jax.weights.contract import WeightMap
+from dflop_jax.weights.contract import WeightMap, by_name, shape_of
 
 CONFIG = "config.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -110,7 +110,7 @@ class Folder:
                 f"{self.path / CONFIG}: {key} is {theirs!r}, the model has {ours!r}{others}; "
                 "choose the size that this folder holds"
             )
-        wanted = {t.name: t for t in self.map.tensors}
+        wanted = by_name(self.map.tensors)
         if missing := [n for n in wanted if n not in self.entries]:
             raise ValueError(
                 f"{self.path}: no tensor {_names(missing)}; the download is incomplete or the "
@@ -123,8 +123,8 @@ class Folder:
                 f"{extra[0].file}: unexpected tensor {_names([e.name for e in extra])}; the folder "
                 "holds another model or an adapter: merge it first"
             )
-        for name, tensor in wanted.items():
-            entry, shape = self.entries[name], tensor.layout.file_shape
+        for name, parts in wanted.items():
+            entry, shape = self.entries[name], shape_of(parts)
             if entry.dtype not in DTYPES:
                 raise ValueError(
                     f"{entry.file}: {entry.name!r} is {entry.dtype}; convert it to float32, "

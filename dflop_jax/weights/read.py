@@ -169,8 +169,16 @@ def _read_piece(
     out = np.empty((layers[1] - layers[0], *shape), dtype)
     for i, layer in enumerate(range(*layers)):
         tensor = tensors[layer]
-        out[i] = read_slice(tensor.layout, index, partial(folder.read, tensor.name))
+        out[i] = read_slice(tensor.layout, index, partial(_read_parameter, folder, tensor))
     return out if stacked else out[0]
+
+
+def _read_parameter(folder: Folder, t: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+    """A slice of what a parameter is in the file."""
+    if t.offset:
+        first, *others = index
+        index = (slice(first.start + t.offset, first.stop + t.offset), *others)
+    return folder.read(t.name, index)
 
 
 def _update(shard: jax.Array, piece: jax.Array, place: jax.Array) -> jax.Array:

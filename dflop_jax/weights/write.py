@@ -15,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from dflop_jax.weights.contract import Tensor, WeightMap
+from dflop_jax.weights.contract import Tensor, WeightMap, by_name, shape_of
 from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
 
 NAMES = {np.dtype(ml_dtypes.bfloat16 if d == "bfloat16" else d): n for n, d in DTYPES.items()}
@@ -92,10 +92,15 @@ def write_folder(
 def write_segment(file: Path, map_: WeightMap, held: ModuleParams, source: Folder) -> list[str]:
     """Write the tensors that one piece of the parameters has to a safetensors file, with the names
     and types of the folder that they came from; return their canonical names."""
-    places = {t.name: (t, _find(t, (held,))) for t in map_.tensors}
-    here = {name: (t, where) for name, (t, where) in places.items() if where}
-    _write_file(file, [_of_parameter(t, *where, source, None) for t, where in here.values()])
-    return list(here)
+    places = [(t, _find(t, (held,))) for t in map_.tensors]
+    here = {id(t): where for t, where in places if where}
+    named = by_name([t for t, where in places if where])
+    tensors = [
+        _of_parameters(parts, [here[id(t)] for t in parts], source, None)
+        for parts in named.values()
+    ]
+    _write_file(file, tensors)
+    return list(named)
 
 
 # ---- what is written ----
@@ -107,15 +112,18 @@ def _tensors(
     entries = source.entries if source else {}
     names = {name: entry.name for name, entry in entries.items()}
     ignored = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
-    for t in map_.tensors:
-        parameter = _find(t, held)
-        if parameter is None:
-            where = ".".join((t.module, t.part, *t.path))
-            raise ValueError(
-                f"no parameter {where} for the tensor {t.name!r}; give the parameters of every "
-                "segment"
-            )
-        yield _of_parameter(t, *parameter, source, dtype)
+    for parts in by_name(map_.tensors).values():
+        parameters = []
+        for t in parts:
+            parameter = _find(t, held)
+            if parameter is None:
+                where = ".".join((t.module, t.part, *t.path))
+                raise ValueError(
+                    f"no parameter {where} for the tensor {t.name!r}; give the parameters of every "
+                    "segment"
+                )
+            parameters.append(parameter)
+        yield _of_parameters(parts, parameters, source, dtype)
     for name in ignored:
         assert source is not None
         shape = entries[name].shape
@@ -135,15 +143,24 @@ def _tensors(
             )
 
 
-def _of_parameter(
-    t: Tensor, leaf: Any, layer: int | None, source: Folder | None, dtype: str | None
+def _of_parameters(
+    parts: Sequence[Tensor],
+    parameters: Sequence[tuple[Any, int | None]],
+    source: Folder | None,
+    dtype: str | None,
 ) -> _Written:
-    """A parameter, or a layer of one, under the name and with the type of the source, if any."""
+    """Parameters, or a layer of each, that are one tensor, under the name and with the type of the
+    source, if any."""
+    t, (leaf, _) = parts[0], parameters[0]
     entry = source.entries.get(t.name) if source else None
     asked = "float32" if dtype and t.float32 else dtype
     kind = np.dtype(asked or (DTYPES[entry.dtype] if entry else leaf.dtype))
-    name = entry.name if entry else t.name
-    return _Written(name, t.layout.file_shape, kind, lambda: as_in_file(t, leaf, layer, kind))
+
+    def values() -> np.ndarray:
+        arrays = [as_in_file(t, *where, kind) for t, where in zip(parts, parameters, strict=True)]
+        return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+
+    return _Written(entry.name if entry else t.name, shape_of(parts), kind, values)
 
 
 def _find(t: Tensor, held: Sequence[ModuleParams]) -> tuple[Any, int | None] | None:

@@ -12,6 +12,7 @@ from model_fields import PARTS, forward
 
 from dflop_jax.verify.compare import gradient_errors
 from dflop_jax.verify.reference import named_gradients
+from dflop_jax.weights.contract import by_name, shape_of
 
 with warnings.catch_warnings():
     # What other people's packages warn of while they are imported is not ours to fix.
@@ -39,10 +40,13 @@ def randomise(model, seed):
 def to_ours(map_, named):
     """{module: {part: tree}} of arrays called by the names of transformers; layers stacked."""
     arrays = {map_.canonical(name): np.asarray(a) for name, a in named.items()}
+    shapes = {name: shape_of(parts) for name, parts in by_name(map_.tensors).items()}
     out = {}
     for t in map_.tensors:
-        array = arrays.pop(t.name)
-        assert array.shape == t.layout.file_shape, t
+        array, shape = arrays[t.name], t.layout.file_shape
+        assert array.shape == shapes[t.name], t
+        if array.shape != shape:
+            array = array[t.offset : t.offset + shape[0]]
         value = array.reshape(t.layout.split).transpose(t.layout.order).reshape(t.layout.shape)
         parts = out.setdefault(t.module, {part: {} for part in PARTS})
         tree = parts.setdefault(t.part, {})
@@ -54,7 +58,8 @@ def to_ours(map_, named):
         else:
             assert len(tree.setdefault(last, [])) == t.layer
             tree[last].append(value)
-    assert all(map_.is_ignored(name) for name in arrays), arrays.keys()
+    rest = arrays.keys() - shapes.keys()
+    assert all(map_.is_ignored(name) for name in rest), rest
     return jax.tree.map(
         lambda a: np.stack(a) if isinstance(a, list) else a,
         out,

@@ -22,6 +22,7 @@ from msgspec import Meta
 from dflop_jax.config_texts import (
     DECAYS,
     RATES,
+    adapter_ranks,
     named_columns,
     named_numbers,
     profiled_steps,
@@ -291,12 +292,17 @@ class TrainConfig:
         "what trains: full, connector (encoders and LLM frozen) or llm (all else frozen)",
     ] = "full"
     freeze: Annotated[tuple[str, ...], "parts to freeze: vision, audio, connector, llm"] = ()
-    lora_rank: Annotated[
-        NonNegativeInt, "rank of LoRA on the LLM's matrices, the LLM frozen; 0: off"
-    ] = 0
-    lora_alpha: Annotated[
-        PositiveFloat, "strength of LoRA: it is scaled by lora_alpha / lora_rank"
-    ] = 16.0
+    lora_rank: Annotated[NonNegativeInt, "rank of LoRA, what it adapts being frozen; 0: off"] = 0
+    lora_targets: Annotated[
+        tuple[str, ...],
+        "matrices that LoRA adapts, as llm,vision.up,conn*.out (* stands for any); empty: llm",
+    ] = ()
+    lora_ranks: Annotated[
+        tuple[str, ...], "ranks of some of them, as vision=4,llm.query=32; the later one counts"
+    ] = ()
+    lora_alpha: Annotated[PositiveFloat, "strength of LoRA: it is scaled by lora_alpha / rank"] = (
+        16.0
+    )
     seed: Annotated[int, "seed of the parameters"] = 0
     remat: Annotated[
         Remat,
@@ -397,6 +403,7 @@ class Config:
             _check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
         for name, decay in named_numbers(self.train.weight_decays, DECAYS).items():
             _check_bounds(f"train.weight_decays {name}", decay, Meta(ge=0))
+        adapter_ranks(self.train.lora_ranks)
         profiled_steps(self.train.profile_steps)
         _check_moments(self.train)
         named_columns(self.data.columns)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-RATES, DECAYS = "learning_rates", "weight_decays"  # fields of `train` with a number for each part
+# Fields of `train` with a number for each part.
+RATES, DECAYS, RANKS = "learning_rates", "weight_decays", "lora_ranks"
+
+
+_FORMS = {
+    RATES: "NAME=RATE, such as vision=2e-6",
+    DECAYS: "NAME=NUMBER, such as vision=0",
+    RANKS: "PATTERN=RANK, such as vision=4 or llm.query=32",
+}
 
 
 def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
@@ -23,10 +31,21 @@ def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
         except ValueError:
             equals = ""
         if not (name and equals):
-            example = "vision=2e-6" if field == RATES else "vision=0"
-            kind = "RATE" if field == RATES else "NUMBER"
-            raise ValueError(f"train.{field} has {entry!r}; write NAME={kind}, such as {example}")
+            raise ValueError(f"train.{field} has {entry!r}; write {_FORMS[field]}")
     return numbers
+
+
+def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """The entries of `train.lora_ranks`: (pattern, rank).
+
+    Raises:
+      ValueError: see `named_numbers`; a rank that is no whole number above 0.
+    """
+    ranks = named_numbers(entries, RANKS)
+    for pattern, rank in ranks.items():
+        if not (rank >= 1 and rank.is_integer()):
+            raise ValueError(f"train.{RANKS} {pattern}={rank:g} must be a whole number above 0")
+    return tuple((pattern, int(rank)) for pattern, rank in ranks.items())
 
 
 def named_columns(entries: Iterable[str]) -> dict[str, str]:

@@ -8,14 +8,15 @@ that does will train: Linen, NNX (split/merge) or plain functions.
 
 Parameters of a module are one pytree `{"entry": ..., "layers": ..., "exit": ...}`; "layers" has a
 leading dim of `n_layers`. A *part* is one of those three names; the name of a tap (see `taps`), if
-it has parameters of its own; or "adapter": small parameters beside each layer's (LoRA), which a
-module may list in `freeze_groups` and `inputs`. Adapters are stacked like "layers", and `layer`
-finds them in its parameters under the key "adapter".
+it has parameters of its own; or the adapters of another part, small parameters beside its own
+(LoRA), which a module may list in `freeze_groups` and `inputs`: "adapter" those of "layers",
+PART_adapter those of any other. They are stacked where that part is, and its function finds them in
+its parameters under the key "adapter". The entry of a tied module has none.
 
 Where layers differ, `layer_kinds` names the kind of each, and in the place of "layers" the module
-has a part of every kind's name: the parameters of that kind's layers, stacked in their order; the
-adapters beside them are the part KIND_adapter. Layers are of one kind if they share the shapes of
-their parameters, what they compute and so what they cost.
+has a part of every kind's name: the parameters of that kind's layers, stacked in their order.
+Layers are of one kind if they share the shapes of their parameters, what they compute and so what
+they cost.
 
 Fields (`inputs`) are the arrays of one microbatch on one data rank: [rows, tokens, ...] where every
 token has a value, or [rows, ...] where every piece has one (a tile's pixels) and a row is a piece.
@@ -136,9 +137,18 @@ def layer_of(module: Module, kind: str) -> Callable[[Params, Array, Batch], Arra
     return partial(of_kinds, kind=kind) if hasattr(module, "layer_kinds") else of_kinds
 
 
-def adapter_of(kind: str) -> str:
-    """The part with the adapters of a kind's layers."""
-    return ADAPTER if kind == LAYERS else f"{kind}_{ADAPTER}"
+def adapter_of(part: str) -> str:
+    """The part with the adapters of another, which may be a kind of layers."""
+    return ADAPTER if part == LAYERS else f"{part}_{ADAPTER}"
+
+
+def with_adapter(part: str, params: Mapping[str, Params]) -> Params:
+    """What the function of a part gets of a module's parameters: those of the part, its adapter
+    among them where it has one; None of a part without parameters."""
+    adapter = adapter_of(part)
+    if adapter not in params:
+        return params.get(part)
+    return {**params[part], ADAPTER: params[adapter]}
 
 
 def stacked_parts(module: Module) -> dict[str, str]:
@@ -152,6 +162,12 @@ def stacked_parts(module: Module) -> dict[str, str]:
 def n_rows(module: Module, part: str) -> int:
     """Layers of a module that have a row in a stacked part."""
     return layer_kinds_of(module).count(stacked_parts(module)[part])
+
+
+def folded(module: Module, params: dict[str, Params]) -> dict[str, Params]:
+    """Parts of a module with its adapters, if any, folded in."""
+    fold = getattr(module, "merged", None)
+    return fold(params) if fold else params
 
 
 def taps_of(module: Module) -> Mapping[str, int]:
@@ -307,10 +323,13 @@ class MultimodalModel(Protocol):
     # A model whose data are no records of text and media says with `data_factory` where they come
     # from, MODULE:FUNCTION as in the configuration's data.factory.
     #
-    # A model that can be trained by adapters also has `with_lora(rank, alpha)`, which gives the
-    # model whose "llm" has a part "adapter" in the freeze group "lora". One that can be trained on
-    # more than a plain cross-entropy has `with_objective(z_loss, label_smoothing)`, which gives the
-    # model whose "loss_sum" is the plain one, with the gradient of the sum of both.
+    # A model that can be trained by adapters also has `with_lora(rank, alpha, targets=, ranks=)`,
+    # which gives the model whose modules have adapters, in the freeze group "lora", of the matrices
+    # that the patterns `targets` name, of a rank that (pattern, rank) of `ranks` say of some. An
+    # adapted module has `merged(params)`: parts of the plain one, its adapters folded in. A model
+    # that can be trained on more than a plain cross-entropy has `with_objective(z_loss,
+    # label_smoothing)`, which gives the model whose "loss_sum" is the plain one, with the gradient
+    # of the sum of both.
 
 
 def data_factory_of(model: MultimodalModel) -> str:

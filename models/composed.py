@@ -15,7 +15,7 @@ from models.audio import AudioModule
 from models.decoder import DecoderModule
 from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
-from models.lora import Lora
+from models.lora import Lora, adapted
 from models.loss import PLAIN, Objective
 from models.media import audio_facts, vision_facts
 from models.sizes import ModelSize, SizeFamily
@@ -39,8 +39,13 @@ class Composed:
     objective: Objective = PLAIN
 
     @property
-    def modules(self) -> Mapping[str, VisionModule | AudioModule | DecoderModule]:
-        """In topological order; the LLM has a line end where pictures are laid out in lines."""
+    def modules(self) -> Mapping[str, Any]:
+        """In topological order, with adapters where there are any."""
+        return adapted(self._plain, self.lora)
+
+    @property
+    def _plain(self) -> dict[str, VisionModule | AudioModule | DecoderModule]:
+        """The LLM has a line end where pictures are laid out in lines."""
         s, kernel = self.size, self.attention_kernel
         modules: dict[str, VisionModule | AudioModule | DecoderModule] = {}
         if s.vision:
@@ -50,7 +55,6 @@ class Composed:
         modules["llm"] = DecoderModule(
             s.decoder,
             self.dtype,
-            self.lora,
             newline=s.layout == "anyres",
             attention_kernel=kernel,
             objective=self.objective,
@@ -64,7 +68,7 @@ class Composed:
         sources = {n: facts.get("sources", 1) for n, facts in self.preprocessing.items()}
         return tuple(
             {"source": n, "target": "llm", "name": "visual", "sources": sources.get(n, 1)}
-            for n in self.modules
+            for n in self._plain
             if n != "llm"
         )
 
@@ -73,7 +77,7 @@ class Composed:
         """Tokens of a tile or a window, of which every row of an encoder holds one."""
         return {
             name: module.item_tokens
-            for name, module in self.modules.items()
+            for name, module in self._plain.items()
             if not isinstance(module, DecoderModule)
         }
 
@@ -87,9 +91,9 @@ class Composed:
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
 
-    def with_lora(self, rank: int, alpha: float) -> Self:
-        """The model with low-rank adapters on the LLM's matrices."""
-        return replace(self, lora=Lora(rank, alpha))
+    def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
+        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
+        return replace(self, lora=Lora(rank, alpha, **settings))
 
     def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
         """The model whose LLM is trained on more than the plain loss; see `models.loss`."""
@@ -98,7 +102,7 @@ class Composed:
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
         """Where checkpoints of transformers have the parts that are published alone."""
-        modules = self.modules
+        modules = self._plain
         return {n: partial(to, modules[n]) for n, to in PUBLISHED_ALONE.items() if n in modules}
 
 

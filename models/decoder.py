@@ -20,7 +20,6 @@ from models.attention import Attend, attend_by, attention
 from models.attention_choice import pair_flops
 from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
-from models.lora import Lora, merge
 from models.loss import PLAIN, Objective, cross_entropy, head_logits
 from models.memory import KeysAndValues
 from models.rotary import angles_of, rotate
@@ -70,18 +69,16 @@ class DecoderEntry(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Pre-norm decoder layer, its matrices adapted if `lora`; `attend` is called as `attention`
-    is."""
+    """Pre-norm decoder layer; `attend` is called as `attention` is."""
 
     size: DecoderSize
     dtype: jnp.dtype
-    lora: Lora | None = None
     attend: Attend = attention
 
     @nn.compact
     def __call__(self, x: Array, positions: Array, segment_ids: Array) -> Array:
         s, dtype = self.size, self.dtype
-        linear = partial(Linear, dtype=dtype, lora=self.lora)
+        linear = partial(Linear, dtype=dtype)
         width, mlp, embed = (s.width,), (s.mlp,), ("embed",)
         q_shape, q_names = (s.n_heads, s.head_dim), ("heads", None)
         kv_shape, kv_names = (s.n_kv_heads, s.head_dim), ("kv_heads", None)
@@ -125,21 +122,14 @@ class Exit(nn.Module):
         return x, self.param("head", init, (s.vocab, s.width), jnp.float32)
 
 
-def _kind(part: str) -> str:
-    """Linen's collection that holds a part."""
-    return "adapter" if part == "adapter" else "params"
-
-
 @dataclass(frozen=True)
 class DecoderModule:
     """The LLM as the engine sees it, of `media` and text, or of text alone. With `newline` it has
-    an embedding of a picture's line end; with `lora` each layer also has its part "adapter". After
-    each of the first `deepstack` layers an edge's features, "deepstack_0" and on, are added where
-    they stand (arXiv 2406.04334)."""
+    an embedding of a picture's line end. After each of the first `deepstack` layers an edge's
+    features, "deepstack_0" and on, are added where they stand (arXiv 2406.04334)."""
 
     size: DecoderSize
     dtype: jnp.dtype
-    lora: Lora | None = None
     newline: bool = False
     attention_kernel: str = "auto"
     chip: str = ""
@@ -184,17 +174,15 @@ class DecoderModule:
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         of_media = ("is_visual", "visual", *(("is_newline",) if self.newline else ()))
-        names: dict[str, tuple[str, ...]] = {
+        return {
             "entry": ("tokens", *(of_media if self.media else ())),
             "layers": ("positions", "segment_ids"),
             "exit": ("targets", "weights"),
         }
-        return {**names, "adapter": names["layers"]} if self.lora else names
 
     @property
     def freeze_groups(self) -> Mapping[str, str]:
-        names = {"entry": "llm", "layers": "llm", "exit": "llm"}
-        return {**names, "adapter": "lora"} if self.lora else names
+        return {"entry": "llm", "layers": "llm", "exit": "llm"}
 
     def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
         """Shape and dtype of a field for `items` rows of `tokens`."""
@@ -211,19 +199,18 @@ class DecoderModule:
         fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
         if part == "entry":
             return DecoderEntry(self.size, self.dtype), tuple(fields)
-        if part in ("layers", "adapter"):
-            lora = self.lora if part == "adapter" else None
-            return DecoderBlock(self.size, self.dtype, lora, self.attend), (hidden, *fields)
+        if part == "layers":
+            return DecoderBlock(self.size, self.dtype, self.attend), (hidden, *fields)
         shape = (self.size.vocab, self.size.width)
         return Exit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def init(self, part: str, key: Array) -> Any:
         module, args = self._part(part)
-        return init_values(module, key, *args, kind=_kind(part))
+        return init_values(module, key, *args)
 
     def logical_axes(self, part: str) -> Any:
         module, args = self._part(part)
-        return axis_names(module, *args, kind=_kind(part))
+        return axis_names(module, *args)
 
     def entry(self, params: Any, batch: Batch) -> Array:
         fields = [batch[name] for name in self.inputs["entry"]]
@@ -235,14 +222,9 @@ class DecoderModule:
         return attend_by(self.attention_kernel, self.chip)
 
     def layer(self, params: Any, x: Array, batch: Batch, mix: Attend | None = None) -> Array:
-        """One layer, by `mix` in place of the module's own attention where it is given; `params`
-        may hold its "adapter" beside the parameters of "layers"."""
+        """One layer, by `mix` in place of the module's own attention where it is given."""
         fields = [batch[name] for name in self.inputs["layers"]]
-        main = {name: tree for name, tree in params.items() if name != "adapter"}
-        adapter = params.get("adapter")
-        lora = None if adapter is None else self.lora
-        block = DecoderBlock(self.size, self.dtype, lora, mix or self.attend)
-        return apply(block, main, x, *fields, adapter=adapter)
+        return apply(DecoderBlock(self.size, self.dtype, mix or self.attend), params, x, *fields)
 
     @property
     def inlets(self) -> Mapping[str, int]:
@@ -273,10 +255,6 @@ class DecoderModule:
     def logits(self, params: Any, x: Array, entry: Any = None) -> Array:
         """Float32 logits [items, tokens, vocab] of hidden states, for evaluation and generation."""
         return head_logits(*self._head(params, x, entry))
-
-    def merged(self, params: Any) -> Any:
-        """Parameters of the plain module: adapters folded into the matrices."""
-        return merge(self.lora, params) if self.lora else params
 
     def memory(self, kind: str = "layers") -> KeysAndValues:
         """See `dflop_jax.contract`."""

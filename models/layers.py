@@ -15,8 +15,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.lora import Lora
-
 Array = jax.Array
 Names = tuple[str | None, ...]
 
@@ -35,28 +33,26 @@ def _is_box(x: Any) -> bool:
     return isinstance(x, nn.Partitioned)
 
 
-def init_values(module: nn.Module, key: Array, *args: Any, kind: str = "params") -> Any:
-    """Float32 parameters of `module`, or its adapters as `kind`; `args` are example inputs or
-    ShapeDtypeStructs."""
-    boxes = module.lazy_init(key, *args)[kind]
+def init_values(module: nn.Module, key: Array, *args: Any) -> Any:
+    """Float32 parameters of `module`; `args` are example inputs or ShapeDtypeStructs."""
+    boxes = module.lazy_init(key, *args)["params"]
     return jax.tree.map(lambda box: box.value, boxes, is_leaf=_is_box)
 
 
-def axis_names(module: nn.Module, *args: Any, kind: str = "params") -> Any:
+def axis_names(module: nn.Module, *args: Any) -> Any:
     """The tree of `init_values` with a tuple of logical axis names per array."""
-    boxes = jax.eval_shape(module.lazy_init, jax.random.key(0), *args)[kind]
+    boxes = jax.eval_shape(module.lazy_init, jax.random.key(0), *args)["params"]
     return jax.tree.map(lambda box: box.names, boxes, is_leaf=_is_box)
 
 
-def apply(module: nn.Module, params: Any, *args: Any, adapter: Any = None) -> Any:
-    """What `module` computes with the parameters, and adapters if any, of `init_values`."""
-    variables = {"params": params} if adapter is None else {"params": params, "adapter": adapter}
-    return module.apply(variables, *args)
+def apply(module: nn.Module, params: Any, *args: Any) -> Any:
+    """What `module` computes with the parameters of `init_values`."""
+    return module.apply({"params": params}, *args)
 
 
 class Linear(nn.Module):
-    """x [..., *in_shape] times kernel [*in_shape, *out_shape], plus an optional bias and, with
-    `lora`, scale x a b for a [*in_shape, rank] and b [rank, *out_shape]."""
+    """x [..., *in_shape] times kernel [*in_shape, *out_shape], plus an optional bias; what
+    `models.lora` adapts."""
 
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
@@ -65,7 +61,6 @@ class Linear(nn.Module):
     dtype: jnp.dtype
     bias: bool = False
     std: float | None = None  # None: 1 / sqrt(fan in)
-    lora: Lora | None = None
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -77,20 +72,7 @@ class Linear(nn.Module):
             zeros = named(nn.initializers.zeros, *self.out_names)
             bias = self.param("bias", zeros, self.out_shape, jnp.float32).astype(self.dtype)
             y = y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
-        if self.lora:
-            into = named(normal(prod(self.in_shape) ** -0.5), *self.in_names, None)
-            out_of = named(nn.initializers.zeros, None, *self.out_names)
-            a = self._adapter("a", into, (*self.in_shape, self.lora.rank))
-            b = self._adapter("b", out_of, (self.lora.rank, *self.out_shape))
-            low = jnp.tensordot(x, a, axes=len(self.in_shape))
-            y = y + self.lora.scale * jnp.tensordot(low, b, axes=1)
         return y
-
-    def _adapter(self, name: str, init: Callable[..., Any], shape: tuple[int, ...]) -> Array:
-        made = self.variable(
-            "adapter", name, lambda: init(self.make_rng("params"), shape, jnp.float32)
-        )
-        return made.value.astype(self.dtype)
 
 
 @jax.custom_jvp

@@ -1,59 +1,272 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): y = x W + (alpha / rank) (x A) B, W staying fixed.
 
-B begins at zero, so an adapted model begins as the model that it adapts. A and B of a layer are the
-module's part "adapter"; `merge` folds them into the weights for good.
+Which matrices are adapted is said by patterns of their names, GROUP.MATRIX: the freeze group of the
+part that a matrix is in, and its name there ("llm.query", "vision.up", "connector.hidden"). A
+module's layers and ends know nothing of it: `AdaptedModule` adds to what each of their `Linear`s
+gives, and holds A and B of a part in a part beside it, in the freeze group "lora".
+
+B begins at zero, so an adapted model begins as the model that it adapts; `merged` folds adapters
+into the weights for good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache, partial
+from math import prod
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from models.layers import Linear, Names, normal
+
 Array = jax.Array
+Tree = Any
+GROUP = "lora"  # the freeze group of adapters
+LAYERS = "layers"  # the part of a module whose layers are of one kind
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Rank of the adapters, and the strength at which they act."""
+    """Which matrices are adapted, by adapters of which rank, and how strongly they act.
+
+    Attributes:
+      rank: of the adapters that `ranks` does not name.
+      alpha: what the adapters add is scaled by alpha / rank.
+      targets: patterns of the matrices that are adapted, as in a shell; one without a dot stands
+        for all matrices of the groups that it matches.
+      ranks: (pattern, rank) of some of them; of two that match, the later one counts.
+    """
 
     rank: int
     alpha: float
+    targets: tuple[str, ...] = ("llm",)
+    ranks: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not 0 < self.alpha < float("inf"):
+        ranks = (self.rank, *(rank for _, rank in self.ranks))
+        if min(ranks) < 1 or not 0 < self.alpha < float("inf"):
             raise ValueError(f"LoRA needs a rank of at least 1 and an alpha above 0, got {self}")
 
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+    def rank_of(self, name: str) -> int:
+        """Of the adapter of a matrix; 0 of one that is not adapted."""
+        if not any(_matches(name, pattern) for pattern in self.targets):
+            return 0
+        own = [rank for pattern, rank in self.ranks if _matches(name, pattern)]
+        return own[-1] if own else self.rank
 
 
-def merge(lora: Lora, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of the plain model that computes what the adapted one does.
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern if "." in pattern else f"{pattern}.*")
 
-    Args:
-      lora: of the module that the parameters belong to.
-      params: its parts, or those of a segment of it, with stacked "layers" and their "adapter"; on
-        the host or on devices, where the result then is too.
 
-    Returns:
-      The same parts without "adapter"; as they are where there is none.
+def adapter_part(part: str) -> str:
+    """The part that holds the adapters of another."""
+    return "adapter" if part == LAYERS else f"{part}_adapter"
+
+
+# ---- the matrices of a module ----
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A `Linear` of a part, by its name there, and the shapes and logical axes of its two sides."""
+
+    name: str
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    in_names: Names
+    out_names: Names
+
+
+@lru_cache(maxsize=256)
+def matrices(module: Any, part: str) -> tuple[Matrix, ...]:
+    """The matrices that a part of a module has as `Linear`s; of one layer where it is stacked."""
+    found: dict[str, Matrix] = {}
+
+    def look(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        linear = context.module
+        if isinstance(linear, Linear):
+            sides = linear.in_shape, linear.out_shape, linear.in_names, linear.out_names
+            found[_name(linear)] = Matrix(_name(linear), *sides)
+        return next_call(*args, **kwargs)
+
+    with nn.intercept_methods(look):
+        jax.eval_shape(lambda key: module.init(part, key), jax.random.key(0))
+    return tuple(found.values())
+
+
+def _name(linear: nn.Module) -> str:
+    return ".".join(linear.path)
+
+
+def matrix_names(modules: Mapping[str, Any]) -> tuple[str, ...]:
+    """GROUP.MATRIX of every matrix of some modules that can be adapted."""
+    groups = [(m, part, g) for m in modules.values() for part, g in m.freeze_groups.items()]
+    return tuple(dict.fromkeys(f"{g}.{a.name}" for m, p, g in groups for a in matrices(m, p)))
+
+
+def adapted(modules: Mapping[str, Any], lora: Lora | None) -> dict[str, Any]:
+    """Modules of a model, those with adapters that have any.
+
+    Raises:
+      ValueError: a pattern that matches no matrix, or the rank of one that is not adapted.
     """
-    plain = {part: tree for part, tree in params.items() if part != "adapter"}
-    adapter = params.get("adapter", {})
-    layers = dict(plain.get("layers", {}))
-    for name, pair in adapter.items():
-        kernel = _folded(layers[name]["kernel"], pair["a"], pair["b"], lora.scale)
-        layers[name] = {**layers[name], "kernel": kernel}
-    return {**plain, "layers": layers} if adapter else plain
+    return dict(_adapted(tuple(modules.items()), lora)) if lora else dict(modules)
+
+
+@lru_cache(maxsize=64)  # a model is asked for its modules again and again
+def _adapted(items: tuple[tuple[str, Any], ...], lora: Lora) -> tuple[tuple[str, Any], ...]:
+    modules = dict(items)
+    known = matrix_names(modules)
+    for pattern in lora.targets:
+        if not any(_matches(name, pattern) for name in known):
+            raise ValueError(
+                f"train.lora_targets: {pattern!r} matches no matrix of the model; it has "
+                f"{', '.join(known)}"
+            )
+    targets = [name for name in known if lora.rank_of(name)]
+    for pattern, _ in lora.ranks:
+        if not any(_matches(name, pattern) for name in targets):
+            raise ValueError(
+                f"train.lora_ranks: {pattern!r} matches no matrix that train.lora_targets names; "
+                f"those are {', '.join(targets)}"
+            )
+    made = {name: AdaptedModule(module, lora) for name, module in modules.items()}
+    return tuple((name, a if a.adapters else modules[name]) for name, a in made.items())
+
+
+# ---- a module with adapters ----
+
+
+@dataclass(frozen=True)
+class AdaptedModule:
+    """A module of the contract with adapters beside its parts."""
+
+    module: Any
+    lora: Lora
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def on_chip(self, chip: str) -> AdaptedModule:
+        """See `dflop_jax.contract.on_chip`."""
+        return replace(self, module=self.module.on_chip(chip))
+
+    @cached_property
+    def adapters(self) -> Mapping[str, str]:
+        """The parts that hold adapters, and of which part."""
+        return {adapter_part(p): p for p in self.module.freeze_groups if self._targets(p)}
+
+    def _targets(self, part: str) -> dict[Matrix, int]:
+        """The adapted matrices of a part, and the ranks of their adapters."""
+        group = self.module.freeze_groups[part]
+        ranks = {m: self.lora.rank_of(f"{group}.{m.name}") for m in matrices(self.module, part)}
+        return {m: rank for m, rank in ranks.items() if rank}
+
+    @cached_property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        plain = self.module.inputs
+        return {**plain, **{adapter: plain[part] for adapter, part in self.adapters.items()}}
+
+    @cached_property
+    def freeze_groups(self) -> Mapping[str, str]:
+        return {**self.module.freeze_groups, **dict.fromkeys(self.adapters, GROUP)}
+
+    def init(self, part: str, key: Array) -> Tree:
+        if part not in self.adapters:
+            return self.module.init(part, key)
+        made = {}
+        for i, (m, rank) in enumerate(self._targets(self.adapters[part]).items()):
+            shape = (*m.in_shape, rank)
+            a = normal(prod(m.in_shape) ** -0.5)(jax.random.fold_in(key, i), shape, jnp.float32)
+            made[m.name] = {"a": a, "b": jnp.zeros((rank, *m.out_shape), jnp.float32)}
+        return made
+
+    def logical_axes(self, part: str) -> Tree:
+        if part not in self.adapters:
+            return self.module.logical_axes(part)
+        targets = self._targets(self.adapters[part])
+        return {m.name: {"a": (*m.in_names, None), "b": (None, *m.out_names)} for m in targets}
+
+    def _with(self, adapter: Tree, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function gives while the matrices named in `adapter` are adapted."""
+        if not adapter:
+            return run(*args, **kwargs)
+        with nn.intercept_methods(partial(_add_adapter, self.lora, adapter)):
+            return run(*args, **kwargs)
+
+    def entry(self, params: Tree, batch: Mapping[str, Array]) -> Array:
+        plain, adapter = _apart(params)
+        return self._with(adapter, self.module.entry, plain, batch)
+
+    def layer(self, params: Tree, *args: Any, **kwargs: Any) -> Array:
+        plain, adapter = _apart(params)
+        return self._with(adapter, self.module.layer, plain, *args, **kwargs)
+
+    def exit(self, params: Tree, x: Array, batch: Mapping[str, Array], entry: Tree = None) -> Any:
+        plain, adapter = _apart(params)
+        return self._with(adapter, self.module.exit, plain, x, batch, entry)
+
+    def tap(self, name: str, params: Tree, x: Array, batch: Mapping[str, Array]) -> Array:
+        plain, adapter = _apart(params)
+        return self._with(adapter, self.module.tap, name, plain, x, batch)
+
+    def merged(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Parameters of the plain module that computes what the adapted one does.
+
+        Args:
+          params: parts of the module, or of a segment of it, those of layers stacked; on the host
+            or on devices, where the result then is too.
+        """
+        plain = {part: tree for part, tree in params.items() if part not in self.adapters}
+        for adapter, part in self.adapters.items():
+            for name, pair in params.get(adapter, {}).items():
+                plain[part] = _folded_in(plain[part], name.split("."), pair, self.lora.alpha)
+        return plain
+
+
+def _apart(params: Tree) -> tuple[Tree, Tree]:
+    """(parameters of a part, its adapters)."""
+    if not isinstance(params, Mapping) or "adapter" not in params:
+        return params, None
+    return {name: tree for name, tree in params.items() if name != "adapter"}, params["adapter"]
+
+
+def _add_adapter(
+    lora: Lora, adapter: Tree, next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
+    """What a method of a Linen module gives, with what its adapter adds where it is an adapted
+    `Linear`."""
+    out, linear = next_call(*args, **kwargs), context.module
+    if not isinstance(linear, Linear) or context.method_name != "__call__":
+        return out
+    pair = adapter.get(_name(linear))
+    if pair is None:
+        return out
+    a, b = (pair[side].astype(linear.dtype) for side in ("a", "b"))
+    low = jnp.tensordot(args[0], a, axes=len(linear.in_shape))
+    return out + lora.alpha / b.shape[0] * jnp.tensordot(low, b, axes=1)
+
+
+def _folded_in(tree: Tree, path: list[str], pair: Tree, alpha: float) -> Tree:
+    """Parameters of a part, the matrix at a path with its adapter folded in."""
+    if not path:
+        return {**tree, "kernel": _folded(tree["kernel"], pair["a"], pair["b"], alpha)}
+    return {**tree, path[0]: _folded_in(tree[path[0]], path[1:], pair, alpha)}
 
 
 @partial(jax.jit, static_argnums=3)
-def _folded(kernels: Array, a: Array, b: Array, scale: float) -> Array:
-    product = jax.vmap(partial(jnp.tensordot, axes=1, precision="highest"))
-    return kernels.astype(a.dtype) + scale * product(a, b)
+def _folded(kernel: Array, a: Array, b: Array, alpha: float) -> Array:
+    """A kernel [*in, *out], or a stack of such, plus its adapter."""
+    rank = a.shape[-1]
+    stacked = a.ndim + b.ndim - 2 - kernel.ndim  # how often the dim of layers is counted
+    product = partial(jnp.tensordot, axes=1, precision="highest")
+    both = (jax.vmap(product) if stacked else product)(a, b)
+    return kernel.astype(a.dtype) + alpha / rank * both

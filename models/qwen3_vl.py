@@ -35,7 +35,7 @@ from models import hf
 from models.composed import made
 from models.decoder import DecoderModule
 from models.hf_tensors import HfWeightMap
-from models.lora import Lora
+from models.lora import Lora, adapted
 from models.loss import PLAIN, Objective
 from models.qwen3_vl_sizes import QWEN3_VL_FAMILY, Qwen3VLSize
 from models.qwen3_vl_tower import NativeVisionModule
@@ -61,15 +61,14 @@ class Qwen3VL:
         return DecoderModule(
             self.size.decoder,
             self.dtype,
-            self.lora,
             attention_kernel=self.attention_kernel,
             deepstack=len(self.size.vision.deepstack),
             objective=self.objective,
         )
 
     @property
-    def modules(self) -> Mapping[str, NativeVisionModule | DecoderModule]:
-        return {"vision": self.vision, "llm": self.llm}
+    def modules(self) -> Mapping[str, Any]:
+        return adapted({"vision": self.vision, "llm": self.llm}, self.lora)
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
@@ -99,9 +98,9 @@ class Qwen3VL:
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
 
-    def with_lora(self, rank: int, alpha: float) -> Self:
-        """The model with low-rank adapters on the LLM's matrices."""
-        return replace(self, lora=Lora(rank, alpha))
+    def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
+        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
+        return replace(self, lora=Lora(rank, alpha, **settings))
 
     def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
         """The model whose LLM is trained on more than the plain loss; see `models.loss`."""

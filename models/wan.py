@@ -33,7 +33,7 @@ from models.attention_choice import known_kernel, pair_flops
 from models.composed import known_dtype
 from models.hf_tensors import HfWeightMap
 from models.layers import apply, axis_names, init_values
-from models.lora import Lora
+from models.lora import Lora, adapted
 from models.text_states import TextStates
 from models.wan_layers import CLIP, TEXT, TIME_TOKENS, WanBlock, WanEntry, WanHead
 from models.wan_sizes import TextToVideoSize, WanSize, find_size
@@ -176,17 +176,15 @@ class TextToVideo:
     @property
     def llm(self) -> TextStates:
         width, kernel = self.size.generator.text_width, self.attention_kernel
-        return TextStates(
-            self.size.decoder, self.dtype, self.lora, attention_kernel=kernel, out_width=width
-        )
+        return TextStates(self.size.decoder, self.dtype, attention_kernel=kernel, out_width=width)
 
     @property
     def generator(self) -> WanModule:
         return WanModule(self.size.generator, self.dtype, self.attention_kernel)
 
     @property
-    def modules(self) -> Mapping[str, TextStates | WanModule]:
-        return {"llm": self.llm, "generator": self.generator}
+    def modules(self) -> Mapping[str, Any]:
+        return adapted({"llm": self.llm, "generator": self.generator}, self.lora)
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
@@ -210,9 +208,9 @@ class TextToVideo:
     def vocab_size(self) -> int:
         return self.size.decoder.vocab
 
-    def with_lora(self, rank: int, alpha: float) -> Self:
-        """The model with low-rank adapters on the LLM's matrices."""
-        return replace(self, lora=Lora(rank, alpha))
+    def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
+        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
+        return replace(self, lora=Lora(rank, alpha, **settings))
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:

@@ -22,6 +22,8 @@ def other_value(leaf):
         return other, other
     if name in ("train.learning_rates", "train.weight_decays"):
         return "vision=2e-6,connector=1e-5", ("vision=2e-6", "connector=1e-5")
+    if name == "train.lora_ranks":
+        return "vision=4,llm.query=32", ("vision=4", "llm.query=32")
     if name == "data.columns":
         return "messages=chat,image=pictures", ("messages=chat", "image=pictures")
     if name == "train.profile_steps":
@@ -137,6 +139,9 @@ def test_booleans(text, value):
         ({"plan.zero": "4"}, "plan.zero='4' is not one of auto, 1, 2, 3"),
         ({"train.remat": "true"}, "train.remat='true' is not one of auto, none, dots, named,"),
         ({"train.remat_layers": "true"}, "unknown override train.remat_layers; did you mean train"),
+        ({"train.lora_ranks": "vision=0"}, "lora_ranks vision=0 must be a whole number above 0"),
+        ({"train.lora_ranks": "vision=2.5"}, "lora_ranks vision=2.5 must be a whole number"),
+        ({"train.lora_ranks": "vision"}, "has 'vision'; write PATTERN=RANK, such as vision=4"),
         ({"train.lora_rank": "-1"}, "train.lora_rank=-1 must be a finite number, 0 or above"),
         ({"train.steps": "3", "train.epochs": "1"}, "say the same in two ways; give one of them"),
         ({"data.columns": "chat"}, "data.columns has 'chat'; write FIELD=COLUMN, such as"),

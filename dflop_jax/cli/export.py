@@ -49,10 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.run_folder, model, jax.local_devices(backend="cpu")[0], average=args.ema
     )
     source = Folder(whole, map_) if whole else None
-    params = dict(loaded.params)
-    if config.train.lora_rank:
-        params["llm"] = model.modules["llm"].merged(params["llm"])
-    held = [ModuleParams(name, tree) for name, tree in params.items()]
+    held = [ModuleParams(name, tree) for name, tree in loaded.params.items()]
     write_folder(args.out, map_, held, source=source, dtype=args.dtype)
     files = sorted(f.name for f in Path(args.out).iterdir())
     if not args.json:

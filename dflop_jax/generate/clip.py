@@ -82,9 +82,6 @@ class ClipGenerator:
         self._tokenizer = any_tokenizer(config.data.tokenizer, model.vocab_size)
         device = device or jax.devices()[0]
         self._loaded = load_params(run, model, device)
-        llm: Any = model.modules[LLM]
-        # Adapters, if any, are folded in.
-        self._params = {**self._loaded.params, LLM: llm.merged(self._loaded.params[LLM])}
         self._flow = jax.jit(partial(flow, model, chip_of(device)))
 
     def make(
@@ -123,7 +120,7 @@ class ClipGenerator:
             np.float32,
         )
         times = np.array([self._form.at(k / flow_steps) for k in range(flow_steps, -1, -1)])
-        said = self._flow(self._params, words, fields, heard, noise, np.float32(times))
+        said = self._flow(self._loaded.params, words, fields, heard, noise, np.float32(times))
         patches = np.asarray(said)[fields["role"][0] == self._form.clip]
         latents = self._form.latents(patches, grid)
         files = write_clip(Path(out), latents, embedded)

@@ -21,11 +21,11 @@ from dflop_jax.contract import (
     layer_of,
     on_chip,
     taps_of,
+    with_adapter,
 )
 from dflop_jax.data import Sample
 from dflop_jax.data.packing import pack_group
 from dflop_jax.pipeline.gather import gather_features
-from dflop_jax.pipeline.parts import layer_params
 from dflop_jax.pipeline.periods import Loop, loops_over
 from dflop_jax.records import (
     Bucket,
@@ -112,14 +112,14 @@ def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
 def encode(module: Module, params: Params, batch: Mapping[str, Array]) -> dict[str, Array]:
     """Features [rows, features, width] that an encoder makes of its fields: by tap, and "" those
     of its exit."""
-    x, done, outputs = module.entry(params["entry"], batch), 0, {}
+    x, done, outputs = module.entry(with_adapter("entry", params), batch), 0, {}
     taps = taps_of(module)
     for stop in sorted({*taps.values(), module.n_layers}):
         x, done = run_layers(module, params, x, batch, done, stop), stop
         for name in (name for name, n in taps.items() if n == stop):
-            outputs[name] = module.tap(name, params.get(name), x, batch)  # type: ignore[attr-defined]
+            outputs[name] = module.tap(name, with_adapter(name, params), x, batch)  # type: ignore[attr-defined]
     entry = params["entry"] if module.tied else None
-    return {**outputs, "": module.exit(params["exit"], x, batch, entry)}
+    return {**outputs, "": module.exit(with_adapter("exit", params), x, batch, entry)}
 
 
 def run_layers(
@@ -145,7 +145,7 @@ def loops_of(
             own = {p: params[p] for p in (kind, adapter_of(kind)) if p in params}
             here = range(first + rows.start, first + rows.stop, rows.step)
             cut = slice(here.start, here.stop, here.step)
-            period.append(layer_params(kind, jax.tree.map(lambda a, cut=cut: a[cut], own)))
+            period.append(with_adapter(kind, jax.tree.map(lambda a, cut=cut: a[cut], own)))
             numbers.append(here)
         yield loop, tuple(numbers), tuple(period)
 

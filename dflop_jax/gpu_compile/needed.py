@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dflop_jax.contract import Module, attention_flops_of, layer_kinds_of, taps_of
 from dflop_jax.pipeline.parts import kinds_of
 from dflop_jax.pipeline.segment import Kind, Segment
-from dflop_jax.profile.needed import Products, layers_products, part_products, trains_kind
+from dflop_jax.profile.needed import Products, layers_products, part_products, trains_part
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.records import BACKWARD, Shape, pairs
 
@@ -49,13 +49,13 @@ def _parts(segment: Segment, shape: Shape) -> Iterator[Products]:
     hidden = bool(placed) or "hidden" in segment.wants_gradient
     if segment.plan.first:
         yield part_products(module, "entry", shape, trains, placed)
-        hidden |= "entry" in trains
+        hidden |= trains_part(trains, "entry")
     enters = [after for name, after in segment.inlets if name in segment.wants_gradient]
     needs = []
     for i, kind in enumerate(kinds_of(segment.plan, module)):
         hidden |= any(after <= i for after in enters)
         needs.append((kind, hidden))
-        hidden |= trains_kind(trains, kind)
+        hidden |= trains_part(trains, kind)
     yield layers_products(module, shape, trains, needs)
     hidden |= bool(enters)
     reached = ("hidden",) if hidden else ()

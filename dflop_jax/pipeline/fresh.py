@@ -68,7 +68,8 @@ def zero_gradients(segment: Segment) -> Params:
 def _keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
     """The key of each part, by its place in the model and never by the plan."""
     known = (*PARTS, ADAPTER, *sorted(taps_of(segment.module)))
-    names = list(dict.fromkeys((*known, *sorted(stacked_parts(segment.module)))))
+    kinds, every = sorted(stacked_parts(segment.module)), sorted(segment.module.freeze_groups)
+    names = list(dict.fromkeys((*known, *kinds, *every)))
     for part in segment.own_parts:
         yield part, jax.random.fold_in(key, names.index(part))
 

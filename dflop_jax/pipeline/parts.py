@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from dflop_jax.contract import (
-    ADAPTER,
     LAYERS,
     Array,
     Module,
@@ -37,7 +36,9 @@ def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     here = {"entry": s.first, **own, "exit": s.last}
     for name, layers in taps_of(module).items():
         here[name] = name in module.inputs and s.runs_to(layers)
-    return tuple(part for part, is_here in {**here, **stacked}.items() if is_here)
+    adapters = {adapter_of(part): is_here for part, is_here in here.items() if part not in kinds}
+    adapters = {part: is_here for part, is_here in adapters.items() if part in module.freeze_groups}
+    return tuple(part for part, is_here in {**here, **stacked, **adapters}.items() if is_here)
 
 
 def kinds_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
@@ -49,14 +50,6 @@ def kinds_up_to(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """The kinds of a module's layers up to the last one of a segment."""
     kinds: tuple[str, ...] = getattr(module, "layer_kinds", (LAYERS,) * s.stop)
     return kinds[: s.stop]
-
-
-def layer_params(kind: str, params: Params) -> Params:
-    """What a layer of a kind gets: its parameters, with its adapter among them."""
-    adapter = adapter_of(kind)
-    if adapter not in params:
-        return params[kind]
-    return {**params[kind], ADAPTER: params[adapter]}
 
 
 @partial(jax.jit, static_argnums=(0, 1))

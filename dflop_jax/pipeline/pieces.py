@@ -91,8 +91,8 @@ class Pieces:
         plan, wanted = segment.plan, segment.wants_gradient
         self.runs = tuple(_runs(segment))
         entry_inputs = wanted & set(segment.entry_inputs)
-        before = bool(entry_inputs or "entry" in segment.trainable) if plan.first else (
-            "hidden" in wanted)  # fmt: skip
+        entry_trains = bool(segment.trainable & {"entry", adapter_of("entry")})
+        before = bool(entry_inputs or entry_trains) if plan.first else "hidden" in wanted
         between = wanted & {name for name, _ in segment.inlets}
         self.trains_layers = bool(segment.trainable & {*segment.stacked})
         # Whether hidden states get a gradient.
@@ -217,11 +217,9 @@ class Pieces:
 
     def _split(self, name: str, params: Params, x: Tree, fields: Tree) -> tuple[Tree, Tree, Tree]:
         """(parameters that train, inputs that get a gradient, all else) of what a piece reads."""
-        reads = {name}
+        reads = {name, adapter_of(name)}
         if name == "exit" and self.segment.module.tied:
-            reads = {"exit", "entry"}
-        elif name in self.segment.stacked:
-            reads = {name, adapter_of(name)}
+            reads |= {"entry"}
         inputs = self.segment.entry_inputs if name == "entry" else (name,)
         read = {k: v for k, v in params.items() if k in reads}
         here = {k: v for k, v in x.items() if k in inputs}

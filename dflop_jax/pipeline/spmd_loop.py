@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dflop_jax.contract import Array, Params
+from dflop_jax.contract import Array, Params, adapter_of, with_adapter
 from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.cut import Cut
 from dflop_jax.pipeline.held import held_cuts
@@ -265,7 +265,7 @@ class _Loop:
         """(the loss's sums, the gradient of `outs`, grads + parameters'): each microbatch's
         gradient in the visit that computes its loss, so that the exit's is never held for
         several."""
-        reads = ("exit", "entry") if self.segment.module.tied else ("exit",)
+        reads = ("exit", adapter_of("exit"), *(("entry",) if self.segment.module.tied else ()))
         free = {k: self.params[k] for k in reads if k in self.segment.trainable}
 
         def visit(totals: Tree, now: tuple[Array, Tree]) -> tuple[Tree, tuple[Tree, Array]]:
@@ -273,7 +273,7 @@ class _Loop:
                 params = {**self.params, **free}
                 entry = params.get("entry") if self.segment.module.tied else None
                 whole = before_exit(h, self.segment.tensor_ranks)
-                return self.segment.module.exit(params["exit"], whole, now[1], entry)
+                return self.segment.module.exit(with_adapter("exit", params), whole, now[1], entry)
 
             sums, vjp = jax.vjp(loss, free, now[0])
             dfree, dh = vjp({k: scale if k == "loss_sum" else jnp.zeros_like(v)

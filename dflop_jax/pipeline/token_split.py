@@ -22,8 +22,8 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array, Module, layer_of, split_dim, stacked_parts
-from dflop_jax.pipeline.parts import layer_params, logical_axes, part_struct
+from dflop_jax.contract import Array, Module, layer_of, split_dim, stacked_parts, with_adapter
+from dflop_jax.pipeline.parts import logical_axes, part_struct
 from dflop_jax.records import token_dim
 
 Tree = Any
@@ -44,7 +44,7 @@ def run_part(
       x: what edges place, by name.
     """
     if h is None:
-        return _after_entry(module.entry(params["entry"], {**fields, **x}), ways)
+        return _after_entry(module.entry(with_adapter(name, params), {**fields, **x}), ways)
     if name in stacked_parts(module):
         return _run_layer(module, name, ways, params, split(h, ways), fields)
     if name in x:
@@ -52,8 +52,8 @@ def run_part(
         return split(module.inlet(name, split(h, ways), placed, fields), ways)
     whole = before_exit(h, ways)
     if name == "exit":
-        return module.exit(params["exit"], whole, fields, params.get("entry"))
-    return module.tap(name, params.get(name), whole, fields)
+        return module.exit(with_adapter(name, params), whole, fields, params.get("entry"))
+    return module.tap(name, with_adapter(name, params), whole, fields)
 
 
 def token_spec(rows: int, tokens: int, ways: int) -> tuple[str | None, str | None]:
@@ -158,10 +158,10 @@ class _NamedDim:
 def _run_layer(module: Module, kind: str, ways: int, params: Tree, h: Array, fields: Tree) -> Array:
     """A layer with its activations laid out. Where the degree divides neither rows nor tokens it is
     left to the compiler."""
-    arguments, layer = layer_params(kind, params), layer_of(module, kind)
+    arguments, layer = with_adapter(kind, params), layer_of(module, kind)
     if _by_tokens(h, ways) is None:
         return layer(arguments, h, fields)
-    cuts = layer_params(kind, {part: matrix_cuts(module, part, ways) for part in params})
+    cuts = with_adapter(kind, {part: matrix_cuts(module, part, ways) for part in params})
     closed = jax.make_jaxpr(layer)(arguments, h, fields)
     known = dict(zip(closed.jaxpr.invars, jax.tree.leaves(cuts, is_leaf=lambda c: c is None)))
     leaves = jax.tree.leaves((arguments, h, fields))

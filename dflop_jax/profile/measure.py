@@ -45,7 +45,7 @@ from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.least_squares import nonnegative
 from dflop_jax.profile.one_kind import of_kind
-from dflop_jax.profile.parts import ENDS, forward_flops, hidden_bytes, param_dims, part_names
+from dflop_jax.profile.parts import ENDS, forward_flops, hidden_bytes, param_dims
 from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.state import float32_bytes
@@ -160,7 +160,7 @@ def assembled(
         for kind in dict.fromkeys(stacked.values()):
             parts = [p for p, k in stacked.items() if k == kind]
             layer_dims[layer_key(name, kind)] = param_dims(module, parts)
-        ends_dims[name] = param_dims(module, [p for p in part_names(module) if p not in stacked])
+        ends_dims[name] = param_dims(module, [p for p in module.freeze_groups if p not in stacked])
         if hasattr(module, "layer_kinds"):
             kinds[name] = layer_kinds_of(module)
     return ModelProfile(

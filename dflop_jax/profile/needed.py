@@ -105,12 +105,12 @@ def _count_module(
     gradient; `enters` are the fields that bring such, and after how many layers."""
     placed = tuple(sorted({field for field, after in enters if after < 0}))
     ends = part_products(module, "entry", shape, trains, placed)
-    hidden, kinds = "entry" in trains or bool(placed), layer_kinds_of(module)
+    hidden, kinds = trains_part(trains, "entry") or bool(placed), layer_kinds_of(module)
     needs = []  # whether hidden states need a gradient, before each layer and behind the last
     for i in range(module.n_layers + 1):
         hidden |= any(after == i for _, after in enters)
         needs.append(hidden)
-        hidden |= i < len(kinds) and trains_kind(trains, kinds[i])
+        hidden |= i < len(kinds) and trains_part(trains, kinds[i])
     ends = ends.plus(part_products(module, "exit", shape, trains, _hidden(needs[-1])))
     for tap, after in taps_of(module).items():
         ends = ends.plus(part_products(module, tap, shape, trains, _hidden(needs[after])))
@@ -121,7 +121,7 @@ def _count_module(
         layers = _layers_as_written(apart, shape, _own(trains, kind), of_kind)
         every = every.plus(layers)
         if attention := attention_flops_of(apart):
-            passes = sum(3.0 if before or trains_kind(trains, kind) else 1.0 for before in of_kind)
+            passes = sum(3.0 if before or trains_part(trains, kind) else 1.0 for before in of_kind)
             told.append((passes, attention))
         else:
             untold = untold.plus(layers)
@@ -130,14 +130,14 @@ def _count_module(
         per_pair=(untold.activations + untold.activations_gradient) / pairs(shape.tokens),
         attention=tuple(told),
     )
-    exit_trains = "exit" in trains or (module.tied and "entry" in trains)
-    taps = {tap: needs[after] or tap in trains for tap, after in taps_of(module).items()}
+    exit_trains = trains_part(trains, "exit") or (module.tied and "entry" in trains)
+    taps = {tap: needs[after] or trains_part(trains, tap) for tap, after in taps_of(module).items()}
     return count, {"": needs[-1] or exit_trains, **taps}
 
 
-def trains_kind(trains: Collection[str], kind: str) -> bool:
-    """Whether layers of a kind, or their adapters, are among the parts that train."""
-    return kind in trains or adapter_of(kind) in trains
+def trains_part(trains: Collection[str], part: str) -> bool:
+    """Whether a part (also layers of a kind), or its adapters, are among the parts that train."""
+    return part in trains or adapter_of(part) in trains
 
 
 def _own(trains: frozenset[str], kind: str) -> frozenset[str]:
@@ -160,7 +160,7 @@ def layers_products(
         layers = _layers_as_written(apart, shape, _own(trains, kind), of_kind)
         if attention := attention_flops_of(apart):
             told = shape.rows * attention(shape.tokens)
-            back = sum(before or trains_kind(trains, kind) for before in of_kind)
+            back = sum(before or trains_part(trains, kind) for before in of_kind)
             layers = replace(
                 layers,
                 activations=len(of_kind) * told,

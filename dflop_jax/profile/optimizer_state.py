@@ -16,7 +16,7 @@ from dflop_jax.contract import Module, MultimodalModel, n_rows, stacked_parts
 from dflop_jax.pipeline.by_layer import Averaged, LayerOptimizer, Optimizer, kept, published_structs
 from dflop_jax.pipeline.elementwise import map_state
 from dflop_jax.pipeline.parts import part_struct
-from dflop_jax.profile.parts import param_dims, part_names
+from dflop_jax.profile.parts import param_dims
 from dflop_jax.records import ModelProfile, ParamDims, layer_key
 
 Tree = Any
@@ -33,7 +33,7 @@ def with_optimizer(
         for kind in dict.fromkeys(stacked.values()):
             parts = [p for p, k in stacked.items() if k == kind]
             layer_dims[layer_key(name, kind)] = _dims(module, parts, tx, frozen)
-        ends = [p for p in part_names(module) if p not in stacked]
+        ends = [p for p in module.freeze_groups if p not in stacked]
         ends_dims[name] = _dims(module, ends, tx, frozen)
     return replace(profile, layer_dims=layer_dims, ends_dims=ends_dims)
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from dflop_jax.contract import ADAPTER, Module, layer_kinds_of, split_dim, taps_of
+from dflop_jax.contract import Module, adapter_of, layer_kinds_of, split_dim, taps_of
 from dflop_jax.pipeline.parts import hidden_struct, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.pipeline.token_split import matrix_cuts, run_part
@@ -214,11 +214,12 @@ def _forward(module: Module, part: str, ways: int, params: Tree, x: Tree, fields
 def traced_forward(
     module: Module, part: str, shape: Shape, placed: Names = ()
 ) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:
-    """Jaxpr of a part's forward, a layer with its adapter, and of each input what it is of:
+    """Jaxpr of a part's forward, with its adapter, and of each input what it is of:
     ("params", part), ("x", "hidden" or a field of `placed`) or ("fields", field)."""
     params, x, fields = _arguments(module, part, shape, placed)
-    if part == "layers" and ADAPTER in module.freeze_groups:
-        params[ADAPTER] = part_struct(module, ADAPTER)
+    adapter = adapter_of(part)
+    if adapter in module.freeze_groups:
+        params[adapter] = part_struct(module, adapter)
     kinds = {"params": params, "x": x, "fields": fields}
     inputs = tuple(
         (kind, name)

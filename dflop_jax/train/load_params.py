@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
-from dflop_jax.contract import Module, MultimodalModel, Params, n_rows, stacked_parts
+from dflop_jax.contract import Module, MultimodalModel, Params, folded, n_rows, stacked_parts
 from dflop_jax.pipeline.update import AVERAGE
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 
@@ -28,10 +28,16 @@ class Loaded:
 
 
 def load_params(
-    run: str | Path, model: MultimodalModel, device: jax.Device, *, average: bool = False
+    run: str | Path,
+    model: MultimodalModel,
+    device: jax.Device,
+    *,
+    average: bool = False,
+    fold: bool = True,
 ) -> Loaded:
     """Return those of the newest whole checkpoint of a run folder, or of the checkpoint folder
-    given. `average`: of what trains, its average over steps.
+    given. `average`: of what trains, its average over steps. `fold`: adapters are folded into what
+    they adapt.
 
     A damaged one is named in the log and the one before it is taken.
 
@@ -55,6 +61,8 @@ def load_params(
                 )
                 for name, module in model.modules.items()
             }
+            if fold:
+                params = {name: folded(m, params[name]) for name, m in model.modules.items()}
             return Loaded(params, step, store.folder(step))
         except CorruptCheckpoint as e:
             log.warning("checkpoint of step %d is damaged, using an older one: %s", step, e)

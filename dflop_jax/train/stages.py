@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.config_texts import DECAYS, RATES, named_numbers
-from dflop_jax.contract import MultimodalModel
+from dflop_jax.config_texts import DECAYS, RATES, adapter_ranks, named_numbers
+from dflop_jax.contract import MultimodalModel, adapter_of
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.pipeline.layout import trained_groups
 
@@ -26,8 +26,7 @@ class TrainedParts:
 
 
 def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
-    """The model with LoRA on the module that reads its text, and trained on more than the plain
-    loss, if the configuration asks for it.
+    """The model with LoRA, and trained on more than the plain loss, as the configuration asks.
 
     Raises:
       ValueError: the model does not know how.
@@ -38,7 +37,18 @@ def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
         model = method(config.z_loss, config.label_smoothing)
     if config.lora_rank:
         asked = f"train.lora_rank={config.lora_rank}"
-        model = _method(model, "with_lora(rank, alpha)", asked)(config.lora_rank, config.lora_alpha)
+        method = _method(model, "with_lora(rank, alpha)", asked)
+        model = method(
+            config.lora_rank,
+            config.lora_alpha,
+            targets=config.lora_targets or (TEXT_MODULE,),
+            ranks=adapter_ranks(config.lora_ranks),
+        )
+    elif config.lora_ranks or config.lora_targets:
+        raise ValueError(
+            "train.lora_targets and train.lora_ranks say what LoRA adapts, which train.lora_rank=0 "
+            "turns off; set a rank, or leave them out"
+        )
     return model
 
 
@@ -63,12 +73,14 @@ def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
     trained_groups(model, config.freeze)  # whether the names are right
     wanted = _of_stage(config.stage, model, known)
     if LORA in known:
-        if LORA not in wanted:
+        groups = _adapted_groups(model)
+        if frozen := sorted(groups - wanted):
             raise ValueError(
-                f"train.lora_rank adapts {TEXT_MODULE!r}, which {stage} freezes; set "
-                f"train.lora_rank=0, or choose the stage {TEXT_MODULE} or full"
+                f"train.lora_targets adapts {', '.join(map(repr, frozen))}, which {stage} freezes; "
+                "set train.lora_rank=0, choose the stage full, or leave them out of "
+                "train.lora_targets"
             )
-        wanted -= _groups_of(model, TEXT_MODULE) - {LORA}
+        wanted = (wanted - groups) | {LORA}
     insisted = wanted if config.stage != "full" else wanted & {LORA}
     for name in sorted(insisted & set(config.freeze)):
         why = "train.lora_rank" if name == LORA else stage
@@ -86,6 +98,12 @@ def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
         tuple(g for g in known if g not in trained),
         {g: rates.get(g, config.learning_rate) for g in trained},
     )
+
+
+def _adapted_groups(model: MultimodalModel) -> set[str]:
+    """Freeze groups of which a part has adapters: what they adapt stays fixed, and so the rest."""
+    every = [m.freeze_groups for m in model.modules.values()]
+    return {g for groups in every for part, g in groups.items() if adapter_of(part) in groups}
 
 
 def _groups_of(model: MultimodalModel, module: str) -> set[str]:

@@ -13,7 +13,7 @@ from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, SegmentPlan, Shape
 from models.decoder import DecoderModule
-from models.lora import Lora
+from models.lora import AdaptedModule, Lora
 from models.sizes import DecoderSize, VisionSize
 from models.vit import VisionModule
 
@@ -97,7 +97,7 @@ def test_adapters_need_their_own_products_and_the_way_back():
     low = LAYERS * 2 * N * rank * (
         (WIDTH + HEADS * HEAD) * 2 + (WIDTH + KV_HEADS * HEAD) * 2 + (WIDTH + MLP) * 3
     )  # fmt: skip
-    module = replace(DECODER, lora=Lora(rank, 8.0))
+    module = AdaptedModule(DECODER, Lora(rank, 8.0))
     s = segment(module, trainable=frozenset(("adapter",)), wants_gradient=frozenset())
     flops = needed_flops(s, SHAPE, FORWARD, with_forward=False)
     assert flops == pytest.approx(DENSE + ATTENTION + HEAD_FLOPS + low)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflop_jax.contract import edges_of
+from dflop_jax.contract import edges_of, with_adapter
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
@@ -23,6 +23,8 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from tests.rows import group_of_rows, rows_of
+
+ENDS = ("entry", "exit", "entry_adapter", "exit_adapter")
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def plain_loss_and_grads(model, params, samples):
 
 
 def run_module(module, params, fields):
-    x = module.entry(params["entry"], fields)
+    x = module.entry(with_adapter("entry", params), fields)
     if hasattr(module, "layer_kinds"):
         rows = {kind: iter(range(module.n_layers)) for kind in module.layer_kinds}
         for kind in module.layer_kinds:
@@ -224,11 +226,10 @@ def run_module(module, params, fields):
             layer = {name: a[row] for name, a in params[kind].items()}
             x = module.layer(layer, x, fields, kind=kind)
         return module.exit(params["exit"], x, fields, params["entry"] if module.tied else None)
-    layers = params["layers"]
-    if "adapter" in params:
-        layers = {**layers, "adapter": params["adapter"]}
+    layers = with_adapter("layers", params)
     x, _ = jax.lax.scan(lambda x, p: (module.layer(p, x, fields), None), x, layers)
-    return module.exit(params["exit"], x, fields, params["entry"] if module.tied else None)
+    entry = params["entry"] if module.tied else None
+    return module.exit(with_adapter("exit", params), x, fields, entry)
 
 
 def whole_of(cut, held) -> np.ndarray:
@@ -269,9 +270,9 @@ def join(
                 host = jax.tree.map(np.asarray, tree)
                 if cuts is not None:
                     host = jax.tree.map(whole_of, cuts[s.name][part], host)
-                if part not in ("entry", "exit") and s.rounds > 1:
+                if part not in ENDS and s.rounds > 1:
                     host = jax.tree.map(partial(in_order, plan, s), host)
-                if part not in ("entry", "exit") and part in parts:
+                if part not in ENDS and part in parts:
                     parts[part] = jax.tree.map(
                         lambda a, b: np.concatenate([a, b]), parts[part], host
                     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,21 @@ import optax
 
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import held_cuts
 from models.llava import build
 
 from ..pipeline import plain
 
 RANK, ALPHA = 3, 6.0
 N = 8
+KEY = jax.random.key(0)
 FREEZE = ("llm",)
+# The tower and its ends too, by ranks of their own.
+EVERYWHERE = {
+    "targets": ("llm.*", "vis*", "connector.out"),
+    "ranks": (("vision", 2), ("vision.up", 5), ("*.out", 1)),
+}
+ALL_FROZEN = ("vision", "connector", "llm")
 
 
 @functools.cache
@@ -29,43 +38,58 @@ def base(tied: bool = False, dtype: str = "float32"):
 
 
 @functools.cache
-def adapted(tied: bool = False, dtype: str = "float32"):
-    return base(tied, dtype).with_lora(RANK, ALPHA)
+def adapted(tied: bool = False, dtype: str = "float32", *, everywhere: bool = False):
+    return base(tied, dtype).with_lora(RANK, ALPHA, **(EVERYWHERE if everywhere else {}))
 
 
 def let_act(ex) -> None:
     """Random B instead of zeros, the same whatever the plan."""
     for name, s in ex.programs.segments.items():
-        if "adapter" not in s.parts:
-            continue
-        rng = np.random.default_rng(5)
-        for pair in ex.state.params[name]["adapter"].values():
-            whole = rng.normal(size=(s.module.n_layers, *pair["b"].shape[1:])) * 0.05
-            mine = whole[s.plan.start : s.plan.stop].astype(np.float32)
-            pair["b"] = place(mine, pair["b"].sharding)
+        for part in (p for p in s.own_parts if "adapter" in p):
+            rng = np.random.default_rng(5)
+            lead = (s.module.n_layers,) if part in s.stacked else ()
+            rows = list(s.held_rows.get(part, ()))
+            cuts, structs = held_cuts(s)[part], jax.eval_shape(partial(s.module.init, part), KEY)
+            for name_, pair in ex.state.params[name][part].items():
+                whole = rng.normal(size=(*lead, *structs[name_]["b"].shape)) * 0.05
+                mine = jnp.asarray(whole[rows] if lead else whole, jnp.float32)
+                pair["b"] = place(cuts[name_]["b"].hold(mine), pair["b"].sharding)
 
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
-    """The LLM without adapters, its weights made of theirs: what `Linear` does is not used."""
+    """A module without adapters, its weights made of theirs: what `AdaptedModule` does is not
+    used."""
 
     module: object
 
     def __getattr__(self, name):
         return getattr(self.module, name)
 
+    def entry(self, params, batch):
+        return self.module.entry(fold(params), batch)
+
     def layer(self, params, x, batch):
-        own = {k: v for k, v in params.items() if k != "adapter"}
-        for name, pair in params["adapter"].items():
-            product = jnp.einsum(
-                "ir,ro->io",
-                pair["a"].reshape(-1, RANK),
-                pair["b"].reshape(RANK, -1),
-                precision="highest",
-            )
-            kernel = own[name]["kernel"]
-            own[name] = {**own[name], "kernel": kernel + 2.0 * product.reshape(kernel.shape)}
-        return self.module.layer(own, x, batch)
+        return self.module.layer(fold(params), x, batch)
+
+    def exit(self, params, x, batch, entry=None):
+        return self.module.exit(fold(params), x, batch, entry)
+
+
+def fold(params):
+    own = {k: v for k, v in params.items() if k != "adapter"}
+    for name, pair in params.get("adapter", {}).items():
+        rank = pair["a"].shape[-1]
+        product = jnp.einsum(
+            "ir,ro->io",
+            pair["a"].reshape(-1, rank),
+            pair["b"].reshape(rank, -1),
+            precision="highest",
+        )
+        kernel = own[name]["kernel"]
+        scaled = ALPHA / rank * product.reshape(kernel.shape)
+        own[name] = {**own[name], "kernel": kernel + scaled}
+    return own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,23 +103,25 @@ def samples():
 
 
 @functools.cache
-def oracle(tied: bool):
+def oracle(tied: bool, *, everywhere: bool = False):
     """(initial parameters with acting adapters, loss and gradients of the folded weights, loss
     without the adapters), computed plainly."""
-    m = adapted(tied)
+    m = adapted(tied, everywhere=everywhere)
     plan = plain.plan_of(m, (0, 1, 1, 1), (0, 1, 1, 1))
-    ex = Executor(m, plan, optax.sgd(1.0), freeze=FREEZE)
+    ex = Executor(m, plan, optax.sgd(1.0), freeze=ALL_FROZEN if everywhere else FREEZE)
     ex.init(0)
     let_act(ex)
     params = plain.join(plan, ex.state.params)
     ex.close()
     modules = base(tied).modules
-    folded = FoldedModel({**modules, "llm": Folded(modules["llm"])})
+    folded = FoldedModel({name: Folded(module) for name, module in modules.items()})
     loss, grads = plain.plain_loss_and_grads(folded, params, samples())
     # By the same programs, which take seconds to compile.
-    silent = jax.tree.map(np.zeros_like, params["llm"]["adapter"])
-    llm = params["llm"] | {"adapter": silent}
-    without, _ = plain.plain_loss_and_grads(folded, params | {"llm": llm}, samples())
+    silent = {
+        name: {p: jax.tree.map(np.zeros_like, t) if "adapter" in p else t for p, t in tree.items()}
+        for name, tree in params.items()
+    }
+    without, _ = plain.plain_loss_and_grads(folded, silent, samples())
     return params, loss, grads, without
 
 

@@ -124,6 +124,10 @@ def test_each_part_has_a_rate():
     assert lora == TrainedParts(("llm",), {"vision": 1e-3, "connector": 1e-3, "lora": 1e-4})
     assert parts(lora_rank=2, stage="llm").rates == {"lora": 1e-3}
     assert parts(lora_rank=2, stage="llm", freeze=("llm",)).rates == {"lora": 1e-3}
+    tower = parts(lora_rank=2, lora_targets=("llm", "vision.*"), lora_ranks=("vision=1",))
+    assert tower == TrainedParts(("vision", "llm"), {"connector": 1e-3, "lora": 1e-3})
+    connector = parts(lora_rank=2, lora_targets=("connector",), stage="connector")
+    assert connector == TrainedParts(("vision", "connector", "llm"), {"lora": 1e-3})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,10 @@ def test_each_part_has_a_rate():
         ({"freeze": ("vision", "connector", "llm")}, "nothing is left to train"),
         ({"freeze": ("lora",)}, "cannot freeze ['lora']"),
         ({"lora_rank": 2, "freeze": ("lora",)}, "names 'lora', which train.lora_rank trains"),
-        ({"lora_rank": 2, "stage": "connector"}, "which train.stage=connector freezes; set"),
+        ({"lora_rank": 2, "stage": "connector"}, "'llm', which train.stage=connector freezes; set"),
+        ({"lora_rank": 2, "lora_targets": ("llm", "vision"), "stage": "llm"}, "adapts 'vision', w"),
+        ({"lora_rank": 2, "lora_targets": ("q_proj",)}, "'q_proj' matches no matrix"),
+        ({"lora_targets": ("vision",)}, "train.lora_rank=0 turns off; set a rank"),
         ({"learning_rates": ("audio=1e-5",)}, "'audio', which the model does not have; what train"),
         (
             {"learning_rates": ("vision=1e-5",), "freeze": ("vision",)},

@@ -32,7 +32,7 @@ def why_refused(command: Command, capsys) -> str:
         {"dflop": _dflop, "python": _python, "make": _make}[command.words[0]](command)
     except SystemExit as e:
         said = capsys.readouterr().err.strip()
-        lacks = "required" in said and not command.whole
+        lacks = ("required" in said or "expected" in said) and not command.whole
         return "" if e.code == 0 or lacks else said
     except (ValueError, AssertionError) as e:
         return str(e)
@@ -126,6 +126,7 @@ def test_readme_opens_with_what_it_is_and_has_commands_of_every_kind():
         ("dflop trian a.py", "invalid choice"),
         ("srun dflop launch -n 2 -- dflop train a.py --plan.policy best", "is not one of"),
         ("dflop export RUN --ema", "required"),
+        ("dflop launch -n", "expected one argument"),
         ("dflop report", "no command"),
         ("make coffee", "no target"),
         ("python benchmarks/many.py --colour red", "unrecognized"),

@@ -34,6 +34,7 @@ from dflop_jax.cli import (
     simulate,
     train,
     verify,
+    watch,
 )
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.front_door import front_door_arguments
@@ -66,6 +67,7 @@ COMMANDS = (
     Command(generate, "show a trained model's answer to a prompt", "experiment"),
     Command(export, "write a run's weights for transformers", ""),
     Command(verify, "prove published weights: read, written again, beside transformers", ""),
+    Command(watch, "follow runs on a page of this machine while they write", ""),
     Command(report, "show one run, or compare several in a table and a page", ""),
 )
 

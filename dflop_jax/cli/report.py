@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> Any:
         picture = Path("compare.png")
     for file in (page, picture):
         check_answer_file(file)
-    wrote = [write_page(folders, page, _memory)]
+    wrote = [write_page(folders, page, trace_memory)]
     stepped = [f for f in folders if has_steps(f)]  # the others have a simulated trace alone
     if stepped:
         table = compare(stepped, picture)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> Any:
     return compare_json(stepped) if stepped else {"runs": []}
 
 
-def _memory(folder: Path, plan: Any, trace: Any, labels: Any) -> Any:
+def trace_memory(folder: Path, plan: Any, trace: Any, labels: Any) -> Any:
     """Memory over time of a run's trace, from its profile."""
     from dflop_jax.record_files import load
     from dflop_jax.records import Profile

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dflop_jax.records import REDUCE, RETURN, SEND, UPDATE
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE
 from dflop_jax.report import spent
+from dflop_jax.report.metrics import IDLE as IDLE_PHASE
 
 IDLE, INK, FAINT = "#eef0f3", "#1f2933", "#7b8794"
 Palette = Mapping[str, tuple[str, str]]  # module -> (forward, backward)
@@ -20,6 +21,10 @@ MODULE_COLOURS = {
 OTHER_COLOURS = (("#c7d59f", "#6b8e23"), ("#f4b6c2", "#c2455f"), ("#d9c7b0", "#8c6239"))
 # Of tasks that look alike whatever their module.
 DIRECTION_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d", SEND: "#b3bcc8", RETURN: "#8793a3"}
+# Of curves that have no colour of their own, by turns: runs, say.
+LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
+_PHASES = {FORWARD: "#7fcdbb", BACKWARD: "#1b8a7a"}  # of a step's seconds, whatever the module
+_IDLE_PHASE = ("#d5dae0", "#3b444e")  # light and dark
 # Of what a run's seconds go to, training apart; the last is time that no process had.
 _SPENT_COLOURS = (
     "#9ecae1", "#7fcdbb", "#fdd49e", "#d4b9da", "#c7d59f", "#c2455f", "#b3bcc8",
@@ -53,6 +58,14 @@ def palette(modules: Sequence[str]) -> Palette:
     others = [m for m in modules if m not in MODULE_COLOURS]
     spare = {m: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, m in enumerate(others)}
     return {m: MODULE_COLOURS.get(m) or spare[m] for m in modules}
+
+
+def phase_colours(phase: str) -> tuple[str, str]:
+    """The colours, light and dark, of what a step's seconds go to (`metrics.StepFigures`)."""
+    if phase == IDLE_PHASE:
+        return _IDLE_PHASE
+    light = (_PHASES | DIRECTION_COLOURS | spent_colours()).get(phase, LINE_COLOURS[0])
+    return light, DARK[light]
 
 
 def spent_colours() -> dict[str, str]:

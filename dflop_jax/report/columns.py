@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dflop_jax.report.curves import Curve, Means
 from dflop_jax.report.metrics import KEYED, SCALARS, WARMUP_STEPS, SkippedUpdate
 from dflop_jax.report.row_file import whole_lines
 from dflop_jax.report.run_folder import checked_row, metrics_file, no_step
@@ -21,8 +23,7 @@ from dflop_jax.report.run_folder import checked_row, metrics_file, no_step
 # Steps that medians are of: all of a run up to here, else as many drawn at random, by which a
 # percentile moves by less than one.
 MEDIAN_STEPS = 20_000
-# A curve's points, two for each pixel of the widest picture.
-CURVE_POINTS = 4096
+PICTURE_POINTS = 600  # most of a page's curve
 ADDED_UP = ("compiles", "schedule_wait_s", "n_bad")
 _RUNS_REMEMBERED = 4  # a report asks several times for the figures of each run
 
@@ -88,37 +89,90 @@ def read_columns(folder: str | Path) -> Columns:
 
 @lru_cache(_RUNS_REMEMBERED)
 def _read(path: Path, size: int, changed_ns: int) -> Columns:
-    columns, warm_up, steady, curve = Columns(), [], _Steady(), _Curve()
-    for n, line in enumerate(whole_lines(path), 1):
+    reader = ColumnReader(path)
+    for line in whole_lines(path):
+        reader.add(line)
+    return reader.columns()
+
+
+# Fields that pages draw over the steps.
+DRAWN = ("step_s", "mfu", "flops_per_s")
+DRAWN_BY_NAME = (
+    "phase_s", "mfu_by_module", "flops_per_s_by_module", "padding_fraction", "imbalance",
+    "memory_bytes", "own",
+)  # fmt: skip
+REPLACED = "samples replaced"  # so far: the drawn sum of `n_bad`
+
+
+class ColumnReader:
+    """Adds up the rows of a metrics.jsonl, a line at a time; what it holds is bounded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._n_lines = 0
+        self._columns, self._steady, self.losses = Columns(), _Steady(), Curve()
+        self.means = Means(PICTURE_POINTS)
+        self._warm_up: list[Any] = []
+
+    def add(self, line: bytes) -> None:
+        """Add a row; ValueError names the place of a broken one, which counts for nothing."""
+        self._n_lines += 1
         try:
             row = _ROWS.decode(line)
         except msgspec.DecodeError as e:
-            checked_row(line, f"{path}:{n}")
-            raise ValueError(f"{path}:{n}: not a row of metrics ({e}); remove the line") from None
-        loss = math.nan if row.loss is None else row.loss
-        if n == 1:
+            where = f"{self._path}:{self._n_lines}"
+            checked_row(line, where)
+            raise ValueError(f"{where}: not a row of metrics ({e}); remove the line") from None
+        columns, loss = self._columns, math.nan if row.loss is None else row.loss
+        if not columns.n_steps:
             columns.first_step, columns.loss_first = row.step, loss
+        columns.n_steps += 1
         columns.last_step, columns.loss_last = row.step, loss
         for name in ADDED_UP:
             columns.sums[name] += getattr(row, name) or 0
-        curve.add(row.step, loss)
-        if n <= WARMUP_STEPS:
-            warm_up.append(row)
+        self.losses.add(row.step, loss)
+        self.means.add(row.step, _drawn(row, columns.sums["n_bad"]))
+        if columns.n_steps <= WARMUP_STEPS:
+            self._warm_up.append(row)
+            for name in ADDED_UP:
+                columns.warm_up_sums[name] += getattr(row, name) or 0
         else:
-            steady.add(row)
+            self._steady.add(row)
         columns.n_skipped += row.skipped is not None
         columns.n_integer += (row.integer_bound_s or 0) > 0
         columns.made_by[row.made_by or "unknown"] += 1
-        columns.n_steps = n
-    if not columns.n_steps:
-        raise no_step(path)
-    for row in warm_up:
-        for name in ADDED_UP:
-            columns.warm_up_sums[name] += getattr(row, name) or 0
-        if columns.n_steps <= WARMUP_STEPS:
-            steady.add(row)
-    columns.values, columns.curve = steady.columns(), curve.points()
-    return columns
+
+    @property
+    def n_steps(self) -> int:
+        return self._columns.n_steps
+
+    def columns(self) -> Columns:
+        """What the rows so far come to; ValueError: there is none."""
+        if not self.n_steps:
+            raise no_step(self._path)
+        steady = self._steady
+        if self.n_steps <= WARMUP_STEPS:
+            steady = _Steady()
+            for row in self._warm_up:
+                steady.add(row)
+        sums, warm_up_sums = dict(self._columns.sums), dict(self._columns.warm_up_sums)
+        return replace(
+            self._columns,
+            made_by=Counter(self._columns.made_by),
+            sums=sums,
+            warm_up_sums=warm_up_sums,
+            values=steady.columns(),
+            curve=self.losses.points(),
+        )
+
+
+def _drawn(row: Any, n_replaced: float) -> Iterator[tuple[Hashable, float | None]]:
+    yield REPLACED, n_replaced
+    for name in DRAWN:
+        yield name, getattr(row, name)
+    for name in DRAWN_BY_NAME:
+        for key, value in (getattr(row, name) or {}).items():
+            yield (name, key), value
 
 
 class _Steady:
@@ -156,46 +210,3 @@ class _Steady:
 
     def columns(self) -> dict[str | tuple[str, str], np.ndarray]:
         return {k: v[: self._seen].copy() for k, v in self._columns.items()}
-
-
-Point = tuple[int, float]
-
-
-class _Curve:
-    """A curve that keeps the lowest and the highest value of each of a bounded number of stretches
-    of equal length."""
-
-    def __init__(self) -> None:
-        self._length = 1  # rows in a stretch
-        self._rows = 0
-        self._stretches: list[tuple[Point, Point]] = []
-
-    def add(self, step: int, value: float) -> None:
-        point = step, value
-        if self._rows % self._length == 0:
-            if len(self._stretches) == CURVE_POINTS:
-                pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
-                self._stretches = [_joined(a, b) for a, b in pairs]
-                self._length *= 2
-            self._stretches.append((point, point))
-        else:
-            self._stretches[-1] = _joined(self._stretches[-1], (point, point))
-        self._rows += 1
-
-    def points(self) -> tuple[list[float], list[float]]:
-        points = [p for stretch in self._stretches for p in sorted({*stretch})]
-        return [float(step) for step, _ in points], [value for _, value in points]
-
-
-def _joined(a: tuple[Point, Point], b: tuple[Point, Point]) -> tuple[Point, Point]:
-    """The lowest and the highest point of two stretches; a NaN gives way to any number."""
-    (a_low, a_high), (b_low, b_high) = a, b
-    if math.isnan(a_low[1]):
-        return b
-    if math.isnan(b_low[1]):
-        return a
-    return min(a_low, b_low, key=_value), max(a_high, b_high, key=_value)
-
-
-def _value(point: Point) -> float:
-    return point[1]

@@ -1,34 +1,40 @@
-"""One self-contained HTML page about runs: timelines, memory over time, figures and plans.
+"""One self-contained HTML page about runs: charts over their steps, timelines, memory over time,
+figures and plans; of runs that are over (`dflop report`), and of runs that go on (`dflop watch`).
 
-The page loads nothing. Its data stand in a script tag as JSON; `page.js` draws them (layout,
-drawing), `page_input.js` zooms and shows details, `page.css` holds the looks of light and dark.
-Tables are plain HTML, so they are there without JavaScript.
+The page loads nothing. Its data stand in a script tag as JSON; `page.js` draws timelines (layout,
+drawing), `page_charts.js` charts, `page_input.js` zooms and shows details, `page.css` holds the
+looks of light and dark. Tables are plain HTML, so they are there without JavaScript. A live page
+has `page_follow.js` besides, which asks its own server for newer charts and tables.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
+from dflop_jax.report.charts import drawing
 from dflop_jax.report.colours import DARK, INK, luminance, spent_colours
 from dflop_jax.report.compare import compared, run_names, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.panels import Panel, label_of, legend_entries, panel_of, rows_of
-from dflop_jax.report.run_folder import SIMULATED, TRACE, has_steps, read_plan
+from dflop_jax.report.reader import RunReader, read_run
+from dflop_jax.report.run_folder import SIMULATED, TRACE
+from dflop_jax.report.spent import Spent
 from dflop_jax.report.summary import (
     RunSummary,
     bucket_text,
     label_texts,
     number,
     submesh_rows,
-    summarise,
 )
 from dflop_jax.report.trace import read_trace
 
@@ -41,12 +47,13 @@ Memory = Callable[
 
 @dataclass(frozen=True)
 class _Run:
-    """A run of the page; `summary` is None where it did no step."""
+    """A run of the page; `summary` is None where it did no step, `plan` before there is one."""
 
     name: str
     folder: Path
-    plan: Plan
+    plan: Plan | None
     summary: RunSummary | None
+    spent: Spent | None
     traces: list[tuple[Panel, dict[int, str]]]
 
 
@@ -73,55 +80,102 @@ def page(folders: Sequence[Path], memory: Memory | None = None) -> str:
     Raises:
       ValueError: no folder, or one with neither steps nor trace, without plan, or a broken file.
     """
-    runs = [_read(name, folder) for name, folder in run_names(folders).items()]
+    return render([read_run(name, f) for name, f in run_names(folders).items()], memory)
+
+
+def render(readers: Sequence[RunReader], memory: Memory | None = None, *, version: str = "") -> str:
+    """The page about what was read of runs. One that has a `version` is live: it asks where it
+    comes from for what was added since (`progress`), and shows it."""
+    live = bool(version)
+    runs = [_run(reader) for reader in readers]
     shown = [(run, panel, labels) for run in runs for panel, labels in run.traces]
     legend = legend_entries([panel for _, panel, _ in shown]) if shown else {"idle": ""}
     colours = [_colour(label, c) for label, c in legend.items() if label != "idle"]
     index = {c["label"]: i for i, c in enumerate(colours)}
     panels = [_panel(run, panel, labels, index, memory) for run, panel, labels in shown]
-    stepped = [run for run in runs if run.summary is not None]
-    summaries = [run.summary for run in stepped if run.summary is not None]
     heading = _joined([run.name for run in runs])
-    figures = compared(summaries) if summaries else []
-    template = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
-    return template.from_string(_source("page.html")).render(
-        title=f"{heading} · dflop report",
+    scripts = ["page.js", "page_charts.js", "page_input.js", *["page_follow.js"] * live]
+    return _TEMPLATES.get_template("page.html").render(
+        title=f"{heading} · dflop {'watch' if live else 'report'}",
         heading=heading,
         css=Markup(_source("page.css")),
-        script=Markup(_source("page.js") + _source("page_input.js")),
+        script=Markup("".join(map(_source, scripts))),
         colours=colours,
         panels=panels,
-        data={"panels": panels},
-        notes=_notes(runs),
-        names=[run.name for run in stepped],
-        speedups=_verdict(stepped, summaries),
-        figures=figures[1:] if len(summaries) == 1 else figures,
-        spent=[_spent(run.name, run.summary) for run in stepped],
-        warmup=WARMUP_STEPS,
-        plans=[_plan(run) for run in runs],
+        live=live,
+        data={"panels": panels, **progress(readers, version)},
+        notes=_notes(runs, live=live),
+        **_tables(runs),
     )
+
+
+def progress(readers: Sequence[RunReader], version: str = "") -> dict[str, Any]:
+    """What a page shows of runs that go on but its tables: charts and where each run is."""
+    return {
+        "version": version,
+        "stamp": str([reader.stamp() for reader in readers]) if version else "",
+        "status": [_status(reader, live=bool(version)) for reader in readers],
+        **drawing(readers),
+    }
+
+
+def tables(readers: Sequence[RunReader]) -> str:
+    """The page's tables alone."""
+    return _TEMPLATES.get_template("page_tables.html").render(_tables([_run(r) for r in readers]))
+
+
+def _tables(runs: Sequence[_Run]) -> dict[str, Any]:
+    stepped = [run for run in runs if run.summary is not None]
+    summaries = [run.summary for run in stepped if run.summary is not None]
+    figures = compared(summaries) if summaries else []
+    return {
+        "names": [run.name for run in stepped],
+        "speedups": _verdict(stepped, summaries),
+        "figures": figures[1:] if len(summaries) == 1 else figures,
+        "spent": [_spent(run.name, run.spent) for run in runs if run.spent],
+        "warmup": WARMUP_STEPS,
+        "plans": [_plan(run.name, run.plan) for run in runs if run.plan],
+    }
+
+
+def _status(reader: RunReader, *, live: bool) -> str:
+    """Where a run is, in words; the time of its last row where it may go on."""
+    planned, done = reader.n_planned(), reader.rows.n_steps
+    of = f" of {planned:,}" if planned else ""
+    parts = [f"{reader.name}: {done:,} steps" + of * (done != planned)]
+    if reader.left_bytes:
+        parts.append(f"{reader.left_bytes / 1e6:,.0f} MB of its rows are still to be read")
+    elif live and reader.spent.until_s:
+        ago_s = max(time.time() - reader.spent.until_s, 0.0)
+        parts.append(f"its last row {timedelta(seconds=round(ago_s))} ago")
+    return "; ".join([*parts, *reader.notes])
 
 
 def _source(name: str) -> str:
     return resources.files("dflop_jax.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _read(name: str, folder: Path) -> _Run:
+_TEMPLATES = Environment(
+    loader=FunctionLoader(_source), autoescape=True, trim_blocks=True, undefined=StrictUndefined
+)
+
+
+def _run(reader: RunReader) -> _Run:
     titles = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"}
-    files = [file for file in titles if (folder / file).exists()]
-    # Without a trace there is nothing to show of a run without steps: the error says what to do.
-    summary = summarise(folder) if not files or has_steps(folder) else None
-    plan = read_plan(folder)
-    traces = []
-    for file in files:
-        for trace, labels in read_trace(folder / file):
+    name, plan, traces = reader.name, reader.plan(), []
+    for file in titles:
+        path = reader.folder / file
+        for trace, labels in read_trace(path) if plan and path.exists() else ():
             title = titles[file].format(name=name, step=trace.step, source=trace.source)
-            if trace.makespan_s > 0:
+            if plan and trace.makespan_s > 0:
                 traces.append((panel_of(plan.layout, trace, title), labels))
-    return _Run(name, folder, plan, summary, traces)
+    spent = reader.spent.spent()
+    return _Run(name, reader.folder, plan, reader.summary(plan), spent, traces)
 
 
-def _notes(runs: Sequence[_Run]) -> list[str]:
+def _notes(runs: Sequence[_Run], *, live: bool) -> list[str]:
+    if live:  # what is not there may come
+        return []
     notes = [
         f"{r.name}: simulated, no step trained; figures come with a training run."
         for r in runs
@@ -146,17 +200,17 @@ def _verdict(runs: Sequence[_Run], summaries: Sequence[RunSummary]) -> list[dict
     ]
 
 
-def _spent(name: str, summary: RunSummary | None) -> dict[str, Any]:
-    """Where a run's time went: (what, share, colour) of every part; none where nothing tells."""
-    spent, colours = summary.spent if summary else None, spent_colours()
-    parts = spent.shares().items() if spent else ()
-    return {"name": name, "parts": [(what, share, colours[what]) for what, share in parts]}
+def _spent(name: str, spent: Spent) -> dict[str, Any]:
+    """Where a run's time went: (what, share, colour) of every part."""
+    colours = spent_colours()
+    parts = [(what, share, colours[what]) for what, share in spent.shares().items()]
+    return {"name": name, "parts": parts}
 
 
-def _plan(run: _Run) -> dict[str, Any]:
-    plan, how = run.plan, run.plan.scheduling
+def _plan(name: str, plan: Plan) -> dict[str, Any]:
+    how = plan.scheduling
     return {
-        "name": run.name,
+        "name": name,
         "text": f"policy {plan.policy} · order {how.order}, lookahead {how.lookahead} · "
         f"{how.grouping} grouping, {plan.layout.group_size} a group",
         "submeshes": submesh_rows(plan.layout),
@@ -173,12 +227,13 @@ def _panel(
 ) -> dict[str, Any]:
     """What page.js draws of a trace; a task is [row, start_s, end_s, colour, segment, direction,
     group, bucket]."""
+    assert run.plan is not None, "a panel is of a plan"
     trace, rows = panel.trace, _rows(panel)
     row_number = {name: i for i, name in enumerate(rows)}
     busy, links = trace.busy_fraction(), _links(trace)
     texts = label_texts(run.plan.layout)
     shade = {e: colours[label_of(e, panel.modules)] for e in trace.events}
-    curves, note = _memory(run, trace, labels, memory)
+    curves, note = _memory(run.folder, run.plan, trace, labels, memory)
     return {
         "title": panel.title,
         "makespan_s": trace.makespan_s,
@@ -231,13 +286,13 @@ def _links(trace: Trace) -> dict[str, str]:
 
 
 def _memory(
-    run: _Run, trace: Trace, labels: Mapping[int, str], memory: Memory | None
+    folder: Path, plan: Plan, trace: Trace, labels: Mapping[int, str], memory: Memory | None
 ) -> tuple[Mapping[str, Sequence[tuple[float, float]]], str]:
     """Return the curves, or none of them and why."""
     if memory is None:
         return {}, ""
     try:
-        return memory(run.folder, run.plan, trace, labels), ""
+        return memory(folder, plan, trace, labels), ""
     except ValueError as e:
         return {}, f"memory over time is not known: {' '.join(str(e).split())}"
 

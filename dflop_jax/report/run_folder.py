@@ -154,14 +154,6 @@ class RunFolder:
         # An evaluation is numbered by the steps before it.
         self.rows[EVALUATIONS].keep(lambda row: row.step <= start_step)
 
-    def evaluations(self) -> list[HeldOutRow]:
-        """The evaluations of the run so far.
-
-        Raises:
-          ValueError: a line is broken, named as file:line.
-        """
-        return [*_evaluations(self.path / EVALUATIONS)]
-
     def __enter__(self) -> Self:
         return self
 
@@ -287,6 +279,15 @@ class HeldOutRow(msgspec.Struct):
     loss: float | None
     accuracy: float | None
     by_source: dict[str, dict[str, float | None]] = {}
+
+
+def read_evaluations(folder: str | Path) -> list[HeldOutRow]:
+    """The whole rows of a run's evaluations.jsonl; none without it.
+
+    Raises:
+      ValueError: one is broken, named as file:line.
+    """
+    return [*_evaluations(Path(folder) / EVALUATIONS)]
 
 
 def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:

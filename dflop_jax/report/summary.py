@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dflop_jax.records import AXES, Bucket, Layout, Shape
-from dflop_jax.report.columns import MEDIAN_STEPS, read_columns
+from dflop_jax.records import AXES, Bucket, Layout, Plan, Shape
+from dflop_jax.report.columns import MEDIAN_STEPS, Columns, read_columns
 from dflop_jax.report.metrics import KEYED, WARMUP_STEPS, Spread, StepFigures, spread
 from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
@@ -80,7 +80,11 @@ def summarise(folder: str | Path) -> RunSummary:
       ValueError: no such folder, no step in its metrics, or a broken or missing plan.
     """
     path = Path(folder)
-    rows, plan = read_columns(path), read_plan(path)
+    return summary_of(path, read_columns(path), read_plan(path), read_spent(path))
+
+
+def summary_of(path: Path, rows: Columns, plan: Plan, spent: Spent | None) -> RunSummary:
+    """The figures of a run, from what was read of its folder."""
 
     def medians(name: str) -> dict[str, float]:
         return {k: spread(v).median for k, v in rows.column_of(name).items()}
@@ -118,7 +122,7 @@ def summarise(folder: str | Path) -> RunSummary:
         held_out=_held_out(path),
         submeshes=_submesh_texts(plan.layout),
         buckets=[bucket_text(b) for b in plan.layout.buckets],
-        spent=read_spent(path),
+        spent=spent,
         **of_step,
     )
 

@@ -20,7 +20,15 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dflop_jax.records import Event
-from dflop_jax.report.colours import FAINT, IDLE, INK, Palette, luminance, palette
+from dflop_jax.report.colours import (
+    FAINT,
+    IDLE,
+    INK,
+    LINE_COLOURS,
+    Palette,
+    luminance,
+    palette,
+)
 from dflop_jax.report.panels import Panel, colour_of, legend_entries, modules_of, rows_of
 
 WIDTH_PX, DPI = 1400, 100
@@ -29,7 +37,6 @@ LEFT_IN, RIGHT_IN = 1.35, 0.85
 LEGEND_COLUMNS = 8
 BAR = 0.80  # height of a bar in a row of height 1
 Curve = tuple[Sequence[float], Sequence[float]]  # steps, losses
-LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
 
 
 def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], out: str | Path) -> None:

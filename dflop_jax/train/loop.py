@@ -19,6 +19,7 @@ from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Layout, PriceList
+from dflop_jax.report.run_folder import read_evaluations
 from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING, read_spent
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
@@ -326,7 +327,7 @@ class Loop:
             return BestLoss()
         best = BestLoss()
         if self.folder:
-            best = best_of(self.folder.evaluations(), self.saver.steps())
+            best = best_of(read_evaluations(self.folder.path), self.saver.steps())
         shared = self.peers.share("best", msgspec.json.encode(best))
         return msgspec.json.decode(shared, type=BestLoss)
 

@@ -105,10 +105,14 @@ class Browser:
 
     def show(self, page: Path, width: int = 1280, height: int = 900, *, dark: bool = False) -> None:
         """Open a file at a window size, in light or dark."""
-        self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._devtools("Emulation.setEmulatedMedia", features=[scheme])
-        self._post("/url", {"url": page.resolve().as_uri()})
+        self.open(page.resolve().as_uri(), width, height)
+
+    def open(self, url: str, width: int = 1280, height: int = 900) -> None:
+        """Open an address at a window size."""
+        self.resize(width, height)
+        self._post("/url", {"url": url})
 
     def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from dflop_jax.report import columns
+from dflop_jax.report import columns, curves
 from dflop_jax.report.columns import read_columns
 from dflop_jax.report.run_folder import read_metrics
 
@@ -55,7 +55,7 @@ def test_a_short_run_has_the_figures_of_all_its_rows(tmp_path, n):
 
 def test_a_long_run_is_held_in_part(tmp_path, monkeypatch):
     monkeypatch.setattr(columns, "MEDIAN_STEPS", 500)
-    monkeypatch.setattr(columns, "CURVE_POINTS", 16)
+    monkeypatch.setattr(curves, "CURVE_POINTS", 16)
     n = 5000
     folder = write(tmp_path / "run", made_rows(n))
     tracemalloc.start()

@@ -45,7 +45,7 @@ class Parsed(HTMLParser):
     def data(self):
         """What the script tag of data holds."""
         at = [t for t, _ in self.tags if t in ("script", "style")].index("script")
-        scripts = [x for x in self.texts if x.startswith('{"panels"')]
+        scripts = [x for x in self.texts if x.startswith('{"axes"')]
         assert (at, len(scripts)) == (1, 1)  # the page's style stands first
         return json.loads(scripts[0])
 
@@ -177,7 +177,7 @@ def test_a_run_without_trace_keeps_its_tables(make_run):
     run = make_run()
     (run / "trace.json").unlink()
     parsed = Parsed(page([run]))
-    assert parsed.data == {"panels": []}
+    assert parsed.data["panels"] == []
     assert "run: no trace, so no timeline; a run writes its trace when it ends." in parsed.texts
     assert "Timelines" not in parsed.texts
     assert "step time, median" in parsed.texts
@@ -269,7 +269,10 @@ def test_every_file_of_the_page_is_package_data():
     shipped = {
         f for glob in settings["package-data"]["dflop_jax.report"] for f in folder.glob(glob)
     }
-    assert {f.name for f in shipped} == {"page.html", "page.css", "page.js", "page_input.js"}
+    assert {f.name for f in shipped} == {
+        "page.html", "page_tables.html", "page.css", "page.js", "page_charts.js", "page_input.js",
+        "page_follow.js",
+    }  # fmt: skip
     assert shipped == {f for f in folder.iterdir() if f.suffix not in (".py", "")}
 
 

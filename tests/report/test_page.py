@@ -26,6 +26,7 @@ return [...document.querySelectorAll(".plot")].map((plot) => {
 """
 RANGE = "const d = document.getElementById('range').dataset; return [Number(d.from), Number(d.to)]"
 TIP = "const t = document.getElementById('tip'); return t.hidden ? '' : t.innerText"
+TO_TIMELINES = "document.getElementById('timelines').scrollIntoView()"
 RIGHT, DOWN, TAB = "\ue014", "\ue015", "\ue004"
 
 
@@ -49,6 +50,7 @@ def shown(browser, make_run, tmp_path):
     def show(width: int = 1280, **more):
         runs = [make_run("blind", slow=2.0), make_run("dflop")]
         browser.show(write_page(runs, tmp_path / "r.html", memory), width, **more)
+        browser.js(TO_TIMELINES)
         return [t for run in runs for t in read_traces(run)]
 
     yield show
@@ -114,7 +116,7 @@ def test_the_wheel_zooms_about_the_pointer_and_keys_reset(browser, shown):
     left, top, width = plot_box(browser)
     browser.wheel(left + 0.25 * width, top + 30, 300)  # out of everything: the page scrolls instead
     assert browser.js(RANGE) == [0, pytest.approx(span)]
-    browser.js("scrollTo(0, 0)")
+    browser.js(TO_TIMELINES)
     before = browser.js(BOXES)[0][0][1]
     browser.wheel(left + 0.25 * width, top + 30, -120)
     low, high = browser.js(RANGE)
@@ -185,6 +187,7 @@ def test_a_new_width_keeps_the_range(browser, shown):
     assert [len(p) for p in browser.js(BOXES)] == [len(t.events) for t in traces]
     assert browser.js("return document.querySelectorAll('b').length") == texts
     assert browser.js("return document.documentElement.scrollWidth") <= 400
+    browser.js(TO_TIMELINES)
     left, top, width = plot_box(browser)
     browser.wheel(left + width / 2, top + 30, -120)  # the new drawing listens too
     assert browser.js(RANGE)[1] - browser.js(RANGE)[0] < before[1] - before[0]
@@ -252,6 +255,7 @@ def test_thousands_of_tasks_of_many_submeshes(browser, make_run, tmp_path):
     extra = (Event("a → b", "a", 0, SEND, 0.0, 0.0),)
     write_trace(run / SIMULATED, [Trace(0, "simulated", events + extra)])
     browser.show(write_page([run], tmp_path / "r.html"))
+    browser.js(TO_TIMELINES)
     marks = browser.js(BOXES)[2]
     assert len(marks) == len(events) + 1 > 3000
     assert min(m[1] for m in marks) > 0.3  # even the shortest can be seen

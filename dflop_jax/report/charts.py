@@ -1,0 +1,154 @@
+"""What a page draws over the steps of runs: charts of lines, as plain values for JSON.
+
+A chart is {"title", "unit", "over", "stacked", "from_zero", "lines"}; a line is {"name", "light",
+"dark", "dash", "axis", "y"}: colours of a light and a dark page, a number of a kind of dashes,
+which of the `axes` it is over, and its values there, null where there is none. Units are "", "s",
+"%" (of 1), "bytes" and "FLOP/s".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflop_jax.report.colours import DARK, LINE_COLOURS, palette, phase_colours
+from dflop_jax.report.columns import PICTURE_POINTS, REPLACED
+from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST
+from dflop_jax.report.reader import RunReader
+
+_MOST_OWN = 12  # charts of the user's own metrics
+_MEMORY = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239"}
+_PER_NAME = (
+    ("mfu_by_module", "MFU", "%"),
+    ("flops_per_s_by_module", "model FLOP a second", "FLOP/s"),
+    ("padding_fraction", "padding", "%"),
+    ("imbalance", "imbalance: fullest over mean data rank", "%"),
+    ("memory_bytes", "memory in use", "bytes"),
+)
+
+
+@dataclass
+class _Drawing:
+    """Axes and charts so far."""
+
+    axes: list[list[float]] = field(default_factory=list)
+    charts: list[dict[str, Any]] = field(default_factory=list)
+
+    def axis(self, x: Sequence[float]) -> int:
+        self.axes.append([_short(v) or 0.0 for v in x])
+        return len(self.axes) - 1
+
+    def chart(self, title: str, unit: str, lines: Sequence[dict[str, Any]], **more: Any) -> None:
+        drawn = [line for line in lines if any(y is not None for y in line["y"])]
+        if drawn:
+            usual = {"over": "step", "stacked": False, "from_zero": True}
+            self.charts.append({"title": title, "unit": unit, **usual, **more, "lines": drawn})
+
+
+def drawing(runs: Sequence[RunReader]) -> dict[str, Any]:
+    """The axes and charts of runs, all in one picture but for the phases of each one's steps."""
+    d = _Drawing()
+    axes = [d.axis(run.rows.means.x) for run in runs]
+    several = len(runs) > 1
+    losses = [line for i, run in enumerate(runs) for line in _losses(d, i, run, several)]
+    d.chart("loss", "", losses, from_zero=False)
+    phased = [any(_keys(run, "phase_s")) for run in runs]
+    if several or not all(phased):
+        d.chart("step time", "s", _of_runs(runs, axes, "step_s", "step time"))
+    for i, run in enumerate(runs):
+        title = "step time by phase" + f", {run.name}" * several
+        lines = [
+            _line(key, phase_colours(key), 0, axes[i], run.rows.means.of(("phase_s", key)))
+            for key in _keys(run, "phase_s")
+        ]
+        d.chart(title, "s", lines, stacked=True)
+    has_mfu = any(_keys(run, "mfu_by_module") for run in runs)
+    for name, title, unit in _PER_NAME:
+        if name == "flops_per_s_by_module" and has_mfu:
+            continue
+        d.chart(title, unit, _by_name(runs, axes, name, several))
+    d.chart("samples replaced so far", "", _of_runs(runs, axes, REPLACED, "samples"))
+    goodput = []
+    for i, run in enumerate(runs):
+        share, name = run.spent.goodput, run.name if several else "steps that count"
+        goodput.append(_line(name, _colour_of(i), 0, d.axis(share.x), share.of("")))
+    d.chart("goodput so far", "%", goodput, over="hours")
+    own = dict.fromkeys(key for run in runs for key in _keys(run, "own"))
+    for key in [*own][:_MOST_OWN]:
+        d.chart(key, "", _of_runs(runs, axes, ("own", key), key), from_zero=False)
+    return {"axes": d.axes, "charts": d.charts}
+
+
+def _losses(d: _Drawing, i: int, run: RunReader, several: bool) -> list[dict[str, Any]]:
+    steps, losses = run.rows.losses.points(PICTURE_POINTS)
+    lines = [_line(run.name if several else "loss", _colour_of(i), 0, d.axis(steps), losses)]
+    if held_out := run.evaluations():
+        axis = d.axis([row.step for row in held_out])
+        name = "held out" + f", {run.name}" * several
+        lines.append(_line(name, _colour_of(i + (not several)), 1, axis,
+                           [row.loss for row in held_out]))  # fmt: skip
+    return lines
+
+
+def _by_name(
+    runs: Sequence[RunReader], axes: Sequence[int], field_name: str, several: bool
+) -> list[dict[str, Any]]:
+    """A line for each key of a field, in the colour of its own, and in the dashes of its run."""
+    keys = dict.fromkeys(key for run in runs for key in _keys(run, field_name))
+    colours: Mapping[str, str] = _MEMORY
+    if field_name != "memory_bytes":
+        colours = {module: pair[1] for module, pair in palette([*keys]).items()}
+    return [
+        _line(
+            f"{key}, {run.name}" if several else key,
+            _both(colours.get(key, LINE_COLOURS[-1])),
+            i,
+            axes[i],
+            run.rows.means.of((field_name, key)),
+        )
+        for i, run in enumerate(runs)
+        for key in _keys(run, field_name)
+    ]
+
+
+def _of_runs(
+    runs: Sequence[RunReader], axes: Sequence[int], column: Hashable, name: str
+) -> list[dict[str, Any]]:
+    """A line for each run; `name` is that of a single one's."""
+    return [
+        _line(
+            run.name if len(runs) > 1 else name,
+            _colour_of(i),
+            0,
+            axes[i],
+            run.rows.means.of(column),
+        )
+        for i, run in enumerate(runs)
+    ]
+
+
+def _keys(run: RunReader, field_name: str) -> list[str]:
+    return [n[1] for n in run.rows.means.names() if isinstance(n, tuple) and n[0] == field_name]
+
+
+def _colour_of(i: int) -> tuple[str, str]:
+    return _both(LINE_COLOURS[i % len(LINE_COLOURS)])
+
+
+def _both(light: str) -> tuple[str, str]:
+    return light, DARK[light]
+
+
+def _line(
+    name: str, colours: tuple[str, str], dash: int, axis: int, y: Sequence[float | None]
+) -> dict[str, Any]:
+    light, dark = colours
+    values = [None if v is None else _short(v) for v in y]
+    return {"name": name, "light": light, "dark": dark, "dash": dash, "axis": axis, "y": values}
+
+
+def _short(value: float) -> float | None:
+    """At six significant digits, which is finer than a pixel; None for what is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -155,6 +155,11 @@ class DecoderModule:
         return self.size.tied
 
     @property
+    def cap(self) -> float:
+        """Of the logits, see `models.loss.head_logits`."""
+        return 0.0
+
+    @property
     def any_order(self) -> bool:
         """See `dflop_jax.contract`."""
         return self.attention_kernel == "cudnn"
@@ -250,11 +255,12 @@ class DecoderModule:
             batch["weights"].reshape(n),
             logits_elements=self.size.logits_elements,
             objective=self.objective,
+            cap=self.cap,
         )
 
     def logits(self, params: Any, x: Array, entry: Any = None) -> Array:
         """Float32 logits [items, tokens, vocab] of hidden states, for evaluation and generation."""
-        return head_logits(*self._head(params, x, entry))
+        return head_logits(*self._head(params, x, entry), cap=self.cap)
 
     def memory(self, kind: str = "layers") -> KeysAndValues:
         """See `dflop_jax.contract`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 Config = Mapping[str, Any]
 
@@ -186,6 +186,26 @@ class ConfigRules:
         """(key, value of `config`, value of `ours`) of every key that disagrees."""
         theirs, mine = self.read(config), self.read(ours)
         return [(k, theirs[k], mine[k]) for k in theirs if not _equal(theirs[k], mine[k])]
+
+
+class Comparison(Protocol):
+    """How the configuration of a file is compared with that of a model."""
+
+    def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
+        """(key, value of `config`, value of `ours`) of every key that disagrees."""
+        ...
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A `Comparison` by what a function reads of a configuration, defaults and all."""
+
+    read: Callable[[Config], Config]
+
+    def mismatches(self, config: Config, ours: Config) -> list[tuple[str, Any, Any]]:
+        """See `Comparison`."""
+        theirs, mine = self.read(config), self.read(ours)
+        return [(k, theirs.get(k), v) for k, v in mine.items() if theirs.get(k) != v]
 
 
 def _flatten(config: Config, prefix: str = "") -> dict[str, Any]:

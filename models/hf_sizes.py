@@ -132,7 +132,8 @@ def _decoder(c: Config) -> DecoderSize:
     )
 
 
-def _vision(c: Config) -> VisionSize:
+def vision_size(c: Config) -> VisionSize:
+    """Of a tower's complete configuration."""
     intern = c["model_type"] == "internvl_vision"
     return VisionSize(
         tile_px=side(c["image_size"]),
@@ -176,7 +177,7 @@ def read_llava(config: Config) -> ModelSize:
     text = _inner(config, "text_config", "qwen2")
     text["tie_word_embeddings"] |= bool(config.get("tie_word_embeddings", False))
     vision = _inner(config, "vision_config", "siglip_vision_model")
-    return ModelSize(_decoder(text), _vision(vision), layout="anyres")
+    return ModelSize(_decoder(text), vision_size(vision), layout="anyres")
 
 
 def read_internvl(config: Config) -> ModelSize:
@@ -184,7 +185,7 @@ def read_internvl(config: Config) -> ModelSize:
     text = _inner(config, "text_config", "qwen2")
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", True))
     vision = _inner(config, "vision_config", "internvl_vision")
-    return ModelSize(_decoder(text), _vision(vision), layout="dynamic")
+    return ModelSize(_decoder(text), vision_size(vision), layout="dynamic")
 
 
 def read_qwen2_audio(config: Config) -> ModelSize:
@@ -231,8 +232,9 @@ READERS: Mapping[str, Callable[[Config], ModelSize | Qwen3VLSize]] = {
 }
 
 
-def folder_size(folder: str, kind: str) -> ModelSize | Qwen3VLSize | None:
-    """The size that a folder's config.json states, None when there is no such file.
+def folder_size(folder: str, kind: str, read: Callable[[Config], Any] | None = None) -> Any:
+    """The size that a folder's config.json states, None when there is no such file; `read` makes it
+    of a configuration, where this file does not know the kind.
 
     Raises:
       ValueError: the file is not JSON, or of another kind than `kind` (a model_type).
@@ -251,6 +253,6 @@ def folder_size(folder: str, kind: str) -> ModelSize | Qwen3VLSize | None:
             "of that kind in models/"
         )
     try:
-        return READERS[kind](config)
+        return (read or READERS[kind])(config)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from None

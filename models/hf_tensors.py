@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from models.hf_config import ConfigRules
+from models.hf_config import Comparison
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class HfWeightMap:
 
     tensors: tuple[HfTensor, ...]
     config: Mapping[str, Any]
-    config_rules: ConfigRules
+    config_rules: Comparison
     aliases: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)

@@ -29,6 +29,13 @@ def normal(std: float) -> Callable[..., Array]:
     return nn.initializers.truncated_normal(stddev=std)
 
 
+def fixed(module: nn.Module, name: str, shape: tuple[int, ...], value: float) -> Array:
+    """A parameter of a module, float32, that training leaves alone: reference models call it a
+    buffer. Its module lists it among its `float32_names`."""
+    init = named(nn.initializers.constant(value), *(None,) * len(shape))
+    return jax.lax.stop_gradient(module.param(name, init, shape, jnp.float32))
+
+
 def _is_box(x: Any) -> bool:
     return isinstance(x, nn.Partitioned)
 

@@ -12,6 +12,8 @@ FAMILIES: Mapping[str, str] = {
     "internvl": "models.internvl:build",
     "qwen2_audio": "models.qwen2_audio:build",
     "qwen3_vl": "models.qwen3_vl:build",
+    "gemma3": "models.gemma:build",
+    "gemma3_text": "models.gemma:build_text",
 }
 CONFIGS_OF_MEDIA = ("vision_config", "audio_config")
 

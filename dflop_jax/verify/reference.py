@@ -26,12 +26,21 @@ class ReferenceFamily:
     """How transformers is given media. `video` is the id of a clip's token; `prepare` writes into
     the configuration how the samples were made, where it is asked for that. A tensor whose name
     ends in `fixed` is never trained: transformers says so of a new model, and forgets it of one
-    that it loads."""
+    that it loads. `types` is the argument that says of every token which kind of medium it stands
+    for, as a number."""
 
     arguments: Callable[[Sequence[Drawn]], dict[str, Any]]
     video: int = VIDEO
     prepare: Callable[[Any], None] = lambda config: None
     fixed: str = ""
+    types: tuple[str, Mapping[str, int]] | None = None
+
+    def of_tokens(self, kinds: Sequence[str]) -> dict[str, Any]:
+        """`types` of a sample whose tokens stand for media of these kinds, "" for none."""
+        if self.types is None:
+            return {}
+        name, numbers = self.types
+        return {name: np.array([[numbers.get(kind, 0) for kind in kinds]])}
 
 
 def missing() -> str:
@@ -80,10 +89,7 @@ def run(folder: Path, kind: str, name: str, samples: Sequence[MixedSample]) -> R
         ids = llm["tokens"].astype(np.int64)
         ids[np.array(mixed.kinds) == "video"] = family.video
         given = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
-        given |= family.arguments(mixed.media)
-        if kind == "qwen3_vl":
-            types = {"": 0, "image": 1, "video": 2}
-            given["mm_token_type_ids"] = np.array([[types[k] for k in mixed.kinds]])
+        given |= family.arguments(mixed.media) | family.of_tokens(mixed.kinds)
         out = model(**{k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}).logits[0]
         targets = torch.from_numpy(llm["targets"].astype(np.int64))
         losses = torch.nn.functional.cross_entropy(out, targets, reduction="none")
@@ -93,10 +99,11 @@ def run(folder: Path, kind: str, name: str, samples: Sequence[MixedSample]) -> R
 
 
 def named_gradients(model: Any) -> dict[str, np.ndarray]:
-    """What a torch model's backward passes added up, by name; zeros for what they did not reach."""
+    """What a torch model's backward passes added up, by name; zeros for what they did not reach,
+    buffers among it."""
     return {
         n: np.zeros(tuple(p.shape), np.float32) if p.grad is None else p.grad.numpy()
-        for n, p in model.named_parameters()
+        for n, p in (*model.named_parameters(), *model.named_buffers())
     }
 
 
@@ -182,9 +189,17 @@ def _qwen3_vl(media: Sequence[Drawn]) -> dict[str, Any]:
     return given
 
 
+def _gemma3(media: Sequence[Drawn]) -> dict[str, Any]:
+    tiles = [drawn.medium.fields["pixels"] for drawn in media]
+    return {"pixel_values": _normalized(np.concatenate(tiles), *HALF)} if tiles else {}
+
+
+BOTH = {"image": 1, "video": 2}  # numbers of kinds of media
 FAMILIES = {
     "llava_onevision": ReferenceFamily(_llava_onevision, prepare=_as_drawn),
     "internvl": ReferenceFamily(_internvl, video=0),
     "qwen2_audio": ReferenceFamily(_qwen2_audio, fixed=POSITIONS),
-    "qwen3_vl": ReferenceFamily(_qwen3_vl),
+    "qwen3_vl": ReferenceFamily(_qwen3_vl, types=("mm_token_type_ids", BOTH)),
+    "gemma3": ReferenceFamily(_gemma3, video=0, types=("token_type_ids", dict.fromkeys(BOTH, 1))),
+    "gemma3_text": ReferenceFamily(lambda media: {}),
 }

@@ -121,7 +121,7 @@ def test_what_is_refused(named, capsys, words, says):
 
 def test_every_family_has_a_factory_and_a_reader():
     for kind, factory in FAMILIES.items():
-        assert re.fullmatch(r"models\.\w+:build", factory)
+        assert re.fullmatch(r"models\.\w+:build\w*", factory)
         with pytest.raises(ValueError, match=r"unknown model size"):
             build_model(Config(model=type(Config().model)(factory, "no such size")).model), kind
 

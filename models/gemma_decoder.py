@@ -1,0 +1,195 @@
+"""Decoder of Gemma 3 (arXiv 2503.19786) and Gemma 4: layers with a sliding window and global ones,
+a norm before and after attention and MLP, normed queries and keys, pictures that see themselves
+whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention import Attend, attention, reach_of
+from models.attention_choice import pair_flops
+from models.attention_kernels import Marks
+from models.decoder import Batch, DecoderModule
+from models.embedding import embed
+from models.gemma_sizes import GemmaSize
+from models.layers import Linear, RMSNorm, apply, fixed, named, normal
+from models.memory import KeysAndValues
+from models.rotary import angles_of, rotate
+
+Array = jax.Array
+
+
+class GemmaEntry(nn.Module):
+    """Token embeddings times the root of the width, which is rounded as they are; encoders'
+    features, which are not scaled, in their place where `is_visual`."""
+
+    size: GemmaSize
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self, tokens: Array, is_visual: Array | None = None, visual: Array | None = None
+    ) -> Array:
+        s = self.size
+        init = named(normal(s.width**-0.5), "vocab", "embed")
+        table = self.param("embedding", init, (s.vocab, s.width), jnp.float32)
+        x = embed(table, tokens).astype(self.dtype) * jnp.asarray(s.width**0.5, self.dtype)
+        if is_visual is None or visual is None:
+            return x
+        return jnp.where(is_visual[:, :, None], visual.astype(self.dtype), x)
+
+
+class GemmaBlock(nn.Module):
+    """A layer of a kind; `attend` is called as `attention` is."""
+
+    size: GemmaSize
+    kind: str
+    dtype: jnp.dtype
+    attend: Attend = attention
+
+    @nn.compact
+    def __call__(
+        self, x: Array, positions: Array, segment_ids: Array, is_visual: Array | None = None
+    ) -> Array:
+        s, heads, dtype = self.size, self.size.heads(self.kind), self.dtype
+        linear = partial(Linear, dtype=dtype)
+        norm = partial(RMSNorm, s.norm_eps, around=s.around)
+        width, mlp, wide = (s.width,), (s.mlp,), ("embed",)
+        q_shape, q_names = (heads.n_heads, heads.head_dim), ("heads", None)
+        kv_shape, kv_names = (heads.n_kv_heads, heads.head_dim), ("kv_heads", None)
+        half = heads.head_dim // 2
+
+        h = norm(name="attn_norm")(x)
+        q = linear(width, q_shape, wide, q_names, name="query")(h)
+        k = v = linear(width, kv_shape, wide, kv_names, name="key")(h)
+        if not heads.values_are_keys:
+            v = linear(width, kv_shape, wide, kv_names, name="value")(h)
+        q = norm(names=(None,), name="query_norm")(q)
+        k = norm(names=(None,), name="key_norm")(k)
+        if s.value_norm:
+            v = norm(names=(None,), scaled=False)(v)
+        turn = partial(angles_of, turned=heads.turned, factor=heads.factor)
+        angles = turn(positions, half, heads.theta)
+        q, k = rotate(q, angles), rotate(k, angles)
+        reach = None if is_visual is None else reach_of(is_visual, segment_ids)
+        marks = Marks(segment_ids, reach)
+        h = self.attend(q, k, v, marks, causal=True, window=heads.window, scale=heads.scale)
+        h = linear(q_shape, width, q_names, wide, name="out")(h)
+        x = x + norm(name="attn_out_norm")(h)
+
+        h = norm(name="mlp_norm")(x)
+        gate = linear(width, mlp, wide, ("mlp",), name="gate")(h)
+        up = linear(width, mlp, wide, ("mlp",), name="up")(h)
+        h = linear(mlp, width, ("mlp",), wide, name="down")(jax.nn.gelu(gate) * up)
+        x = x + norm(name="mlp_out_norm")(h)
+        if s.layer_scalar:
+            x = x * fixed(self, "layer_scalar", (1,), 1.0).astype(dtype)[None, None]
+        return x
+
+
+class GemmaExit(nn.Module):
+    """Final norm and head; gives (normed hidden states, head table [vocab, width])."""
+
+    size: GemmaSize
+
+    @nn.compact
+    def __call__(self, x: Array, tied_table: Array | None) -> tuple[Array, Array]:
+        s = self.size
+        x = RMSNorm(s.norm_eps, around=s.around, name="norm")(x)
+        if s.tied:
+            assert tied_table is not None, "a tied head needs the entry's parameters"
+            return x, tied_table
+        init = named(normal(s.width**-0.5), "vocab", "embed")
+        return x, self.param("head", init, (s.vocab, s.width), jnp.float32)
+
+
+@dataclass(frozen=True)
+class GemmaModule(DecoderModule):
+    """The LLM as the engine sees it; see `DecoderModule`."""
+
+    size: GemmaSize  # type: ignore[assignment]
+
+    @property
+    def cap(self) -> float:
+        """See `DecoderModule`."""
+        return self.size.cap
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """See `dflop_jax.contract`."""
+        return self.size.kinds
+
+    @property
+    def float32_names(self) -> frozenset[str]:
+        """See `dflop_jax.contract`; these are not trained either."""
+        return frozenset({"layer_scalar"}) if self.size.layer_scalar else frozenset()
+
+    @property
+    def pair_flops(self) -> Mapping[str, float]:  # type: ignore[override]
+        """By kind, as if without a window."""
+        flops = {}
+        for kind in dict.fromkeys(self.size.kinds):
+            heads = self.size.heads(kind)
+            kernel, chip, shape = self.attention_kernel, self.chip, (heads.n_heads, heads.head_dim)
+            flops[kind] = pair_flops(kernel, chip, self.dtype, *shape, causal=True)
+        return flops
+
+    def attention_flops(self, tokens: int, kind: str = "") -> float:
+        """FLOPs that attention of a layer of a kind needs for one sample of text: two products for
+        each pair of tokens of which one sees the other."""
+        heads = self.size.heads(kind)
+        window = min(heads.window or tokens, tokens)
+        pairs = window * (window + 1) // 2 + (tokens - window) * window
+        return 4.0 * pairs * heads.n_heads * heads.head_dim
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        names: dict[str, tuple[str, ...]] = {
+            "entry": ("tokens", *(("is_visual", "visual") if self.media else ())),
+            "exit": ("targets", "weights"),
+        }
+        for kind in dict.fromkeys(self.size.kinds):
+            sees = self.media and self.size.heads(kind).pictures
+            names[kind] = ("positions", "segment_ids", *(("is_visual",) if sees else ()))
+        return names
+
+    @property
+    def freeze_groups(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.inputs, "llm")
+
+    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+        hidden = self.field_spec("visual", 1, 1)
+        fields = tuple(self.field_spec(name, 1, 1) for name in self.inputs[part])
+        if part == "entry":
+            return GemmaEntry(self.size, self.dtype), fields
+        if part == "exit":
+            table = jax.ShapeDtypeStruct((self.size.vocab, self.size.width), jnp.float32)
+            return GemmaExit(self.size), (hidden, table)
+        return GemmaBlock(self.size, part, self.dtype, self.attend), (hidden, *fields)
+
+    def entry(self, params: Any, batch: Batch) -> Array:
+        fields = [batch[name] for name in self.inputs["entry"]]
+        return apply(GemmaEntry(self.size, self.dtype), params, *fields)
+
+    def layer(
+        self, params: Any, x: Array, batch: Batch, mix: Attend | None = None, *, kind: str = ""
+    ) -> Array:
+        """See `DecoderModule.layer`."""
+        fields = [batch[name] for name in self.inputs[kind]]
+        block = GemmaBlock(self.size, kind, self.dtype, mix or self.attend)
+        return apply(block, params, x, *fields)
+
+    def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
+        table = entry["embedding"] if self.tied else None
+        return apply(GemmaExit(self.size), params, x, table)
+
+    def memory(self, kind: str = "") -> KeysAndValues:
+        """See `dflop_jax.contract`."""
+        return KeysAndValues(self.attend, self.size.heads(kind).window)

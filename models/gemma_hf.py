@@ -1,0 +1,282 @@
+"""Gemma's checkpoints of transformers: what their configurations say, and where their tensors are.
+
+A configuration is read into facts: every key that decides the computation, by transformers' newest
+name, with what an absent one means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import isqrt
+from typing import Any
+
+from models import hf_names, hf_sizes
+from models.gemma_sizes import GLOBAL, SLIDING, Gemma3Size, GemmaSize, HeadsSize, without_pictures
+from models.hf import COMPOSED, INV_FREQ
+from models.hf_config import Config, Facts, rules
+from models.hf_tensors import HfTensor, HfWeightMap, Rule, tensors_of
+
+KINDS = {"sliding_attention": SLIDING, "full_attention": GLOBAL}
+TYPES = {kind: name for name, kind in KINDS.items()}
+
+# ---- names ----
+
+
+def _matrix(part: str, ours: str, theirs: str, layout: str = "linear") -> Rule:
+    return Rule(part, f"{ours}/kernel", f"{theirs}.weight", layout)
+
+
+def _scale(part: str, ours: str, theirs: str) -> Rule:
+    return Rule(part, f"{ours}/scale", f"{theirs}.weight")
+
+
+def _layers(kind: str) -> tuple[Rule, ...]:
+    layer = "layers.{}"
+    attention = f"{layer}.self_attn"
+    return (
+        _scale(kind, "attn_norm", f"{layer}.input_layernorm"),
+        _matrix(kind, "query", f"{attention}.q_proj"),
+        _matrix(kind, "key", f"{attention}.k_proj"),
+        _matrix(kind, "value", f"{attention}.v_proj"),
+        _scale(kind, "query_norm", f"{attention}.q_norm"),
+        _scale(kind, "key_norm", f"{attention}.k_norm"),
+        _matrix(kind, "out", f"{attention}.o_proj", "heads_linear"),
+        _scale(kind, "attn_out_norm", f"{layer}.post_attention_layernorm"),
+        _scale(kind, "mlp_norm", f"{layer}.pre_feedforward_layernorm"),
+        _matrix(kind, "gate", f"{layer}.mlp.gate_proj"),
+        _matrix(kind, "up", f"{layer}.mlp.up_proj"),
+        _matrix(kind, "down", f"{layer}.mlp.down_proj"),
+        _scale(kind, "mlp_out_norm", f"{layer}.post_feedforward_layernorm"),
+        Rule(kind, "layer_scalar", f"{layer}.layer_scalar"),
+    )
+
+
+DECODER = (
+    Rule("entry", "embedding", "embed_tokens.weight", "same"),
+    *_layers(SLIDING),
+    *_layers(GLOBAL),
+    _scale("exit", "norm", "norm"),
+)
+HEAD = (Rule("exit", "head", "lm_head.weight", "same"),)
+PROJECTOR = (
+    _scale("exit", "soft_norm", "mm_soft_emb_norm"),
+    Rule("exit", "projection/kernel", "mm_input_projection_weight", "same"),
+)
+
+
+def _llm(module: Any, body: str, head: str) -> list[HfTensor]:
+    return [*tensors_of(module, "llm", DECODER, body), *tensors_of(module, "llm", HEAD, head)]
+
+
+def _copies(size: GemmaSize, body: str, head: str) -> Mapping[str, str]:
+    """A tied head, which a file may have or not."""
+    return {f"{head}lm_head.weight": f"{body}embed_tokens.weight"} if size.tied else {}
+
+
+# ---- configurations ----
+
+# What is not built, and what a configuration must say in its place, by key.
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": (False,),
+    "attn_logit_softcapping": (None,),
+}
+TEXT: Config = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def check_only(facts: Config, only: Mapping[str, tuple[Any, ...]]) -> None:
+    """ValueError where facts have a value that is not built."""
+    for key, known in only.items():
+        if facts[key] not in known:
+            names = " or ".join(map(repr, known))
+            raise ValueError(f"{key} is {facts[key]!r}; only {names} is known here")
+
+
+def layer_types(config: Config, n_layers: int, period: int) -> tuple[str, ...]:
+    """The types of all layers; without a list, every `period`-th is global."""
+    types = config.get("layer_types") or [
+        TYPES[SLIDING if (i + 1) % period else GLOBAL] for i in range(n_layers)
+    ]
+    if len(types) != n_layers or not set(types) <= set(KINDS):
+        raise ValueError(f"layer_types must be {n_layers} of {', '.join(KINDS)}: {types}")
+    return tuple(types)
+
+
+def gemma3_text_facts(config: Config) -> dict[str, Any]:
+    """Of a `gemma3_text` configuration, alone or within one of pictures."""
+    facts = {key: config.get(key, default) for key, default in TEXT.items()}
+    check_only(facts, {**ONLY, "use_bidirectional_attention": (False, None)})
+    period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+    facts["layer_types"] = layer_types(config, facts["num_hidden_layers"], period)
+    given = config.get("rope_parameters") or {}
+    spelled = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+    usual = {"full_attention": 1e6, "sliding_attention": 1e4}
+    for kind, name in spelled.items():
+        rope = dict(given.get(kind) or {})
+        if kind == "full_attention":
+            rope |= config.get("rope_scaling") or {}
+        what = rope.get("rope_type", rope.get("type", "default"))
+        if what not in ("default", "linear"):
+            raise ValueError(
+                f"rope_parameters.{kind}: rope_type {what!r} is not built; default or linear is"
+            )
+        theta: Any = rope.get("rope_theta", config.get(name, usual[kind]))
+        factor = rope.get("factor", 1.0) if what == "linear" else 1.0
+        facts[f"rope_parameters.{kind}"] = (float(theta), float(factor))
+    return facts
+
+
+def gemma3_text_size(facts: Config) -> GemmaSize:
+    """The decoder of these facts, for pictures and text."""
+    shape = (facts["num_attention_heads"], facts["num_key_value_heads"], facts["head_dim"])
+    scale, window = float(facts["query_pre_attn_scalar"]) ** -0.5, facts["sliding_window"]
+
+    def heads(kind: str, window: int) -> HeadsSize:
+        theta, factor = facts[f"rope_parameters.{kind}"]
+        return HeadsSize(*shape, theta, scale, window, factor=factor, pictures=True)
+
+    return GemmaSize(
+        facts["hidden_size"],
+        facts["intermediate_size"],
+        facts["vocab_size"],
+        tuple(KINDS[name] for name in facts["layer_types"]),
+        heads("sliding_attention", window),
+        heads("full_attention", 0),
+        norm_eps=facts["rms_norm_eps"],
+        cap=facts["final_logit_softcapping"] or 0.0,
+        tied=facts["tie_word_embeddings"],
+    )
+
+
+def text_config(size: GemmaSize) -> dict[str, Any]:
+    """What the configurations of all Gemma's decoders have."""
+    s = size.sliding
+    return {
+        "hidden_size": size.width,
+        "intermediate_size": size.mlp,
+        "vocab_size": size.vocab,
+        "num_hidden_layers": size.n_layers,
+        "num_attention_heads": s.n_heads,
+        "num_key_value_heads": s.n_kv_heads,
+        "head_dim": s.head_dim,
+        "rms_norm_eps": size.norm_eps,
+        "sliding_window": s.window,
+        "layer_types": [TYPES[kind] for kind in size.kinds],
+        "final_logit_softcapping": size.cap or None,
+        "tie_word_embeddings": size.tied,
+        "max_position_embeddings": 131072,
+    }
+
+
+def gemma3_text_config(size: GemmaSize) -> dict[str, Any]:
+    """The configuration of a decoder of Gemma 3."""
+
+    def rope(heads: HeadsSize) -> dict[str, Any]:
+        linear = {"rope_type": "linear", "factor": heads.factor}
+        kind = linear if heads.factor != 1.0 else {"rope_type": "default"}
+        return {"rope_theta": heads.theta, **kind}
+
+    scalar = size.sliding.scale**-2
+    return {
+        "model_type": "gemma3_text",
+        **text_config(size),
+        "query_pre_attn_scalar": round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar,
+        "rope_parameters": {
+            "full_attention": rope(size.whole),
+            "sliding_attention": rope(size.sliding),
+        },
+    }
+
+
+def gemma3_facts(config: Config) -> dict[str, Any]:
+    """Of a `gemma3` configuration."""
+    text = dict(config.get("text_config") or {})
+    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
+    facts = {f"text_config.{k}": v for k, v in gemma3_text_facts(text).items()}
+    if facts["text_config.final_logit_softcapping"]:
+        raise ValueError("text_config.final_logit_softcapping: transformers caps text models only")
+    vision = rules("siglip_vision_model").read(config.get("vision_config") or {})
+    facts |= {f"vision_config.{k}": v for k, v in vision.items()}
+    return facts | {"mm_tokens_per_image": config.get("mm_tokens_per_image", 256)}
+
+
+def read_gemma3(config: Config) -> Gemma3Size:
+    """Size of a `gemma3` configuration."""
+    facts = gemma3_facts(config)
+    below = {p: {k.removeprefix(f"{p}."): v for k, v in facts.items() if k.startswith(f"{p}.")}
+             for p in ("text_config", "vision_config")}  # fmt: skip
+    vision = hf_sizes.vision_size(below["vision_config"])
+    side = isqrt(facts["mm_tokens_per_image"])
+    if side**2 != facts["mm_tokens_per_image"] or not side or vision.grid % side:
+        raise ValueError(
+            f"mm_tokens_per_image {facts['mm_tokens_per_image']} is no square whose side divides "
+            f"the {vision.grid} patches of a picture's"
+        )
+    tower = replace(vision, merge=vision.grid // side, post_norm=True)
+    return Gemma3Size(gemma3_text_size(below["text_config"]), tower)
+
+
+def read_gemma3_text(config: Config) -> Gemma3Size:
+    """Size of a `gemma3_text` configuration."""
+    return Gemma3Size(without_pictures(gemma3_text_size(gemma3_text_facts(config))))
+
+
+READERS: Mapping[str, Callable[[Config], Any]] = {
+    "gemma3": read_gemma3,
+    "gemma3_text": read_gemma3_text,
+}
+
+# ---- checkpoints ----
+
+
+def gemma3(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
+    """Gemma3ForConditionalGeneration, or Gemma3ForCausalLM of a decoder without a tower."""
+    decoder = size.decoder
+    if size.vision is None:
+        return HfWeightMap(
+            tensors=tuple(_llm(modules["llm"], "model.", "")),
+            config={**gemma3_text_config(decoder), "architectures": ["Gemma3ForCausalLM"]},
+            config_rules=Facts(gemma3_text_facts),
+            aliases=((r"^(?=embed_tokens\.|layers\.|norm\.)", "model."),),
+            ignored=(INV_FREQ,),
+            copies=_copies(decoder, "model.", ""),
+        )
+    body, head = "language_model.model.", "language_model."
+    vision = modules["vision"]
+    return HfWeightMap(
+        tensors=(
+            *tensors_of(vision, "vision", hf_names.SIGLIP, "vision_tower."),
+            *tensors_of(vision, "vision", PROJECTOR, "multi_modal_projector."),
+            *_llm(modules["llm"], body, head),
+        ),
+        config={
+            "model_type": "gemma3",
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "text_config": gemma3_text_config(decoder),
+            "vision_config": hf_sizes.vision_config(size.vision),
+            "mm_tokens_per_image": size.vision.tokens_per_tile,
+            "tie_word_embeddings": decoder.tied,
+        },
+        config_rules=Facts(gemma3_facts),
+        aliases=(*COMPOSED, (r"^vision_tower\.vision_model\.", "vision_tower.")),
+        ignored=(INV_FREQ, r"vision_tower\.head\..*"),
+        copies=_copies(decoder, body, head),
+    )

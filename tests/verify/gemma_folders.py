@@ -1,0 +1,90 @@
+"""Random folders of Gemma as transformers writes them: every tensor and buffer off its start."""
+
+import logging
+import warnings
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5.24")
+
+ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+
+
+def text3(**more):
+    """A `gemma3_text` configuration with all that differs from others in it."""
+    config = {
+        "vocab_size": 300,
+        "hidden_size": 40,
+        "intermediate_size": 72,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 9,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {k: dict(v) for k, v in ROPE.items()},
+        "max_position_embeddings": 512,
+    }
+    return config | more
+
+
+def value_of(name, shape, rng):
+    """Of a tensor or buffer."""
+    if name.endswith("layer_scalar"):
+        return rng.uniform(0.1, 1.0, shape)
+    if name.endswith(("input_min", "output_min")):
+        return -rng.uniform(0.5, 1.5, shape)
+    if name.endswith(("input_max", "output_max", "std_scale")):
+        return rng.uniform(0.5, 1.5, shape)
+    if len(shape) < 2:
+        return 0.2 * rng.normal(size=shape) + ("norm" in name)
+    return rng.normal(size=shape) / np.sqrt(np.prod(shape[1:]))
+
+
+def randomise(model, seed):
+    """See above; what is no part of a folder stays."""
+    rng = np.random.default_rng(seed)
+    saved = set(model.state_dict())
+    with torch.no_grad():
+        for name, a in (*model.named_parameters(), *model.named_buffers()):
+            if name in saved:
+                values = value_of(name, tuple(a.shape), rng).astype(np.float32)
+                a.copy_(torch.from_numpy(np.asarray(values)))
+    return model
+
+
+def write(path, model, *, seed=0, dtype="float32", shard="100KB"):
+    """A folder of the model, in several files."""
+    randomise(model, seed).to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard)
+    return path
+
+
+def gemma3_text(path, seed=0, dtype="float32", **more):
+    config = transformers.Gemma3TextConfig(**text3(**more))
+    return write(path, transformers.Gemma3ForCausalLM(config), seed=seed, dtype=dtype)
+
+
+def gemma3(path, seed=0, dtype="float32", vision=(), tokens=16, **more):
+    config = transformers.Gemma3Config(
+        text_config=text3(**more), vision_config=SIGLIP | dict(vision), mm_tokens_per_image=tokens
+    )
+    return write(path, transformers.Gemma3ForConditionalGeneration(config), seed=seed, dtype=dtype)

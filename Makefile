@@ -73,7 +73,7 @@ $(STAMP): pyproject.toml requirements.txt $(RENEW)
 	@touch $@
 
 $(REFERENCE): $(STAMP)
-	@echo "installing what tests compare with (torch, transformers)"
+	@echo "installing what tests compare with (torch, transformers, peft)"
 	@$(BIN)/python -m pip --disable-pip-version-check -qq install -e '.[reference]'
 	@touch $@
 

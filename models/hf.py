@@ -19,6 +19,12 @@ COMPOSED = (
     (r"^lm_head\.", "language_model.lm_head."),
     (r"^language_model\.(?!model\.|lm_head\.)", "language_model.model."),
 )
+# What these names become in a loaded model.
+LOADED = (
+    (r"^language_model\.model\.", "language_model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+    (r"^(?!lm_head\.)", "model."),
+)
 INV_FREQ = r".*rotary_emb\.inv_freq"
 
 
@@ -73,6 +79,7 @@ def llava_onevision(model: Composition) -> HfWeightMap:
             "llava_onevision", vision_config="siglip_vision_model", text_config=kind
         ),
         aliases=(*COMPOSED, (r"^vision_tower\.vision_model\.", "vision_tower.")),
+        loaded_names=LOADED,
         ignored=(
             INV_FREQ,
             r"vision_tower\.post_layernorm\..*",
@@ -108,6 +115,7 @@ def internvl(model: Composition) -> HfWeightMap:
         },
         config_rules=hf_config.rules("internvl", vision_config="internvl_vision", text_config=kind),
         aliases=COMPOSED,
+        loaded_names=LOADED,
         ignored=(INV_FREQ,),
         copies=_copies(llm, "language_model."),
     )
@@ -135,6 +143,7 @@ def qwen2_audio(model: Composition) -> HfWeightMap:
             "qwen2_audio", audio_config="qwen2_audio_encoder", text_config=text["model_type"]
         ),
         aliases=COMPOSED,
+        loaded_names=LOADED,
         ignored=(INV_FREQ,),
     )
 

@@ -81,7 +81,8 @@ class HfWeightMap:
     used here, which is the one that transformers 5 writes. `ignored` are patterns of names that
     are left alone; `copies` gives for a name that may repeat another tensor that tensor's name;
     `unused` are those of the ignored that a written folder must have. `stem` begins the names of
-    the files with tensors.
+    the files with tensors. `loaded_names` are (pattern, replacement) from a name used here to that
+    of the parameter in a model that transformers has loaded.
     """
 
     tensors: tuple[HfTensor, ...]
@@ -92,10 +93,17 @@ class HfWeightMap:
     copies: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[HfUnused, ...] = ()
     stem: str = "model"
+    loaded_names: tuple[tuple[str, str], ...] = ()
 
     def canonical(self, name: str) -> str:
         """The name used here of a name found in a file."""
         for pattern, replacement in self.aliases:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def module_name(self, name: str) -> str:
+        """What transformers 5 calls the parameter of a tensor in a model that it has loaded."""
+        for pattern, replacement in self.loaded_names:
             name = re.sub(pattern, replacement, name)
         return name
 

@@ -13,8 +13,9 @@ from dflop_jax.config import Config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Adapters (LoRA) are folded into the weights. With model.weights of the whole model, "
-        "names, types and tokenizer files are those of that folder."
+        "Adapters (LoRA) are folded into the weights, or with --adapter written alone. With "
+        "model.weights of the whole model, names, types and tokenizer files are those of that "
+        "folder."
     )
     parser.usage = "dflop export RUN --out FOLDER [--dtype NAME] [options]"
     parser.add_argument("run_folder", metavar="RUN", help="run folder, for its newest checkpoint")
@@ -26,6 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema", action="store_true", help="the average of the parameters that train.ema keeps"
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="the adapters alone, as peft reads them beside the model that they adapt",
+    )
     add_factory(parser)
 
 
@@ -36,7 +42,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dflop_jax.train.load_params import load_params
     from dflop_jax.train.prepare import build_model
     from dflop_jax.train.stages import adapted
-    from dflop_jax.weights import Folder, ModuleParams, write_folder
+    from dflop_jax.weights import AdapterForm, Folder, ModuleParams, write_adapter, write_folder
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
@@ -45,16 +51,36 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = folder_config(args.run_folder, args)
     model: Any = adapted(build_model(config.model), config.train)
     map_, whole = _map(model, config, args.module)
-    loaded = load_params(
-        args.run_folder, model, jax.local_devices(backend="cpu")[0], average=args.ema
-    )
-    source = Folder(whole, map_) if whole else None
-    held = [ModuleParams(name, tree) for name, tree in loaded.params.items()]
-    write_folder(args.out, map_, held, source=source, dtype=args.dtype)
+    if args.adapter:
+        _check_only_adapters(config, model)
+    device = jax.local_devices(backend="cpu")[0]
+    loaded = load_params(args.run_folder, model, device, average=args.ema, fold=not args.adapter)
+    if args.adapter:
+        train = config.train
+        form = AdapterForm(train.lora_rank, train.lora_alpha, whole, args.dtype or "float32")
+        write_adapter(args.out, map_, loaded.params, form)
+    else:
+        source = Folder(whole, map_) if whole else None
+        held = [ModuleParams(name, tree) for name, tree in loaded.params.items()]
+        write_folder(args.out, map_, held, source=source, dtype=args.dtype)
     files = sorted(f.name for f in Path(args.out).iterdir())
     if not args.json:
         show(f"wrote step {loaded.step} to {args.out}: {', '.join(files)}")
     return {"folder": args.out, "step": loaded.step, "files": files}
+
+
+def _check_only_adapters(config: Config, model: Any) -> None:
+    """ValueError unless the base model and the adapters are all of the run's model."""
+    from dflop_jax.train.stages import LORA, trained_parts
+
+    others = [name for name in trained_parts(config.train, model).rates if name != LORA]
+    if not config.train.lora_rank:
+        raise ValueError("--adapter: the run has no adapters; train with train.lora_rank")
+    if others:
+        raise ValueError(
+            f"--adapter: the run also trained {', '.join(others)}, which adapters do not hold; "
+            "leave out --adapter, or train with these among train.freeze or train.lora_targets"
+        )
 
 
 def _map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:

@@ -119,6 +119,10 @@ class WeightMap(Protocol):
         """The name used in `tensors` of a name found in a file."""
         ...
 
+    def module_name(self, name: str) -> str:
+        """What transformers calls the parameter of a tensor in a model that it has loaded."""
+        ...
+
     def is_ignored(self, name: str) -> bool:
         """Whether the model has no use for a tensor of this canonical name."""
         ...

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class ModuleParams:
 
 
 @dataclass(frozen=True)
-class _Written:
+class WrittenTensor:
     """One tensor to write: where its values come from."""
 
     name: str  # in the file
@@ -41,9 +42,34 @@ class _Written:
     dtype: np.dtype
     values: Any  # () -> array of that shape and dtype
 
+    @classmethod
+    def of(cls, name: str, array: np.ndarray) -> WrittenTensor:
+        """A tensor whose values are here."""
+        return cls(name, array.shape, array.dtype, lambda: array)
+
     @property
     def n_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to write to, which gets its name `path` when all is written.
+
+    Raises:
+      ValueError: `path` exists.
+    """
+    path = Path(path)
+    if path.exists():
+        raise ValueError(f"{path}: exists already; choose another folder or remove it")
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_folder(
@@ -72,21 +98,12 @@ def write_folder(
     Raises:
       ValueError: the folder exists, a parameter is missing, or it is not all on this process.
     """
-    path = Path(path)
-    if path.exists():
-        raise ValueError(f"{path}: exists already; choose another folder or remove it")
     if dtype is not None and dtype not in DTYPES.values():
         raise ValueError(f"unknown type of weights {dtype!r}; known: {', '.join(DTYPES.values())}")
     tensors = sorted(_tensors(map_, held, source, dtype), key=lambda t: t.name)
-    partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        _write_files(partial, _by_file(tensors, max_file_bytes), map_)
-        _write_rest(partial, map_, source, dtype)
-        os.replace(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with whole_folder(path) as folder:
+        _write_files(folder, _by_file(tensors, max_file_bytes), map_)
+        _write_rest(folder, map_, source, dtype)
 
 
 def write_segment(file: Path, map_: WeightMap, held: ModuleParams, source: Folder) -> list[str]:
@@ -99,7 +116,7 @@ def write_segment(file: Path, map_: WeightMap, held: ModuleParams, source: Folde
         _of_parameters(parts, [here[id(t)] for t in parts], source, None)
         for parts in named.values()
     ]
-    _write_file(file, tensors)
+    write_file(file, tensors)
     return list(named)
 
 
@@ -108,7 +125,7 @@ def write_segment(file: Path, map_: WeightMap, held: ModuleParams, source: Folde
 
 def _tensors(
     map_: WeightMap, held: Sequence[ModuleParams], source: Folder | None, dtype: str | None
-) -> Iterator[_Written]:
+) -> Iterator[WrittenTensor]:
     entries = source.entries if source else {}
     names = {name: entry.name for name, entry in entries.items()}
     ignored = {n for n in entries if map_.is_ignored(n) and n not in map_.copies}
@@ -129,7 +146,7 @@ def _tensors(
         shape = entries[name].shape
         kind = np.dtype(dtype or DTYPES.get(entries[name].dtype, "float32"))
         whole = tuple(slice(0, n) for n in shape)
-        yield _Written(
+        yield WrittenTensor(
             names[name],
             shape,
             kind,
@@ -138,7 +155,7 @@ def _tensors(
     for u in map_.unused:
         if u.name not in ignored:
             kind = np.dtype(dtype or "float32")
-            yield _Written(
+            yield WrittenTensor(
                 u.name, u.shape, kind, lambda u=u, kind=kind: np.full(u.shape, u.value, kind)
             )
 
@@ -148,7 +165,7 @@ def _of_parameters(
     parameters: Sequence[tuple[Any, int | None]],
     source: Folder | None,
     dtype: str | None,
-) -> _Written:
+) -> WrittenTensor:
     """Parameters, or a layer of each, that are one tensor, under the name and with the type of the
     source, if any."""
     t, (leaf, _) = parts[0], parameters[0]
@@ -160,7 +177,7 @@ def _of_parameters(
         arrays = [as_in_file(t, *where, kind) for t, where in zip(parts, parameters, strict=True)]
         return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
-    return _Written(entry.name if entry else t.name, shape_of(parts), kind, values)
+    return WrittenTensor(entry.name if entry else t.name, shape_of(parts), kind, values)
 
 
 def _find(t: Tensor, held: Sequence[ModuleParams]) -> tuple[Any, int | None] | None:
@@ -181,7 +198,7 @@ def _find(t: Tensor, held: Sequence[ModuleParams]) -> tuple[Any, int | None] | N
 def as_in_file(t: Tensor, leaf: Any, layer: int | None, dtype: np.dtype) -> np.ndarray:
     """A parameter, or one layer of a stack, as the array of its tensor in a file."""
     layout = t.layout
-    value = _on_host(leaf, layer, t.name)
+    value = on_host(leaf, layer, t.name)
     transposed = value.reshape([layout.split[i] for i in layout.order])
     return transposed.transpose(np.argsort(layout.order)).reshape(layout.file_shape).astype(dtype)
 
@@ -191,7 +208,7 @@ def _layer_of(stack: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
-def _on_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
+def on_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
     """A parameter, or one layer of a stack, put together from the shards that have it."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf if layer is None else leaf[layer])
@@ -216,8 +233,8 @@ def _on_host(leaf: Any, layer: int | None, name: str) -> np.ndarray:
 # ---- files ----
 
 
-def _by_file(tensors: Sequence[_Written], max_file_bytes: int) -> list[list[_Written]]:
-    files: list[list[_Written]] = [[]]
+def _by_file(tensors: Sequence[WrittenTensor], max_file_bytes: int) -> list[list[WrittenTensor]]:
+    files: list[list[WrittenTensor]] = [[]]
     size = 0
     for t in tensors:
         if files[-1] and size + t.n_bytes > max_file_bytes:
@@ -228,21 +245,21 @@ def _by_file(tensors: Sequence[_Written], max_file_bytes: int) -> list[list[_Wri
     return files
 
 
-def _write_files(folder: Path, files: Sequence[Sequence[_Written]], map_: WeightMap) -> None:
+def _write_files(folder: Path, files: Sequence[Sequence[WrittenTensor]], map_: WeightMap) -> None:
     if len(files) == 1:
-        _write_file(folder / f"{map_.stem}.safetensors", files[0])
+        write_file(folder / f"{map_.stem}.safetensors", files[0])
         return
     index: dict[str, str] = {}
     for i, tensors in enumerate(files, start=1):
         name = f"{map_.stem}-{i:05d}-of-{len(files):05d}.safetensors"
-        _write_file(folder / name, tensors)
+        write_file(folder / name, tensors)
         index |= {t.name: name for t in tensors}
     total = sum(t.n_bytes for tensors in files for t in tensors)
     about = {"metadata": {"total_size": total}, "weight_map": index}
-    _write_json(folder / index_name(map_), about)
+    write_json(folder / index_name(map_), about)
 
 
-def _write_file(file: Path, tensors: Sequence[_Written]) -> None:
+def write_file(file: Path, tensors: Sequence[WrittenTensor]) -> None:
     """The safetensors format: size of the header, the header, the values without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -269,7 +286,7 @@ def _write_rest(folder: Path, map_: WeightMap, source: Folder | None, dtype: str
     config = dict(source.config if source else map_.config)
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    _write_json(folder / CONFIG, config)
+    write_json(folder / CONFIG, config)
     if source is None:
         return
     for pattern in COPIED:
@@ -278,5 +295,5 @@ def _write_rest(folder: Path, map_: WeightMap, source: Folder | None, dtype: str
                 shutil.copyfile(file, folder / file.name)
 
 
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
+from pathlib import Path
 
 import pytest
+
+from dflop_jax.cli import main
 
 from ..report.test_tensorboard import events_of
 from .resume_cases import (  # noqa: F401
@@ -24,7 +28,11 @@ from .resume_cases import (  # noqa: F401
 def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     pytest.importorskip("tensorboardX")
     train = dataclasses.replace(
-        CONFIG.train, lora_rank=2, learning_rates=("lora=1e-2",), tensorboard=True
+        CONFIG.train,
+        lora_rank=2,
+        freeze=("vision", "connector"),
+        learning_rates=("lora=1e-2",),
+        tensorboard=True,
     )
     whole = tmp_path_factory.mktemp("lora") / "run"
     nano = {"model": NANO_MODEL}
@@ -43,4 +51,9 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     assert "adapter" in said
     assert "another model" in said
     said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14), **nano)
-    assert "llm frozen" in said
+    assert "connector, llm, vision frozen" in said
+    # The adapters alone, of what is published alone.
+    assert main(["export", str(whole), "--out", "alone", "--adapter", "--module", "llm"]) == 0
+    about = json.loads(Path("alone/adapter_config.json").read_text())
+    assert (about["r"], about["lora_alpha"], about["rank_pattern"]) == (2, train.lora_alpha, {})
+    assert "model.layers.1.self_attn.o_proj" in about["target_modules"]

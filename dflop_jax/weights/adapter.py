@@ -1,0 +1,147 @@
+"""Adapters as a folder that `peft` loads beside the model that they adapt.
+
+Of each adapted matrix the folder has A [rank, in] and B [out, rank], in the layout that the matrix
+has in a checkpoint; of a convolution A is one with `rank` features and B one of a single point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflop_jax.contract import Params, adapter_of
+from dflop_jax.weights.contract import Tensor, WeightMap, by_name
+from dflop_jax.weights.folder import DTYPES
+from dflop_jax.weights.write import WrittenTensor, on_host, whole_folder, write_file, write_json
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MODEL = "base_model.model."  # how peft calls the model that it wraps
+
+
+@dataclass(frozen=True)
+class AdapterForm:
+    """What the folder says of all its adapters.
+
+    Attributes:
+      rank: of those that have none of their own.
+      alpha: what an adapter adds is scaled by alpha / its rank.
+      base: name or folder of the model that they adapt; "" where it is not known.
+      dtype: "float32", "bfloat16" or "float16".
+    """
+
+    rank: int
+    alpha: float
+    base: str = ""
+    dtype: str = "float32"
+
+
+def write_adapter(
+    path: str | Path, map_: WeightMap, params: Mapping[str, Params], form: AdapterForm
+) -> None:
+    """Write the adapters of a model's parameters; the folder appears whole or not at all.
+
+    Args:
+      path: a folder that does not exist yet.
+      map_: which parameter is which tensor of the model that is adapted.
+      params: by module its parts, adapters among them, layers stacked.
+
+    Raises:
+      ValueError: the folder exists, there are no adapters, or `peft` has no such adapter.
+    """
+    if form.dtype not in DTYPES.values():
+        known = ", ".join(DTYPES.values())
+        raise ValueError(f"unknown type of weights {form.dtype!r}; known: {known}")
+    pairs = list(_pairs(map_, params))
+    _check_all_written(params, pairs)
+    tensors, ranks = [], {}
+    for t, pair, layer in pairs:
+        name = map_.module_name(t.name).removesuffix(".weight")
+        a, b = as_matrices(t, *(on_host(pair[side], layer, t.name) for side in ("a", "b")))
+        ranks[name] = a.shape[0]
+        for side, array in (("A", a), ("B", b)):
+            values = array.astype(form.dtype if form.dtype != "bfloat16" else _bfloat16())
+            tensors.append(WrittenTensor.of(f"{_MODEL}{name}.lora_{side}.weight", values))
+    with whole_folder(path) as folder:
+        write_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
+        write_json(folder / CONFIG, _config(form, ranks))
+
+
+def _bfloat16() -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.bfloat16
+
+
+def _config(form: AdapterForm, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """What peft's `LoraConfig` reads."""
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": form.base or None,
+        "r": form.rank,
+        "lora_alpha": form.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: r for name, r in sorted(ranks.items()) if r != form.rank},
+        "alpha_pattern": {},
+    }
+
+
+def _pairs(
+    map_: WeightMap, params: Mapping[str, Params]
+) -> Iterator[tuple[Tensor, Mapping[str, Any], int | None]]:
+    """(the matrix's tensor, its adapter, which of its layers) of every adapter."""
+    for parts in by_name(map_.tensors).values():
+        for t in parts:
+            adapters = params.get(t.module, {}).get(adapter_of(t.part), {})
+            pair = adapters.get(".".join(t.path[:-1])) if t.path[-1] == "kernel" else None
+            if pair is None:
+                continue
+            if len(parts) > 1:
+                raise ValueError(
+                    f"{t.path[0]!r} is a part of the tensor {t.name!r}, which no adapter of peft's "
+                    "is; leave it out of train.lora_targets, or export without --adapter"
+                )
+            yield t, pair, t.layer
+
+
+def _check_all_written(params: Mapping[str, Params], pairs: Sequence[Any]) -> None:
+    """ValueError where there are no adapters, or one of a matrix that the folder has not."""
+    written = {(t.module, adapter_of(t.part), ".".join(t.path[:-1])) for t, *_ in pairs}
+    every = {
+        (module, part, name)
+        for module, parts in params.items()
+        for part, tree in parts.items()
+        if part == "adapter" or part.endswith("_adapter")
+        for name in tree
+    }
+    if not every:
+        raise ValueError("there are no adapters to write; train with train.lora_rank")
+    if missing := sorted(every - written):
+        names = ", ".join(".".join(where) for where in missing)
+        raise ValueError(f"a checkpoint has no matrix for the adapters {names}")
+
+
+def as_matrices(t: Tensor, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A [rank, *in] and B [out, rank, ...] as in a file, of a [*in, rank] and b [rank, *out].
+
+    Args:
+      t: the tensor of the kernel [*in, *out] that they adapt, in the file [out, *in].
+    """
+    layout, rank = t.layout, a.shape[-1]
+    n_out = len(layout.splits[0])
+    inner = [i for i in layout.order if i >= n_out]  # in the parameter's order
+    outer = [i for i in layout.order if i < n_out]
+    a = a.reshape(*(layout.split[i] for i in inner), rank)
+    a = a.transpose(len(inner), *np.argsort(inner)).reshape(rank, *layout.file_shape[1:])
+    b = b.reshape(rank, *(layout.split[i] for i in outer))
+    b = b.transpose(*(1 + np.argsort(outer)), 0)
+    points = (1,) * (len(layout.file_shape) - 2)
+    return a, b.reshape(layout.file_shape[0], rank, *points)

@@ -86,7 +86,9 @@ def _check_only_adapters(config: Config, model: Any) -> None:
 def _map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:
     """Where a folder has the parameters of the model or of one module, and the folder of weights
     that these began with, "" for none."""
-    began = {w.rpartition("=")[0]: w.rpartition("=")[2] for w in config.model.weights}
+    from dflop_jax.train.initial import first_weights
+
+    began = first_weights(config.model.weights)
     if module is None:
         if not hasattr(model, "weights"):
             raise ValueError(

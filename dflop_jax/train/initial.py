@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dflop_jax.checkpoint.begin import open_saved, read_saved
 from dflop_jax.checkpoint.store import CorruptCheckpoint, OtherVersion, StorageError
+from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.report.run_folder import CHECKPOINTS
+from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 from dflop_jax.weights import Folder, read_segment
 
 # (segment, its fresh parameters if they are asked for) -> parameters to begin with
@@ -55,9 +58,33 @@ def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
     return begin
 
 
+def first_weights(weights: Sequence[str]) -> dict[str, str]:
+    """The published folders that a run with these `model.weights` began with, by module ("": the
+    whole model); of one that began with another run's parameters, those of that run."""
+    found: dict[str, str] = {}
+    for item in weights:
+        module, _, path = item.rpartition("=")
+        run = _run_and_step(path)[0]
+        if not Path(run, CHECKPOINTS).is_dir():
+            found[module] = path
+            continue
+        try:
+            config = msgspec.json.decode(Path(run, CONFIG).read_bytes(), type=Config)
+        except (OSError, msgspec.DecodeError) as e:
+            raise ValueError(f"{run}: its {CONFIG} cannot be read ({e})") from None
+        before = first_weights(config.model.weights)
+        found |= before if not module else {module: before.get(module) or before.get("", "")}
+    return {module: path for module, path in found.items() if path}
+
+
+def _run_and_step(path: str) -> tuple[str, str, str]:
+    """A run's folder, and behind "@" the step, if it is named."""
+    return path.rpartition("@") if "@" in path and not Path(path).exists() else (path, "", "")
+
+
 def _of_run(path: str) -> Initial | None:
     """What reads the checkpoint that RUN or RUN@STEP means; None where it is no run's folder."""
-    run, at, step = path.rpartition("@") if not Path(path).exists() else (path, "", "")
+    run, at, step = _run_and_step(path)
     checkpoints = Path(run, CHECKPOINTS)
     if not checkpoints.is_dir():
         return None

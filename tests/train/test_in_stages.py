@@ -44,13 +44,15 @@ class Stop(Callback):
 
 
 def two(run_dir: str = "run", **changes) -> dict[str, Config]:
-    """First the connector, then all of it, on other data at another rate."""
+    """First the connector, then all of it, on other data by another optimizer."""
     train = dataclasses.replace(CONFIG.train, steps=STEPS, eval_samples=0, stage="connector")
     checkpoint = dataclasses.replace(CONFIG.checkpoint, every=2)
     base = dataclasses.replace(
         CONFIG, train=train, checkpoint=checkpoint, run_dir=run_dir, **CACHE, **changes
     )
-    everything = dataclasses.replace(train, stage="full", learning_rate=1e-4, schedule="linear")
+    everything = dataclasses.replace(
+        train, stage="full", learning_rate=1e-3, schedule="linear", optimizer="muon", ema=0.5
+    )
     other = dataclasses.replace(base.data, seed=5)
     return {"connector": base, "all": dataclasses.replace(base, train=everything, data=other)}
 

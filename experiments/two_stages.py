@@ -19,9 +19,17 @@ from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanCon
 def config() -> dict[str, Config]:
     connector = Config(
         model=ModelConfig(size="tiny"),
-        data=DataConfig(n_samples=2048, max_frames=8, max_tiles=4),
-        plan=PlanConfig(devices=2, max_model=1, max_microbatches=4, effort="quick", finalists=1),
-        train=TrainConfig(steps=30, global_batch=32, warmup_steps=5, stage="connector"),
+        data=DataConfig(n_samples=1024, max_frames=4, max_tiles=2),
+        plan=PlanConfig(
+            policy="dflop",
+            devices=2,
+            max_model=1,
+            max_microbatches=4,
+            buckets=2,
+            effort="quick",
+            finalists=1,
+        ),
+        train=TrainConfig(steps=30, global_batch=16, warmup_steps=5, stage="connector"),
         checkpoint=CheckpointConfig(every=10, keep=2),
         run_dir="runs/two_stages",
     )

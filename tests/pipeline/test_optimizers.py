@@ -202,21 +202,28 @@ def check(m, plan, name):
 
 
 NAMES = ["adamw", "lion", "muon", "adafactor"]
-# (first, stage, data, model) of the LLM, its ZeRO degree and block, what else of the plan.
+APART = (7, 1, 1, 1)
+ON_THREE = (0, 1, 3, 1)
+# (first, stage, data, model) of the tower and of the LLM, ZeRO degree and block of the LLM, what
+# else of the plan.
 LAYOUTS = {
-    "three ranks, ZeRO 3": ((0, 1, 3, 1), (3, 0), {}),
-    "two stages in rounds, ZeRO 1": ((0, 2, 2, 1), (1, 0), {"rounds": 2, "group_size": 2}),
-    "two blocks of three, ZeRO 2": ((0, 1, 6, 1), (2, 3), {}),
-    "two segments, ZeRO 2": ((0, 1, 3, 1), (2, 0), {"llm_segments": 2}),
-}
+    "orch: all on three ranks, ZeRO 3": (ON_THREE, ON_THREE, (3, 0), {}),
+    "dflop: two stages in rounds, ZeRO 1": (
+        APART, (0, 2, 2, 1), (1, 0), {"rounds": 2, "group_size": 2},
+    ),
+    "dflop: two blocks of three, ZeRO 2": (APART, (0, 1, 6, 1), (2, 3), {}),
+    "dip: two segments beside the tower, ZeRO 2": (
+        ON_THREE, ON_THREE, (2, 0), {"llm_segments": 2},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_equal_optax_on_each_layer(name, layout):
-    llm, degree, more = LAYOUTS[layout]
+    tower, llm, degree, more = LAYOUTS[layout]
     m = Small()
-    plan = plain.plan_of(m, (7, 1, 1, 1), llm, **more)
+    plan = plain.plan_of(m, tower, llm, **more)
     check(m, plain.with_zero(plan, llm=degree), name)
 
 
@@ -246,6 +253,6 @@ class Half(Small):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_some_parameters_stay_float32_and_do_not_decay(name, layout):
-    llm, degree, more = LAYOUTS[layout]
-    plan = plain.plan_of(Half(), (7, 1, 1, 1), llm, **more)
+    tower, llm, degree, more = LAYOUTS[layout]
+    plan = plain.plan_of(Half(), tower, llm, **more)
     check(Half(), plain.with_zero(plan, llm=degree), name)

@@ -22,10 +22,11 @@ from dflop_jax.cli.experiment import (
 from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GB, GIB
+from dflop_jax.records import layer_key
 
 if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
-    from dflop_jax.plan.explain import Saving
+    from dflop_jax.plan.explain import KindCost, Saving
     from dflop_jax.plan.limits import Limits
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.records import Link, Plan
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Write profile.json and plan.json; shows the ranking."""
+    from dflop_jax.plan.explain import kind_costs
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> Any:
     result = planning.make_plan(place, profile, ticker("planning"), **shown)
     helps = planning.what_would_help(place, profile) if args.explain else []
     bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
+    kinds = kind_costs(profile.model)
     folder = out_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)
@@ -64,6 +67,7 @@ def run(args: argparse.Namespace) -> Any:
         if args.explain:
             show(limits(result.limits, config.plan))
             show(proposer(result.plan))
+            show(by_kind(kinds))
         if bought:
             show(savings(bought))
         if helps:
@@ -78,7 +82,13 @@ def run(args: argparse.Namespace) -> Any:
     if not args.explain:
         return search
     fits = sample_room(place, result.plan)
-    return {"search": search, "what_if": helps, "memory_bought": bought, "sample_room": fits}
+    return {
+        "search": search,
+        "layers": kinds,
+        "what_if": helps,
+        "memory_bought": bought,
+        "sample_room": fits,
+    }
 
 
 def plain(result: SearchResult) -> dict[str, object]:
@@ -207,6 +217,17 @@ def proposer(plan: Plan) -> str:
         f"shapes: by {own}, a step {figures.shapes_gain:.1%} shorter than by {other}; the integer "
         f"program's optimum is at most {figures.shapes_gap:.1%} below its answer"
     )
+
+
+def by_kind(rows: Sequence[KindCost]) -> Table:
+    """What a layer of each kind takes, and all of them of their module's layers."""
+    table = Table("layers", "number", "rows x tokens", "forward ms", "backward ms", "share",
+                  title="What layers take, by kind", title_justify="left")  # fmt: skip
+    for c in rows:
+        ms = (f"{1e3 * s:.2f}" for s in (c.forward_s, c.backward_s))
+        shape = f"{c.shape.rows} x {c.shape.tokens}"
+        table.add_row(layer_key(c.module, c.kind), str(c.layers), shape, *ms, f"{c.share:.0%}")
+    return table
 
 
 def savings(rows: Sequence[Saving]) -> Table:

@@ -34,11 +34,13 @@ def run(args: argparse.Namespace) -> Any:
     out = out_folder(args, config) / PROFILE
     save(profile, out)
     if not args.json:
-        table = Table("module", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")
+        table = Table(
+            "layers of", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms"
+        )
         for t in profile.model.timings:
             row = (t.layer_forward_s, t.layer_backward_s, t.ends_forward_s)
             shape = f"{t.shape.rows} x {t.shape.tokens}"
-            table.add_row(t.module, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in row))
+            table.add_row(t.layers, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in row))
         show(table)
         asks = [_asked(m, [load.tokens(m) for load in profile.data.loads])
                 for m in profile.model.n_layers]  # fmt: skip

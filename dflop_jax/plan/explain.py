@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import GIB, HARDWARE
@@ -11,7 +12,7 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.ranking import searched
-from dflop_jax.records import Plan
+from dflop_jax.records import ModelProfile, Plan, Shape, by_feature, content_of, content_s
 from dflop_jax.schedule.shapes.evaluate import TIE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
@@ -35,6 +36,51 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
         idle = 1 - busy_s[idlest] / step_s
         return f"{behind}{busiest} computes {1e3 * busiest_s:.1f} ms, {idlest} waits {idle:.0%}"
     return f"{behind}even {busiest}, the busiest, waits {waits:.0%}"
+
+
+@dataclass(frozen=True)
+class KindCost:
+    """What the layers of one kind of a module take, each row of the shape being one piece.
+
+    Attributes:
+      layers: how many there are.
+      forward_s, backward_s: of one layer, on one tensor rank of the fewest that were timed, at the
+        largest shape there.
+      share: of the seconds of all layers of the module.
+    """
+
+    module: str
+    kind: str
+    layers: int
+    shape: Shape
+    forward_s: float
+    backward_s: float
+    share: float
+
+
+def kind_costs(profile: ModelProfile) -> list[KindCost]:
+    """What layers take, by module and kind."""
+    costs = []
+    for module in profile.n_layers:
+        of_module = []
+        for kind, n in Counter(profile.layer_kinds(module)).items():
+            timed = [t for t in profile.timings if (t.module, t.kind) == (module, kind)]
+            least = min(t.model for t in timed)
+            t = max((t for t in timed if t.model == least), key=lambda t: t.shape.size)
+            content = t.shape.rows * content_of(t.shape.tokens)
+            forward_s, backward_s = (
+                own_s + float(content_s(by_feature(of_content), content))
+                for own_s, of_content in (
+                    (t.layer_forward_s, t.content_forward_s),
+                    (t.layer_backward_s, t.content_backward_s),
+                )
+            )
+            of_module.append(KindCost(module, kind, n, t.shape, forward_s, backward_s, 0.0))
+        every_s = sum(c.layers * (c.forward_s + c.backward_s) for c in of_module) or 1.0
+        costs += [
+            replace(c, share=c.layers * (c.forward_s + c.backward_s) / every_s) for c in of_module
+        ]
+    return costs
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from dflop_jax.cli.plan import by_kind
 from dflop_jax.config import PlanConfig
 from dflop_jax.contract import layer_kinds_of
 from dflop_jax.gpu_compile.needed import needed_flops as flops_of_program
@@ -14,6 +15,7 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.held import param_structs
 from dflop_jax.pipeline.layout import device_mesh, make_segments
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.plan.explain import kind_costs
 from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.measure import model_profile, profile_key, time_layer
@@ -192,3 +194,30 @@ def test_plans_of_every_policy_fit_the_model(policy, pattern):
     )
     for candidate in result.candidates:
         make_segments(m, candidate.plan.layout, jax.devices())
+
+
+def test_what_layers_cost_is_said_by_kind(costs):
+    """Of the largest shape; attention of whole rows is in it."""
+    profile = costs.profile
+    told = {(c.module, c.kind): c for c in kind_costs(profile)}
+    assert [*told] == [("vision", "layers"), ("llm", "gate"), ("llm", "mean")]
+    assert [c.layers for c in told.values()] == [2, 2, 4]
+    assert sum(c.share for c in told.values() if c.module == "llm") == pytest.approx(1)
+    gate, mean = told["llm", "gate"], told["llm", "mean"]
+    assert gate.shape == Shape(2, 96)
+    alone = CostModel(dataclasses.replace(profile, host_s=0.0, task_overhead_s=0.0))
+    one = alone.group_s(segment(1, 2), MeshShape(), 1, 2, 96, FORWARD)  # a mean
+    assert mean.forward_s == pytest.approx(one, rel=0.05)  # fitted over shapes
+    ratio = gate.layers * (gate.forward_s + gate.backward_s)
+    ratio /= mean.layers * (mean.forward_s + mean.backward_s)
+    assert gate.share / mean.share == pytest.approx(ratio)
+    last = max(i for i, t in enumerate(profile.timings) if t.kind == "gate" and t.model == 1)
+    seen = dataclasses.replace(
+        profile.timings[last], content_forward_s={"pair": 1.0}, content_backward_s={"pair": 3.0}
+    )
+    timings = (*profile.timings[:last], seen, *profile.timings[last + 1 :])
+    more = kind_costs(dataclasses.replace(profile, timings=timings))
+    assert more[1].forward_s - gate.forward_s == pytest.approx(2 * 96**2)
+    assert more[1].backward_s - gate.backward_s == pytest.approx(3 * 2 * 96**2)
+    table = by_kind(more)
+    assert [*table.columns[0].cells] == ["vision", "llm.gate", "llm.mean"]

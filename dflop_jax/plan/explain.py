@@ -67,7 +67,7 @@ def kind_costs(profile: ModelProfile) -> list[KindCost]:
             timed = [t for t in profile.timings if (t.module, t.kind) == (module, kind)]
             least = min(t.model for t in timed)
             t = max((t for t in timed if t.model == least), key=lambda t: t.shape.size)
-            content = t.shape.rows * content_of(t.shape.tokens)
+            content = (t.shape.rows * content_of(t.shape.tokens)).tolist()
             forward_s, backward_s = (
                 own_s + float(content_s(by_feature(of_content), content))
                 for own_s, of_content in (

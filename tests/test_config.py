@@ -224,6 +224,7 @@ NOT_NEGATIVE = [
     "plan.shard_devices",
     "data.max_bad_fraction",
     "checkpoint.every_s",
+    "checkpoint.copy_every",
     "checkpoint.keep_every",
     "distributed.num_processes",
     "schedule.work",

@@ -12,11 +12,10 @@ after that in the background, and the checkpoint exists once process 0 has commi
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from dflop_jax.checkpoint.background import Background, Copying, Waiting
+from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.checkpoint.state_arrays import StateArray, read_array, specs_of, state_arrays
 from dflop_jax.checkpoint.store import (
     ArrayPiece,
@@ -32,6 +33,7 @@ from dflop_jax.checkpoint.store import (
     CheckpointStore,
     CorruptCheckpoint,
     WrittenPart,
+    manifest_of,
 )
 from dflop_jax.cluster.ending import RunFailed, TryAgain
 from dflop_jax.cluster.peers import Peers
@@ -39,7 +41,6 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import initial_structs
 
 log = logging.getLogger(__name__)
-Waiting = Callable[[], AbstractContextManager[None]]
 
 
 def _saved(ex: Executor, segment: str, kind: str) -> Any:
@@ -60,31 +61,13 @@ def _pieces(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> Iterat
         yield ArrayPiece(a.name, starts, data[place].reshape(sizes))
 
 
-class _Copying:
-    """The copy to the host that updates wait for. The executor holds it, so it holds none: with
-    the executor its state goes, which the next one needs the memory of."""
-
-    def __init__(self, waiting: Waiting) -> None:
-        self.done = threading.Event()
-        self.done.set()
-        self.waited_s = 0.0
-        self._waiting = waiting
-
-    def wait(self) -> None:
-        if self.done.is_set():
-            return
-        start = time.perf_counter()
-        with self._waiting():
-            self.done.wait()
-        self.waited_s += time.perf_counter() - start
-
-
 class Checkpointer:
     """Saves an executor's state in the background, all processes together, and restores it.
 
     Args:
       waiting: entered where training waits for a save.
       may_commit: called on process 0 before a commit; what it raises, `check` does.
+      copies: where `copy` copies to.
     """
 
     def __init__(
@@ -97,29 +80,34 @@ class Checkpointer:
         keep_every: int = 0,
         waiting: Waiting = nullcontext,
         may_commit: Callable[[], None] = lambda: None,
+        copies: Copies | None = None,
     ):
         self.folder, self._ex, self._peers = folder, ex, peers
-        self._may_commit = may_commit
+        self._may_commit, self._copies = may_commit, copies
         self._store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
         self._arrays = state_arrays(ex)
         self._specs = specs_of(self._arrays)
-        self._waiting = waiting
-        self._copying = _Copying(waiting)
-        self._thread: threading.Thread | None = None
+        self._saving = Background("checkpoint", waiting)
+        self._copying = Background("copy", waiting)
         self._error: BaseException | None = None
-        self._begun_s = 0.0  # what beginning to save has taken
         self.trouble = ""  # why the last save failed, on process 0
-        ex.before_update = self._copying.wait
+        copyings = self._saving.copying, self._copying.copying
+
+        def copied() -> None:
+            for each in copyings:
+                each.wait()
+
+        ex.before_update = copied
 
     @property
     def stall_s(self) -> float:
         """What saving has kept training waiting."""
-        return self._begun_s + self._copying.waited_s
+        return self._saving.stall_s + self._copying.stall_s
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way, which the next one would wait for."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._saving.is_busy
 
     def folder_of(self, step: int) -> Path:
         """Where the checkpoint after `step` steps is."""
@@ -141,23 +129,27 @@ class Checkpointer:
         It is committed once `meta` is there, when the rows of these steps are in the metrics.
         A checkpoint that cannot be written is reported and left out; training goes on.
         """
-        start = time.perf_counter()
-        self.wait()
-        self.trouble = ""
-        held = list(self._local_shards())
-        self._copying.done.clear()
-        self._thread = threading.Thread(
-            target=self._run, args=(step, held, meta), name="checkpoint", daemon=True
-        )
-        self._thread.start()
-        self._begun_s += time.perf_counter() - start
+        with self._saving.beginning():
+            self.check()
+            self.trouble = ""
+            self._begin(self._saving, partial(self._write, step, meta=meta))
+
+    def copy(self, step: int, meta: Future[Mapping[str, Any]]) -> None:
+        """Begin to copy the state to the memory of agents, as `save` does to the disk, whether a
+        save is under way or not."""
+        with self._copying.beginning():
+            self.check()
+            self._begin(self._copying, partial(self._write_copy, step, meta=meta))
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the parameters and optimizer state that this process saves."""
+        return sum(shard.data.nbytes for _, shard in self._local_shards())
 
     def wait(self) -> None:
-        """Wait until the save under way has ended."""
-        if self._thread is not None:
-            with self._waiting():
-                self._thread.join()
-            self._thread = None
+        """Wait until what is under way has ended."""
+        self._saving.wait()
+        self._copying.wait()
         self.check()
 
     def check(self) -> None:
@@ -174,11 +166,15 @@ class Checkpointer:
                     if shard.replica_id == 0 and a.is_first_copy(shard.index):
                         yield a, shard
 
+    def _begin(self, background: Background, write: Callable[[list[ArrayPiece]], None]) -> None:
+        held = list(self._local_shards())
+        background.begin(partial(self._run, background.copying, held, write))
+
     def _run(
         self,
-        step: int,
+        copying: Copying,
         held: list[tuple[StateArray, Any]],
-        meta: Future[Mapping[str, Any]],
+        write: Callable[[list[ArrayPiece]], None],
     ) -> None:
         try:
             try:
@@ -186,8 +182,8 @@ class Checkpointer:
                 pieces = [p for a, s in held for p in _pieces(a, s.index, np.array(s.data))]
                 held.clear()
             finally:
-                self._copying.done.set()
-            self._write(step, pieces, meta)
+                copying.done.set()
+            write(pieces)
         except TryAgain as e:  # it may not commit
             self._error = e
         except RunFailed:
@@ -205,27 +201,54 @@ class Checkpointer:
                 trouble = str(e)
         if not self._peers.share(f"{key}/begin", ready):
             return self._report(step, trouble)
-        part: WrittenPart | None = None
-        try:
-            part = self._store.write(step, list(self._specs.values()), pieces, self._peers.process)
-        except OSError as e:
-            trouble = str(e)
-        written = self._peers.gather(f"{key}/part", msgspec.json.encode((part, trouble)))
+        write = partial(self._store.write, step, list(self._specs.values()), pieces)
+        parts, trouble = self._gather(key, write)
         if not self._peers.is_hub:
             return None
-        parts = [msgspec.json.decode(v, type=tuple[WrittenPart | None, str]) for v in written]
         known = meta.result()
         self._may_commit()
         try:
-            if all(p for p, _ in parts):
-                whole = [p for p, _ in parts if p]
-                self._store.commit(step, list(self._specs.values()), whole, known)
+            if not trouble:
+                self._store.commit(step, list(self._specs.values()), parts, known)
                 return None
-            trouble = next(why for p, why in parts if p is None)
             self._store.discard(step)
         except OSError as e:
             trouble = trouble or str(e)
         return self._report(step, trouble)
+
+    def _write_copy(
+        self, step: int, pieces: list[ArrayPiece], meta: Future[Mapping[str, Any]]
+    ) -> None:
+        assert self._copies is not None
+        key, manifest = f"copy/{step}", b""
+        write = partial(self._copies.write, step, list(self._specs.values()), pieces)
+        parts, trouble = self._gather(key, write)
+        if self._peers.is_hub:
+            known = meta.result()
+            self._may_commit()
+            if trouble:
+                log.warning("no copy after step %d: %s", step, trouble)
+            else:
+                manifest = manifest_of(step, list(self._specs.values()), parts, known)
+        if manifest := self._peers.share(f"{key}/manifest", manifest):
+            with suppress(OSError):  # the other agents have it
+                self._copies.seal(step, manifest)
+        self._peers.barrier(f"{key}/sealed")  # an agent that has it not yet would drop its files
+
+    def _gather(
+        self, key: str, write: Callable[[int], WrittenPart]
+    ) -> tuple[list[WrittenPart], str]:
+        """Write on all processes; on process 0 what all have written, and why the first of those
+        failed that did."""
+        part: WrittenPart | None = None
+        trouble = ""
+        try:
+            part = write(self._peers.process)
+        except OSError as e:
+            trouble = str(e) or type(e).__name__
+        written = self._peers.gather(f"{key}/part", msgspec.json.encode((part, trouble)))
+        both = [msgspec.json.decode(v, type=tuple[WrittenPart | None, str]) for v in written]
+        return [p for p, _ in both if p], next((why for p, why in both if p is None), "")
 
     def _report(self, step: int, trouble: str) -> None:
         if self._peers.is_hub:

@@ -56,7 +56,7 @@ class OtherVersion(ValueError):
 
 
 @contextmanager
-def storage_errors(action: str, folder: Path) -> Iterator[None]:
+def storage_errors(action: str, folder: object) -> Iterator[None]:
     """Any OSError inside becomes one StorageError that names the folder and the cause."""
     try:
         yield

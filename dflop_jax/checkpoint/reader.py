@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -32,12 +32,43 @@ CACHED_BLOCKS = 32  # of files, of BLOCK_BYTES each: small arrays share one
 OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
 
 
+class File(Protocol):
+    """A file of pieces; `name` is for errors."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read(self, offset: int, n_bytes: int) -> bytes:
+        """So many bytes from there on, fewer at the end.
+
+        Raises:
+          CorruptCheckpoint: it is missing.
+        """
+        ...
+
+
+class Source(Protocol):
+    """Where a checkpoint's files are; what `str` says is for errors."""
+
+    def open(self, process: int) -> File:
+        """The file that a process wrote.
+
+        Raises:
+          CorruptCheckpoint: it is missing, or of another size.
+        """
+        ...
+
+    def was_removed(self) -> bool:
+        """Whether the checkpoint was given up meanwhile."""
+        ...
+
+
 class CheckpointReader:
     """A committed checkpoint: `step`, `meta`, `specs` by name, and `read`. Threads may share it."""
 
-    def __init__(self, folder: Path, manifest: Manifest):
+    def __init__(self, source: Source, manifest: Manifest):
         self.step, self.meta, self.specs = manifest.step, manifest.meta, manifest.specs
-        self._folder = folder
+        self._source = source
         self._pieces: dict[str, list[tuple[int, StoredPiece]]] = {n: [] for n in self.specs}
         for part in manifest.parts:
             for piece in part.pieces:
@@ -49,7 +80,7 @@ class CheckpointReader:
             for p in manifest.parts
             if p.pieces
         }
-        opened = lru_cache(OPEN_FILES)(partial(_opened, folder, parts))
+        opened = lru_cache(OPEN_FILES)(source.open)
         self._block = lru_cache(CACHED_BLOCKS)(partial(_read_block, opened, parts))
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
@@ -62,21 +93,21 @@ class CheckpointReader:
         """
         spec = self.specs.get(name)
         if spec is None:
-            raise ValueError(f"{self._folder}: has no array {name}")
+            raise ValueError(f"{self._source}: has no array {name}")
         if not is_inside(start, shape, spec.shape):
             raise ValueError(
-                f"{self._folder}: array {name} of shape {spec.shape} has no box {tuple(shape)} at"
+                f"{self._source}: array {name} of shape {spec.shape} has no box {tuple(shape)} at"
                 f" {tuple(start)}"
             )
         out = np.empty(tuple(shape), spec.numpy_dtype)
         try:
-            with storage_errors(f"read array {name}", self._folder):
+            with storage_errors(f"read array {name}", self._source):
                 for process, piece in self._pieces[name]:
                     self._read_shared(process, piece, out, tuple(start))
         except CorruptCheckpoint:
-            if (self._folder / MARKER).exists():
+            if not self._source.was_removed():
                 raise
-            raise CorruptCheckpoint(f"{self._folder}: removed while it was read") from None
+            raise CorruptCheckpoint(f"{self._source}: removed while it was read") from None
         return out
 
     def _read_shared(self, process: int, piece: StoredPiece, out: np.ndarray, start: Index) -> None:
@@ -107,6 +138,23 @@ class CheckpointReader:
         return data
 
 
+class OnDisk:
+    """The files of a checkpoint's folder."""
+
+    def __init__(self, folder: Path, manifest: Manifest):
+        self._folder = folder
+        self._n_bytes = {p.process: p.n_bytes for p in manifest.parts}
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def open(self, process: int) -> _OpenFile:
+        return _OpenFile(process_file(self._folder, process), self._n_bytes[process])
+
+    def was_removed(self) -> bool:
+        return not (self._folder / MARKER).exists()
+
+
 class _OpenFile:
     """A file of pieces, closed when nobody needs it any more; threads may share it.
 
@@ -115,7 +163,7 @@ class _OpenFile:
     """
 
     def __init__(self, path: Path, n_bytes: int):
-        self.path, self._descriptor = path, -1
+        self.path, self.name, self._descriptor = path, str(path), -1
         with lost_file(path):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             size = os.fstat(self._descriptor).st_size
@@ -136,16 +184,12 @@ class _OpenFile:
         return b"".join(parts)
 
 
-def _opened(folder: Path, parts: Mapping[int, WrittenPart], process: int) -> _OpenFile:
-    return _OpenFile(process_file(folder, process), parts[process].n_bytes)
-
-
 def _read_block(
-    opened: Callable[[int], _OpenFile], parts: Mapping[int, WrittenPart], process: int, block: int
+    opened: Callable[[int], File], parts: Mapping[int, WrittenPart], process: int, block: int
 ) -> memoryview:
     """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
     file = opened(process)
     data = file.read(block * BLOCK_BYTES, BLOCK_BYTES)
     if zlib.crc32(data) != parts[process].crc32s[block]:
-        raise CorruptCheckpoint(f"{file.path}: damaged (its checksum)")
+        raise CorruptCheckpoint(f"{file.name}: damaged (its checksum)")
     return memoryview(data)

@@ -15,7 +15,6 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,14 @@ from dflop_jax.checkpoint.format import (
     WrittenPart,
     by_name,
     decode_manifest,
-    digest_specs,
     encode_manifest,
     lost_file,
     process_file,
-    safetensors_header,
     storage_errors,
 )
-from dflop_jax.checkpoint.layout import check_whole, lay_out
-from dflop_jax.checkpoint.reader import CheckpointReader
-from dflop_jax.checkpoint.writer import flush, write_blocks
+from dflop_jax.checkpoint.layout import check_whole
+from dflop_jax.checkpoint.reader import CheckpointReader, OnDisk
+from dflop_jax.checkpoint.writer import ProcessFile, flush, write_blocks
 
 __all__ = [
     "ArrayPiece",
@@ -116,24 +113,19 @@ class CheckpointStore:
           ValueError: this checkpoint exists, or a piece does not fit its spec.
           StorageError: disk full, no permission and the like.
         """
-        known = by_name(specs)
-        stored, ordered = lay_out(known, pieces)
-        header = safetensors_header(known, stored) if ordered else b""
-        stored = [replace(p, offset_bytes=len(header) + p.offset_bytes) for p in stored]
+        file = ProcessFile.of(specs, pieces)
         path = process_file(self.folder(step), process)
         try:
             with storage_errors(f"save checkpoint {step}", self.root):
                 self._refuse_committed(step)
-                crc32s = write_blocks(path, [header, *ordered]) if ordered else ()
+                crc32s = write_blocks(path, file) if file.parts else []
         except StorageError:
             with suppress(OSError):
                 path.unlink()
             with suppress(OSError):  # the last one out
                 path.parent.rmdir()
             raise
-        digest = digest_specs(known, (p.name for p in ordered))
-        n_bytes = len(header) + sum(p.array.nbytes for p in ordered)
-        return WrittenPart(process, n_bytes, crc32s, tuple(stored), digest)
+        return file.written(process, crc32s)
 
     def commit(
         self,
@@ -151,15 +143,12 @@ class CheckpointStore:
           ValueError: this checkpoint exists, or the parts do not cover every array exactly once.
           StorageError: as `write`; also when only the removal of old checkpoints failed.
         """
-        known = by_name(specs)
-        check_whole(known, parts)
-        ordered = tuple(sorted(parts, key=lambda p: p.process))
-        manifest = encode_manifest(Manifest(step, known, ordered, dict(meta)))
+        manifest = manifest_of(step, specs, parts, meta)
         folder = self.folder(step)
         with storage_errors(f"save checkpoint {step}", self.root):
             self._refuse_committed(step)
             try:
-                _check_seen(folder, ordered)
+                _check_seen(folder, parts)
                 _write_synced(folder / MANIFEST, manifest)
                 _write_synced(folder / f"{MARKER}.tmp", _marker(manifest))
                 _sync(folder)
@@ -201,7 +190,7 @@ class CheckpointStore:
             raise OtherVersion(f"{folder / MANIFEST}: {e}") from None
         if manifest.step != step:
             raise CorruptCheckpoint(f"{folder}: holds step {manifest.step}; rename it back")
-        return CheckpointReader(folder, manifest)
+        return CheckpointReader(OnDisk(folder, manifest), manifest)
 
     def set_aside(self, step: int, why: str) -> Path:
         """Rename a checkpoint that cannot be read, or is not to be, so that its step may be saved
@@ -248,6 +237,20 @@ class CheckpointStore:
             raise ValueError(
                 f"{self.folder(step)}: this checkpoint exists; discard it or use another folder"
             )
+
+
+def manifest_of(
+    step: int, specs: Iterable[ArraySpec], parts: Sequence[WrittenPart], meta: Mapping[str, Any]
+) -> bytes:
+    """The manifest of what the processes wrote; see `CheckpointStore.commit`.
+
+    Raises:
+      ValueError: the parts do not cover every array exactly once.
+    """
+    known = by_name(specs)
+    check_whole(known, parts)
+    ordered = tuple(sorted(parts, key=lambda p: p.process))
+    return encode_manifest(Manifest(step, known, ordered, dict(meta)))
 
 
 def _firsts(steps: Iterable[int], every: int) -> set[int]:

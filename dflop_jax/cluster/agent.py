@@ -32,15 +32,16 @@ import msgspec
 from dflop_jax.cluster import told
 from dflop_jax.cluster.assembly import Assembly, assemble
 from dflop_jax.cluster.cards import Card, bits_of
+from dflop_jax.cluster.copy_keeper import CopyKeeper
 from dflop_jax.cluster.decide import Order, Report, decide
 from dflop_jax.cluster.ending import PREEMPTED, TRY_AGAIN, RunFailed, TryAgain, signal_name
 from dflop_jax.cluster.events import (
     Answered,
-    Ended,
     Event,
     Events,
     Regroup,
     Stop,
+    before_start,
     next_event,
     signals_noted,
 )
@@ -93,6 +94,7 @@ class Agent:
         self._left_out: set[int] = set()  # places whose processes are not started any more
         self._last: tuple[int, ...] = ()  # hosts of the last start, and those to be taken in then
         self._reception: Reception | None = None
+        self._copies = CopyKeeper(self._secret, on=self._again)
         self._report = Report(number=len(job.cores), host=place.host, name=uuid.uuid4().hex)
         self._codes: tuple[int, ...] = ()
         self._next: Group | None = None  # of spares
@@ -130,6 +132,7 @@ class Agent:
             finally:
                 if self._next is not None:
                     self._next.close()
+                self._copies.close()
                 self._output.close()
 
     def _note(self, signum: int) -> None:
@@ -188,6 +191,7 @@ class Agent:
                 waiting=self._output.say,
             )
             met = self._awaited(come)
+        self._copies.meet(self._place, met)
         events = self._events
 
         def failed(why: str, code: int) -> None:
@@ -273,17 +277,20 @@ class Agent:
         Raises:
           TryAgain: another part of the run goes on.
         """
-        gathered = peers.gather("report", msgspec.json.encode(self._report))
+        report = self._copies.told_in(self._report)
+        gathered = peers.gather("report", msgspec.json.encode(report))
         answer = b""
         if peers.is_hub:
             reports = [msgspec.json.decode(r, type=Report) for r in gathered]
             order = decide(reports, self._count, self._limits, time.time())
             if order.exit_code is None and not order.meets and self._place.hosts > 1:
                 order = msgspec.structs.replace(order, start=claimed(order))
-            answer = msgspec.json.encode(order)
+            answer = msgspec.json.encode(self._copies.told_of(order, reports))
         order = msgspec.json.decode(peers.share("order", answer), type=Order)
         if order.exit_code is None and not order.start:
             raise TryAgain("another part of this run goes on, or its folder cannot be written")
+        if order.exit_code is None and not order.meets:
+            self._copies.follow(order, self._report.start)
         return order
 
     # ---- on this host ----
@@ -293,7 +300,7 @@ class Agent:
         begun = _Begun(order, Path(tempfile.mkdtemp(dir=folder)))
         first = self._first(order)
         self._last = order.hosts
-        if (event := self._awaited_start(order.wait_s)) is not None:
+        if (event := before_start(self._events, order.wait_s)) is not None:
             why = f"{signal_name(event)} came" if isinstance(event, int) else event.why
             peers.fail(why)
             code = 128 + event if isinstance(event, int) else 0
@@ -352,14 +359,6 @@ class Agent:
             full=order.full,
             **seen,
         )
-
-    def _awaited_start(self, wait_s: float) -> int | Stop | None:
-        """Wait for the time to start; returns what comes in between, and then there is none."""
-        until_s = time.monotonic() + wait_s
-        while isinstance(event := next_event(self._events, until_s), Regroup):
-            pass  # it takes effect with the start
-        assert not isinstance(event, Ended | Answered), "nothing runs"
-        return event
 
     def _group(self, first: int) -> Group:
         """The group of a start, with the spares that fit."""

@@ -41,6 +41,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
       lost: why it stopped its processes, where that was news from elsewhere.
       gained: a step was done.
       count_file: where restarts are counted; "" where the run has not begun.
+      copies: the port at which it keeps copies; 0: it does not.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lost: str = ""
     gained: bool = False
     count_file: str = ""
+    copies: int = 0
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,12 +71,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
       leaves_out: (host, place) of a process that is not started any more.
       name: of the launch.
       start: the number of this start, from 1.
+      after: that of the start before it; 0: there was none.
       full: processes of the first start.
       hosts: that take part, by number.
       numbers: processes of each of them.
       port: of the processes' meeting, on the first host.
       wait_s: seconds until the start.
       count_file: where restarts are counted; "" where the run has not begun.
+      copies: where each host's agent keeps copies; "": it does not.
     """
 
     exit_code: int | None = None
@@ -83,12 +87,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     leaves_out: tuple[int, int] | None = None
     name: str = ""
     start: int = 0
+    after: int = 0
     full: int = 0
     hosts: tuple[int, ...] = (0,)
     numbers: tuple[int, ...] = ()
     port: int = 0
     wait_s: float = 0.0
     count_file: str = ""
+    copies: tuple[str, ...] = ()
 
 
 def decide(reports: Sequence[Report], count: Count, limits: Limits, now_s: float) -> Order:
@@ -175,6 +181,7 @@ def _start(
     order = Order(
         name=name,
         start=last + 1,
+        after=last,
         full=full,
         hosts=hosts,
         numbers=numbers,

@@ -58,6 +58,15 @@ def next_event(
     return None
 
 
+def before_start(events: Events, wait_s: float) -> int | Stop | None:
+    """Wait for the time to start; returns what comes in between, and then there is none."""
+    until_s = time.monotonic() + wait_s
+    while isinstance(event := next_event(events, until_s), Regroup):
+        pass  # it takes effect with the start
+    assert not isinstance(event, Ended | Answered), "nothing runs"
+    return event
+
+
 @contextmanager
 def signals_noted(note: Callable[[int], None], take_in: Callable[[], None]) -> Iterator[None]:
     """Have `note` called with each SIGINT, SIGTERM and SIGHUP that comes meanwhile, `take_in` at

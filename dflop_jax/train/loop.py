@@ -290,6 +290,9 @@ class Loop:
         by_steps = every > 0 and done % every == 0
         if (by_steps or self._save_asked) and not last:
             self._save(done)
+        copy_every = self.config.checkpoint.copy_every
+        if copy_every and done % copy_every == 0 and done != self._saves.saved and not last:
+            self._saves.copy(self._meta(done), self._done, self._skipping.known)
         if held_out and evaluate and done % evaluate == 0 and not last:
             finish()
             if self._back_to is not None:
@@ -347,8 +350,14 @@ class Loop:
         if done == self._saves.saved:
             return
         self._cadence.begin_save()
+        self._saves.begin(self._meta(done), self._done, self._skipping.known)
+        if self._ready.callbacks:
+            self._untold.append(done)
+
+    def _meta(self, done: int) -> Meta:
+        """What is kept beside the state after `done` steps."""
         ready = self._ready
-        meta = Meta(
+        return Meta(
             done,
             self.loader.state(done),
             self.ex.plan,
@@ -357,9 +366,6 @@ class Loop:
             planned_under(ready.place) if self.peers.is_hub else {},
             self._corrector.learnt(done) if self._corrector else None,
         )
-        self._saves.begin(meta, self._done, self._skipping.known)
-        if ready.callbacks:
-            self._untold.append(done)
 
 
 def sample_names(source: Source, loader: Loader, step: int) -> list[str]:

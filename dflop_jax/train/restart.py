@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
+from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.cluster import told
+from dflop_jax.cluster.addresses import Address
 from dflop_jax.cluster.claims import newest
+from dflop_jax.cluster.copy_client import CopyClient
 from dflop_jax.cluster.ending import TryAgain, exit_code_of
 from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.secret import SECRET_ENV
 from dflop_jax.config import Config
 from dflop_jax.records import Plan
 from dflop_jax.report.run_folder import RESTARTS, FolderInUse, RunFolder, launch_of
@@ -40,7 +45,17 @@ def open_folder(run_dir: str, existing: Literal["error", "overwrite", "resume"])
     return folder
 
 
-def check_may_shrink(plan: Plan | None, config: Config) -> None:
+def check_agents(plan: Plan | None, config: Config) -> None:
+    """ValueError where the agents that start the run cannot do what is asked of them."""
+    _check_may_shrink(plan, config)
+    if config.checkpoint.copy_every and told.keepers() is None:
+        raise ValueError(
+            f"checkpoint.copy_every={config.checkpoint.copy_every}: copies are kept by `dflop "
+            "launch --max-restarts R`, which has not started this; start it so, or set it to 0"
+        )
+
+
+def _check_may_shrink(plan: Plan | None, config: Config) -> None:
     """ValueError where a run that is to go on with fewer processes could not."""
     if not (least := told.least_processes()):
         return
@@ -53,6 +68,17 @@ def check_may_shrink(plan: Plan | None, config: Config) -> None:
             f"{asked} from a checkpoint, and checkpoint.every=0 writes none; give it a number of "
             "steps"
         )
+
+
+def copies_of(config: Config, peers: Peers) -> Copies | None:
+    """Where the run is copied to; None where it is not to be."""
+    keepers = told.keepers()
+    if not config.checkpoint.copy_every or keepers is None:
+        return None
+    secret = os.environ[SECRET_ENV].encode()
+    agents = [CopyClient(Address.parse(at), secret) for at in keepers.agents]
+    run, start = os.path.abspath(config.run_dir), told.start_number()
+    return Copies(agents, keepers.here, first=keepers.first, run=run, start=start, peers=peers)
 
 
 def check_claim(run_dir: str) -> None:

@@ -50,10 +50,17 @@ class Saves:
     def begin(self, meta: Meta, finished: int, skips: Skips) -> None:
         """Begin to save the state after `meta.step` steps; `finished` and `skips` as for `tell`."""
         self.saved = meta.step
+        self._saver.save(meta.step, self._told_of(meta, finished, skips))
+
+    def copy(self, meta: Meta, finished: int, skips: Skips) -> None:
+        """Begin to copy the state to memory, in the same way."""
+        self._saver.copy(meta.step, self._told_of(meta, finished, skips))
+
+    def _told_of(self, meta: Meta, finished: int, skips: Skips) -> Future[Mapping[str, Any]]:
         told: Future[Mapping[str, Any]] = Future()
         self._untold.append((meta, told))
         self.tell(finished, skips)
-        self._saver.save(meta.step, told)
+        return told
 
     def keep_best(self, best: BestLoss) -> None:
         """Keep this checkpoint, and no longer the one that was the best before."""

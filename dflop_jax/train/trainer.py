@@ -56,8 +56,9 @@ from dflop_jax.train.ready import (
 )
 from dflop_jax.train.recount import KnownPlan, find_plan, keep_plan, with_links
 from dflop_jax.train.restart import (
+    check_agents,
     check_claim,
-    check_may_shrink,
+    copies_of,
     is_begun,
     line_of,
     open_folder,
@@ -113,13 +114,15 @@ class Trainer:
         self._loop: Loop | None = None
         try:
             check_trainable(config)
-            check_may_shrink(plan, config)
+            check_agents(plan, config)
             self.place: Workplace = set_up(config, resume=self._existing == "resume")
         except BaseException as e:  # before there are others to be told
             tell_agent(e)
             raise
         self.peers = self.place.peers
         self._callbacks = Callbacks(callbacks, is_first=self.peers.is_hub)
+        # Who goes back later, or on with another plan, does so from the disk.
+        self._held = self._copies = copies_of(config, self.peers)
         with self._told_to_others():
             self._tell = tell if self.peers.is_hub else lambda line, ready: None
             self._tell(workplace_line(self.place), False)
@@ -195,9 +198,10 @@ class Trainer:
         if is_begun(config.run_dir, peers):
             self._existing = "resume"
         asked, self._resume = self._resume, Resume()
+        held, self._held = self._held, None
         resumed = None
         if self._existing == "resume":
-            resumed = find_checkpoint(checkpoints, peers, at=asked.at)
+            resumed = find_checkpoint(checkpoints, peers, at=asked.at, copies=held)
         # Before anything is written: the folder may be of a run on other data.
         start = make_loader(config, self.source).restore(resumed.meta.loader) if resumed else 0
         folder, samples = None, None
@@ -211,25 +215,27 @@ class Trainer:
         begun_s = time.perf_counter()
         ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
-        keep, keep_every = config.checkpoint.keep, config.checkpoint.keep_every
         saver = Checkpointer(
             checkpoints,
             ex,
             peers,
-            keep=keep,
-            keep_every=keep_every,
+            keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
             waiting=partial(self.place.sections.within, SAVE),
             may_commit=partial(check_claim, config.run_dir),
+            copies=self._copies,
         )
         placing_s = time.perf_counter()
         resumed = self._place_state(ex, saver, resumed, reset_optimizer=asked.reset_optimizer)
+        if self._copies:
+            progress.log(self._copies.begin(resumed.copy if resumed else None, saver.n_bytes))
         assert self.profile is not None
         first_step = resumed.meta.step if resumed else 0
         if first_step < start:
             progress.restart(first_step)
         if resumed:
-            reached = f"resumed after step {first_step} of {config.train.steps}"
-            progress.log(f"{reached}, read in {time.perf_counter() - placing_s:.1f} s")
+            took_s = time.perf_counter() - placing_s
+            progress.log(f"{resumed.says(config.train.steps)}, read in {took_s:.1f} s")
         if folder:  # only now it is clear that the folder is of this run
             if self._existing == "resume":
                 folder.restart(first_step)
@@ -256,20 +262,9 @@ class Trainer:
             peers.barrier("dry")
             return LoopResult((), (), None, first_step, False, ex.plan)
         data = self.source, self._held_out, self.profile
-        start_s = time.perf_counter() - begun_s
+        more = time.perf_counter() - begun_s, self._ends_s, self._callbacks
         ready = ReadyRun(
-            config,
-            self.place,
-            *data,
-            ex,
-            prices,
-            saver,
-            folder,
-            samples,
-            progress,
-            start_s,
-            self._ends_s,
-            self._callbacks,
+            config, self.place, *data, ex, prices, saver, folder, samples, progress, *more
         )
         self._loop = Loop(ready, self._judge)
         stack.callback(setattr, self, "_loop", None)  # and its memory
@@ -278,6 +273,8 @@ class Trainer:
             with despite_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)
         peers.barrier("done")
+        if self._copies and config.checkpoint.saves:
+            self._copies.keep_only(None)
         return result
 
     # ---- before the first step ----
@@ -293,11 +290,13 @@ class Trainer:
         """Give the executor its parameters and optimizer state, fresh or of a checkpoint; returns
         the one that was whole."""
         with said_in_a_line(self.peers, ex.plan, "placing its parameters"):
-            if resumed is None:
-                ex.init(self.config.train.seed, self._begin)
-                return None
-            ex.init_for_restore()
-            return restore(saver, resumed, self.peers, reset_optimizer=reset_optimizer)
+            if resumed is not None:
+                ex.init_for_restore()
+                found = restore(saver, resumed, self.peers, reset_optimizer=reset_optimizer)
+                if found is not None:
+                    return found
+            ex.init(self.config.train.seed, self._begin)
+            return None
 
     def _prepare(self, progress: Progress, resumed: Resumed | None) -> tuple[Executor, Prices]:
         """Return the plan's executor, and the prices that batches are scheduled by: those of the

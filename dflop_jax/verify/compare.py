@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from dflop_jax.cluster.host_memory import free_bytes
 from dflop_jax.contract import (
     Array,
     Module,
@@ -36,7 +36,6 @@ TOKEN_MULTIPLE = 8  # of a row's tokens
 LEAST_SCALE = 1e-4
 # Compiled for seconds and run for milliseconds: no optimisation.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-MEMORY = Path("/proc/meminfo")
 COPIES = 3  # parameters and their gradients here, then gradients here and both there
 FLOAT_BYTES = 4
 
@@ -45,11 +44,8 @@ def too_large(folder: Folder) -> str:
     """Why there is no memory to run both sides; "" if there is, or if nobody says how much."""
     n = sum(int(np.prod(t.layout.file_shape)) for t in folder.map.tensors)
     needed = COPIES * FLOAT_BYTES * n
-    if not MEMORY.exists():
-        return ""
-    lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
-    free = 1024 * int(lines["MemAvailable"].split()[0])
-    if needed <= free:
+    free = free_bytes()
+    if free is None or needed <= free:
         return ""
     return f"it takes {needed / GB:.0f} GB of memory, {free / GB:.0f} are free"
 

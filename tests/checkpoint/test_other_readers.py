@@ -11,7 +11,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from dflop_jax.checkpoint import store as store_module
+from dflop_jax.checkpoint import writer as store_writer
 from dflop_jax.checkpoint.format import SAFETENSORS
 from dflop_jax.checkpoint.store import ArrayPiece, ArraySpec, CheckpointStore
 from tests.checkpoint.store_cases import Case, assert_holds, random_array, random_case, same, save
@@ -116,7 +116,7 @@ def test_types_have_the_names_that_safetensors_gives_them(dtype):
 def test_files_without_a_header_are_read(store, monkeypatch):
     """As this program wrote them before it wrote safetensors."""
     case = random_case(4, n_processes=3)
-    monkeypatch.setattr(store_module, "safetensors_header", lambda specs, pieces: b"")
+    monkeypatch.setattr(store_writer, "safetensors_header", lambda specs, pieces: b"")
     folder = save(store, 1, case)
     assert sum(f.stat().st_size for f in folder.glob("process-*")) == sum(
         a.nbytes for a in case.arrays.values()

@@ -18,8 +18,8 @@ from dflop_jax.cluster.variables import (
 from dflop_jax.config import CheckpointConfig, Config
 from dflop_jax.report.run_folder import METRICS, RESTARTS, RunFolder
 from dflop_jax.train.restart import (
+    check_agents,
     check_claim,
-    check_may_shrink,
     is_begun,
     open_folder,
     tell_agent,
@@ -136,12 +136,12 @@ def test_who_has_lost_the_run_saves_nothing_more(start, tmp_path):
 def test_what_cannot_go_on_with_fewer_is_refused_in_a_line(monkeypatch):
     config, without = Config(), Config(checkpoint=CheckpointConfig(every=0))
     for plan, other in ((None, config), (NANO, config), (None, without)):
-        check_may_shrink(plan, other)  # nobody asked for it
+        check_agents(plan, other)  # nobody asked for it
     monkeypatch.setenv(LEAST_ENV, "2")
-    check_may_shrink(None, config)
+    check_agents(None, config)
     with pytest.raises(
         ValueError, match=r"--min-processes 2 .* a plan for 2 devices; leave it out"
     ):
-        check_may_shrink(NANO, config)
+        check_agents(NANO, config)
     with pytest.raises(ValueError, match=r"checkpoint.every=0 writes none"):
-        check_may_shrink(None, without)
+        check_agents(None, without)

@@ -45,6 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="draw among this share of the likeliest tokens"
     )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="draw among so many likeliest tokens (default: 0, all)"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1: tokens that prompt and answer have are less likely (default: 1)",
+    )
+    parser.add_argument(
+        "--stop",
+        metavar="TEXT",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="the answer ends before this text",
+    )
+    add_ways(parser)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     clip = parser.add_argument_group("clips", "Of models that answer by a clip.")
     clip.add_argument(
@@ -57,6 +75,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--latents",
         metavar="TIME,ROWS,COLUMNS",
         help="how large its latents are (default: as the embedded clips)",
+    )
+
+
+def add_ways(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ways",
+        type=int,
+        default=0,
+        help="devices that share one copy of the parameters (default: 0, as few as hold them)",
     )
 
 
@@ -73,13 +100,21 @@ def run(args: argparse.Namespace) -> Any:
     config = experiment_config(args, base)
     if generates_clips(config):
         return _clip(args, config)
-    how = Sampling(args.max_tokens, args.temperature, args.top_p, args.seed)
+    how = Sampling(
+        args.max_tokens,
+        args.temperature,
+        args.top_p,
+        args.seed,
+        args.top_k,
+        tuple(args.stop),
+        args.repetition_penalty,
+    )
     media = {"image": args.image, "video": args.video, "audio": args.audio}
     # Mistakes show before a model is loaded.
     tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
     folder = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
-    generator = Generator(config, args.checkpoint or folder)
+    generator = Generator(config, args.checkpoint or folder, ways=args.ways)
     answer = generator.answer(args.prompt, media, how, None if args.json else _write)
     if not args.json:
         _write("\n")

@@ -26,7 +26,7 @@ from dflop_jax.data.datasets.clip_samples import (
 )
 from dflop_jax.data.datasets.moving_scenes import SIDE, block_of, frames_of
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.generate.generate import TOKEN_MULTIPLE
+from dflop_jax.generate.programs import TOKEN_MULTIPLE
 from dflop_jax.generate.row import LLM, encode
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model

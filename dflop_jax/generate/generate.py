@@ -1,44 +1,49 @@
-"""Answers of a trained model, to look at what it has learned: one prompt, one device.
+"""Answers of a trained model, in batches.
 
-Two programs run an answer: one encodes the media and prefills the prompt, one adds a token. Their
-shapes are padded, so that other prompts of about this length compile nothing.
+A batch is prompts of about one length, each in a row of its own. Rows, tokens and slots come in few
+sizes, so that other prompts compile nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.contract import (
-    Array,
-    GeneratingModule,
-    MultimodalModel,
-    Params,
-    chip_of,
-    on_chip,
-)
-from dflop_jax.data import MediaSpec, Tokenizer
+from dflop_jax.data import MediaSpec, Sample, Tokenizer
 from dflop_jax.data.build import any_tokenizer
+from dflop_jax.data.datasets.chat_messages import Turns
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.generate import decoding
-from dflop_jax.generate.decoding import decode, inlets_of
+from dflop_jax.generate.programs import TOKEN_MULTIPLE, Programs
 from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
-from dflop_jax.generate.row import LLM, row_of, with_features
-from dflop_jax.generate.sampling import Sampling, choose
+from dflop_jax.generate.replica import least_ways, param_structs, replica_of
+from dflop_jax.generate.row import LLM, rows_of
+from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
 from dflop_jax.train.stages import adapted
 
-TOKEN_MULTIPLE = 128  # of a row and of the slots for its answer: each other number compiles anew
 OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer.
+
+    Attributes:
+      tokens: its ids, without the end token; with those of a stop text.
+      stopped: "end" where the model ended its turn, "stop" at a stop text, "length" where
+        `max_tokens` did.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    stopped: str
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,7 @@ class ChatAnswer:
     """What a model said.
 
     Attributes:
-      tokens: ids of the answer, without the end token.
-      stopped: "end" where the model ended its turn, "length" where `max_tokens` did.
+      tokens, stopped: see `Said`.
       tiles, windows: pieces of what is seen (tiles, pictures at native resolution, frames), and
         windows of sound.
       step: optimizer steps of the checkpoint.
@@ -68,49 +72,43 @@ class ChatAnswer:
     windows: int = 0
 
 
-class RowArrays(NamedTuple):
-    """A `Row`'s arrays, here or on a device."""
-
-    media: Mapping[str, Mapping[str, Any]]
-    fields: dict[str, Any]
-    places: Mapping[str, tuple[Any, ...]]
-
-
-class Draw(NamedTuple):
-    """What tokens are drawn with."""
-
-    key: Array
-    temperature: Any
-    top_p: Any
-
-
 class Generator:
     """A trained model, ready to answer.
 
     Args:
       config: what it was trained with; its model, tokenizer and limits on tiles and tokens count.
       run: a run folder (its newest whole checkpoint) or a checkpoint in it.
+      devices: of the run, process by process; None: those of this process.
+      rows: prompts that are answered at once.
+      ways: devices that share one copy of the parameters; 0: as few as hold them.
 
     Raises:
-      ValueError: the model cannot be built or does not generate, or there is no such checkpoint.
+      ValueError: the model cannot be built or does not generate, there is no such checkpoint, or
+        the devices cannot be shared so.
     """
 
-    def __init__(self, config: Config, run: str | Path, device: jax.Device | None = None):
-        self._config = config
-        self._model = adapted(build_model(config.model), config.train)
-        device = device or jax.devices()[0]
-        chip = chip_of(device)
-        llm: Any = on_chip(self._model.modules[LLM], chip)
-        if not hasattr(llm, "memory") or not hasattr(llm, "logits"):
-            raise ValueError(
-                f"model.factory={config.model.factory!r}: its llm has no memory and logits "
-                "(dflop_jax.contract.GeneratingModule); add them, or take another model"
-            )
-        kinds = MediaSpec.of(self._model.preprocessing, self._model.piece_tokens).kinds
-        self._tokenizer = any_tokenizer(config.data.tokenizer, self._model.vocab_size, kinds)
-        self._loaded = load_params(run, self._model, device)
-        self._prefill = jax.jit(partial(prefill, self._model, chip), static_argnames="slots")
-        self._step = jax.jit(partial(step, llm), donate_argnums=1)
+    def __init__(
+        self,
+        config: Config,
+        run: str | Path,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        rows: int = 1,
+        ways: int = 0,
+    ):
+        self.config = config
+        self.model = adapted(build_model(config.model), config.train)
+        devices = devices or jax.local_devices()
+        ways = ways or least_ways(self.model, devices)
+        self.replica = replica_of(devices, ways, jax.process_index(), rows)
+        self.rows = -(-rows // self.replica.ranks)  # of a data rank
+        self.programs = Programs(self.model, self.replica)
+        kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
+        self.tokenizer = any_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
+        structs = {
+            m: param_structs(module, self.replica) for m, module in self.model.modules.items()
+        }
+        self.loaded = load_params(run, self.model, structs)
 
     def answer(
         self,
@@ -118,104 +116,118 @@ class Generator:
         media: Media = NO_MEDIA,
         sampling: Sampling | None = None,
         on_text: OnText | None = None,
+        before: Turns = (),
     ) -> ChatAnswer:
-        """Answer a prompt about media, or about none; `on_text` gets the text as it comes.
+        """Answer a prompt about media, or about none; `on_text` gets the text as it comes, `before`
+        are earlier turns of the talk.
 
         Raises:
           ValueError: see `prompt_sample`.
         """
-        how = sampling or Sampling()
-        sample = prompt_sample(prompt, media, self._config.data, self._model, self._tokenizer)
-        row = row_of([sample], self._model, TOKEN_MULTIPLE)
-        n = row.length
-        slots = -(-(n + how.max_tokens) // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
-        key = jax.random.key(how.seed)
-        draw = Draw(key, np.float32(how.temperature), np.float32(how.top_p))
+        sample = prompt_sample(prompt, media, self.config.data, self.model, self.tokenizer, before)
         start = time.perf_counter()
-        params = self._loaded.params
-        arrays = RowArrays(row.media, row.fields, row.places)
-        last = np.array([n - 1], np.int32)
-        token, cache = self._prefill(params, arrays, last, draw, slots=slots)
-        tokens = [int(token[0])]
-        first_token_s = time.perf_counter() - start
-        text = _Text(self._tokenizer, on_text)
-        end = self._tokenizer.im_end_id
-        while tokens[-1] != end:
-            text.show(tokens)
-            if len(tokens) == how.max_tokens:
-                break
-            position = np.array([n + len(tokens) - 1], np.int32)
-            token, cache = self._step(params[LLM], cache, token, position, draw)
-            tokens.append(int(token[0]))
-        further = len(tokens) - 1
-        token_s = (time.perf_counter() - start - first_token_s) / further if further else 0.0
-        ended = tokens[-1] == end
-        said = tokens[: len(tokens) - ended]
+        times = list[float]()
+        (said,) = self.answers([sample], sampling or Sampling(), on_text=on_text, times=times)
+        further = len(times) - 1
         return ChatAnswer(
             prompt=prompt,
-            answer=text.finish(said),
-            tokens=tuple(said),
-            stopped="end" if ended else "length",
-            tiles=row.pieces.get("vision", 0),
-            windows=row.pieces.get("audio", 0),
-            prompt_tokens=n,
-            step=self._loaded.step,
-            checkpoint=str(self._loaded.folder),
-            first_token_s=first_token_s,
-            token_s=token_s,
+            answer=said.text,
+            tokens=said.tokens,
+            stopped=said.stopped,
+            tiles=len(sample.load.lengths("vision")),
+            windows=len(sample.load.lengths("audio")),
+            prompt_tokens=sample.load.tokens(LLM),
+            step=self.loaded.step,
+            checkpoint=str(self.loaded.folder),
+            first_token_s=times[0] - start,
+            token_s=(times[-1] - times[0]) / further if further else 0.0,
         )
 
+    def answers(
+        self,
+        samples: Sequence[Sample],
+        how: Sampling,
+        numbers: Sequence[int] | None = None,
+        *,
+        on_text: OnText | None = None,
+        times: list[float] | None = None,
+    ) -> list[Said]:
+        """Answer prompts together, up to `rows` of the generator.
 
-def prefill(
-    model: MultimodalModel,
-    chip: str,
-    params: dict[str, Params],
-    row: RowArrays,
-    last: Array,
-    draw: Draw,
-    *,
-    slots: int,
-) -> tuple[Array, Any]:
-    """Return the first token, int32 [1], of the answer to a row, and a cache, by what the chip runs
-    best."""
-    llm: Any = on_chip(model.modules[LLM], chip)
-    batch = with_features(model, chip, params, row.fields, row.media, row.places)
-    logits, cache = decoding.prefill(llm, params[LLM], batch, last, slots, inlets_of(model))
-    return choose(logits, jax.random.fold_in(draw.key, 0), draw.temperature, draw.top_p), cache
+        Args:
+          numbers: of the answers among all that are drawn, by which draws differ; None: from 0.
+          on_text: gets the first one's text as it comes.
+          times: gets the time at which each token was there.
+        """
+        ranks = self.replica.ranks
+        rows = rows_of(samples, self.model, ranks, self.rows, TOKEN_MULTIPLE)
+        at = [k % ranks * self.rows + k // ranks for k in range(len(samples))]
+        number = np.zeros(ranks * self.rows, np.uint32)
+        number[at] = range(len(samples)) if numbers is None else numbers
+        answers = [
+            _Answer(self.tokenizer, how, on_text if k == 0 else None) for k in range(len(at))
+        ]
+        for tokens in self.programs.tokens(self.loaded.params, rows, number, how):
+            if times is not None:
+                times.append(time.perf_counter())
+            for answer, row in zip(answers, at, strict=True):
+                answer.add(int(tokens[row]))
+            if all(answer.stopped for answer in answers):
+                break
+        return [answer.said for answer in answers]
 
 
-def step(
-    llm: GeneratingModule,
-    params: Params,
-    cache: Any,
-    token: Array,
-    position: Array,
-    draw: Draw,
-) -> tuple[Array, Any]:
-    """Return the token, int32 [1], after `token` at `position`, and the cache."""
-    logits, cache = decode(llm, params, cache, token, position)
-    key = jax.random.fold_in(draw.key, position[0])
-    return choose(logits, key, draw.temperature, draw.top_p), cache
+class _Answer:
+    """An answer as it grows; its text is shown as far as it is certain: half a character, or what
+    may begin a stop text, waits for its rest."""
 
-
-class _Text:
-    """Text of the tokens so far, shown as it grows; half a character waits for its rest."""
-
-    def __init__(self, tokenizer: Tokenizer | ChatTokenizer, on_text: OnText | None):
-        self._tokenizer, self._on_text = tokenizer, on_text
+    def __init__(
+        self, tokenizer: Tokenizer | ChatTokenizer, how: Sampling, on_text: OnText | None = None
+    ):
+        self._tokenizer, self._how, self._on_text = tokenizer, how, on_text
+        self._tokens = list[int]()
         self._shown = 0
+        self.stopped = ""
+        self._text = ""
 
-    def show(self, tokens: Sequence[int]) -> None:
-        text = self._tokenizer.decode(tokens)
-        if not text.endswith("\ufffd"):
-            self._emit(text)
+    def add(self, token: int) -> None:
+        """Take the next token, unless the answer has ended."""
+        if self.stopped:
+            return
+        if token == self._tokenizer.im_end_id:
+            self._end("end")
+            return
+        self._tokens.append(token)
+        if not (self._on_text or self._how.stop) and len(self._tokens) < self._how.max_tokens:
+            return
+        self._text = self._tokenizer.decode(self._tokens)
+        if (cut := self._how.cut(self._text)) is not None:
+            self._text = cut
+            self._end("stop")
+        elif len(self._tokens) == self._how.max_tokens:
+            self._end("length")
+        elif not self._text.endswith("\ufffd"):
+            self._show(len(self._text) - self._half_a_stop)
 
-    def finish(self, tokens: Sequence[int]) -> str:
-        text = self._tokenizer.decode(tokens)
-        self._emit(text)
-        return text
+    @property
+    def said(self) -> Said:
+        return Said(self._text, tuple(self._tokens), self.stopped)
 
-    def _emit(self, text: str) -> None:
-        if self._on_text and len(text) > self._shown:
-            self._on_text(text[self._shown :])
-            self._shown = len(text)
+    @property
+    def _half_a_stop(self) -> int:
+        """Characters at the end of the text with which a stop text may begin."""
+        longest = max(map(len, self._how.stop), default=0)
+        halves = range(min(longest - 1, len(self._text)), 0, -1)
+        ends = (n for n in halves if any(s.startswith(self._text[-n:]) for s in self._how.stop))
+        return next(ends, 0)
+
+    def _end(self, why: str) -> None:
+        self.stopped = why
+        if why == "end":
+            self._text = self._tokenizer.decode(self._tokens)
+        self._show(len(self._text))
+
+    def _show(self, stop: int) -> None:
+        if self._on_text and stop > self._shown:
+            self._on_text(self._text[self._shown : stop])
+            self._shown = stop

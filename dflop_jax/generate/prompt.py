@@ -11,6 +11,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.datasets.blob import MediaFile
+from dflop_jax.data.datasets.chat_messages import Turns
 from dflop_jax.data.datasets.header_rows import header
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.shape_index import ShapeTable, table_of
@@ -36,10 +37,14 @@ def prompt_sample(
     data: DataConfig,
     model: MultimodalModel,
     tokenizer: Tokenizer | ChatTokenizer,
+    before: Turns = (),
 ) -> Sample:
     """Return the turn of a user up to where the answer begins, prepared as in training.
 
     Media stand where the prompt says <image>, <video> or <audio>, before it where it says none.
+
+    Args:
+      before: turns of the same talk, without media of their own.
 
     Raises:
       ValueError: an empty prompt, tags unlike the media, media that the model does not take, a file
@@ -49,19 +54,42 @@ def prompt_sample(
     kinds, how = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
     text = tagged(prompt, {kind: len(files) for kind, files in media.items()}, kinds)
     files = {k.name: iter([_file(k, f, how) for f in media.get(k.name, ())]) for k in kinds}
-    tag = tag_of(kinds)
-    ordered = tuple((kind, next(files[kind])) for kind in tag.findall(text))
-    decoded = _decoded(ordered, how, kinds)
+    ordered = tuple((kind, next(files[kind])) for kind in tag_of(kinds).findall(text))
+    return talk_sample((*before, ("human", text)), ordered, data, model, tokenizer)
+
+
+def talk_sample(
+    turns: Turns,
+    media: Sequence[tuple[str, MediaFile]],
+    data: DataConfig,
+    model: MultimodalModel,
+    tokenizer: Tokenizer | ChatTokenizer,
+) -> Sample:
+    """Return (role, text) turns, the last of them a user's, up to where the answer begins.
+
+    Args:
+      media: (kind, where) in the order of their tags.
+
+    Raises:
+      ValueError: see `prompt_sample`.
+    """
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    kinds, how = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
+    for name, where in media:
+        kind = next(k for k in kinds if k.name == name)
+        if not module_of(how, name):
+            raise ValueError(f"{where}: the model {kind.taken} no {kind.word}s")
+    decoded = _decoded(tuple(media), how, kinds)
     if isinstance(tokenizer, ChatTokenizer):
-        pieces = tokenizer.question_pieces(text)
+        pieces = tokenizer.question_pieces(turns)
     else:  # without the end of the empty answer
-        pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer, tag)[:-1]
+        pieces = chat_pieces([*turns, ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
     sample = compose(pieces, decoded, how, placeholder=tokenizer.placeholder_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
         of_media = int((sample.fields[LLM]["is_visual"] | sample.fields[LLM]["is_newline"]).sum())
         raise ValueError(
-            f"the prompt's {n_tokens} tokens{f' (of media {of_media})' if ordered else ''} exceed "
+            f"the prompt's {n_tokens} tokens{f' (of media {of_media})' if media else ''} exceed "
             f"data.max_tokens={data.max_tokens}; shorten it, lower --data.max_tiles or raise "
             "--data.max_tokens"
         )

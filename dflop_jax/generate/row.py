@@ -1,8 +1,8 @@
-"""Samples as one row of the LLM, with what its encoders take, and the fields that the LLM reads."""
+"""Samples as rows of the LLM, with what its encoders take, and the fields that the LLM reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from dflop_jax.contract import (
     with_adapter,
 )
 from dflop_jax.data import Sample
+from dflop_jax.data.features import features_per_row
 from dflop_jax.data.packing import pack_group
 from dflop_jax.pipeline.gather import gather_features
 from dflop_jax.pipeline.periods import Loop, loops_over
@@ -43,57 +44,127 @@ LLM = "llm"  # the module that answers
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """Samples one after the other in a row padded to `t` tokens; their pieces of each encoder, a
-    piece a row, padded to a power of two.
+class Rows:
+    """Samples in rows of the LLM, and their pieces in rows of each encoder, on `ranks` data ranks:
+    the first rows are the first rank's, and so on.
 
     Attributes:
-      fields: of the LLM's entry, layers and exit, [1, t]; `length` of the tokens are no padding.
+      fields: of the LLM's entry, layers and exit, [rows, t]; `lengths` of the tokens of each row
+        are no padding.
       media: by encoder, its fields; without those that nothing is given to.
-      places: by encoder, where its features stand (`PackedGroup.places`), [1, t, K] each.
-      pieces: by encoder, how many rows of its fields are no padding.
+      places: by encoder, where its features stand (`PackedGroup.places`), [rows, t, K] each,
+        counted among those of the rank.
+      pieces: by encoder, how many pieces there are.
     """
 
     fields: dict[str, np.ndarray]
     media: dict[str, dict[str, np.ndarray]]
     places: dict[str, tuple[np.ndarray, ...]]
-    length: int
+    lengths: np.ndarray
     pieces: dict[str, int]
 
 
-def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> Row:
-    """Return the row of some samples, its tokens padded to a multiple."""
-    loads = [s.load for s in samples]
-    lengths = {m: [n for load in loads for n in load.lengths(m)] for m in model.modules}
-    encoders = [m for m in model.modules if m != LLM and lengths[m]]
-    groups = []
-    for m in encoders:
-        n = np.arange(len(lengths[m]))
-        shape = Shape(1 << (len(n) - 1).bit_length(), max(lengths[m]))
-        places = PiecePlaces.of(n, np.zeros_like(n), np.zeros_like(n), n)
-        groups.append(Group(m, shape, (len(encoders),), pieces=places))
-    length = sum(lengths[LLM])
-    tokens = -(-length // token_multiple) * token_multiple
+def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> Rows:
+    """Return some samples one after the other in one row, padded to a multiple of tokens."""
+    length = sum(s.load.tokens(LLM) for s in samples)
+    shape = Shape(1, -(-length // token_multiple) * token_multiple)
     n = np.arange(len(samples))
     places = PiecePlaces.of(n, *np.zeros((3, len(n)), np.int64))
-    groups.append(Group(LLM, Shape(1, tokens), pieces=places))
-    plan, schedule = _whole(model, groups), Schedule(0, tuple(groups))
+    return _rows(samples, model, places, shape, 1, lambda tokens: tokens)
+
+
+def rows_of(
+    samples: Sequence[Sample], model: MultimodalModel, ranks: int, rows: int, token_multiple: int
+) -> Rows:
+    """Return each sample in a row of its own, dealt to `ranks` of so many rows; rows may be left
+    empty. Tokens are padded to one of few numbers."""
+    n = np.arange(len(samples))
+    assert len(samples) <= ranks * rows, (len(samples), ranks, rows)
+    bucket = partial(bucket_of, least=token_multiple)
+    shape = Shape(rows, bucket(max(s.load.tokens(LLM) for s in samples)))
+    places = PiecePlaces.of(n, np.zeros_like(n), n % ranks, n // ranks)
+    return _rows(samples, model, places, shape, ranks, bucket)
+
+
+def bucket_of(n: int, least: int) -> int:
+    """The smallest of `least`, twice, four times ... that many, that is at least `n`."""
+    return least << (max(1, -(-n // least)) - 1).bit_length()
+
+
+def _rows(
+    samples: Sequence[Sample],
+    model: MultimodalModel,
+    llm_places: PiecePlaces,
+    llm_shape: Shape,
+    ranks: int,
+    bucket: Callable[[int], int],
+) -> Rows:
+    loads = [s.load for s in samples]
+    encoders = [m for m in model.modules if m != LLM and any(load.lengths(m) for load in loads)]
+    rank_of = np.zeros(len(samples), np.int64)
+    rank_of[llm_places.piece] = llm_places.rank
+    groups, n_pieces = [], {}
+    for m in encoders:
+        lengths = np.array([n for load in loads for n in load.lengths(m)])
+        rank = np.repeat(rank_of, [len(load.lengths(m)) for load in loads])
+        alone = m in model.piece_tokens
+        tokens = int(lengths.max()) if alone else bucket(int(lengths.max()))
+        row = np.zeros_like(lengths)
+        for r in range(ranks):
+            row[rank == r] = _rows_for(lengths[rank == r], tokens, alone)
+        shape = Shape(1 << int(row.max()).bit_length(), tokens)
+        places = PiecePlaces.of(np.arange(len(row)), np.zeros_like(row), rank, row)
+        groups.append(Group(m, shape, (len(encoders),), pieces=places))
+        n_pieces[m] = len(row)
+    groups.append(Group(LLM, llm_shape, pieces=llm_places))
+    plan, schedule = _whole(model, groups, ranks), Schedule(0, tuple(groups))
     packed = [
         pack_group(plan.layout, schedule, g, samples, loads, model=model)
         for g in range(len(groups))
     ]
     fields = [{k: a[0] for k, a in p.fields.items()} for p in packed]
-    return Row(
+    lengths = np.zeros(ranks * llm_shape.rows, np.int64)
+    at = llm_places.rank * llm_shape.rows + llm_places.row
+    np.add.at(lengths, at, [loads[k].tokens(LLM) for k in llm_places.piece])
+    whole = {m: tuple(a[0] for a in packed[-1].places[g]) for g, m in enumerate(encoders)}
+    return Rows(
         fields=fields[-1],
         media=dict(zip(encoders, fields, strict=False)),
-        places={m: tuple(a[0] for a in packed[-1].places[g]) for g, m in enumerate(encoders)},
-        length=length,
-        pieces={m: len(lengths[m]) for m in encoders},
-    )
+        places={m: _of_rank(model, g, whole[m], ranks)
+                for m, g in zip(encoders, groups, strict=False)},
+        lengths=lengths,
+        pieces=n_pieces,
+    )  # fmt: skip
 
 
-def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
-    """Return a plan of the whole model on one device, with the shapes of these groups."""
+def _rows_for(lengths: np.ndarray, tokens: int, alone: bool) -> list[int]:
+    """The row of each piece: one of its own, or the first that has room for it."""
+    if alone:
+        return list(range(len(lengths)))
+    rows, free = [], list[int]()
+    for n in lengths.tolist():
+        row = next((k for k, room in enumerate(free) if room >= n), len(free))
+        if row == len(free):
+            free.append(tokens)
+        free[row] -= n
+        rows.append(row)
+    return rows
+
+
+def _of_rank(
+    model: MultimodalModel, group: Group, places: tuple[np.ndarray, ...], ranks: int
+) -> tuple[np.ndarray, ...]:
+    """Places counted among the features of their own rank, where they are among those of all."""
+    edge = next(e for e in edges_of(model) if (e.source, e.target) == (group.module, LLM))
+    features = features_per_row(model.modules[group.module], edge, group.shape)
+    index, *weight = places
+    first = np.repeat(np.arange(ranks) * group.shape.rows * features, len(index) // ranks)
+    own = np.where(index >= 0, index - first[:, None, None], -1).astype(index.dtype)
+    return own, *weight
+
+
+def _whole(model: MultimodalModel, groups: Sequence[Group], ranks: int) -> Plan:
+    """Return a plan of the whole model on so many data ranks, with the shapes of these groups."""
     segments = (
         SegmentPlan(name, name, 0, module.n_layers, "all", True, True)
         for name, module in model.modules.items()
@@ -101,7 +172,7 @@ def _whole(model: MultimodalModel, groups: Sequence[Group]) -> Plan:
     return Plan(
         "prompt",
         Layout(
-            (SubmeshPlan("all", 0),),
+            (SubmeshPlan("all", 0, data=ranks),),
             tuple(segments),
             (Bucket.of({g.module: g.shape for g in groups}),),
             edges=edges_of(model),
@@ -166,8 +237,8 @@ def with_features(
     media: Mapping[str, Mapping[str, Array]],
     places: Mapping[str, tuple[Array, ...]],
 ) -> dict[str, Array]:
-    """Return the fields of a `Row`'s LLM, those that edges bring among them: features of its media
-    at their places, by what the chip runs best."""
+    """Return the fields of the LLM's `Rows`, those that edges bring among them: features of its
+    media at their places, by what the chip runs best."""
     llm, batch = model.modules[LLM], dict(fields)
     edges = [e for e in edges_of(model) if e.target == LLM]
     for edge in edges:

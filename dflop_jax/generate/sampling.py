@@ -1,24 +1,40 @@
-"""Which token follows, given the logits."""
+"""Which token follows, given the logits, and when an answer ends."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflop_jax.contract import Array
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is drawn, and its most tokens. Temperature 0 takes the likeliest token."""
+    """How an answer is drawn, and where it ends.
+
+    Attributes:
+      max_tokens: its most tokens.
+      temperature: 0 takes the likeliest token.
+      top_k: tokens are drawn among so many of the likeliest; 0: among all.
+      top_p: and of these among the likeliest whose shares reach it.
+      seed: of what is drawn. An answer depends on it and on its number, not on others beside it.
+      stop: texts before which the answer ends.
+      repetition_penalty: what the logits of tokens that prompt or answer have are divided by where
+        they are above 0, multiplied by below (arXiv 1909.05858); 1: off.
+    """
 
     max_tokens: int = 64
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -28,26 +44,79 @@ class Sampling:
                 f"temperature={self.temperature} must be 0 (the likeliest token) or a finite number"
                 " above"
             )
+        if self.top_k < 0:
+            raise ValueError(f"top-k={self.top_k} must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p={self.top_p} must be above 0 and at most 1 (all tokens)")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed} must be from 0 to {2**32 - 1}")
+        if "" in self.stop:
+            raise ValueError("a stop text is empty; give --stop TEXT")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition-penalty={self.repetition_penalty} must be a finite number above 0 "
+                "(1: off)"
+            )
+
+    def cut(self, text: str) -> str | None:
+        """The text before the first of the stop texts in it; None: it has none."""
+        places = [k for k in (text.find(stop) for stop in self.stop) if k >= 0]
+        return text[: min(places)] if places else None
 
 
-def choose(logits: Array, key: Array, temperature: Array, top_p: Array) -> Array:
-    """int32 [rows]: the token that follows in each row.
+class Draw(NamedTuple):
+    """`Sampling` as programs take it: scalars, so that other values compile nothing."""
+
+    seed: Any
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    penalty: Any
+
+    @classmethod
+    def of(cls, how: Sampling) -> Draw:
+        return cls(
+            np.uint32(how.seed),
+            np.float32(how.temperature),
+            np.float32(how.top_p),
+            np.int32(how.top_k),
+            np.float32(how.repetition_penalty),
+        )
+
+
+def next_tokens(
+    draw: Draw, logits_BV: Array, said_BV: Array, number_B: Array, nth_B: Array
+) -> Array:
+    """int32 [B]: the token that follows in each row.
 
     Args:
-      logits: float32 [rows, vocab].
-      key: used where the temperature is above 0.
-      temperature: scalar; 0 takes the likeliest token.
-      top_p: scalar; tokens are drawn among the likeliest whose shares reach it, at least one.
+      logits_BV: float32.
+      said_BV: bool, the tokens that prompt and answer have.
+      number_B: uint32, of the answer among all that are drawn.
+      nth_B: int32, how many tokens of the answer there are already.
     """
-    likeliest = jnp.argmax(logits, axis=-1)
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    ranked = -jnp.sort(-scaled, axis=-1)
-    shares = jax.nn.softmax(ranked, axis=-1)
-    likely = jnp.cumsum(shares, axis=-1) - shares < top_p  # what the likelier ones leave to reach
-    least = jnp.min(jnp.where(likely, ranked, jnp.inf), axis=-1, keepdims=True)
-    drawn = jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf), axis=-1)
-    return jnp.where(temperature > 0, drawn, likeliest).astype(jnp.int32)
+    worse = jnp.where(logits_BV > 0, logits_BV / draw.penalty, logits_BV * draw.penalty)
+    logits_BV = jnp.where(said_BV, worse, logits_BV)
+
+    def drawn() -> Array:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(draw.seed), number_B)
+        keys = jax.vmap(jax.random.fold_in)(keys, nth_B)
+        choose = jax.vmap(_drawn, (0, 0, None))
+        return choose(logits_BV, keys, draw).astype(jnp.int32)
+
+    def likeliest() -> Array:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+    return jax.lax.cond(draw.temperature > 0, drawn, likeliest)
+
+
+def _drawn(logits_V: Array, key: Array, draw: Draw) -> Array:
+    """A token drawn by its share among those that are left."""
+    n = len(logits_V)
+    scaled = logits_V / jnp.where(draw.temperature > 0, draw.temperature, 1.0)
+    ranked = -jnp.sort(-scaled)
+    first = jnp.arange(n) < jnp.where(draw.top_k > 0, draw.top_k, n)
+    shares = jax.nn.softmax(jnp.where(first, ranked, -jnp.inf))
+    likely = first & (jnp.cumsum(shares) - shares < draw.top_p)  # what likelier ones leave to reach
+    least = jnp.min(jnp.where(likely, ranked, jnp.inf))
+    return jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf))

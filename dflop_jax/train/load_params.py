@@ -1,14 +1,16 @@
-"""The parameters of a checkpoint, whatever plan it was saved under, whole on one device."""
+"""The parameters of a checkpoint, whatever plan it was saved under, laid out as is asked."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
 from dflop_jax.contract import Module, MultimodalModel, Params, folded, n_rows, stacked_parts
@@ -30,7 +32,7 @@ class Loaded:
 def load_params(
     run: str | Path,
     model: MultimodalModel,
-    device: jax.Device,
+    where: jax.Device | Mapping[str, Params],
     *,
     average: bool = False,
     fold: bool = True,
@@ -38,6 +40,10 @@ def load_params(
     """Return those of the newest whole checkpoint of a run folder, or of the checkpoint folder
     given. `average`: of what trains, its average over steps. `fold`: adapters are folded into what
     they adapt.
+
+    Args:
+      where: one device, on which they then lie whole and as they were saved, or by module the
+        shapes, dtypes and shardings of its parts.
 
     A damaged one is named in the log and the one before it is taken.
 
@@ -57,7 +63,12 @@ def load_params(
                 )
             params = {
                 name: _read_module(
-                    reader, name, module, device, store.folder(step), average=average
+                    reader,
+                    name,
+                    _whole(module, where) if isinstance(where, jax.Device) else where[name],
+                    store.folder(step),
+                    as_saved=isinstance(where, jax.Device),
+                    average=average,
                 )
                 for name, module in model.modules.items()
             }
@@ -86,20 +97,29 @@ def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
     raise ValueError(f"{path}: no checkpoint in it; {why}")
 
 
-def _read_module(
-    reader: CheckpointReader,
-    name: str,
-    module: Module,
-    device: jax.Device,
-    folder: Path,
-    *,
-    average: bool,
-) -> Params:
+def _whole(module: Module, device: jax.Device) -> Params:
+    """A module's parameters, whole on a device."""
+    where = jax.sharding.SingleDeviceSharding(device)
+
     def structs(part: str) -> Params:
         fresh = jax.eval_shape(partial(module.init, part), jax.random.key(0))
         lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype), fresh)
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=where), fresh
+        )
 
+    return {part: structs(part) for part in module.inputs}
+
+
+def _read_module(
+    reader: CheckpointReader,
+    name: str,
+    structs: Params,
+    folder: Path,
+    *,
+    as_saved: bool,
+    average: bool,
+) -> Params:
     def read(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
         where = jax.tree_util.keystr(path, simple=True, separator="/")
         array, mean = f"params/{name}/{where}", f"opt_state/{name}/{AVERAGE}/{where}"
@@ -112,8 +132,16 @@ def _read_module(
                 f"{folder}: has {has}, the model needs {list(struct.shape)}; give the experiment "
                 "that it was trained with"
             )
-        data = reader.read(array, [0] * len(spec.shape), spec.shape)
-        return jax.device_put(data, device)
 
-    parts = {part: structs(part) for part in module.inputs}
-    return jax.tree_util.tree_map_with_path(read, parts)
+        @cache  # devices may hold the same
+        def box(*bounds: tuple[int, int]) -> np.ndarray:
+            data = reader.read(array, [lo for lo, _ in bounds], [hi - lo for lo, hi in bounds])
+            return data if as_saved else data.astype(struct.dtype, copy=False)
+
+        def shard(index: Any) -> np.ndarray:
+            ranges = (s.indices(n) for s, n in zip(index, spec.shape, strict=True))
+            return box(*((lo, hi) for lo, hi, _ in ranges))
+
+        return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
+
+    return jax.tree_util.tree_map_with_path(read, structs)

@@ -65,7 +65,7 @@ def run_here(
     # Numpy's arrays go where the parameters are.
     run = jax.jit(partial(_loss, model, chip_of(device)), compiler_options=QUICKLY)
     gradients, logits = run(params, row.fields, row.media, row.places)
-    return np.asarray(logits[0, : row.length]), gradients
+    return np.asarray(logits[0, : int(row.lengths[0])]), gradients
 
 
 def _read(folder: Folder, name: str, module: Module, device: jax.Device) -> Params:

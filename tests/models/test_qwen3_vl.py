@@ -16,8 +16,12 @@ from qwen3_vl_samples import IMAGE, VIDEO, make_sample
 from safetensors.numpy import load_file
 
 from dflop_jax.data.packing import pack_group
-from dflop_jax.generate.generate import Draw, RowArrays, prefill
-from dflop_jax.generate.row import row_of
+from dflop_jax.generate.decoding import decode, inlets_of, prefill
+from dflop_jax.generate.programs import Programs
+from dflop_jax.generate.replica import param_structs, replica_of
+from dflop_jax.generate.row import row_of, with_features
+from dflop_jax.generate.row import rows_of as samples_in_rows
+from dflop_jax.generate.sampling import Sampling
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import Schedule
@@ -194,19 +198,51 @@ def test_answers_go_on_where_the_row_ends(reference):
     samples, model, want, _, _ = reference
     params, llm = parameters(MODEL.weights, model), MODEL.modules["llm"]
     row, said = row_of([samples[2]], MODEL, 32), 2
-    tokens, n = row.fields["tokens"][0], row.length - said
+    tokens, n = row.fields["tokens"][0], int(row.lengths[0]) - said
     fields = {**row.fields, "segment_ids": (np.arange(len(tokens)) < n).astype(np.int32)[None]}
-    run = jax.jit(partial(prefill, MODEL, "cpu"), static_argnames="slots")
-    greedily = Draw(jax.random.key(0), np.float32(0), np.float32(1))
-    arrays = RowArrays(row.media, fields, row.places)
-    last = np.array([n - 1], np.int32)
-    first, cache = run(params, arrays, last, greedily, slots=len(tokens))
-    assert first[0] == want[2][n - 1].argmax()
-    decode = jax.jit(llm.decode)
+
+    @jax.jit
+    def run(params, fields, media, places):
+        batch = with_features(MODEL, "cpu", params, fields, media, places)
+        last = jnp.array([n - 1])
+        return prefill(llm, params["llm"], batch, last, len(tokens), inlets_of(MODEL))
+
+    logits, cache = run(params, fields, row.media, row.places)
+    np.testing.assert_allclose(logits[0], want[2][n - 1], rtol=0, atol=1e-5)
+    go_on = jax.jit(partial(decode, llm))
     for at in range(n, n + said):
-        now = jnp.array([tokens[at]]), jnp.array([at])
-        logits, cache = decode(params["llm"], cache, *now)
+        logits, cache = go_on(params["llm"], cache, jnp.array([tokens[at]]), jnp.array([at]))
         np.testing.assert_allclose(logits[0], want[2][at], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks, ways, penalty", [(1, 1, 1.0), (2, 2, 1.0), (2, 1, 1.5)])
+def test_a_batch_gives_the_tokens_of_transformers(reference, ranks, ways, penalty):
+    """Text, pictures and a clip in one batch, over data ranks and with a split model."""
+    model, n, here = reference[1], 12, {}
+    rng = np.random.default_rng(4)
+    made = [make_sample(rng, SIZE, content) for content in CONTENTS]
+    theirs = []
+    for m in made:
+        given = {"max_new_tokens": n, "do_sample": False, "repetition_penalty": penalty}
+        out = model.generate(**m.arguments, **given, eos_token_id=None, pad_token_id=0)
+        theirs.append(out[0, -n:].tolist())
+    replica = replica_of(jax.devices(), ways, most_ranks=ranks)
+    assert replica.mesh.shape == {"data": ranks, "model": ways}
+    params = parameters(MODEL.weights, model)
+    for m, module in MODEL.modules.items():
+        put = jax.tree.map(lambda s, a: jax.device_put(a, s.sharding),
+                           param_structs(module, replica), params[m])  # fmt: skip
+        here[m] = put
+    rows = samples_in_rows([m.sample for m in made], MODEL, ranks, 4 // ranks, 128)
+    how = Sampling(n, repetition_penalty=penalty)
+    programs = Programs(MODEL, replica)
+    found = np.stack([*programs.tokens(here, rows, np.arange(4, dtype=np.uint32), how)])
+    at = [k % ranks * (4 // ranks) + k // ranks for k in range(4)]
+    assert found[:, at].T.tolist() == theirs
+    assert len({token for said in theirs for token in said}) > 8  # else any cache would do
+    if ways > 1:
+        kept = here["llm"]["layers"]["key"]["kernel"]
+        assert kept.addressable_shards[0].data.size * ways == kept.size
 
 
 def test_a_published_configuration_is_the_named_size(tmp_path):

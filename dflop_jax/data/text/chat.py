@@ -137,13 +137,15 @@ class ChatTokenizer:
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
         return self._split(kinds, *self.encode_chat([self._message(*turn) for turn in turns]))
 
-    def question_pieces(self, text: str) -> tuple[TextPiece, ...]:
-        """Pieces of a user's turn up to where the template has the answer begin."""
-        message = self._message("human", text)
+    def question_pieces(self, turns: Sequence[tuple[str, str]]) -> tuple[TextPiece, ...]:
+        """Pieces of turns, the last of them a user's, up to where the template has the answer
+        begin."""
+        messages = [self._message(*turn) for turn in turns]
         ids, _ = self._encode_rendered(
-            self._template.render([message], add_generation_prompt=True)[0]
+            self._template.render(messages, add_generation_prompt=True)[0]
         )
-        return self._split(self._tag.findall(text), ids, np.zeros(len(ids), bool))
+        kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
+        return self._split(kinds, ids, np.zeros(len(ids), bool))
 
     def _split(
         self, kinds: Sequence[str], ids: np.ndarray, supervised: np.ndarray

@@ -1,0 +1,148 @@
+"""Answers in batches over devices against one at a time, and how few programs they take."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from dflop_jax.config import Config, DataConfig, ModelConfig
+from dflop_jax.data import ByteTokenizer
+from dflop_jax.generate import programs as programs_module
+from dflop_jax.generate.generate import Generator
+from dflop_jax.generate.prompt import prompt_sample
+from dflop_jax.generate.replica import least_ways, replica_of, spec_of
+from dflop_jax.generate.row import bucket_of
+from dflop_jax.generate.sampling import Sampling
+from dflop_jax.train.load_params import Loaded
+from dflop_jax.train.prepare import build_model
+
+CONFIG = Config(model=ModelConfig(size="nano"), data=DataConfig(max_tiles=2))
+PROMPTS = ("Is it red?", "What colour has the triangle to the left of the circle?", "Why", "?" * 90)
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """Prompts of several lengths, with no picture, one or two."""
+    folder = tmp_path_factory.mktemp("batches")
+    for k in range(2):
+        Image.new("RGB", (60 + 140 * k, 40), (220, 30 * k, 30)).save(folder / f"{k}.png")
+    model, tokenizer = build_model(CONFIG.model), ByteTokenizer()
+    return [
+        prompt_sample(
+            text,
+            {"image": [folder / f"{i}.png" for i in range(k % 3)]},
+            CONFIG.data,
+            model,
+            tokenizer,
+        )
+        for k, text in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _random_parameters(monkeypatch):
+    """In the place of a checkpoint's: large enough for answers that do not repeat themselves."""
+
+    def load(run, model, structs):
+        def draw(path, s):
+            seed = sum(map(ord, jax.tree_util.keystr(path)))
+            noise = 0.3 * np.random.default_rng(seed).normal(size=s.shape)
+            value = (noise + (path[-1].key == "scale")).astype(s.dtype)
+            return jax.device_put(value, s.sharding)
+
+        return Loaded(jax.tree_util.tree_map_with_path(draw, structs), 7, Path(run))
+
+    monkeypatch.setattr("dflop_jax.generate.generate.load_params", load)
+
+
+def generator(rows, ways=1, devices=None, config=CONFIG):
+    return Generator(config, "run", devices, rows=rows, ways=ways)
+
+
+@pytest.mark.parametrize("rows, ways", [(4, 1), (4, 2), (2, 4), (3, 8), (5, 4)])
+@pytest.mark.parametrize(
+    "how", [Sampling(8), Sampling(8, 1.0, 0.9, 3, 40)], ids=["greedy", "drawn"]
+)
+def test_answers_together_equal_those_alone(samples, rows, ways, how):
+    alone = generator(1, devices=jax.devices()[:1])
+    want = [alone.answers([s], how, [k])[0] for k, s in enumerate(samples)]
+    together = generator(rows, ways)
+    assert together.replica.ranks == min(rows, 8 // ways)
+    found = []
+    for first in range(0, len(samples), rows):
+        some = range(first, min(first + rows, len(samples)))
+        found += together.answers([samples[k] for k in some], how, some)
+    assert found == want
+    assert len({s.tokens for s in want}) == len(want)
+
+
+def test_few_programs_answer_all(samples):
+    some = generator(2, devices=jax.devices()[:1])
+    for _ in range(2):
+        for pair in ((0, 2), (1, 3), (2, 1), (3, 0)):
+            some.answers([samples[k] for k in pair], Sampling(6))
+    # The prompts have one or two sizes of tokens, and two or three of pictures.
+    assert some.programs.n_compiled <= 7
+
+
+def test_a_cache_grows_as_the_answer_does(samples, monkeypatch):
+    wide = generator(2, 2).answers(samples[:2], Sampling(60))
+    monkeypatch.setattr(programs_module, "TOKEN_MULTIPLE", 8)
+    monkeypatch.setattr(programs_module, "ANSWER_TOKENS", 4)
+    growing = generator(2, 2)
+    assert growing.answers(samples[:2], Sampling(60)) == wide
+    assert growing.programs.grow._cache_size() >= 1
+
+
+def test_parameters_are_kept_in_the_dtype_that_is_asked(samples):
+    config = Config(model=ModelConfig(size="nano", dtype="bfloat16"), data=CONFIG.data)
+    some = generator(1, 2, config=config)
+    assert {str(a.dtype) for a in jax.tree.leaves(some.loaded.params)} == {"bfloat16"}
+    (said,) = some.answers(samples[:1], Sampling(3))
+    assert len(said.tokens) == 3
+
+
+def test_buckets_double():
+    assert [bucket_of(n, 128) for n in (0, 1, 128, 129, 256, 257, 1025)] == [
+        128, 128, 128, 256, 256, 512, 2048,
+    ]  # fmt: skip
+
+
+class Device:
+    """Of a process that is not here."""
+
+    def __init__(self, number, process):
+        self.id, self.process_index, self.platform = number, process, "cpu"
+
+
+@pytest.mark.parametrize(
+    "ways, process, wanted",
+    [
+        (1, 1, (1, 4, True, (4, 1))),
+        (2, 0, (0, 4, True, (2, 2))),
+        (4, 3, (3, 4, True, (1, 4))),
+        (8, 2, (1, 2, True, (1, 8))),
+        (8, 3, (1, 2, False, (1, 8))),
+        (16, 0, (0, 1, True, (1, 16))),
+    ],
+)
+def test_processes_share_a_replica_where_it_is_larger_than_theirs(ways, process, wanted):
+    devices = [Device(n, n // 4) for n in range(16)]
+    r = replica_of(devices, ways, process)
+    assert (r.number, r.count, r.leads, tuple(r.mesh.shape.values())) == wanted
+    own = {d.process_index for d in r.mesh.devices.flat}
+    assert process in own
+
+
+@pytest.mark.parametrize("ways", [3, 6, 5, 32])
+def test_ways_that_do_not_fit_are_refused(ways):
+    with pytest.raises(ValueError, match=f"--ways {ways}: parameters are split"):
+        replica_of([Device(n, n // 4) for n in range(16)], ways)
+
+
+def test_what_does_not_divide_is_whole():
+    assert spec_of((6, 4), ("embed", "heads"), 4) == (None, "model")
+    assert spec_of((6, 6), ("embed", "heads"), 4) == (None, None)
+    assert least_ways(build_model(CONFIG.model), jax.devices()) == 1

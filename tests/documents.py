@@ -40,8 +40,9 @@ def commands(text: str) -> list[Command]:
             found += [Command(words, True) for words in _of_block(block, known)]
     for code in _INLINE.findall(_FENCES.sub("", text)):
         words = _words(code, {})
-        if words and words[0] in PROGRAMS:
-            found.append(Command(tuple(words), False))
+        if words and words[0] in PROGRAMS:  # where a letter stands for a number
+            numbered = ("1" if re.fullmatch(r"[A-Z]", w) else w for w in words)
+            found.append(Command(tuple(numbered), False))
     return found
 
 

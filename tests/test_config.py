@@ -226,6 +226,7 @@ NOT_NEGATIVE = [
     "checkpoint.every_s",
     "checkpoint.copy_every",
     "checkpoint.keep_every",
+    "checkpoint.export_every",
     "distributed.num_processes",
     "schedule.work",
 ]

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the folder; whole on this process's host."""
     import jax
 
+    from dflop_jax.train.exports import beside
     from dflop_jax.train.load_params import load_params
     from dflop_jax.train.prepare import build_model
     from dflop_jax.train.stages import adapted
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         source = Folder(whole, map_) if whole else None
         held = [ModuleParams(name, tree) for name, tree in loaded.params.items()]
-        write_folder(args.out, map_, held, source=source, dtype=args.dtype)
+        more = [] if args.module else beside(config)
+        write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)
     files = sorted(f.name for f in Path(args.out).iterdir())
     if not args.json:
         show(f"wrote step {loaded.step} to {args.out}: {', '.join(files)}")

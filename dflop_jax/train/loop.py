@@ -30,6 +30,7 @@ from dflop_jax.train.cadence import Cadence
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
+from dflop_jax.train.exports import Exports
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
 from dflop_jax.train.judge import Judge
 from dflop_jax.train.meta import Meta, planned_under
@@ -69,6 +70,7 @@ class Loop:
         self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
         self._stopped_by = ""
+        self._exports = Exports.of(config, place.model, self.saver, is_first=self.peers.is_hub)
         self._untold: list[int] = []  # steps whose saves callbacks are to be told of
 
     def under_way(self) -> tuple[int | None, tuple[str, ...]]:
@@ -89,6 +91,7 @@ class Loop:
         names = partial(sample_names, self._ready.source, self.loader)
         self._skipping = Skipping(config.train, names, known)
         self._saves = Saves(self.saver, start, self._best_so_far())
+        self._exports.begin_at(start, self.saver.steps())
         by_failures = config.checkpoint.every == AS_OFTEN_AS_PAYS
         spent = read_spent(self.folder.path) if self.folder and by_failures else None
         n_devices, saver = len(self._ready.place.devices), self.saver
@@ -140,6 +143,10 @@ class Loop:
                     self._save(done)
                 self.saver.wait()
             self._tell_saved()
+            if not preempted and self._back_to is None:
+                if config.checkpoint.export_every and not self._goes_on:
+                    self._exports.want(done)
+                self._exports.finish()
         evaluation = None
         if held_out and not preempted and not self._goes_on:
             evaluation = self._evaluate(held_out, done)
@@ -151,6 +158,11 @@ class Loop:
             self.progress.log(f"stopped after step {done}: {self._stopped_by}")
         if self.saver.trouble:
             raise RunFailed(f"what was trained is not saved: {self.saver.trouble}")
+        if self._exports.trouble:
+            raise RunFailed(
+                f"what was trained is saved, but not exported: {self._exports.trouble}; then "
+                f"dflop export {config.run_dir} --out FOLDER"
+            )
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
         more = self._next, self._back_to, self._stopped_by
         return LoopResult(losses, compiles, evaluation, done, preempted, self.ex.plan, *more)
@@ -230,6 +242,7 @@ class Loop:
             self._ahead.look()
             self._saves.tell(self._done, self._skipping.known)
             self._tell_saved()
+            self._exports.look()
             if self._back_to is not None:
                 return
             if self._judge.goes_back(batch.step, applied=verdict.applied):
@@ -288,8 +301,11 @@ class Loop:
         every, evaluate = self.config.checkpoint.every, self.config.train.eval_every
         last = done == self.config.train.steps
         by_steps = every > 0 and done % every == 0
-        if (by_steps or self._save_asked) and not last:
+        exported = self._exports.is_due(done)
+        if (by_steps or exported or self._save_asked) and not last:
             self._save(done)
+        if exported:
+            self._exports.want(done)
         copy_every = self.config.checkpoint.copy_every
         if copy_every and done % copy_every == 0 and done != self._saves.saved and not last:
             self._saves.copy(self._meta(done), self._done, self._skipping.known)

@@ -33,6 +33,7 @@ from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.train.callbacks import Callback, Callbacks
 from dflop_jax.train.device_check import DeviceCheck
+from dflop_jax.train.exports import check_exports
 from dflop_jax.train.initial import published
 from dflop_jax.train.judge import Judge, go_back
 from dflop_jax.train.loop import Loop
@@ -126,6 +127,7 @@ class Trainer:
         with self._told_to_others():
             self._tell = tell if self.peers.is_hub else lambda line, ready: None
             self._tell(workplace_line(self.place), False)
+            check_exports(config, self.place.model)
             self._begin = published(self.place.model, config.model.weights)
             if self.peers.is_hub:
                 check_trackers(config)

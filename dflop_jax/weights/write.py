@@ -16,11 +16,11 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from dflop_jax.weights.beside import copy_beside
 from dflop_jax.weights.contract import Tensor, WeightMap, by_name, shape_of
 from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
 
 NAMES = {np.dtype(ml_dtypes.bfloat16 if d == "bfloat16" else d): n for n, d in DTYPES.items()}
-COPIED = ("*.json", "*.txt", "*.model", "*.jinja")  # tokenizer and processors
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def write_folder(
     *,
     source: Folder | None = None,
     dtype: str | None = None,
+    beside: Sequence[Path] = (),
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
     """Write the weights as transformers names them, with config.json and, if large, an index.
@@ -93,6 +94,7 @@ def write_folder(
         configuration and the tokenizer's files are taken from there.
       dtype: "float32", "bfloat16" or "float16" for all tensors but those that stay float32; None:
         as in `source`, else as in the parameters.
+      beside: folders that have a tokenizer and processors, before `source`, see `copy_beside`.
       max_file_bytes: size of a file beyond which another one is begun.
 
     Raises:
@@ -103,7 +105,8 @@ def write_folder(
     tensors = sorted(_tensors(map_, held, source, dtype), key=lambda t: t.name)
     with whole_folder(path) as folder:
         _write_files(folder, _by_file(tensors, max_file_bytes), map_)
-        _write_rest(folder, map_, source, dtype)
+        _write_config(folder, map_, source, dtype)
+        copy_beside(folder, [*beside, *([source.path] if source else [])])
 
 
 def write_segment(file: Path, map_: WeightMap, held: ModuleParams, source: Folder) -> list[str]:
@@ -282,17 +285,11 @@ def write_file(file: Path, tensors: Sequence[WrittenTensor]) -> None:
         os.fsync(out.fileno())
 
 
-def _write_rest(folder: Path, map_: WeightMap, source: Folder | None, dtype: str | None) -> None:
+def _write_config(folder: Path, map_: WeightMap, source: Folder | None, dtype: str | None) -> None:
     config = dict(source.config if source else map_.config)
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     write_json(folder / CONFIG, config)
-    if source is None:
-        return
-    for pattern in COPIED:
-        for file in source.path.glob(pattern):
-            if file.name != CONFIG and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:

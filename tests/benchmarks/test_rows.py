@@ -42,7 +42,6 @@ ELSEWHERE = {
     "many_traces": "test_many_traces.py test_rows_of_both_plans",
     "load_weights": "test_load_weights.py test_a_small_checkpoint",
     "memory": "test_memory.py test_two_cases_at_full_size",
-    "packing_exact": "test_packing_exact.py test_packed_samples_leave_each_other_alone",
     "schedule": "test_schedule.py test_quick_run_writes_rows_and_a_picture",
     "schedule_run": "test_schedule.py test_what_runs_execute_is_measured",
     "wrong_lines": "test_wrong_lines.py test_a_row_of_every_line",
@@ -162,16 +161,6 @@ def one_campaign(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "prepare", lambda folder, *_: (None, folder))
     patch.setattr(script, "small_disk", lambda folder: nullcontext(True))
     patch.setattr(script, "campaign", campaign)
-
-
-def losses_of_copies(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Real processes are lost in tests/train/test_copies.py."""
-    job = SimpleNamespace(launcher=SimpleNamespace(wait=lambda limit_s: 0), said=lambda: "")
-    said = "resumed after step 5 of 9, from a copy in memory, read in 0.2 s"
-    patch.setattr(script, "prepare", lambda folder, *_: (lambda run_dir, *more: [], folder))
-    patch.setattr(script, "Job", lambda *_: job)
-    patch.setattr(script, "lost", lambda *_: {"killed_at": 7, "said": said})
-    patch.setattr(script, "read_metrics", lambda run_dir: [{"loss": 1.0, "save_wait_s": 0.1}])
 
 
 def no_paper(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -355,7 +344,6 @@ RUNS = {
     "auto_choice": Tiny(2, ("--random", 2, "--first", 1), answers_of_nothing),
     "bad_samples": Tiny(3, (), made_up_job),
     "beside": Tiny(0, ("HEAD", "--runs", 1), one_commit),
-    "copies": Tiny(2, (), losses_of_copies),
     "cut_points": Tiny(12),
     "data_index": Tiny(6, ("--records", 8)),
     "decode": Tiny(

@@ -120,7 +120,7 @@ def test_nothing_is_left_of_a_failure(params, tmp_path, monkeypatch):
     def full(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(write, "_write_rest", full)
+    monkeypatch.setattr(write, "copy_beside", full)
     with pytest.raises(OSError, match="no space"):
         write_folder(tmp_path / "out", MODEL.weights, held(params))
     assert list(tmp_path.iterdir()) == []

@@ -317,6 +317,11 @@ class TrainConfig:
         str,
         "A:B: jax's profiler traces steps A to B (from 0, both included) to RUN/xprof; empty: off",
     ] = ""
+    log_every: Annotated[
+        NonNegativeInt,
+        "steps between the lines of a log (without a terminal), and between those that TensorBoard "
+        "and W&B get; metrics.jsonl has every step; 0: about 20 lines, and every step",
+    ] = 0
     tensorboard: Annotated[bool, "also write the metrics to RUN/tensorboard (tensorboardX)"] = False
     wandb_project: Annotated[str, "also send the metrics to this project of W&B; empty: off"] = ""
     wandb_entity: Annotated[str, "user or team of the project; empty: W&B's default"] = ""

@@ -198,6 +198,7 @@ SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
 DECAYS = ["train.beta1", "train.beta2", "train.momentum", "train.ema", "train.label_smoothing"]
 NOT_NEGATIVE = [
     "train.max_hours",
+    "train.log_every",
     "train.check_every",
     "distributed.hang_factor",
     "train.epochs",

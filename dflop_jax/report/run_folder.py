@@ -93,6 +93,7 @@ class RunFolder:
     ) -> None:
         self.path = Path(path)
         self.trackers: Sequence[Tracker] = ()
+        self.track_every = 1  # steps between those that trackers get
         full = FullDisk()
         self.rows = {name: RowFile(self.path / name, full) for name in _WRITTEN_BY_STEP}
         if self.path.exists() and not self.path.is_dir():
@@ -189,7 +190,8 @@ class RunFolder:
         """Add one row to metrics.jsonl, and to the trackers; it is on its way to disk when this
         returns, or waits for room there (see `RowFile`)."""
         self.rows[METRICS].append(row)
-        self._track(row.step, step_scalars(row))
+        if (row.step + 1) % self.track_every == 0:
+            self._track(row.step, step_scalars(row))
 
     def append_evaluation(self, row: Any) -> None:
         """Add one row to evaluations.jsonl, in place of one of the same step.

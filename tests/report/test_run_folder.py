@@ -148,3 +148,27 @@ def test_statistics_against_closed_forms():
     assert (s.median, s.p10, s.p90) == (5.0, 1.0, 9.0)
     assert spread([3.0]) == spread([3.0, math.nan, math.inf])
     assert math.isnan(spread([]).median)
+
+
+class Kept:
+    """A tracker that keeps the steps it is told."""
+
+    def __init__(self):
+        self.steps = []
+
+    def log(self, step, scalars):
+        self.steps.append(step)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("every, told", [(1, range(7)), (3, (2, 5)), (9, ())])
+def test_trackers_get_every_so_many_steps_and_rows_are_all_there(tmp_path, every, told):
+    tracker = Kept()
+    with RunFolder(tmp_path) as run:
+        run.trackers, run.track_every = [tracker], every
+        for i in range(7):
+            run.append(make_row(i))
+    assert tracker.steps == [*told]
+    assert [row["step"] for row in read_metrics(tmp_path)] == [*range(7)]

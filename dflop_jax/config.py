@@ -303,6 +303,9 @@ class TrainConfig:
     lora_alpha: Annotated[PositiveFloat, "strength of LoRA: it is scaled by lora_alpha / rank"] = (
         16.0
     )
+    lora_dropout: Annotated[
+        Decay, "share of its input's values that an adapter does not see in training"
+    ] = 0.0
     seed: Annotated[int, "seed of the parameters"] = 0
     remat: Annotated[
         Remat,

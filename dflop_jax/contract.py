@@ -23,7 +23,11 @@ token has a value, or [rows, ...] where every piece has one (a tile's pixels) an
 The packer copies them from samples, except for
 - segment_ids int32 [rows, tokens]: from 1 in each row, one for each piece, 0 is padding;
 - positions int32 [rows, tokens] or, alike in further dims, [rows, tokens, ...], unless the samples
-  have it: counts from 0 in each piece.
+  have it: counts from 0 in each piece;
+- seeds uint32 [rows, tokens], or [rows] where a row is a piece: for what layers draw, a number of
+  each token, or piece, that follows from data.seed, the step, the sample's place in the batch, the
+  piece and the token's position in it, and from no plan and no packing. It is 0 in padding, and
+  everywhere in evaluation, where nothing is drawn.
 A field that edges are named after is filled by the engine with outputs of other modules, zeros
 where none stands. A module with a loss reads float32 "weights" [rows, tokens], the weight of every
 token's loss; their sum over the global batch is the loss's denominator.
@@ -115,6 +119,8 @@ class Module(Protocol):
     #   tokens, whatever its kernel computes: of the products of two activations, for the pairs of
     #   tokens that see each other. Without it these products are counted as the functions have
     #   them, for all pairs of a piece's tokens.
+    # numbers_layers: whether `layer` also finds in its batch "layer", int32 [], which of the layers
+    #   of its kind it is.
     # any_order: whether its programs may add up in any order on a GPU, so that equal inputs give
     #   almost equal bits.
     # working_dtype: in which its functions are given their parameters; float32 if it does not say.
@@ -189,6 +195,11 @@ def content_flops_of(module: Module) -> dict[str, float]:
 def attention_flops_of(module: Module) -> Callable[[int], float] | None:
     """See `attention_flops` above; None where the module does not say."""
     return getattr(module, "attention_flops", None)
+
+
+def numbers_layers_of(module: Module) -> bool:
+    """See `numbers_layers` above; False where the module does not say."""
+    return bool(getattr(module, "numbers_layers", False))
 
 
 def any_order_of(module: Module) -> bool:
@@ -323,13 +334,13 @@ class MultimodalModel(Protocol):
     # A model whose data are no records of text and media says with `data_factory` where they come
     # from, MODULE:FUNCTION as in the configuration's data.factory.
     #
-    # A model that can be trained by adapters also has `with_lora(rank, alpha, targets=, ranks=)`,
-    # which gives the model whose modules have adapters, in the freeze group "lora", of the matrices
-    # that the patterns `targets` name, of a rank that (pattern, rank) of `ranks` say of some. An
-    # adapted module has `merged(params)`: parts of the plain one, its adapters folded in. A model
-    # that can be trained on more than a plain cross-entropy has `with_objective(z_loss,
-    # label_smoothing)`, which gives the model whose "loss_sum" is the plain one, with the gradient
-    # of the sum of both.
+    # A model that can be trained by adapters also has `with_lora(rank, alpha, targets=, ranks=,
+    # dropout=)`, which gives the model whose modules have adapters, in the freeze group "lora", of
+    # the matrices that the patterns `targets` name, of a rank that (pattern, rank) of `ranks` say
+    # of some; in training an adapter does not see a share `dropout` of its input. An adapted module
+    # has `merged(params)`: parts of the plain one, its adapters folded in. A model that can be
+    # trained on more than a plain cross-entropy has `with_objective(z_loss, label_smoothing)`,
+    # which gives the model whose "loss_sum" is the plain one, with the gradient of the sum of both.
 
 
 def data_factory_of(model: MultimodalModel) -> str:

@@ -5,6 +5,11 @@ part that a matrix is in, and its name there ("llm.query", "vision.up", "connect
 module's layers and ends know nothing of it: `AdaptedModule` adds to what each of their `Linear`s
 gives, and holds A and B of a part in a part beside it, in the freeze group "lora".
 
+In training an adapter may not see all of x: `dropout` of its values are zero, the others larger by
+as much (as arXiv 2106.09685 does it). Which is a function of a token's number (the field "seeds"),
+the layer, the matrix and the place in x alone, so that it is the same in any plan, any packing, and
+where it is computed again; where the number is 0, as in evaluation, all are seen.
+
 B begins at zero, so an adapted model begins as the model that it adapts; `merged` folds adapters
 into the weights for good.
 """
@@ -22,12 +27,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from models.dropout import Drawn
 from models.layers import Linear, Names, normal
 
 Array = jax.Array
 Tree = Any
 GROUP = "lora"  # the freeze group of adapters
 LAYERS = "layers"  # the part of a module whose layers are of one kind
+SEEDS, LAYER = "seeds", "layer"  # fields: numbers of tokens, and which layer it is
 
 
 @dataclass(frozen=True)
@@ -40,17 +47,21 @@ class Lora:
       targets: patterns of the matrices that are adapted, as in a shell; one without a dot stands
         for all matrices of the groups that it matches.
       ranks: (pattern, rank) of some of them; of two that match, the later one counts.
+      dropout: share of the values of x that an adapter does not see in training.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = ("llm",)
     ranks: tuple[tuple[str, int], ...] = ()
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         ranks = (self.rank, *(rank for _, rank in self.ranks))
         if min(ranks) < 1 or not 0 < self.alpha < float("inf"):
             raise ValueError(f"LoRA needs a rank of at least 1 and an alpha above 0, got {self}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"LoRA's dropout {self.dropout} must be from 0 to below 1")
 
     def rank_of(self, name: str) -> int:
         """Of the adapter of a matrix; 0 of one that is not adapted."""
@@ -173,7 +184,21 @@ class AdaptedModule:
     @cached_property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
         plain = self.module.inputs
-        return {**plain, **{adapter: plain[part] for adapter, part in self.adapters.items()}}
+        drawn = (SEEDS,) if self.lora.dropout else ()
+        own = {adapter: (*plain[part], *drawn) for adapter, part in self.adapters.items()}
+        return {**plain, **own}
+
+    @property
+    def numbers_layers(self) -> bool:
+        """See `dflop_jax.contract`."""
+        return self.lora.dropout > 0
+
+    def field_spec(self, name: str, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
+        """See `dflop_jax.contract`."""
+        if name != SEEDS:
+            return self.module.field_spec(name, rows, tokens)
+        packs = any("segment_ids" in names for names in self.module.inputs.values())
+        return jax.ShapeDtypeStruct((rows, tokens) if packs else (rows,), jnp.uint32)
 
     @cached_property
     def freeze_groups(self) -> Mapping[str, str]:
@@ -195,28 +220,35 @@ class AdaptedModule:
         targets = self._targets(self.adapters[part])
         return {m.name: {"a": (*m.in_names, None), "b": (None, *m.out_names)} for m in targets}
 
-    def _with(self, adapter: Tree, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function gives while the matrices named in `adapter` are adapted."""
-        if not adapter:
-            return run(*args, **kwargs)
-        with nn.intercept_methods(partial(_add_adapter, self.lora, adapter)):
-            return run(*args, **kwargs)
+    def _with(
+        self, part: str, batch: Mapping[str, Array], params: Tree, run: Callable[..., Any]
+    ) -> Any:
+        """What a function gives for the parameters of a part while the part is adapted."""
+        if not isinstance(params, Mapping) or "adapter" not in params:
+            return run(params)
+        plain = {name: tree for name, tree in params.items() if name != "adapter"}
+        draw = Drawn(self.lora.dropout, part, batch[SEEDS], batch.get(LAYER)) if (
+            self.lora.dropout and SEEDS in batch) else None  # fmt: skip
+        adding = partial(_add_adapter, self.lora.alpha, params["adapter"], draw)
+        with nn.intercept_methods(adding):
+            return run(plain)
 
     def entry(self, params: Tree, batch: Mapping[str, Array]) -> Array:
-        plain, adapter = _apart(params)
-        return self._with(adapter, self.module.entry, plain, batch)
+        return self._with("entry", batch, params, lambda p: self.module.entry(p, batch))
 
-    def layer(self, params: Tree, *args: Any, **kwargs: Any) -> Array:
-        plain, adapter = _apart(params)
-        return self._with(adapter, self.module.layer, plain, *args, **kwargs)
+    def layer(
+        self, params: Tree, x: Array, batch: Mapping[str, Array], *args: Any, **kwargs: Any
+    ) -> Array:
+        kind = kwargs.get("kind", LAYERS)
+        return self._with(
+            kind, batch, params, lambda p: self.module.layer(p, x, batch, *args, **kwargs)
+        )
 
     def exit(self, params: Tree, x: Array, batch: Mapping[str, Array], entry: Tree = None) -> Any:
-        plain, adapter = _apart(params)
-        return self._with(adapter, self.module.exit, plain, x, batch, entry)
+        return self._with("exit", batch, params, lambda p: self.module.exit(p, x, batch, entry))
 
     def tap(self, name: str, params: Tree, x: Array, batch: Mapping[str, Array]) -> Array:
-        plain, adapter = _apart(params)
-        return self._with(adapter, self.module.tap, name, plain, x, batch)
+        return self._with(name, batch, params, lambda p: self.module.tap(name, p, x, batch))
 
     def merged(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """Parameters of the plain module that computes what the adapted one does.
@@ -232,27 +264,27 @@ class AdaptedModule:
         return plain
 
 
-def _apart(params: Tree) -> tuple[Tree, Tree]:
-    """(parameters of a part, its adapters)."""
-    if not isinstance(params, Mapping) or "adapter" not in params:
-        return params, None
-    return {name: tree for name, tree in params.items() if name != "adapter"}, params["adapter"]
-
-
 def _add_adapter(
-    lora: Lora, adapter: Tree, next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any
+    alpha: float,
+    adapter: Tree,
+    drawn: Drawn | None,
+    next_call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    context: Any,
 ) -> Any:
     """What a method of a Linen module gives, with what its adapter adds where it is an adapted
     `Linear`."""
     out, linear = next_call(*args, **kwargs), context.module
     if not isinstance(linear, Linear) or context.method_name != "__call__":
         return out
-    pair = adapter.get(_name(linear))
-    if pair is None:
+    name = _name(linear)
+    if name not in adapter:
         return out
-    a, b = (pair[side].astype(linear.dtype) for side in ("a", "b"))
-    low = jnp.tensordot(args[0], a, axes=len(linear.in_shape))
-    return out + lora.alpha / b.shape[0] * jnp.tensordot(low, b, axes=1)
+    a, b = (adapter[name][side].astype(linear.dtype) for side in ("a", "b"))
+    x = args[0] if drawn is None else drawn.seen(args[0], name)
+    low = jnp.tensordot(x, a, axes=len(linear.in_shape))
+    return out + alpha / b.shape[0] * jnp.tensordot(low, b, axes=1)
 
 
 def _folded_in(tree: Tree, path: list[str], pair: Tree, alpha: float) -> Tree:

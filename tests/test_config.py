@@ -195,7 +195,14 @@ ABOVE_ZERO = [
     "distributed.hang_least_s",
 ]
 SHARES = ["plan.drift", "train.warmup_ratio", "train.final_lr_fraction"]
-DECAYS = ["train.beta1", "train.beta2", "train.momentum", "train.ema", "train.label_smoothing"]
+DECAYS = [
+    "train.lora_dropout",
+    "train.beta1",
+    "train.beta2",
+    "train.momentum",
+    "train.ema",
+    "train.label_smoothing",
+]
 NOT_NEGATIVE = [
     "train.max_hours",
     "train.log_every",

@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     loaded = load_params(args.run_folder, model, device, average=args.ema, fold=not args.adapter)
     if args.adapter:
         train = config.train
-        form = AdapterForm(train.lora_rank, train.lora_alpha, whole, args.dtype or "float32")
+        form = AdapterForm(
+            train.lora_rank, train.lora_alpha, train.lora_dropout, whole, args.dtype or "float32"
+        )
         write_adapter(args.out, map_, loaded.params, form)
     else:
         source = Folder(whole, map_) if whole else None

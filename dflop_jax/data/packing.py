@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from dflop_jax.records import Layout, Load, Schedule
 if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import Module, MultimodalModel
 
-SEGMENTS, POSITIONS, WEIGHTS = "segment_ids", "positions", "weights"
+SEGMENTS, POSITIONS, WEIGHTS, SEEDS = "segment_ids", "positions", "weights", "seeds"
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,11 @@ def pack_group(
     *,
     model: MultimodalModel,
     ranks: Ranks | None = None,
+    draws: str = "",
 ) -> PackedGroup:
     """Fill the group at a place of the schedule; arguments as for `pack_groups`."""
-    numbers = _numbers(layout, loads)
-    return _packed(layout, schedule, group, samples, numbers, model, ranks or Ranks.all(layout))
+    numbers, ranks = _numbers(layout, loads), ranks or Ranks.all(layout)
+    return _packed(layout, schedule, group, samples, numbers, model, ranks, draws)
 
 
 def pack_groups(
@@ -106,6 +108,7 @@ def pack_groups(
     *,
     model: MultimodalModel,
     ranks: Ranks,
+    draws: str = "",
 ) -> list[PackedGroup]:
     """Fill all groups of a schedule.
 
@@ -113,10 +116,11 @@ def pack_groups(
       samples: by their place in the global batch, those that the ranks hold a part of (see
         `own_samples`); one that was replaced may be smaller than its load, not larger.
       loads: of the whole global batch.
+      draws: names the draws of this step, of which the field "seeds" is made; "": nothing is drawn.
     """
     numbers = _numbers(layout, loads)
     return [
-        _packed(layout, schedule, group, samples, numbers, model, ranks)
+        _packed(layout, schedule, group, samples, numbers, model, ranks, draws)
         for group in range(len(schedule.groups))
     ]
 
@@ -133,6 +137,7 @@ def _packed(
     numbers: Mapping[str, PieceNumbers],
     model: MultimodalModel,
     ranks: Ranks,
+    draws: str,
 ) -> PackedGroup:
     packed = schedule.groups[group]
     module, rows = packed.module, packed.shape.rows
@@ -147,7 +152,7 @@ def _packed(
         for name, field in reads.items()
     }
     for piece in pieces:
-        _fill(fields, reads, piece, module)
+        _fill(fields, reads, piece, module, draws)
     counts = sorted(ranks.counts[module])
     weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
     counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
@@ -181,16 +186,25 @@ def _reads(module: Module, from_edges: tuple[str, ...], tokens: int) -> dict[str
 
 
 def _fill(
-    fields: Mapping[str, np.ndarray], reads: Mapping[str, _Field], piece: DecodedPiece, module: str
+    fields: Mapping[str, np.ndarray],
+    reads: Mapping[str, _Field],
+    piece: DecodedPiece,
+    module: str,
+    draws: str,
 ) -> None:
     """Write a piece into its row of every field."""
     given = piece.sample.fields.get(module, {})
-    if lacks := reads.keys() - given.keys() - {SEGMENTS, POSITIONS}:
+    if lacks := reads.keys() - given.keys() - {SEGMENTS, POSITIONS, SEEDS}:
         raise ValueError(f"a sample has no {', '.join(sorted(lacks))} for module {module!r}")
     for name, field in reads.items():
         array = fields[name]
         if name == SEGMENTS:
             array[piece.row][piece.room] = piece.segment
+        elif name == SEEDS:
+            if draws:
+                about = f"{draws}/{module}/{piece.place}/{piece.order}"
+                room = (*piece.row, piece.room) if field.per_token else piece.row
+                array[room] = seeds(about, piece.length) if field.per_token else seeds(about, 1)[0]
         elif name == POSITIONS and name not in given:
             counts = np.arange(piece.length, dtype=field.dtype)
             array[piece.row][piece.room] = counts.reshape(-1, *[1] * (len(field.dims) - 1))
@@ -198,3 +212,13 @@ def _fill(
             array[piece.row][piece.room] = given[name][piece.tokens]
         else:
             array[piece.row] = given[name][piece.order]
+
+
+def seeds(name: str, n: int) -> np.ndarray:
+    """Numbers uint32 [n] above 0 that follow from a name: the first outputs of SplitMix64 (Steele,
+    Lea and Flood, OOPSLA 2014) that begins with the name's hash."""
+    begin = np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), "<u8")
+    z = begin + np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

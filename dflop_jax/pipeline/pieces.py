@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dflop_jax.contract import Array, Params, adapter_of
+from dflop_jax.contract import Array, Params, adapter_of, numbers_layers_of
 from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.held import held_cuts, split_cuts
 from dflop_jax.pipeline.periods import loops_over
@@ -103,7 +103,8 @@ class Pieces:
         if plan.first:
             self._record("entry", params, None, x, fields)
         for kind in dict.fromkeys(segment.chunk_kinds):
-            self._record(kind, self._layer(self._stacks(params), kind, 0), h, x, fields)
+            layer, numbered = self._layer(self._stacks(params), kind, 0), self._numbered
+            self._record(kind, layer, h, x, numbered(kind, 0, fields))
         for run in self.runs:
             for name in (*run.taps, *run.inlets):
                 self._record(name, params, h, x, fields)
@@ -196,6 +197,15 @@ class Pieces:
         """The stacked parts."""
         return {p: a for p, a in params.items() if p in self.segment.stacked}
 
+    def _numbered(self, kind: str, row: int | Array, fields: Tree) -> Tree:
+        """The fields that a layer in a row of the stage's stack reads."""
+        if not numbers_layers_of(self.segment.module):
+            return fields
+        every = self.segment.held_rows[kind]
+        place = lax.axis_index("stage") * (len(every) // self.segment.stages) + row
+        number = jnp.take(jnp.array(every, jnp.int32), place)
+        return {**fields, "layer": lax.pcast(number, "data", to="varying")}
+
     def _record(self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree) -> None:
         remat = REMAT[self.segment.plan.remat]
         free, placed, given = self._split(name, params, x, fields)
@@ -248,8 +258,8 @@ class Pieces:
         residuals: dict[str, Any] = {}
         for run in self.runs:
 
-            def one(kind: str, h: Array, layer: Params, _: Any) -> tuple[Array, list[Array]]:
-                return self.forward(kind, layer, h, {}, fields)
+            def one(kind: str, h: Array, layer: Params, now: Any) -> tuple[Array, list[Array]]:
+                return self.forward(kind, layer, h, {}, self._numbered(kind, now[0], fields))
 
             if run.stop > run.start:
                 h, residuals[f"layers {run.start}"] = self._over_layers(
@@ -305,7 +315,7 @@ class Pieces:
             kind: str, carry: tuple[Array, Tree], layer: Params, now: tuple[int | Array, Any]
         ) -> tuple[tuple[Array, Tree], None]:
             (dh, totals), (row, of_layer) = carry, now
-            args = self._split(kind, layer, {}, fields)
+            args = self._split(kind, layer, {}, self._numbered(kind, row, fields))
             dfree, dh, _ = self._recorded[kind].backward(of_layer, *args, dh)
             more = _added_at(self.segment, {k: totals[k] for k in dfree}, row, dfree)
             return (dh, {**totals, **more}), None

@@ -124,14 +124,22 @@ class Packer:
         *,
         key: str,
         n_bad: int = 0,
+        draws: str = "",
     ) -> ReadyBatch:
-        """Return the host arrays of a scheduled batch; `key` names it among the processes.
+        """Return the host arrays of a scheduled batch; `key` names it among the processes, `draws`
+        what is drawn for its tokens (see `pack_groups`).
 
         Raises:
           RunFailed: the processes hold different schedules.
         """
         packed = pack_groups(
-            self.plan.layout, schedule, samples, loads, model=self.model, ranks=self.ranks
+            self.plan.layout,
+            schedule,
+            samples,
+            loads,
+            model=self.model,
+            ranks=self.ranks,
+            draws=draws,
         )
         total = _agree(self.peers, key, schedule, self._counts(schedule, packed, n_bad))
         executed = dict.fromkeys(self.plan.layout.modules, 0)
@@ -241,7 +249,8 @@ def feed(
         schedule, wait_s, loads = scheduled.pop(step)
         bad, bad_before = loader.bad - bad_before, loader.bad
         key = f"{_FEED}batch/{step}"
-        batch = packer.pack(schedule, loads, samples, key=key, n_bad=bad)
+        draws = f"{loader.seed}/{step}"
+        batch = packer.pack(schedule, loads, samples, key=key, n_bad=bad, draws=draws)
         return batch, wait_s
 
     batches = loader.batches(steps, prepare, select)

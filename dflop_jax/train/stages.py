@@ -43,6 +43,7 @@ def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
             config.lora_alpha,
             targets=config.lora_targets or (TEXT_MODULE,),
             ranks=adapter_ranks(config.lora_ranks),
+            dropout=config.lora_dropout,
         )
     elif config.lora_ranks or config.lora_targets:
         raise ValueError(

@@ -29,12 +29,14 @@ class AdapterForm:
     Attributes:
       rank: of those that have none of their own.
       alpha: what an adapter adds is scaled by alpha / its rank.
+      dropout: share of its input's values that it did not see in training.
       base: name or folder of the model that they adapt; "" where it is not known.
       dtype: "float32", "bfloat16" or "float16".
     """
 
     rank: int
     alpha: float
+    dropout: float = 0.0
     base: str = ""
     dtype: str = "float32"
 
@@ -84,7 +86,7 @@ def _config(form: AdapterForm, ranks: Mapping[str, int]) -> dict[str, Any]:
         "base_model_name_or_path": form.base or None,
         "r": form.rank,
         "lora_alpha": form.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": form.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

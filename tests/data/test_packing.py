@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import pack_group
-from dflop_jax.data.packing import Ranks, own_samples
+from dflop_jax.data.packing import Ranks, own_samples, seeds
 from dflop_jax.data.sample import EMPTY, Places, Sample
 from dflop_jax.records import Load, Schedule, Shape, first_pieces, numbered
 from tests.data.graphs import BLOCKS, EDGES, random_case
@@ -158,6 +158,73 @@ def test_every_token_and_feature_is_where_it_belongs(seed, group_size, smaller):
         sources = case.plan.layout.sources(g.module)
         assert set(packed.places) == {f for m in sources for f in case.schedule.fed_by(i, m)}
         check_places(case, i, packed)
+
+
+class Seeded:
+    """A module, or a model of such, that also reads numbers of its tokens or pieces."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    @property
+    def modules(self):
+        return {name: Seeded(module) for name, module in self.inner.modules.items()}
+
+    @property
+    def inputs(self):
+        return {**self.inner.inputs, "adapter": ("seeds",)}
+
+    def field_spec(self, name, rows, tokens):
+        if name != "seeds":
+            return self.inner.field_spec(name, rows, tokens)
+        packs = "segment_ids" in {n for names in self.inner.inputs.values() for n in names}
+        return np.zeros((rows, tokens) if packs else rows, np.uint32)
+
+
+@pytest.mark.parametrize("draws", ["3/0", ""])
+@pytest.mark.parametrize("seed", range(4))
+def test_numbers_of_tokens_follow_from_the_sample_and_the_place_in_it(seed, draws):
+    case = random_case(np.random.default_rng(seed), group_size=2, smaller=0.3)
+    found = {}
+    for i, g in enumerate(case.schedule.groups):
+        packed = pack_group(case.plan.layout, case.schedule, i, case.samples, case.loads,
+                            model=Seeded(case.model), draws=draws)  # fmt: skip
+        numbers, want = packed.fields["seeds"], np.zeros_like(packed.fields["seeds"])
+        assert numbers.dtype == np.uint32
+        pieces = numbered(case.loads, g.module)
+        for (m, r, k), row in (
+            ((m, r, k), row)
+            for m, ranks in enumerate(nested(case, g))
+            for r, rank in enumerate(ranks)
+            for k, row in enumerate(rank)
+        ):
+            t, at = 0, (m, r * g.shape.rows + k)
+            for piece in row:
+                s, order = pieces[piece]
+                lengths = case.samples[s].load.lengths(g.module)
+                length = lengths[order] if order < len(lengths) else 0
+                drawn = seeds(f"{draws}/{g.module}/{s}/{order}", length) * (draws != "")
+                if want.ndim == 3:
+                    want[at][t : t + length] = drawn
+                elif length:
+                    want[at] = drawn[0]
+                found.update({(g.module, s, order, j): n for j, n in enumerate(drawn.tolist())})
+                t += case.loads[s].lengths(g.module)[order]
+        np.testing.assert_array_equal(numbers, want)
+    assert len(set(found.values())) == (len(found) if draws else 1)
+    assert (0 in found.values()) == (draws == "")
+
+
+def test_numbers_are_even():
+    drawn = seeds("any", 20_000).astype(np.uint64)
+    bits = (drawn[:, None] >> np.arange(1, 32, dtype=np.uint64)) & np.uint64(1)
+    assert np.abs(bits.mean(axis=0) - 0.5).max() < 5 * 0.5 / 20_000**0.5
+    assert len(seeds("any", 0)) == 0
+    np.testing.assert_array_equal(seeds("any", 1), drawn[:1])
+    assert (seeds("other", 100) != drawn[:100]).all()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflop_jax.contract import edges_of, with_adapter
+from dflop_jax.data.packing import seeds
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
@@ -85,7 +86,15 @@ def row_fields(samples, length: int) -> dict[str, np.ndarray]:
     return f
 
 
-def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
+def numbers(model, module: str, draws: str, i: int, n: int) -> dict[str, np.ndarray]:
+    """The field "seeds" of n tokens of the i-th sample, or of the i-th tile, if it is read."""
+    if not any("seeds" in names for names in model.modules[module].inputs.values()):
+        return {}
+    drawn = seeds(f"{draws}/{module}/{i}", n) if draws else np.zeros(n, np.uint32)
+    return {"seeds": drawn}
+
+
+def pack(model, plan: Plan, schedule: Schedule, samples, draws: str = "") -> list[GroupArrays]:
     """Naive packer of schedules that `random_schedule` makes: tiles in the order of the samples."""
     px, tokens_per_tile = tile_of(model)
     first_tile = np.cumsum([0, *(len(s.pixels) for s in samples)])
@@ -103,6 +112,8 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
                 ),
                 np.uint8,
             )
+            drawn = {k: np.zeros(pixels.shape[:2], a.dtype)
+                     for k, a in numbers(model, "vision", draws, 0, 1).items()}  # fmt: skip
             owner = [k for k, s in enumerate(samples) for _ in s.pixels]
             for m, ranks in enumerate(rows_of(group, plan.layout.data_ranks("vision"))):
                 for r, rank in enumerate(ranks):
@@ -112,14 +123,21 @@ def pack(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
                             tile_place[tile] = g, place
                             s = owner[tile]
                             pixels[m, place] = samples[s].pixels[tile - first_tile[s]]
-            out.append(GroupArrays({"pixels": pixels}, {}))
+                            for k, a in numbers(model, "vision", draws, tile, 1).items():
+                                drawn[k][m, place] = a[0]
+            out.append(GroupArrays({"pixels": pixels, **drawn}, {}))
             continue
         rows, indices = [], []
         sources = schedule.fed_by(g, "vision")
         for ranks in rows_of(group, plan.layout.data_ranks(group.module)):
             for row in (row for rank in ranks for row in rank):
                 picked = [samples[i] for i in row]
-                rows.append(row_fields(picked, group.shape.tokens))
+                own = [numbers(model, "llm", draws, i, len(samples[i].tokens)) for i in row]
+                fields = row_fields(picked, group.shape.tokens)
+                for k, spec in numbers(model, "llm", draws, 0, 1).items():
+                    every = np.concatenate([spec[:0], *(one[k] for one in own)])
+                    fields[k] = np.pad(every, (0, group.shape.tokens - len(every)))
+                rows.append(fields)
                 index, pos = {v: np.full(group.shape.tokens, -1, np.int32) for v in sources}, 0
                 for i in row:
                     s = samples[i]
@@ -188,16 +206,18 @@ def scales_of(groups_arrays) -> dict[str, float]:
     return {"llm": 1.0 / count}
 
 
-def plain_loss_and_grads(model, params, samples):
+def plain_loss_and_grads(model, params, samples, draws: str = ""):
     """Mean token loss and its gradients, every sample run alone and unpadded on one device."""
 
     @jax.jit
-    def one(params, pixels, fields, visual):
+    def one(params, pixels, fields, visual, of_tiles):
         def loss_sum(params):
             spec = model.modules["llm"].field_spec("visual", 1, visual.shape[0])
             features = jnp.zeros(spec.shape, spec.dtype)
             if len(pixels):
-                out = run_module(model.modules["vision"], params["vision"], {"pixels": pixels})
+                out = run_module(
+                    model.modules["vision"], params["vision"], {"pixels": pixels, **of_tiles}
+                )
                 flat = out.reshape(-1, out.shape[-1])
                 row = flat[jnp.maximum(visual, 0)]
                 features = jnp.where((visual >= 0)[:, None], row, jnp.zeros_like(row))[None]
@@ -209,9 +229,14 @@ def plain_loss_and_grads(model, params, samples):
 
     loss, count = 0.0, sum(int(s.supervised[1:].sum()) for s in samples)
     grads = jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
-    for s in samples:
-        fields = {k: v[None] for k, v in row_fields([s], len(s.tokens)).items()}
-        value, gradient = one(params, s.pixels, fields, s.visual)
+    tile = 0
+    for i, s in enumerate(samples):
+        own = row_fields([s], len(s.tokens)) | numbers(model, "llm", draws, i, len(s.tokens))
+        fields = {k: v[None] for k, v in own.items()}
+        every = [numbers(model, "vision", draws, tile + k, 1) for k in range(len(s.pixels))]
+        of_tiles = {k: np.concatenate([one_[k] for one_ in every]) for k in (every or [{}])[0]}
+        tile += len(s.pixels)
+        value, gradient = one(params, s.pixels, fields, s.visual, of_tiles)
         loss += float(value) / count
         grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64) / count, grads, gradient)
     return loss, grads
@@ -227,7 +252,11 @@ def run_module(module, params, fields):
             x = module.layer(layer, x, fields, kind=kind)
         return module.exit(params["exit"], x, fields, params["entry"] if module.tied else None)
     layers = with_adapter("layers", params)
-    x, _ = jax.lax.scan(lambda x, p: (module.layer(p, x, fields), None), x, layers)
+
+    def layer(x, now):
+        return module.layer(now[0], x, {**fields, "layer": now[1]}), None
+
+    x, _ = jax.lax.scan(layer, x, (layers, jnp.arange(module.n_layers)))
     entry = params["entry"] if module.tied else None
     return module.exit(with_adapter("exit", params), x, fields, entry)
 

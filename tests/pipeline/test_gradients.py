@@ -38,7 +38,7 @@ def oracle(m):
     return samples, params, *plain.plain_loss_and_grads(m, params, samples)
 
 
-def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
+def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", **kwargs):
     """(loss, gradients as the reduction gives them, parameters, result) of one step; `change` is
     made to the initial state."""
     ex = Executor(m, plan, optax.sgd(1.0), **kwargs)
@@ -49,7 +49,7 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, **kwargs):
         held, split = ({n: of(s) for n, s in segments} for of in (held_cuts, split_cuts))
         params = plain.join(plan, ex.state.params, held)
         ex.compile()
-        arrays = plain.pack(m, plan, schedule, samples)
+        arrays = plain.pack(m, plan, schedule, samples, draws)
         scales = plain.scales_of(arrays)
         captured: dict = {}
         reduce_program = {n: ex.programs.compiled[n, "reduce"] for n in ex.trainable}

@@ -19,6 +19,7 @@ from models.llava import build
 from ..pipeline import plain
 
 RANK, ALPHA = 3, 6.0
+DROPOUT, DRAWS = 0.3, "7/5"
 N = 8
 KEY = jax.random.key(0)
 FREEZE = ("llm",)
@@ -38,8 +39,11 @@ def base(tied: bool = False, dtype: str = "float32"):
 
 
 @functools.cache
-def adapted(tied: bool = False, dtype: str = "float32", *, everywhere: bool = False):
-    return base(tied, dtype).with_lora(RANK, ALPHA, **(EVERYWHERE if everywhere else {}))
+def adapted(
+    tied: bool = False, dtype: str = "float32", *, everywhere: bool = False, dropout: float = 0.0
+):
+    settings = EVERYWHERE if everywhere else {}
+    return base(tied, dtype).with_lora(RANK, ALPHA, dropout=dropout, **settings)
 
 
 def let_act(ex) -> None:
@@ -123,6 +127,14 @@ def oracle(tied: bool, *, everywhere: bool = False):
     }
     without, _ = plain.plain_loss_and_grads(folded, silent, samples())
     return params, loss, grads, without
+
+
+@functools.cache
+def dropped_oracle():
+    """(loss, gradients) of adapters everywhere that do not see all, sample by sample."""
+    params, *_ = oracle(False, everywhere=True)
+    m = adapted(everywhere=True, dropout=DROPOUT)
+    return plain.plain_loss_and_grads(m, params, samples(), DRAWS)
 
 
 def n_bytes(structs) -> int:

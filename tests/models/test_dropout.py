@@ -1,0 +1,92 @@
+"""What is left out: by hand, in its share, alike wherever a token stands."""
+
+from __future__ import annotations
+
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.dropout import Drawn
+
+MASK = 2**32 - 1
+
+
+def mixed(x: int) -> int:
+    """The end of MurmurHash3, in Python's integers."""
+    x ^= x >> 16
+    x = x * 0x85EBCA6B & MASK
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 & MASK
+    return x ^ (x >> 16)
+
+
+def by_hand(seed: int, name: str, layer: int | None, place: int, rate: float) -> bool:
+    """Whether a value is seen."""
+    number = zlib.crc32(name.encode())
+    if layer is not None:
+        number = mixed((number + layer * 0x9E3779B9) & MASK)
+    if not seed:
+        return True
+    return mixed((mixed(seed ^ number) + place * 0x9E3779B9) & MASK) >= int(rate * 2**32)
+
+
+def drawn(seeds, layer=3, rate=0.25, part="layers"):
+    number = None if layer is None else jnp.int32(layer)
+    return Drawn(rate, part, jnp.asarray(seeds, jnp.uint32), number)
+
+
+@pytest.mark.parametrize("layer", [None, 0, 3])
+def test_every_value_by_hand(layer):
+    seeds = np.array([[1, 77, 0], [2**32 - 1, 5, 6]])
+    x = np.arange(1.0, 2 * 3 * 2 * 4 + 1, dtype=np.float32).reshape(2, 3, 2, 4)
+    got = np.asarray(drawn(seeds, layer).seen(jnp.asarray(x), "out"))
+    for row, token, i, j in np.ndindex(x.shape):
+        seed = int(seeds[row, token])
+        seen = by_hand(seed, "layers.out", layer, i * 4 + j, 0.25)
+        scale = 1 / 0.75 if seed else 1.0
+        assert got[row, token, i, j] == pytest.approx(x[row, token, i, j] * scale * seen)
+
+
+def test_the_share_is_the_rate_and_nothing_repeats():
+    rng = np.random.default_rng(0)
+    seeds = rng.integers(1, 2**32, (4, 64))
+    x = jnp.ones((4, 64, 128))
+    masks = [
+        np.asarray(d.seen(x, name)) > 0
+        for d, name in (
+            (drawn(seeds), "up"),
+            (drawn(seeds), "gate"),
+            (drawn(seeds, layer=4), "up"),
+            (drawn(seeds, part="exit"), "up"),
+            (drawn(rng.permutation(seeds)), "up"),
+        )
+    ]
+    for mask in masks:
+        assert mask.mean() == pytest.approx(0.75, abs=4 * (0.75 * 0.25 / mask.size) ** 0.5)
+        # Of tokens and of features none is left out more often than chance has it.
+        assert np.abs(mask.mean(axis=(0, 1)) - 0.75).max() < 5 * (0.1875 / 256) ** 0.5
+        assert np.abs(mask.mean(axis=2) - 0.75).max() < 5 * (0.1875 / 128) ** 0.5
+    for other in masks[1:]:  # independent of the first
+        agree = (masks[0] == other).mean()
+        assert agree == pytest.approx(0.75**2 + 0.25**2, abs=0.02)
+
+
+def test_a_token_is_the_same_wherever_it_stands():
+    seeds = np.array([[11, 12, 13, 14]])
+    x = np.random.default_rng(1).normal(size=(1, 4, 8)).astype(np.float32)
+    got = np.asarray(drawn(seeds).seen(jnp.asarray(x), "up"))
+    order = [2, 0, 3, 1]
+    again = drawn(seeds[:, order]).seen(jnp.asarray(x[:, order]), "up")
+    np.testing.assert_array_equal(got[:, order], again)
+
+
+def test_joined_tokens_and_pieces_have_numbers():
+    x = jnp.ones((2, 3, 32))
+    joined = drawn([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14]]).seen(x, "up")
+    np.testing.assert_array_equal(joined, drawn([[1, 3, 5], [8, 10, 12]]).seen(x, "up"))
+    pieces = np.asarray(drawn([9, 0]).seen(x, "up"))
+    assert (pieces[1] == 1).all()
+    assert 0 < (pieces[0] == 0).mean() < 0.5
+    assert len({tuple(token > 0) for token in pieces[0]}) == 3

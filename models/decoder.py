@@ -114,7 +114,7 @@ class Exit(nn.Module):
     @nn.compact
     def __call__(self, x: Array, tied_table: Array | None) -> tuple[Array, Array]:
         s = self.size
-        x = RMSNorm(s.norm_eps, name="norm")(x)
+        x = RMSNorm(s.norm_eps, around=s.norm_around, name="norm")(x)
         if s.tied:
             assert tied_table is not None, "a tied head needs the entry's parameters"
             return x, tied_table

@@ -23,6 +23,21 @@ _QWEN3: Config = {
     "rope_parameters.rope_theta": 10000.0,
     "rope_parameters.rope_type": "default",
 }
+_NATIVE_TOWER: Config = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "num_heads": 16,
+    "intermediate_size": 4304,
+    "hidden_act": "gelu_pytorch_tanh",
+    "in_channels": 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "rope_parameters.rope_theta": 10000.0,
+    "rope_parameters.rope_type": "axial",
+}
 # What transformers takes for a key that a file leaves out.
 DEFAULTS: Mapping[str, Config] = {
     "qwen2": {
@@ -65,22 +80,11 @@ DEFAULTS: Mapping[str, Config] = {
         "rope_parameters.mrope_section": [24, 20, 20],
     },
     "qwen3_vl_vision": {
+        **_NATIVE_TOWER,
         "model_type": "qwen3_vl_vision",
-        "depth": 27,
-        "hidden_size": 1152,
-        "num_heads": 16,
-        "intermediate_size": 4304,
-        "hidden_act": "gelu_pytorch_tanh",
-        "in_channels": 3,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "out_hidden_size": 3584,
-        "num_position_embeddings": 2304,
         "deepstack_visual_indexes": [8, 16, 24],
-        "rope_parameters.rope_theta": 10000.0,
-        "rope_parameters.rope_type": "axial",
     },
+    "qwen3_5_vision": {**_NATIVE_TOWER, "model_type": "qwen3_5_vision"},
     "siglip_vision_model": {
         "model_type": "siglip_vision_model",
         "hidden_size": 768,

@@ -198,30 +198,40 @@ def read_qwen3_vl(config: Config) -> Qwen3VLSize:
     """Size of a Qwen3-VL configuration."""
     text = _inner(config, "text_config", "qwen3_vl_text")
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
-    # Early folders call the tower by the name of the whole.
-    c = rules("qwen3_vl_vision").read(config.get("vision_config") or {})
-    if c["out_hidden_size"] != text["hidden_size"]:
+    facts = native_vision_facts("qwen3_vl_vision", config)
+    return Qwen3VLSize(_decoder(text), native_vision_size(facts, text["hidden_size"]))
+
+
+def native_vision_facts(kind: str, config: Config) -> dict[str, Any]:
+    """What the configuration of a whole says of a tower at native resolution of a kind; early
+    folders call the tower by the name of the whole."""
+    return rules(kind).read({**(config.get("vision_config") or {}), "model_type": kind})
+
+
+def native_vision_size(c: Config, out_width: int) -> NativeVisionSize:
+    """Of a tower's complete configuration, whose features are to be `out_width` wide."""
+    if c["out_hidden_size"] != out_width:
         raise ValueError(
             f"vision_config.out_hidden_size is {c['out_hidden_size']}, text_config.hidden_size "
-            f"{text['hidden_size']}; they must be equal"
+            f"{out_width}; they must be equal"
         )
     side = isqrt(c["num_position_embeddings"])
     if side**2 != c["num_position_embeddings"]:
         raise ValueError(
             f"vision_config.num_position_embeddings {c['num_position_embeddings']} is no square"
         )
-    vision = NativeVisionSize(
+    deepstack = "deepstack_visual_indexes"
+    return NativeVisionSize(
         width=c["hidden_size"],
         n_layers=c["depth"],
         n_heads=c["num_heads"],
         mlp=c["intermediate_size"],
-        deepstack=_numbers(c, "deepstack_visual_indexes"),
+        deepstack=_numbers(c, deepstack) if deepstack in c else (),
         patch_px=c["patch_size"],
         frames=c["temporal_patch_size"],
         merge=c["spatial_merge_size"],
         side=side,
     )
-    return Qwen3VLSize(_decoder(text), vision)
 
 
 READERS: Mapping[str, Callable[[Config], ModelSize | Qwen3VLSize]] = {

@@ -160,6 +160,14 @@ def conv(shape: Sequence[int]) -> HfReshaping:
     return HfReshaping(((outer,), (inner,), (steps,)), (2, 1, 0), tuple(shape))
 
 
+def channel_conv(shape: Sequence[int]) -> HfReshaping:
+    """Taps [step, *channels], in the file a convolution of each channel alone [channels, 1,
+    step]."""
+    steps, *channels = shape
+    n = len(channels)
+    return HfReshaping((tuple(channels), (), (steps,)), (n, *range(n)), tuple(shape))
+
+
 # ---- lists of tensors ----
 
 
@@ -221,6 +229,7 @@ def _layout(kind: str, shape: tuple[int, ...], size: Any) -> HfReshaping:
         "one_leading": lambda s: same(s, 1),
         "two_leading": lambda s: same(s, 2),
         "conv": conv,
+        "channel_conv": channel_conv,
     }[kind](shape)
 
 

@@ -15,7 +15,11 @@ GRID_THETA = 1e4  # of pictures
 
 
 def rotate(x: Array, angles: Array) -> Array:
-    """Heads [items, tokens, heads, head_dim] turned by their tokens' angles."""
+    """Heads [items, tokens, heads, head_dim] turned by their tokens' angles; of angles for fewer
+    pairs than a head has only its first coordinates."""
+    turned = 2 * angles.shape[-1]
+    if turned < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :turned], angles), x[..., turned:]], axis=-1)
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

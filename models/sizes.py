@@ -133,18 +133,29 @@ class DecoderSize:
         if self.qkv_bias and self.qk_norm:
             raise ValueError(f"a decoder has query biases or QK norm, not both: {self}")
         if self.mrope_sections:
-            _, *in_pictures = self.mrope_sections
-            half = self.head_dim // 2
-            fits = sum(self.mrope_sections) == half and 0 <= 3 * max(in_pictures, default=0) <= half
+            half = self.rotary_pairs
+            # Of every three neighbouring pairs one each: the last of them must be there.
+            lasts = [3 * (n - 1) + i for i, n in enumerate(self.mrope_sections) if i and n > 0]
+            fits = sum(self.mrope_sections) == half and max(lasts, default=0) < half
             if len(self.mrope_sections) != 3 or min(self.mrope_sections) < 0 or not fits:
                 raise ValueError(
                     f"mrope_section {list(self.mrope_sections)} must be three numbers of sum "
-                    f"{half}, half a head, the last two at most a third of it"
+                    f"{half}, a head's pairs that turn, the last two at most about a third of it"
                 )
 
     @property
     def head_dim(self) -> int:
         return self.head_size or self.width // self.n_heads
+
+    @property
+    def norm_around(self) -> float:
+        """What norms add to their parameters before they scale by them."""
+        return 0.0
+
+    @property
+    def rotary_pairs(self) -> int:
+        """Pairs of a head's coordinates that turn with its token's positions."""
+        return self.head_dim // 2
 
 
 # How a picture becomes tiles and LLM tokens: a grid and an overview with their features as they

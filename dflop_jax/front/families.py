@@ -14,6 +14,8 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_vl": "models.qwen3_vl:build",
     "gemma3": "models.gemma:build",
     "gemma3_text": "models.gemma:build_text",
+    "qwen3_5": "models.qwen3_5:build",
+    "qwen3_5_text": "models.qwen3_5:build_text",
 }
 CONFIGS_OF_MEDIA = ("vision_config", "audio_config")
 

@@ -18,7 +18,7 @@ HEADS = frozenset({"heads", "kv_heads"})
 # Parameters that are one vector, whatever their dims.
 VECTORS = frozenset({"bias", "scale"})
 # Parameters of two dims that are tables of vectors.
-TABLES = frozenset({"modulation"})
+TABLES = frozenset({"modulation", "taps"})
 
 
 def groups(axes: Names) -> list[int]:

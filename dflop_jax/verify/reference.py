@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,15 @@ class ReferenceFamily:
     the configuration how the samples were made, where it is asked for that. A tensor whose name
     ends in `fixed` is never trained: transformers says so of a new model, and forgets it of one
     that it loads. `types` is the argument that says of every token which kind of medium it stands
-    for, as a number."""
+    for, as a number. `instead` names functions of its code, and those that do the same more
+    exactly."""
 
     arguments: Callable[[Sequence[Drawn]], dict[str, Any]]
     video: int = VIDEO
     prepare: Callable[[Any], None] = lambda config: None
     fixed: str = ""
     types: tuple[str, Mapping[str, int]] | None = None
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def of_tokens(self, kinds: Sequence[str]) -> dict[str, Any]:
         """`types` of a sample whose tokens stand for media of these kinds, "" for none."""
@@ -75,7 +79,6 @@ def run(folder: Path, kind: str, name: str, samples: Sequence[MixedSample]) -> R
     Raises:
       ValueError: transformers cannot load the folder.
     """
-    torch = _package("torch")
     model = _loaded(folder, name)
     config, family = model.config, FAMILIES[kind]
     config.image_token_id, config.video_token_id, config.audio_token_id = 0, family.video, 0
@@ -83,19 +86,39 @@ def run(folder: Path, kind: str, name: str, samples: Sequence[MixedSample]) -> R
     for name, parameter in model.named_parameters():
         if family.fixed and name.endswith(family.fixed):
             parameter.requires_grad_(False)
-    logits = []
-    for mixed in samples:
-        llm = mixed.sample.fields["llm"]
-        ids = llm["tokens"].astype(np.int64)
-        ids[np.array(mixed.kinds) == "video"] = family.video
-        given = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
-        given |= family.arguments(mixed.media) | family.of_tokens(mixed.kinds)
-        out = model(**{k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}).logits[0]
-        targets = torch.from_numpy(llm["targets"].astype(np.int64))
-        losses = torch.nn.functional.cross_entropy(out, targets, reduction="none")
-        (losses * torch.from_numpy(llm["weights"])).sum().backward()
-        logits.append(out.detach().numpy())
+    with _instead(model, family.instead):
+        logits = [_run(model, family, mixed) for mixed in samples]
     return Reference(logits, named_gradients(model))
+
+
+def _run(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.ndarray:
+    """The logits of a sample; its loss goes backward."""
+    torch = _package("torch")
+    llm = mixed.sample.fields["llm"]
+    ids = llm["tokens"].astype(np.int64)
+    ids[np.array(mixed.kinds) == "video"] = family.video
+    given = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
+    given |= family.arguments(mixed.media) | family.of_tokens(mixed.kinds)
+    out = model(**{k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}).logits[0]
+    targets = torch.from_numpy(llm["targets"].astype(np.int64))
+    losses = torch.nn.functional.cross_entropy(out, targets, reduction="none")
+    (losses * torch.from_numpy(llm["weights"])).sum().backward()
+    logits: np.ndarray = out.detach().numpy()
+    return logits
+
+
+@contextmanager
+def _instead(model: Any, functions: Mapping[str, str]) -> Iterator[None]:
+    """Functions of the code of a model in the place of others."""
+    code = sys.modules[type(model).__module__]
+    before = {name: getattr(code, name) for name in functions}
+    for name, other in functions.items():
+        setattr(code, name, getattr(code, other))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(code, name, function)
 
 
 def named_gradients(model: Any) -> dict[str, np.ndarray]:
@@ -179,12 +202,12 @@ def _qwen2_audio(media: Sequence[Drawn]) -> dict[str, Any]:
 
 def _qwen3_vl(media: Sequence[Drawn]) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    for kind, field in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+    for kind, argument in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         natives = [m.medium for m in media if m.kind == kind]
         if not natives:
             continue
         patches = np.concatenate([m.fields["patches"] for m in natives])
-        given[field] = ((patches.astype(np.float64) / 255 - 0.5) / 0.5).astype(np.float32)
+        given[argument] = ((patches.astype(np.float64) / 255 - 0.5) / 0.5).astype(np.float32)
         given[f"{kind}_grid_thw"] = np.array([(len(m.grids), *m.grids[0]) for m in natives])
     return given
 
@@ -195,11 +218,16 @@ def _gemma3(media: Sequence[Drawn]) -> dict[str, Any]:
 
 
 BOTH = {"image": 1, "video": 2}  # numbers of kinds of media
+OF_TOKENS = "mm_token_type_ids", BOTH
+# By chunks, differences of large sums of decays lose digits.
+BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
 FAMILIES = {
     "llava_onevision": ReferenceFamily(_llava_onevision, prepare=_as_drawn),
     "internvl": ReferenceFamily(_internvl, video=0),
     "qwen2_audio": ReferenceFamily(_qwen2_audio, fixed=POSITIONS),
-    "qwen3_vl": ReferenceFamily(_qwen3_vl, types=("mm_token_type_ids", BOTH)),
+    "qwen3_vl": ReferenceFamily(_qwen3_vl, types=OF_TOKENS),
+    "qwen3_5": ReferenceFamily(_qwen3_vl, types=OF_TOKENS, instead=BY_TOKEN),
+    "qwen3_5_text": ReferenceFamily(lambda media: {}, instead=BY_TOKEN),
     "gemma3": ReferenceFamily(_gemma3, video=0, types=("token_type_ids", dict.fromkeys(BOTH, 1))),
     "gemma3_text": ReferenceFamily(lambda media: {}),
 }

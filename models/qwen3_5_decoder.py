@@ -1,0 +1,169 @@
+"""Decoder of Qwen3.5: gated delta nets (arXiv 2412.06464), and between them attention whose outputs
+are gated (arXiv 2505.06708)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention import Attend
+from models.decoder import Batch, DecoderModule
+from models.delta import delta_mix
+from models.layers import Linear, RMSNorm, apply, named, normal
+from models.qwen3_5_sizes import FULL, LINEAR, HybridSize
+from models.rotary import angles_of, rotate
+
+Array = jax.Array
+A_LOG, DT_BIAS = "A_log", "dt_bias"  # parameters of decays
+LEAST_DECAY, MOST_DECAY = 0.01, 16.0  # of A in fresh models
+
+
+class Taps(nn.Module):
+    """Weights of a convolution of each channel over tokens [taps, heads, size]."""
+
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self) -> Array:
+        init = named(normal(self.shape[0] ** -0.5), None, "heads", None)
+        taps: Array = self.param("taps", init, self.shape, jnp.float32)
+        return taps
+
+
+class HybridBlock(nn.Module):
+    """Pre-norm decoder layer of one kind; `mix` is called as `attention` or `delta_mix` is."""
+
+    size: HybridSize
+    kind: str
+    dtype: jnp.dtype
+    mix: Callable[..., Array]
+
+    @nn.compact
+    def __call__(self, x: Array, segment_ids: Array, positions: Array | None = None) -> Array:
+        s = self.size
+        linear = partial(Linear, dtype=self.dtype)
+        norm = partial(RMSNorm, s.norm_eps, around=s.norm_around)
+        width, embed = (s.width,), ("embed",)
+        residual = (2 * s.n_layers) ** -0.5  # keeps the sum of all branches of order one
+
+        h = norm(name="attn_norm")(x)
+        if self.kind == FULL:
+            assert positions is not None, "attention needs positions"
+            h = self._attention(linear, h, segment_ids, positions)
+        else:
+            h = self._delta_net(linear, h, segment_ids)
+        std = residual * s.width**-0.5
+        x = x + linear(h.shape[2:], width, ("heads", None), embed, std=std, name="out")(h)
+
+        h = norm(name="mlp_norm")(x)
+        gate = linear(width, (s.mlp,), embed, ("mlp",), name="gate")(h)
+        up = linear(width, (s.mlp,), embed, ("mlp",), name="up")(h)
+        std = residual * s.mlp**-0.5
+        down = linear((s.mlp,), width, ("mlp",), embed, std=std, name="down")
+        return x + down(jax.nn.silu(gate) * up)
+
+    def _attention(
+        self, linear: Callable[..., nn.Module], h: Array, segment_ids: Array, positions: Array
+    ) -> Array:
+        """Every head's query stands beside its gate."""
+        s = self.size
+        norm = partial(RMSNorm, s.norm_eps, (None,), around=s.norm_around)
+        width, embed, kv_names = (s.width,), ("embed",), ("kv_heads", None)
+        both = linear(width, (s.n_heads, 2 * s.head_dim), embed, ("heads", None), name="query")(h)
+        kv_shape = s.n_kv_heads, s.head_dim
+        k = linear(width, kv_shape, embed, kv_names, name="key")(h)
+        v = linear(width, kv_shape, embed, kv_names, name="value")(h)
+        q, gate = jnp.split(both, 2, axis=-1)
+        q, k = norm(name="query_norm")(q), norm(name="key_norm")(k)
+        angles = angles_of(positions, s.rotary_pairs, s.rope_theta, s.mrope_sections)
+        out = self.mix(rotate(q, angles), rotate(k, angles), v, segment_ids, causal=True)
+        return out * jax.nn.sigmoid(gate)
+
+    def _delta_net(self, linear: Callable[..., nn.Module], h: Array, segment_ids: Array) -> Array:
+        d = self.size.delta
+        keys, values = (d.key_heads, d.key_size), (d.value_heads, d.value_size)
+        names = ("heads", None)
+        width, embed = (self.size.width,), ("embed",)
+        parts, taps = [], []
+        for name, shape in {"query": keys, "key": keys, "value": values}.items():
+            parts.append(linear(width, shape, embed, names, name=name)(h))
+            taps.append(Taps((d.taps, *shape), name=f"{name}_conv")())
+        gate = linear(width, values, embed, names, name="out_gate")(h)
+        write = linear(width, (d.value_heads,), embed, ("heads",), name="write")(h)
+        step = linear(width, (d.value_heads,), embed, ("heads",), name="step")(h)
+        a_log = self.param(A_LOG, named(_log_decays, "heads"), (d.value_heads,), jnp.float32)
+        ones = named(nn.initializers.ones, "heads")
+        dt_bias = self.param(DT_BIAS, ones, (d.value_heads,), jnp.float32)
+        decay = -jnp.exp(a_log)[None, None] * jax.nn.softplus(
+            step.astype(jnp.float32) + dt_bias[None, None]
+        )
+        beta = jax.nn.sigmoid(write.astype(jnp.float32))
+        out = self.mix(tuple(parts), tuple(taps), decay, beta, segment_ids)
+        out = RMSNorm(self.size.norm_eps, (None,), name="delta_norm")(out)
+        return (out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(h.dtype)
+
+
+def _log_decays(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.log(jax.random.uniform(key, shape, dtype, LEAST_DECAY, MOST_DECAY))
+
+
+@dataclass(frozen=True)
+class HybridModule(DecoderModule):
+    """See `DecoderModule`; layers are of the kinds "linear" and "full"."""
+
+    size: HybridSize
+
+    float32_names = (A_LOG, DT_BIAS)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """See `dflop_jax.contract`."""
+        return self.size.kinds
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        ends = super().inputs
+        reads = {LINEAR: ("segment_ids",), FULL: ("segment_ids", "positions")}
+        own = {kind: reads[kind] for kind in reads if kind in self.size.kinds}
+        return {"entry": ends["entry"], **own, "exit": ends["exit"]}
+
+    @property
+    def freeze_groups(self) -> Mapping[str, str]:
+        return dict.fromkeys(self.inputs, "llm")
+
+    @property
+    def pair_flops(self) -> Mapping[str, float]:  # type: ignore[override]
+        """Of attention; a delta net computes as much for any pieces of a row."""
+        return {FULL: super().pair_flops}
+
+    def attention_flops(self, tokens: int, kind: str = FULL) -> float:
+        """See `DecoderModule`; a delta net reads a state twice and writes it once a token."""
+        if kind == FULL:
+            return super().attention_flops(tokens)
+        d = self.size.delta
+        return 6.0 * tokens * d.value_heads * d.key_size * d.value_size
+
+    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+        if part not in (LINEAR, FULL):
+            return super()._part(part)
+        hidden = self.field_spec("visual", 1, 1)
+        fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
+        return self._block(part), (hidden, *fields)
+
+    def _block(self, kind: str, mix: Attend | None = None) -> HybridBlock:
+        own = self.attend if kind == FULL else delta_mix
+        return HybridBlock(self.size, kind, self.dtype, mix or own)
+
+    def layer(  # type: ignore[override]
+        self, params: Any, x: Array, batch: Batch, mix: Attend | None = None, *, kind: str
+    ) -> Array:
+        """One layer of a kind; see `DecoderModule`."""
+        fields = [batch[name] for name in self.inputs[kind]]
+        out: Array = apply(self._block(kind, mix), params, x, *fields)
+        return out

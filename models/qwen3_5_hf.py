@@ -1,0 +1,248 @@
+"""Qwen3.5's checkpoints of transformers: what their configurations say, and where their tensors
+are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from models import hf_names, hf_sizes
+from models.hf import INV_FREQ
+from models.hf_config import SPELLINGS, Config, ConfigRules, Facts
+from models.hf_tensors import HfTensor, HfWeightMap, Rule, tensors_of
+from models.qwen3_5_sizes import FULL, LINEAR, DeltaSize, HybridSize, Qwen35Size
+
+KINDS = {"linear_attention": LINEAR, "full_attention": FULL}
+TYPES = {kind: name for name, kind in KINDS.items()}
+UNREAD = (INV_FREQ, r"mtp\..*")  # what predicts further tokens is kept as it is
+
+# ---- names ----
+
+
+def _norm(part: str, ours: str, theirs: str) -> Rule:
+    return Rule(part, f"{ours}/scale", f"{theirs}.weight")
+
+
+def _matrix(part: str, ours: str, theirs: str, layout: str = "linear") -> Rule:
+    return Rule(part, f"{ours}/kernel", f"{theirs}.weight", layout)
+
+
+def _layers(kind: str) -> tuple[Rule, ...]:
+    """What layers of both kinds have."""
+    return (
+        _norm(kind, "attn_norm", "layers.{}.input_layernorm"),
+        _norm(kind, "mlp_norm", "layers.{}.post_attention_layernorm"),
+        *(_matrix(kind, name, f"layers.{{}}.mlp.{name}_proj") for name in ("gate", "up", "down")),
+    )
+
+
+_DELTA, _ATTENTION = "layers.{}.linear_attn", "layers.{}.self_attn"
+_PARTS = ("query", "key", "value")  # of one tensor, in this order
+DECODER = (
+    Rule("entry", "embedding", "embed_tokens.weight", "same"),
+    *_layers(LINEAR),
+    *(_matrix(LINEAR, name, f"{_DELTA}.in_proj_qkv") for name in _PARTS),
+    *(Rule(LINEAR, f"{n}_conv/taps", f"{_DELTA}.conv1d.weight", "channel_conv") for n in _PARTS),
+    _matrix(LINEAR, "out_gate", f"{_DELTA}.in_proj_z"),
+    _matrix(LINEAR, "write", f"{_DELTA}.in_proj_b"),
+    _matrix(LINEAR, "step", f"{_DELTA}.in_proj_a"),
+    Rule(LINEAR, "A_log", f"{_DELTA}.A_log"),
+    Rule(LINEAR, "dt_bias", f"{_DELTA}.dt_bias"),
+    _norm(LINEAR, "delta_norm", f"{_DELTA}.norm"),
+    _matrix(LINEAR, "out", f"{_DELTA}.out_proj", "heads_linear"),
+    *_layers(FULL),
+    *(_matrix(FULL, name, f"{_ATTENTION}.{name[0]}_proj") for name in _PARTS),
+    _norm(FULL, "query_norm", f"{_ATTENTION}.q_norm"),
+    _norm(FULL, "key_norm", f"{_ATTENTION}.k_norm"),
+    _matrix(FULL, "out", f"{_ATTENTION}.o_proj", "heads_linear"),
+    _norm("exit", "norm", "norm"),
+)
+
+
+def _llm(module: Any, body: str) -> list[HfTensor]:
+    return [
+        *tensors_of(module, "llm", DECODER, body),
+        *tensors_of(module, "llm", hf_names.HEAD, ""),
+    ]
+
+
+# ---- configurations ----
+
+# What transformers takes for a key that a file leaves out.
+_ROPE = "rope_parameters"
+TEXT = ConfigRules(
+    {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "layer_types": None,
+        "full_attention_interval": 4,
+        f"{_ROPE}.rope_theta": 10000.0,
+        f"{_ROPE}.rope_type": "default",
+        f"{_ROPE}.partial_rotary_factor": 0.25,
+        f"{_ROPE}.mrope_section": [11, 11, 10],
+    },
+    {
+        **SPELLINGS,
+        "partial_rotary_factor": f"{_ROPE}.partial_rotary_factor",
+        "rope_scaling.partial_rotary_factor": f"{_ROPE}.partial_rotary_factor",
+    },
+)
+ONLY = {"hidden_act": "silu", "attention_bias": False, f"{_ROPE}.rope_type": "default"}
+
+
+def text_facts(config: Config) -> dict[str, Any]:
+    """Every key of a decoder's configuration that decides the computation.
+
+    Raises:
+      ValueError: a value that is not built.
+    """
+    facts = TEXT.read(config)
+    interval = facts.pop("full_attention_interval")
+    if facts["layer_types"] is None:
+        if not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"full_attention_interval is {interval!r}; it must be 1 or more")
+        n = facts["num_hidden_layers"]
+        facts["layer_types"] = [TYPES[LINEAR if (i + 1) % interval else FULL] for i in range(n)]
+    for key, value in ONLY.items():
+        if facts[key] != value:
+            raise ValueError(f"{key} is {facts[key]!r}; only {value!r} is known")
+    return facts
+
+
+def _decoder(c: Config, *, tied: bool) -> HybridSize:
+    if unknown := set(c["layer_types"]) - set(KINDS):
+        raise ValueError(f"layer_types has {sorted(unknown)}; known: {', '.join(KINDS)}")
+    return HybridSize(
+        width=c["hidden_size"],
+        n_layers=c["num_hidden_layers"],
+        n_heads=c["num_attention_heads"],
+        n_kv_heads=c["num_key_value_heads"],
+        mlp=c["intermediate_size"],
+        vocab=c["vocab_size"],
+        rope_theta=float(c[f"{_ROPE}.rope_theta"]),
+        norm_eps=c["rms_norm_eps"],
+        qkv_bias=False,
+        tied=tied,
+        qk_norm=True,
+        head_size=c["head_dim"],
+        mrope_sections=tuple(c[f"{_ROPE}.mrope_section"]),
+        kinds=tuple(KINDS[name] for name in c["layer_types"]),
+        delta=DeltaSize(
+            key_heads=c["linear_num_key_heads"],
+            value_heads=c["linear_num_value_heads"],
+            key_size=c["linear_key_head_dim"],
+            value_size=c["linear_value_head_dim"],
+            taps=c["linear_conv_kernel_dim"],
+        ),
+        rotary_size=int(c["head_dim"] * c[f"{_ROPE}.partial_rotary_factor"]),
+    )
+
+
+def text_config(s: HybridSize) -> dict[str, Any]:
+    """A decoder's size as a configuration."""
+    return {
+        "model_type": "qwen3_5_text",
+        "hidden_size": s.width,
+        "intermediate_size": s.mlp,
+        "num_hidden_layers": s.n_layers,
+        "num_attention_heads": s.n_heads,
+        "num_key_value_heads": s.n_kv_heads,
+        "head_dim": s.head_dim,
+        "vocab_size": s.vocab,
+        "rms_norm_eps": s.norm_eps,
+        "layer_types": [TYPES[kind] for kind in s.kinds],
+        "linear_conv_kernel_dim": s.delta.taps,
+        "linear_key_head_dim": s.delta.key_size,
+        "linear_value_head_dim": s.delta.value_size,
+        "linear_num_key_heads": s.delta.key_heads,
+        "linear_num_value_heads": s.delta.value_heads,
+        "tie_word_embeddings": s.tied,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": s.rope_theta,
+            "partial_rotary_factor": s.rotary_size / s.head_dim,
+            "mrope_section": list(s.mrope_sections),
+            "mrope_interleaved": True,
+        },
+    }
+
+
+def _is_tied(config: Config) -> bool:
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    """Of the whole model."""
+    vision = hf_sizes.native_vision_facts("qwen3_5_vision", config)
+    return {
+        "model_type": config.get("model_type"),
+        "tie_word_embeddings": _is_tied(config),
+        **{f"text_config.{k}": v for k, v in text_facts(config.get("text_config") or {}).items()},
+        **{f"vision_config.{k}": v for k, v in vision.items()},
+    }
+
+
+def _facts_of_text(config: Config) -> dict[str, Any]:
+    own = {"model_type": config.get("model_type"), "tie_word_embeddings": _is_tied(config)}
+    return own | text_facts(config)
+
+
+def read(config: Config) -> Qwen35Size:
+    """Size of a Qwen3.5 configuration."""
+    decoder = _decoder(text_facts(config.get("text_config") or {}), tied=_is_tied(config))
+    facts = hf_sizes.native_vision_facts("qwen3_5_vision", config)
+    return Qwen35Size(decoder, hf_sizes.native_vision_size(facts, decoder.width))
+
+
+def read_text(config: Config) -> Qwen35Size:
+    """Size of the configuration of a decoder alone."""
+    return Qwen35Size(_decoder(text_facts(config), tied=_is_tied(config)))
+
+
+READERS: Mapping[str, Callable[[Config], Qwen35Size]] = {"qwen3_5": read, "qwen3_5_text": read_text}
+
+
+# ---- weights ----
+
+
+def weight_map(modules: Mapping[str, Any], size: Qwen35Size) -> HfWeightMap:
+    """Qwen3_5ForConditionalGeneration, or Qwen3_5ForCausalLM of a decoder alone."""
+    llm, text = modules["llm"], text_config(size.decoder)
+    body = "model.language_model." if size.vision else "model."
+    tensors = _llm(llm, body)
+    config: dict[str, Any] = {**text, "architectures": ["Qwen3_5ForCausalLM"]}
+    facts = _facts_of_text
+    unread: tuple[str, ...] = (*UNREAD, r"model\.visual\..*")
+    if size.vision:
+        names = hf_names.qwen3_vl_tower(())
+        tensors = [*tensors_of(modules["vision"], "vision", names, "model.visual."), *tensors]
+        tower = hf_sizes.qwen3_vl_vision_config(size.vision, size.decoder.width)
+        del tower["deepstack_visual_indexes"]
+        config = {
+            "model_type": "qwen3_5",
+            "architectures": ["Qwen3_5ForConditionalGeneration"],
+            "vision_config": tower | {"model_type": "qwen3_5_vision"},
+            "text_config": text,
+            "tie_word_embeddings": size.decoder.tied,
+        }
+        facts, unread = _facts, UNREAD
+    return HfWeightMap(
+        tensors=tuple(tensors),
+        config=config,
+        config_rules=Facts(facts),
+        ignored=unread,
+        copies={"lm_head.weight": f"{body}embed_tokens.weight"} if llm.tied else {},
+    )

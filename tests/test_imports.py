@@ -48,9 +48,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": RUNTIME,
     "front": RUNTIME | {"train"},
     "generate": ENGINE,
+    "evaluate": ENGINE,
     "gpu_compile": ENGINE,
     "verify": ENGINE,
-    "cli": ENGINE | {"gpu_compile", "verify"},
+    "cli": ENGINE | {"gpu_compile", "verify", "evaluate"},
     "__main__": {"cli"},
     "__init__": ENGINE,  # the package root re-exports
 }

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflop_jax.cli.experiment import experiment_config
-from dflop_jax.cli.folder_config import folder_config
+from dflop_jax.cli.answering import add_sampling, add_ways, answering_config, sampling_of
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 
@@ -19,8 +18,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: dflop generate runs/demo/dflop --image photo.jpg --prompt 'What colour is it?'. "
-        "EXPERIMENT may be a run folder, which knows what it was trained with; "
-        "a model of text to video writes its clip as a strip of frames (PNG) and as a GIF."
+        "EXPERIMENT may be a run folder, which knows what it was trained with, or a folder of "
+        "published weights; a model of text to video writes its clip as a strip of frames (PNG) "
+        "and as a GIF."
     )
     parser.add_argument(
         "--checkpoint",
@@ -38,32 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{word} that the prompt is about, in the order of its <{kind}> tags",
         )
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to ask")
-    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among this share of the likeliest tokens"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="draw among so many likeliest tokens (default: 0, all)"
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        help="above 1: tokens that prompt and answer have are less likely (default: 1)",
-    )
-    parser.add_argument(
-        "--stop",
-        metavar="TEXT",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="the answer ends before this text",
-    )
+    add_sampling(parser)
     add_ways(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     clip = parser.add_argument_group("clips", "Of models that answer by a clip.")
     clip.add_argument(
         "--out", metavar="FOLDER", help="write the clip there (default: RUN/generated)"
@@ -78,43 +54,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_ways(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ways",
-        type=int,
-        default=0,
-        help="devices that share one copy of the parameters (default: 0, as few as hold them)",
-    )
-
-
 def run(args: argparse.Namespace) -> Any:
     """Answer; the text goes to stdout as it comes, unless JSON is asked for. A clip is written."""
     from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import tagged
-    from dflop_jax.generate.sampling import Sampling
     from dflop_jax.train.compile_cache import use_cache
 
-    is_folder = Path(args.experiment).is_dir()
-    base = folder_config(args.experiment, args) if is_folder else None
-    config = experiment_config(args, base)
+    config, source = answering_config(args)
     if generates_clips(config):
         return _clip(args, config)
-    how = Sampling(
-        args.max_tokens,
-        args.temperature,
-        args.top_p,
-        args.seed,
-        args.top_k,
-        tuple(args.stop),
-        args.repetition_penalty,
-    )
+    how = sampling_of(args)
     media = {"image": args.image, "video": args.video, "audio": args.audio}
     # Mistakes show before a model is loaded.
     tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
-    folder = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
-    generator = Generator(config, args.checkpoint or folder, ways=args.ways)
+    generator = Generator(config, source, ways=args.ways)
     answer = generator.answer(args.prompt, media, how, None if args.json else _write)
     if not args.json:
         _write("\n")

@@ -173,6 +173,15 @@ def looks(config: DataConfig, spec: MediaSpec, vocab_size: int | None = None) ->
     )
 
 
+def question_readers(config: DataConfig, spec: MediaSpec) -> dict[str, RecordReader]:
+    """Return the readers of the datasets of `config.path`, whose records may end with a question.
+
+    Raises:
+      ValueError: no such data.
+    """
+    return open_readers(_parts(config), spec.kinds, unanswered=True)
+
+
 def _is_chat(config: DataConfig) -> bool:
     return bool(config.tokenizer) and Path(config.tokenizer).is_dir()
 

@@ -21,6 +21,7 @@ from dflop_jax.data.datasets.chat_messages import Turns
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.generate.programs import TOKEN_MULTIPLE, Programs
 from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
+from dflop_jax.generate.published import published_params
 from dflop_jax.generate.replica import least_ways, param_structs, replica_of
 from dflop_jax.generate.row import LLM, rows_of
 from dflop_jax.generate.sampling import Sampling
@@ -77,7 +78,8 @@ class Generator:
 
     Args:
       config: what it was trained with; its model, tokenizer and limits on tiles and tokens count.
-      run: a run folder (its newest whole checkpoint) or a checkpoint in it.
+      run: a run folder (its newest whole checkpoint), a checkpoint in it, or a folder of published
+        weights.
       devices: of the run, process by process; None: those of this process.
       rows: prompts that are answered at once.
       ways: devices that share one copy of the parameters; 0: as few as hold them.
@@ -108,7 +110,9 @@ class Generator:
         structs = {
             m: param_structs(module, self.replica) for m, module in self.model.modules.items()
         }
-        self.loaded = load_params(run, self.model, structs)
+        self.loaded = published_params(run, self.model, structs) or load_params(
+            run, self.model, structs
+        )
 
     def answer(
         self,

@@ -49,6 +49,7 @@ ASKED = {
     "watch": [(("run", "other", "--port", "0"), 0, "")],
     "train": [(("nano.py", *PROFILE, *PLAN), 2, "")],
     "generate": [(("run", "--prompt", "What?", "--max-tokens", "2"), 0, "")],
+    "evaluate": [(("run", "--samples", "1", "--max-tokens", "2"), 0, "run/evaluated")],
     "export": [(("run", "--out", "published"), 0, "published"), (("run", "--out", "run"), 2, "")],
     "verify": [(("published", "--json"), 0, "")],
     "check": [(("nano.py", "--page", "run/page.html"), 0, "run/page.html"),

@@ -1,8 +1,8 @@
 """Records: what makes one usable, how it is called, and which are held out.
 
-A record is in LLaVA's format ("conversations" of {from, value}) or has "messages" (see
-`chat_messages`); its media are named beside the text, in "image" or "images" and so on, or in the
-parts of messages.
+A record is in LLaVA's format ("conversations" of {from, value}), has "messages" (see
+`chat_messages`) or a question with answers beside it (see `questions`); its media are named beside
+the text, in "image" or "images" and so on, or in the parts of messages.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ from typing import Any
 from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_TURNS, parse_json
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
 from dflop_jax.data.datasets.chat_messages import Turns, turns_of_messages
+from dflop_jax.data.datasets.questions import MOST_NUMBERED, QUESTION, SPELLINGS, Asked, asked
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.pieces import ROLES
 from dflop_jax.data.text.weighting import WEIGHT, answer_weights
 
-TEXTS = ("conversations", "messages")
+TEXTS = ("conversations", "messages", QUESTION)
 
 
 @dataclass(frozen=True)
 class Record:
     """One conversation. `media` are (kind, where) in the order of their tags in the turns;
-    `weights` those of the loss of every answer, () where all are 1."""
+    `weights` those of the loss of every answer, () where all are 1; `answers` are those that are
+    right where the last turn is one of several, `choices` what it chooses from by letters."""
 
     name: str
     turns: Turns
     media: tuple[tuple[str, MediaFile], ...]
     weights: tuple[float, ...] = ()
+    answers: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class RecordFormat:
       columns: field -> column as a user says; other fields have their own names. Of several texts
         the one that it names is read.
       kinds: of media.
+      unanswered: whether records may end with a question, as training cannot have them.
 
     Raises:
       ValueError: columns of fields that there are not.
@@ -52,6 +57,7 @@ class RecordFormat:
 
     columns: Mapping[str, str] = field(default_factory=dict)
     kinds: Kinds = BUILT_IN
+    unanswered: bool = False
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.columns if name not in self.names]:
@@ -61,8 +67,10 @@ class RecordFormat:
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
         media = {kind.name: (kind.name, f"{kind.name}s") for kind in self.kinds}
+        numbers = range(1, MOST_NUMBERED + 1)
+        single = {f"{kind.name}_{n}": (f"{kind.name}_{n}",) for kind in self.kinds for n in numbers}
         own = {name: (name,) for name in ("id", WEIGHT)}
-        return {**own, **{text: (text,) for text in TEXTS}, **media}
+        return {**own, **{text: (text,) for text in TEXTS}, **SPELLINGS, **media, **single}
 
     def chosen(self, names: Collection[str]) -> dict[str, str]:
         """Return the column that each field of a record is read from, of those that there are.
@@ -80,6 +88,9 @@ class RecordFormat:
             present = [column for column in spellings if column in names]
             if present:
                 chosen.setdefault(name, present[0])
+        texts = [text for text in TEXTS if text in chosen]
+        if QUESTION in texts[1:] or not texts:  # a conversation has its own
+            chosen = {k: v for k, v in chosen.items() if k not in SPELLINGS or k in self.columns}
         return chosen
 
 
@@ -108,8 +119,13 @@ def parse_record(
             raise ValueError("not a JSON object")
         fields = {field: raw[c] for field, c in records.chosen(raw).items()}
         name = record_name(place, fields)
-        turns, inline, weights = _turns(fields, records.kinds)
         media = {kind.name: _listed(fields, kind.name) for kind in records.kinds}
+        question = None
+        if not any(fields.get(text) for text in TEXTS if text != QUESTION) and QUESTION in fields:
+            media = media if any(media.values()) else {**media, **beside}
+            question = asked(fields, media)
+            media = {kind: [*values] for kind, values in question.media.items()}
+        turns, inline, weights = _turns(fields, records, question)
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         if len(inline) < len(tags) and not any(media.values()):
             media |= beside
@@ -126,7 +142,9 @@ def parse_record(
         queues = {kind: iter(values) for kind, values in media.items()}
         given = [inline[k] if k in inline else next(queues[tag]) for k, tag in enumerate(tags)]
         opened = [_found(tag, value, k, find) for k, (tag, value) in enumerate(zip(tags, given))]
-        return Record(name, turns, tuple(zip(tags, opened, strict=True)), weights)
+        answers, choices = (question.answers, question.choices) if question else ((), ())
+        given_media = tuple(zip(tags, opened, strict=True))
+        return Record(name, turns, given_media, weights, answers, choices)
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from None
 
@@ -154,27 +172,36 @@ def check_split(split: str, n_held_out: int) -> None:
 
 
 def _turns(
-    fields: Mapping[str, Any], kinds: Kinds
+    fields: Mapping[str, Any], records: RecordFormat, question: Asked | None
 ) -> tuple[Turns, dict[int, Any], tuple[float, ...]]:
     """Turns, media that the text itself names by the number of their tag, and the answers'
     weights."""
-    texts: dict[str, Any] = {text: fields.get(text) for text in TEXTS}
-    field = next((text for text, raw in texts.items() if raw), "")
-    raw: Any = texts.get(field)
-    inline = dict[int, Any]()
-    if isinstance(raw, str):  # a column of JSON
-        raw = parse_json(raw.encode())
-    by_column = isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values())
-    if by_column and field != "messages":
-        raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
-    if field == "messages":
-        turns, inline = turns_of_messages(raw, tuple(kind.name for kind in kinds))
+    kinds, inline = records.kinds, dict[int, Any]()
+    raw: Any = ()
+    if question is not None:
+        answer = [("gpt", text) for text in question.answers[:1]]
+        turns: Turns = (("human", question.text), *answer)
+        raw = [{}] * len(turns)
     else:
-        turns = _conversation(raw)
+        texts: dict[str, Any] = {text: fields.get(text) for text in TEXTS}
+        field = next((text for text, raw in texts.items() if raw), "")
+        raw = texts.get(field)
+        if isinstance(raw, str):  # a column of JSON
+            raw = parse_json(raw.encode())
+        by_column = isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values())
+        if by_column and field != "messages":
+            raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
+        if field == "messages":
+            turns, inline = turns_of_messages(raw, tuple(kind.name for kind in kinds))
+        else:
+            turns = _conversation(raw)
     talk = turns[1:] if turns[0][0] == "system" else turns
     if not talk or talk[0][0] != "human":
         raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")
-    if len(talk) % 2 or any(role != ("human", "gpt")[k % 2] for k, (role, _) in enumerate(talk)):
+    is_answered = len(talk) % 2 == 0
+    if any(role != ("human", "gpt")[k % 2] for k, (role, _) in enumerate(talk)) or not (
+        is_answered or records.unanswered
+    ):
         raise ValueError("turns do not alternate human, gpt up to an answer")
     if any(role == "gpt" and not tag_of(kinds).sub("", text).strip() for role, text in talk):
         raise ValueError("an answer is empty")
@@ -197,9 +224,12 @@ def _conversation(raw: Any) -> Turns:
 
 
 def _listed(fields: Mapping[str, Any], kind: str) -> list[Any]:
-    """The media of a kind that stand beside the text."""
+    """The media of a kind that stand beside the text, in one field or in numbered ones."""
     value = fields.get(kind)
-    return value if isinstance(value, list) else [] if value in (None, "") else [value]
+    if isinstance(value, list):
+        return value
+    single = (fields.get(f"{kind}_{n}") for n in range(1, MOST_NUMBERED + 1))
+    return [v for v in (value, *single) if v not in (None, "")]
 
 
 def _found(kind: str, value: Any, number: int, find: Callable[[str], Path | Blob]) -> MediaFile:

@@ -31,11 +31,13 @@ NAMED_RECORDS = 5  # of those left out, in a message
 logger = logging.getLogger("dflop_jax.data")
 
 
-def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, RecordReader]:
+def open_readers(
+    mixture: Mixture, kinds: Kinds = BUILT_IN, *, unanswered: bool = False
+) -> dict[str, RecordReader]:
     """Return the readers of a mixture's datasets, whose records may have media of such kinds, by
-    their names in its index."""
+    their names in its index; `unanswered`: and may end with a question."""
     return {
-        key: open_reader(part.path, part.root, dict(part.columns), kinds)
+        key: open_reader(part.path, part.root, dict(part.columns), kinds, unanswered=unanswered)
         for key, part in zip(names(mixture.parts), mixture.parts, strict=True)
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -154,7 +155,7 @@ def _shard_record(place: str, members: Mapping[str, Blob], records: RecordFormat
         if "json" in texts:
             raw = parse_json(texts["json"].read())
         elif "txt" in texts:
-            records = RecordFormat(kinds=records.kinds)
+            records = replace(records, columns={})
             raw = _captioned(texts["txt"], media, records.kinds)
         else:
             raise ValueError("neither a .json nor a .txt in this sample of the shard")

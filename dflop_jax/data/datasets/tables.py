@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class TableReader:
         records: RecordFormat = USUAL,
     ) -> None:
         self.files, self._records = files, records
-        self._renamed = RecordFormat(kinds=records.kinds)  # rows as they are read
+        self._renamed = replace(records, columns={})  # rows as they are read
         rest = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self.name = f"{files[0]}{rest}"
         self._roots = Roots(roots or [files[0].parent])
@@ -70,6 +71,6 @@ class TableReader:
         if not any(text in chosen for text in TEXTS):
             raise ValueError(
                 f"no column {' or '.join(TEXTS)}, there are {', '.join(names)}; say which it is: "
-                f"a part of a mixture has columns: {{{TEXTS[-1]}: NAME}}"
+                f"--data.columns {TEXTS[0]}=NAME, or in a mixture columns: {{{TEXTS[0]}: NAME}}"
             )
         return chosen

@@ -158,7 +158,7 @@ def test_media_below_the_roots_and_columns_of_other_names(made, tmp_path, save):
         if why:
             with pytest.raises(ValueError, match=why):
                 list(reader.locate())
-    with pytest.raises(ValueError, match="no column conversations or messages, there are n; say"):
+    with pytest.raises(ValueError, match="no column conversations or messages or question, there"):
         list(open_reader(save([{"n": 1}], tmp_path / f"n{suffix}")).locate())
 
 

@@ -209,9 +209,10 @@ def profile_of(
 def end_together(peers: Peers, exit_code: int = 0) -> None:
     """End a command together with the other processes of its run: from here on one that ends is no
     failure. Ends this process where not all come to it."""
-    from dflop_jax.cluster.distributed import shutdown
-    from dflop_jax.cluster.ending import leave
+    from dflop_jax.cluster.distributed import LEAVE_S, shutdown
+    from dflop_jax.cluster.ending import TRY_AGAIN, end_now
 
     peers.close()
     if not shutdown():
-        leave(exit_code or 1)
+        why = f"the run is over, and not all of its processes came to its end in {LEAVE_S:g} s"
+        end_now(why, exit_code or TRY_AGAIN)

@@ -12,6 +12,7 @@ import gc
 import json
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Literal, NamedTuple
@@ -40,7 +41,16 @@ from dflop_jax.cli import (
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.front_door import front_door_arguments
 from dflop_jax.cli.terminal import Parser
-from dflop_jax.cluster.ending import PREEMPTED, TRY_AGAIN, RunFailed, ended, exit_code_of
+from dflop_jax.cluster.ending import (
+    FAILED,
+    PREEMPTED,
+    TRY_AGAIN,
+    RunFailed,
+    ended,
+    exit_code_of,
+    in_run,
+    leave,
+)
 
 
 class Command(NamedTuple):
@@ -83,7 +93,13 @@ EXIT_CODES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code."""
-    return ended(_run(argv))
+    try:
+        return ended(_run(argv))
+    except Exception:
+        if not in_run.is_set():
+            raise
+        traceback.print_exc()
+        leave(FAILED)
 
 
 def _run(argv: Sequence[str] | None) -> int:

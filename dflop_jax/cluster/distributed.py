@@ -114,6 +114,7 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     member = Membership(processes.number, processes.index, planned, meeting.links)
     _joined = _Joined(processes, each, member, line)
     ending.in_run.set()
+    ending.ends_in_time(SHUTDOWN_S + LEAVE_S)
     return member
 
 

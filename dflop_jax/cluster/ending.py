@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import os
 import signal
 import sys
@@ -148,6 +150,13 @@ def end_now(why: str, exit_code: int) -> NoReturn:
     saying.start()
     saying.join(SAY_S)
     os._exit(exit_code)
+
+
+def ends_in_time(seconds: float) -> None:
+    """Give this process so long once Python ends: jax then waits for the others of a run, some of
+    which may be gone, longer than launchers wait for who is left. What is late leaves its stacks
+    and ends with exit code 1."""
+    atexit.register(faulthandler.dump_traceback_later, seconds, exit=True)
 
 
 def ended(exit_code: int) -> int:

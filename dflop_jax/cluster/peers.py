@@ -36,6 +36,7 @@ BEATS_PER_TIMEOUT = 5  # at least; a short time-out has shorter beats
 # A process that has missed so many beats when another is lost is named beside it. Two processes
 # that hang for one reason differ by as much, so that long the first is held back.
 QUIET_BEATS = 2.5
+NOTICE_S = 1.0  # in which who reads finds that a connection has ended
 ANNOUNCE_S = 1.0  # longest wait for those who are to be told of a failure
 MOST_NAMES = 8  # in one line
 MOST_WORDS = 4000  # characters of a reason; a message that long never waits in an empty buffer
@@ -175,6 +176,13 @@ class Peers:
         else:
             self._await_end()
         return first
+
+    def notice(self, seconds: float = NOTICE_S) -> None:
+        """Before an error of this process's own is told: leave the threads that read so long to
+        find that another is gone, by which the error may have come."""
+        if self.count > 1:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failed or self._closing, seconds)
 
     def close(self) -> None:
         """Leave together: after this a broken connection is no failure."""

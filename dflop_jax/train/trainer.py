@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
@@ -150,6 +151,8 @@ class Trainer:
         try:
             yield
         except BaseException as e:
+            if isinstance(e, jax.errors.JaxRuntimeError):  # which a lost process causes as well
+                self.peers.notice()
             why = f"process {self.peers.process} stopped: {line_of(e)}"
             if self.peers.fail(why, exit_code_of(e)):
                 tell_agent(e, *(self._loop.under_way() if self._loop else ()))

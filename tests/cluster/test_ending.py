@@ -100,3 +100,34 @@ def test_a_second_signal_ends_a_process_whose_main_thread_hangs():
             process.kill()
     assert process.returncode == 128 + signal.SIGHUP
     assert err == "dflop: SIGHUP again: ended without saving\n"
+
+
+# ---- an end that others keep waiting ----
+
+# What jax does at the end of Python: it waits for the others of a run.
+WAITS = "import atexit, time; atexit.register(time.sleep, 600); "
+FAILS = """
+import importlib
+from dflop_jax.cluster import ending
+module = importlib.import_module("dflop_jax.cli.main")
+ending.in_run.set()
+module._run = lambda argv: 1 // 0
+module.main([])
+"""
+
+
+def ends(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WAITS + code]
+    return subprocess.run(command, timeout=LIMIT_S, capture_output=True, text=True, check=False)
+
+
+def test_a_command_that_fails_in_a_run_waits_for_nobody():
+    done = ends(FAILS)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_a_script_of_a_run_ends_in_time_and_leaves_its_stacks():
+    done = ends("from dflop_jax.cluster.ending import ends_in_time; ends_in_time(0.5)")
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr

@@ -268,3 +268,17 @@ def test_a_close_of_all_is_no_failure(job, n):
     many.together(Peers.close)
     time.sleep(1.5 * SMALL_S)
     assert not any(many.failures)
+
+
+def test_an_error_by_a_lost_process_is_told_as_its_loss(job):
+    """The thread that computes may meet the end of a connection first."""
+    made = job(2)
+    begun = time.monotonic()
+    made.peers[1].notice(0.05)  # nobody is lost: it was this process's own
+    assert 0.05 <= time.monotonic() - begun < LIMIT_S
+    assert made.failures == [[], []]
+    hang_up(made.wires[1][0])
+    made.peers[1].notice(LIMIT_S)
+    (why,) = made.failures[1]
+    assert why.startswith("process 0 ")
+    assert not made.peers[1].fail("an error of its own")

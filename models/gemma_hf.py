@@ -12,7 +12,7 @@ from math import isqrt
 from typing import Any
 
 from models import hf_names, hf_sizes
-from models.gemma_sizes import GLOBAL, SLIDING, Gemma3Size, GemmaSize, HeadsSize, without_pictures
+from models.gemma_sizes import GLOBAL, SLIDING, Gemma3Size, GemmaSize, HeadsSize
 from models.hf import COMPOSED, INV_FREQ
 from models.hf_config import Config, Facts, rules
 from models.hf_tensors import HfTensor, HfWeightMap, Rule, tensors_of
@@ -65,11 +65,12 @@ PROJECTOR = (
 )
 
 
-def _llm(module: Any, body: str, head: str) -> list[HfTensor]:
+def llm_tensors(module: Any, body: str, head: str) -> list[HfTensor]:
+    """Of a decoder, the names of its body and of its head behind these prefixes."""
     return [*tensors_of(module, "llm", DECODER, body), *tensors_of(module, "llm", HEAD, head)]
 
 
-def _copies(size: GemmaSize, body: str, head: str) -> Mapping[str, str]:
+def copies(size: GemmaSize, body: str, head: str) -> Mapping[str, str]:
     """A tied head, which a file may have or not."""
     return {f"{head}lm_head.weight": f"{body}embed_tokens.weight"} if size.tied else {}
 
@@ -236,7 +237,7 @@ def read_gemma3(config: Config) -> Gemma3Size:
 
 def read_gemma3_text(config: Config) -> Gemma3Size:
     """Size of a `gemma3_text` configuration."""
-    return Gemma3Size(without_pictures(gemma3_text_size(gemma3_text_facts(config))))
+    return Gemma3Size(gemma3_text_size(gemma3_text_facts(config)))
 
 
 READERS: Mapping[str, Callable[[Config], Any]] = {
@@ -252,12 +253,12 @@ def gemma3(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
     decoder = size.decoder
     if size.vision is None:
         return HfWeightMap(
-            tensors=tuple(_llm(modules["llm"], "model.", "")),
+            tensors=tuple(llm_tensors(modules["llm"], "model.", "")),
             config={**gemma3_text_config(decoder), "architectures": ["Gemma3ForCausalLM"]},
             config_rules=Facts(gemma3_text_facts),
             aliases=((r"^(?=embed_tokens\.|layers\.|norm\.)", "model."),),
             ignored=(INV_FREQ,),
-            copies=_copies(decoder, "model.", ""),
+            copies=copies(decoder, "model.", ""),
         )
     body, head = "language_model.model.", "language_model."
     vision = modules["vision"]
@@ -265,7 +266,7 @@ def gemma3(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
         tensors=(
             *tensors_of(vision, "vision", hf_names.SIGLIP, "vision_tower."),
             *tensors_of(vision, "vision", PROJECTOR, "multi_modal_projector."),
-            *_llm(modules["llm"], body, head),
+            *llm_tensors(modules["llm"], body, head),
         ),
         config={
             "model_type": "gemma3",
@@ -278,5 +279,5 @@ def gemma3(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
         config_rules=Facts(gemma3_facts),
         aliases=(*COMPOSED, (r"^vision_tower\.vision_model\.", "vision_tower.")),
         ignored=(INV_FREQ, r"vision_tower\.head\..*"),
-        copies=_copies(decoder, body, head),
+        copies=copies(decoder, body, head),
     )

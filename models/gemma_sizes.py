@@ -21,7 +21,8 @@ class HeadsSize:
       scale: of the products of queries and keys.
       window: tokens that one sees at most, 0: all before it.
       values_are_keys: values are the keys' products, before these are normed and turned.
-      pictures: whether the tokens of a picture all see each other, within the window behind them.
+      pictures: whether the tokens of a picture, if there are any, all see each other, within the
+        window behind them.
     """
 
     n_heads: int
@@ -110,12 +111,6 @@ def _gemma3(
     )
 
 
-def without_pictures(size: GemmaSize) -> GemmaSize:
-    """The same for text alone."""
-    heads = {name: replace(getattr(size, name), pictures=False) for name in ("sliding", "whole")}
-    return replace(size, **heads)
-
-
 _SIGLIP = VisionSize(896, 14, 1152, 27, 16, 4304, merge=4)
 _NANO = VisionSize(32, 4, 32, 2, 4, 64, merge=2)
 _TINY = VisionSize(48, 8, 64, 4, 4, 256, merge=2)
@@ -128,10 +123,115 @@ GEMMA3: Mapping[str, Gemma3Size] = {
     "gemma3-27b": Gemma3Size(_gemma3(5376, 21504, 62, (32, 16, 128), 1024, scalar=168), _SIGLIP),
 }
 GEMMA3_TEXT: Mapping[str, Gemma3Size] = {
-    "gemma3-text-nano": Gemma3Size(without_pictures(GEMMA3["gemma3-nano"].decoder)),
-    "gemma3-1b": Gemma3Size(
-        without_pictures(_gemma3(1152, 6912, 26, (4, 1, 256), 512, factor=1.0, vocab=262144))
-    ),
+    "gemma3-text-nano": Gemma3Size(GEMMA3["gemma3-nano"].decoder),
+    "gemma3-1b": Gemma3Size(_gemma3(1152, 6912, 26, (4, 1, 256), 512, factor=1.0, vocab=262144)),
 }
 GEMMA3_FAMILY = SizeFamily("gemma3", GEMMA3, {})
 GEMMA3_TEXT_FAMILY = SizeFamily("gemma3_text", GEMMA3_TEXT, {})
+
+
+# ---- Gemma 4 ----
+
+
+@dataclass(frozen=True)
+class Gemma4VisionSize:
+    """A tower that takes pictures and frames at their own aspect.
+
+    Attributes:
+      side: rows, and columns, that have a learnt position.
+      merge: `merge` squared neighbouring patches are averaged to one token.
+      clipped: whether what goes in and out of a layer's matrices is clipped, at fixed bounds.
+      standardized: whether tokens are shifted and scaled, by fixed numbers.
+      soft_tokens, frame_tokens: of a picture and of a frame of a clip at most, as the processors
+        have it.
+    """
+
+    width: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    mlp: int
+    patch_px: int = 16
+    merge: int = 3
+    side: int = 10240
+    theta: float = 100.0
+    norm_eps: float = 1e-6
+    clipped: bool = False
+    standardized: bool = False
+    soft_tokens: int = 280
+    frame_tokens: int = 70
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 4 or self.n_heads % self.n_kv_heads:
+            raise ValueError(f"heads must be multiples of 4 and kv heads divide the heads: {self}")
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers that a patch is given as: red, green and blue of every pixel."""
+        return 3 * self.patch_px**2
+
+    @property
+    def block(self) -> int:
+        """Patches that become one token."""
+        return self.merge**2
+
+
+@dataclass(frozen=True)
+class Gemma4Size:
+    """A decoder and, but for text alone, a tower."""
+
+    decoder: GemmaSize
+    vision: Gemma4VisionSize | None = None
+
+
+def _gemma4(
+    width: int,
+    mlp: int,
+    kinds: tuple[str, ...],
+    heads: tuple[int, int, int],
+    whole: tuple[int, int],
+    window: int,
+    vocab: int = 262144,
+) -> GemmaSize:
+    """`heads`: of queries, of keys and values, and how large; `whole` the latter two of global
+    layers."""
+    sliding = HeadsSize(*heads, theta=1e4, scale=1.0, window=window, pictures=True)
+    n_kv_heads, head_dim = whole
+    turned = head_dim // 8
+    all_before = HeadsSize(
+        heads[0], n_kv_heads, head_dim, theta=1e6, scale=1.0, turned=turned, values_are_keys=True
+    )
+    return GemmaSize(
+        width,
+        mlp,
+        vocab,
+        kinds,
+        sliding,
+        all_before,
+        around=0.0,
+        value_norm=True,
+        layer_scalar=True,
+        cap=30.0,
+    )
+
+
+GEMMA4: Mapping[str, Gemma4Size] = {
+    "gemma4-nano": Gemma4Size(
+        _gemma4(32, 96, pattern(4, 2), (4, 2, 16), (1, 32), 8, 512),
+        Gemma4VisionSize(32, 2, 4, 4, 8, 64, patch_px=4, side=64, clipped=True, standardized=True),
+    ),
+    "gemma4-tiny": Gemma4Size(
+        _gemma4(128, 384, pattern(6, 6), (4, 2, 32), (1, 64), 64, 512),
+        Gemma4VisionSize(64, 4, 4, 4, 16, 256, patch_px=8, side=64, standardized=True),
+    ),
+    "gemma4-31b": Gemma4Size(
+        _gemma4(5376, 21504, pattern(60, 6), (32, 16, 256), (4, 512), 1024),
+        Gemma4VisionSize(1152, 27, 16, 16, 72, 4304, standardized=True),
+    ),
+}
+GEMMA4_TEXT: Mapping[str, Gemma4Size] = {
+    "gemma4-text-nano": Gemma4Size(GEMMA4["gemma4-nano"].decoder),
+}
+GEMMA4_FAMILY = SizeFamily("gemma4", GEMMA4, {})
+GEMMA4_TEXT_FAMILY = SizeFamily("gemma4_text", GEMMA4_TEXT, {})

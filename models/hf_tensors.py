@@ -154,6 +154,12 @@ def clip_patch(shape: Sequence[int], patch_px: int, frames: int) -> HfReshaping:
     return HfReshaping(dims, (1, 2, 3, 4, 0), tuple(shape))
 
 
+def patch_matrix(shape: Sequence[int], patch_px: int) -> HfReshaping:
+    """A kernel [colour x row x column, width], in the file [width, row x column x colour]."""
+    _, width = shape
+    return HfReshaping(((width,), (patch_px, patch_px, 3)), (3, 1, 2, 0), tuple(shape))
+
+
 def conv(shape: Sequence[int]) -> HfReshaping:
     """A kernel [step, in, out], in the file a convolution [out, in, step]."""
     steps, inner, outer = shape
@@ -219,6 +225,8 @@ def _numbers(module: Any) -> dict[str, list[int | None]]:
 def _layout(kind: str, shape: tuple[int, ...], size: Any) -> HfReshaping:
     if kind == "patch":
         return patch(shape, size.patch_px)
+    if kind == "patch_matrix":
+        return patch_matrix(shape, size.patch_px)
     if kind == "clip_patch":
         return clip_patch(shape, size.patch_px, size.frames)
     return {

@@ -45,11 +45,12 @@ def angles_of(
       turned: the first pairs, which turn; those after them stand still. None: all turn.
       factor: by which positions are divided ("linear" scaling to longer texts).
     """
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    # On the host, in the steps of the reference: a last bit of a frequency is a wrong angle far on.
+    exponents = np.arange(half, dtype=np.float32) / np.float32(half)
+    frequencies = np.float32(1.0) / np.float32(theta) ** exponents
     if turned is not None:
-        frequencies = jnp.where(jnp.arange(half) < turned, frequencies, 0.0)
-    if factor != 1.0:
-        frequencies = frequencies / factor
+        frequencies[turned:] = 0.0
+    frequencies = frequencies / np.float32(factor)
     if not sections:
         return positions.astype(jnp.float32)[:, :, None] * frequencies[None, None]
     axis = np.zeros((1, 1, half), np.int32)

@@ -16,6 +16,8 @@ FAMILIES: Mapping[str, str] = {
     "gemma3_text": "models.gemma:build_text",
     "qwen3_5": "models.qwen3_5:build",
     "qwen3_5_text": "models.qwen3_5:build_text",
+    "gemma4": "models.gemma4:build",
+    "gemma4_text": "models.gemma4:build_text",
 }
 CONFIGS_OF_MEDIA = ("vision_config", "audio_config")
 

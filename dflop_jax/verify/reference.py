@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,32 @@ def _gemma3(media: Sequence[Drawn]) -> dict[str, Any]:
     return {"pixel_values": _normalized(np.concatenate(tiles), *HALF)} if tiles else {}
 
 
+def _gemma4(media: Sequence[Drawn]) -> dict[str, Any]:
+    """Patches in rows of the longest picture; those of us go colour by colour."""
+    given: dict[str, Any] = {}
+    for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        pieces = []
+        for medium in (m.medium for m in media if m.kind == kind):
+            ends = np.cumsum(medium.lengths)[:-1]
+            both = (np.split(medium.fields[f], ends) for f in ("patches", "grid"))
+            pieces += list(zip(*both, strict=True))
+        if not pieces:
+            continue
+        longest = max(len(patches) for patches, _ in pieces)
+        more = [((0, longest - len(patches)), (0, 0)) for patches, _ in pieces]
+        px = isqrt(pieces[0][0].shape[1] // 3)
+        flat = [p.reshape(-1, 3, px * px).swapaxes(1, 2).reshape(len(p), -1) for p, _ in pieces]
+        values = [np.pad(p.astype(np.float32) / 255, m) for p, m in zip(flat, more, strict=True)]
+        places = [np.pad(g[:, 1::-1], m, constant_values=-1)
+                  for (_, g), m in zip(pieces, more, strict=True)]  # fmt: skip
+        given |= {
+            name: np.stack(values),
+            f"{kind}_position_ids": np.stack(places).astype(np.int64),
+        }
+    clips = [len(m.medium.lengths) for m in media if m.kind == "video"]
+    return given | ({"num_frames_per_video": np.array(clips)} if clips else {})
+
+
 BOTH = {"image": 1, "video": 2}  # numbers of kinds of media
 OF_TOKENS = "mm_token_type_ids", BOTH
 # By chunks, differences of large sums of decays lose digits.
@@ -230,4 +257,6 @@ FAMILIES = {
     "qwen3_5_text": ReferenceFamily(lambda media: {}, instead=BY_TOKEN),
     "gemma3": ReferenceFamily(_gemma3, video=0, types=("token_type_ids", dict.fromkeys(BOTH, 1))),
     "gemma3_text": ReferenceFamily(lambda media: {}),
+    "gemma4": ReferenceFamily(_gemma4, types=OF_TOKENS),
+    "gemma4_text": ReferenceFamily(lambda media: {}),
 }

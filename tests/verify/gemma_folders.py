@@ -47,7 +47,7 @@ def text3(**more):
     return config | more
 
 
-def value_of(name, shape, rng):
+def value_of(name, shape, rng, scale_one):
     """Of a tensor or buffer."""
     if name.endswith("layer_scalar"):
         return rng.uniform(0.1, 1.0, shape)
@@ -55,6 +55,9 @@ def value_of(name, shape, rng):
         return -rng.uniform(0.5, 1.5, shape)
     if name.endswith(("input_max", "output_max", "std_scale")):
         return rng.uniform(0.5, 1.5, shape)
+    if name.endswith(("q_norm.weight", "k_norm.weight")) and scale_one:
+        # As trained: with 1 both sides are chaotic, transformers itself is 3e-4 off float64.
+        return 0.1 * rng.normal(size=shape) + 0.4
     if len(shape) < 2:
         return 0.2 * rng.normal(size=shape) + ("norm" in name)
     return rng.normal(size=shape) / np.sqrt(np.prod(shape[1:]))
@@ -64,10 +67,11 @@ def randomise(model, seed):
     """See above; what is no part of a folder stays."""
     rng = np.random.default_rng(seed)
     saved = set(model.state_dict())
+    scale_one = "gemma4" in model.config.model_type  # of products of queries and keys
     with torch.no_grad():
         for name, a in (*model.named_parameters(), *model.named_buffers()):
             if name in saved:
-                values = value_of(name, tuple(a.shape), rng).astype(np.float32)
+                values = value_of(name, tuple(a.shape), rng, scale_one).astype(np.float32)
                 a.copy_(torch.from_numpy(np.asarray(values)))
     return model
 
@@ -88,3 +92,62 @@ def gemma3(path, seed=0, dtype="float32", vision=(), tokens=16, **more):
         text_config=text3(**more), vision_config=SIGLIP | dict(vision), mm_tokens_per_image=tokens
     )
     return write(path, transformers.Gemma3ForConditionalGeneration(config), seed=seed, dtype=dtype)
+
+
+ROPE4 = {
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 2e4,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+TOWER4 = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "position_embedding_size": 64,
+    "use_clipped_linears": True,
+    "standardize": True,
+}
+
+
+def text4(**more):
+    """A `gemma4_text` configuration of the dense form, as published."""
+    config = {
+        "vocab_size": 300,
+        "hidden_size": 40,
+        "intermediate_size": 72,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "layer_types": ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(6)],
+        "sliding_window": 9,
+        "final_logit_softcapping": 3.0,
+        "use_bidirectional_attention": "vision",
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {k: dict(v) for k, v in ROPE4.items()},
+        "max_position_embeddings": 512,
+    }
+    return config | more
+
+
+def gemma4_text(path, seed=0, dtype="float32", **more):
+    config = transformers.Gemma4TextConfig(**text4(**more))
+    return write(path, transformers.Gemma4ForCausalLM(config), seed=seed, dtype=dtype)
+
+
+def gemma4(path, seed=0, dtype="float32", vision=(), **more):
+    config = transformers.Gemma4Config(
+        text_config=text4(**more), vision_config=TOWER4 | dict(vision), audio_config=None
+    )
+    return write(path, transformers.Gemma4ForConditionalGeneration(config), seed=seed, dtype=dtype)

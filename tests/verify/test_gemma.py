@@ -3,7 +3,7 @@
 import pytest
 
 from dflop_jax.verify.verify import verify
-from models import gemma, gemma_hf
+from models import gemma, gemma4, gemma4_hf, gemma_hf
 from tests.verify import gemma_folders
 
 
@@ -20,6 +20,7 @@ def shares(result):
     [
         ("gemma3_text", {"tie_word_embeddings": False, "final_logit_softcapping": 3.0}),
         ("gemma3", {}),
+        ("gemma4", {}),
     ],
 )
 def test_parity(tmp_path, kind, more):
@@ -55,6 +56,47 @@ def test_a_size_comes_back_from_its_configuration(name):
 def test_a_size_of_text_comes_back_from_its_configuration(name):
     model = gemma.build_text(name)
     assert gemma_hf.read_gemma3_text(model.weights.config) == model.size
+
+
+def test_both_forms_of_gemma_4s_configuration():
+    """As published, and as transformers writes it again."""
+    published = gemma_folders.text4()
+    written = gemma_folders.transformers.Gemma4TextConfig(**published).to_dict()
+    assert "per_layer_config" in written
+    assert "global_head_dim" not in written
+    sizes = [gemma4_hf.read_text(config) for config in (published, written)]
+    assert sizes[0] == sizes[1]
+    whole = sizes[0].decoder.whole
+    assert (whole.head_dim, whole.n_kv_heads, whole.turned, whole.window) == (32, 1, 4, 0)
+    assert whole.values_are_keys
+
+
+@pytest.mark.parametrize("name", ["gemma4-31b", "gemma4-nano", "gemma4-tiny"])
+def test_a_size_of_gemma_4_comes_back_from_its_configuration(name):
+    model = gemma4.build(name)
+    assert gemma4_hf.read(model.weights.config) == model.size
+    assert model.weights.mismatches(model.weights.config) == []
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"hidden_size_per_layer_input": 256}, "per-layer embeddings .*E-forms"),
+        ({"num_kv_shared_layers": 2}, "share keys and values .*E-forms"),
+        ({"enable_moe_block": True}, "experts"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"per_layer_config": {"0": {"head_dim": 64}}}, "equal heads"),
+        ({"per_layer_config": {"2": {"sliding_window": 64}}}, "per_layer_config.2 has"),
+    ],
+)
+def test_what_gemma_4_has_besides_is_refused_by_name(more, said):
+    with pytest.raises(ValueError, match=said):
+        gemma4_hf.read_text(gemma_folders.text4(**more))
+
+
+def test_sound_of_gemma_4_is_refused_by_name():
+    with pytest.raises(ValueError, match="audio_config: sound is not built"):
+        gemma4_hf.read({"text_config": gemma_folders.text4(), "audio_config": {"hidden_size": 8}})
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ FRAME = (640, 360)  # pixels of a growing clip's frames
 
 
 # Ids of the text before and after a pair of frames, by the second at which it is seen.
-Stamp = Callable[[float], tuple[tuple[int, ...], tuple[int, ...]]]
+Around = tuple[tuple[int, ...], tuple[int, ...]]
+Stamp = Callable[[float], Around]
 
 
 class ClipLayout(NamedTuple):
@@ -245,13 +246,17 @@ class NativeMedium(Medium):
         usable, pieces, tokens, between = np.array(counts, np.int64).reshape(-1, 4).T
         return Counted(usable > 0, pieces, tokens, between, tokens // np.maximum(pieces, 1))
 
+    def stamps(self, seconds: Sequence[float]) -> list[Around]:
+        """The text around each piece of a clip."""
+        return [self.stamp(second) for second in seconds]
+
     def _clip_counts(self, clip: Clip) -> tuple[int, int, int, int]:
         """(usable, pairs of frames, their tokens, tokens of their stamps)."""
         layout = self.native.clip(clip)
         if layout is None:
             return 0, 0, 0, 0
         pairs = len(layout.seconds)
-        text = sum(len(ids) for second in layout.seconds for ids in self.stamp(second))
+        text = sum(len(ids) for stamp in self.stamps(layout.seconds) for ids in stamp)
         return 1, pairs, pairs * self.native.tokens(layout.grid), text
 
     def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
@@ -276,8 +281,7 @@ class NativeMedium(Medium):
         layout = self._layout(header)
         frames = opened.numbered(layout.frames, partial(native.resized, grid=layout.grid))
         parts: list[np.ndarray] = []
-        for second in layout.seconds:
-            before, after = self.stamp(second)
+        for before, after in self.stamps(layout.seconds):
             parts += [np.array(before), np.full(native.tokens(layout.grid), -1), np.array(after)]
         ids = np.concatenate(parts).astype(np.int64)
         return self._decoded(frames, (layout.grid,) * len(layout.seconds), ids)

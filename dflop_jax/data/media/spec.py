@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from dflop_jax.data.media import anyres, internvl_tiles, mel, native, square, tiles
+from dflop_jax.data.media import anyres, fitted, internvl_tiles, mel, native, square, tiles
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
@@ -17,13 +17,14 @@ from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import Tokenizer
 
 # The forms of published models: LLaVA-OneVision's is "anyres", InternVL's "dynamic", Qwen3-VL's
-# "native", Gemma 3's "square", Qwen2-Audio's "mel".
+# "native", Gemma 3's "square", Gemma 4's "fitted", Qwen2-Audio's "mel".
 FORMS = {
     "tiles": tiles.FORM,
     "anyres": anyres.FORM,
     "dynamic": internvl_tiles.FORM,
     "native": native.FORM,
     "square": square.FORM,
+    "fitted": fitted.FORM,
     "mel": mel.FORM,
 }
 USUAL = {"vision": "tiles", "audio": "mel"}  # of modules that name none

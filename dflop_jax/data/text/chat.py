@@ -79,6 +79,10 @@ class ChatTokenizer:
         )
         # ids that begin and end a picture, where the configuration names such (InternVL)
         self.picture_ends = (begin, end) if begin else None
+        # ids that begin and end a frame of a clip, where it names such (Gemma 4)
+        self.frame_ends = tuple(
+            (self._id(named[name]),) if name in named else () for name in ("boi_token", "eoi_token")
+        )
         self._collect_special()
         pad = named.get("pad_token") or named.get("eos_token")
         self.pad_id = self._id(pad) if pad else 0

@@ -1,0 +1,150 @@
+"""Pictures and clips as Gemma 4 takes them: as large as a number of tokens allows, their aspect
+kept to whole blocks of patches.
+
+Sizes and pixels equal those of the published processors (`Gemma4ImageProcessorPil`,
+`Gemma4VideoProcessor`). Every frame of a clip stands in the text behind the minute and second at
+which it is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import floor, sqrt
+
+import numpy as np
+
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import Decoded, Facts, Form, Grid, numbers
+from dflop_jax.data.media.native import FRAME, Around, ClipLayout, Native, NativeMedium, Stamp
+from dflop_jax.data.media.tiling import IMAGE
+from dflop_jax.data.media.video import Clip
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.pieces import Tokenizer
+
+
+@dataclass(frozen=True)
+class Fitted(Native):
+    """Sizes of patches and budgets of tokens.
+
+    Attributes:
+      soft_tokens: of a picture at most; frame_tokens: of a frame.
+    """
+
+    soft_tokens: int = 280
+    frame_tokens: int = 70
+
+    def __post_init__(self) -> None:
+        if min(self.soft_tokens, self.frame_tokens, self.max_frames) < 1:
+            raise ValueError(
+                f"data.max_pixels={self.max_pixels} must leave a block of {self.block_px}x"
+                f"{self.block_px} pixels, and a clip a frame"
+            )
+
+    def count(
+        self, widths: np.ndarray, heights: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        sizes = zip(widths.tolist(), heights.tolist(), strict=True)
+        blocks = [fitted(w, h, self.block_px, self.soft_tokens) for w, h in sizes]
+        rows, cols = np.array(blocks, np.int64).reshape(-1, 2).T
+        return rows > 0, np.ones(len(rows), np.int64), rows * cols
+
+    def grid(self, width: int, height: int) -> Grid:
+        return self._grid(width, height, self.soft_tokens)
+
+    def _grid(self, width: int, height: int, tokens: int) -> Grid:
+        rows, cols = fitted(width, height, self.block_px, tokens)
+        return rows * self.merge, cols * self.merge
+
+    def clip(self, clip: Clip) -> ClipLayout | None:
+        """Frames at equal steps from the first on, all of them where there are not more."""
+        n = min(self.max_frames, clip.total)
+        if n < 1:
+            return None
+        frames = tuple(i * clip.total // n for i in range(n))
+        seconds = tuple(i * clip.rate_den / clip.rate_num for i in frames)
+        return ClipLayout(frames, seconds, self._grid(clip.width, clip.height, self.frame_tokens))
+
+
+@lru_cache(maxsize=65536)
+def fitted(width: int, height: int, block_px: int, tokens: int) -> Grid:
+    """Rows and columns of blocks of a picture: the most that its aspect and `tokens` allow, rounded
+    down; of a very thin one a single line, as long as its aspect, rounded down, and `tokens` allow.
+    """
+    scale = sqrt(tokens * block_px**2 / (width * height))
+    rows, cols = floor(scale * height / block_px), floor(scale * width / block_px)
+    if rows == 0:
+        return 1, min(width // height, tokens)
+    if cols == 0:
+        return min(height // width, tokens), 1
+    return rows, cols
+
+
+@dataclass(frozen=True)
+class FittedMedium(NativeMedium):
+    """Pictures and clips; `stamp` gives the text around the first frame of a clip, `later` around
+    those that follow."""
+
+    native: Fitted
+    later: Stamp
+
+    def stamps(self, seconds: Sequence[float]) -> list[Around]:
+        return [(self.later if i else self.stamp)(second) for i, second in enumerate(seconds)]
+
+    def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
+        return {}  # positions count tokens
+
+    def smaller(self) -> FittedMedium:
+        n = self.native
+        return replace(self, native=replace(
+            n,
+            max_frames=-(-n.max_frames // 2),
+            soft_tokens=-(-n.soft_tokens // 2),
+            frame_tokens=-(-n.frame_tokens // 2),
+        ))  # fmt: skip
+
+    def growing(self, kind: str) -> dict[str, np.ndarray]:
+        if kind == IMAGE.name:
+            return {}  # every picture is as large as its aspect allows
+        totals = np.arange(1, self.native.max_frames + 1)
+        columns = {k: np.full(len(totals), v)
+                   for k, v in zip(Clip._fields, (*FRAME, 0, 2000, 1000), strict=True)}  # fmt: skip
+        return {**columns, "total": totals}
+
+
+def stamp_of(tokenizer: Tokenizer | ChatTokenizer | None, lead: str) -> Stamp:
+    """Return what gives the text around a frame, "00:07 " behind `lead` and the tokens that begin
+    and end a picture, where the tokenizer names such."""
+    begin, end = tokenizer.frame_ends if isinstance(tokenizer, ChatTokenizer) else ((), ())
+
+    @lru_cache(maxsize=65536)
+    def ids(text: str) -> tuple[int, ...]:
+        return (*(tokenizer.encode(text) if tokenizer else ()), *begin)
+
+    def stamp(second: float) -> Around:
+        return ids(f"{lead}{int(second // 60):02d}:{int(second % 60):02d} "), end
+
+    return stamp
+
+
+def _build(
+    facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
+) -> FittedMedium:
+    patch_px, merge, soft, frame = numbers(
+        facts, patch_px=None, merge=1, soft_tokens=None, frame_tokens=None
+    )
+    room = limits.max_pixels // (patch_px * merge) ** 2
+    fits = Fitted(
+        patch_px,
+        merge,
+        1,
+        max_pixels=limits.max_pixels,
+        max_frames=limits.max_frames,
+        soft_tokens=min(soft, room),
+        frame_tokens=min(frame, room),
+    )
+    return FittedMedium(fits, stamp_of(tokenizer, ""), stamp_of(tokenizer, " "))
+
+
+FORM = Form(FittedMedium.kinds, _build)

@@ -1,0 +1,189 @@
+"""Gemma 4's vision tower: pictures and frames at their own aspect, packed into rows; the mean of
+each block of patches is a token. `models.gemma4` says in which order patches go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention import Attend, attend_by, attention
+from models.attention_choice import LEAST_TOKENS
+from models.embedding import embed
+from models.encoder import Batch, BlockForm, Encoder
+from models.gemma_sizes import Gemma4VisionSize
+from models.layers import Linear, Names, RMSNorm, fixed, named, normal
+from models.rotary import angles_of, rotate
+
+Array = jax.Array
+INF = float("inf")
+MATRICES = ("query", "key", "value", "out", "gate", "up", "down")  # of a layer
+# Their bounds, and what those are where nothing is clipped.
+BOUNDS = {"input_min": -INF, "input_max": INF, "output_min": -INF, "output_max": INF}
+
+
+class Gemma4VisionEntry(nn.Module):
+    """uint8 patches -> embeddings plus a learnt position of the column and one of the row."""
+
+    size: Gemma4VisionSize
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, patches: Array, grid: Array) -> Array:
+        s = self.size
+        x = (patches.astype(jnp.float32) / 127.5 - 1.0).astype(self.dtype)
+        x = Linear((s.patch_values,), (s.width,), (None,), ("embed",), self.dtype, name="patch")(x)
+        init = named(normal(s.width**-0.5), None, None, "embed")
+        table = self.param("position", init, (2, s.side, s.width), jnp.float32).astype(self.dtype)
+        return x + embed(table[0], grid[..., 1]) + embed(table[1], grid[..., 0])
+
+
+class Gemma4VisionBlock(nn.Module):
+    """A layer: norms before and after attention and MLP, normed queries, keys and values."""
+
+    size: Gemma4VisionSize
+    dtype: jnp.dtype
+    attend: Attend = attention
+
+    @nn.compact
+    def __call__(
+        self, x: Array, segment_ids: Array | None = None, angles: Array | None = None
+    ) -> Array:
+        s, wide, mlp = self.size, ("embed",), ("mlp",)
+        norm = partial(RMSNorm, s.norm_eps)
+        q_shape, kv_shape = (s.n_heads, s.head_dim), (s.n_kv_heads, s.head_dim)
+        q_names, kv_names = ("heads", None), ("kv_heads", None)
+
+        h = norm(name="attn_norm")(x)
+        q = self.linear("query", h, q_shape, wide, q_names)
+        k = self.linear("key", h, kv_shape, wide, kv_names)
+        v = self.linear("value", h, kv_shape, wide, kv_names)
+        q = norm((None,), name="query_norm")(q)
+        k = norm((None,), name="key_norm")(k)
+        v = norm((None,), scaled=False)(v)
+        if angles is not None:
+            q, k = _turned(q, angles), _turned(k, angles)
+        h = self.attend(q, k, v, segment_ids, causal=False, scale=1.0)
+        h = self.linear("out", h, (s.width,), q_names, wide)
+        x = x + norm(name="attn_out_norm")(h)
+
+        h = norm(name="mlp_norm")(x)
+        gate = self.linear("gate", h, (s.mlp,), wide, mlp)
+        h = jax.nn.gelu(gate) * self.linear("up", h, (s.mlp,), wide, mlp)
+        h = self.linear("down", h, (s.width,), mlp, wide)
+        return x + norm(name="mlp_out_norm")(h)
+
+    def linear(
+        self, name: str, x: Array, out: tuple[int, ...], in_names: Names, out_names: Names
+    ) -> Array:
+        """A product, clipped on both sides where the size says so."""
+        fan_in = x.shape[-len(in_names) :]
+        product = Linear(fan_in, out, in_names, out_names, self.dtype, name=name)
+        if not self.size.clipped:
+            return product(x)
+        low, high, out_low, out_high = (
+            fixed(self, f"{name}_{bound}", (), value).astype(self.dtype)
+            for bound, value in BOUNDS.items()
+        )
+        return jnp.clip(product(jnp.clip(x, low, high)), out_low, out_high)
+
+
+def _turned(x: Array, angles: Array) -> Array:
+    """Heads of which the first half turns with the column, the second with the row."""
+    halves = zip(jnp.split(x, 2, axis=-1), jnp.split(angles, 2, axis=-1), strict=True)
+    return jnp.concatenate([rotate(half, by) for half, by in halves], axis=-1)
+
+
+class Gemma4VisionExit(nn.Module):
+    """The mean of each block of patches times the root of the width, shifted and scaled by fixed
+    numbers where the size says so, all in float32; a norm without a scale, a projection."""
+
+    size: Gemma4VisionSize
+    out_width: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        s = self.size
+        items, tokens, _ = x.shape
+        x = x[:, : tokens - tokens % s.block].astype(jnp.float32)
+        x = x.reshape(items, tokens // s.block, s.block, s.width).mean(axis=2) * s.width**0.5
+        if s.standardized:
+            shift = fixed(self, "std_bias", (s.width,), 0.0)
+            x = (x - shift[None, None]) * fixed(self, "std_scale", (s.width,), 1.0)[None, None]
+        x = RMSNorm(s.norm_eps, scaled=False)(x.astype(self.dtype))
+        width, out = (s.width,), (self.out_width,)
+        return Linear(width, out, (None,), ("embed",), self.dtype, name="projection")(x)
+
+
+@dataclass(frozen=True)
+class Gemma4VisionModule(Encoder):
+    """See `Encoder`; a row holds pieces of any length."""
+
+    size: Gemma4VisionSize
+
+    @property
+    def item_tokens(self) -> int:
+        """Of the smallest picture."""
+        return self.size.block
+
+    @property
+    def row_tokens(self) -> int:
+        return LEAST_TOKENS
+
+    @property
+    def float32_names(self) -> frozenset[str]:
+        """See `dflop_jax.contract`; these are not trained either."""
+        bounds = {f"{name}_{bound}" for name in MATRICES for bound in BOUNDS}
+        return frozenset(bounds | {"std_bias", "std_scale"})
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        return {"entry": ("patches", "grid"), "layers": ("segment_ids", "grid"), "exit": ()}
+
+    @property
+    def freeze_groups(self) -> Mapping[str, str]:
+        return {"entry": "vision", "layers": "vision", "exit": "connector"}
+
+    @property
+    def form(self) -> BlockForm:
+        """Of its layers no more than this is like other towers'."""
+        return BlockForm(jax.nn.gelu, RMSNorm, (False,) * 3)
+
+    def segment_ids(self, batch: Batch) -> Array:
+        return batch["segment_ids"]
+
+    def angles(self, batch: Batch) -> Array:
+        grid, quarter = batch["grid"], self.size.head_dim // 4
+        row, column = (angles_of(grid[..., i], quarter, self.size.theta) for i in range(2))
+        return jnp.concatenate([column, row], axis=-1)
+
+    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
+        """`patches` uint8 [items, tokens, values of a patch]; `grid` int32 [items, tokens, 4];
+        `segment_ids` int32 [items, tokens]."""
+        shapes = {
+            "patches": ((self.size.patch_values,), jnp.uint8),
+            "grid": ((4,), jnp.int32),
+            "segment_ids": ((), jnp.int32),
+        }
+        if name not in shapes:
+            raise ValueError(
+                f"the vision module has no field {name!r}; it reads {', '.join(shapes)}"
+            )
+        dims, dtype = shapes[name]
+        return jax.ShapeDtypeStruct((items, tokens, *dims), dtype)
+
+    def _linen(self, part: str) -> nn.Module:
+        if part == "layers":
+            attend = attend_by(self.attention_kernel, self.chip)
+            return Gemma4VisionBlock(self.size, self.dtype, attend)
+        return self._end(part)
+
+    def _end(self, part: str) -> nn.Module:
+        if part == "entry":
+            return Gemma4VisionEntry(self.size, self.dtype)
+        return Gemma4VisionExit(self.size, self.out_width, self.dtype)

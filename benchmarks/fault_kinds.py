@@ -22,9 +22,11 @@ from pathlib import Path
 
 from observed_job import Job, state_of
 
-STEP, SAVE, SCHEDULE, START, COMPILE = "step", "save", "schedule", "start", "compile"
+STEP, EXCHANGE, SAVE, COPY = "step", "exchange", "save", "copy"
+SCHEDULE, START, COMPILE = "schedule", "start", "compile"
 EVALUATION, REDECISION, END, RECOVERY = "evaluation", "re-decision", "end", "recovery"
-MOMENTS = (STEP, SAVE, SCHEDULE, START, COMPILE, EVALUATION, REDECISION, END, RECOVERY)
+MOMENTS = (STEP, EXCHANGE, SAVE, COPY, SCHEDULE, START, COMPILE, EVALUATION, REDECISION, END,
+           RECOVERY)  # fmt: skip
 _PIDFD_GETFD = 438  # system call
 _SEIZE, _INTERRUPT = 0x4206, 0x4207  # of ptrace
 _ALL = 0x40000000  # __WALL: threads as well
@@ -199,8 +201,8 @@ def helper_killed(module: str) -> Fault:
     return does
 
 
-_TRAINING = (STEP, SAVE, SCHEDULE, EVALUATION, REDECISION)
-_AGAIN = "started again from the newest whole checkpoint"
+_TRAINING = (STEP, EXCHANGE, SAVE, COPY, SCHEDULE, EVALUATION, REDECISION)
+_AGAIN = "started again from the newest whole checkpoint or copy"
 
 KINDS = {
     "SIGKILL": Kind(killed(signal.SIGKILL), _AGAIN, says="was killed by SIGKILL"),
@@ -214,7 +216,7 @@ KINDS = {
         frozen,
         f"named with its task within its deadline, {_AGAIN}",
         says=r"hangs? in (first )?step|hangs? in|is silent for",
-        moments=(STEP, SAVE, SCHEDULE, RECOVERY),
+        moments=(STEP, EXCHANGE, SAVE, COPY, SCHEDULE, RECOVERY),
     ),
     "cut": Kind(
         cut,
@@ -229,7 +231,7 @@ KINDS = {
     ),
     "checkpoint": Kind(
         flipped(newest_checkpoint),
-        "started again from the checkpoint before; the damaged one is named and set aside",
+        "started again from the checkpoint before, or a copy; the damaged one is set aside",
         moments=(STEP, SAVE, RECOVERY),
     ),
     "compile cache": Kind(

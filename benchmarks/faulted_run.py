@@ -16,6 +16,7 @@ from PIL import Image
 
 RESTARTS = ("--max-restarts", "1000000", "--restarts-an-hour", "1000000")
 EVERY_EVALUATION, EVERY_LOOK, OVERFLOWS = 20, 25, 11  # steps, steps, a step
+EVERY_SAVE, EVERY_COPY = 5, 7  # steps: now one is the newest, now the other
 DISK_MB = 512
 
 EXPERIMENT = """
@@ -39,7 +40,7 @@ def config():
                         finalists=0, max_microbatches=4, redecide_every={look}, drift=1.0),
         schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
         train=TrainConfig(steps={steps}, global_batch=4, eval_every={evaluation}, eval_samples=4),
-        checkpoint=CheckpointConfig(every=5, keep=3),
+        checkpoint=CheckpointConfig(every={save}, copy_every={copy}, keep=3),
         distributed=DistributedConfig(peer_timeout_s=5.0, hang_least_s=5.0),
         run_dir={run_dir!r},
         cache_dir={cache_dir!r},
@@ -55,7 +56,8 @@ def prepare(folder: Path, runs: Path, n: int, steps: int) -> tuple[Command, Path
     experiment.write_text(
         EXPERIMENT.format(
             data=str(pictures(folder / "data")), steps=steps, overflows=OVERFLOWS, look=EVERY_LOOK,
-            evaluation=EVERY_EVALUATION, run_dir=first, cache_dir=str(cache),
+            evaluation=EVERY_EVALUATION, run_dir=first, cache_dir=str(cache), save=EVERY_SAVE,
+            copy=EVERY_COPY,
         )
     )  # fmt: skip
     dflop = [sys.executable, "-m", "dflop_jax.cli"]

@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import fault_kinds as fk
+import faulted_run as fr
 from fault_kinds import KINDS, MOMENTS, NOT_FINITE, Kind, Target
-from faulted_run import EVERY_EVALUATION, EVERY_LOOK, Command, prepare, small_disk
+from faulted_run import Command, prepare, small_disk
 from json_rows import add_json, write_json
 from observed_job import AGAIN, LAUNCHER, RESTART, Job
 from rich.console import Console
@@ -150,12 +151,14 @@ class Disturbed:
         here = len(job.said()) if moment == fk.COMPILE else 0
         conditions: dict[str, Callable[[], bool]] = {
             fk.STEP: lambda: True,
+            fk.EXCHANGE: job.exchanging,
             fk.SAVE: job.saving,
+            fk.COPY: lambda: job.rows() > 0 and job.rows() % fr.EVERY_COPY == 0,
             fk.SCHEDULE: lambda: any(map(_runs, job.helpers("worker_main"))),
             fk.START: lambda: len(job.trainers()) == self._n,
             fk.COMPILE: lambda: "plan " in job.said()[here:],
-            fk.EVALUATION: lambda: 0 < job.rows() == (job.evaluations() + 1) * EVERY_EVALUATION,
-            fk.REDECISION: lambda: job.rows() > 0 and job.rows() % EVERY_LOOK == 0,
+            fk.EVALUATION: lambda: 0 < job.rows() == (job.evaluations() + 1) * fr.EVERY_EVALUATION,
+            fk.REDECISION: lambda: job.rows() > 0 and job.rows() % fr.EVERY_LOOK == 0,
             fk.END: lambda: job.rows() >= self._steps - 1,
             fk.RECOVERY: lambda: True,
         }

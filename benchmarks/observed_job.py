@@ -22,6 +22,7 @@ from dflop_jax.report.run_folder import CHECKPOINTS, EVALUATIONS, METRICS
 MARK_ENV = "DFLOP_KILLS"  # in the environment of a job and all it starts
 LAUNCHER = -1
 OTHERS = 1000  # from here on: processes that are no trainer
+EXCHANGED_BYTES = 2000  # of a connection: more than any message of the watch over peers
 AGAIN = "has done a step"  # what a launcher says of a restart
 RESTART = "; restart "  # and as it begins one
 
@@ -109,6 +110,10 @@ class Job:
         begun = [f for f in begun if not f.suffix]  # not those that were set aside
         return len(begun) > len(CheckpointStore(folder).steps())
 
+    def exchanging(self) -> bool:
+        """Whether bytes that are no sign of life are on their way between trainers."""
+        return any(map(_has_unread_bytes, self.trainers().values()))
+
     def saved(self) -> tuple[int, ...]:
         """Steps of the checkpoints that are there."""
         return CheckpointStore(self.run_dir / CHECKPOINTS).steps()
@@ -119,6 +124,21 @@ class Job:
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
         self.launcher.wait()
+
+
+def _has_unread_bytes(pid: int) -> bool:
+    """Whether a process has a connection with `EXCHANGED_BYTES` that wait to be sent or read."""
+    sockets = set()
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(link))
+        for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+            words = line.split()
+            waiting = max(int(n, 16) for n in words[4].split(":"))
+            if waiting >= EXCHANGED_BYTES and f"socket:[{words[9]}]" in sockets:
+                return True
+    return False
 
 
 def state_of(pid: int) -> str:

@@ -154,3 +154,17 @@ def test_a_slow_process_is_let_go_once_it_is_named(kinds, process, tmp_path):
     said[0] = "step 9: process 0 takes 3.1 times as long as it should"
     assert stop()
     wait_for(lambda: kinds.state_of(p.pid) != "T")
+
+
+def test_bytes_on_their_way_are_an_exchange():
+    observed = module("observed_job")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+        with here, there:
+            here.sendall(bytes(observed.EXCHANGED_BYTES // 2))
+            assert not observed._has_unread_bytes(os.getpid())
+            here.sendall(bytes(observed.EXCHANGED_BYTES))
+            wait_for(lambda: observed._has_unread_bytes(os.getpid()))
+            there.recv(10 * observed.EXCHANGED_BYTES)
+            wait_for(lambda: not observed._has_unread_bytes(os.getpid()))

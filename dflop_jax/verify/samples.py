@@ -50,7 +50,7 @@ def mixed_samples(model: MultimodalModel, seed: int = 0) -> list[MixedSample]:
     alone also a longer one."""
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     rng = np.random.default_rng(seed)
-    how = spec.prepared(_limits(spec), _Stamped())
+    how = spec.prepared(small_limits(spec), StampedTokenizer())
     few, many = TEXTS
     contents = [(kinds, few) for kinds in MIXED if all(module_of(how, kind) for kind in kinds)]
     return [
@@ -59,14 +59,14 @@ def mixed_samples(model: MultimodalModel, seed: int = 0) -> list[MixedSample]:
     ]
 
 
-class _Stamped(ByteTokenizer):
+class StampedTokenizer(ByteTokenizer):
     """Any text is one token, since vocabularies may be small."""
 
     def encode(self, text: str) -> list[int]:
         return [FIRST_WORD]
 
 
-def _limits(spec: MediaSpec) -> Limits:
+def small_limits(spec: MediaSpec) -> Limits:
     """Small ones, also of media at native resolution, which come in blocks of patches."""
     sides = (f.get("patch_px", 1) * f.get("merge", 1) for f in spec.media.values())
     block = max(sides, default=1) ** 2

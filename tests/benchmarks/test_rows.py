@@ -42,6 +42,7 @@ ELSEWHERE = {
     "many_traces": "test_many_traces.py test_rows_of_both_plans",
     "load_weights": "test_load_weights.py test_a_small_checkpoint",
     "memory": "test_memory.py test_two_cases_at_full_size",
+    "packing_exact": "test_packing_exact.py test_packed_samples_leave_each_other_alone",
     "schedule": "test_schedule.py test_quick_run_writes_rows_and_a_picture",
     "schedule_run": "test_schedule.py test_what_runs_execute_is_measured",
     "wrong_lines": "test_wrong_lines.py test_a_row_of_every_line",

@@ -1,0 +1,456 @@
+"""Random packings of samples through the compiled segments of a plan, and each sample alone.
+
+A sample alone is computed by the model's own functions, layer by layer, in rows that are as long as
+its pieces: nothing of the engine's programs, and no padding but of the shorter of its own media.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from packing_families import Drawing
+
+from dflop_jax.contract import (
+    MultimodalModel,
+    adapter_of,
+    edges_of,
+    layer_kinds_of,
+    layer_of,
+    n_rows,
+    stacked_parts,
+    taps_of,
+    with_adapter,
+)
+from dflop_jax.data import PackedGroup, Sample, pack_group
+from dflop_jax.pipeline.communicator import place
+from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.held import initial_structs
+from dflop_jax.pipeline.parts import init_part
+from dflop_jax.pipeline.programs import GroupArrays
+from dflop_jax.pipeline.segment import Segment
+from dflop_jax.records import (
+    FORWARD,
+    REDUCE,
+    Bucket,
+    Group,
+    Layout,
+    PiecePlaces,
+    Plan,
+    Schedule,
+    Shape,
+)
+from dflop_jax.verify.compare import QUICKLY
+from dflop_jax.verify.round_trip import spread
+
+Tree = Any
+ROWS, TOKENS, ONES = 2, 512, 16  # of packed modules; rows of those that take one piece a row
+MISFITS = 4  # samples without room that end a packing
+NOISE = 0.05  # of every parameter, so that none stays what a fresh model has
+# A gradient that is zero in theory is rounding: of a tensor whose largest entry is below this share
+# of the largest of all, errors are a share of that.
+LEAST_SCALE = 1e-3
+
+
+# ---- packings ----
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Samples, and by module the row of each of their pieces, in the order of the samples."""
+
+    samples: Sequence[Sample]
+    rows: Mapping[str, Sequence[int]]
+
+    def groups(self, model: MultimodalModel, shapes: Mapping[str, Shape]) -> tuple[Group, ...]:
+        """One of each module that has pieces."""
+        here = [m for m in model.modules if self.rows[m]]
+        groups = []
+        for m in here:
+            targets = dict.fromkeys(e.target for e in edges_of(model) if e.source == m)
+            feeds = tuple(here.index(t) for t in targets if t in here)
+            n = np.arange(len(self.rows[m]))
+            zero = np.zeros_like(n)
+            pieces = PiecePlaces.of(n, zero, zero, np.array(self.rows[m]))
+            groups.append(Group(m, shapes[m], feeds, pieces=pieces))
+        return tuple(groups)
+
+
+def random_packing(
+    model: MultimodalModel, drawings: Sequence[Drawing], rng: np.random.Generator
+) -> tuple[Packing, list[Drawing]]:
+    """Random samples in random rows, until some in turn find no room; and how each was drawn."""
+    free = {m: np.full(s.rows, s.tokens) for m, s in shapes_of(model).items()}
+    rows: dict[str, list[int]] = {m: [] for m in model.modules}
+    samples: list[Sample] = []
+    ways: list[Drawing] = []
+    misfits = 0
+    while misfits < MISFITS:
+        way = drawings[int(rng.integers(len(drawings)))]
+        sample = way(int(rng.integers(1 << 30)))
+        room = {m: a.copy() for m, a in free.items()}
+        placed = _placed(model, sample, room, rng)
+        if placed is None:
+            misfits += 1
+            continue
+        free = room
+        samples.append(sample)
+        ways.append(way)
+        for m, more in placed.items():
+            rows[m] += more
+    return Packing(samples, rows), ways
+
+
+def _placed(
+    model: MultimodalModel, sample: Sample, room: Mapping[str, np.ndarray], rng: np.random.Generator
+) -> dict[str, list[int]] | None:
+    """A row for every piece of a sample, by module, taken from the room of the rows; None where a
+    piece finds none."""
+    rows: dict[str, list[int]] = {}
+    for m in model.modules:
+        rows[m] = []
+        for length in sample.load.lengths(m):
+            fit = np.flatnonzero(room[m] >= length)
+            if not len(fit):
+                return None
+            row = int(rng.choice(fit))
+            room[m][row] -= room[m][row] if m in model.piece_tokens else length
+            rows[m].append(row)
+    return rows
+
+
+def shapes_of(model: MultimodalModel) -> dict[str, Shape]:
+    """Shapes of the rows that samples are packed in."""
+    ones = model.piece_tokens
+    return {m: Shape(ONES, ones[m]) if m in ones else Shape(ROWS, TOKENS) for m in model.modules}
+
+
+def alone(model: MultimodalModel, sample: Sample) -> tuple[Packing, dict[str, Shape]]:
+    """A sample whose pieces have a row each, as long as the longest of its module."""
+    lengths = {m: sample.load.lengths(m) for m in model.modules}
+    rows = {m: list(range(len(pieces))) for m, pieces in lengths.items()}
+    return Packing([sample], rows), {m: Shape(len(p), max(p)) for m, p in lengths.items() if p}
+
+
+def silenced(sample: Sample) -> Sample:
+    """The sample without a part in the loss."""
+    quiet = {
+        m: {k: np.zeros_like(a) if k == "weights" else a for k, a in named.items()}
+        for m, named in sample.fields.items()
+    }
+    return replace(sample, fields=quiet)
+
+
+def merged(fields: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Fields of a group in which no piece begins anew: all that is in a row is one."""
+    out = dict(fields)
+    if "segment_ids" in fields:
+        out["segment_ids"] = np.minimum(fields["segment_ids"], 1)
+        if "positions" in fields:
+            places = fields["positions"]
+            numbers = np.arange(places.shape[2]).reshape(-1, *[1] * (places.ndim - 3))
+            out["positions"] = np.broadcast_to(numbers, places.shape).astype(places.dtype)
+    return out
+
+
+# ---- what comes out ----
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run gave of one sample.
+
+    outputs: by name, hidden states between segments and features that modules give, at the tokens
+      of the sample [n, width]; and the loss, a scalar.
+    gradients: of the loss, by (module, part, path), whole stacks of layers.
+    """
+
+    outputs: Mapping[str, np.ndarray]
+    gradients: Mapping[tuple[str, ...], np.ndarray]
+
+
+def differ(a: Seen, b: Seen) -> bool:
+    """Whether any value of the two differs, or is no number."""
+    return any(not np.array_equal(x[k], y[k]) for x, y in _both(a, b) for k in x)
+
+
+def largest_error(got: Seen, want: Seen) -> float:
+    """Largest difference as a share of the largest entry: of each output, of 1 at least in the
+    loss, and of each tensor's gradient."""
+    (mine, theirs), (my_gradients, gradients) = _both(got, want)
+    least = LEAST_SCALE * max((float(np.abs(g).max()) for g in gradients.values()), default=0.0)
+    errors = [_share(mine[k], a, 1.0 if k == "loss" else 0.0) for k, a in theirs.items()]
+    errors += [_share(my_gradients[k], a, least) for k, a in gradients.items()]
+    return float(np.max(errors))  # what is no number stays
+
+
+def _share(got: np.ndarray, want: np.ndarray, least: float) -> float:
+    scale = max(float(np.abs(want).max(initial=0.0)), least) or 1.0
+    return float(np.abs(got - want).max(initial=0.0)) / scale
+
+
+def _both(a: Seen, b: Seen) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    assert a.outputs.keys() == b.outputs.keys(), (a.outputs.keys(), b.outputs.keys())
+    assert a.gradients.keys() == b.gradients.keys()
+    return (a.outputs, b.outputs), (a.gradients, b.gradients)
+
+
+def random_parameters(model: MultimodalModel, seed: int = 0) -> dict[str, Tree]:
+    """By module, every part of it, layers stacked: what a fresh model has, and noise on it."""
+    rng = np.random.default_rng(seed)
+
+    def noisy(a: Any) -> np.ndarray:
+        return np.asarray(a) + NOISE * rng.standard_normal(a.shape, np.float32)
+
+    def part(module: Any, name: str) -> Tree:
+        def one() -> Tree:
+            key = jax.random.key(int(rng.integers(1 << 30)), impl="rbg")
+            return jax.tree.map(noisy, init_part(module, name, key))
+
+        if name not in stacked_parts(module):
+            return one()
+        return jax.tree.map(lambda *a: np.stack(a), *(one() for _ in range(n_rows(module, name))))
+
+    return {m: {p: part(module, p) for p in module.freeze_groups}
+            for m, module in model.modules.items()}  # fmt: skip
+
+
+# ---- packed, as a run computes it ----
+
+
+class PackedRun:
+    """A model on a plan that cuts every module in two, compiled, with given parameters."""
+
+    def __init__(self, model: MultimodalModel, params: Mapping[str, Tree], n_devices: int = 1):
+        self.model, self.shapes = model, shapes_of(model)
+        layout = spread(model, n_devices, ()).layout
+        self.plan = Plan("packing", replace(layout, buckets=(Bucket.of(self.shapes),)))
+        self._ex = Executor(model, self.plan, optax.sgd(0.0))
+        self._ex.init(0, lambda segment, fresh: _held(segment, params[segment.plan.module]))
+        self._ex.compile()
+        self._given: dict[tuple[str, str], Tree] = {}
+        compiled: dict[Any, Any] = self._ex.programs.compiled
+        for key, program in list(compiled.items()):
+            if key[-1] in (FORWARD, REDUCE):
+                compiled[key] = partial(self._noted, key, program)
+
+    def close(self) -> None:
+        self._ex.close()
+
+    @property
+    def layout(self) -> Layout:
+        return self.plan.layout
+
+    def _noted(self, key: Any, program: Any, *args: Any) -> Tree:
+        out = program(*args)
+        kept = out[0] if key[-1] == REDUCE else {k: v for k, v in out.items() if k != "residuals"}
+        self._given[key[0], key[-1]] = jax.tree.map(np.asarray, kept)
+        return out
+
+    def of(self, packing: Packing, target: int, *, resets: bool = True) -> Seen:
+        """What comes out of one of the samples, packed with the others; only its own loss counts.
+
+        Args:
+          resets: whether pieces are told apart.
+        """
+        samples = [s if i == target else silenced(s) for i, s in enumerate(packing.samples)]
+        schedule = Schedule(0, packing.groups(self.model, self.shapes))
+        packed = _packed(self.model, self.layout, schedule, samples)
+        arrays = [GroupArrays(p.fields if resets else merged(p.fields), p.places) for p in packed]
+        scales = dict.fromkeys(self.model.modules, 1.0)
+        self._given.clear()
+        # Whatever the gradients are, the parameters stay.
+        result = self._ex.run_step(schedule, arrays, scales, norm_limit=0.0).result()
+        sums = [v for k, v in result.sums.items() if k.endswith("loss_sum")]
+        where = tokens_of(self.model, packing, target, schedule, packed)
+        outputs = {"loss": np.asarray(sum(sums), np.float32)}
+        for s in self.layout.segments:
+            y = self._given.get((s.name, FORWARD), {})
+            rows, features = where.tokens.get(s.module), where.features.get(s.module)
+            if "next" in y and rows is not None:
+                outputs[f"{s.module} after {s.stop}"] = y["next"][0][rows]
+            for tap, given in {"": y.get("exit"), **y.get("taps", {})}.items():
+                if given is not None and features is not None:
+                    outputs[f"{s.module} gives {tap}"] = given.reshape(-1, given.shape[-1])[
+                        features
+                    ]
+        return Seen(outputs, self._gradients())
+
+    def _gradients(self) -> dict[tuple[str, ...], np.ndarray]:
+        parts: dict[tuple[str, ...], list[np.ndarray]] = defaultdict(list)
+        for s in self.layout.segments:
+            own = self._ex.programs.segments[s.name].own_parts
+            for part in own:
+                tree = self._given[s.name, REDUCE][part]
+                for path, leaf in _leaves(tree):
+                    parts[s.module, part, *path].append(leaf)
+        return {k: a[0] if len(a) == 1 else np.concatenate(a) for k, a in parts.items()}
+
+
+def _leaves(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:
+    every = jax.tree_util.tree_leaves_with_path(tree)
+    return [(tuple(k.key for k in path), leaf) for path, leaf in every]
+
+
+def _held(segment: Segment, params: Tree) -> Tree:
+    """A segment's own parameters on its devices."""
+    mine = {p: params[p] for p in segment.own_parts}
+    for part, rows in segment.held_rows.items():
+        mine[part] = jax.tree.map(lambda a, rows=rows: a[list(rows)], mine[part])
+    return jax.tree.map(lambda a, s: place(a, s.sharding), mine, initial_structs(segment))
+
+
+def _packed(
+    model: MultimodalModel, layout: Layout, schedule: Schedule, samples: Sequence[Sample]
+) -> list[PackedGroup]:
+    loads = [s.load for s in samples]
+    n = len(schedule.groups)
+    return [pack_group(layout, schedule, g, samples, loads, model=model) for g in range(n)]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Of one sample by module: its tokens in the rows of a group, (row of each, place of each); and
+    which of the module's features, counted over all rows, it reads."""
+
+    tokens: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    features: Mapping[str, np.ndarray]
+
+
+def tokens_of(
+    model: MultimodalModel,
+    packing: Packing,
+    target: int,
+    schedule: Schedule,
+    packed: Sequence[PackedGroup],
+) -> Where:
+    """Where a sample stands in the groups of a schedule."""
+    tokens: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    features: dict[str, list[np.ndarray]] = defaultdict(list)
+    for g, group in enumerate(schedule.groups):
+        lengths = [s.load.lengths(group.module) for s in packing.samples]
+        flat = np.array([n for pieces in lengths for n in pieces])
+        starts = group.pieces.before(flat)
+        first = sum(map(len, lengths[:target]))
+        mine = range(first, first + len(lengths[target]))
+        if not mine:
+            continue
+        rows = np.concatenate([np.full(flat[i], packing.rows[group.module][i]) for i in mine])
+        places = np.concatenate([starts[i] + np.arange(flat[i]) for i in mine])
+        tokens[group.module] = rows, places
+        for source, (index, *_) in packed[g].places.items():
+            read = index[0][rows, places].ravel()
+            if (read >= 0).any():
+                features[schedule.groups[source].module].append(read[read >= 0])
+    return Where(tokens, {m: np.concatenate(f) for m, f in features.items()})
+
+
+# ---- alone, by the model's functions ----
+
+
+class AloneRun:
+    """Samples by themselves."""
+
+    def __init__(self, model: MultimodalModel, params: Mapping[str, Tree], layout: Layout):
+        self._model, self._params, self._layout = model, params, layout
+        cuts = {m: frozenset(s.stop for s in layout.segments_of(m) if not s.last)
+                for m in model.modules}  # fmt: skip
+        run = jax.value_and_grad(partial(_loss, model, cuts), has_aux=True)
+        self._run = jax.jit(run, compiler_options=QUICKLY)
+
+    def of(self, sample: Sample) -> Seen:
+        """What comes out of a sample that is packed with nothing."""
+        packing, shapes = alone(self._model, sample)
+        schedule = Schedule(0, packing.groups(self._model, shapes))
+        packed = _packed(self._model, self._layout, schedule, [sample])
+        modules = [g.module for g in schedule.groups]
+        fields = {m: {k: a[0] for k, a in p.fields.items()}
+                  for m, p in zip(modules, packed, strict=True)}  # fmt: skip
+        places = {
+            (modules[source], modules[g]): tuple(a[0] for a in where)
+            for g, p in enumerate(packed)
+            for source, where in p.places.items()
+        }
+        (loss, given), gradients = self._run(self._params, fields, places)
+        where = tokens_of(self._model, packing, 0, schedule, packed)
+        outputs = {"loss": np.asarray(loss)}
+        for name, array in given.items():
+            module, what, *_ = name.split(" ")
+            flat = np.asarray(array)
+            if what == "after":
+                outputs[name] = flat[where.tokens[module]]
+            elif module in where.features:
+                outputs[name] = flat.reshape(-1, flat.shape[-1])[where.features[module]]
+        flat_gradients = {path: np.asarray(leaf) for path, leaf in _leaves(gradients)}
+        return Seen(outputs, flat_gradients)
+
+
+def _loss(
+    model: MultimodalModel,
+    cuts: Mapping[str, frozenset[int]],
+    params: Mapping[str, Tree],
+    fields: Mapping[str, Mapping[str, jax.Array]],
+    places: Mapping[tuple[str, str], Sequence[jax.Array]],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(the sum of all losses, hidden states at the cuts and features that modules give)."""
+    given: dict[str, jax.Array] = {}
+    loss = jnp.float32(0)
+    for name, module in model.modules.items():
+        if name not in fields:
+            continue
+        batch, inlets = dict(fields[name]), {}
+        for edge in (e for e in edges_of(model) if e.target == name):
+            rows, tokens = batch["segment_ids"].shape
+            spec = module.field_spec(edge.name, rows, tokens)
+            batch.setdefault(edge.name, jnp.zeros(spec.shape, spec.dtype))
+            if edge.enters >= 0:
+                inlets[edge.name] = edge.enters
+            if edge.source in fields and (edge.source, name) in places:
+                features = given[f"{edge.source} gives {edge.tap}"]
+                batch[edge.name] += _read(features, *places[edge.source, name])
+        loss += _through(name, module, params[name], batch, inlets, cuts[name], given)
+    return loss, given
+
+
+def _through(
+    name: str,
+    module: Any,
+    params: Tree,
+    batch: Mapping[str, jax.Array],
+    inlets: Mapping[str, int],
+    cuts: frozenset[int],
+    given: dict[str, jax.Array],
+) -> jax.Array:
+    """Run a module, put what it gives into `given`, and return its loss."""
+    x, done = module.entry(params["entry"], batch), Counter[str]()
+    for i, kind in enumerate(("", *layer_kinds_of(module))):
+        if i:
+            own = {p: params[p] for p in (kind, adapter_of(kind)) if p in params}
+            row = jax.tree.map(lambda a, n=done[kind]: a[n], own)
+            x = layer_of(module, kind)(with_adapter(kind, row), x, batch)
+            done[kind] += 1
+        if i in cuts:
+            given[f"{name} after {i}"] = x
+        for inlet in (n for n, layers in inlets.items() if layers == i):
+            x = module.inlet(inlet, x, batch[inlet], batch)
+        for tap in (t for t, layers in taps_of(module).items() if layers == i):
+            given[f"{name} gives {tap}"] = module.tap(tap, params.get(tap), x, batch)
+    out = module.exit(params["exit"], x, batch, params["entry"] if module.tied else None)
+    if isinstance(out, dict):
+        return out["loss_sum"]
+    given[f"{name} gives "] = out
+    return jnp.float32(0)
+
+
+def _read(features: jax.Array, index: jax.Array, weight: jax.Array | None = None) -> jax.Array:
+    """Features [rows, tokens, width] at places [rows, tokens, sources], each token's added up."""
+    flat = features.reshape(-1, features.shape[-1])
+    share = jnp.where(index >= 0, 1.0 if weight is None else weight, 0.0)
+    return jnp.einsum("rtk,rtkw->rtw", share.astype(flat.dtype), flat[jnp.maximum(index, 0)])

@@ -1,0 +1,144 @@
+"""Do samples that are packed into one row leave each other alone, to the bit?
+
+Command:  python benchmarks/packing_exact.py [--cases N] [--families NAME ...] [--without resets]
+          [--json FILE]
+Minutes:  15 at most with --cases 300 on two cores
+Expected: no leak and errors of at most 1e-5, for every family; with `--without resets` leaks in
+          every one, and an exit code of 0 all the same
+
+A case is a random packing of samples, of texts, pictures, clips and sounds, from a few tokens to
+more than three chunks of linear attention, on a plan that cuts every module in two. It runs twice,
+as a run computes it, with the loss of one of the samples alone: once as it is, once with all other
+samples replaced by others of equal lengths. It leaks if anything of that sample differs by a bit:
+hidden states between segments, features that modules give, the loss, any parameter's gradient.
+`max_error_alone` is the largest difference to that sample alone, computed without the engine, as a
+share of the largest entry, of each tensor. All of it in float32. "GPU kernels" are interpreted.
+
+`--without resets` is a control: every row is told to be one piece.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from json_rows import Rows, add_json
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from packing_cases import (  # noqa: E402
+    AloneRun,
+    PackedRun,
+    differ,
+    largest_error,
+    random_packing,
+    random_parameters,
+)
+from packing_families import FAMILIES, drawings  # noqa: E402
+
+LEAST_CASES = 20  # of a family
+LIMIT = 1e-5  # of `max_error_alone`
+Row = dict[str, Any]
+
+
+def measure(name: str, cases: int, *, resets: bool = True) -> Row:
+    """Pack a family so many times."""
+    begun_s = time.perf_counter()
+    family = FAMILIES[name]
+    model, number = family.model, list(FAMILIES).index(name)
+    params, ways = random_parameters(model), drawings(model)
+    packed = PackedRun(model, params)
+    by_itself = AloneRun(family.plainly.model, params, packed.layout)
+    leaks, worst = 0, 0.0
+    try:
+        for case in range(cases):
+            rng = np.random.default_rng((number, case))
+            packing, drawn_by = random_packing(model, ways, rng)
+            target = int(rng.integers(len(packing.samples)))
+            others = [
+                sample if i == target else way(int(rng.integers(1 << 30)))
+                for i, (sample, way) in enumerate(zip(packing.samples, drawn_by, strict=True))
+            ]
+            seen = packed.of(packing, target, resets=resets)
+            again = packed.of(replace(packing, samples=others), target, resets=resets)
+            leaks += differ(seen, again)
+            error = largest_error(seen, by_itself.of(packing.samples[target]))
+            worst = float(np.maximum(worst, error))
+    finally:
+        packed.close()
+    return {
+        "family": name,
+        "cases": cases,
+        "leaks": leaks,
+        "max_error_alone": worst,
+        "seconds": time.perf_counter() - begun_s,
+    }
+
+
+def shares(cases: int, names: Sequence[str]) -> dict[str, int]:
+    """How many of the cases each family has."""
+    each, more = divmod(cases, len(names))
+    return {name: max(LEAST_CASES, each + (i < more)) for i, name in enumerate(names)}
+
+
+def measured(counts: dict[str, int], *, resets: bool) -> Iterator[Row]:
+    """The rows of all families as they come, on every core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    spawn = multiprocessing.get_context("spawn")
+    work = partial(measure, resets=resets)
+    with ProcessPoolExecutor(min(cores or 1, len(counts)), spawn) as pool:
+        for done in as_completed([pool.submit(work, *job) for job in counts.items()]):
+            yield done.result()
+
+
+def framed(rows: Sequence[Row]) -> Row:
+    """What --json holds."""
+    families = {r["family"]: {k: v for k, v in r.items() if k != "family"} for r in rows}
+    return {"cases": sum(r["cases"] for r in rows), "families": families}
+
+
+def as_expected(row: Row, *, resets: bool) -> bool:
+    """Whether a family does what it should, or, without resets, what it must not do."""
+    if not resets:
+        return row["leaks"] > 0
+    return row["leaks"] == 0 and row["max_error_alone"] <= LIMIT  # false of no number
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    most = f"of all families together, at least {LEAST_CASES} of each"
+    parser.add_argument("--cases", type=int, default=300, metavar="N", help=most)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--without", choices=["resets"], help="leave this out, as a control")
+    add_json(parser)
+    args = parser.parse_args()
+    if args.cases < 1:
+        parser.error(f"--cases {args.cases}: it takes one at least")
+    resets = args.without != "resets"
+    rows = Rows(args.json, framed)
+    for row in measured(shares(args.cases, args.families), resets=resets):
+        rows.append(row)
+    table = Table("family", "cases", "leaks", "largest error to alone", "seconds", "as expected")
+    for row in sorted(rows, key=lambda r: list(FAMILIES).index(r["family"])):
+        right = "yes" if as_expected(row, resets=resets) else "NO"
+        error, seconds = f"{row['max_error_alone']:.1e}", f"{row['seconds']:.0f}"
+        table.add_row(row["family"], str(row["cases"]), str(row["leaks"]), error, seconds, right)
+    Console().print(table)
+    return 0 if all(as_expected(row, resets=resets) for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

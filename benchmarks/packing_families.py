@@ -1,0 +1,131 @@
+"""The families that `packing_exact.py` packs, one a line, and random samples of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dflop_jax.config import ModelConfig
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, Sample
+from dflop_jax.data.datasets.clip_samples import ClipSource, Grid, form_of
+from dflop_jax.data.media.medium import module_of
+from dflop_jax.train.prepare import build_model
+from dflop_jax.verify.samples import StampedTokenizer, drawn_sample, small_limits
+
+# A sample of records: its media and the tokens of text after them. Five tokens stand before, so
+# that texts are from less than a chunk of linear attention (64 tokens) to more than three.
+Form = tuple[tuple[str, ...], int]
+FORMS: tuple[Form, ...] = (
+    ((), 1),
+    ((), 58),
+    ((), 59),
+    ((), 60),
+    ((), 107),
+    ((), 207),
+    (("image",), 40),
+    (("image", "image"), 3),
+    (("video",), 71),
+    (("audio",), 64),
+    (("audio", "audio"), 2),
+)
+# A captioned clip: tokens of its text, and its patches along time, rows and columns.
+CLIPS = ((2, (1, 2, 2)), (17, (2, 3, 4)), (64, (1, 4, 5)), (65, (4, 4, 4)), (90, (3, 8, 8)))
+Drawing = Callable[[int], Sample]  # by a seed, one of some lengths
+
+
+@dataclass(frozen=True)
+class Family:
+    """What `model.factory` and its fields would say of a model."""
+
+    factory: str
+    size: str
+    kernel: str = "auto"
+
+    @property
+    def model(self) -> MultimodalModel:
+        named: Any = self.kernel
+        return build_model(ModelConfig(self.factory, self.size, attention_kernel=named))
+
+    @property
+    def plainly(self) -> Family:
+        """The same by what runs everywhere."""
+        return replace(self, kernel="auto")
+
+
+FAMILIES = {
+    "llava": Family("models.llava:build", "nano"),
+    "llava_onevision": Family("models.llava:build", "anyres-nano"),
+    "internvl": Family("models.internvl:build", "internvl-nano"),
+    "qwen2_audio": Family("models.qwen2_audio:build", "qwen2-audio-nano"),
+    "omni": Family("models.omni:build", "omni-nano"),
+    "qwen3_vl": Family("models.qwen3_vl:build", "qwen3-vl-nano"),
+    "gemma3": Family("models.gemma:build", "gemma3-nano"),
+    "gemma3_text": Family("models.gemma:build_text", "gemma3-text-nano"),
+    "wan": Family("models.wan:build", "nano+wan-nano"),
+    "llava, GPU kernels": Family("models.llava:build", "nano", "pallas"),
+    "wan, GPU kernels": Family("models.wan:build", "nano+wan-nano", "pallas"),
+}
+
+
+def drawings(model: MultimodalModel) -> list[Drawing]:
+    """Ways to draw a sample of a model; those of one way have equal lengths and other contents."""
+    return _clips(model) if hasattr(model, "data_factory") else _records(model)
+
+
+def _records(model: MultimodalModel) -> list[Drawing]:
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    how = spec.prepared(small_limits(spec), StampedTokenizer())
+
+    def drawn(number: int, form: Form, seed: int) -> Sample:
+        sizes, values = (np.random.default_rng(key) for key in ((number,), (number, seed)))
+        return drawn_sample(*form, how, model.vocab_size, sizes=sizes, values=values).sample
+
+    forms = [f for f in FORMS if all(module_of(how, kind) for kind in f[0])]
+    return [partial(drawn, n, form) for n, form in enumerate(forms)]
+
+
+@dataclass(frozen=True)
+class _Noise:
+    """One clip of noise, and a caption that spells its tokens."""
+
+    ids: Sequence[int]
+    values: np.ndarray
+    name: str = "noise"
+
+    def __len__(self) -> int:
+        return 1
+
+    def caption(self, index: int) -> str:
+        return " ".join(map(str, self.ids))
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        return self.values.shape
+
+    def latents(self, index: int) -> np.ndarray:
+        return self.values
+
+    def label(self, index: int) -> str:
+        return self.name
+
+
+class _Spelled(ByteTokenizer):
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def _clips(model: MultimodalModel) -> list[Drawing]:
+    form = form_of(model)
+
+    def drawn(n_text: int, grid: Grid, seed: int) -> Sample:
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(1, model.vocab_size, n_text).tolist()
+        shape = (form.channels, *(n * p for n, p in zip(grid, form.patch, strict=True)))
+        clip = _Noise(ids, rng.standard_normal(shape, np.float32))
+        return ClipSource(clip, form, _Spelled(), Limits(), seed=seed, split="train").sample(0)
+
+    return [partial(drawn, n_text, grid) for n_text, grid in CLIPS]

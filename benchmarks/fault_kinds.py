@@ -31,6 +31,7 @@ _PIDFD_GETFD = 438  # system call
 _SEIZE, _INTERRUPT = 0x4206, 0x4207  # of ptrace
 _ALL = 0x40000000  # __WALL: threads as well
 SLOW_S, FULL_S = 30.0, 3.0  # at most
+NAMED_SLOW = r"process \d+ takes [\d.]+ times as long"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
@@ -178,7 +179,7 @@ def slow(target: Target) -> Callable[[], bool]:
 
     holding = threading.Thread(target=hold, daemon=True)
     holding.start()
-    named = re.compile(rf"process {target.victim} takes [\d.]+ times as long")
+    named = re.compile(NAMED_SLOW.replace(r"\d+", str(target.victim), 1))
     before = len(named.findall(target.job.said()))
 
     def stop() -> bool:
@@ -249,6 +250,7 @@ KINDS = {
         slow,
         "goes on; the slow process is named, where it is slow for five steps",
         restarts=False,
+        says=NAMED_SLOW,
         moments=(STEP,),
     ),
     "schedule worker": Kind(

@@ -19,6 +19,7 @@ EVERY_EVALUATION, EVERY_LOOK, OVERFLOWS = 20, 25, 11  # steps, steps, a step
 EVERY_SAVE, EVERY_COPY = 5, 7  # steps: now one is the newest, now the other
 DISK_MB = 512
 
+# ZeRO 1: of programs that meet others inside, nobody can tell which process is slow.
 EXPERIMENT = """
 from dflop_jax import (CheckpointConfig, Config, DataConfig, DistributedConfig, ModelConfig,
                        PlanConfig, ScheduleConfig, TrainConfig)
@@ -36,7 +37,7 @@ def config():
     return Config(
         model=ModelConfig(size="nano"),
         data=DataConfig(path={data!r}, max_tiles=1, max_tokens=96, sample_timeout_s=20.0),
-        plan=PlanConfig(policy="orch", max_model=1, buckets=2, effort="quick",
+        plan=PlanConfig(policy="orch", max_model=1, buckets=2, effort="quick", zero="1",
                         finalists=0, max_microbatches=4, redecide_every={look}, drift=1.0),
         schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
         train=TrainConfig(steps={steps}, global_batch=4, eval_every={evaluation}, eval_samples=4),

@@ -254,7 +254,12 @@ def _runs(pid: int) -> bool:
 def _unexpected(kind: Kind, news: str, restarted: bool, moment: str) -> str:
     if kind.restarts is not None and restarted != kind.restarts and moment != fk.END:
         return "started again" if restarted else "not started again"
-    if restarted and kind.says and moment != fk.RECOVERY and not re.search(kind.says, news):
+    if (
+        restarted in (True, kind.restarts)
+        and kind.says
+        and moment != fk.RECOVERY
+        and not re.search(kind.says, news)
+    ):
         return f"not named: {kind.says}"
     return ""
 

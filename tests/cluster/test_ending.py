@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax.cluster.ending import ENDING_SIGNALS, ONE_SIGNAL_S, preemption
+from dflop_jax.cli.experiment import end_together
+from dflop_jax.cluster import distributed, ending
+from dflop_jax.cluster.ending import (
+    ENDING_SIGNALS,
+    ONE_SIGNAL_S,
+    PREEMPTED,
+    TRY_AGAIN,
+    preemption,
+)
+from dflop_jax.cluster.peers import Peers
 
 LIMIT_S = 30.0
 
@@ -131,3 +140,15 @@ def test_a_script_of_a_run_ends_in_time_and_leaves_its_stacks():
     done = ends("from dflop_jax.cluster.ending import ends_in_time; ends_in_time(0.5)")
     assert done.returncode == 1
     assert "Timeout" in done.stderr
+
+
+@pytest.mark.parametrize(("exit_code", "ends_with"), [(0, TRY_AGAIN), (PREEMPTED, PREEMPTED)])
+def test_who_leaves_alone_says_so(monkeypatch, exit_code, ends_with):
+    """A process was lost while all left."""
+    ends = []
+    monkeypatch.setattr(distributed, "shutdown", lambda: False)
+    monkeypatch.setattr(ending, "end_now", lambda why, code: ends.append((why, code)))
+    end_together(Peers(), exit_code)
+    ((why, code),) = ends
+    assert "not all of its processes came to its end in 10 s" in why
+    assert code == ends_with

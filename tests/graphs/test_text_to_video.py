@@ -16,7 +16,7 @@ from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, 
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.config import CheckpointConfig
-from dflop_jax.contract import edges_of
+from dflop_jax.contract import edges_of, with_adapter
 from dflop_jax.data.datasets import clips
 from dflop_jax.data.datasets.moving_scenes import MovingScenes, latents_of
 from dflop_jax.data.packing import pack_group
@@ -155,10 +155,10 @@ def samples_of(path):
     return [source.sample(i) for i in range(len(source))]
 
 
-def plain_loss(params, fields, heard, scale):
+def plain_loss(model, params, fields, heard, scale):
     """The loss of one sample, both modules run plainly on it alone."""
     states = None
-    for name, module in MODEL.modules.items():
+    for name, module in model.modules.items():
         batch = {k: jnp.asarray(v)[None] for k, v in fields[name].items()}
         n = next(iter(batch.values())).shape[1]
         batch["segment_ids"] = jnp.ones((1, n), jnp.int32)
@@ -167,11 +167,11 @@ def plain_loss(params, fields, heard, scale):
         else:
             taken = jnp.where(heard >= 0, states[jnp.maximum(heard[:, 0], 0)], 0.0)
             batch["text"] = taken[None]
-        x = module.entry(params[name]["entry"], batch)
+        x = module.entry(with_adapter("entry", params[name]), batch)
         for i in range(module.n_layers):
-            layer = jax.tree.map(lambda a, i=i: a[i], params[name]["layers"])
+            layer = jax.tree.map(lambda a, i=i: a[i], with_adapter("layers", params[name]))
             x = module.layer(layer, x, batch)
-        out = module.exit(params[name]["exit"], x, batch)
+        out = module.exit(with_adapter("exit", params[name]), x, batch)
         if name == "llm":
             states = out[0]
     return scale * out["loss_sum"]
@@ -187,7 +187,7 @@ def oracle(folder):
     ex.close()
     scale = 1.0 / sum(float(s.fields["generator"]["weights"].sum()) for s in samples)
     loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
-    value_and_grad = jax.jit(jax.value_and_grad(plain_loss))
+    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(plain_loss, MODEL)))
     for s in samples:
         heard = s.places["llm", "generator"].index
         value, gradient = value_and_grad(params, s.fields, heard, scale)
@@ -232,6 +232,51 @@ def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
         assert (np.abs(w).max() > 0) == (group_of(path) not in freeze), where
         # The update is a difference of float32 parameters of order one.
         assert np.abs(g - w).max() <= 1e-5 * np.abs(w).max() + 3e-7, where
+
+
+def test_adapters_of_a_module_that_ends_in_a_loss(oracle):
+    """They act at its entry, in its layers and before its loss; all else is frozen."""
+    samples, _, scale, want_loss, _ = oracle
+    model = MODEL.with_lora(2, 4.0, targets=("llm.query", "connector", "generator"))
+    loads, plan = [s.load for s in samples], make_plan("stages, ranks, heads")
+    schedule = make_schedule(plan, len(samples))
+    arrays = []
+    for g in range(len(schedule.groups)):
+        packed = pack_group(plan.layout, schedule, g, samples, loads, model=model)
+        arrays.append(GroupArrays(packed.fields, packed.places))
+    frozen = ("llm", "connector", "generator")
+    ex = Executor(model, plan, optax.sgd(1.0), freeze=frozen)
+    try:
+        ex.init(0)
+        start = plain.join(plan, ex.state.params)
+        ex.compile()
+        result = ex.run_step(schedule, arrays, {"generator": scale}).result()
+        after = plain.join(plan, ex.state.params)
+    finally:
+        ex.close()
+    assert scale * result.sums["generator.loss_sum"] == pytest.approx(want_loss, rel=1e-5)
+    gradient = jax.jit(jax.grad(functools.partial(plain_loss, model)))
+    want = jax.tree.map(lambda a: np.zeros(a.shape, np.float64), start)
+    for s in samples:
+        found = gradient(start, s.fields, s.places["llm", "generator"].index, scale)
+        want = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64), want, found)
+    trained = {(m, p) for m, tree in start.items() for p in tree if "adapter" in p}
+    assert trained == {
+        ("llm", "adapter"),
+        ("llm", "exit_adapter"),
+        *(("generator", p) for p in ("entry_adapter", "adapter", "exit_adapter")),
+    }
+    for module, tree in start.items():
+        for part, before in tree.items():
+            moved = jax.tree.map(lambda a, b: a.astype(np.float64) - b, before, after[module][part])
+            if (module, part) not in trained:
+                assert not any(g.any() for g in jax.tree.leaves(moved))
+                continue
+            for name, pair in moved.items():  # B begins at zero, so A has no gradient yet
+                w = want[module][part][name]["b"]
+                assert np.abs(w).max() > 0
+                assert np.abs(pair["b"] - w).max() <= 1e-5 * np.abs(w).max() + 3e-7, (part, name)
+                assert not pair["a"].any()
 
 
 # ---- pictures ----

@@ -30,6 +30,7 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     train = dataclasses.replace(
         CONFIG.train,
         lora_rank=2,
+        lora_dropout=0.2,
         freeze=("vision", "connector"),
         learning_rates=("lora=1e-2",),
         tensorboard=True,

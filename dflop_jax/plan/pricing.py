@@ -19,7 +19,9 @@ from dflop_jax.profile.state import (
     ends_bytes,
     layer_bytes,
     optimizer_bytes,
-    parameter_bytes,
+    trained_bytes,
+    trained_ends_bytes,
+    trained_layer_bytes,
 )
 from dflop_jax.records import (
     BACKWARD,
@@ -107,6 +109,7 @@ def moved_by(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> ShardSec
     if profile.hardware is None or s.zero == 1:
         return ShardSeconds()
     layer, ends = layer_bytes(s, mesh, profile), ends_bytes(s, mesh, profile)
+    trained = trained_layer_bytes(s, mesh, profile), trained_ends_bytes(s, mesh, profile)
     working = profile.working_share(s.module) * (s.zero == 3)
 
     def seconds(collective: Collective, n_bytes: float) -> Array:
@@ -114,9 +117,9 @@ def moved_by(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> ShardSec
 
     return ShardSeconds(
         layer_gather_s=seconds(all_gather_s, layer * working),
-        layer_scatter_s=seconds(reduce_scatter_s, layer),
+        layer_scatter_s=seconds(reduce_scatter_s, trained[0]),
         ends_gather_s=seconds(all_gather_s, ends * working),
-        ends_scatter_s=seconds(reduce_scatter_s, ends),
+        ends_scatter_s=seconds(reduce_scatter_s, trained[1]),
     )
 
 
@@ -124,7 +127,7 @@ def reduce_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Seconds to add up a segment's gradients over its data ranks at the step's end, where the
     programs do not; each keeps its part of the sum. What blocks of ranks have is added up over
     these, whoever added it up within them."""
-    size = parameter_bytes(s, mesh, profile)
+    size = trained_bytes(s, mesh, profile)
     within = _over_block(size * (s.zero == 1), s, mesh, profile.hardware, reduce_scatter_s)
     return within + _over_copies(s, mesh, profile)
 
@@ -132,7 +135,7 @@ def reduce_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
 def update_s(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Seconds that the optimizer takes of memory on each rank's part of a segment, and of the new
     parameters' way to all ranks where these hold all of them."""
-    size, hardware = parameter_bytes(s, mesh, profile), profile.hardware
+    size, hardware = trained_bytes(s, mesh, profile), profile.hardware
     working = profile.working_share(s.module) * (s.zero != 3)
     gathered = _over_block(size * working, s, mesh, hardware, all_gather_s)
     if hardware is None:
@@ -216,6 +219,6 @@ def _over_copies(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Arra
     if hardware is None or not s.shard_devices:
         return np.zeros(np.shape(mesh.data))
     ranks = s.shard_ranks(mesh.data, mesh.model)
-    blocks, size = np.asarray(mesh.data) // ranks, parameter_bytes(s, mesh, profile) / ranks
+    blocks, size = np.asarray(mesh.data) // ranks, trained_bytes(s, mesh, profile) / ranks
     stride = max(1, s.shard_devices // mesh.model) * mesh.stride("data")
     return sum(of(size, blocks, hardware, stride=stride) for of in (reduce_scatter_s, all_gather_s))

@@ -26,7 +26,8 @@ AVERAGE_BYTES = 4  # of an element, in float32
 def with_optimizer(
     profile: ModelProfile, model: MultimodalModel, tx: Optimizer, frozen: Collection[str] = ()
 ) -> ModelProfile:
-    """A model's profile with what `tx` keeps of every parameter that is in no `frozen` group."""
+    """A model's profile that says which parameters train, being in no `frozen` group, and what `tx`
+    keeps of them."""
     layer_dims, ends_dims = dict(profile.layer_dims), dict(profile.ends_dims)
     for name, module in model.modules.items():
         stacked = stacked_parts(module)
@@ -54,7 +55,7 @@ def _dims(
         trains = module.freeze_groups[part] not in frozen
         kept_bytes = _kept_bytes(tx, module, part) if trains else [(0.0, 0.0)] * len(dims)
         known += [
-            replace(d, element_state_bytes=element, whole_state_bytes=whole)
+            replace(d, element_state_bytes=element, whole_state_bytes=whole, trains=trains)
             for d, (element, whole) in zip(dims, kept_bytes, strict=True)
         ]
     return tuple(known)

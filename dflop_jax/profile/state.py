@@ -45,10 +45,36 @@ def layer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) ->
     return max(n_bytes for _, _, n_bytes in _layers(segment, mesh, profile))
 
 
+def trained_layer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
+    """`layer_bytes` of what trains."""
+    layers = _layers(segment, mesh, profile)
+    return max(n * _trained_share(profile.layer_dims, key, mesh.model) for key, _, n in layers)
+
+
+def trained_ends_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
+    """`ends_bytes` of what trains."""
+    share = _trained_share(profile.ends_dims, segment.module, mesh.model)
+    return ends_bytes(segment, mesh, profile) * share
+
+
 def parameter_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
     """Bytes of a segment's parameters on one device, in float32."""
     layers = sum(n_bytes * n / mesh.stage for _, n, n_bytes in _layers(segment, mesh, profile))
     return layers + ends_bytes(segment, mesh, profile)
+
+
+def trained_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
+    """`parameter_bytes` of what trains: of gradients."""
+    layers = sum(
+        n_bytes * n / mesh.stage * _trained_share(profile.layer_dims, key, mesh.model)
+        for key, n, n_bytes in _layers(segment, mesh, profile)
+    )
+    return layers + trained_ends_bytes(segment, mesh, profile)
+
+
+def _trained_share(of_all: Mapping[str, tuple[ParamDims, ...]], key: str, model: int) -> float:
+    """Share of a tensor rank's elements that trains; all where parameters are not known."""
+    return float(shard_share(of_all.get(key, ()), 1, model, trained=True))
 
 
 @dataclass(frozen=True)
@@ -80,31 +106,39 @@ def float32_bytes(parameters: Sequence[ParamDims]) -> int:
     return 4 * sum(prod(p.sizes) for p in parameters)
 
 
-def shard_share(parameters: Sequence[ParamDims], data: Array, model: int = 1) -> Array:
+def shard_share(
+    parameters: Sequence[ParamDims], data: Array, model: int = 1, *, trained: bool = False
+) -> Array:
     """Share of parameters' elements that one of the data ranks has of what they split among them:
     they cut what a tensor rank has of each into equal pieces (`pipeline.cut`), the last of which
-    may have zeros at its end."""
+    may have zeros at its end. `trained`: what the rank has of those that train."""
     data = np.asarray(data)
-    shares = _shares(tuple(parameters), tuple(data.ravel().tolist()), model)
+    shares = _shares(tuple(parameters), tuple(data.ravel().tolist()), model, trained)
     return np.reshape(shares, data.shape)
 
 
 @lru_cache(maxsize=4096)  # asked again for every option of a module
-def _shares(parameters: tuple[ParamDims, ...], data: tuple[int, ...], model: int) -> np.ndarray:
+def _shares(
+    parameters: tuple[ParamDims, ...], data: tuple[int, ...], model: int, trained: bool
+) -> np.ndarray:
     ranks = np.array(data)
-    parts = [prod(p.sizes) // (model if p.split >= 0 else 1) for p in parameters]
-    total = sum(parts)
-    held = sum((-(-n // ranks) for n in parts), start=np.zeros(ranks.shape))
+    parts = [(prod(p.sizes) // (model if p.split >= 0 else 1), p.trains) for p in parameters]
+    total = sum(n for n, _ in parts)
+    counted = (n for n, trains in parts if trains or not trained)
+    held = sum((-(-n // ranks) for n in counted), start=np.zeros(ranks.shape))
     return held / total if total else 1 / ranks
 
 
-def shard_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
-    """Bytes of what one data rank has of a segment's parameters where they split them, float32."""
+def shard_bytes(
+    segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile, *, trained: bool = False
+) -> Array:
+    """Bytes of what one data rank has of a segment's parameters where they split them, float32;
+    `trained`: of those that train."""
     ends = ends_bytes(segment, mesh, profile)
     ranks = segment.shard_ranks(mesh.data, mesh.model)
 
     def share(dims: Mapping[str, tuple[ParamDims, ...]], of: str) -> Array:
-        return shard_share(dims.get(of, ()), ranks, mesh.model)
+        return shard_share(dims.get(of, ()), ranks, mesh.model, trained=trained)
 
     layers = sum(
         n_bytes * n / mesh.stage * share(profile.layer_dims, key)
@@ -154,8 +188,9 @@ def state_bytes(
     state = working * (shard if segment.zero == 3 else size)
     if not trained:
         return state + np.zeros_like(shard)
-    gradients = shard if segment.zero >= 2 else size
-    masters = shard * (working < 1.0)
+    own = shard_bytes(segment, mesh, profile, trained=True)
+    gradients = own if segment.zero >= 2 else trained_bytes(segment, mesh, profile)
+    masters = own * (working < 1.0)
     return state + gradients + masters + optimizer_bytes(segment, mesh, profile)
 
 
@@ -179,7 +214,8 @@ def whole_bytes(
     if segment.zero == 3:
         whole += profile.working_share(segment.module) * (layer + ends_in_loss * read)
     if segment.zero >= 2 and trained:
-        whole += layer + (not ends_in_loss) * ends
+        whole += trained_layer_bytes(segment, mesh, profile)
+        whole += (not ends_in_loss) * trained_ends_bytes(segment, mesh, profile)
     return np.where(np.asarray(mesh.data) > 1, whole, 0.0)
 
 
@@ -191,7 +227,7 @@ _REDUCED_COPIES, _UPDATED_COPIES = 1.7, 2.0
 def end_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Bytes beside its state while a trained segment is reduced or updated: the rank's own reduced
     gradients with what is made of them, and all new parameters where ranks gather them."""
-    shard = shard_bytes(segment, mesh, profile)
-    gathered = parameter_bytes(segment, mesh, profile) * profile.working_share(segment.module)
+    shard = shard_bytes(segment, mesh, profile, trained=True)
+    gathered = trained_bytes(segment, mesh, profile) * profile.working_share(segment.module)
     gathers = (np.asarray(mesh.data) > 1) & (segment.zero < 3)
     return np.where(gathers, _UPDATED_COPIES * shard + gathered, _REDUCED_COPIES * shard)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.held import grad_structs, program_structs
+from dflop_jax.pipeline.held import grad_structs, param_structs, program_structs
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.pipeline.segment import Segment
@@ -24,6 +24,7 @@ from dflop_jax.profile.state import (
     shard_bytes,
     shard_share,
     state_bytes,
+    trained_bytes,
     whole_bytes,
 )
 from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
@@ -157,6 +158,50 @@ def test_optimizer_state_is_what_shardings_say(name, dtype):
         )
         of_muon = sum(s.shape == (3,) for s in structs) * 12  # its polynomial's coefficients
         assert float(optimizer_bytes(plan, mesh, profile)) == held - of_muon
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("data", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
+    """Adapters train, of the LLM's layers and of the connector; gradients, masters and what the
+    optimizer keeps are theirs alone, to the byte."""
+    model = build("nano", dtype).with_lora(3, 6.0, targets=("llm", "connector"))
+    frozen = ("vision", "connector", "llm")
+    tx = make_optimizer(TrainConfig())
+    plain = assembled(
+        model, SHAPES, TIMINGS, key="k", device="d", concurrency=8.0, task_overhead_s=0.0,
+        priced_by="",
+    )  # fmt: skip
+    profile, mesh = with_optimizer(plain, model, tx, frozen), MeshShape(data=data)
+    for name, module in model.modules.items():
+        plan = SegmentPlan(
+            name, name, 0, module.n_layers, "m", True, True, "none", zero, shard_devices=0
+        )
+        trains = frozenset(p for p in parts_of(plan, module) if "adapter" in p)
+        segment = Segment(plan, module, device_mesh(mesh, jax.devices()), 1, trains)
+        update = SegmentUpdate(segment, tx, 0.0)
+        trees = (
+            program_structs(segment),
+            grad_structs(segment),
+            update.master_structs,
+            [s for s in jax.tree.leaves(update.state_structs) if s.ndim],
+        )
+        by_shardings = sum(
+            s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape))
+            for tree in trees
+            for s in jax.tree.leaves(tree)
+        )
+        assert state_bytes(plan, mesh, profile, trained=True) == pytest.approx(by_shardings)
+        adapters = [tree for p, tree in param_structs(segment).items() if p in trains]
+        n_elements = sum(prod(a.shape) for a in jax.tree.leaves(adapters))
+        assert trained_bytes(plan, mesh, profile) == pytest.approx(4 * n_elements)
+        of_all = end_bytes(plan, mesh, plain)
+        assert float(end_bytes(plan, mesh, profile)) < 0.3 * float(of_all)
+        whole = whole_bytes(plan, mesh, profile, trained=True, ends_in_loss=False)
+        assert float(whole) <= float(
+            whole_bytes(plan, mesh, plain, trained=True, ends_in_loss=False)
+        )
 
 
 def test_frozen_parts_have_no_optimizer_state():

@@ -31,7 +31,7 @@ from models.attention_kernels import Blocks, Marks, Sight, forward_kernel, kv_ke
 Array = jax.Array
 
 BLOCK = 128  # rows are padded to a multiple: every block size below divides it
-MOST_HEAD_DIM = 256  # a block of larger heads would not fit a core's shared memory
+MOST_HEAD_DIM = 512  # a block of larger heads would not fit a core's shared memory
 
 
 def blocks_for(dtype: jnp.dtype, head_dim: int) -> tuple[Blocks, Blocks, Blocks]:
@@ -39,6 +39,8 @@ def blocks_for(dtype: jnp.dtype, head_dim: int) -> tuple[Blocks, Blocks, Blocks]
     the shared memory of an A100 and newer, up to heads of `MOST_HEAD_DIM` (compiled, not timed)."""
     if dtype.itemsize > 2:
         return (Blocks(32, 32, 4, 1),) * 3
+    if head_dim > 256:
+        return (Blocks(32, 32, 8, 1),) * 3
     if head_dim > 128:
         return Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 1), Blocks(64, 32, 8, 1)
     return Blocks(128, 64, 8, 3), Blocks(128, 32, 8, 2), Blocks(128, 32, 8, 2)

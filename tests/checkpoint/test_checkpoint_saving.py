@@ -13,9 +13,14 @@ import pytest
 
 from dflop_jax.checkpoint import checkpointer as checkpoint
 from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cluster.addresses import LOOPBACK
+from dflop_jax.cluster.copy_client import CopyClient
+from dflop_jax.cluster.copy_server import CopyServer
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.shelf import Shelf
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.train.optimizer import make_optimizer
 
@@ -196,3 +201,36 @@ def test_our_own_mistakes_are_not_swallowed(runs, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         save(saver, 1)
     assert CheckpointStore(tmp_path).steps() == ()
+
+
+def test_a_copy_does_not_wait_for_a_save_under_way(training, tmp_path):
+    ex, _ = training
+    shelf = Shelf()
+    server = CopyServer(shelf, LOOPBACK, b"secret")
+    try:
+        agents = [CopyClient(server.address, b"secret")]
+        copies = Copies(agents, 0, first=True, run="run", start=1, peers=Peers())
+        saver = Checkpointer(tmp_path, ex, Peers(), keep=2, copies=copies)
+        fill(ex, 7)
+        before = joined(ex)
+        late, known = Future(), Future()
+        known.set_result({"step": 4})
+        saver.save(3, late)
+        saver.copy(4, known)
+        deadline = time.monotonic() + 60.0
+        while not (whole := copies.whole()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert saver.is_busy
+        assert CheckpointStore(tmp_path).steps() == ()
+        late.set_result({})
+        saver.wait()
+        assert CheckpointStore(tmp_path).steps() == (3,)
+        fill(ex, 8)
+        reader = copies.open(whole[0])
+        assert (reader.step, reader.meta) == (4, {"step": 4})
+        saver.restore(reader)
+        assert_same(joined(ex), before)
+        assert 0.9 * saver.n_bytes <= shelf.n_bytes  # a header more, and no zeros at ends
+    finally:
+        server.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 
 import msgspec
 import pytest
 
 from dflop_jax import Callback, CheckpointConfig, Trainer
+from dflop_jax.cluster import shelf as shelf_module
 from dflop_jax.cluster.addresses import LOOPBACK, free_port
 from dflop_jax.cluster.copy_server import CopyServer
 from dflop_jax.cluster.secret import SECRET_ENV
@@ -125,6 +127,14 @@ def test_the_disk_goes_first_where_it_is_as_new(agent, whole, monkeypatch, capsy
     assert [h.name.step for h in held if h.sealed] == [4]
     again(monkeypatch, "run")
     assert "resumed after step 6 of 12, read in" in said(capsys)
+    assert_as_whole("run", whole)
+
+
+def test_a_copy_that_a_host_cannot_take_is_left_out(agent, whole, monkeypatch, caplog):
+    monkeypatch.setattr(shelf_module, "free_bytes", lambda: 0)
+    fit("run", checkpoint=COPIED)
+    warned = re.findall(r"no copy after step (\d+): .* for a copy, 0.0 GB are free", caplog.text)
+    assert [*map(int, warned)] == [2, 4, 8, 10]
     assert_as_whole("run", whole)
 
 

@@ -45,10 +45,10 @@ def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
             ranks=adapter_ranks(config.lora_ranks),
             dropout=config.lora_dropout,
         )
-    elif config.lora_ranks or config.lora_targets:
+    elif config.lora_ranks or config.lora_targets or config.lora_dropout:
         raise ValueError(
-            "train.lora_targets and train.lora_ranks say what LoRA adapts, which train.lora_rank=0 "
-            "turns off; set a rank, or leave them out"
+            "train.lora_targets, lora_ranks and lora_dropout are about adapters, which "
+            "train.lora_rank=0 turns off; set a rank, or leave them out"
         )
     return model
 

@@ -63,6 +63,8 @@ MODELS = {
     "InternVL-2.5-4B": ("models.internvl:build", "internvl-2.5-4b"),
     "Qwen2-Audio-7B": ("models.qwen2_audio:build", "qwen2-audio-7b"),
     "Qwen3-VL-8B": ("models.qwen3_vl:build", "qwen3-vl-8b"),
+    "Qwen3.5-4B": ("models.qwen3_5:build", "qwen3.5-4b"),
+    "Qwen3.5-9B": ("models.qwen3_5:build", "qwen3.5-9b"),
 }
 POLICIES = ("dflop", "orch", "blind")
 CHIPS = {"sm_80": "a100-80", "sm_90": "h100"}
@@ -256,15 +258,8 @@ def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
 def show(outcomes: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="Programs of published models, compiled for GPUs that are not here")
     table.add_column("model, policy, degrees, chip")
-    for name in (
-        "programs",
-        "compile s",
-        "most temp GiB",
-        "done/needed",
-        "MFU",
-        "float32",
-        "gathers",
-    ):
+    numbers = "programs", "compile s", "most temp GiB", "done/needed", "MFU", "float32", "gathers"
+    for name in numbers:
         table.add_column(name, justify="right")
     table.add_column("verdict")
     for name, case in outcomes.items():

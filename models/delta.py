@@ -62,16 +62,34 @@ def delta_rule(
     tokens = q_BTKH.shape[1]
     if not q_BTKH.size:
         return jnp.zeros_like(v_BTVD)
-    chunk = min(chunk, 1 << (tokens - 1).bit_length())
-    rest = -tokens % chunk
+    chunk = _fitting(chunk, tokens)
+    fields = _whole_chunks(chunk, q_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
+    ids = jnp.pad(segment_ids, ((0, 0), (0, -tokens % chunk)), constant_values=-1)
+    return _delta(chunk, *fields, ids)[:, :tokens]
 
-    def padded(a: Array, value: int = 0) -> Array:
-        room = ((0, 0), (0, rest), *((0, 0),) * (a.ndim - 2))
-        return jnp.pad(a, room, constant_values=value) if rest else a
 
-    fields = (q_BTKH, k_BTKH, v_BTVD, decay_BTV.astype(jnp.float32), beta_BTV)
-    out = _delta(chunk, *map(padded, fields), padded(segment_ids, -1))
-    return out[:, :tokens]
+def last_state(k_BTKH: Array, v_BTVD: Array, decay_BTV: Array, beta_BTV: Array) -> Array:
+    """The state [B, V, H, D] after rows of one piece each; what neither decays nor writes leaves it
+    as it is."""
+    chunk = _fitting(CHUNK, k_BTKH.shape[1])
+    fields = _whole_chunks(chunk, k_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
+    ids = jnp.ones(fields[0].shape[:2], jnp.int32)
+    state = _states(_parts(chunk, ids, *fields))[0]
+    return state.reshape(state.shape[0], -1, *state.shape[3:])
+
+
+def _fitting(chunk: int, tokens: int) -> int:
+    """Tokens of a chunk in rows that may be shorter than one."""
+    return min(chunk, 1 << (tokens - 1).bit_length())
+
+
+def _whole_chunks(chunk: int, *fields: Array) -> tuple[Array, ...]:
+    """Fields [B, T, ...] padded to chunks by tokens that neither decay nor write."""
+
+    def padded(a: Array) -> Array:
+        return jnp.pad(a, ((0, 0), (0, -a.shape[1] % chunk), *((0, 0),) * (a.ndim - 2)))
+
+    return tuple(map(padded, fields))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -89,7 +107,7 @@ def _forward(
 ) -> tuple[Array, _Saved]:
     fields = q, k, v, decay, beta
     parts = _parts(chunk, ids, *fields)
-    states = _states(parts)
+    _, states = _states(parts)
     written = parts.wanted - _product("nbkgih,nbkghd->nbkgid", parts.reads_key, states)
     out = _product("nbkgih,nbkghd->nbkgid", parts.reads_query, states)
     out = out + _product("nbkgij,nbkgjd->nbkgid", parts.seen, written)
@@ -150,7 +168,7 @@ def _parts(
     chunk: int, ids_BT: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array
 ) -> _Parts:
     heads = k.shape[2]
-    q_NBKCH, k_NBKCH = (_key_chunks(_normed(a), chunk) for a in (q, k))
+    q_NBKCH, k_NBKCH = (_key_chunks(normed(a), chunk) for a in (q, k))
     q_NBKCH = q_NBKCH * q.shape[-1] ** -0.5
     v_NBKGCD = _value_chunks(v.astype(jnp.float32), chunk, heads)
     decay_NBKGC, beta_NBKGC = (
@@ -190,8 +208,8 @@ def _parts(
     )
 
 
-def _states(parts: _Parts) -> Array:
-    """The states before every chunk [N, B, K, G, H, D]."""
+def _states(parts: _Parts) -> tuple[Array, Array]:
+    """The state after the last chunk [B, K, G, H, D], and those before every chunk [N, ...]."""
 
     def after(state: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
         wanted, reads_key, leaves_key, keeps = now
@@ -201,10 +219,11 @@ def _states(parts: _Parts) -> Array:
 
     now = parts.wanted, parts.reads_key, parts.leaves_key, parts.keeps
     like = _product("bkgih,bkgid->bkghd", parts.leaves_key[0], parts.wanted[0])
-    return jax.lax.scan(after, jnp.zeros_like(like), now)[1]
+    return jax.lax.scan(after, jnp.zeros_like(like), now)
 
 
-def _normed(a: Array) -> Array:
+def normed(a: Array) -> Array:
+    """Of length 1 along the last dim, float32."""
     a = a.astype(jnp.float32)
     return a * jax.lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + NORM_EPS)
 
@@ -283,13 +302,18 @@ def short_convolution(x_BTKH: Array, taps_SKH: Array, segment_ids: Array) -> Arr
 Heads = tuple[Array, Array, Array]  # of queries, keys and values
 
 
-def delta_mix(
-    heads: Heads, taps: Heads, decay_BTV: Array, beta_BTV: Array, segment_ids: Array
-) -> Array:
-    """How a gated delta net mixes the tokens of a piece: what goes into `delta_rule` is convolved
-    over a few tokens first."""
+def convolved(heads: Heads, taps: Heads, segment_ids: Array) -> Heads:
+    """What goes into `delta_rule`, convolved over a few tokens."""
     q, k, v = (
         jax.nn.silu(short_convolution(x, own, segment_ids)).astype(x.dtype)
         for x, own in zip(heads, taps, strict=True)
     )
+    return q, k, v
+
+
+def delta_mix(
+    heads: Heads, taps: Heads, decay_BTV: Array, beta_BTV: Array, segment_ids: Array
+) -> Array:
+    """How a gated delta net mixes the tokens of a piece."""
+    q, k, v = convolved(heads, taps, segment_ids)
     return delta_rule(q, k, v, decay_BTV, beta_BTV, segment_ids)

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from models.attention import Attend
 from models.decoder import Batch, DecoderModule
 from models.delta import delta_mix
+from models.delta_memory import DeltaMemory
 from models.layers import Linear, RMSNorm, apply, named, normal
+from models.memory import KeysAndValues
 from models.qwen3_5_sizes import FULL, LINEAR, HybridSize
 from models.rotary import angles_of, rotate
 
@@ -148,6 +150,10 @@ class HybridModule(DecoderModule):
             return super().attention_flops(tokens)
         d = self.size.delta
         return 6.0 * tokens * d.value_heads * d.key_size * d.value_size
+
+    def memory(self, kind: str = FULL) -> KeysAndValues | DeltaMemory:  # type: ignore[override]
+        """See `dflop_jax.contract`."""
+        return super().memory(kind) if kind == FULL else DeltaMemory(self.size.delta.taps)
 
     def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         if part not in (LINEAR, FULL):

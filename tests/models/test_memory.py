@@ -15,6 +15,8 @@ from dflop_jax.generate.row import run_layers
 from models.attention import attention
 from models.decoder import DecoderModule
 from models.memory import KeysAndValues
+from models.qwen3_5_decoder import HybridModule
+from models.qwen3_5_sizes import QWEN3_5
 from models.sizes import DECODERS
 
 F32 = jnp.dtype("float32")
@@ -28,6 +30,7 @@ SIZES = {
 
 
 WINDOW = 4
+HYBRID = dataclasses.replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +111,26 @@ def padded(batch, tokens):
     return out
 
 
+def delta_nets(pattern):
+    """(a decoder of gated delta nets, "l", and gated attention, its parameters)."""
+    kinds = tuple({"l": "linear", "f": "full"}[c] for c in pattern)
+    size = dataclasses.replace(HYBRID, n_layers=len(pattern), kinds=kinds)
+    module, rng = HybridModule(size, F32), np.random.default_rng(3)
+    params = {}
+    for part in module.inputs:
+        n = kinds.count(part) if part in kinds else 0
+        one = jax.eval_shape(partial(module.init, part), jax.random.key(0))
+        shapes = jax.tree.map(lambda a, n=n: (n, *a.shape) if n else a.shape, one)
+        params[part] = jax.tree.map(
+            lambda s: jnp.asarray(0.2 * rng.normal(size=s), jnp.float32),
+            shapes,
+            is_leaf=lambda s: isinstance(s, tuple),
+        )
+    return module, params
+
+
 CASES = {
+    **{pattern: partial(delta_nets, pattern) for pattern in ("l", "llfl")},
     **{name: partial(plain, size) for name, size in SIZES.items()},
     **{pattern: partial(windows, pattern) for pattern in ("w", "wfw", "wwfwwf")},
 }
@@ -147,7 +169,9 @@ def test_a_window_keeps_no_more_than_its_tokens():
     assert slots == {"window": WINDOW, "full": 99}
 
 
-@pytest.mark.parametrize("made", [partial(plain, TIED), partial(windows, "wfw")])
+@pytest.mark.parametrize(
+    "made", [partial(plain, TIED), partial(windows, "wfw"), partial(delta_nets, "lfl")]
+)
 def test_rows_of_different_lengths_do_not_meet(made):
     module, params = made()
     batch = one_sample_rows(module, 3, 12)

@@ -248,7 +248,7 @@ def run_module(module, params, fields):
         rows = {kind: iter(range(module.n_layers)) for kind in module.layer_kinds}
         for kind in module.layer_kinds:
             row = next(rows[kind])
-            layer = {name: a[row] for name, a in params[kind].items()}
+            layer = jax.tree.map(lambda a, row=row: a[row], params[kind])
             x = module.layer(layer, x, fields, kind=kind)
         return module.exit(params["exit"], x, fields, params["entry"] if module.tied else None)
     layers = with_adapter("layers", params)

@@ -7,6 +7,7 @@ Text of a record that spells a special token stays plain text: it cannot end a t
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from dflop_jax.data.text.tokenizer_files import (
     read_json,
     template_source,
 )
+
+log = logging.getLogger(__name__)
 
 BREAK = "\ufdd2"  # put into what spells a special token, taken out again before encoding
 MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
@@ -72,6 +75,7 @@ class ChatTokenizer:
         source = template_source(self.folder, config)
         self.template = source
         self._template = ChatTemplate(source, named, str(self.folder))
+        self._has_said = False
         self._tokens = {kind: self._placeholder(kind, named) for kind in self._kinds}
         begin, end = (
             (self._id(named[name]),) if name in named else ()
@@ -199,13 +203,19 @@ class ChatTokenizer:
         return {"role": ROLES[role], "content": "".join(words)}
 
     def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
-        """Answers by the difference that each makes to the text, up to its end-of-turn token."""
+        """Answers by the difference that each makes to the text, up to its end-of-turn token.
+
+        Templates of models that think show an answer otherwise once another question follows:
+        without its thoughts. Nobody would give it so, and it is not among the spans.
+        """
         spans = []
-        for k, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        for k in answers:
             before, _ = self._template.render(messages[:k], add_generation_prompt=True)
             through, _ = self._template.render(messages[: k + 1])
+            if not text.startswith(through) and through.startswith(before) and k < answers[-1]:
+                self._say_that_answers_change()
+                continue
             if not (text.startswith(through) and through.startswith(before)):
                 raise ValueError(
                     f"{self.folder}: chat template does not only append; mark its answers with "
@@ -214,6 +224,16 @@ class ChatTokenizer:
             marks = list(self._special.finditer(through, len(before)))
             spans.append((len(before), marks[-1].end() if marks else len(through)))
         return spans
+
+    def _say_that_answers_change(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            log.warning(
+                "%s: the chat template shows answers otherwise once another question follows (it "
+                "drops their thinking): of such a chat only the last answer is trained on; mark "
+                "answers with {%% generation %%} ... {%% endgeneration %%} to train on all",
+                self.folder,
+            )
 
     def _encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [t] and the characters each stands for, int [t, 2]."""

@@ -198,6 +198,42 @@ def test_a_bad_folder_is_one_line(tmp_path, reason):
     assert str(tmp_path) in str(caught.value)
 
 
+# Thoughts of the last answer only, and a prompt that asks for some, as Qwen3.5's.
+THINKING = """{% set last = namespace(question=0) %}{% for m in messages %}
+{% if m.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}{% endfor %}
+{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}
+{% set thought, _, said = ('</think>' in m.content and m.content or '</think>' + m.content)
+  .partition('</think>') %}
+{% if loop.index0 > last.question %}<think>
+{{ thought.split('<think>')[-1] | trim }}
+</think>
+{% endif %}
+{{ said | trim }}{% else %}{{ m.content }}{% endif %}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+
+
+def test_answers_that_lose_their_thinking_are_not_supervised(tmp_path, caplog):
+    """The last one is, with its thinking, and it is said once."""
+    chat = ChatTokenizer(write(tmp_path, THINKING))
+    turns = [("human", "q1"), ("gpt", "<think>t1</think>a1"), ("human", "q2")]
+    turns.append(("gpt", "<think>t2</think>a2"))
+    for _ in range(2):
+        pieces = chat.pieces(turns)
+        text = chat.spelled(i for p in pieces for i in p.ids)
+        assert "t1" not in text
+        assert "a1" in text
+        (answer,) = (p for p in pieces if p.supervised)
+        assert chat.spelled(answer.ids) == "t2\n</think>\na2<|im_end|>"
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "only the last answer" in caplog.text
+    (alone,) = (p for p in chat.pieces(turns[:2]) if p.supervised)
+    assert chat.spelled(alone.ids) == "t1\n</think>\na1<|im_end|>"
+
+
 REFUSED = {
     "writes <|start|>": "{{ '<|start|>' }}",
     "fails .roles": "{{ raise_exception('roles') }}",

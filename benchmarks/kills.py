@@ -137,7 +137,6 @@ class Disturbed:
     def reach(self, moment: str) -> bool:
         """Wait for a moment; False: the run was done before."""
         job, rng = self.job, self._rng
-        ready = "compiled"
         if moment in (fk.START, fk.COMPILE, fk.RECOVERY) and job.recoveries() + job.rows():
             # That of a restart, which another fault brings about.
             restarts = job.restarts()
@@ -164,7 +163,7 @@ class Disturbed:
         }
         if moment not in (fk.START, fk.COMPILE, fk.RECOVERY):
             rows = job.rows()
-            if not job.wait_for(lambda: ready in job.said() and job.rows() > rows, LIMIT_S):
+            if not job.wait_for(lambda: "compiled" in job.said() and job.rows() > rows, LIMIT_S):
                 return False
         if not job.wait_for(conditions[moment], LIMIT_S):
             return False

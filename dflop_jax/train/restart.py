@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
+import jax
+
 from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.cluster import told
 from dflop_jax.cluster.addresses import Address
@@ -91,6 +93,13 @@ def check_claim(run_dir: str) -> None:
     if newer > start or other not in ("", name):
         what = f"start {newer} of this run" if newer > start else "another launch"
         raise TryAgain(f"{what} goes on in {run_dir}; this one (start {start}) saves nothing more")
+
+
+def tell_others(peers: Peers, error: BaseException) -> bool:
+    """Tell all processes that this one stops by an error; whether nothing had failed before."""
+    if isinstance(error, jax.errors.JaxRuntimeError):  # which a lost process causes as well
+        peers.notice()
+    return peers.fail(f"process {peers.process} stopped: {line_of(error)}", exit_code_of(error))
 
 
 def tell_agent(

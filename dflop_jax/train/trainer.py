@@ -15,11 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.cluster.ending import exit_code_of
 from dflop_jax.cluster.told import is_restart, least_processes
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
@@ -62,9 +60,9 @@ from dflop_jax.train.restart import (
     check_claim,
     copies_of,
     is_begun,
-    line_of,
     open_folder,
     tell_agent,
+    tell_others,
 )
 from dflop_jax.train.results import FitResult, LoopResult, fit_result
 from dflop_jax.train.resume import Resume, Resumed, find_checkpoint, restore
@@ -151,10 +149,7 @@ class Trainer:
         try:
             yield
         except BaseException as e:
-            if isinstance(e, jax.errors.JaxRuntimeError):  # which a lost process causes as well
-                self.peers.notice()
-            why = f"process {self.peers.process} stopped: {line_of(e)}"
-            if self.peers.fail(why, exit_code_of(e)):
+            if tell_others(self.peers, e):
                 tell_agent(e, *(self._loop.under_way() if self._loop else ()))
             raise
 

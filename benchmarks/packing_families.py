@@ -66,6 +66,8 @@ FAMILIES = {
     "qwen3_vl": Family("models.qwen3_vl:build", "qwen3-vl-nano"),
     "gemma3": Family("models.gemma:build", "gemma3-nano"),
     "gemma3_text": Family("models.gemma:build_text", "gemma3-text-nano"),
+    "gemma4": Family("models.gemma4:build", "gemma4-nano"),
+    "gemma4_text": Family("models.gemma4:build_text", "gemma4-text-nano"),
     "wan": Family("models.wan:build", "nano+wan-nano"),
     "llava, GPU kernels": Family("models.llava:build", "nano", "pallas"),
     "wan, GPU kernels": Family("models.wan:build", "nano+wan-nano", "pallas"),

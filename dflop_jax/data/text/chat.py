@@ -17,6 +17,7 @@ import numpy as np
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, Span
+from dflop_jax.data.text.picture_frames import PictureFrame
 from dflop_jax.data.text.pieces import ROLES, TextPiece
 from dflop_jax.data.text.tokenizer_files import (
     check_embedding,
@@ -76,6 +77,7 @@ class ChatTokenizer:
         self.template = source
         self._template = ChatTemplate(source, named, str(self.folder))
         self._has_said = False
+        self._frame = PictureFrame.of(named, source)
         self._tokens = {kind: self._placeholder(kind, named) for kind in self._kinds}
         begin, end = (
             (self._id(named[name]),) if name in named else ()
@@ -127,7 +129,7 @@ class ChatTokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 [t], supervised bool [t]) of messages as templates take them ("role" and
         "content", which may be a list of parts). Media are one placeholder token each."""
-        text, spans = self._template.render(messages)
+        text, spans = self._render(messages)
         if not spans:
             spans = tuple(self._answer_spans(messages, text))
         ids, characters = self._encode_rendered(text)
@@ -149,9 +151,7 @@ class ChatTokenizer:
         """Pieces of turns, the last of them a user's, up to where the template has the answer
         begin."""
         messages = [self._message(*turn) for turn in turns]
-        ids, _ = self._encode_rendered(
-            self._template.render(messages, add_generation_prompt=True)[0]
-        )
+        ids, _ = self._encode_rendered(self._render(messages, add_generation_prompt=True)[0])
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
         return self._split(kinds, ids, np.zeros(len(ids), bool))
 
@@ -202,6 +202,13 @@ class ChatTokenizer:
         words = [p.get("text") or self._tokens[p["type"]] or "" for p in parts]
         return {"role": ROLES[role], "content": "".join(words)}
 
+    def _render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+    ) -> tuple[str, tuple[Span, ...]]:
+        """As the template has it, pictures framed."""
+        rendered = self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._frame.around(*rendered)
+
     def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
         """Answers by the difference that each makes to the text, up to its end-of-turn token.
 
@@ -211,8 +218,8 @@ class ChatTokenizer:
         spans = []
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         for k in answers:
-            before, _ = self._template.render(messages[:k], add_generation_prompt=True)
-            through, _ = self._template.render(messages[: k + 1])
+            before, _ = self._render(messages[:k], add_generation_prompt=True)
+            through, _ = self._render(messages[: k + 1])
             if not text.startswith(through) and through.startswith(before) and k < answers[-1]:
                 self._say_that_answers_change()
                 continue

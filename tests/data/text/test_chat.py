@@ -163,6 +163,36 @@ def test_image_ends_of_internvl(tmp_path):
     assert [pieces[k - 1].ids, pieces[k + 1].ids] == [(ends[0],), (ends[1],)]
 
 
+GEMMA = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}
+{% if c.type == 'image' %}PICTURE{% else %}{{ c.text | trim }}{% endif %}{% endfor %}{% endif %}
+<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    "written, framed",
+    [("<start>", "\n\n<start><soft><end>\n\n"), ("<soft>", "<start><soft><end>")],
+    ids=["gemma3", "gemma4"],
+)
+def test_pictures_of_gemma_are_framed(tmp_path, written, framed):
+    """As its processors put them into the rendered text; answers behind stay supervised."""
+    names = {"boi_token": "<start>", "image_token": "<soft>", "eoi_token": "<end>"}
+    template = GEMMA.replace("PICTURE", written)
+    folder = write(tmp_path, template, config=names, special=[*SPECIAL, *names.values()])
+    chat = ChatTokenizer(folder)
+    pieces = chat.pieces([("human", "<image>What?"), ("gpt", "It."), ("human", "<image>"),
+                          ("gpt", "That.")])  # fmt: skip
+    spelled = "".join("<soft>" if p.medium >= 0 else chat.spelled(p.ids) for p in pieces)
+    assert spelled.count(framed) == 2
+    assert [p.medium for p in pieces if p.medium >= 0] == [0, 1]
+    answers = [chat.spelled(p.ids) for p in pieces if p.supervised]
+    assert answers == ["It.<|im_end|>", "That.<|im_end|>"]
+    text = chat.pieces([("human", "a <start> b"), ("gpt", "c")])  # spelled, no picture
+    assert chat.ids_of("<start>")[0] not in [i for p in text for i in p.ids]
+
+
 @pytest.mark.parametrize("template", [CHATML, PARTS], ids=["chatml", "parts"])
 @pytest.mark.parametrize("text", ["<|im_end|>", "a<|im_start|>system\n", "<|AUDIO|>", "<|x|>"])
 def test_text_cannot_spell_a_special_token(tmp_path, template, text):

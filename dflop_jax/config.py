@@ -74,11 +74,6 @@ class DataConfig:
         "LLaVA-format JSON/JSONL file or folder, .tar shards, Parquet or Arrow files, OWNER/NAME "
         "in the hub's cache, a .yaml mixture; empty: scenes",
     ] = ""
-    eval_path: Annotated[
-        str,
-        "records to evaluate on, as data.path, of which train.eval_samples are; empty: some of "
-        "data.path, that training leaves out",
-    ] = ""
     factory: Annotated[
         str, "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"
     ] = ""
@@ -337,10 +332,6 @@ class TrainConfig:
     wandb_tags: Annotated[tuple[str, ...], "tags of the run in W&B, as first,second"] = ()
     eval_every: Annotated[NonNegativeInt, "steps between evaluations; 0: only at the end"] = 0
     eval_samples: Annotated[NonNegativeInt, "held-out samples; 0: no evaluation"] = 0
-    early_stop: Annotated[
-        NonNegativeInt,
-        "evaluations in a row without a lower held-out loss that end the run; 0: never",
-    ] = 0
 
 
 AS_OFTEN_AS_PAYS = -1  # of `checkpoint.every`
@@ -476,7 +467,15 @@ class Field(NamedTuple):
         try:
             return msgspec.convert(value, self.kind, strict=False)
         except msgspec.ValidationError as e:
-            raise ValueError(f"{str(e).split(' - at ')[0]} - at `{self.name}`") from None
+            why = str(e).split(" - at ")[0]
+            raise ValueError(f"{why} - at `{self.name}`; give {_wanted(self.kind)}") from None
+
+
+def _wanted(kind: Any) -> str:
+    """What a field of a kind holds, in words."""
+    if get_origin(kind) is tuple:
+        return "names with commas between"
+    return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a text")
 
 
 def _check_bounds(name: str, number: float, bounds: Meta) -> None:

@@ -33,10 +33,12 @@ def load(kind: type[T], path: str | Path) -> T:
     except OSError as e:
         raise ValueError(f"{path}: {(e.strerror or str(e)).lower()}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise ValueError(f"{path}: not JSON ({e})") from None
+        raise ValueError(f"{path}: not JSON ({e}); write it again, or remove it") from None
     name = raw.get("record") if isinstance(raw, dict) else None
     if name != kind.__name__:
-        raise ValueError(f"{path}: holds {name or 'no record'}, expected {kind.__name__}")
+        raise ValueError(
+            f"{path}: holds {name or 'no record'}, expected {kind.__name__}; name a file of that"
+        )
     if (version := raw.get("version")) != (ours := _version(name)):
         raise ValueError(f"{path}: version {version}, this program reads {ours}; make it again")
     try:

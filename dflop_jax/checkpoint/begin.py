@@ -40,11 +40,13 @@ def read_saved(reader: CheckpointReader, segment: Segment, fresh: Callable[[], P
     module, where = segment.plan.module, f"the checkpoint of step {reader.step}"
     known = {part_of(name) for name in reader.specs if name.startswith(f"params/{module}/")}
     if not known:
-        raise ValueError(f"{where} has no parameters of {module}: it is of another model")
+        raise ValueError(
+            f"{where} has no parameters of {module}: it is of another model, name a run of this one"
+        )
     if lost := sorted(known - set(segment.module.inputs)):
         raise ValueError(
             f"{where} has {', '.join(lost)} of {module}, which this model has not (adapters go on "
-            "with train.lora_rank, or begin from an export, which merges them)"
+            "with train.lora_rank; or begin with an export, which merges them)"
         )
     leaves: list[Any] = []
     drawn: list[Any] = []
@@ -58,7 +60,7 @@ def read_saved(reader: CheckpointReader, segment: Segment, fresh: Callable[[], P
             has = list(spec.shape) if spec else "nothing"
             raise ValueError(
                 f"{where} has {has} as {a.name}, this model needs {list(a.shape)}: it is of "
-                "another model"
+                "another model, name a run of this one"
             )
         leaves.append(read_array(reader, a))
     return jax.tree.unflatten(jax.tree.structure(initial_structs(segment)), leaves)

@@ -325,7 +325,8 @@ class Checkpointer:
             if known.shape != spec.shape or not (rounded or dtypes[0] == dtypes[1]):
                 raise ValueError(
                     f"{where} has {name} as {known.dtype}{list(known.shape)}, this run needs "
-                    f"{spec.dtype}{list(spec.shape)}; it is of another model"
+                    f"{spec.dtype}{list(spec.shape)}; it is of another model: use the same, or "
+                    "start a new run"
                 )
         there = {n for n in reader.specs if n.startswith(prefix)}
         for name in sorted(there - wanted.keys()):

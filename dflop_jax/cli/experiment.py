@@ -113,7 +113,7 @@ def load_experiment(path: str) -> dict[str, Config]:
     import_from_here()
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path}: not a Python file")
+        raise ValueError(f"{path}: not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -122,7 +122,7 @@ def load_experiment(path: str) -> dict[str, Config]:
     try:
         found = module.config() if hasattr(module, "config") else None
     except (TypeError, ValueError) as e:  # an unknown field, a value out of range
-        raise ValueError(f"{path}: config() fails: {e}") from None
+        raise ValueError(f"{path}: config() fails: {e}; mend it there") from None
     stages = {ONE_RUN: found} if isinstance(found, Config) else found
     if (
         not isinstance(stages, dict)
@@ -132,7 +132,7 @@ def load_experiment(path: str) -> dict[str, Config]:
     ):
         raise ValueError(
             f"{path}: defines no config() that returns a dflop_jax.Config, or a dict of them by "
-            "the names of stages"
+            "the names of stages; add one"
         )
     return stages
 

@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
     if not Path(args.run_folder).is_dir():
-        raise ValueError(f"{args.run_folder}: no such run folder")
+        raise ValueError(
+            f"{args.run_folder}: no such run folder; check the path, or train it first"
+        )
     config = folder_config(args.run_folder, args)
     model: Any = adapted(build_model(config.model), config.train)
     map_, whole = _map(model, config, args.module)

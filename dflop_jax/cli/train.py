@@ -119,7 +119,9 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | Stage
     if args.overwrite and args.resume:
         raise ValueError("--overwrite and --resume exclude each other; give one of them")
     if args.reset_optimizer and not args.resume:
-        raise ValueError("--reset-optimizer goes with --resume; a new run begins with a fresh one")
+        raise ValueError(
+            "--reset-optimizer goes with --resume: leave it out, a new run begins with a fresh one"
+        )
     plan = load(Plan, args.plan_file) if args.plan_file else None
     if args.callbacks:
         import_from_here()

@@ -50,7 +50,7 @@ def _server(watch: Any, port: int | None) -> Any:
     from dflop_jax.report.watch import PageServer
 
     if port is not None and not 0 <= port < 2**16:
-        raise ValueError(f"--port {port}: a port is a number from 0 (any free one) to 65535")
+        raise ValueError(f"--port {port}: a port must be from 0 (any free one) to 65535")
     try:
         return PageServer(watch, PORT if port is None else port)
     except OSError as e:

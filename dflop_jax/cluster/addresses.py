@@ -26,7 +26,7 @@ class Address:
 
     def __post_init__(self) -> None:
         if not (self.host and 1 <= self.port <= 65535):
-            raise ValueError(f"{self} is no HOST:PORT with a port from 1 to 65535")
+            raise ValueError(f"{self} is no HOST:PORT with a port from 1 to 65535; give one")
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -37,7 +37,7 @@ class Address:
         host, _, port = text.strip().rpartition(":")
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if not port.isascii() or not port.isdigit() or (":" in bare and bare == host):
-            raise ValueError(f"{text!r} is no HOST:PORT (such as node7:29400)")
+            raise ValueError(f"{text!r} is no HOST:PORT (such as node7:29400); give one")
         return cls(bare, int(port))
 
     @property
@@ -80,7 +80,9 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise ValueError(f"no free port found from {LISTEN_PORTS[0]} to {LISTEN_PORTS[-1]}")
+    raise ValueError(
+        f"no free port found from {LISTEN_PORTS[0]} to {LISTEN_PORTS[-1]}; end what holds them"
+    )
 
 
 def host_of(name: Any) -> str:

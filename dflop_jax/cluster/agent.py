@@ -288,7 +288,7 @@ class Agent:
             answer = msgspec.json.encode(self._copies.told_of(order, reports))
         order = msgspec.json.decode(peers.share("order", answer), type=Order)
         if order.exit_code is None and not order.start:
-            raise TryAgain("another part of this run goes on, or its folder cannot be written")
+            raise TryAgain("another part of this run goes on (wait), or its folder is read-only")
         if order.exit_code is None and not order.meets:
             self._copies.follow(order, self._report.start)
         return order

@@ -55,7 +55,7 @@ class CopyServer:
             except TryAgain:  # somebody was faster
                 continue
         else:
-            raise TryAgain(f"no port is free on {host}")
+            raise TryAgain(f"no port is free on {host}: end what holds them")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
         self._thread.start()

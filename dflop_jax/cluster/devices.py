@@ -87,7 +87,8 @@ def gpu_share(processes: Processes, each: int) -> list[int] | None:
     part = n_gpus // local
     if part < max(1, each):
         raise ValueError(
-            f"{local} processes on this host need {max(1, each)} GPUs each, {n_gpus} are there"
+            f"{local} processes on this host need {max(1, each)} GPUs each, {n_gpus} are there: "
+            "start fewer"
         )
     start = processes.local_index * part
     return list(range(start, start + (each or part)))

@@ -95,7 +95,10 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
         return Membership(planned=planned)
     if _joined is not None:
         if (_joined.processes, _joined.devices_each) != (processes, each):
-            raise ValueError("this program has joined a run of other processes or devices already")
+            raise ValueError(
+                "this program has joined a run of other processes or devices already: start "
+                "another one"
+            )
         return _joined.member
     if jax.distributed.is_initialized() or jax_has_started():
         raise ValueError(

@@ -173,7 +173,9 @@ class Group:
                     **more,
                 )
         except OSError as e:
-            raise ValueError(f"{program[0]}: cannot be started: {e.strerror}") from None
+            raise ValueError(
+                f"{program[0]}: cannot be started: {e.strerror}; check its name"
+            ) from None
 
     def _await_end(
         self,

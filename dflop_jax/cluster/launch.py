@@ -101,7 +101,7 @@ def launch(
     if limits.least > n * found.number:
         raise ValueError(
             f"--min-processes {limits.least}, but {found.number} hosts of {n} processes have "
-            f"{n * found.number}"
+            f"{n * found.number}; give at most so many"
         )
     shared = {
         SECRET_ENV: new_secret() if alone else find_secret(config).decode(),
@@ -145,5 +145,8 @@ def core_shares(n: int) -> list[set[int] | None]:
         raise ValueError("--pin: this platform does not tie processes to cores; leave it out")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < n:
-        raise ValueError(f"--pin: {n} processes need {n} cores, {len(cores)} are there")
+        raise ValueError(
+            f"--pin: {n} processes need {n} cores, {len(cores)} are there; leave it out, or "
+            "start fewer"
+        )
     return [set(cores[i * len(cores) // n : (i + 1) * len(cores) // n]) for i in range(n)]

@@ -54,7 +54,7 @@ class Mail:
         with self._changed:
             self._changed.wait_for(lambda: full in self._arrived or given_up())
             if full not in self._arrived:
-                raise RunFailed(f"waiting for {key!r}: the run has ended")
+                raise RunFailed(f"waiting for {key!r}: the run has ended: start it again")
             waiting = self._arrived[full]
             part = waiting.popleft()
             if not waiting:

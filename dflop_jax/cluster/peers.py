@@ -224,7 +224,9 @@ class Peers:
                 return
             self._lost(f"{link} died{self._remedy}", {link.process})
             self._await_end()
-            raise RunFailed(f"sending {key!r} to process {link.process}: it has gone") from None
+            raise RunFailed(
+                f"sending {key!r} to process {link.process}: it has gone: start again"
+            ) from None
 
     def _pass_down(self, key: str, value: bytes) -> None:
         for link in self._children:

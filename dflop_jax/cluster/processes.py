@@ -70,7 +70,10 @@ class Processes:
                 f"the first is 0, the last {self.number - 1}"
             )
         if self.number > 1 and self.coordinator is None:
-            raise ValueError(f"{self.source}: no coordinator for {self.number} processes")
+            raise ValueError(
+                f"{self.source}: no coordinator for {self.number} processes; name HOST:PORT of the "
+                "first"
+            )
 
     def devices(self, planned: int) -> int:
         """Those that are left of the devices that a configuration gives the run; 0: all."""
@@ -226,5 +229,5 @@ def _number(name: str, default: int | None = None) -> int:
     if text == "" and default is not None:
         return default
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name}={text!r} is not a number from 0")
+        raise ValueError(f"{name}={text!r} is not a number from 0; set it to one")
     return int(text)

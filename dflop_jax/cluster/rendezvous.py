@@ -200,7 +200,7 @@ def _join(address: Address, me: dict[str, Any], secret: bytes, timeout_s: float)
         time.sleep(min(RETRY_S, left))
     raise TryAgain(
         f"process {me['index']} did not reach process 0 at {address} within {timeout_s:g} s "
-        f"({why}); is it the address of process 0's host, and does process 0 run?"
+        f"({why}); is it the address of process 0's host, and does process 0 run? check"
     )
 
 
@@ -232,7 +232,7 @@ def _wait(link: socket.socket, address: Address, deadline: float) -> str:
         host = _answer(link, deadline)
     except TimeoutError:
         raise TryAgain(
-            f"process 0 at {address} is there, but still waits for other processes"
+            f"process 0 at {address} is there, but still waits for other processes: start them all"
         ) from None
     send_at_once(link)
     link.settimeout(None)

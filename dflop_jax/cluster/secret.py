@@ -79,9 +79,13 @@ def _read(path: Path, name: str) -> bytes:
             about = os.fstat(file.fileno())
             text = file.read(_MOST_BYTES)
     except OSError as e:
-        raise ValueError(f"{name}: {path} cannot be read: {e.strerror}") from None
+        raise ValueError(
+            f"{name}: {path} cannot be read ({e.strerror}); name another file"
+        ) from None
     if about.st_uid not in (os.geteuid(), 0):
-        raise ValueError(f"{name}: {path} belongs to another user, who then knows the secret")
+        raise ValueError(
+            f"{name}: {path} belongs to another user, who then knows the secret; make your own"
+        )
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(f"{name}: {path} is open to other users; chmod 600 {path}")
     return _long_enough(text.decode(errors="replace"), f"{name}: {path}")

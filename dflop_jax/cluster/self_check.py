@@ -75,7 +75,8 @@ def run_checks(checks: Mapping[str, Callable[[], str]], limit_s: float = LIMIT_S
         left.discard(name)
         if trouble:
             raise TryAgain(
-                f"host {socket.gethostname()} is not fit for a run: its {name} {trouble}"
+                f"host {socket.gethostname()} is not fit for a run: its {name} {trouble}; take "
+                "it out of the run, or mend it"
             )
 
 

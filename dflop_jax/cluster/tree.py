@@ -65,9 +65,13 @@ def branch(
                 ours = _branch_below(links[0], own_host, index, children, fan_out, secret, deadline)
             stack.pop_all()
     except TimeoutError:
-        raise TryAgain(f"process {index} was not connected to others in {BRANCH_S:g} s") from None
+        raise TryAgain(
+            f"process {index} was not connected to others in {BRANCH_S:g} s: start again"
+        ) from None
     except OSError as e:
-        raise TryAgain(f"process {index} lost another while they met: {e.strerror or e}") from None
+        raise TryAgain(
+            f"process {index} lost another while they met ({e.strerror or e}): start again"
+        ) from None
     for process, sock in links.items():
         if process not in ours or ours[process] is not sock:
             sock.close()

@@ -70,7 +70,7 @@ def evaluate(
       ValueError: there are no questions, or none can be asked.
     """
     if not asked:
-        raise ValueError("there is nothing to evaluate: no records")
+        raise ValueError("there is nothing to evaluate: no records; name data with some")
     replica = generator.replica
     # Every replica its own, dealt in turn; who runs one together with others answers alike.
     own = range(replica.number, len(asked), replica.count)
@@ -87,7 +87,9 @@ def evaluate(
 def _scored(rows: Sequence[AnswerRow], metrics: Sequence[str]) -> Evaluated:
     asked = [row for row in rows if not row.trouble]
     if not asked:
-        raise ValueError(f"none of {len(rows)} questions can be asked: {rows[0].trouble}")
+        raise ValueError(
+            f"none of {len(rows)} questions can be asked: {rows[0].trouble}; check the data"
+        )
     answered = [Answered(row.answer, row.references, row.choices) for row in asked]
     by_metric = {name: scores(name, answered) for name in metrics}
     of_row: list[dict[str, float]] = [

@@ -34,7 +34,7 @@ def published_params(
         return None
     weights: Any = getattr(model, "weights", None)
     if weights is None:
-        raise ValueError(f"{folder}: a {type(model).__name__} has no published form")
+        raise ValueError(f"{folder}: a {type(model).__name__} has no published form; name a run")
     opened = Folder(folder, weights)
     opened.check()
     params = {m: read_params(opened, m, structs[m]) for m in model.modules}

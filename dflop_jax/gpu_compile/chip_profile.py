@@ -153,7 +153,10 @@ def _that_compile(
     compiling = [ladder for ladder, error in errors.items() if not error]
     for ladder, error in errors.items():
         if not any(k.key[:2] == ladder.key[:2] for k in compiling):
-            raise ValueError(f"{ladder.module} cannot be compiled for {hardware.name}: {error}")
+            raise ValueError(
+                f"{ladder.module} cannot be compiled for {hardware.name}: {error}; choose other "
+                "plan.hardware, or a smaller data.max_tokens"
+            )
     # A degree is of use where all kinds of a module's layers compile.
     failed = {(k.module, k.ways) for k, error in errors.items() if error}
     return [k for k in compiling if (k.module, k.ways) not in failed]

@@ -64,10 +64,7 @@ def find_chip(name: str) -> Chip:
     """
     chip = CHIPS.get(name.strip().lower())
     if chip is None:
-        raise ValueError(
-            f"no programs can be compiled for {name!r}; chips that are described: "
-            f"{', '.join(CHIPS)}"
-        )
+        raise ValueError(f"no programs can be compiled for {name!r}; known: {', '.join(CHIPS)}")
     return chip
 
 

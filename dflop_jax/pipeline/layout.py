@@ -124,7 +124,7 @@ def _check_stages(s: Segment) -> None:
 def check_model(layout: Layout, model: MultimodalModel) -> None:
     """ValueError for a plan that was made for another model."""
     if unknown := set(layout.modules) - set(model.modules):
-        raise ValueError(f"the plan has modules {sorted(unknown)} that the model lacks")
+        raise ValueError(f"the plan has modules {sorted(unknown)} that the model lacks; plan again")
     known = edges_of(model)
     for e in layout.edges:
         if e not in known:
@@ -137,7 +137,7 @@ def check_model(layout: Layout, model: MultimodalModel) -> None:
         if parts[-1].stop != module.n_layers:
             raise ValueError(
                 f"the plan covers {parts[-1].stop} layers of {name!r}, the model has "
-                f"{module.n_layers}; it was made for another model"
+                f"{module.n_layers}; it was made for another model, plan again"
             )
         if module.tied != (name in layout.tied):
             raise ValueError(f"plan and model differ on whether {name!r} is tied; plan again")

@@ -10,6 +10,7 @@ from typing import Self
 from rich import progress as rich_progress
 from rich.console import Console
 
+from dflop_jax.config import TrainConfig
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.summary import flops_text, number
 
@@ -49,6 +50,11 @@ class Progress:
             *columns, console=self._console, expand=True, disable=not self._console.is_terminal
         )
         self._task = self._bar.add_task("", total=total_steps, completed=start)
+
+    @classmethod
+    def of(cls, train: TrainConfig, start: int, *, quiet: bool) -> Self:
+        """That of a run."""
+        return cls(train.steps, start, every=train.log_every, quiet=quiet)
 
     def __enter__(self) -> Self:
         self._bar.start()

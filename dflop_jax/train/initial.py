@@ -71,7 +71,9 @@ def first_weights(weights: Sequence[str]) -> dict[str, str]:
         try:
             config = msgspec.json.decode(Path(run, CONFIG).read_bytes(), type=Config)
         except (OSError, msgspec.DecodeError) as e:
-            raise ValueError(f"{run}: its {CONFIG} cannot be read ({e})") from None
+            raise ValueError(
+                f"{run}: its {CONFIG} cannot be read ({e}); name another run"
+            ) from None
         before = first_weights(config.model.weights)
         found |= before if not module else {module: before.get(module) or before.get("", "")}
     return {module: path for module, path in found.items() if path}
@@ -100,7 +102,9 @@ def _map(model: MultimodalModel, module: str, alone: bool) -> Any:
     """Return where a checkpoint has the parameters of a module, or ("") of the whole model."""
     if not module:
         if not alone:
-            raise ValueError("model.weights: one folder of the whole model, or MODULE=FOLDER each")
+            raise ValueError(
+                "model.weights: give one folder of the whole model, or MODULE=FOLDER each"
+            )
         whole = getattr(model, "weights", None)
         if whole is None:
             raise ValueError(

@@ -94,7 +94,7 @@ def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
     why = "it is no run folder"
     if (path / CONFIG).exists():
         why = "the run has saved none yet (see --checkpoint.every)"
-    raise ValueError(f"{path}: no checkpoint in it; {why}")
+    raise ValueError(f"{path}: no checkpoint in it; {why}; name another")
 
 
 def _whole(module: Module, device: jax.Device) -> Params:

@@ -48,7 +48,7 @@ DEGREES = (1, 2, 4, 8)  # of tensor parallelism, of which every module is profil
 
 def check_not_empty(source: Source) -> None:
     if not len(source):
-        raise ValueError(f"{source.name}: the dataset is empty")
+        raise ValueError(f"{source.name}: the dataset is empty; name one with records")
 
 
 def profile_data(config: PlanConfig, source: Source) -> DataProfile:

@@ -92,7 +92,10 @@ def check_claim(run_dir: str) -> None:
     other = launch_of(run_dir)
     if newer > start or other not in ("", name):
         what = f"start {newer} of this run" if newer > start else "another launch"
-        raise TryAgain(f"{what} goes on in {run_dir}; this one (start {start}) saves nothing more")
+        raise TryAgain(
+            f"{what} goes on in {run_dir}; this one (start {start}) saves nothing more: let that "
+            "go on"
+        )
 
 
 def tell_others(peers: Peers, error: BaseException) -> bool:

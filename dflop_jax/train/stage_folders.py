@@ -33,7 +33,7 @@ def stage_folders(stages: Mapping[str, Config]) -> dict[str, Config]:
     before = ""
     for number, (name, config) in enumerate(stages.items(), 1):
         if not _NAME.fullmatch(name):
-            raise ValueError(f"stage {name!r}: a name has letters, digits, _ and - only")
+            raise ValueError(f"stage {name!r}: a name must have letters, digits, _ and - only")
         config = replace(config, run_dir=f"{folder}/{number}-{name}")
         if before:
             config = replace(config, model=replace(config.model, weights=(before,)))

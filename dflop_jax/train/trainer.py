@@ -211,9 +211,7 @@ class Trainer:
             samples = SampleFile(folder.rows[SAMPLES])
             if not resumed:
                 self.place.time.write_to(folder.rows[EVENTS])
-        steps, every = config.train.steps, config.train.log_every
-        progress = Progress(steps, start, every=every, quiet=not peers.is_hub)
-        stack.enter_context(progress)
+        progress = stack.enter_context(Progress.of(config.train, start, quiet=not peers.is_hub))
         begun_s = time.perf_counter()
         ex, prices = self._prepare(progress, resumed)
         stack.callback(ex.close)
@@ -245,7 +243,7 @@ class Trainer:
                 self.place.time.write_to(folder.rows[EVENTS])
             self.place.time.resumed(first_step)
             folder.trackers = open_trackers(config, folder.path, first_step)
-            folder.track_every = every or 1
+            folder.track_every = config.train.log_every or 1
             folder.write_config(config)
             folder.write_profile(self.profile)
         # The plan's figures are in the folder then, and nothing else asks for times.

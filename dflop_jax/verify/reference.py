@@ -144,7 +144,9 @@ def _loaded(folder: Path, name: str) -> Any:
                 folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
             )
     except (OSError, ValueError, RuntimeError, KeyError) as e:
-        raise ValueError(f"{folder}: transformers cannot load it ({e})") from None
+        raise ValueError(
+            f"{folder}: transformers cannot load it ({e}); download it again"
+        ) from None
     finally:
         log.set_verbosity(level)
         log.enable_progress_bar()

@@ -128,7 +128,10 @@ def _check_all_written(params: Mapping[str, Params], pairs: Sequence[Any]) -> No
         raise ValueError("there are no adapters to write; train with train.lora_rank")
     if missing := sorted(every - written):
         names = ", ".join(".".join(where) for where in missing)
-        raise ValueError(f"a checkpoint has no matrix for the adapters {names}")
+        raise ValueError(
+            f"a published checkpoint has no matrix for the adapters {names}; leave out --adapter, "
+            "which folds them in"
+        )
 
 
 def as_matrices(t: Tensor, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

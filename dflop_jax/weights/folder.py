@@ -114,7 +114,7 @@ class Folder:
         if missing := [n for n in wanted if n not in self.entries]:
             raise ValueError(
                 f"{self.path}: no tensor {_names(missing)}; the download is incomplete or the "
-                "folder holds another model"
+                "folder holds another model; download it again, or name the folder of this one"
             )
         if extra := [
             e for n, e in self.entries.items() if n not in wanted and not self.map.is_ignored(n)
@@ -178,7 +178,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{file}: no such file; is this a folder of transformers?") from None
+        raise ValueError(f"{file}: no such file; name a folder of transformers") from None
     except (OSError, ValueError) as e:
         raise ValueError(f"{file}: cannot be read as JSON ({e}); download it again") from None
     if not isinstance(value, dict):

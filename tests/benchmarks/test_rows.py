@@ -361,6 +361,8 @@ RUNS = {
     "decode": Tiny(
         5, ("--passes", 1, "--samples", 2, "--workers", 1, "--minutes", 0.01), some_media
     ),
+    # Commands that train take minutes: the data and the check of it are the page's own.
+    "first_hour": Tiny(2, ("--commands", "check")),
     "forced": Tiny(2, ("--rows", "loop", "tensor"), losses_of_nobody),
     "fuzz_data": Tiny(2, ("--cases", 2), cases_that_are_told),
     "gpu_plans": Tiny(1, (), plans_of_nobody),

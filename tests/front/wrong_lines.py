@@ -55,7 +55,7 @@ WRONG = {
     "train --model qwen --data photos/p1-0.png": "expected a JSON list of records; repair it",
     f"train --model llama {ASK[13:]}": "is a language model alone",
     f"train --model clip {ASK[13:]}": "known: llava_onevision, internvl",
-    f"train {ASK} --train.steps many": "Expected `int`, got `str` - at `train.steps`",
+    f"train {ASK} --train.steps many": "got `str` - at `train.steps`; give a whole number",
     f"train {ASK} --plan.policy best": "is not one of auto, dflop, orch",
     f"train {ASK} --data.columns chat": "write FIELD=COLUMN, such as messages=chat",
     f"train {ASK} --train.learning_rates 3": "write NAME=RATE, such as vision=2e-6",

@@ -74,6 +74,11 @@ class DataConfig:
         "LLaVA-format JSON/JSONL file or folder, .tar shards, Parquet or Arrow files, OWNER/NAME "
         "in the hub's cache, a .yaml mixture; empty: scenes",
     ] = ""
+    eval_path: Annotated[
+        str,
+        "records to evaluate on, as data.path, of which train.eval_samples are; empty: some of "
+        "data.path, that training leaves out",
+    ] = ""
     factory: Annotated[
         str, "import path MODULE:FUNCTION of a source of your own: f(config.data, model, split)"
     ] = ""
@@ -332,6 +337,10 @@ class TrainConfig:
     wandb_tags: Annotated[tuple[str, ...], "tags of the run in W&B, as first,second"] = ()
     eval_every: Annotated[NonNegativeInt, "steps between evaluations; 0: only at the end"] = 0
     eval_samples: Annotated[NonNegativeInt, "held-out samples; 0: no evaluation"] = 0
+    early_stop: Annotated[
+        NonNegativeInt,
+        "evaluations in a row without a lower held-out loss that end the run; 0: never",
+    ] = 0
 
 
 AS_OFTEN_AS_PAYS = -1  # of `checkpoint.every`

@@ -220,6 +220,7 @@ NOT_NEGATIVE = [
     "train.loss_spike",
     "train.lora_rank",
     "train.eval_every",
+    "train.early_stop",
     "train.eval_samples",
     "train.peak_flops",
     "plan.devices",

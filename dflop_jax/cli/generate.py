@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default=[],
             help=f"{word} that the prompt is about, in the order of its <{kind}> tags",
         )
-    parser.add_argument("--prompt", metavar="TEXT", required=True, help="what to ask")
+    parser.add_argument("--prompt", metavar="TEXT", help="what to ask")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="talk in the terminal, turn by turn",
+    )
     add_sampling(parser)
     add_ways(parser)
     clip = parser.add_argument_group("clips", "Of models that answer by a clip.")
@@ -56,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Answer; the text goes to stdout as it comes, unless JSON is asked for. A clip is written."""
+    from dflop_jax.generate.chat import HELP, chat
     from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import tagged
@@ -65,11 +72,19 @@ def run(args: argparse.Namespace) -> Any:
     if generates_clips(config):
         return _clip(args, config)
     how = sampling_of(args)
+    if args.prompt is None and not args.chat:
+        raise ValueError("give --prompt TEXT, or --chat to talk")
+    if args.chat and args.json:
+        raise ValueError("--chat is for a terminal; leave out --json")
     media = {"image": args.image, "video": args.video, "audio": args.audio}
     # Mistakes show before a model is loaded.
-    tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
+    if args.prompt is not None:
+        tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
     use_cache(config.cache_dir)
     generator = Generator(config, source, ways=args.ways)
+    if args.chat:
+        print(HELP, file=sys.stderr)
+        return chat(generator, _lines(args.prompt), how, _write, media)
     answer = generator.answer(args.prompt, media, how, None if args.json else _write)
     if not args.json:
         _write("\n")
@@ -78,12 +93,26 @@ def run(args: argparse.Namespace) -> Any:
     return answer
 
 
+def _lines(first: str | None) -> Iterator[str]:
+    """What is typed, line by line, after a first one."""
+    if first is not None:
+        yield first
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        yield line
+
+
 def _clip(args: argparse.Namespace, config: Config) -> Any:
     from dflop_jax.generate.clip import ClipGenerator
     from dflop_jax.train.compile_cache import use_cache
 
     if args.image:
         raise ValueError("the model makes clips of a caption; leave out --image")
+    if args.prompt is None:
+        raise ValueError("give the caption: --prompt TEXT")
     run = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
     answer = ClipGenerator(config, args.checkpoint or run).make(

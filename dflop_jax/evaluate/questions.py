@@ -15,7 +15,7 @@ from dflop_jax.data.build import question_readers
 from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.sample import Places
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.generate.prompt import talk_sample
+from dflop_jax.generate.prompt import Talk, talk_sample
 from dflop_jax.generate.row import LLM
 from dflop_jax.records import Load
 
@@ -90,7 +90,7 @@ def _of_record(
         references = references or (turns[-1][1],)
         turns = turns[:-1]
     try:
-        sample = talk_sample(turns, record.media, data, model, tokenizer)
+        sample = talk_sample(Talk(turns, record.media), data, model, tokenizer)
     except ValueError as e:
         raise ValueError(f"{record.name}: {e}") from None
     return Question(turns[-1][1], references, record.choices, sample)

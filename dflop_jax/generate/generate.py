@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -17,10 +17,9 @@ import numpy as np
 from dflop_jax.config import Config
 from dflop_jax.data import MediaSpec, Sample, Tokenizer
 from dflop_jax.data.build import any_tokenizer
-from dflop_jax.data.datasets.chat_messages import Turns
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.generate.programs import TOKEN_MULTIPLE, Programs
-from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
+from dflop_jax.generate.prompt import NO_MEDIA, Media, Talk, asked, talk_sample
 from dflop_jax.generate.published import published_params
 from dflop_jax.generate.replica import least_ways, param_structs, replica_of
 from dflop_jax.generate.row import LLM, rows_of
@@ -120,21 +119,26 @@ class Generator:
         media: Media = NO_MEDIA,
         sampling: Sampling | None = None,
         on_text: OnText | None = None,
-        before: Turns = (),
     ) -> ChatAnswer:
-        """Answer a prompt about media, or about none; `on_text` gets the text as it comes, `before`
-        are earlier turns of the talk.
+        """Answer a prompt about media, or about none; `on_text` gets the text as it comes.
 
         Raises:
-          ValueError: see `prompt_sample`.
+          ValueError: see `prompt.asked` and `prompt.talk_sample`.
         """
-        sample = prompt_sample(prompt, media, self.config.data, self.model, self.tokenizer, before)
+        said = self.reply(asked(Talk(), prompt, media, self.model), sampling, on_text)
+        return replace(said, prompt=prompt)
+
+    def reply(
+        self, talk: Talk, sampling: Sampling | None = None, on_text: OnText | None = None
+    ) -> ChatAnswer:
+        """Answer the last turn of a talk, as `answer`."""
+        sample = talk_sample(talk, self.config.data, self.model, self.tokenizer)
         start = time.perf_counter()
         times = list[float]()
         (said,) = self.answers([sample], sampling or Sampling(), on_text=on_text, times=times)
         further = len(times) - 1
         return ChatAnswer(
-            prompt=prompt,
+            prompt=talk.turns[-1][1],
             answer=said.text,
             tokens=said.tokens,
             stopped=said.stopped,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,67 +32,78 @@ Media = Mapping[str, Sequence[str | Path]]
 NO_MEDIA: Media = MappingProxyType({})
 
 
+@dataclass(frozen=True)
+class Talk:
+    """Turns of (role, text) so far, and their media (kind, where) in the order of their tags."""
+
+    turns: Turns = ()
+    media: tuple[tuple[str, MediaFile], ...] = ()
+
+    def answered(self, text: str) -> Talk:
+        """The talk after an answer."""
+        return Talk((*self.turns, ("gpt", text)), self.media)
+
+
 def prompt_sample(
     prompt: str,
     media: Media,
     data: DataConfig,
     model: MultimodalModel,
     tokenizer: Tokenizer | ChatTokenizer,
-    before: Turns = (),
 ) -> Sample:
     """Return the turn of a user up to where the answer begins, prepared as in training.
 
+    Raises:
+      ValueError: see `asked` and `talk_sample`.
+    """
+    return talk_sample(asked(Talk(), prompt, media, model), data, model, tokenizer)
+
+
+def asked(before: Talk, prompt: str, media: Media, model: MultimodalModel) -> Talk:
+    """Return a talk with another turn of the user.
+
     Media stand where the prompt says <image>, <video> or <audio>, before it where it says none.
 
-    Args:
-      before: turns of the same talk, without media of their own.
-
     Raises:
-      ValueError: an empty prompt, tags unlike the media, media that the model does not take, a file
-        that is none or too small, or more tokens than `data.max_tokens`.
+      ValueError: an empty prompt, tags unlike the media, media that the model does not take, or no
+        such file.
     """
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    kinds, how = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
+    kinds = spec.kinds
     text = tagged(prompt, {kind: len(files) for kind, files in media.items()}, kinds)
-    files = {k.name: iter([_file(k, f, how) for f in media.get(k.name, ())]) for k in kinds}
+    files = {k.name: iter([_file(k, f) for f in media.get(k.name, ())]) for k in kinds}
     ordered = tuple((kind, next(files[kind])) for kind in tag_of(kinds).findall(text))
-    return talk_sample((*before, ("human", text)), ordered, data, model, tokenizer)
+    return Talk((*before.turns, ("human", text)), (*before.media, *ordered))
 
 
 def talk_sample(
-    turns: Turns,
-    media: Sequence[tuple[str, MediaFile]],
-    data: DataConfig,
-    model: MultimodalModel,
-    tokenizer: Tokenizer | ChatTokenizer,
+    talk: Talk, data: DataConfig, model: MultimodalModel, tokenizer: Tokenizer | ChatTokenizer
 ) -> Sample:
-    """Return (role, text) turns, the last of them a user's, up to where the answer begins.
-
-    Args:
-      media: (kind, where) in the order of their tags.
+    """Return a talk, whose last turn is a user's, up to where the answer begins.
 
     Raises:
-      ValueError: see `prompt_sample`.
+      ValueError: media that the model does not take or that are none or too small, or more tokens
+        than `data.max_tokens`.
     """
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     kinds, how = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
-    for name, where in media:
+    for name, where in talk.media:
         kind = next(k for k in kinds if k.name == name)
         if not module_of(how, name):
-            raise ValueError(f"{where}: the model {kind.taken} no {kind.word}s; leave them out")
-    decoded = _decoded(tuple(media), how, kinds)
+            raise ValueError(f"the model {kind.taken} no {kind.word}s; leave out {where}")
+    decoded = _decoded(talk.media, how, kinds)
     if isinstance(tokenizer, ChatTokenizer):
-        pieces = tokenizer.question_pieces(turns)
+        pieces = tokenizer.question_pieces(talk.turns)
     else:  # without the end of the empty answer
-        pieces = chat_pieces([*turns, ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
+        pieces = chat_pieces([*talk.turns, ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
     sample = compose(pieces, decoded, how, placeholder=tokenizer.placeholder_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
         of_media = int((sample.fields[LLM]["is_visual"] | sample.fields[LLM]["is_newline"]).sum())
         raise ValueError(
-            f"the prompt's {n_tokens} tokens{f' (of media {of_media})' if media else ''} exceed "
-            f"data.max_tokens={data.max_tokens}; shorten it, lower --data.max_tiles or raise "
-            "--data.max_tokens"
+            f"the prompt's {n_tokens} tokens{f' (of media {of_media})' if talk.media else ''} "
+            f"exceed data.max_tokens={data.max_tokens}; shorten it, lower --data.max_tiles or "
+            "raise --data.max_tokens"
         )
     return sample
 
@@ -118,10 +130,8 @@ def tagged(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) -> s
     return prompt
 
 
-def _file(kind: Kind, file: str | Path, how: Preparation) -> Path:
+def _file(kind: Kind, file: str | Path) -> Path:
     path = Path(file)
-    if not module_of(how, kind.name):
-        raise ValueError(f"the model {kind.taken} no {kind.word}s; leave out --{kind.name}")
     if not path.is_file():
         raise ValueError(f"{path}: no such {kind.word}; check --{kind.name}")
     return path

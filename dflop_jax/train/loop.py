@@ -34,6 +34,7 @@ from dflop_jax.train.exports import Exports
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
 from dflop_jax.train.judge import Judge
 from dflop_jax.train.meta import Meta, planned_under
+from dflop_jax.train.patience import Patience
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.results import LoopResult
@@ -70,6 +71,7 @@ class Loop:
         self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
         self._stopped_by = ""
+        self._evaluated: Evaluation | None = None  # the newest
         self._exports = Exports.of(config, place.model, self.saver, is_first=self.peers.is_hub)
         self._untold: list[int] = []  # steps whose saves callbacks are to be told of
 
@@ -101,6 +103,7 @@ class Loop:
         stack.callback(self._ahead.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
+        self._patience = Patience(config.train, self.folder, peers, start)
         if self._ready.held_out is not None:
             held_out = HeldOut(
                 config, self._ready.held_out, self.ex, self._ready.prices, self.packer
@@ -149,7 +152,8 @@ class Loop:
                 self._exports.finish()
         evaluation = None
         if held_out and not preempted and not self._goes_on:
-            evaluation = self._evaluate(held_out, done)
+            row = self._evaluated
+            evaluation = row if row and row.step == done else self._evaluate(held_out, done)
         self.log.write_trace()
         if preempted:
             saved = "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
@@ -336,6 +340,8 @@ class Loop:
         if self.folder:
             self.folder.append_evaluation(row)
         self._ready.callbacks.after_evaluation(done, row)
+        self._evaluated = row
+        self._stopped_by = self._stopped_by or self._patience.ends(done, row.loss)
         if self.config.checkpoint.keep_best and self._saves.best.is_beaten_by(row.loss):
             self._save(done)
             self._saves.keep_best(BestLoss(done, row.loss))

@@ -227,7 +227,7 @@ def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
 
 def check_trainable(config: Config) -> None:
     """ValueError where a configuration only plans, is to trace steps that it does not have, to
-    change plans without checkpoints, or to keep the best of what it does not evaluate or save."""
+    change plans without checkpoints, or to go by what it does not evaluate or save."""
     if config.plan.hardware:
         raise ValueError(
             f"plan.hardware={config.plan.hardware} plans for devices that are not here; leave it "
@@ -242,6 +242,17 @@ def check_trainable(config: Config) -> None:
         raise ValueError(
             "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every, "
             "train.eval_samples and train.eval_every"
+        )
+    if config.train.early_stop and not (config.train.eval_every and config.train.eval_samples):
+        raise ValueError(
+            f"train.early_stop={config.train.early_stop} goes by held-out losses; give "
+            "train.eval_every and train.eval_samples"
+        )
+    if config.data.eval_path and (config.data.factory or not config.train.eval_samples):
+        why = "a data.factory has its own" if config.data.factory else "train.eval_samples is 0"
+        raise ValueError(
+            f"data.eval_path={config.data.eval_path} is not evaluated on: {why}; leave it out, or "
+            "say how many samples"
         )
     last = profiled_steps(config.train.profile_steps).stop
     if last > config.train.steps and not config.train.epochs:  # whose steps the data say

@@ -183,19 +183,24 @@ class Workplace:
         if factory := self.config.data.factory or data_factory_of(self.model):
             return imported("data.factory", factory)(self.config.data, self.model, split)
         spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
+        data, held_out, barrier = self.config.data, self.config.train.eval_samples, split
+        if data.eval_path:  # all of it is held out, and all of data.path trains
+            if split == "eval":
+                data = replace(data, path=data.eval_path, loss_on_prompts=False)
+            split, held_out = "train", 0
         make = partial(
             make_source,
-            self.config.data,
+            data,
             spec,
             split,
-            n_held_out=self.config.train.eval_samples,
+            n_held_out=held_out,
             vocab_size=self.model.vocab_size,
             index_dir=self.config.cache_dir,
         )
-        if not self.config.data.path:  # scenes, which have no index
+        if not data.path:  # scenes, which have no index
             return make()
         first = make() if self.peers.is_hub else None
-        self.peers.barrier(f"source/{split}")  # the others find the index that process 0 made
+        self.peers.barrier(f"source/{barrier}")  # the others find the index that process 0 made
         return first or make()
 
 

@@ -109,7 +109,8 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
     "args, says",
     [
         (["gone.py", *ASK], "gone.py: no such experiment file"),
-        (["nano.py"], "the following arguments are required: --prompt"),
+        (["nano.py"], "give --prompt TEXT, or --chat to talk"),
+        (["nano.py", "--chat", "--json"], "--chat is for a terminal; leave out --json"),
         (["nano.py", "--prompt", ""], "the prompt is empty; ask something with --prompt TEXT"),
         (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),
         (["nano.py", *ASK, "--checkpoint", "gone"], "gone: no such run folder; check --checkpoint"),
@@ -133,7 +134,7 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         ),
         (["nano.py", *ASK, "--video", "gone.mp4"], "gone.mp4: no such clip; check --video"),
         (["nano.py", *ASK, "--video", "red.png"], "red.png: "),
-        (["nano.py", *ASK, "--audio", "red.png"], "the model hears no sounds; leave out --audio"),
+        (["nano.py", *ASK, "--audio", "red.png"], "the model hears no sounds; leave out red.png"),
         (
             ["nano.py", "--prompt", "<image>?", "--image", "red.png", "--video", "red.png"],
             "one <image> for each of 1 pictures and one <video> for each of 1 clips, or no tag",

@@ -8,17 +8,14 @@ Long because every flag of a run stands here, with its help line.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Meta
 
+from dflop_jax import config_fields
+from dflop_jax.config_fields import Field, check_bounds
 from dflop_jax.config_texts import (
     DECAYS,
     RATES,
@@ -427,81 +424,13 @@ class Config:
         for leaf in fields():
             leaf.check(leaf.value(self))
         for name, rate in named_numbers(self.train.learning_rates, RATES).items():
-            _check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
+            check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
         for name, decay in named_numbers(self.train.weight_decays, DECAYS).items():
-            _check_bounds(f"train.weight_decays {name}", decay, Meta(ge=0))
+            check_bounds(f"train.weight_decays {name}", decay, Meta(ge=0))
         adapter_ranks(self.train.lora_ranks)
         profiled_steps(self.train.profile_steps)
         _check_moments(self.train)
         named_columns(self.data.columns)
-
-
-class Field(NamedTuple):
-    """One field that holds a value, as its annotation describes it."""
-
-    name: str  # dotted, such as "train.steps"
-    kind: Any  # bool, int, float, str, tuple[str, ...] or a Literal of strings
-    bounds: Meta | None
-    help: str
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The values of a `Literal`; empty for other kinds."""
-        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
-
-    def value(self, config: Config) -> Any:
-        """The value that `config` has in this field."""
-        node: Any = config
-        for part in self.name.split("."):
-            node = getattr(node, part)
-        return node
-
-    def check(self, value: Any) -> None:
-        """Raise ValueError for a value that the annotation does not allow."""
-        if self.choices and value not in self.choices:
-            raise ValueError(f"{self.name}={value!r} is not one of {', '.join(self.choices)}")
-        if self.bounds is not None:
-            _check_bounds(self.name, value, self.bounds)
-
-    def parse(self, value: str | Sequence[str]) -> Any:
-        """The value that a command line's text stands for.
-
-        Raises:
-          ValueError: text that is no value of this kind.
-        """
-        if self.choices:
-            return value
-        if get_origin(self.kind) is tuple and isinstance(value, str):
-            value = [entry for entry in value.split(",") if entry]
-        try:
-            return msgspec.convert(value, self.kind, strict=False)
-        except msgspec.ValidationError as e:
-            why = str(e).split(" - at ")[0]
-            raise ValueError(f"{why} - at `{self.name}`; give {_wanted(self.kind)}") from None
-
-
-def _wanted(kind: Any) -> str:
-    """What a field of a kind holds, in words."""
-    if get_origin(kind) is tuple:
-        return "names with commas between"
-    return {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a text")
-
-
-def _check_bounds(name: str, number: float, bounds: Meta) -> None:
-    """Raise ValueError for a number outside `bounds`, or one that is not finite."""
-    low = bounds.gt if bounds.ge is None else bounds.ge
-    assert low is not None, f"{name} has bounds that no rule is written for"
-    if bounds.gt is not None:
-        allowed, rule = number > low, f"a finite number above {low}"
-    elif bounds.lt is not None:
-        allowed, rule = low <= number < bounds.lt, f"a number from {low} to below {bounds.lt}"
-    elif bounds.le is not None:
-        allowed, rule = low <= number <= bounds.le, f"a number from {low} to {bounds.le}"
-    else:
-        rule = "a finite number, 0 or above" if low == 0 else f"at least {low}"
-        allowed = number >= low
-    if not (allowed and math.isfinite(number)):
-        raise ValueError(f"{name}={number} must be {rule}")
 
 
 # Above it, a step without a gradient shrinks a second moment by less than bfloat16 can tell.
@@ -517,17 +446,9 @@ def _check_moments(train: TrainConfig) -> None:
         )
 
 
-@cache
-def fields(kind: type = Config, prefix: str = "") -> tuple[Field, ...]:
-    """Every field that holds a value, of `kind` and of the dataclasses in it."""
-    out: list[Field] = []
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        if dataclasses.is_dataclass(hint):
-            out += fields(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            *bounds, text = hint.__metadata__
-            out.append(Field(prefix + name, hint.__origin__, bounds[0] if bounds else None, text))
-    return tuple(out)
+def fields() -> tuple[Field, ...]:
+    """Every field that holds a value, of a configuration and of its sections."""
+    return config_fields.fields(Config)
 
 
 # A field -> the field that says the same in another way: given, it puts that one out of force.
@@ -535,26 +456,5 @@ INSTEAD = {"train.steps": "train.epochs", "train.warmup_steps": "train.warmup_ra
 
 
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
-    """`config` with dotted fields replaced; strings are converted to the field's type.
-
-    Raises:
-      ValueError: unknown name (with the nearest one), a value of the wrong type or out of bounds,
-        or two fields that say the same.
-    """
-    for name, other in INSTEAD.items():
-        if name in values and other in values:
-            raise ValueError(f"{name} and {other} say the same in two ways; give one of them")
-    values = {INSTEAD[name]: "0" for name in values if name in INSTEAD} | dict(values)
-    known = {leaf.name: leaf for leaf in fields()}
-    changed: dict[str, dict[str, Any]] = {}  # by section; "" holds what is in none
-    for name, text in values.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]}?" if near else "; see --help for the names"
-            raise ValueError(f"unknown override {name}{hint}")
-        section, _, leaf = name.rpartition(".")
-        changed.setdefault(section, {})[leaf] = known[name].parse(text)
-    # All at once, since some values are only allowed together.
-    whole = changed.pop("", {})
-    sections = {k: dataclasses.replace(getattr(config, k), **v) for k, v in changed.items()}
-    return dataclasses.replace(config, **whole, **sections)
+    """`config` with dotted fields replaced; see `config_fields.override`."""
+    return config_fields.override(config, values, INSTEAD)

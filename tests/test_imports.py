@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 
-LEFT = {"records", "contract", "config", "config_texts", "children"}
+LEFT = {"records", "contract", "config", "config_fields", "config_texts", "children"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"tasks"}
@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record_files": {"records"},
     "children": set(),
     "contract": {"records"},
-    "config": {"records", "config_texts"},
+    "config": {"records", "config_fields", "config_texts"},
+    "config_fields": set(),
     "config_texts": set(),
     "data": LEFT,
     "hardware": LEFT,

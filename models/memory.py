@@ -16,7 +16,7 @@ from models.attention import Attend, masked_attention
 Array = jax.Array
 
 
-class Kept(NamedTuple):
+class KeptSlots(NamedTuple):
     """Keys and values; those of one layer lack the L."""
 
     keys_LBSKH: Any
@@ -34,22 +34,22 @@ class KeysAndValues:
 
     attend: Attend
     window: int = 0
-    axes = Kept(("rows", None, "kv_heads", None), ("rows", None, "kv_heads", None))
+    axes = KeptSlots(("rows", None, "kv_heads", None), ("rows", None, "kv_heads", None))
 
     def prompt(
         self, last_B: Array, slots: int, q: Array, k: Array, v: Array, ids: Array, **how: Any
-    ) -> tuple[Array, Kept]:
+    ) -> tuple[Array, KeptSlots]:
         """Attention over whole prompts, and the keys and values of one layer."""
         out = self.attend(q, k, v, ids, **how)
         size = self._size(slots)
         if size == slots:
-            return out, _padded(Kept(k, v), 1, slots)
+            return out, _padded(KeptSlots(k, v), 1, slots)
         token_BS = jnp.maximum(_token_of(jnp.arange(size), last_B, size), 0)[:, :, None, None]
-        return out, Kept(*(jnp.take_along_axis(a, token_BS, axis=1) for a in (k, v)))
+        return out, KeptSlots(*(jnp.take_along_axis(a, token_BS, axis=1) for a in (k, v)))
 
     def token(
         self,
-        kept: Kept,
+        kept: KeptSlots,
         layer: Array,
         at_B: Array,
         q: Array,
@@ -57,11 +57,11 @@ class KeysAndValues:
         v: Array,
         ids: Array,
         **how: Any,
-    ) -> tuple[Array, Kept]:
+    ) -> tuple[Array, KeptSlots]:
         """Attention of the token at one place of each row, in the layer of that number."""
         size, rows = kept.keys_LBSKH.shape[2], jnp.arange(len(at_B))
         # One slot is written: no other layer's keys move.
-        kept = Kept(
+        kept = KeptSlots(
             *(
                 a.at[layer, rows, at_B % size].set(new[:, 0])
                 for a, new in zip(kept, (k, v), strict=True)
@@ -71,7 +71,7 @@ class KeysAndValues:
         keys, values = (a[layer] for a in kept)
         return masked_attention(q, keys, values, seen_BTS, how.get("scale")), kept
 
-    def grown(self, kept: Kept, slots: int) -> Kept:
+    def grown(self, kept: KeptSlots, slots: int) -> KeptSlots:
         """The same with more slots; no row has more tokens than it had."""
         return _padded(kept, 2, self._size(slots))
 
@@ -84,9 +84,9 @@ def _token_of(slot_S: Array, last_B: Array, size: int) -> Array:
     return last_B[:, None] - (last_B[:, None] - slot_S[None]) % size
 
 
-def _padded(kept: Kept, dim: int, size: int) -> Kept:
+def _padded(kept: KeptSlots, dim: int, size: int) -> KeptSlots:
     def padded(a: Array) -> Array:
         assert a.shape[dim] <= size, (a.shape, size)
         return jnp.pad(a, [(0, (size - n) * (d == dim)) for d, n in enumerate(a.shape)])
 
-    return Kept(*map(padded, kept))
+    return KeptSlots(*map(padded, kept))

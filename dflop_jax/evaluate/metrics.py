@@ -11,7 +11,7 @@ TOLERANCE = 0.05  # of numbers, by relaxed match
 LEAST_SIMILARITY = 0.5  # below which ANLS counts an answer as wrong
 
 
-class Answered(NamedTuple):
+class ScoredAnswer(NamedTuple):
     """What was said, and what would have been right.
 
     Attributes:
@@ -23,24 +23,24 @@ class Answered(NamedTuple):
     choices: tuple[str, ...] = ()
 
 
-def exact(a: Answered) -> float:
+def exact(a: ScoredAnswer) -> float:
     """Whether the answer is one of the references, but for case, space and a stop at its end."""
     return float(_plain(a.said) in map(_plain, a.references))
 
 
-def relaxed(a: Answered) -> float:
+def relaxed(a: ScoredAnswer) -> float:
     """Whether a number is within 5% of a reference's, and other text the same (ChartQA, arXiv
     2203.10244)."""
     return max(float(_is_close(a.said, reference)) for reference in a.references)
 
 
-def anls(a: Answered) -> float:
+def anls(a: ScoredAnswer) -> float:
     """Largest similarity to a reference: 1 less the edits of characters over the longer one's, 0
     where that is below a half (average normalised Levenshtein similarity, arXiv 1905.13648)."""
     return max(_similarity(_plain(a.said), _plain(r)) for r in a.references)
 
 
-def choice(a: Answered) -> float:
+def choice(a: ScoredAnswer) -> float:
     """Whether the choice that the answer names, by its letter or else its text, is right."""
     return float(chosen(a.said, a.choices) in a.references)
 
@@ -67,7 +67,7 @@ def chosen(said: str, choices: Sequence[str]) -> str:
     return equal[0] if equal else within[0] if len(within) == 1 else ""
 
 
-def wrong_words(a: Answered) -> tuple[int, int]:
+def wrong_words(a: ScoredAnswer) -> tuple[int, int]:
     """(edits of words from the nearest reference to the answer, words of that reference)."""
     said = a.said.casefold().split()
     edits = [
@@ -88,7 +88,7 @@ def edit_distance(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 WER = "wer"
-OF_ONE: dict[str, Callable[[Answered], float]] = {
+OF_ONE: dict[str, Callable[[ScoredAnswer], float]] = {
     "exact": exact,
     "relaxed": relaxed,
     "anls": anls,
@@ -103,7 +103,7 @@ def check_metrics(names: Sequence[str]) -> None:
         raise ValueError(f"no metric {unknown[0]!r}; there are {', '.join(METRICS)}")
 
 
-def scores(name: str, answers: Sequence[Answered]) -> list[float | None]:
+def scores(name: str, answers: Sequence[ScoredAnswer]) -> list[float | None]:
     """A metric of each answer; None of one that has no references (of `choice`: no choices)."""
     if name == WER:
         words = [wrong_words(a) if a.references else None for a in answers]
@@ -112,7 +112,7 @@ def scores(name: str, answers: Sequence[Answered]) -> list[float | None]:
     return [OF_ONE[name](a) if fit else None for a, fit in zip(answers, fits, strict=True)]
 
 
-def mean_of(name: str, answers: Sequence[Answered]) -> float | None:
+def mean_of(name: str, answers: Sequence[ScoredAnswer]) -> float | None:
     """A metric of all answers that have references, None where none has: the mean; of `wer` all
     edits over all words."""
     if name == WER:

@@ -23,7 +23,7 @@ AnyTokenizer = Tokenizer | ChatTokenizer
 
 
 @dataclass(frozen=True)
-class Question:
+class PreparedQuestion:
     """A question, prepared for the model.
 
     Attributes:
@@ -39,16 +39,16 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingQuestion:
     """A question that can be made when it is its turn; ValueError: it cannot."""
 
     name: str
-    make: Callable[[], Question]
+    make: Callable[[], PreparedQuestion]
 
 
 def of_records(
     data: DataConfig, model: MultimodalModel, tokenizer: AnyTokenizer, n: int
-) -> list[Asked]:
+) -> list[PendingQuestion]:
     """Questions of `n` records of `data.path`, drawn by `data.seed`; all for 0.
 
     Raises:
@@ -60,15 +60,17 @@ def of_records(
         all_of_them += [(reader, located) for located in reader.locate()]
     make = partial(_of_record, data, model, tokenizer)
     return [
-        Asked(located.place, partial(make, reader, located))
+        PendingQuestion(located.place, partial(make, reader, located))
         for reader, located in (all_of_them[k] for k in _drawn(len(all_of_them), n, data.seed))
     ]
 
 
-def of_source(source: Source, tokenizer: AnyTokenizer, n: int, seed: int) -> list[Asked]:
+def of_source(source: Source, tokenizer: AnyTokenizer, n: int, seed: int) -> list[PendingQuestion]:
     """Questions of `n` samples of a source, whose last supervised text is the reference."""
     chosen = _drawn(len(source), n, seed)
-    return [Asked(source.label(i), partial(_of_sample, source, tokenizer, i)) for i in chosen]
+    return [
+        PendingQuestion(source.label(i), partial(_of_sample, source, tokenizer, i)) for i in chosen
+    ]
 
 
 def _drawn(of: int, n: int, seed: int) -> list[int]:
@@ -83,7 +85,7 @@ def _of_record(
     tokenizer: AnyTokenizer,
     reader: RecordReader,
     located: Located,
-) -> Question:
+) -> PreparedQuestion:
     record = reader.read(located)
     turns, references = record.turns, record.answers
     if turns[-1][0] == "gpt":
@@ -93,10 +95,10 @@ def _of_record(
         sample = talk_sample(Talk(turns, record.media), data, model, tokenizer)
     except ValueError as e:
         raise ValueError(f"{record.name}: {e}") from None
-    return Question(turns[-1][1], references, record.choices, sample)
+    return PreparedQuestion(turns[-1][1], references, record.choices, sample)
 
 
-def _of_sample(source: Source, tokenizer: AnyTokenizer, index: int) -> Question:
+def _of_sample(source: Source, tokenizer: AnyTokenizer, index: int) -> PreparedQuestion:
     sample = source.sample(index)
     llm = sample.fields[LLM]
     # Token t is answered by what follows it.
@@ -108,7 +110,9 @@ def _of_sample(source: Source, tokenizer: AnyTokenizer, index: int) -> Question:
     answer = [t for t in answer if t != tokenizer.im_end_id]
     said = [int(t) for t, seen in zip(llm["tokens"], llm["is_visual"], strict=True) if not seen]
     question = tokenizer.decode(said[: first + 1 - int(llm["is_visual"][: first + 1].sum())])
-    return Question(question, (tokenizer.decode(answer).strip(),), (), up_to(sample, first + 1))
+    return PreparedQuestion(
+        question, (tokenizer.decode(answer).strip(),), (), up_to(sample, first + 1)
+    )
 
 
 def up_to(sample: Sample, tokens: int) -> Sample:

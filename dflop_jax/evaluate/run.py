@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.evaluate.metrics import Answered, mean_of, scores
-from dflop_jax.evaluate.questions import Asked, Question
+from dflop_jax.evaluate.metrics import ScoredAnswer, mean_of, scores
+from dflop_jax.evaluate.questions import PendingQuestion, PreparedQuestion
 from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.row import LLM
 from dflop_jax.generate.sampling import Sampling
@@ -55,7 +55,7 @@ class Evaluated:
 
 def evaluate(
     generator: Generator,
-    asked: Sequence[Asked],
+    asked: Sequence[PendingQuestion],
     how: Sampling,
     metrics: Sequence[str],
     peers: Peers,
@@ -90,7 +90,7 @@ def _scored(rows: Sequence[AnswerRow], metrics: Sequence[str]) -> Evaluated:
         raise ValueError(
             f"none of {len(rows)} questions can be asked: {rows[0].trouble}; check the data"
         )
-    answered = [Answered(row.answer, row.references, row.choices) for row in asked]
+    answered = [ScoredAnswer(row.answer, row.references, row.choices) for row in asked]
     by_metric = {name: scores(name, answered) for name in metrics}
     of_row: list[dict[str, float]] = [
         {name: score for name, score in zip(metrics, column, strict=True) if score is not None}
@@ -102,7 +102,7 @@ def _scored(rows: Sequence[AnswerRow], metrics: Sequence[str]) -> Evaluated:
 
 
 def _answered(
-    generator: Generator, asked: Sequence[Asked], own: Sequence[int], how: Sampling
+    generator: Generator, asked: Sequence[PendingQuestion], own: Sequence[int], how: Sampling
 ) -> Iterator[tuple[int, AnswerRow]]:
     """Yield the rows of some of the questions, as they are answered."""
     rows = generator.rows * generator.replica.ranks
@@ -115,7 +115,7 @@ def _answered(
             made = dict(zip(part, (c.result() for c in coming), strict=True))
             following = parts[n + 1] if n + 1 < len(parts) else ()
             coming = [pool.submit(_made, asked[k]) for k in following]
-            questions = {k: q for k, q in made.items() if isinstance(q, Question)}
+            questions = {k: q for k, q in made.items() if isinstance(q, PreparedQuestion)}
             for k, why in made.items():
                 if isinstance(why, str):
                     yield k, AnswerRow(asked[k].name, "", (), (), "", "", 0, {}, why)
@@ -140,7 +140,7 @@ def _answered(
                     )
 
 
-def _made(asked: Asked) -> Question | str:
+def _made(asked: PendingQuestion) -> PreparedQuestion | str:
     """The question, or why there is none."""
     try:
         return asked.make()

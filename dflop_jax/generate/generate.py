@@ -18,7 +18,7 @@ from dflop_jax.config import Config
 from dflop_jax.data import MediaSpec, Sample, Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.generate.programs import TOKEN_MULTIPLE, Programs
+from dflop_jax.generate.programs import TOKEN_MULTIPLE, AnswerPrograms
 from dflop_jax.generate.prompt import NO_MEDIA, Media, Talk, asked, talk_sample
 from dflop_jax.generate.published import published_params
 from dflop_jax.generate.replica import least_ways, param_structs, replica_of
@@ -103,7 +103,7 @@ class Generator:
         ways = ways or least_ways(self.model, devices)
         self.replica = replica_of(devices, ways, jax.process_index(), rows)
         self.rows = -(-rows // self.replica.ranks)  # of a data rank
-        self.programs = Programs(self.model, self.replica)
+        self.programs = AnswerPrograms(self.model, self.replica)
         kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
         self.tokenizer = any_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
         structs = {

@@ -27,7 +27,7 @@ from dflop_jax.contract import (
 from dflop_jax.generate import decoding
 from dflop_jax.generate.decoding import Cache, inlets_of
 from dflop_jax.generate.replica import DATA, MODEL, Replica, spec_of
-from dflop_jax.generate.row import LLM, Rows, bucket_of, with_features
+from dflop_jax.generate.row import LLM, AnswerRows, bucket_of, with_features
 from dflop_jax.generate.sampling import Draw, Sampling, next_tokens
 
 Tree = Any
@@ -38,21 +38,21 @@ ANSWER_TOKENS = 128
 
 
 class RowArrays(NamedTuple):
-    """The arrays of `Rows`, here or on devices."""
+    """The arrays of `AnswerRows`, here or on devices."""
 
     media: Mapping[str, Mapping[str, Any]]
     fields: dict[str, Any]
     places: Mapping[str, tuple[Any, ...]]
 
 
-class Held(NamedTuple):
+class HeldTokens(NamedTuple):
     """What a batch keeps of its rows' tokens: what layers keep, and which tokens there are."""
 
     cache: Cache
     said_BV: Any
 
 
-class At(NamedTuple):
+class NewestTokens(NamedTuple):
     """The newest token of each row: its id, its place in the row, the answer's number among all
     that are drawn, and the tokens of the answer up to it."""
 
@@ -62,7 +62,7 @@ class At(NamedTuple):
     nth_B: Any
 
 
-class Programs:
+class AnswerPrograms:
     """Those of a model on a replica.
 
     Raises:
@@ -80,7 +80,7 @@ class Programs:
         self._replica = replica
         rows: Any = P(DATA)
         every = P()
-        held = Held(
+        held = HeldTokens(
             Cache({k: P(None, DATA) for k in dict.fromkeys(layer_kinds_of(llm))}, rows), rows
         )
         self.begin = self._compiled(
@@ -97,7 +97,7 @@ class Programs:
         return sum(p._cache_size() for p in (self.begin, self.go_on, self.grow))
 
     def tokens(
-        self, params: dict[str, Params], rows: Rows, number: np.ndarray, how: Sampling
+        self, params: dict[str, Params], rows: AnswerRows, number: np.ndarray, how: Sampling
     ) -> Iterator[np.ndarray]:
         """Yield the next token of every row, int32 [rows], up to `how.max_tokens` times.
 
@@ -153,14 +153,14 @@ def _shardings(llm: GeneratingModule, replica: Replica, made: Tree) -> Tree:
     rows = replica.sharding(DATA)
     shardings = jax.tree.map(lambda _: rows, made)
 
-    def of_held(held: Held, of: Held) -> Held:
+    def of_held(held: HeldTokens, of: HeldTokens) -> HeldTokens:
         by_kind = {
             kind: jax.tree.map(kept, tree, llm.memory(kind).axes)
             for kind, tree in held.cache.kept.items()
         }
         return of._replace(cache=of.cache._replace(kept=by_kind))
 
-    if isinstance(made, Held):
+    if isinstance(made, HeldTokens):
         return of_held(made, shardings)
     return of_held(made[0], shardings[0]), shardings[1]
 
@@ -175,7 +175,7 @@ def begin(
     draw: Draw,
     *,
     slots: int,
-) -> tuple[Held, At]:
+) -> tuple[HeldTokens, NewestTokens]:
     """Run prompts, and draw the first token of each answer."""
     llm: Any = on_chip(model.modules[LLM], chip)
     batch = with_features(model, chip, params, arrays.fields, arrays.media, arrays.places)
@@ -187,20 +187,22 @@ def begin(
     nth_B = jnp.zeros_like(last_B)
     token_B = next_tokens(draw, logits_BV, said_BV, number_B, nth_B)
     said_BV = _with_tokens(said_BV, token_B[:, None])
-    return Held(cache, said_BV), At(token_B, last_B + 1, number_B, nth_B + 1)
+    return HeldTokens(cache, said_BV), NewestTokens(token_B, last_B + 1, number_B, nth_B + 1)
 
 
 def go_on(
-    llm: GeneratingModule, params: dict[str, Params], held: Held, at: At, draw: Draw
-) -> tuple[Held, At]:
+    llm: GeneratingModule, params: dict[str, Params], held: HeldTokens, at: NewestTokens, draw: Draw
+) -> tuple[HeldTokens, NewestTokens]:
     """Run the newest token of each row, and draw the one after it."""
     logits_BV, cache = decoding.decode(llm, params[LLM], held.cache, at.token_B, at.place_B)
     token_B = next_tokens(draw, logits_BV, held.said_BV, at.number_B, at.nth_B)
     said_BV = _with_tokens(held.said_BV, token_B[:, None])
-    return Held(cache, said_BV), At(token_B, at.place_B + 1, at.number_B, at.nth_B + 1)
+    return HeldTokens(cache, said_BV), NewestTokens(
+        token_B, at.place_B + 1, at.number_B, at.nth_B + 1
+    )
 
 
-def grow(llm: GeneratingModule, held: Held, *, slots: int) -> Held:
+def grow(llm: GeneratingModule, held: HeldTokens, *, slots: int) -> HeldTokens:
     """The same, with room for rows of `slots` tokens."""
     return held._replace(cache=decoding.grown(llm, held.cache, slots))
 

@@ -44,7 +44,7 @@ LLM = "llm"  # the module that answers
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class AnswerRows:
     """Samples in rows of the LLM, and their pieces in rows of each encoder, on `ranks` data ranks:
     the first rows are the first rank's, and so on.
 
@@ -64,7 +64,7 @@ class Rows:
     pieces: dict[str, int]
 
 
-def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> Rows:
+def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> AnswerRows:
     """Return some samples one after the other in one row, padded to a multiple of tokens."""
     length = sum(s.load.tokens(LLM) for s in samples)
     shape = Shape(1, -(-length // token_multiple) * token_multiple)
@@ -75,7 +75,7 @@ def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: in
 
 def rows_of(
     samples: Sequence[Sample], model: MultimodalModel, ranks: int, rows: int, token_multiple: int
-) -> Rows:
+) -> AnswerRows:
     """Return each sample in a row of its own, dealt to `ranks` of so many rows; rows may be left
     empty. Tokens are padded to one of few numbers."""
     n = np.arange(len(samples))
@@ -98,7 +98,7 @@ def _rows(
     llm_shape: Shape,
     ranks: int,
     bucket: Callable[[int], int],
-) -> Rows:
+) -> AnswerRows:
     loads = [s.load for s in samples]
     encoders = [m for m in model.modules if m != LLM and any(load.lengths(m) for load in loads)]
     rank_of = np.zeros(len(samples), np.int64)
@@ -127,7 +127,7 @@ def _rows(
     at = llm_places.rank * llm_shape.rows + llm_places.row
     np.add.at(lengths, at, [loads[k].tokens(LLM) for k in llm_places.piece])
     whole = {m: tuple(a[0] for a in packed[-1].places[g]) for g, m in enumerate(encoders)}
-    return Rows(
+    return AnswerRows(
         fields=fields[-1],
         media=dict(zip(encoders, fields, strict=False)),
         places={m: _of_rank(model, g, whole[m], ranks)
@@ -237,8 +237,8 @@ def with_features(
     media: Mapping[str, Mapping[str, Array]],
     places: Mapping[str, tuple[Array, ...]],
 ) -> dict[str, Array]:
-    """Return the fields of the LLM's `Rows`, those that edges bring among them: features of its
-    media at their places, by what the chip runs best."""
+    """Return the fields of the LLM's `AnswerRows`, those that edges bring among them: features of
+    its media at their places, by what the chip runs best."""
     llm, batch = model.modules[LLM], dict(fields)
     edges = [e for e in edges_of(model) if e.target == LLM]
     for edge in edges:

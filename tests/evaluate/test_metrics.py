@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.evaluate.metrics import (
     METRICS,
-    Answered,
+    ScoredAnswer,
     check_metrics,
     chosen,
     edit_distance,
@@ -17,7 +17,7 @@ from dflop_jax.evaluate.metrics import (
 
 
 def one(name, said, *references, choices=()):
-    return scores(name, [Answered(said, references, choices)])[0]
+    return scores(name, [ScoredAnswer(said, references, choices)])[0]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,11 @@ def test_edit_distance_is_the_recursion_s():
 
 
 def test_means_are_of_those_with_references():
-    answers = [Answered("red", ("red",)), Answered("a b", ("a c d e",)), Answered("x", ())]
+    answers = [
+        ScoredAnswer("red", ("red",)),
+        ScoredAnswer("a b", ("a c d e",)),
+        ScoredAnswer("x", ()),
+    ]
     assert [scores("exact", answers)[k] for k in range(3)] == [1, 0, None]
     assert mean_of("exact", answers) == 0.5
     assert mean_of("wer", answers) == pytest.approx(3 / 5)  # of all words, not of the records

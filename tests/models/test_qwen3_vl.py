@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from dflop_jax.data.packing import pack_group
 from dflop_jax.generate.decoding import decode, inlets_of, prefill
-from dflop_jax.generate.programs import Programs
+from dflop_jax.generate.programs import AnswerPrograms
 from dflop_jax.generate.replica import param_structs, replica_of
 from dflop_jax.generate.row import row_of, with_features
 from dflop_jax.generate.row import rows_of as samples_in_rows
@@ -235,7 +235,7 @@ def test_a_batch_gives_the_tokens_of_transformers(reference, ranks, ways, penalt
         here[m] = put
     rows = samples_in_rows([m.sample for m in made], MODEL, ranks, 4 // ranks, 128)
     how = Sampling(n, repetition_penalty=penalty)
-    programs = Programs(MODEL, replica)
+    programs = AnswerPrograms(MODEL, replica)
     found = np.stack([*programs.tokens(here, rows, np.arange(4, dtype=np.uint32), how)])
     at = [k % ranks * (4 // ranks) + k // ranks for k in range(4)]
     assert found[:, at].T.tolist() == theirs

@@ -18,7 +18,13 @@ from typing import Any
 from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_TURNS, parse_json
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
 from dflop_jax.data.datasets.chat_messages import Turns, turns_of_messages
-from dflop_jax.data.datasets.questions import MOST_NUMBERED, QUESTION, SPELLINGS, Asked, asked
+from dflop_jax.data.datasets.questions import (
+    MOST_NUMBERED,
+    QUESTION,
+    SPELLINGS,
+    TableQuestion,
+    asked,
+)
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.pieces import ROLES
@@ -172,7 +178,7 @@ def check_split(split: str, n_held_out: int) -> None:
 
 
 def _turns(
-    fields: Mapping[str, Any], records: RecordFormat, question: Asked | None
+    fields: Mapping[str, Any], records: RecordFormat, question: TableQuestion | None
 ) -> tuple[Turns, dict[int, Any], tuple[float, ...]]:
     """Turns, media that the text itself names by the number of their tag, and the answers'
     weights."""

@@ -24,7 +24,7 @@ BY_LETTER = "Answer with the letter of the right choice."
 _NUMBERED_TAG = re.compile(r"<(\w+)[ _](\d+)>")
 
 
-class Asked(NamedTuple):
+class TableQuestion(NamedTuple):
     """A question as its text says it, with tags of its media, and these in their order by kind.
 
     Attributes:
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
     choices: tuple[str, ...]
 
 
-def asked(fields: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> Asked:
+def asked(fields: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> TableQuestion:
     """The question of a record.
 
     Media stand where its text has their tags, those that it does not name before it.
@@ -61,7 +61,7 @@ def asked(fields: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> Aske
         listed = (f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
         text = "\n".join([text, *listed, BY_LETTER])
     text, ordered = _tagged(text, media)
-    return Asked(text, ordered, answers, choices)
+    return TableQuestion(text, ordered, answers, choices)
 
 
 def _tagged(

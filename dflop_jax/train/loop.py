@@ -104,10 +104,8 @@ class Loop:
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         held_out = None
         self._patience = Patience(config.train, self.folder, peers, start)
-        if self._ready.held_out is not None:
-            held_out = HeldOut(
-                config, self._ready.held_out, self.ex, self._ready.prices, self.packer
-            )
+        if (source := self._ready.held_out) is not None:
+            held_out = HeldOut(config, source, self.ex, self._ready.prices, self.packer)
         self._judge.warm_up()
         counter = CompileCounter()
         stack.callback(counter.close)

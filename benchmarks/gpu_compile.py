@@ -4,8 +4,8 @@ Command:  python benchmarks/gpu_compile.py [--json FILE] [--quick] [--only TEXT 
 Minutes:  about 90 on 2 cores; --quick, which predicts nothing, under 3
 Needs:    the extra gpu-compile
 Expected: every program compiles, or its plan is refused in one line; no float32 product above 1% of
-          a program's FLOPs, and at any tensor degree no gather of whole queries, keys or values,
-          nor of parameters over tensor ranks;
+          a program's FLOPs (3% where there are gated delta nets), and at any tensor degree no
+          gather of whole queries, keys or values, nor of parameters over tensor ranks;
           bytes within 5% of the prediction by the median, 12% at worst
 
 Every case is a model at full width and depth in bfloat16 under a plan of a policy's kind: `dflop`
@@ -75,6 +75,7 @@ QUICK = (
     ("LLaVA-OneVision-0.5B", "orch", 1, 1, "sm_80"),
 )
 MOST_FLOAT32 = 0.01
+DELTA_FLOAT32 = 0.03  # of models with gated delta nets, whose states are float32
 SAVES: dict[str, tuple[Remat, Zero]] = {
     "dflop": ("layers", 1),
     "orch": ("none", 3),
@@ -245,7 +246,8 @@ def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
             where = f"{name}: {r['program']}"
             if r["error"]:
                 found.append(f"{where}: {r['error']}")
-            if r["f32_dot_flops"] > MOST_FLOAT32 * r["flops"]:
+            most = DELTA_FLOAT32 if r["model"].startswith("Qwen3.5") else MOST_FLOAT32
+            if r["f32_dot_flops"] > most * r["flops"]:
                 share = r["f32_dot_flops"] / r["flops"]
                 found.append(f"{where}: {share:.1%} of its products are in float32")
             if r["attention_gathers"]:

@@ -166,5 +166,16 @@ def factored(least: int = 128) -> optax.GradientTransformation:
     return optax.chain(
         optax.scale_by_factored_rms(min_dim_size_to_factor=least),
         optax.clip_by_block_rms(1.0),
-        optax.scale_by_param_block_rms(),
+        _relative(optax.scale_by_param_block_rms()),
     )
+
+
+def _relative(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation that leaves steps of 0 as they are: what does not train may be infinite, as
+    bounds that bound nothing are."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        scaled, state = tx.update(updates, state, params)
+        return jax.tree.map(lambda u, s: jnp.where(u == 0, u, s), updates, scaled), state
+
+    return optax.GradientTransformation(tx.init, update)

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from dflop_jax.config import LrSchedule, TrainConfig
+from dflop_jax.pipeline.by_layer import LayerOptimizer
 from dflop_jax.train.optimizer import (
     decays,
     learning_rate,
@@ -175,3 +176,18 @@ def test_moments_in_bfloat16_are_rounded_between_steps_only():
             m, v = (np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for a in (m, v))
     np.testing.assert_allclose(p, want, rtol=1e-5, atol=1e-5)
     assert {a.dtype.name for a in jax.tree.leaves(state[0])} == {"bfloat16", "int32"}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor"])
+def test_what_has_no_gradient_and_does_not_decay_keeps_its_bits(name):
+    """Buffers: a layer's scalar, and bounds that bound nothing."""
+    params = {"layer_scalar": jnp.array([[0.3], [0.7]]), "input_min": jnp.array([-jnp.inf, -1.0])}
+    made = make_optimizer(TrainConfig(optimizer=name, weight_decay=0.1))
+    tx = made.whole if isinstance(made, LayerOptimizer) else made
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        state, now = tx.init(params), params
+        for _ in range(3):
+            zeros = jax.tree.map(jnp.zeros_like, now)
+            updates, state = tx.update(zeros, state, now, undecayed=frozenset(params))
+            now = optax.apply_updates(now, updates)
+    jax.tree.map(np.testing.assert_array_equal, now, params)

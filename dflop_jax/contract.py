@@ -115,6 +115,8 @@ class Module(Protocol):
     # NAME_flops for a feature NAME of `records.CONTENT`, so pair_flops: forward FLOPs that one
     #   layer's attention spends on a unit of it (a pair of tokens of one piece), where its kernel
     #   skips all that is not in a piece.
+    # window: how many tokens a token of its attention sees at most, itself and those before it; 0:
+    #   all. Its `pair_flops` are then spent on pairs within the window only.
     # attention_flops(tokens): forward FLOPs that one layer's attention needs for a piece of so many
     #   tokens, whatever its kernel computes: of the products of two activations, for the pairs of
     #   tokens that see each other. Without it these products are counted as the functions have
@@ -189,6 +191,10 @@ def loss_weight_of(module: Module) -> float:
 def content_flops_of(module: Module) -> dict[str, float]:
     """See `NAME_flops` above, by feature; none where attention is computed for whole rows."""
     flops = {name: float(getattr(module, f"{name}_flops", 0.0)) for name in CONTENT}
+    seen = f"seen_in_{getattr(module, 'window', 0)}"
+    if seen in CONTENT:
+        # A causal pair counts half, since one of the two sees the other.
+        flops[seen] = 2.0 * flops.pop("pair")
     return {name: f for name, f in flops.items() if f > 0}
 
 

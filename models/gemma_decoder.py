@@ -133,13 +133,18 @@ class GemmaModule(DecoderModule):
 
     @property
     def pair_flops(self) -> Mapping[str, float]:  # type: ignore[override]
-        """By kind, as if without a window."""
+        """By kind; of sliding ones for a pair within the window."""
         flops = {}
         for kind in dict.fromkeys(self.size.kinds):
             heads = self.size.heads(kind)
             kernel, chip, shape = self.attention_kernel, self.chip, (heads.n_heads, heads.head_dim)
             flops[kind] = pair_flops(kernel, chip, self.dtype, *shape, causal=True)
         return flops
+
+    @property
+    def window(self) -> Mapping[str, int]:
+        """By kind; see `dflop_jax.contract`."""
+        return {kind: self.size.heads(kind).window for kind in dict.fromkeys(self.size.kinds)}
 
     def attention_flops(self, tokens: int, kind: str = "") -> float:
         """FLOPs that attention of a layer of a kind needs for one sample of text: two products for

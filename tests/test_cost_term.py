@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dflop_jax.contract import content_flops_of
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.predict import simulate
 from dflop_jax.plan.pricing import plan_prices
@@ -34,6 +35,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     by_feature,
 )
+from dflop_jax.records.features import WINDOWS, seen
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import Correction, corrected
 
@@ -99,12 +101,14 @@ def test_it_has_a_price_and_is_in_groups_steps_and_bounds(profile_of):
     schedule = schedule_batch(LOADS, PLAN, prices, ["llm"])
     (group,) = schedule.groups
     ranks = [[LENGTHS[p] for row in rank for p in row] for rank in rows_of(group, 2)[0]]
-    most = [max(sum(n * n for n in r) for r in ranks), max(map(len, ranks))]
-    assert group.content == tuple(most)
-    step_s = price.static_s + want[0] * most[0] + want[1] * most[1]
+    most = dict(zip(CONTENT, group.content, strict=True))
+    assert most["pair"] == max(sum(n * n for n in r) for r in ranks)
+    assert most["piece"] == max(map(len, ranks))
+    step_s = price.static_s + np.dot(want, group.content)
     assert schedule.makespan_s == pytest.approx(step_s)
     assert simulate(PLAN, [LOADS], profile).makespan_s == pytest.approx(step_s)
-    bound_s = price.static_s + want[0] * 60 * 60 + want[1] * 5  # the longest piece, half of all
+    # The longest piece, half of all.
+    bound_s = price.static_s + np.dot(want, by_feature({"pair": 60 * 60, "piece": 5}))
     assert schedule.lower_bound_s == pytest.approx(bound_s)
 
 
@@ -113,7 +117,7 @@ def test_the_scheduler_balances_it(profile_of):
         prices = plan_prices(PLAN.layout, profile_of(flops))
         schedule = schedule_batch(LOADS, PLAN, prices, ["llm"])
         (group,) = schedule.groups
-        return group.content[1], schedule.status
+        return dict(zip(CONTENT, group.content, strict=True))["piece"], schedule.status
 
     assert pieces(PAIR) == (8, "optimal")
     assert pieces(PIECE) == (5, "optimal")
@@ -123,8 +127,10 @@ def test_the_scheduler_balances_it(profile_of):
 def test_the_planner_expects_it(profile_of):
     profile_of({})
     volume = volume_of("llm", LOADS, [LOADS], 18, counts_pieces=False)
-    assert volume.content == (2 * sum(n * n for n in LENGTHS), 18)
-    assert group_content(volume, np.array([3]), np.array([2]))[1] == np.ceil(18 * ROOM / 6)
+    content = dict(zip(CONTENT, volume.content, strict=True))
+    assert (content["pair"], content["piece"]) == (2 * sum(n * n for n in LENGTHS), 18)
+    of_group = group_content(volume, np.array([3]), np.array([2]))
+    assert of_group[[*CONTENT].index("piece")] == np.ceil(18 * ROOM / 6)
 
 
 def test_all_else_is_as_without_it(profile_of):
@@ -135,3 +141,39 @@ def test_all_else_is_as_without_it(profile_of):
     model = SimpleNamespace(modules={"llm": module}, edges=(), piece_tokens={})
     without = roofline_profile(model, GPU, {"llm": [SHAPE]}, [1], n_devices=2)
     assert with_it.timings == without.timings
+
+
+@dataclass(frozen=True)
+class Windowed(Spending):
+    """Text whose attention sees so many tokens at most."""
+
+    window: int = 0
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_is_priced_by_what_is_seen(window):
+    """In groups, too: a piece four windows long costs what its tokens see, one by one."""
+    for n in (0, 1, window - 1, window, window + 1, 4 * window):
+        assert seen(n, window) == sum(min(i + 1, window) for i in range(n))
+    shape = Shape(1, 4 * window)
+    flops = PAIR["pair"]
+    module = Windowed(LAYERS, pair_flops=flops, window=window)
+    model = SimpleNamespace(modules={"llm": module}, edges=(), piece_tokens={})
+    profile = roofline_profile(model, GPU, {"llm": [shape]}, [1], n_devices=2)
+    layout = dataclasses.replace(PLAN.layout, buckets=(Bucket((("llm", shape),)),))
+    price = plan_prices(layout, profile).programs[ProgramId("llm", shape, BACKWARD)]
+    want = by_feature({f"seen_in_{window}": unit_s(2 * flops)})
+    assert price.content_s == pytest.approx(want)
+    loads = [Load({"llm": (4 * window,)})] * 2
+    schedule = schedule_batch(loads, dataclasses.replace(PLAN, layout=layout),
+                              plan_prices(layout, profile), ["llm"])  # fmt: skip
+    step_s = price.static_s + unit_s(2 * flops) * sum(min(i + 1, window) for i in range(4 * window))
+    assert sum(price.static_s + np.dot(want, g.content) for g in schedule.groups) == pytest.approx(
+        step_s * len(schedule.groups)
+    )
+
+
+def test_another_window_has_no_price_of_its_own():
+    flops = {w: content_flops_of(Windowed(LAYERS, pair_flops=1e6, window=w)) for w in (0, 100, 512)}
+    assert flops == {0: {"pair": 1e6}, 100: {"pair": 1e6}, 512: {"seen_in_512": 2e6}}
+    assert content_flops_of(Windowed(LAYERS, window=512)) == {}

@@ -43,8 +43,9 @@ class _OneKind:
         value = getattr(self.module, name)
         if name == "attention_flops":
             return partial(value, kind=self.kind)
-        if name.endswith("_flops") and isinstance(value, Mapping):
-            return value.get(self.kind, 0.0)
+        by_kind = name == "window" or name.endswith("_flops")
+        if by_kind and isinstance(value, Mapping):
+            return value.get(self.kind, 0)
         return value
 
     def _by_part(self, of_module: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import Names, end_names, has_loss, part_kernels
 from dflop_jax.records import (
     BACKWARD,
-    CONTENT,
     FORWARD,
     Direction,
     Hardware,
@@ -144,11 +143,11 @@ class Predictor:
 
 
 def _told(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes that tell of all: the largest, the smallest, and, where rows differ in length, as
-    many of many tokens in rows of another length than the largest's as there are features."""
+    """The shapes that tell of all: the largest, the smallest, and, where rows differ in length, one
+    of many tokens in rows of another length than the largest's."""
     by_size = sorted(set(shapes), key=lambda s: (s.size, s))
     others = [s for s in by_size[1:-1] if s.tokens != by_size[-1].tokens]
-    return list(dict.fromkeys([by_size[-1], by_size[0], *others[-len(CONTENT) :]]))
+    return list(dict.fromkeys([by_size[-1], by_size[0], *others[-1:]]))
 
 
 def _features(shapes: Sequence[Shape]) -> np.ndarray:

@@ -12,6 +12,7 @@ one place for each feature of `CONTENT`, in its order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import mul
 from typing import Any
 
@@ -25,8 +26,23 @@ def pairs(tokens: Array) -> Array:
     return tokens * tokens
 
 
+def seen(tokens: Array, window: int) -> Array:
+    """Pairs of tokens of a piece of which one sees the other: each token itself and those before
+    it, `window` in all at most."""
+    near = np.minimum(tokens, window)
+    return near * (near + 1) // 2 + (tokens - near) * window
+
+
+# Windows of published models, in tokens. Attention within another one is priced as if there were
+# none.
+WINDOWS = (512, 1024, 4096)
 # Name of a feature -> how much of it a piece of so many tokens has, whole numbers.
-CONTENT: dict[str, Callable[[Array], Array]] = {"pair": pairs}
+CONTENT: dict[str, Callable[[Array], Array]] = {
+    "pair": pairs,
+    **{f"seen_in_{window}": partial(seen, window=window) for window in WINDOWS},
+}
+# Of these, what programs compute for whole rows: what is fitted over static shapes.
+_OF_ROWS = ("pair",)
 
 
 def content_of(tokens: Array) -> np.ndarray:
@@ -52,9 +68,9 @@ def content_s(coefficients: Sequence[Array], content: Sequence[Array]) -> Array:
 
 
 def shape_features(rows: Array, tokens: Array) -> np.ndarray:
-    """What the seconds and bytes of a static shape are sums of, [..., 2 + features]: a constant,
-    the shape's tokens, and the content of rows that are one piece each."""
+    """What the seconds and bytes of a static shape are sums of, [..., 3]: a constant,
+    the shape's tokens, and the pairs of rows that are one piece each."""
     rows, tokens = np.asarray(rows, float), np.asarray(tokens)
     size = rows * tokens
-    content = [rows * of(tokens) for of in CONTENT.values()]
+    content = [rows * CONTENT[name](tokens) for name in _OF_ROWS]
     return np.stack([np.ones_like(size), size, *content], -1)

@@ -110,7 +110,7 @@ def test_every_program_has_a_price_by_its_shape():
         s = p.layout.segment(k.segment)
         mesh = p.layout.submesh(s.submesh).shape
         got = costs.group_s(s, mesh, 2, k.shape.rows, k.shape.tokens, k.direction)
-        assert (price.static_s, price.content_s) == (float(got), (0.0,))
+        assert (price.static_s, any(price.content_s)) == (float(got), False)
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
@@ -133,7 +133,7 @@ def test_what_is_in_the_pieces_costs_by_pairs(stage, ticks):
     of_b = {k.direction: v.content_s[0] for k, v in prices.items() if k.segment == "b0"}
     assert of_b[FORWARD] == pytest.approx(4 / stage * ticks * 1e-9)
     assert of_b[BACKWARD] == pytest.approx(3 * of_b[FORWARD])
-    assert {v.content_s for k, v in prices.items() if k.segment == "a"} == {(0.0,)}
+    assert not any(any(v.content_s) for k, v in prices.items() if k.segment == "a")
 
 
 def test_nothing_crosses_in_no_time_without_hardware():

@@ -27,6 +27,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     SubmeshPlan,
+    by_feature,
     with_remat,
 )
 from dflop_jax.sim.memory import peak_bytes
@@ -268,7 +269,7 @@ def test_devices_that_share_cores_slow_each_other_down(data, model, concurrency,
     assert group_s(plan, costs, "l0") == pytest.approx(alone * factor)
     pairs = CostModel(profile(with_pairs(1e-9), concurrency=concurrency))
     mesh = plan.layout.submesh("l0").shape
-    got = pairs.group_content_s(plan.layout.segment("l0"), mesh, 1, FORWARD)
+    got, *_ = pairs.group_content_s(plan.layout.segment("l0"), mesh, 1, FORWARD)
     assert got == pytest.approx(4e-9 * factor)
 
 
@@ -298,9 +299,10 @@ def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, ro
     mesh = plan.layout.submesh("l0").shape
     ticks = (rounds * group_size + stage - 1) / rounds  # of a stage's layers
     forward = 2e-9 * 4 / stage * ticks / group_size
-    assert model.group_content_s(s, mesh, group_size, FORWARD) == pytest.approx(forward)
+    want = by_feature({"pair": forward})
+    assert model.group_content_s(s, mesh, group_size, FORWARD) == pytest.approx(want)
     back = model.group_content_s(s, mesh, group_size, BACKWARD)
-    assert back == pytest.approx((3 + again) * forward)
+    assert back == pytest.approx((3 + again) * np.array(want))
     # What a shape costs without content is what it costs without pairs.
     plain = group_s(plan, CostModel(profile()), "l0", BACKWARD)
     assert group_s(plan, model, "l0", BACKWARD) == plain
@@ -312,8 +314,9 @@ def test_pairs_are_measured_best_at_large_shapes():
         dataclasses.replace(t, content_forward_s={"pair": p}) for t, p in zip(rows, (5e-6, 1e-6))
     ]
     want = (5e-6 * 100 + 1e-6 * 8100) / 8200
-    assert CostModel(profile(rows)).fits.content_s("llm", 1, FORWARD) == pytest.approx(want)
-    assert CostModel(profile(rows)).fits.content_s("llm", 1, BACKWARD) == 0.0
+    fits = CostModel(profile(rows)).fits
+    assert fits.content_s("llm", 1, FORWARD) == pytest.approx(by_feature({"pair": want}))
+    assert not fits.content_s("llm", 1, BACKWARD).any()
 
 
 def test_no_rows_cost_nothing():
@@ -344,9 +347,9 @@ def test_a_backward_task_costs_what_its_policy_computes_again(remat, read):
     want = (again + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
     assert group_s(plan, model, "vision", BACKWARD) == pytest.approx(want)
     pairs = 4e-9 * (again + 2 + (policy != "none"))
-    got = model.group_content_s(plan.layout.segment("vision"), MeshShape(), 1, BACKWARD)
+    got, *_ = model.group_content_s(plan.layout.segment("vision"), MeshShape(), 1, BACKWARD)
     assert got == pytest.approx(pairs)
-    forward = model.group_content_s(plan.layout.segment("vision"), MeshShape(), 1, FORWARD)
+    forward, *_ = model.group_content_s(plan.layout.segment("vision"), MeshShape(), 1, FORWARD)
     assert forward == pytest.approx(4e-9)
 
 

@@ -12,7 +12,7 @@ from dflop_jax.profile import measure
 from dflop_jax.profile.measure import DEPTHS, model_profile, profile_key, together
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
-from dflop_jax.records import CONTENT, Edge, MeshShape, Shape
+from dflop_jax.records import CONTENT, Edge, MeshShape, Shape, by_feature
 from tests.small import WIDTH, Small
 
 MODEL = Small()
@@ -162,7 +162,8 @@ def test_content_is_told_from_as_many_fillings_as_it_has_features(monkeypatch):
     """A layer of 2 s, 1e-2 s a pair and 0.5 s a piece of a made-up feature."""
     monkeypatch.setitem(CONTENT, "piece", np.ones_like)
     shape, pieces = Shape(3, 48), [1, 16, 4]
-    seconds = [2 + measure._content(shape, n) @ (1e-2, 0.5) for n in pieces]
+    unit_s = by_feature({"pair": 1e-2, "piece": 0.5})
+    seconds = [2 + measure._content(shape, n) @ unit_s for n in pieces]
     static_s, content_s = measure._apart(seconds, shape, pieces, ("pair", "piece"))
     assert static_s == pytest.approx(2.0, rel=1e-4)
     assert content_s == pytest.approx({"pair": 1e-2, "piece": 0.5}, rel=1e-4)
@@ -177,7 +178,7 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     def fake(segment, shape, below, pieces):
         runs = []
         for n in pieces:
-            (pairs,), depth = measure._content(shape, n), segment.plan.n_layers
+            (pairs, *_), depth = measure._content(shape, n), segment.plan.n_layers
             runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
         calls.append(tuple(pieces))
         return measure._Programs(

@@ -105,7 +105,7 @@ def check(schedule, loads, plan):
                         assert p not in seen[g.module]
                         seen[g.module].add(p)
                         home.setdefault((g.module, owner[p]), set()).add((place, m))
-        assert g.content == (content.max(),)
+        assert g.content[0] == content.max()
         assert len(g.pieces)
     for m in plan.layout.modules:
         assert len(seen[m]) == sum(len(load.lengths(m)) for load in loads)

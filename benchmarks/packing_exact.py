@@ -14,7 +14,8 @@ hidden states between segments, features that modules give, the loss, any parame
 `max_error_alone` is the largest difference to that sample alone, computed without the engine, as a
 share of the largest entry, of each tensor. All of it in float32. "GPU kernels" are interpreted.
 
-`--without resets` is a control: every row is told to be one piece.
+`--without resets` is a control: states are carried on from piece to piece, and, in families that
+have none, every row is told to be one piece.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,15 +41,15 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from packing_alone import AloneRun  # noqa: E402
 from packing_cases import (  # noqa: E402
-    AloneRun,
     PackedRun,
     differ,
     largest_error,
     random_packing,
     random_parameters,
 )
-from packing_families import FAMILIES, drawings  # noqa: E402
+from packing_families import FAMILIES, Family, drawings  # noqa: E402
 
 LEAST_CASES = 20  # of a family
 LIMIT = 1e-5  # of `max_error_alone`
@@ -56,8 +58,14 @@ Row = dict[str, Any]
 
 def measure(name: str, cases: int, *, resets: bool = True) -> Row:
     """Pack a family so many times."""
-    begun_s = time.perf_counter()
     family = FAMILIES[name]
+    with nullcontext() if resets else family.without_resets():
+        # What has a state is told of pieces all the same, so that attention keeps them apart.
+        return _measured(name, family, cases, merges=not (resets or family.state))
+
+
+def _measured(name: str, family: Family, cases: int, *, merges: bool) -> Row:
+    begun_s = time.perf_counter()
     model, number = family.model, list(FAMILIES).index(name)
     params, ways = random_parameters(model), drawings(model)
     packed = PackedRun(model, params)
@@ -72,8 +80,8 @@ def measure(name: str, cases: int, *, resets: bool = True) -> Row:
                 sample if i == target else way(int(rng.integers(1 << 30)))
                 for i, (sample, way) in enumerate(zip(packing.samples, drawn_by, strict=True))
             ]
-            seen = packed.of(packing, target, resets=resets)
-            again = packed.of(replace(packing, samples=others), target, resets=resets)
+            seen = packed.of(packing, target, merges=merges)
+            again = packed.of(replace(packing, samples=others), target, merges=merges)
             leaks += differ(seen, again)
             error = largest_error(seen, by_itself.of(packing.samples[target]))
             worst = float(np.maximum(worst, error))

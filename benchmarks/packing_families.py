@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import jax.numpy as jnp
 import numpy as np
 
 from dflop_jax.config import ModelConfig
@@ -40,11 +44,17 @@ Drawing = Callable[[int], Sample]  # by a seed, one of some lengths
 
 @dataclass(frozen=True)
 class Family:
-    """What `model.factory` and its fields would say of a model."""
+    """What `model.factory` and its fields would say of a model.
+
+    Attributes:
+      state: MODULE:FUNCTION of what carries a state from token to token and is given the segment
+        ids last; "" where nothing does.
+    """
 
     factory: str
     size: str
     kernel: str = "auto"
+    state: str = ""
 
     @property
     def model(self) -> MultimodalModel:
@@ -56,7 +66,21 @@ class Family:
         """The same by what runs everywhere."""
         return replace(self, kernel="auto")
 
+    def without_resets(self) -> AbstractContextManager[Any]:
+        """While it is open, the state of programs that are traced goes from piece to piece."""
+        if not self.state:
+            return nullcontext()
+        module, _, name = self.state.partition(":")
+        carry = getattr(importlib.import_module(module), name)
 
+        def carried(*args: Any) -> Any:
+            *others, segment_ids = args
+            return carry(*others, jnp.minimum(segment_ids, 1))
+
+        return patch(f"{module}.{name}", carried)
+
+
+DELTA = "models.qwen3_5_decoder:delta_mix"
 FAMILIES = {
     "llava": Family("models.llava:build", "nano"),
     "llava_onevision": Family("models.llava:build", "anyres-nano"),
@@ -66,6 +90,8 @@ FAMILIES = {
     "qwen3_vl": Family("models.qwen3_vl:build", "qwen3-vl-nano"),
     "gemma3": Family("models.gemma:build", "gemma3-nano"),
     "gemma3_text": Family("models.gemma:build_text", "gemma3-text-nano"),
+    "qwen3_5": Family("models.qwen3_5:build", "qwen3.5-nano", state=DELTA),
+    "qwen3_5_text": Family("models.qwen3_5:build_text", "qwen3.5-text-nano", state=DELTA),
     "gemma4": Family("models.gemma4:build", "gemma4-nano"),
     "gemma4_text": Family("models.gemma4:build_text", "gemma4-text-nano"),
     "wan": Family("models.wan:build", "nano+wan-nano"),

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from packing_families import Drawing
+from packing_families import Drawing, Family
 
 from dflop_jax.contract import (
     MultimodalModel,
@@ -191,8 +191,10 @@ def _both(a: Seen, b: Seen) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return (a.outputs, b.outputs), (a.gradients, b.gradients)
 
 
-def random_parameters(model: MultimodalModel, seed: int = 0) -> dict[str, Tree]:
-    """By module, every part of it, layers stacked: what a fresh model has, and noise on it."""
+def random_parameters(family: Family, seed: int = 0) -> dict[str, Tree]:
+    """By module, every part of it, layers stacked: what a fresh model has, and noise on it, made
+    calm."""
+    model = family.model
     rng = np.random.default_rng(seed)
 
     def noisy(a: Any) -> np.ndarray:
@@ -207,7 +209,7 @@ def random_parameters(model: MultimodalModel, seed: int = 0) -> dict[str, Tree]:
             return one()
         return jax.tree.map(lambda *a: np.stack(a), *(one() for _ in range(n_rows(module, name))))
 
-    return {m: {p: part(module, p) for p in module.freeze_groups}
+    return {m: {p: family.calm(part(module, p)) for p in module.freeze_groups}
             for m, module in model.modules.items()}  # fmt: skip
 
 

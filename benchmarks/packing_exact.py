@@ -67,7 +67,7 @@ def measure(name: str, cases: int, *, resets: bool = True) -> Row:
 def _measured(name: str, family: Family, cases: int, *, merges: bool) -> Row:
     begun_s = time.perf_counter()
     model, number = family.model, list(FAMILIES).index(name)
-    params, ways = random_parameters(model), drawings(model)
+    params, ways = random_parameters(family), drawings(model)
     packed = PackedRun(model, params)
     by_itself = AloneRun(family.plainly.model, params, packed.layout)
     leaks, worst = 0, 0.0

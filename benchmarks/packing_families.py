@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -47,6 +48,8 @@ class Family:
     """What `model.factory` and its fields would say of a model.
 
     Attributes:
+      calm: changes random parameters (of a part, by path below it) under which a family magnifies
+        any rounding, packed or alone.
       state: MODULE:FUNCTION of what carries a state from token to token and is given the segment
         ids last; "" where nothing does.
     """
@@ -55,6 +58,7 @@ class Family:
     size: str
     kernel: str = "auto"
     state: str = ""
+    calm: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     @property
     def model(self) -> MultimodalModel:
@@ -80,6 +84,27 @@ class Family:
         return patch(f"{module}.{name}", carried)
 
 
+def _reading_what_is_written(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Queries of a gated delta net near its keys: one at a right angle to all keys reads next to
+    nothing, and the norm behind makes that as large as any."""
+    if "query_conv" not in part:
+        return part
+
+    def near(query: Any, key: Any) -> Any:
+        return jax.tree.map(lambda q, k: k + 0.3 * q, query, key)
+
+    near_keys = {f"query{end}": near(part[f"query{end}"], part[f"key{end}"]) for end in ENDS}
+    return {**part, **near_keys}
+
+
+def _looking_widely(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Scales of normed queries and keys that are smaller: products of them are not divided by the
+    root of their width, and at 1 attention is all but a choice of the largest."""
+    norms = {name: part[name] for name in ("query_norm", "key_norm") if name in part}
+    return {**part, **jax.tree.map(lambda scale: 0.4 * scale, norms)}
+
+
+ENDS = ("", "_conv")  # of names of what makes queries and keys
 DELTA = "models.qwen3_5_decoder:delta_mix"
 FAMILIES = {
     "llava": Family("models.llava:build", "nano"),
@@ -90,10 +115,14 @@ FAMILIES = {
     "qwen3_vl": Family("models.qwen3_vl:build", "qwen3-vl-nano"),
     "gemma3": Family("models.gemma:build", "gemma3-nano"),
     "gemma3_text": Family("models.gemma:build_text", "gemma3-text-nano"),
-    "qwen3_5": Family("models.qwen3_5:build", "qwen3.5-nano", state=DELTA),
-    "qwen3_5_text": Family("models.qwen3_5:build_text", "qwen3.5-text-nano", state=DELTA),
-    "gemma4": Family("models.gemma4:build", "gemma4-nano"),
-    "gemma4_text": Family("models.gemma4:build_text", "gemma4-text-nano"),
+    "qwen3_5": Family(
+        "models.qwen3_5:build", "qwen3.5-nano", state=DELTA, calm=_reading_what_is_written
+    ),
+    "qwen3_5_text": Family(
+        "models.qwen3_5:build_text", "qwen3.5-text-nano", state=DELTA, calm=_reading_what_is_written
+    ),
+    "gemma4": Family("models.gemma4:build", "gemma4-nano", calm=_looking_widely),
+    "gemma4_text": Family("models.gemma4:build_text", "gemma4-text-nano", calm=_looking_widely),
     "wan": Family("models.wan:build", "nano+wan-nano"),
     "llava, GPU kernels": Family("models.llava:build", "nano", "pallas"),
     "wan, GPU kernels": Family("models.wan:build", "nano+wan-nano", "pallas"),

@@ -246,7 +246,7 @@ def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
             where = f"{name}: {r['program']}"
             if r["error"]:
                 found.append(f"{where}: {r['error']}")
-            most = DELTA_FLOAT32 if r["model"].startswith("Qwen3.5") else MOST_FLOAT32
+            most = DELTA_FLOAT32 if name.startswith("Qwen3.5") else MOST_FLOAT32
             if r["f32_dot_flops"] > most * r["flops"]:
                 share = r["f32_dot_flops"] / r["flops"]
                 found.append(f"{where}: {share:.1%} of its products are in float32")

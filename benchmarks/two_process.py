@@ -20,7 +20,8 @@ scheduling by textbook durations (a backward is two forwards), and by the prices
 `loop` is orch with the LLM in two stages over both processes, the shard_map loop. What its programs
 take over those of orch, a token, stands beside its ticks over those that are needed. The LLM of the
 usual model has three layers, which two stages cannot share: `--rows orch loop --size tiny --batch
-96` shows it.
+96` shows it. `--rows dflop orch dip --factory models.qwen3_5:build --size qwen3.5-nano --batch 16`
+are runs of layers of two kinds; their losses stand in the JSON file.
 `kept` and `recomputed` train another model, whose encoder does half of the work, encoder and LLM
 apart by one plan: backward is given what forward computed, or computes it again.
 
@@ -46,6 +47,7 @@ from rich.table import Table
 from two_process_runs import (
     AWAITED,
     BLIND,
+    FACTORY,
     LOOP,
     ORDERS,
     PAIR,
@@ -69,7 +71,7 @@ from dflop_jax.train.prepare import build_model
 
 def main() -> int:
     args = arguments()
-    options = Options(args.steps, args.batch, args.size, args.pair_size)
+    options = Options(args.steps, args.batch, args.size, args.pair_size, args.factory)
     if args.worker:
         measure(args.rows, options, lambda rows: write_json(args.worker, result(rows)))
         return 0
@@ -77,6 +79,7 @@ def main() -> int:
         out = Path(folder) / "rows.json"
         command = ["python", __file__, "--steps", str(args.steps), "--size", args.size]
         command += ["--pair-size", args.pair_size, "--batch", str(args.batch)]
+        command += ["--factory", args.factory]
         command += ["--worker", str(args.json or out), "--rows", *args.rows]
         code = launch(command, 2, devices_per_process=1, pin=True).exit_code
         file = args.json or out
@@ -95,6 +98,9 @@ def arguments() -> argparse.Namespace:
         "--size", default="tiny+tiny-short", help="of the model; nano for a quick look"
     )
     parser.add_argument(
+        "--factory", default=FACTORY, help="of another model than LLaVA, at native resolution"
+    )
+    parser.add_argument(
         "--pair-size", default=PAIR_SIZE, help=f"of the model of {' and '.join(PAIR)}"
     )
     parser.add_argument(
@@ -105,7 +111,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps <= WARMUP:
         parser.error(f"--steps must be above {WARMUP}, which only warm up")
-    halves = build_model(ModelConfig(size=args.size)).modules["llm"].n_layers % 2 == 0
+    halves = build_model(ModelConfig(args.factory, args.size)).modules["llm"].n_layers % 2 == 0
     if not halves and LOOP in (args.rows or ()):
         why = "needs an LLM whose layers two stages can share, as --size tiny has"
         parser.error(f"--rows {LOOP} {why}")

@@ -42,6 +42,9 @@ ORDERS = ("textbook order", "priced order")
 # What backward computes again.
 PAIR: dict[str, Remat] = {"kept": "none", "recomputed": "segment"}
 PAIR_SIZE = "tiny-deep+tiny-short"
+FACTORY = "models.llava:build"
+DATA = DataConfig(n_samples=8192)
+NATIVE = DataConfig(n_samples=8192, min_pixels=1024, max_frames=16, max_tokens=256)  # of others
 LOOP = "loop"
 OWN_PLAN = (*SEARCHED, "kept")  # the others train by the plan of one of these, or a blind one
 ROWS = (*POLICIES, LOOP, AWAITED, *ORDERS, *PAIR)
@@ -57,13 +60,14 @@ class Options:
     batch: int
     size: str
     pair_size: str = PAIR_SIZE
+    factory: str = FACTORY
 
     def config(self, name: str) -> Config:
         policies = {**{n: n.split()[0] for n in POLICIES}, LOOP: "orch"}
         policy = cast(Policy, policies.get(name, "dflop"))
         return Config(
-            model=ModelConfig(size=self.pair_size if name in PAIR else self.size),
-            data=DataConfig(n_samples=8192),
+            model=self.model(name),
+            data=DATA if self.factory == FACTORY else NATIVE,
             plan=PlanConfig(policy=policy, max_model=1, max_stage=2, max_microbatches=16),
             train=TrainConfig(
                 steps=self.steps, global_batch=self.batch, remat=PAIR.get(name, "auto")
@@ -71,6 +75,12 @@ class Options:
             checkpoint=CheckpointConfig(every=0),
             run_dir=str(run_folder(name)),
         )
+
+    def model(self, name: str) -> ModelConfig:
+        """The model that a row trains."""
+        if name in PAIR:
+            return ModelConfig(size=self.pair_size)
+        return ModelConfig(factory=self.factory, size=self.size)
 
 
 def run_folder(name: str) -> Path:

@@ -33,7 +33,7 @@ def test_every_case_is_a_plan_of_its_degrees(model):
 
 
 def test_cases_have_names_of_their_own():
-    assert len({c.name for c in script.CASES}) == len(script.CASES) == 180
+    assert len({c.name for c in script.CASES}) == len(script.CASES) == 252
     assert {script.Case(*c) for c in script.QUICK} <= set(script.CASES)
 
 

@@ -130,7 +130,11 @@ class _Pen:
     def one(self, size: tuple[int, int], colour: str, kind: str) -> Picture:
         """A picture of one large shape anywhere."""
         d = float(self.rng.uniform(0.6, 0.9)) * min(size)
-        x, y = (float(self.rng.uniform(d / 2 + 1, side - d / 2 - 1)) for side in size)
+        x, y = (
+            # In a tiny picture nowhere but in the middle.
+            float(self.rng.uniform(min(d / 2 + 1, side / 2), max(side - d / 2 - 1, side / 2)))
+            for side in size
+        )
         return self.canvas(size, DrawnShape(kind, colour, x, y, d))
 
     def several(self, size: tuple[int, int], n: int) -> Picture:

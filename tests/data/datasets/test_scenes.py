@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, SceneSource
-from dflop_jax.data.datasets.scenes import COLOURS
+from dflop_jax.data.datasets.scenes import COLOURS, draw_scene
 from dflop_jax.data.media.tiling import count_tiles
 from tests.data.views import llm_tokens, media_spec, n_tiles, supervised, tiles, tokens
 
@@ -189,6 +189,16 @@ def test_scenes_at_native_resolution():
             assert (blank.fields["vision"]["patches"] == 128).all()
             assert blank.load == sample.load
     assert len(lengths) > 5  # many resolutions
+
+
+def test_the_smallest_pictures_have_their_shape_in_the_middle():
+    rng, limits = np.random.default_rng(0), Limits()
+    scenes = [draw_scene(rng, 8, limits) for _ in range(400)]
+    singles = [p for s in scenes for p in s.pictures if len(p.shapes) == 1 and not p.frames]
+    assert any(min(p.width, p.height) < 8 for p in singles)
+    for p in singles:
+        assert 0 < p.shapes[0].x < p.width
+        assert 0 < p.shapes[0].y < p.height
 
 
 @pytest.mark.parametrize("blank_images", [False, True])

@@ -14,8 +14,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from dflop_jax import config_fields
-from dflop_jax.config_fields import Field, check_bounds
+from dflop_jax.config_fields import Field, check_bounds, fields_of, overridden
 from dflop_jax.config_texts import (
     DECAYS,
     RATES,
@@ -448,7 +447,7 @@ def _check_moments(train: TrainConfig) -> None:
 
 def fields() -> tuple[Field, ...]:
     """Every field that holds a value, of a configuration and of its sections."""
-    return config_fields.fields(Config)
+    return fields_of(Config)
 
 
 # A field -> the field that says the same in another way: given, it puts that one out of force.
@@ -456,5 +455,5 @@ INSTEAD = {"train.steps": "train.epochs", "train.warmup_steps": "train.warmup_ra
 
 
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
-    """`config` with dotted fields replaced; see `config_fields.override`."""
-    return config_fields.override(config, values, INSTEAD)
+    """`config` with dotted fields replaced; see `config_fields.overridden`."""
+    return overridden(config, values, INSTEAD)

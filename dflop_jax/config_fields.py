@@ -83,19 +83,19 @@ def check_bounds(name: str, number: float, bounds: Meta) -> None:
 
 
 @cache
-def fields(kind: type, prefix: str = "") -> tuple[Field, ...]:
+def fields_of(kind: type, prefix: str = "") -> tuple[Field, ...]:
     """Every field that holds a value, of `kind` and of the dataclasses in it."""
     out: list[Field] = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if dataclasses.is_dataclass(hint):
-            out += fields(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
+            out += fields_of(hint, f"{prefix}{name}.")  # type: ignore[arg-type]
         else:
             *bounds, text = hint.__metadata__
             out.append(Field(prefix + name, hint.__origin__, bounds[0] if bounds else None, text))
     return tuple(out)
 
 
-def override(
+def overridden(
     config: Any, values: Mapping[str, str | Sequence[str]], instead: Mapping[str, str]
 ) -> Any:
     """`config` with dotted fields replaced; strings are converted to the field's type.
@@ -113,7 +113,7 @@ def override(
             raise ValueError(f"{name} and {other} say the same in two ways; give one of them")
     values = {instead[name]: "0" for name in values if name in instead} | dict(values)
     kind: type = type(config)
-    known = {leaf.name: leaf for leaf in fields(kind)}
+    known = {leaf.name: leaf for leaf in fields_of(kind)}
     changed: dict[str, dict[str, Any]] = {}  # by section; "" holds what is in none
     for name, text in values.items():
         if name not in known:

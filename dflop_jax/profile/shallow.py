@@ -8,12 +8,20 @@ from typing import Any
 
 import jax
 
-from dflop_jax.contract import Module, MultimodalModel, chip_of, edges_of, on_chip, taps_of
+from dflop_jax.contract import (
+    Module,
+    MultimodalModel,
+    chip_of,
+    edges_of,
+    layer_kinds_of,
+    on_chip,
+    taps_of,
+)
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.profile.one_kind import of_kind
-from dflop_jax.records import LAYERS, MeshShape, Remat, SegmentPlan
+from dflop_jax.records import MeshShape, Remat, SegmentPlan
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,10 @@ def shallow_segment(
     remat: Remat = "none",
     *,
     ends: bool = True,
-    kind: str = LAYERS,
+    kind: str = "",
 ) -> Segment:
-    """`depth` layers of a module, all of one kind: the first, with all that leaves and enters it,
-    or, without `ends`, layers between others.
+    """`depth` layers of a module, all of one kind (""; of its first layer's): the first, with all
+    that leaves and enters it, or, without `ends`, layers between others.
 
     What leaves or enters deeper is moved to the first layer, so that every depth runs it once.
     """
@@ -51,7 +59,8 @@ def shallow_segment(
     )
     first = 0 if ends else 2  # behind what enters after the first layer
     plan = SegmentPlan(module, module, first, first + depth, module, ends, ends, remat)
-    spec: Any = of_kind(on_chip(model.modules[module], chip_of(devices[0])), kind)
+    own = on_chip(model.modules[module], chip_of(devices[0]))
+    spec: Any = of_kind(own, kind or layer_kinds_of(own)[0])
     spec = _Shallow(spec) if taps_of(spec) else spec
     received = {e.name for e in edges if plan.reads(e)} if ends else {"hidden"}
     return Segment(

@@ -68,7 +68,10 @@ def test_a_column_that_is_missing(capsys):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table({"chat": ["x"], "image": ["good.png"]}), "t.parquet")
     line = refused(capsys, "profile", "nano.py", "--data.path", "t.parquet")
-    assert "no column conversations or messages, there are chat, image; say which it is" in line
+    assert (
+        "no column conversations or messages or question, there are chat, image; say which it is"
+        in line
+    )
     part = {"path": "t.parquet", "columns": {"messages": "talk"}}
     Path("m.yaml").write_text(json.dumps({"parts": [part]}))
     line = refused(capsys, "profile", "nano.py", "--data.path", "m.yaml")

@@ -279,6 +279,7 @@ def test_an_error_by_a_lost_process_is_told_as_its_loss(job):
     assert made.failures == [[], []]
     hang_up(made.wires[1][0])
     made.peers[1].notice(LIMIT_S)
+    made.wait_for_failures([1])
     (why,) = made.failures[1]
     assert why.startswith("process 0 ")
     assert not made.peers[1].fail("an error of its own")

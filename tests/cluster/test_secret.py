@@ -94,7 +94,7 @@ def test_what_could_be_guessed(file, content):
 def test_a_file_that_is_not_there(tmp_path):
     line = refusal(DistributedConfig(secret_file=str(tmp_path / "none")))
     assert line.startswith("--distributed.secret_file: ")
-    assert line.endswith("cannot be read: No such file or directory")
+    assert line.endswith("cannot be read (No such file or directory); name another file")
 
 
 def test_nowhere_to_keep_one(monkeypatch, tmp_path):

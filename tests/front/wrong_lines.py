@@ -45,9 +45,9 @@ WRONG = {
     f"train {ASK} --data.root gone": "no such folder; give the one that media lie below",
     f"train {ASK} --plan-file gone.json": "gone.json: no such file",
     f"train {ASK} --profile-file gone.json": "gone.json: no such file",
-    f"train --model empty {ASK[13:]}": "is this a folder of transformers?",
+    f"train --model empty {ASK[13:]}": "name a folder of transformers",
     f"train --model cut {ASK[13:]}": "download",
-    "train nano.py --model.weights gone": "for sizes such as llava-ov-7b",
+    "train nano.py --model.weights gone": "no such folder of weights or run",
     "init": "give one first",
     # Of the wrong kind.
     "train --model photos/train.json --data photos": "no such folder, nor OWNER/NAME",

@@ -18,7 +18,7 @@ from dflop_jax.pipeline.segment import Segment
 from dflop_jax.plan.explain import kind_costs
 from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.measure import model_profile, profile_key, time_layer
+from dflop_jax.profile.measure import model_profile, profile_key, time_layer, together
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.roofline import roofline_profile
@@ -181,6 +181,10 @@ def test_programs_of_every_kind_are_timed():
     other = dataclasses.replace(MIXED, pattern="mmmmmm")
     keys = {profile_key(m, devices, shapes) for m in (MIXED, other, Small(n_layers=6))}
     assert len(keys) == 3
+
+
+def test_devices_are_timed_together_by_layers_of_the_first_kind():
+    assert together(MIXED, Shape(1, 32), jax.devices()[:2]) > 0
 
 
 @pytest.mark.parametrize("policy", ["dflop", "dip", "orch"])

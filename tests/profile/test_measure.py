@@ -229,7 +229,7 @@ def test_rows_are_full_of_pieces(tokens, pieces):
     assert row[0] == 1
     assert min(lengths) >= 1
     assert len(lengths) <= pieces
-    assert [(lengths**2).sum() * 3] == measure._content(Shape(3, tokens), pieces)
+    assert (lengths**2).sum() * 3 == measure._content(Shape(3, tokens), pieces)[0]
     want = np.concatenate([np.arange(n) for n in lengths])
     assert (batch["positions"][0] == want[None, :, None]).all()
     assert (batch["weights"] == 1).all()

@@ -124,10 +124,12 @@ def _instead(model: Any, functions: Mapping[str, str]) -> Iterator[None]:
 
 def named_gradients(model: Any) -> dict[str, np.ndarray]:
     """What a torch model's backward passes added up, by name; zeros for what they did not reach,
-    buffers among it."""
+    buffers that a folder has among it."""
+    saved = model.state_dict().keys()
+    buffers = ((n, a) for n, a in model.named_buffers() if n in saved)
     return {
         n: np.zeros(tuple(p.shape), np.float32) if p.grad is None else p.grad.numpy()
-        for n, p in (*model.named_parameters(), *model.named_buffers())
+        for n, p in (*model.named_parameters(), *buffers)
     }
 
 

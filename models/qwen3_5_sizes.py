@@ -100,7 +100,7 @@ _SMALL: Mapping[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "vocab": 512, "rope_
 _NANO = {
     **_SMALL,
     "head_size": 16,
-    "delta": DeltaSize(2, 4, 8, 8),
+    "delta": DeltaSize(2, 4, 16, 16),
     "mrope_sections": (2, 1, 1),
     "rotary_size": 8,
 }

@@ -123,7 +123,7 @@ class _Features:
             places = group.pieces
             n = features_per_row(model.modules[source], edge, group.shape)
             before = places.before(length[places.piece])
-            inside = 0 if self._alone else before * n // group.shape.tokens
+            inside = 0 if self._alone else features_of(before, n, group.shape.tokens)
             row = places.rank * group.shape.rows + places.row
             self._feeder[places.piece] = feeder
             self._microbatch[places.piece] = places.microbatch
@@ -148,10 +148,19 @@ class _Features:
         )
         counts = self._per_row[mine]
         if not self._alone:
-            counts = np.concatenate(lengths).astype(np.int64) * counts // self._tokens[mine]
+            every = np.concatenate(lengths).astype(np.int64)
+            counts = features_of(every, counts, self._tokens[mine])
         stops = np.cumsum(counts)
         total = int(counts.sum())
         flat = np.repeat(self._base[mine] - stops + counts, counts) + np.arange(total)
         before = np.append(0, stops)[ends - n]
         owner = np.repeat(self._feeder[mine], counts)
         return np.append(owner, -1), np.append(flat, -1), before
+
+
+def features_of(
+    length: np.ndarray, per_row: int | np.ndarray, tokens: int | np.ndarray
+) -> np.ndarray:
+    """Features that so many tokens of a row give, where pieces end with a whole one: rounded up,
+    since a row may end with tokens that are too few for one more."""
+    return -(-length * per_row // tokens)

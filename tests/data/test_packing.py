@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import pack_group
+from dflop_jax.data.joins import features_of as counted
 from dflop_jax.data.packing import Ranks, own_samples, seeds
 from dflop_jax.data.sample import EMPTY, Places, Sample
 from dflop_jax.records import Load, Schedule, Shape, first_pieces, numbered
@@ -330,3 +331,13 @@ def test_positions_of_samples_stay():
 def test_wrong_samples_cannot_be_made(make, why):
     with pytest.raises(ValueError, match=why):
         make()
+
+
+@pytest.mark.parametrize("merged", [1, 2, 4, 9])
+def test_no_feature_is_lost_where_a_row_ends_with_too_few_tokens_for_one(merged):
+    for tokens in range(merged, 90):
+        per_row = tokens // merged
+        lengths = merged * np.arange(per_row + 1)
+        assert (counted(lengths, per_row, tokens) == np.arange(per_row + 1)).all()
+    per_token = 3  # of a module that gives more features than it has tokens
+    assert (counted(np.arange(5), 4 * per_token, 4) == per_token * np.arange(5)).all()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
@@ -13,10 +13,10 @@ from models import hf
 from models.attention_choice import known_kernel
 from models.audio import AudioModule
 from models.decoder import DecoderModule
+from models.decoder_model import DecoderModel
+from models.hf_config import Config
 from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
-from models.lora import Lora, adapted
-from models.loss import PLAIN, Objective
 from models.media import audio_facts, vision_facts
 from models.sizes import ModelSize, SizeFamily
 from models.vit import VisionModule
@@ -29,22 +29,13 @@ PUBLISHED_ALONE: Mapping[str, Callable[[Any], HfWeightMap]] = {
 
 
 @dataclass(frozen=True)
-class Composed:
+class Composed(DecoderModel):
     """Encoders and a decoder as a model of the engine's contract."""
 
     size: ModelSize
-    dtype: jnp.dtype
-    lora: Lora | None = None
-    attention_kernel: str = "auto"
-    objective: Objective = PLAIN
 
     @property
-    def modules(self) -> Mapping[str, Any]:
-        """In topological order, with adapters where there are any."""
-        return adapted(self._plain, self.lora)
-
-    @property
-    def _plain(self) -> dict[str, VisionModule | AudioModule | DecoderModule]:
+    def plain(self) -> dict[str, VisionModule | AudioModule | DecoderModule]:
         """The LLM has a line end where pictures are laid out in lines."""
         s, kernel = self.size, self.attention_kernel
         modules: dict[str, VisionModule | AudioModule | DecoderModule] = {}
@@ -68,7 +59,7 @@ class Composed:
         sources = {n: facts.get("sources", 1) for n, facts in self.preprocessing.items()}
         return tuple(
             {"source": n, "target": "llm", "name": "visual", "sources": sources.get(n, 1)}
-            for n in self._plain
+            for n in self.plain
             if n != "llm"
         )
 
@@ -77,7 +68,7 @@ class Composed:
         """Tokens of a tile or a window, of which every row of an encoder holds one."""
         return {
             name: module.item_tokens
-            for name, module in self._plain.items()
+            for name, module in self.plain.items()
             if not isinstance(module, DecoderModule)
         }
 
@@ -88,21 +79,9 @@ class Composed:
         return facts | ({"audio": audio_facts(s.audio, s.max_windows)} if s.audio else {})
 
     @property
-    def vocab_size(self) -> int:
-        return self.size.decoder.vocab
-
-    def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
-        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
-        return replace(self, lora=Lora(rank, alpha, **settings))
-
-    def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
-        """The model whose LLM is trained on more than the plain loss; see `models.loss`."""
-        return replace(self, objective=Objective(z_loss, label_smoothing))
-
-    @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
         """Where checkpoints of transformers have the parts that are published alone."""
-        modules = self._plain
+        modules = self.plain
         return {n: partial(to, modules[n]) for n, to in PUBLISHED_ALONE.items() if n in modules}
 
 
@@ -127,7 +106,12 @@ Model = TypeVar("Model")
 
 
 def made(
-    cls: Callable[..., Model], family: SizeFamily, size: str, dtype: str, attention_kernel: str
+    cls: Callable[..., Model],
+    family: SizeFamily,
+    size: str,
+    dtype: str,
+    attention_kernel: str,
+    read: Callable[[Config], Any] | None = None,
 ) -> Model:
     """The model of a family of sizes; what the factories in `models/` call.
 
@@ -136,13 +120,14 @@ def made(
         `models.sizes`), or, of published models, a folder with a config.json of transformers.
       dtype: compute dtype, "float32" or "bfloat16", also that in which parameters are held.
       attention_kernel: "auto" (by chip), "cudnn", "pallas" or "xla"; see `models.attention`.
+      read: see `models.hf_sizes.folder_size`.
 
     Raises:
       ValueError: unknown size, dtype or kernel; the message lists the known ones.
     """
-    model_size = (folder_size(size, family.kind) if family.kind else None) or family.find(size)
+    found = folder_size(size, family.kind, read) if family.kind else None
     kernel = known_kernel(attention_kernel)
-    return cls(model_size, known_dtype(dtype), attention_kernel=kernel)
+    return cls(found or family.find(size), known_dtype(dtype), attention_kernel=kernel)
 
 
 def known_dtype(name: str) -> jnp.dtype:

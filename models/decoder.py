@@ -109,7 +109,7 @@ class DecoderBlock(nn.Module):
 class Exit(nn.Module):
     """Final norm and head; gives (normed hidden states, head table [vocab, width])."""
 
-    size: DecoderSize
+    size: Any  # width, vocab, tied, norm_eps, norm_around
 
     @nn.compact
     def __call__(self, x: Array, tied_table: Array | None) -> tuple[Array, Array]:

@@ -3,25 +3,22 @@ a decoder in which a picture's tokens all see each other; or the decoder alone."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from models import gemma_hf
-from models.attention_choice import known_kernel
-from models.composed import known_dtype
+from models.composed import made
 from models.connector import merge_patches
+from models.decoder_model import TowerModel
 from models.gemma_decoder import GemmaModule
 from models.gemma_sizes import GEMMA3_FAMILY, GEMMA3_TEXT_FAMILY, Gemma3Size
-from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
 from models.layers import LayerNorm, Linear, RMSNorm
-from models.lora import Lora, adapted
-from models.loss import PLAIN, Objective
 from models.sizes import SizeFamily, VisionSize
 from models.vit import VisionModule
 
@@ -58,37 +55,12 @@ class Gemma3VisionModule(VisionModule):
 
 
 @dataclass(frozen=True)
-class Gemma3:
-    """The tower, if any, and the decoder as a model of the engine's contract."""
+class Gemma3(TowerModel):
+    """See `TowerModel`; the tower's features are soft tokens."""
 
     size: Gemma3Size
-    dtype: jnp.dtype
-    lora: Lora | None = None
-    attention_kernel: str = "auto"
-    objective: Objective = PLAIN
-
-    @property
-    def modules(self) -> Mapping[str, Any]:
-        """In topological order, with adapters where there are any."""
-        size, kernel = self.size, self.attention_kernel
-        modules: dict[str, Gemma3VisionModule | GemmaModule] = {}
-        if size.vision:
-            width = size.decoder.width
-            modules["vision"] = Gemma3VisionModule(size.vision, width, self.dtype, kernel)
-        modules["llm"] = GemmaModule(
-            size.decoder,
-            self.dtype,
-            attention_kernel=kernel,
-            objective=self.objective,
-            media=bool(size.vision),
-        )
-        return adapted(modules, self.lora)
-
-    @property
-    def edges(self) -> tuple[Mapping[str, Any], ...]:
-        """Soft tokens stand at their places among the LLM's tokens."""
-        joined = {"source": "vision", "target": "llm", "name": "visual"}
-        return (joined,) if self.size.vision else ()
+    tower = Gemma3VisionModule
+    decoder = GemmaModule
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
@@ -104,33 +76,13 @@ class Gemma3:
         return {"vision": facts}
 
     @property
-    def vocab_size(self) -> int:
-        return self.size.decoder.vocab
-
-    def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
-        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
-        return replace(self, lora=Lora(rank, alpha, **settings))
-
-    def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
-        """The model whose LLM is trained on more than the plain loss; see `models.loss`."""
-        return replace(self, objective=Objective(z_loss, label_smoothing))
-
-    @property
     def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has the model's parameters."""
         return gemma_hf.gemma3(self.modules, self.size)
 
-    @property
-    def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
-        """Where checkpoints of transformers have the parts that are published alone: none has."""
-        return {}
-
 
 def _made(family: SizeFamily, size: str, dtype: str, attention_kernel: str) -> Gemma3:
-    read = gemma_hf.READERS[family.kind]
-    of_size = folder_size(size, family.kind, read) or family.find(size)
-    kernel = known_kernel(attention_kernel)
-    return Gemma3(of_size, known_dtype(dtype), attention_kernel=kernel)
+    return made(Gemma3, family, size, dtype, attention_kernel, gemma_hf.READERS[family.kind])
 
 
 def build(

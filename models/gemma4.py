@@ -13,65 +13,29 @@ A piece of p patches gives p / 9 features, one for each block, in order.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
-
-import jax.numpy as jnp
+from typing import Any
 
 from models import gemma4_hf
-from models.attention_choice import known_kernel
-from models.composed import known_dtype
+from models.composed import made
+from models.decoder_model import TowerModel
 from models.gemma4_tower import Gemma4VisionModule
 from models.gemma_decoder import GemmaModule
 from models.gemma_sizes import GEMMA4_FAMILY, GEMMA4_TEXT_FAMILY, Gemma4Size
-from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
-from models.lora import Lora, adapted
-from models.loss import PLAIN, Objective
 from models.sizes import SizeFamily
 
 
 @dataclass(frozen=True)
-class Gemma4:
-    """The tower, if any, and the decoder as a model of the engine's contract; `alone`: of a
-    checkpoint that has nothing but a decoder."""
+class Gemma4(TowerModel):
+    """See `TowerModel`; `alone`: of a checkpoint that has nothing but a decoder."""
 
     size: Gemma4Size
-    dtype: jnp.dtype
-    lora: Lora | None = None
-    attention_kernel: str = "auto"
-    objective: Objective = PLAIN
     alone: bool = False
-
-    @property
-    def modules(self) -> Mapping[str, Any]:
-        """In topological order, with adapters where there are any."""
-        size, kernel = self.size, self.attention_kernel
-        modules: dict[str, Any] = {}
-        if size.vision:
-            width = size.decoder.width
-            modules["vision"] = Gemma4VisionModule(size.vision, width, self.dtype, kernel)
-        modules["llm"] = GemmaModule(
-            size.decoder,
-            self.dtype,
-            attention_kernel=kernel,
-            objective=self.objective,
-            media=bool(size.vision),
-        )
-        return adapted(modules, self.lora)
-
-    @property
-    def edges(self) -> tuple[Mapping[str, Any], ...]:
-        """The tower's features stand at their places among the LLM's tokens."""
-        joined = {"source": "vision", "target": "llm", "name": "visual"}
-        return (joined,) if self.size.vision else ()
-
-    @property
-    def piece_tokens(self) -> Mapping[str, int]:
-        """All rows are packed."""
-        return {}
+    tower = Gemma4VisionModule
+    decoder = GemmaModule
 
     @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
@@ -82,34 +46,18 @@ class Gemma4:
         return {"vision": {"form": "fitted", "patch_px": v.patch_px, "merge": v.merge, **tokens}}
 
     @property
-    def vocab_size(self) -> int:
-        return self.size.decoder.vocab
-
-    def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
-        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
-        return replace(self, lora=Lora(rank, alpha, **settings))
-
-    def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
-        """The model whose LLM is trained on more than the plain loss; see `models.loss`."""
-        return replace(self, objective=Objective(z_loss, label_smoothing))
-
-    @property
     def weights(self) -> HfWeightMap:
         """Where a checkpoint of transformers has the model's parameters."""
         return gemma4_hf.weights(self.modules, self.size, alone=self.alone)
 
-    @property
-    def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
-        """Where checkpoints of transformers have the parts that are published alone: none has."""
-        return {}
-
 
 def _made(family: SizeFamily, size: str, dtype: str, attention_kernel: str) -> Gemma4:
-    of_size = folder_size(size, family.kind, gemma4_hf.READERS[family.kind]) or family.find(size)
+    read = gemma4_hf.READERS[family.kind]
+    model = made(Gemma4, family, size, dtype, attention_kernel, read)
+    of_size: Any = model.size
     if of_size.vision:
         of_size = replace(of_size, vision=replace(of_size.vision, **_budgets(Path(size))))
-    kernel, alone = known_kernel(attention_kernel), family is GEMMA4_TEXT_FAMILY
-    return Gemma4(of_size, known_dtype(dtype), attention_kernel=kernel, alone=alone)
+    return replace(model, size=of_size, alone=family is GEMMA4_TEXT_FAMILY)
 
 
 def _budgets(folder: Path) -> dict[str, int]:

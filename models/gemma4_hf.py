@@ -185,7 +185,7 @@ def text_size(facts: Config) -> GemmaSize:
         heads("sliding_attention", own, window),
         heads("full_attention", facts["full_attention"], 0),
         norm_eps=facts["rms_norm_eps"],
-        around=0.0,
+        norm_around=0.0,
         value_norm=True,
         layer_scalar=True,
         cap=facts["final_logit_softcapping"] or 0.0,

@@ -3,7 +3,6 @@ each block of patches is a token. `models.gemma4` says in which order patches go
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,11 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import Attend, attend_by, attention
-from models.attention_choice import LEAST_TOKENS
 from models.embedding import embed
-from models.encoder import Batch, BlockForm, Encoder
+from models.encoder import Batch, BlockForm
 from models.gemma_sizes import Gemma4VisionSize
 from models.layers import Linear, Names, RMSNorm, fixed, named, normal
+from models.packed_encoder import PackedEncoder
 from models.rotary import angles_of, rotate
 
 Array = jax.Array
@@ -121,19 +120,10 @@ class Gemma4VisionExit(nn.Module):
 
 
 @dataclass(frozen=True)
-class Gemma4VisionModule(Encoder):
-    """See `Encoder`; a row holds pieces of any length."""
+class Gemma4VisionModule(PackedEncoder):
+    """See `PackedEncoder`."""
 
     size: Gemma4VisionSize
-
-    @property
-    def item_tokens(self) -> int:
-        """Of the smallest picture."""
-        return self.size.block
-
-    @property
-    def row_tokens(self) -> int:
-        return LEAST_TOKENS
 
     @property
     def float32_names(self) -> frozenset[str]:
@@ -142,40 +132,14 @@ class Gemma4VisionModule(Encoder):
         return frozenset(bounds | {"std_bias", "std_scale"})
 
     @property
-    def inputs(self) -> Mapping[str, tuple[str, ...]]:
-        return {"entry": ("patches", "grid"), "layers": ("segment_ids", "grid"), "exit": ()}
-
-    @property
-    def freeze_groups(self) -> Mapping[str, str]:
-        return {"entry": "vision", "layers": "vision", "exit": "connector"}
-
-    @property
     def form(self) -> BlockForm:
         """Of its layers no more than this is like other towers'."""
         return BlockForm(jax.nn.gelu, RMSNorm, (False,) * 3)
-
-    def segment_ids(self, batch: Batch) -> Array:
-        return batch["segment_ids"]
 
     def angles(self, batch: Batch) -> Array:
         grid, quarter = batch["grid"], self.size.head_dim // 4
         row, column = (angles_of(grid[..., i], quarter, self.size.theta) for i in range(2))
         return jnp.concatenate([column, row], axis=-1)
-
-    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """`patches` uint8 [items, tokens, values of a patch]; `grid` int32 [items, tokens, 4];
-        `segment_ids` int32 [items, tokens]."""
-        shapes = {
-            "patches": ((self.size.patch_values,), jnp.uint8),
-            "grid": ((4,), jnp.int32),
-            "segment_ids": ((), jnp.int32),
-        }
-        if name not in shapes:
-            raise ValueError(
-                f"the vision module has no field {name!r}; it reads {', '.join(shapes)}"
-            )
-        dims, dtype = shapes[name]
-        return jax.ShapeDtypeStruct((items, tokens, *dims), dtype)
 
     def _linen(self, part: str) -> nn.Module:
         if part == "layers":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from models.attention import Attend, attention, reach_of
 from models.attention_choice import pair_flops
 from models.attention_kernels import Marks
-from models.decoder import Batch, DecoderModule
+from models.decoder import Batch, DecoderModule, Exit
 from models.embedding import embed
 from models.gemma_sizes import GemmaSize
 from models.layers import Linear, RMSNorm, apply, fixed, named, normal
@@ -60,7 +60,7 @@ class GemmaBlock(nn.Module):
     ) -> Array:
         s, heads, dtype = self.size, self.size.heads(self.kind), self.dtype
         linear = partial(Linear, dtype=dtype)
-        norm = partial(RMSNorm, s.norm_eps, around=s.around)
+        norm = partial(RMSNorm, s.norm_eps, around=s.norm_around)
         width, mlp, wide = (s.width,), (s.mlp,), ("embed",)
         q_shape, q_names = (heads.n_heads, heads.head_dim), ("heads", None)
         kv_shape, kv_names = (heads.n_kv_heads, heads.head_dim), ("kv_heads", None)
@@ -92,22 +92,6 @@ class GemmaBlock(nn.Module):
         if s.layer_scalar:
             x = x * fixed(self, "layer_scalar", (1,), 1.0).astype(dtype)[None, None]
         return x
-
-
-class GemmaExit(nn.Module):
-    """Final norm and head; gives (normed hidden states, head table [vocab, width])."""
-
-    size: GemmaSize
-
-    @nn.compact
-    def __call__(self, x: Array, tied_table: Array | None) -> tuple[Array, Array]:
-        s = self.size
-        x = RMSNorm(s.norm_eps, around=s.around, name="norm")(x)
-        if s.tied:
-            assert tied_table is not None, "a tied head needs the entry's parameters"
-            return x, tied_table
-        init = named(normal(s.width**-0.5), "vocab", "embed")
-        return x, self.param("head", init, (s.vocab, s.width), jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -176,7 +160,7 @@ class GemmaModule(DecoderModule):
             return GemmaEntry(self.size, self.dtype), fields
         if part == "exit":
             table = jax.ShapeDtypeStruct((self.size.vocab, self.size.width), jnp.float32)
-            return GemmaExit(self.size), (hidden, table)
+            return Exit(self.size), (hidden, table)
         return GemmaBlock(self.size, part, self.dtype, self.attend), (hidden, *fields)
 
     def entry(self, params: Any, batch: Batch) -> Array:
@@ -190,10 +174,6 @@ class GemmaModule(DecoderModule):
         fields = [batch[name] for name in self.inputs[kind]]
         block = GemmaBlock(self.size, kind, self.dtype, mix or self.attend)
         return apply(block, params, x, *fields)
-
-    def _head(self, params: Any, x: Array, entry: Any) -> tuple[Array, Array]:
-        table = entry["embedding"] if self.tied else None
-        return apply(GemmaExit(self.size), params, x, table)
 
     def memory(self, kind: str = "") -> KeysAndValues:
         """See `dflop_jax.contract`."""

@@ -49,7 +49,7 @@ class GemmaSize:
 
     Attributes:
       kinds: of every layer.
-      around: what is added to the learnt scale of every norm but those of values.
+      norm_around: what is added to the learnt scale of every norm but those of values.
       value_norm: whether values are normed, by a norm without a scale.
       layer_scalar: whether a layer's output is multiplied by a number that is not trained.
       cap: of the logits, see `models.loss.head_logits`.
@@ -62,7 +62,7 @@ class GemmaSize:
     sliding: HeadsSize
     whole: HeadsSize
     norm_eps: float = 1e-6
-    around: float = 1.0
+    norm_around: float = 1.0
     value_norm: bool = False
     layer_scalar: bool = False
     cap: float = 0.0
@@ -209,7 +209,7 @@ def _gemma4(
         kinds,
         sliding,
         all_before,
-        around=0.0,
+        norm_around=0.0,
         value_norm=True,
         layer_scalar=True,
         cap=30.0,

@@ -25,31 +25,24 @@ decoders (tokens, targets, weights, is_visual) a sample gives
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
-
-import jax.numpy as jnp
+from typing import Any
 
 from models import hf
 from models.composed import made
 from models.decoder import DecoderModule
+from models.decoder_model import DecoderModel
 from models.hf_tensors import HfWeightMap
-from models.lora import Lora, adapted
-from models.loss import PLAIN, Objective
 from models.qwen3_vl_sizes import QWEN3_VL_FAMILY, Qwen3VLSize
 from models.qwen3_vl_tower import NativeVisionModule
 
 
 @dataclass(frozen=True)
-class Qwen3VL:
+class Qwen3VL(DecoderModel):
     """The tower and the decoder as a model of the engine's contract."""
 
     size: Qwen3VLSize
-    dtype: jnp.dtype
-    lora: Lora | None = None
-    attention_kernel: str = "auto"
-    objective: Objective = PLAIN
 
     @property
     def vision(self) -> NativeVisionModule:
@@ -67,8 +60,9 @@ class Qwen3VL:
         )
 
     @property
-    def modules(self) -> Mapping[str, Any]:
-        return adapted({"vision": self.vision, "llm": self.llm}, self.lora)
+    def plain(self) -> Mapping[str, Any]:
+        """See `DecoderModel`."""
+        return {"vision": self.vision, "llm": self.llm}
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
@@ -84,27 +78,10 @@ class Qwen3VL:
         )
 
     @property
-    def piece_tokens(self) -> Mapping[str, int]:
-        """All rows are packed."""
-        return {}
-
-    @property
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
         v = self.size.vision
         facts = {"form": "native", "patch_px": v.patch_px, "merge": v.merge, "frames": v.frames}
         return {"vision": facts}
-
-    @property
-    def vocab_size(self) -> int:
-        return self.size.decoder.vocab
-
-    def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
-        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
-        return replace(self, lora=Lora(rank, alpha, **settings))
-
-    def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
-        """The model whose LLM is trained on more than the plain loss; see `models.loss`."""
-        return replace(self, objective=Objective(z_loss, label_smoothing))
 
     @property
     def weights(self) -> HfWeightMap:

@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention_choice import LEAST_TOKENS
-from models.encoder import Batch, BlockForm, Encoder
+from models.encoder import Batch, BlockForm
 from models.layers import LayerNorm, Linear, apply, exact_gelu, named, normal
+from models.packed_encoder import PackedEncoder
 from models.qwen3_vl_sizes import NativeVisionSize
 from models.rotary import grid_angles
 
@@ -84,20 +84,11 @@ class Merger(nn.Module):
 
 
 @dataclass(frozen=True)
-class NativeVisionModule(Encoder):
-    """See `Encoder`; a row holds pieces of any length. After some layers a tap, "deepstack_0" and
-    on, gives features of its own, by a merger of its own."""
+class NativeVisionModule(PackedEncoder):
+    """See `PackedEncoder`. After some layers a tap, "deepstack_0" and on, gives features of its
+    own, by a merger of its own."""
 
     size: NativeVisionSize
-
-    @property
-    def item_tokens(self) -> int:
-        """Of the smallest picture."""
-        return self.size.block
-
-    @property
-    def row_tokens(self) -> int:
-        return LEAST_TOKENS
 
     @property
     def taps(self) -> Mapping[str, int]:
@@ -105,24 +96,15 @@ class NativeVisionModule(Encoder):
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
-        names: dict[str, tuple[str, ...]] = {
-            "entry": ("patches", "grid"),
-            "layers": ("segment_ids", "grid"),
-            "exit": (),
-        }
-        return names | dict.fromkeys(self.taps, ())
+        return {**super().inputs, **dict.fromkeys(self.taps, ())}
 
     @property
     def freeze_groups(self) -> Mapping[str, str]:
-        groups = {"entry": "vision", "layers": "vision", "exit": "connector"}
-        return groups | dict.fromkeys(self.taps, "connector")
+        return {**super().freeze_groups, **dict.fromkeys(self.taps, "connector")}
 
     @property
     def form(self) -> BlockForm:
         return BlockForm(jax.nn.gelu, fused=True)
-
-    def segment_ids(self, batch: Batch) -> Array:
-        return batch["segment_ids"]
 
     def angles(self, batch: Batch) -> Array:
         return grid_angles(batch["grid"], self.size.head_dim // 2)
@@ -131,21 +113,6 @@ class NativeVisionModule(Encoder):
         """Features [rows, tokens / block, out_width] of the hidden states so far."""
         features: Array = apply(self._linen(name), params, x)
         return features
-
-    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
-        """`patches` uint8 [items, tokens, values of a patch]; `grid` int32 [items, tokens, 4];
-        `segment_ids` int32 [items, tokens]."""
-        shapes = {
-            "patches": ((self.size.patch_values,), jnp.uint8),
-            "grid": ((4,), jnp.int32),
-            "segment_ids": ((), jnp.int32),
-        }
-        if name not in shapes:
-            raise ValueError(
-                f"the vision module has no field {name!r}; it reads {', '.join(shapes)}"
-            )
-        dims, dtype = shapes[name]
-        return jax.ShapeDtypeStruct((items, tokens, *dims), dtype)
 
     def _end(self, part: str) -> nn.Module:
         if part == "entry":

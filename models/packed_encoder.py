@@ -1,0 +1,57 @@
+"""What towers have in common that take pictures at their own aspect: a row holds pieces of any
+length, patch by patch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from models.attention_choice import LEAST_TOKENS
+from models.encoder import Batch, Encoder
+
+Array = jax.Array
+
+
+@dataclass(frozen=True)
+class PackedEncoder(Encoder):
+    """See `Encoder`; `size.block` patches give a feature, each has `size.patch_values` values and
+    knows its place in the grid of its piece."""
+
+    @property
+    def item_tokens(self) -> int:
+        """Of the smallest picture."""
+        block: int = self.size.block
+        return block
+
+    @property
+    def row_tokens(self) -> int:
+        return LEAST_TOKENS
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        return {"entry": ("patches", "grid"), "layers": ("segment_ids", "grid"), "exit": ()}
+
+    @property
+    def freeze_groups(self) -> Mapping[str, str]:
+        return {"entry": "vision", "layers": "vision", "exit": "connector"}
+
+    def segment_ids(self, batch: Batch) -> Array:
+        return batch["segment_ids"]
+
+    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct:
+        """`patches` uint8 [items, tokens, values of a patch]; `grid` int32 [items, tokens, 4];
+        `segment_ids` int32 [items, tokens]."""
+        shapes = {
+            "patches": ((self.size.patch_values,), jnp.uint8),
+            "grid": ((4,), jnp.int32),
+            "segment_ids": ((), jnp.int32),
+        }
+        if name not in shapes:
+            raise ValueError(
+                f"the vision module has no field {name!r}; it reads {', '.join(shapes)}"
+            )
+        dims, dtype = shapes[name]
+        return jax.ShapeDtypeStruct((items, tokens, *dims), dtype)

@@ -152,7 +152,7 @@ class Bounds:
         space = self.space
         by_block = []
         for block in space.structure.blocks:
-            fitting = combinations(space.members_at(block, p, c), space.rules.memory_bytes)
+            fitting = combinations(space.members_at(block, p, c), space.rules.spec.memory_bytes)
             by_block.append([dict(zip(block, o.tolist(), strict=True)) for o in fitting])
         chosen = [
             {m: o for block in combination for m, o in block.items()}
@@ -196,7 +196,7 @@ class Bounds:
                     m.only(m.options.index(options[n])) for n, m in zip(block, members, strict=True)
                 ]
                 peaks.append(least_peak(picked)[0])
-            if max(peaks) <= space.rules.memory_bytes:
+            if max(peaks) <= space.rules.spec.memory_bytes:
                 return space.divided.whole[c] if space.divided else space.bucket(p, c)
         raise AssertionError("the options fit at no cut")
 
@@ -223,7 +223,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
 
     @cache
     def alone(key: tuple[Any, ...]) -> Least:
-        return least([member(*key)], rules.memory_bytes)
+        return least([member(*key)], rules.spec.memory_bytes)
 
     tapped = bool(rules.facts.unstaged)
     structures: dict[tuple[object, ...], Structure] = {}
@@ -248,7 +248,7 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
                 leasts[block] = alone(keys[block[0]]).at(forms[block[0]])
             else:
                 here = [member(*keys[m]).at(forms[m]) for m in block]
-                leasts[block] = least(here, rules.memory_bytes)
+                leasts[block] = least(here, rules.spec.memory_bytes)
         members = {m: member(*key) for m, key in keys.items()}
         space = Space(
             _layout_of(f, rules),

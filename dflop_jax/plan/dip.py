@@ -13,9 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.placement import ModelFacts, factors, split_layers
+from dflop_jax.plan.placement import Extent, factors, split_layers
 from dflop_jax.profile.state import Array
 from dflop_jax.records import (
     BACKWARD,
@@ -74,16 +73,23 @@ def rounds_of(rules: Rules, count: int, model: int, most_rounds: int) -> dict[st
     }
 
 
-def rank_sizes(
-    facts: ModelFacts, n_devices: int, node: int, config: PlanConfig
-) -> Iterator[tuple[int, int, int]]:
-    """(count, data, model) of ranks that the devices may form."""
+def rank_sizes(extent: Extent) -> list[tuple[int, int, int]]:
+    """(count, data, model) of ranks that the devices may form.
+
+    Raises:
+      ValueError: there are none, and the policy is this one.
+    """
+    facts, config = extent.facts, extent.config
     common = set.intersection(*(set(facts.degrees[m]) for m in facts.n_layers))
-    for count in factors(n_devices, min(config.max_stage, *facts.n_layers.values())):
-        size = n_devices // count
-        for model in factors(size, config.max_model):
-            if count >= 2 and model in common and (model == 1 or node % model == 0):
-                yield count, size // model, model
+    sizes = []
+    for count in factors(extent.n_devices, min(config.max_stage, *facts.n_layers.values())):
+        size = extent.n_devices // count
+        for model in factors(size, extent.max_model):
+            if count >= 2 and model in common and extent.node % model == 0:
+                sizes.append((count, size // model, model))
+    if not sizes and config.policy == POLICY:
+        raise ValueError(_none(extent))
+    return sizes
 
 
 def rank_submeshes(count: int, data: int, model: int) -> tuple[SubmeshPlan, ...]:
@@ -92,20 +98,21 @@ def rank_submeshes(count: int, data: int, model: int) -> tuple[SubmeshPlan, ...]
     return tuple(SubmeshPlan(f"rank{r}", r * size, data=data, model=model) for r in range(count))
 
 
-def why_none(n_devices: int, config: PlanConfig, n_layers: Mapping[str, int]) -> str:
+def _none(extent: Extent) -> str:
     """Why there is no placement, and what would give one."""
+    n_layers = extent.facts.n_layers
     shallow = min(n_layers, key=n_layers.__getitem__)
     return (
-        f"policy dip has no placement on {n_devices} devices: 2 to plan.max_stage="
-        f"{config.max_stage} ranks of equal size each hold a layer of every module, and "
+        f"policy dip has no placement on {extent.n_devices} devices: 2 to plan.max_stage="
+        f"{extent.config.max_stage} ranks of equal size each hold a layer of every module, and "
         f"{shallow!r} has {n_layers[shallow]}; change plan.devices or plan.max_stage, or use "
         "plan.policy auto"
     )
 
 
-def layouts(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[Layout]:
-    """Layouts, without shapes, of ranks that the devices may form."""
-    for count, data, model in rank_sizes(rules.facts, n_devices, rules.node(n_devices), config):
+def layouts(rules: Rules) -> Iterator[Layout]:
+    """Layouts, without shapes, of ranks that the devices may form; errors as of `rank_sizes`."""
+    for count, data, model in rank_sizes(rules.extent):
         seen: list[dict[str, int]] = []
         for most_rounds in range(1, MOST_ROUNDS + 1):
             rounds = rounds_of(rules, count, model, most_rounds)

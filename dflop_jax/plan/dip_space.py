@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.config import PlanConfig
 from dflop_jax.plan.bounds import Bounds, Divided, Space
 from dflop_jax.plan.choices import Member, least
 from dflop_jax.plan.dip import POLICY, layouts, with_sub_microbatches
@@ -24,9 +23,9 @@ from dflop_jax.tasks.graph import in_flight_limit
 _ENOUGH = 8
 
 
-def dip_bounds(rules: Rules, n_devices: int, config: PlanConfig) -> list[Bounds]:
-    """Bounds of each layout at all cuts; none where there is no layout."""
-    return [_bounds(rules, layout) for layout in layouts(rules, n_devices, config)]
+def dip_bounds(rules: Rules) -> Iterator[Bounds]:
+    """Bounds of each layout at all cuts; errors as of `dip.layouts`."""
+    return (_bounds(rules, layout) for layout in layouts(rules))
 
 
 def _bounds(rules: Rules, layout: Layout) -> Bounds:
@@ -45,7 +44,7 @@ def _bounds(rules: Rules, layout: Layout) -> Bounds:
         in_flight = [np.array([[limits[n][name] for n in fan_in]]) for name in names]
         members[m] = Member.of(table, structure.facts(m)[1], in_flight)
     together = [members[m] for m in block]
-    unsaved = least([m.only(0) for m in together], rules.memory_bytes).fits
+    unsaved = least([m.only(0) for m in together], rules.spec.memory_bytes).fits
     space = Space(
         lambda _: layout,
         structure,
@@ -58,7 +57,7 @@ def _bounds(rules: Rules, layout: Layout) -> Bounds:
         devices=dict.fromkeys(tables, np.array([[layout.submeshes[0].n_devices]])),
         divided=Divided(parts, fan_in, whole),
     )
-    leasts = {block: least(together, rules.memory_bytes)}
+    leasts = {block: least(together, rules.spec.memory_bytes)}
     return Bounds.of(space, leasts, _tried(cuts, n_ranks, tables, unsaved))
 
 

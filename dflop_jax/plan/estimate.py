@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import (
     BY_NUMBER,
     CutCosts,
+    Extent,
     Form,
     ModelFacts,
     RunCosts,
@@ -27,6 +28,7 @@ from dflop_jax.plan.placement import (
     module_segments,
 )
 from dflop_jax.plan.pricing import moved_by, reduce_s, update_s
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.volume import (
     CUTS,
     Volume,
@@ -44,7 +46,6 @@ from dflop_jax.records import (
     Layout,
     MeshShape,
     ModelProfile,
-    Remat,
     SegmentPlan,
     Shape,
     Zero,
@@ -63,24 +64,12 @@ _FILLS = (1, 2, 4, 8)
 class Rules:
     """What every placement is priced with.
 
-    volumes: of the sampled batches, by module. trains: whether a segment has trainable parameters.
-    memory_bytes: of a device, 0: not checked. remat, zero: "auto" (the cheapest that memory holds)
-    or values of `SegmentPlan`. node_devices: of a node; 0: as the profile's hardware says, or all.
-    shard_devices: values of `SegmentPlan` that are tried. microbatches_per_stage: of a group where
-    modules have stages; 0: the usual ones are tried.
+    volumes: of the sampled batches, by module. spec: what is searched for, all limits above 0.
     """
 
     costs: CostModel
     volumes: Mapping[str, Volume]
-    token_multiple: int
-    max_microbatches: int
-    trains: Callable[[SegmentPlan], bool]
-    memory_bytes: float = 0.0
-    remat: Remat | Literal["auto"] = "auto"
-    zero: Zero | Literal["auto"] = "auto"
-    node_devices: int = 0
-    shard_devices: tuple[int, ...] = (0,)
-    microbatches_per_stage: int = 0
+    spec: SearchSpec
 
     @property
     def profile(self) -> ModelProfile:
@@ -93,8 +82,9 @@ class Rules:
 
     def options(self, module: str) -> tuple[Option, ...]:
         """What is tried for a module, the simplest first: of equals the first is taken."""
-        remats = (self.remat,) if self.remat != "auto" else self.costs.fits.known_policies(module)
-        degrees: tuple[Zero, ...] = (self.zero,) if self.zero != "auto" else get_args(Zero)
+        remat, zero = self.spec.remat, self.spec.zero
+        remats = (remat,) if remat != "auto" else self.costs.fits.known_policies(module)
+        degrees: tuple[Zero, ...] = (zero,) if zero != "auto" else get_args(Zero)
         return tuple(
             Option(r, z, d)
             for z in degrees
@@ -112,11 +102,29 @@ class Rules:
         kinds = {m: self.profile.layer_kinds(m) for m in self.n_layers}
         return ModelFacts.of(kinds, timed, self.profile.edges)
 
-    def node(self, n_devices: int) -> int:
-        """Devices of a node."""
-        hardware = self.profile.hardware
-        usual = hardware.devices_per_node if hardware else n_devices
-        return self.node_devices or usual
+    @property
+    def known_node(self) -> int:
+        """Devices of a node; 0: nobody says."""
+        return self.spec.config.node or self.profile.devices_per_node
+
+    @cached_property
+    def extent(self) -> Extent:
+        """How far the space of placements reaches."""
+        n_devices = self.spec.n_devices
+        return Extent(self.facts, n_devices, self.known_node or n_devices, self.spec.config)
+
+    @property
+    def shard_devices(self) -> tuple[int, ...]:
+        """Sizes of blocks of devices that may share state: as asked for, else all or, where links
+        have prices and there are several nodes, those of a node."""
+        if given := self.spec.config.shard_devices:
+            return (given,)
+        node = self.known_node if self.profile.hardware else 0
+        return (0, node) if 0 < node < self.spec.n_devices else (0,)
+
+    def of_devices(self, n_devices: int) -> Rules:
+        """The same for so many devices."""
+        return replace(self, spec=replace(self.spec, n_devices=n_devices))
 
     def trusted_tokens(self, module: str) -> float:
         """Tokens of a microbatch on a rank up to which prices are believed: a fit of timings goes
@@ -129,15 +137,16 @@ class Rules:
     def cuts(self, stages: int) -> tuple[np.ndarray, np.ndarray]:
         """(groups that a mean batch may be cut into, microbatches of a group): groups of as many
         microbatches as the deepest loop has stages, and, where there is a loop, of more."""
-        given = self.microbatches_per_stage
-        fills = [given] if given else [k for k in _FILLS if k * stages <= self.max_microbatches]
+        config = self.spec.config
+        given, most = config.microbatches_per_stage, config.max_microbatches
+        fills = [given] if given else [k for k in _FILLS if k * stages <= most]
         sizes = [k * stages for k in fills or [1]] if stages > 1 else [1]
         groups = [self._groups(size) for size in sizes]
         return np.concatenate(groups), np.repeat(sizes, [len(n) for n in groups])
 
     def _groups(self, group_size: int) -> np.ndarray:
         """Groups of so many microbatches that a mean batch may be cut into."""
-        finest = max(1, self.max_microbatches // group_size)
+        finest = max(1, self.spec.config.max_microbatches // group_size)
         return np.array([*(c for c in CUTS if c < finest), finest])
 
     def run_costs(self, module: str, model: int) -> RunCosts:
@@ -147,7 +156,8 @@ class Rules:
     def row_tokens(self, module: str) -> int:
         """Tokens of a packed row that holds the longest piece."""
         longest = max(1, self.volumes[module].longest)
-        return -(-longest // self.token_multiple) * self.token_multiple
+        multiple = self.spec.token_multiple
+        return -(-longest // multiple) * multiple
 
     def row_sizes(
         self, module: str, microbatches: Array, data: Array, model: int
@@ -158,7 +168,7 @@ class Rules:
             rows = piece_rows(volume, microbatches, data)
             return rows, np.full(rows.shape, self.profile.piece_tokens[module])
         return packed_rows(
-            volume, microbatches, data, self.costs, module, model, self.token_multiple
+            volume, microbatches, data, self.costs, module, model, self.spec.token_multiple
         )
 
     def room(self, module: str, rows: Array, tokens: Array) -> Array:
@@ -175,7 +185,7 @@ class Rules:
 
     def trainable(self, layout: Layout) -> list[str]:
         """Names of the plan's segments that train."""
-        return [s.name for s in layout.segments if self.trains(s)]
+        return [s.name for s in layout.segments if self.spec.trains(s)]
 
     def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""
@@ -270,7 +280,7 @@ def segment_costs(
     known: dict[tuple[object, ...], SegmentCosts] = {}
     costs = []
     for s, has in zip(segments, tasks, strict=True):
-        key = rules.costs.kind(s), tuple(has), rules.trains(s)
+        key = rules.costs.kind(s), tuple(has), rules.spec.trains(s)
         if key not in known:
             known[key] = _costs(rules, s, mesh, group_size, figures, content, has)
         costs.append(known[key])
@@ -287,7 +297,7 @@ def _costs(
     tasks: Collection[str],
 ) -> SegmentCosts:
     """What a segment takes with every option of its module."""
-    costs, trains = rules.costs, rules.trains(s)
+    costs, trains = rules.costs, rules.spec.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
     profile = rules.profile
     moved = {(o.zero, o.shard_devices): moved_by(o, mesh, profile) for o in options}

@@ -72,11 +72,9 @@ class Evaluator:
         rules: Rules,
         loads: Sequence[Load],
         batches: Sequence[Sequence[Load]],
-        config: PlanConfig,
-        global_batch: int,
     ):
         self.rules, self.loads, self.batches = rules, loads, batches
-        self.config, self.global_batch = config, global_batch
+        global_batch = rules.spec.global_batch
         # Small batches differ most, and with them the number of groups.
         n = min(max(len(batches), _JUDGED // global_batch), 2 * len(batches))
         n_drifted = max(2, n)  # one of each direction at least
@@ -87,10 +85,15 @@ class Evaluator:
 
     def with_less_memory(self, n_bytes: float) -> Evaluator:
         """The same for devices with so many bytes less to fill, where their memory is limited."""
-        limit = self.rules.memory_bytes
-        less = copy(self)
-        less.rules = replace(self.rules, memory_bytes=max(1.0, limit - n_bytes) if limit else 0.0)
+        less, spec = copy(self), self.rules.spec
+        left = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
+        less.rules = replace(self.rules, spec=replace(spec, memory_bytes=left))
         return less
+
+    @property
+    def config(self) -> PlanConfig:
+        """The settings, their limits as the job needs."""
+        return self.rules.spec.config
 
     def prices(self, layout: Layout) -> Prices:
         return prices_of(layout, self.rules.costs)
@@ -118,7 +121,7 @@ class Evaluator:
         return memory.peak_bytes(layout, self.rules.costs, in_flight, self.rules.trainable(layout))
 
     def fits(self, plan: Plan) -> bool:
-        limit = self.rules.memory_bytes
+        limit = self.rules.spec.memory_bytes
         return not limit or self.most_bytes(plan) <= limit
 
     def busy_s(self, layout: Layout) -> float:
@@ -224,11 +227,12 @@ class Evaluator:
     def round_batches(self, number: int) -> list[list[Load]]:
         """The batches of one of `n_rounds` more rounds: one as the data are and, where `plan.drift`
         counts, a drifted one."""
-        batches = sample_batches(self.loads, self.global_batch, 1, seed=2 + number)
+        n = self.rules.spec.global_batch
+        batches = sample_batches(self.loads, n, 1, seed=2 + number)
         if self.config.drift:
             modules, seed = tuple(self.rules.n_layers), 1 + number // 2
             # Both directions of a drift come from one seed.
-            both = drifted_batches(self.loads, modules, self.global_batch, 2, seed=seed)
+            both = drifted_batches(self.loads, modules, n, 2, seed=seed)
             batches.append(both[number % 2])
         return batches
 

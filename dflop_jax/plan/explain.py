@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import GIB, HARDWARE
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
@@ -127,14 +126,13 @@ def _module_bytes(evaluator: Evaluator, plan: Plan, module: str) -> float:
     return max(peaks[s.submesh] for s in plan.layout.segments_of(module))
 
 
-def why_nothing_fits(
-    rules: Rules, n_devices: int, config: PlanConfig, least_bytes: float, nearest: str
-) -> str:
+def why_nothing_fits(rules: Rules, least_bytes: float, nearest: str) -> str:
     """One line: what comes nearest, by how much it exceeds a device, and what would hold it."""
-    if not rules.memory_bytes or least_bytes <= rules.memory_bytes:
+    memory_bytes, config = rules.spec.memory_bytes, rules.spec.config
+    if not memory_bytes or least_bytes <= memory_bytes:
         return NO_SUBMESHES
-    over = (least_bytes - rules.memory_bytes) / GIB
-    more = _devices_that_fit(rules, n_devices, config)
+    over = (least_bytes - memory_bytes) / GIB
+    more = _devices_that_fit(rules)
     larger = [h.name for h in HARDWARE.values() if h.plannable_bytes >= least_bytes]
     ways = [f"{more} devices would do"] if more else []
     if larger and rules.profile.computed:
@@ -145,17 +143,17 @@ def why_nothing_fits(
         f"plan.max_microbatches ({config.max_microbatches}) or smaller samples need less"
     ]
     return (
-        f"no plan fits into {rules.memory_bytes / GIB:.2f} GiB per device: the smallest "
+        f"no plan fits into {memory_bytes / GIB:.2f} GiB per device: the smallest "
         f"({nearest}) needs {over:.2f} GiB more; {', '.join(ways)}"
     )
 
 
-def _devices_that_fit(rules: Rules, n_devices: int, config: PlanConfig) -> int | None:
+def _devices_that_fit(rules: Rules) -> int | None:
     """The least doubling of the devices that holds a plan."""
     times = 2
     while times <= _LARGEST_MULTIPLE:
-        tables = searched(rules, times * n_devices, config)
-        if any(bounds.fits.any() for _, bounds in tables):
-            return times * n_devices
+        n_devices = times * rules.spec.n_devices
+        if any(bounds.fits.any() for _, bounds in searched(rules.of_devices(n_devices))):
+            return n_devices
         times *= 2
     return None

@@ -14,11 +14,11 @@ from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.finalist import Finalist, fastest_of
 from dflop_jax.plan.ranking import Ranking
 from dflop_jax.plan.sizing import with_buckets
+from dflop_jax.plan.spec import SIZED_PLACEMENTS
 from dflop_jax.records import Bucket, Plan, Shape
 from dflop_jax.schedule import BucketChoice
 from dflop_jax.schedule.shapes.spare import beyond
 
-SIZED_PLACEMENTS = 3  # whose buckets are chosen; twice as many cost about twice the time
 # Microbatches that chosen buckets cut a mean batch into at most, over those of the one bucket; each
 # is a choice of buckets more, and with effort "quick" the finest alone is tried.
 _GRANULARITIES = (0.6, 1.0, 1.6)
@@ -162,7 +162,7 @@ def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     for m, shape in bucket.shapes:
         rows, tokens = max(1, round(_SMALL_BUCKET_SHARE * shape.rows)), shape.tokens
         if shape.rows == 1 and m not in rules.profile.piece_tokens:
-            tokens = _up(_SMALL_BUCKET_SHARE * tokens, rules.token_multiple)
+            tokens = _up(_SMALL_BUCKET_SHARE * tokens, rules.spec.token_multiple)
         shapes[m] = shape if m in plan.layout.divided else Shape(rows, tokens)
     small = Bucket.of(shapes)
     if small == bucket or evaluator.config.buckets < 2:

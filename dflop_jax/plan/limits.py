@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dflop_jax.config import PlanConfig
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import Load, ModelProfile
 
 # Share of a device's memory for the layers' inputs of all microbatches in flight: parameters and
@@ -73,30 +73,24 @@ def microbatch_limit(
     return max(LEAST.max_microbatches, min(needed, MOST_MICROBATCHES))
 
 
-def with_limits(
-    config: PlanConfig,
-    profile: ModelProfile,
-    loads: Sequence[Load],
-    *,
-    n_devices: int,
-    global_batch: int,
-    memory_bytes: float,
-    node: int,
-) -> PlanConfig:
-    """The settings with a limit of the job's own wherever they have 0."""
+def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) -> SearchSpec:
+    """What is searched for, with a limit of the job's own wherever the settings have 0."""
+    config = spec.config
     parameters = {
         m: profile.layers_bytes(m) + profile.ends_param_bytes[m] for m in profile.n_layers
     }
-    model, stage = parallel_limits(held_bytes(parameters, profile.halved), memory_bytes, node)
+    node = config.node or profile.devices_per_node or spec.n_devices
+    model, stage = parallel_limits(held_bytes(parameters, profile.halved), spec.memory_bytes, node)
     stage = config.max_stage or stage
-    batch_bytes = global_batch * _input_bytes(profile, loads)
-    return replace(
+    batch_bytes = spec.global_batch * _input_bytes(profile, loads)
+    config = replace(
         config,
         max_model=config.max_model or model,
         max_stage=stage,
         max_microbatches=config.max_microbatches
-        or microbatch_limit(batch_bytes, memory_bytes, n_devices, stage),
+        or microbatch_limit(batch_bytes, spec.memory_bytes, spec.n_devices, stage),
     )
+    return replace(spec, config=config)
 
 
 def _input_bytes(profile: ModelProfile, loads: Sequence[Load]) -> float:

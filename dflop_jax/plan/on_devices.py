@@ -118,7 +118,7 @@ class _Devices:
 
     def why_none(self) -> str:
         """One line: what was tried, and what to plan with."""
-        limit = self._evaluator.rules.memory_bytes
+        limit = self._evaluator.rules.spec.memory_bytes
         if limit and not self._short_bytes:
             limit *= 1 - _GUESSED_SHORTAGE
         remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"

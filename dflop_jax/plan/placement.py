@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from dflop_jax.config import PlanConfig
 from dflop_jax.records import (
     Edge,
     LayerTiming,
@@ -76,6 +77,22 @@ class ModelFacts:
         unstaged = frozenset(taps | {e.target for e in edges if e.enters >= 0})
         n_layers = {m: len(k) for m, k in kinds.items()}
         return cls(n_layers, degrees, unstaged, {m: pattern(k) for m, k in kinds.items()})
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far a space of placements reaches: the modules, the devices, `node` of them in a node,
+    and the settings, whose limits are above 0."""
+
+    facts: ModelFacts
+    n_devices: int
+    node: int
+    config: PlanConfig
+
+    @property
+    def max_model(self) -> int:
+        """The largest tensor-parallel degree, which stays inside a node."""
+        return min(self.config.max_model, self.node)
 
 
 def pattern(kinds: Sequence[str]) -> int:

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dflop_jax.config import PlanConfig
 from dflop_jax.plan.dip import POLICY as DIP
-from dflop_jax.plan.dip import rank_sizes, rank_submeshes, why_none
+from dflop_jax.plan.dip import rank_sizes, rank_submeshes
 from dflop_jax.plan.explain import NO_SUBMESHES
-from dflop_jax.plan.placement import ModelFacts
+from dflop_jax.plan.placement import Extent
 from dflop_jax.plan.space import baseline, families
 from dflop_jax.records import SubmeshPlan
 
 
 def check_possible(
-    facts: ModelFacts,
-    n_devices: int,
-    node: int,
-    config: PlanConfig,
+    extent: Extent,
     allowed: Callable[[SubmeshPlan], bool],
 ) -> None:
-    """ValueError, as `search_plan` would raise it, unless the policy has a placement on so many
-    devices, `node` of them in a node, whose submeshes are `allowed`."""
-    every = _submeshes(facts, n_devices, node, config)
-    if not any(all(map(allowed, submeshes)) for submeshes in every):
+    """ValueError, as `search_plan` would raise it, unless the policy has a placement whose
+    submeshes are `allowed`."""
+    if not any(all(map(allowed, submeshes)) for submeshes in _submeshes(extent)):
         raise ValueError(NO_SUBMESHES)
 
 
-def _submeshes(
-    facts: ModelFacts, n_devices: int, node: int, config: PlanConfig
-) -> Iterator[tuple[SubmeshPlan, ...]]:
+def _submeshes(extent: Extent) -> Iterator[tuple[SubmeshPlan, ...]]:
     """Those of each placement."""
-    for space in families(facts, n_devices, node, config).values():
+    for space in families(extent).values():
         for family in space:
             for i in range(len(family)):
-                yield family.layout(i, facts.n_layers).submeshes
-    yield from (layout.submeshes for layout in baseline(facts, n_devices, node, config))
-    if config.policy in (DIP, "auto"):
-        ranks = list(rank_sizes(facts, n_devices, node, config))
-        if not ranks and config.policy == DIP:
-            raise ValueError(why_none(n_devices, config, facts.n_layers))
-        yield from (rank_submeshes(*sizes) for sizes in ranks)
+                yield family.layout(i, extent.facts.n_layers).submeshes
+    yield from (layout.submeshes for layout in baseline(extent))
+    if extent.config.policy in (DIP, "auto"):
+        yield from (rank_submeshes(*sizes) for sizes in rank_sizes(extent))

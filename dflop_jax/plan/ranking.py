@@ -14,11 +14,9 @@ from functools import partial
 
 import numpy as np
 
-from dflop_jax.config import PlanConfig
 from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
-from dflop_jax.plan.dip import why_none
 from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
@@ -27,7 +25,7 @@ from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
 from dflop_jax.plan.uniform import as_plan
-from dflop_jax.records import Layout, SubmeshPlan
+from dflop_jax.records import Layout
 from dflop_jax.schedule.shapes.evaluate import TIE
 
 # Microbatches into which a baseline cuts a batch, below the configured most; each is scheduled.
@@ -44,20 +42,16 @@ _NEAREST = 5  # candidates of least bounds that are made exact then; each simula
 _Upcoming = tuple[float, Callable[[], list[Candidate]]]
 
 
-def searched(rules: Rules, n_devices: int, config: PlanConfig) -> Iterator[tuple[str, Bounds]]:
+def searched(rules: Rules) -> Iterator[tuple[str, Bounds]]:
     """(policy, bounds) of all that is searched for the configured policy; nothing for a baseline.
 
     Raises:
       ValueError: there is no placement.
     """
-    node = rules.node(n_devices)
-    for policy, space in families(rules.facts, n_devices, node, config).items():
+    for policy, space in families(rules.extent).items():
         yield from ((policy, bounds) for bounds in all_bounds(space, rules))
-    if config.policy in (DIP, "auto"):
-        of_dip = dip_bounds(rules, n_devices, config)
-        if not of_dip and config.policy == DIP:
-            raise ValueError(why_none(n_devices, config, rules.n_layers))
-        yield from ((DIP, bounds) for bounds in of_dip)
+    if rules.spec.config.policy in (DIP, "auto"):
+        yield from ((DIP, bounds) for bounds in dip_bounds(rules))
 
 
 class Ranking:
@@ -69,10 +63,9 @@ class Ranking:
         evaluator: Evaluator,
         tables: Sequence[tuple[str, Bounds]],
         baseline: Sequence[Layout],
-        allowed: Callable[[SubmeshPlan], bool],
         n_batches: int | None = None,
     ):
-        self.evaluator, self.rules, self.allowed = evaluator, evaluator.rules, allowed
+        self.evaluator, self.rules = evaluator, evaluator.rules
         self._n_batches = n_batches
         self._tables = tables
         self.n_placements = sum(len(b.bound_s) for _, b in tables) + len(baseline)
@@ -80,9 +73,10 @@ class Ranking:
         self._arrived: list[tuple[float, str]] = []
         self._exact = self._arrivals(baseline)
 
-    def ranked(self, n: int, on_progress: Callable[[int, int], None] | None) -> list[Candidate]:
-        """The best choice of each of the `n` best placements, exact, best first; fewer, and the
-        best of what was looked at, where that takes too many steps."""
+    def ranked(self, on_progress: Callable[[int, int], None] | None = None) -> list[Candidate]:
+        """The best choice of each of the best placements, as many as are to be ranked, exact, best
+        first; fewer, and the best of what was looked at, where that takes too many steps."""
+        n = self.rules.spec.n_ranked
         best: dict[tuple[str, str], Candidate] = {}
         for ranked in self._in_order(_MOST_STEPS):
             name = ranked.policy, ranked.name
@@ -103,7 +97,7 @@ class Ranking:
         """About the best candidate of a policy: by one sampled batch, and after some simulations of
         those that seem best then; None where none fits or takes at most `most_s` seconds."""
         tables = [t for t in self._tables if t[0] == policy]
-        alone = Ranking(self.evaluator, tables, (), self.allowed, n_batches=1)
+        alone = Ranking(self.evaluator, tables, (), n_batches=1)
         best = next(alone._in_order(_MOST_LOOK_STEPS, most_s), None)
         return best if best and best.bound_s <= most_s else None
 
@@ -175,7 +169,7 @@ class Ranking:
         """A candidate with each choice of options, and what its bounds say; nothing where devices
         cannot form its submeshes."""
         layout = bounds.space.layout_at(p, c)
-        if not all(map(self.allowed, layout.submeshes)):
+        if not all(map(self.rules.spec.allowed, layout.submeshes)):
             return []
         space = bounds.space
         bucket, content, cut = space.bucket(p, c), space.content(p, c), int(space.cuts[c])
@@ -184,7 +178,7 @@ class Ranking:
         for choice in bounds.choices(p, c):
             plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
             plan = plan.with_layout(fan_in=space.fan_in(c))
-            largest = bounds.largest(p, c, choice.options) if self.rules.memory_bytes else None
+            largest = bounds.largest(p, c, choice.options) if self.rules.spec.memory_bytes else None
             uniform = self.evaluator.uniform(plan, content, space.parts(c))
             candidates.append(
                 Candidate(
@@ -228,7 +222,7 @@ class Ranking:
         policy, finest = self.evaluator.config.policy, self.evaluator.config.max_microbatches
         candidates = []
         for layout in layouts:
-            if not all(map(self.allowed, layout.submeshes)):
+            if not all(map(self.rules.spec.allowed, layout.submeshes)):
                 continue
             for cap in [*(c for c in _ARRIVAL_CUTS if c < finest), finest]:
                 self.n_candidates += 1

@@ -18,7 +18,8 @@ import msgspec
 from dflop_jax.children import begin, ignore_signals
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.predict import simulate
-from dflop_jax.plan.search import SearchResult, SearchSpec, search_plan
+from dflop_jax.plan.search import SearchResult, search_plan
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import (
     Load,
     Plan,

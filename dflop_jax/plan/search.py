@@ -10,15 +10,14 @@ programs of the fastest are timed; the fastest by those times is the plan.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
-from dflop_jax.config import PlanConfig
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
-from dflop_jax.plan.finalists import SIZED_PLACEMENTS, refined
+from dflop_jax.plan.finalists import refined
 from dflop_jax.plan.judge import fastest
 from dflop_jax.plan.limits import LEAST, Limits, with_limits
 from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
@@ -26,69 +25,15 @@ from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.space import baseline
 from dflop_jax.plan.spare import with_spare
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import (
-    DataProfile,
-    Hardware,
-    ModelProfile,
-    Plan,
-    Prices,
-    Remat,
-    SegmentPlan,
-    SubmeshPlan,
-    Zero,
-)
-from dflop_jax.schedule.sample import LARGE_BATCH, sample_batches
-
-
-def _always(_: object) -> bool:
-    return True
+from dflop_jax.records import DataProfile, ModelProfile, Plan, Prices
+from dflop_jax.schedule.sample import sample_batches
 
 
 def _no_step(_plan: Plan, _prices: Prices) -> None:
     """No step is tried."""
-
-
-@dataclass(frozen=True)
-class SearchSpec:
-    """What a plan is searched for.
-
-    Attributes:
-      memory_bytes: memory of a device; 0: not checked.
-      remat, zero: "auto" (the cheapest for each module that memory holds), or the value of every
-        segment.
-      token_multiple: token capacities are multiples of it (128 on GPU).
-      trains: whether a segment has trainable parameters.
-      allowed: whether the devices at hand can form a submesh.
-      shown: placements that are ranked exactly, for `SearchResult.candidates`.
-      refine: whether buckets are chosen for the plan; else it has the one that it was ranked with.
-    """
-
-    n_devices: int
-    global_batch: int
-    config: PlanConfig = field(default_factory=PlanConfig)
-    memory_bytes: float = 0.0
-    remat: Remat | Literal["auto"] = "auto"
-    zero: Zero | Literal["auto"] = "auto"
-    token_multiple: int = 32
-    trains: Callable[[SegmentPlan], bool] = _always
-    allowed: Callable[[SubmeshPlan], bool] = _always
-    shown: int = SIZED_PLACEMENTS
-    refine: bool = True
-
-    def __post_init__(self) -> None:
-        if self.n_devices < 1 or self.global_batch < 1:
-            raise ValueError(
-                f"a plan for {self.n_devices} devices and {self.global_batch} samples a step: "
-                "give at least one of each"
-            )
-
-    @property
-    def n_batches(self) -> int:
-        """Global batches that are sampled."""
-        share = min(1.0, LARGE_BATCH / self.global_batch)
-        return max(1, round(self.config.sampled_batches * share))
 
 
 @dataclass(frozen=True)
@@ -134,27 +79,26 @@ def search_plan(
       ValueError: no device, no placement, or nothing fits into `memory_bytes`, or by trial into the
         devices; the message says by how much.
     """
-    spec = limited(replace(spec, **changes) if spec else SearchSpec(**changes), profile, data)
-    rules, evaluator = _prepared(profile, data, spec)
-    tables = list(searched(rules, spec.n_devices, spec.config))
-    node = rules.node(spec.n_devices)
-    placements = baseline(rules.facts, spec.n_devices, node, spec.config)
-    ranking = Ranking(evaluator, tables, placements, spec.allowed)
-    n = max(spec.shown, SIZED_PLACEMENTS) if spec.refine else spec.shown
-    best = ranking.ranked(n, on_progress)
+    evaluator = evaluator_of(
+        profile, data, replace(spec, **changes) if spec else SearchSpec(**changes)
+    )
+    rules = evaluator.rules
+    config = rules.spec.config
+    ranking = Ranking(evaluator, list(searched(rules)), baseline(rules.extent))
+    best = ranking.ranked(on_progress)
     if not best:
-        raise ValueError(why_nothing_fits(rules, spec.n_devices, spec.config, *ranking.nearest()))
+        raise ValueError(why_nothing_fits(rules, *ranking.nearest()))
     plan, n_timed = best[0].plan, 0
-    if spec.refine:
-        n_wanted = max(1, spec.config.finalists if time_plan else 1)
+    if rules.spec.refine:
+        n_wanted = max(1, config.finalists if time_plan else 1)
 
         def finish(plan: Plan) -> Plan:
             return with_second_policies(with_spare(plan, data.tail, evaluator), evaluator)
 
         finalists = refined(ranking, best, n_wanted, finish)
         if time_plan:
-            plans, n = [f.plan for f in finalists], spec.config.finalists
-            plan, n_timed = by_its_own(evaluator, plans, n, time_plan, try_step)
+            plans = [f.plan for f in finalists]
+            plan, n_timed = by_its_own(evaluator, plans, config.finalists, time_plan, try_step)
         else:
             plan = fastest(evaluator, finalists).plan
     return SearchResult(
@@ -165,7 +109,7 @@ def search_plan(
         n_fit=ranking.n_fit,
         n_evaluated=ranking.n_evaluated,
         n_timed=n_timed,
-        limits=Limits(spec.config.max_model, spec.config.max_stage, spec.config.max_microbatches),
+        limits=Limits(config.max_model, config.max_stage, config.max_microbatches),
     )
 
 
@@ -173,27 +117,12 @@ def what_memory_bought(
     plan: Plan, profile: ModelProfile, data: DataProfile, spec: SearchSpec
 ) -> list[Saving]:
     """What each module of a plan that saves memory gets for the time that it costs."""
-    return savings(_prepared(profile, data, limited(spec, profile, data))[1], plan)
+    return savings(evaluator_of(profile, data, spec), plan)
 
 
-def limited(spec: SearchSpec, profile: ModelProfile, data: DataProfile) -> SearchSpec:
-    """With the job's own limits where none are given."""
-    usual = profile.hardware.devices_per_node if profile.hardware else spec.n_devices
-    config = with_limits(
-        spec.config,
-        profile,
-        data.loads,
-        n_devices=spec.n_devices,
-        global_batch=spec.global_batch,
-        memory_bytes=spec.memory_bytes,
-        node=spec.config.node or usual,
-    )
-    return replace(spec, config=config)
-
-
-def _prepared(
-    profile: ModelProfile, data: DataProfile, spec: SearchSpec
-) -> tuple[Rules, Evaluator]:
+def evaluator_of(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> Evaluator:
+    """What judges plans for a spec, with the job's own limits where it gives none."""
+    spec = with_limits(spec, profile, data.loads)
     batches = sample_batches(data.loads, spec.global_batch, spec.n_batches)
     volumes = {
         m: volume_of(
@@ -201,26 +130,4 @@ def _prepared(
         )
         for m in profile.n_layers
     }
-    rules = Rules(
-        costs=CostModel(profile),
-        volumes=volumes,
-        token_multiple=spec.token_multiple,
-        max_microbatches=spec.config.max_microbatches,
-        trains=spec.trains,
-        memory_bytes=spec.memory_bytes,
-        remat=spec.remat,
-        zero=spec.zero,
-        node_devices=spec.config.node,
-        shard_devices=_blocks(spec, profile.hardware),
-        microbatches_per_stage=spec.config.microbatches_per_stage,
-    )
-    return rules, Evaluator(rules, data.loads, batches, spec.config, spec.global_batch)
-
-
-def _blocks(spec: SearchSpec, hardware: Hardware | None) -> tuple[int, ...]:
-    """Sizes of blocks of devices that may share state: as asked for, else all or, where links have
-    prices and there are several nodes, those of a node."""
-    if spec.config.shard_devices:
-        return (spec.config.shard_devices,)
-    node = hardware and (spec.config.node or hardware.devices_per_node)
-    return (0, node) if node and node < spec.n_devices else (0,)
+    return Evaluator(Rules(CostModel(profile), volumes, spec), data.loads, batches)

@@ -36,7 +36,7 @@ def with_second_policies(plan: Plan, evaluator: Evaluator) -> Plan:
 
 def _candidates(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     """Plans in which every segment that can may keep as much as one policy does."""
-    if not evaluator.rules.memory_bytes or plan.scheduling.grouping != "balanced":
+    if not evaluator.rules.spec.memory_bytes or plan.scheduling.grouping != "balanced":
         return []
     backward = set(with_backward(plan.layout, evaluator.rules.trainable(plan.layout)))
     candidates = []
@@ -71,5 +71,5 @@ def _with_room(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:
                 Kept(s.name, shape, n_bytes, kept_bytes(plan.layout, costs, less, shape) - n_bytes)
             )
     peaks = evaluator.most_by_submesh(plan)
-    free = {name: evaluator.rules.memory_bytes - peak for name, peak in peaks.items()}
+    free = {name: evaluator.rules.spec.memory_bytes - peak for name, peak in peaks.items()}
     return plan.with_scheduling(kept=tuple(kept_by_shape), free_bytes=free)

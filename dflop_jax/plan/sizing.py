@@ -24,14 +24,14 @@ def arrival_plan(evaluator: Evaluator, layout: Layout, policy: str, cap: int) ->
     """A baseline's plan, whose buckets are quantiles of what arrives."""
     rules = evaluator.rules
     ranks = capacity_of(layout).ranks
-    per_rank = max(1, -(-evaluator.global_batch // (ranks[layout.modules[-1]] * cap)))
+    per_rank = max(1, -(-rules.spec.global_batch // (ranks[layout.modules[-1]] * cap)))
     buckets = arrival_buckets(
         evaluator.loads,
         ranks,
         per_rank,
         n_buckets=evaluator.config.buckets,
         piece_tokens=rules.profile.piece_tokens,
-        token_multiple=rules.token_multiple,
+        token_multiple=rules.spec.token_multiple,
     )
     return as_plan(layout, policy, buckets, rules)
 
@@ -73,11 +73,11 @@ def _problem(evaluator: Evaluator, plan: Plan, largest: Bucket | None, finest: i
     return ShapeProblem(
         layout,
         evaluator.prices,
-        evaluator.global_batch,
+        rules.spec.global_batch,
         n_buckets=evaluator.config.buckets,
         trainable=rules.trainable(layout),
         piece_tokens=rules.profile.piece_tokens,
-        token_multiple=rules.token_multiple,
+        token_multiple=rules.spec.token_multiple,
         max_tokens={m: int(n) for m, n in limits.items() if n < np.inf},
         max_microbatches=finest,
         as_run=as_run,

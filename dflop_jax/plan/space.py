@@ -15,9 +15,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import CutCosts, Form, ModelFacts, lay_out
+from dflop_jax.plan.placement import CutCosts, Extent, Form, lay_out
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Layout, MeshShape
 
@@ -199,69 +198,66 @@ def in_nodes(first: Array, n_devices: Array, model: int, node: int) -> Array:
     return (n_devices <= to_next) | ((to_next % model == 0) & whole)
 
 
-def families(
-    facts: ModelFacts, n_devices: int, node: int, config: PlanConfig
-) -> dict[str, list[Family]]:
+def families(extent: Extent) -> dict[str, list[Family]]:
     """The configured space, by searched policy, as far as its tensor-parallel degrees are known and
     stay inside a node; none for a baseline.
 
     Raises:
       ValueError: nothing is left.
     """
+    facts, config, most = extent.facts, extent.config, extent.max_model
     searched = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
-    max_model = min(config.max_model, node)
-    degrees = {m: sorted(k for k in facts.degrees[m] if k <= max_model) for m in facts.n_layers}
+    degrees = {m: sorted(k for k in facts.degrees[m] if k <= most) for m in facts.n_layers}
     spaces: dict[str, list[Family]] = {}
     for policy in searched:
         if policy not in SPACES:
             continue
         of_policy = spaces.setdefault(policy, [])
         for family in SPACES[policy](
-            n_devices, facts.n_layers, max_model=max_model, max_stage=config.max_stage,
+            extent.n_devices, facts.n_layers, max_model=most, max_stage=config.max_stage,
             rounds=(config.rounds,) if config.rounds else ROUNDS, unstaged=facts.unstaged,
             patterns=facts.patterns, degrees=degrees,
         ):  # fmt: skip
             inside = [
-                in_nodes(first, data * form.n_devices, form.mesh.model, node)
+                in_nodes(first, data * form.n_devices, form.mesh.model, extent.node)
                 for form, data, first in zip(family.forms, family.data.T, family.first.T)
             ]
             if (keep := np.all(inside, axis=0)).any():
                 of_policy.append(family.rows(keep))
     if spaces and not any(spaces.values()):
-        raise ValueError(_none(config, n_devices))
+        raise ValueError(_none(extent))
     return spaces
 
 
-def baseline(facts: ModelFacts, n_devices: int, node: int, config: PlanConfig) -> list[Layout]:
+def baseline(extent: Extent) -> list[Layout]:
     """Layouts of a baseline policy, as far as `families` would take them; none for others.
 
     Raises:
       ValueError: nothing is left.
     """
+    facts, config = extent.facts, extent.config
     if config.policy not in BASELINES:
         return []
 
     def lies_well(layout: Layout) -> bool:
         meshes = [(s.module, layout.submesh(s.submesh)) for s in layout.segments]
         return all(
-            m.model in facts.degrees[module] and in_nodes(m.first, m.n_devices, m.model, node)
+            m.model in facts.degrees[module]
+            and in_nodes(m.first, m.n_devices, m.model, extent.node)
             for module, m in meshes
         )
 
     every = BASELINES[config.policy](
-        n_devices,
-        facts.n_layers,
-        max_model=min(config.max_model, node),
-        max_stage=config.max_stage,
+        extent.n_devices, facts.n_layers, max_model=extent.max_model, max_stage=config.max_stage
     )
     layouts = [p for p in every if lies_well(p)]
     if not layouts:
-        raise ValueError(_none(config, n_devices))
+        raise ValueError(_none(extent))
     return layouts
 
 
-def _none(config: PlanConfig, n_devices: int) -> str:
+def _none(extent: Extent) -> str:
     return (
-        f"policy {config.policy} has no placement on {n_devices} devices: modules on devices of "
-        "their own need one each; raise plan.devices or use plan.policy auto"
+        f"policy {extent.config.policy} has no placement on {extent.n_devices} devices: modules on "
+        "devices of their own need one each; raise plan.devices or use plan.policy auto"
     )

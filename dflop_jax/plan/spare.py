@@ -21,7 +21,7 @@ def with_spare(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
         return plan
     rules = evaluator.rules
     spare = spare_bucket(
-        large, holding_capacity(plan), rules.profile.piece_tokens, rules.token_multiple
+        large, holding_capacity(plan), rules.profile.piece_tokens, rules.spec.token_multiple
     )
     # Parts have one shape: of a divided module a sample gets as many as may feed one group.
     parts = {m: plan.layout.shapes(m)[0] for m in plan.layout.divided if plan.layout.shapes(m)}

@@ -158,6 +158,11 @@ class ModelProfile:
         """Whether devices are cores of the host that dispatches to them."""
         return self.device == "cpu"
 
+    @property
+    def devices_per_node(self) -> int:
+        """Of the hardware; 0: nobody says."""
+        return self.hardware.devices_per_node if self.hardware else 0
+
     def layer_kinds(self, module: str) -> tuple[str, ...]:
         """The kind of every layer of a module."""
         return self.kinds.get(module) or (LAYERS,) * self.n_layers[module]

@@ -15,10 +15,12 @@ from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.plan import search
 from dflop_jax.plan.explain import Saving
-from dflop_jax.plan.placement import ModelFacts
+from dflop_jax.plan.limits import with_limits
+from dflop_jax.plan.placement import Extent, ModelFacts
 from dflop_jax.plan.possible import check_possible
 from dflop_jax.plan.replan import SearchFacts
-from dflop_jax.plan.search import SearchResult, SearchSpec, limited, search_plan
+from dflop_jax.plan.search import SearchResult, search_plan
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.profile.memory import kept_bytes
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.optimizer_state import part_state_bytes
@@ -134,7 +136,8 @@ def check_plannable(place: Workplace) -> None:
         name: [d for d in tensor_degrees(place) if divides(m, d)] for name, m in modules.items()
     }
     facts = ModelFacts.of(kinds, degrees, edges_of(place.model))
-    check_possible(facts, place.n_devices, place.node, config, partial(_allowed, place))
+    extent = Extent(facts, place.n_devices, place.node, config)
+    check_possible(extent, partial(_allowed, place))
     limit, least = place.plannable_bytes, least_bytes(place)
     if limit and least > limit:
         raise ValueError(
@@ -192,7 +195,7 @@ def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
     """Return what searches with one thing changed each come to, the present state first."""
     given = _arguments(place, profile)
     # All look as far as the present state does, else less need would look worse.
-    given["config"] = limited(SearchSpec(**given), profile.model, profile.data).config
+    given["config"] = with_limits(SearchSpec(**given), profile.model, profile.data.loads).config
     batch, limit = given["global_batch"], given["memory_bytes"]
     sources = list(profile.model.n_layers)[:-1]
     changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, profile.model)]

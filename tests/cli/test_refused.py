@@ -8,7 +8,7 @@ import pytest
 from dflop_jax.config import PlanConfig
 from dflop_jax.gpu_compile import chip_profile
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.plan.placement import ModelFacts
+from dflop_jax.plan.placement import Extent, ModelFacts
 from dflop_jax.plan.possible import check_possible
 from dflop_jax.record_files import save
 from dflop_jax.records import Edge, SubmeshPlan
@@ -129,6 +129,7 @@ FACTS = ModelFacts.of(
 def test_devices_that_cannot_form_a_submesh(policy):
     """As CPU devices of two processes with two each: no submesh may hold 1 and 2."""
     config, tried = PlanConfig(policy=policy, max_model=2, max_stage=4), []
+    extent = Extent(FACTS, 4, 4, config)
 
     def allowed(m):
         tried.append(m)
@@ -138,7 +139,7 @@ def test_devices_that_cannot_form_a_submesh(policy):
         return False
 
     if policy != "orch":
-        check_possible(FACTS, 4, 4, config, allowed)
+        check_possible(extent, allowed)
     assert policy == "orch" or tried
     with pytest.raises(ValueError, match="the devices at hand cannot form its submeshes"):
-        check_possible(FACTS, 4, 4, config, allowed if policy == "orch" else none)
+        check_possible(extent, allowed if policy == "orch" else none)

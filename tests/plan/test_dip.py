@@ -20,7 +20,8 @@ from dflop_jax.plan.dip import (
 from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.ranking import Ranking
-from dflop_jax.plan.search import SearchSpec, _prepared, search_plan
+from dflop_jax.plan.search import evaluator_of, search_plan
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -41,9 +42,9 @@ DIP = dataclasses.replace(CONFIG, policy="dip", max_stage=4, effort="quick")
 
 
 def prepared(profile=None, data=None, n_devices=4, config=DIP, **kwargs):
-    """(rules, evaluator) of a search."""
+    """What judges plans in a search."""
     spec = SearchSpec(n_devices=n_devices, global_batch=BATCH, config=config, **kwargs)
-    return _prepared(profile or model_profile(), data or data_profile(), spec)
+    return evaluator_of(profile or model_profile(), data or data_profile(), spec)
 
 
 def run(n_devices, profile=None, data=None, **kwargs):
@@ -70,7 +71,7 @@ def whole_s(rules, module, rows, tokens):
 @pytest.mark.parametrize("overhead_s", [0.0, 1e-4, 3e-3])
 def test_the_smallest_sub_microbatch_that_is_efficient(overhead_s):
     profile = dataclasses.replace(model_profile(), task_overhead_s=overhead_s)
-    rules, _ = prepared(profile)
+    rules = prepared(profile).rules
     got = efficient_rows(rules, "vision", 1, TILE)
     most = 2 * 16  # twice the largest that was timed
     rates = {n: n / whole_s(rules, "vision", n, TILE) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)}
@@ -80,7 +81,7 @@ def test_the_smallest_sub_microbatch_that_is_efficient(overhead_s):
 
 def test_rounds_go_by_the_time_of_a_microbatch():
     """Up to the rounds that are asked for, and to what the layers allow."""
-    rules, _ = prepared(deep_profile(llm=40.0))
+    rules = prepared(deep_profile(llm=40.0)).rules
     tokens = {"vision": TILE, "llm": rules.row_tokens("llm")}
     took_s = {m: whole_s(rules, m, efficient_rows(rules, m, 1, n), n) for m, n in tokens.items()}
     ratio = {m: int(s / min(took_s.values()) + 1e-6) for m, s in took_s.items()}
@@ -93,8 +94,8 @@ def test_rounds_go_by_the_time_of_a_microbatch():
 
 @pytest.mark.parametrize("n_devices, tp", [(2, 1), (4, 1), (8, 2), (12, 1)])
 def test_every_rank_holds_chunks_of_every_module(n_devices, tp):
-    rules, _ = prepared(deep_profile(llm=40.0), n_devices=n_devices)
-    found = list(layouts(rules, n_devices, DIP))
+    rules = prepared(deep_profile(llm=40.0), n_devices=n_devices).rules
+    found = list(layouts(rules))
     ranks_of = [(len(p.submeshes), p.submeshes[0].data, p.submeshes[0].model) for p in found]
     assert set(ranks_of) == {
         (p, n_devices // p // t, t)
@@ -135,7 +136,7 @@ def least_dearest(n, parts, entry, leave):
 
 @pytest.mark.parametrize("tiles, parts", [(1, 1), (8, 1), (9, 2), (24, 3), (200, MOST_PARTS)])
 def test_groups_that_feed_are_cut_into_efficient_ones(tiles, parts):
-    rules, _ = prepared(dataclasses.replace(deep_profile(), task_overhead_s=1e-3))
+    rules = prepared(dataclasses.replace(deep_profile(), task_overhead_s=1e-3)).rules
     placed = chunked(rules, rank_submeshes(2, 2, 1), {"vision": 1, "llm": 1})
     buckets = (Bucket.of({"vision": Shape(tiles, TILE), "llm": Shape(1, 256)}),
                Bucket.of({"vision": Shape(1, TILE), "llm": Shape(1, 128)}))  # fmt: skip
@@ -151,12 +152,12 @@ def test_groups_that_feed_are_cut_into_efficient_ones(tiles, parts):
     assert layout.shapes("llm") == (Shape(1, 256), Shape(1, 128))
 
 
-def every_candidate_s(evaluator, n_devices):
+def every_candidate_s(evaluator):
     """(ranks, cut) -> mean makespan of the sampled batches, each counted by the scheduler and run
     group by group."""
     rules, found = evaluator.rules, {}
-    tables = [("dip", bounds) for bounds in dip_bounds(rules, n_devices, evaluator.config)]
-    ranking = Ranking(evaluator, tables, (), lambda m: True)
+    tables = [("dip", bounds) for bounds in dip_bounds(rules)]
+    ranking = Ranking(evaluator, tables, ())
     for bound_s, make in ranking._by_table():
         for ranked in make():
             plan, costs = ranked.plan, rules.costs
@@ -190,8 +191,8 @@ def test_the_search_finds_the_best_of_everything(seed):
     layers = {"vision": int(rng.integers(2, 5)), "llm": int(rng.integers(4, 9))}
     profile = dataclasses.replace(profile, n_layers=layers, task_overhead_s=3e-3)
     n_devices = int(rng.choice([2, 4, 6]))
-    _, evaluator = prepared(profile, data, n_devices, remat="none", zero=1)
-    every = every_candidate_s(evaluator, n_devices)
+    evaluator = prepared(profile, data, n_devices, remat="none", zero=1)
+    every = every_candidate_s(evaluator)
     result = run(n_devices, profile, data, remat="none", zero=1,
                  refine=False, shown=3)  # fmt: skip
     least = sorted(min(s for (n, _), s in every.items() if n == name) for name, _ in every)
@@ -213,7 +214,7 @@ def test_a_plan_feeds_with_sub_microbatches_and_is_scheduled():
     assert plan.layout.fan_in > 1
     assert len(plan.layout.submeshes) >= 2
     fed = []
-    _, evaluator = prepared(profile, data)
+    evaluator = prepared(profile, data)
     for batch in evaluator.batches:
         schedule = schedule_batch(
             batch, plan, evaluator.prices(plan.layout), evaluator.rules.trainable(plan.layout)

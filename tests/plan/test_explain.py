@@ -8,7 +8,8 @@ import pytest
 from dflop_jax.hardware import HARDWARE, find_hardware
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.explain import why_it_lost
-from dflop_jax.plan.search import SearchSpec, search_plan, what_memory_bought
+from dflop_jax.plan.search import search_plan, what_memory_bought
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import Predicted
 
 from ..plans import chain

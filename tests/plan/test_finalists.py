@@ -7,6 +7,7 @@ import pytest
 from dflop_jax.plan import finalists
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.finalist import Finalist
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.records import Load
 
@@ -58,7 +59,7 @@ def shortened(plan, loads, batch_tokens=(0,)):
     tokens."""
     costs = SimpleNamespace(profile=SimpleNamespace(piece_tokens={"vision": TILE_TOKENS}))
     volumes = {"llm": volume_of("llm", loads, [loads], len(loads), counts_pieces=False)}
-    rules = Rules(costs, volumes, 32, 1, trains=lambda segment: True)
+    rules = Rules(costs, volumes, SearchSpec(1, len(loads)))
 
     def n_groups(layout, batch):
         (one,) = layout.buckets

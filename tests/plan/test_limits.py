@@ -17,6 +17,7 @@ from dflop_jax.plan.limits import (
     with_limits,
 )
 from dflop_jax.plan.search import search_plan
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import LayerTiming, Load, ModelProfile, Shape
 from tests.plan.cases import BATCH, CONFIG, data_profile, model_profile
 
@@ -47,10 +48,9 @@ def published(name):
 
 def job(name, devices, batch, config=None, memory=A100, node=8):
     loads = [Load({"vision": (729,) * 4, "llm": (n,)}) for n in (2000, 5000)]
-    limited = with_limits(
-        config or PlanConfig(), published(name), loads, n_devices=devices, global_batch=batch,
-        memory_bytes=memory, node=node,
-    )  # fmt: skip
+    config = dataclasses.replace(config or PlanConfig(), node=node)
+    spec = SearchSpec(devices, batch, config, memory)
+    limited = with_limits(spec, published(name), loads).config
     return limited.max_model, limited.max_stage, limited.max_microbatches
 
 

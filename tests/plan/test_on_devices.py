@@ -28,14 +28,15 @@ class Evaluator:
     """Of devices of 10 GiB that plans fill, and of plans that need these GiB."""
 
     def __init__(self, needed, limit=10.0):
-        self.needed, self.rules = needed, SimpleNamespace(memory_bytes=limit * GIB)
+        self.needed = needed
+        self.rules = SimpleNamespace(spec=SimpleNamespace(memory_bytes=limit * GIB))
         self.config, self.unseen, self.n_rounds = SimpleNamespace(effort="quick"), [[]], 0
 
     def with_less_memory(self, n_bytes):
-        return Evaluator(self.needed, (self.rules.memory_bytes - n_bytes) / GIB)
+        return Evaluator(self.needed, (self.rules.spec.memory_bytes - n_bytes) / GIB)
 
     def fits(self, plan):
-        return self.needed.get(plan.policy, 0.0) * GIB <= self.rules.memory_bytes
+        return self.needed.get(plan.policy, 0.0) * GIB <= self.rules.spec.memory_bytes
 
     def evaluate(self, plan, about_s, prices):
         return replace(plan, predicted=Predicted(prices.concurrency))

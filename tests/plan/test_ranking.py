@@ -12,8 +12,9 @@ import dflop_jax.plan.search as search_module
 import dflop_jax.plan.space as space_module
 from dflop_jax.plan.bounds import all_bounds
 from dflop_jax.plan.placement import name_of
-from dflop_jax.plan.search import SearchSpec, search_plan
+from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import families
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import ZERO
 
@@ -100,9 +101,9 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     every, _ = exhaustive("dflop", n_devices, profile, data, config)
     took = {(name, m): seconds for name, m, seconds, _ in every}
     spec = SearchSpec(n_devices, BATCH, config)
-    rules, _ = search_module._prepared(profile, data, spec)
-    node, shares = rules.node(n_devices), []
-    for bounds in all_bounds(families(rules.facts, n_devices, node, config)["dflop"], rules):
+    rules = search_module.evaluator_of(profile, data, spec).rules
+    shares = []
+    for bounds in all_bounds(families(rules.extent)["dflop"], rules):
         for p, c in np.ndindex(bounds.bound_s.shape):
             layout = bounds.space.layout_at(p, c)
             exact_s = took[name_of(layout), (int(bounds.space.cuts[c]), layout.group_size)]

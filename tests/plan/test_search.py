@@ -20,7 +20,8 @@ from dflop_jax.plan.evaluate import work_budget
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.ranking import Ranking, searched
-from dflop_jax.plan.search import SearchSpec, search_plan
+from dflop_jax.plan.search import search_plan
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
 from dflop_jax.schedule import BucketChoice, schedule_batch
@@ -183,7 +184,7 @@ def test_options_follow_the_buckets_that_were_chosen():
 
     def evaluator(memory_bytes):
         spec = SearchSpec(3, BATCH, CONFIG, memory_bytes=memory_bytes, zero=1)
-        return search_module._prepared(keeps_little(), data_profile(), spec)[1]
+        return search_module.evaluator_of(keeps_little(), data_profile(), spec)
 
     def kept(plan, memory_bytes):
         found = evaluator(memory_bytes).with_cheapest_options(plan)
@@ -201,7 +202,7 @@ def test_predictions_are_those_of_the_scheduled_batches(policy):
     batches are not those that the buckets were sized for."""
     found, profile = run(policy).plan, model_profile()
     spec = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, policy=policy))
-    evaluator = search_module._prepared(profile, data_profile(), spec)[1]
+    evaluator = search_module.evaluator_of(profile, data_profile(), spec)
     plan = evaluator.evaluate(found, found.predicted.makespan_s)  # by the work that it hides
     trainable = [s.name for s in plan.layout.segments]
     prices = plan_prices(plan.layout, profile)
@@ -448,8 +449,8 @@ def test_a_look_at_one_policy_finds_its_best(policy):
     """Where a few simulations tell it, by one batch; and nothing beyond what is asked for."""
     config = dataclasses.replace(CONFIG, policy="auto", sampled_batches=1, max_microbatches=2)
     spec, profile = SearchSpec(4, BATCH, config), model_profile()
-    rules, evaluator = search_module._prepared(profile, data_profile(), spec)
-    ranking = Ranking(evaluator, list(searched(rules, 4, config)), (), lambda m: True)
+    evaluator = search_module.evaluator_of(profile, data_profile(), spec)
+    ranking = Ranking(evaluator, list(searched(evaluator.rules)), ())
     best = ranking.about_best(policy, np.inf)
     alone = search_plan(
         profile, data_profile(), spec, config=dataclasses.replace(config, policy=policy),
@@ -463,8 +464,8 @@ def test_a_look_at_one_policy_finds_its_best(policy):
 def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
     config = dataclasses.replace(CONFIG, policy="auto", sampled_batches=1)
     spec = SearchSpec(4, BATCH, config)
-    rules, evaluator = search_module._prepared(model_profile(), data_profile(), spec)
-    ranking = Ranking(evaluator, list(searched(rules, 4, config)), (), lambda m: True)
+    evaluator = search_module.evaluator_of(model_profile(), data_profile(), spec)
+    ranking = Ranking(evaluator, list(searched(evaluator.rules)), ())
     best = ranking.about_best("dflop", np.inf)
     steps = []
     refined = Candidate.refined
@@ -490,7 +491,7 @@ def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
     """By batches that no shape was sized for, half of them drifted; so it is as fast as each."""
     profile, data = model_profile(*weights), data_profile()
     spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="auto"))
-    evaluator = search_module._prepared(profile, data, spec)[1]
+    evaluator = search_module.evaluator_of(profile, data, spec)
     drifted = {tuple(map(repr, b)) for b in evaluator.drifted}
     assert not drifted & {tuple(map(repr, b)) for b in (*evaluator.batches, *evaluator.unseen)}
     plans = {p: run(p, 4, profile=profile).plan for p in ("auto", *POLICIES)}
@@ -500,7 +501,7 @@ def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
     def with_drift(share):
         config = dataclasses.replace(spec.config, drift=share)
         asked = dataclasses.replace(spec, config=config)
-        return search_module._prepared(profile, data, asked)[1].judged_s(plans["dflop"])
+        return search_module.evaluator_of(profile, data, asked).judged_s(plans["dflop"])
 
     assert with_drift(0.0) == plans["dflop"].predicted.makespan_s != with_drift(1.0)
     expected_s = (2 * with_drift(0.0) + with_drift(1.0)) / 3

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 import dflop_jax.plan.search as search_module
-from dflop_jax.plan.search import SearchSpec
 from dflop_jax.plan.second_policy import with_second_policies
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import REMAT
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.sim.memory import byte_table
@@ -27,7 +27,7 @@ def test_groups_keep_more_where_there_is_room(free, share):
     profile, limit = keeps_little(), share * max(free.predicted.peak_bytes.values())
     plan = run("dip", 4, profile=profile, memory_bytes=limit).plan
     spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="dip"), limit)
-    evaluator = search_module._prepared(profile, data_profile(), spec)[1]
+    evaluator = search_module.evaluator_of(profile, data_profile(), spec)
     assert max(plan.predicted.peak_bytes.values()) <= limit
     one = tuple(dataclasses.replace(s, remat_less=None) for s in plan.layout.segments)
     plain = plan.with_layout(segments=one).with_scheduling(kept=(), free_bytes={})
@@ -69,5 +69,5 @@ def test_some_plan_has_one(free):
 def test_without_a_limit_or_anything_recomputed_there_is_none(free):
     for limit in (0.0, 1e12):
         spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="dip"), limit)
-        evaluator = search_module._prepared(keeps_little(), data_profile(), spec)[1]
+        evaluator = search_module.evaluator_of(keeps_little(), data_profile(), spec)
         assert with_second_policies(free, evaluator) == free

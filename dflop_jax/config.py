@@ -332,11 +332,23 @@ class TrainConfig:
     wandb_name: Annotated[str, "name of the run in W&B; empty: the run folder's"] = ""
     wandb_tags: Annotated[tuple[str, ...], "tags of the run in W&B, as first,second"] = ()
     eval_every: Annotated[NonNegativeInt, "steps between evaluations; 0: only at the end"] = 0
-    eval_samples: Annotated[NonNegativeInt, "held-out samples; 0: no evaluation"] = 0
+    eval_samples: Annotated[
+        NonNegativeInt, "held-out samples; 0: all of train.eval_fraction, or no evaluation"
+    ] = 0
+    eval_fraction: Annotated[
+        Decay,
+        "share of data.path that is held out, each record by its own id and data.seed, of which "
+        "train.eval_samples are evaluated; 0: so many samples are",
+    ] = 0.0
     early_stop: Annotated[
         NonNegativeInt,
         "evaluations in a row without a lower held-out loss that end the run; 0: never",
     ] = 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether samples are held out and evaluated."""
+        return bool(self.eval_samples or self.eval_fraction)
 
 
 AS_OFTEN_AS_PAYS = -1  # of `checkpoint.every`

@@ -203,6 +203,7 @@ DECAYS = [
     "train.beta1",
     "train.beta2",
     "train.momentum",
+    "train.eval_fraction",
     "train.ema",
     "train.label_smoothing",
 ]

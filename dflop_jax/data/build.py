@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def make_source(
     split: str = "train",
     *,
     n_held_out: int = 0,
+    held_out_share: float = 0.0,
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
     apart: bool = True,
@@ -51,8 +53,9 @@ def make_source(
 
     What is on disk (a LLaVA-format file or its folder, tar shards, a YAML mixture of them) goes by
     an index of headers, kept in `index_dir`; it is made in processes of their own (see `pool`), or
-    here unless `apart`. So many records of it are held out for the eval split; scenes have an eval
-    split of their own, of as many (of the same size, for 0).
+    here unless `apart`. So many records of it, or where it is above 0 such a share of them, are
+    held out for the eval split; scenes have an eval split of their own, of as many (of the same
+    size, for 0).
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
@@ -63,15 +66,18 @@ def make_source(
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     if config.path:
-        made = _Arguments(config, spec, split, n_held_out, vocab_size, str(index_dir))
+        made = _Arguments(
+            config, spec, split, n_held_out, vocab_size, str(index_dir), held_out_share
+        )
         return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
     if config.loss_on_prompts:
         raise ValueError(
             "data.loss_on_prompts is of records: give data.path, or leave it out for the scenes"
         )
     assert not isinstance(tokenizer, ChatTokenizer)
+    of_eval = math.ceil(held_out_share * config.n_samples) or n_held_out or config.n_samples
     return SceneSource(
-        n_held_out if split == "eval" and n_held_out else config.n_samples,
+        of_eval if split == "eval" else config.n_samples,
         config.seed,
         spec,
         tokenizer,
@@ -91,6 +97,7 @@ class _Arguments:
     n_held_out: int
     vocab_size: int | None
     index_dir: str
+    held_out_share: float = 0.0
 
 
 def open_source(arguments: Mapping[str, Any]) -> Source:
@@ -101,6 +108,7 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
         a.spec,
         a.split,
         n_held_out=a.n_held_out,
+        held_out_share=a.held_out_share,
         vocab_size=a.vocab_size,
         index_dir=a.index_dir,
     )
@@ -224,7 +232,7 @@ def _mixture(
             config.workers,
         ),
         kinds=kinds,
-        share=Share(made.split, made.n_held_out, config.seed),
+        share=Share(made.split, made.n_held_out, config.seed, made.held_out_share),
         name=config.path if made.split == "train" else f"{config.path} ({made.split})",
     )
     return MixtureSamples(

@@ -74,7 +74,7 @@ class HeldOut:
     ):
         self._ex, self._peers, self._packer = ex, packer.peers, packer
         self._loader = make_loader(config, source)
-        n = min(config.train.eval_samples, len(source))
+        n = min(config.train.eval_samples or len(source), len(source))
         if n < config.train.eval_samples:
             logger.warning(
                 "%s: %d held-out samples, fewer than train.eval_samples=%d",

@@ -241,12 +241,12 @@ def check_trainable(config: Config) -> None:
             f"plan.redecide_every={config.plan.redecide_every} changes plans through a checkpoint, "
             "and checkpoint.every=0 writes none; give it a number of steps"
         )
-    if config.checkpoint.keep_best and not (config.checkpoint.saves and config.train.eval_samples):
+    if config.checkpoint.keep_best and not (config.checkpoint.saves and config.train.evaluates):
         raise ValueError(
             "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every, "
             "train.eval_samples and train.eval_every"
         )
-    if config.train.early_stop and not (config.train.eval_every and config.train.eval_samples):
+    if config.train.early_stop and not (config.train.eval_every and config.train.evaluates):
         raise ValueError(
             f"train.early_stop={config.train.early_stop} goes by held-out losses; give "
             "train.eval_every and train.eval_samples"
@@ -256,6 +256,11 @@ def check_trainable(config: Config) -> None:
         raise ValueError(
             f"data.eval_path={config.data.eval_path} is not evaluated on: {why}; leave it out, or "
             "say how many samples"
+        )
+    if (share := config.train.eval_fraction) and (config.data.factory or config.data.eval_path):
+        by = "data.factory" if config.data.factory else "data.eval_path"
+        raise ValueError(
+            f"train.eval_fraction={share:g}: {by} says what is held out; leave one of them out"
         )
     last = profiled_steps(config.train.profile_steps).stop
     if last > config.train.steps and not config.train.epochs:  # whose steps the data say

@@ -183,7 +183,8 @@ class Workplace:
         if factory := self.config.data.factory or data_factory_of(self.model):
             return imported("data.factory", factory)(self.config.data, self.model, split)
         spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
-        data, held_out, barrier = self.config.data, self.config.train.eval_samples, split
+        train, barrier = self.config.train, split
+        data, held_out, share = self.config.data, train.eval_samples, train.eval_fraction
         if data.eval_path:  # all of it is held out, and all of data.path trains
             if split == "eval":
                 data = replace(data, path=data.eval_path, loss_on_prompts=False)
@@ -194,6 +195,7 @@ class Workplace:
             spec,
             split,
             n_held_out=held_out,
+            held_out_share=share,
             vocab_size=self.model.vocab_size,
             index_dir=self.config.cache_dir,
         )

@@ -54,7 +54,7 @@ def make_executor(place: Workplace, plan: Plan) -> Executor:
         clip_norm=train.clip_norm,
         freeze=trained.frozen,
         rate_factors={g: rate / train.learning_rate for g, rate in trained.rates.items()},
-        evaluates=train.eval_samples > 0,
+        evaluates=train.evaluates,
     )
 
 

@@ -136,7 +136,7 @@ class Trainer:
             self.config = config = self.place.config
             check_trainable(config)
             self._held_out: Source | None = None
-            if config.train.eval_samples:
+            if config.train.evaluates:
                 self._held_out = self.place.source("eval")
                 check_held_out(config, self._held_out)
             self.profile = profile

@@ -87,6 +87,11 @@ def test_records_to_evaluate_on_stay_out_of_training(quick):
     assert {train.label(k) for k in range(5)} == {f"train/data.json[{k}]" for k in range(5)}
     assert {held.label(k) for k in range(5)} == {f"held/data.json[{k}]" for k in range(5)}
     assert len(evaluate.held_out_samples(held, 3, 0)[""]) == 3
+    shared = replace(CONFIG.train, eval_samples=0, eval_fraction=0.5)
+    place = set_up(replace(config, data=replace(data, eval_path=""), train=shared))
+    labels = [{s.label(k) for k in range(len(s))} for s in map(place.source, ("train", "eval"))]
+    assert set.union(*labels) == {train.label(k) for k in range(5)}
+    assert not set.intersection(*labels)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,16 @@ def test_records_to_evaluate_on_stay_out_of_training(quick):
     [
         ({"early_stop": 2}, {}, "train.early_stop=2 goes by held-out losses"),
         ({}, {"eval_path": "x.json"}, "is not evaluated on: train.eval_samples is 0"),
+        (
+            {"eval_fraction": 0.1},
+            {"factory": "a:b"},
+            "eval_fraction=0.1: data.factory says what is held out",
+        ),
+        (
+            {"eval_fraction": 0.1, "eval_samples": 2},
+            {"eval_path": "x.json"},
+            "eval_fraction=0.1: data.eval_path says what is held out",
+        ),
         (
             {"eval_samples": 2},
             {"eval_path": "x.json", "factory": "a:b"},

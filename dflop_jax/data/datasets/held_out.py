@@ -70,6 +70,28 @@ def held_out(lots: Sequence[np.ndarray], n: int, seed: int) -> list[np.ndarray]:
     return [np.isin(numbers, ids[taken]) for numbers in lots]
 
 
+def held_share(lots: Sequence[np.ndarray], share: float, seed: int) -> list[np.ndarray]:
+    """Which records of each part are held out, bool [records]: those whose id draws a number in the
+    lowest `share` of all. Whether a record is does not depend on any other, so that data may grow.
+
+    Args:
+      lots: uint64 [records] of each part.
+
+    Raises:
+      ValueError: no record is, or all are.
+    """
+    below = np.uint64(int(share * 2**64))
+    masks = [_drawn(numbers, seed) < below for numbers in lots]
+    n, n_held = sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)
+    if n_held in (0, n):
+        which = "every record" if n_held else "no record"
+        raise ValueError(
+            f"train.eval_fraction={share:g} of {n} records holds out {which}; give another share, "
+            "or more data"
+        )
+    return masks
+
+
 def _times(ids: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """How often each id is among the numbers, int64 [ids]."""
     order = np.argsort(ids)

@@ -169,12 +169,15 @@ def lot(name: str, place: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
 
 
-def check_split(split: str, n_held_out: int) -> None:
+def check_split(split: str, *, holds_out: bool) -> None:
     """ValueError for an unknown split, or one without its records."""
     if split not in ("train", "eval"):
         raise ValueError(f"split {split!r} is not train or eval")
-    if split == "eval" and n_held_out < 1:
-        raise ValueError("the eval split of a dataset on disk needs train.eval_samples above 0")
+    if split == "eval" and not holds_out:
+        raise ValueError(
+            "the eval split of a dataset on disk needs train.eval_samples or train.eval_fraction "
+            "above 0"
+        )
 
 
 def _turns(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 
 from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.header_rows import RowReader, RowsHere, ToPieces
-from dflop_jax.data.datasets.held_out import held_out
+from dflop_jax.data.datasets.held_out import held_out, held_share
 from dflop_jax.data.datasets.index_build import check_usable, update_index
 from dflop_jax.data.datasets.llava_records import Record, check_split
 from dflop_jax.data.datasets.located import Located, RecordReader
@@ -64,14 +64,26 @@ class IndexRules:
 @dataclass(frozen=True)
 class Share:
     """Which samples are shown: of the split "train", or "eval" for the `n_held_out` records (see
-    `held_out`) that "train" then leaves out; weights do not count there."""
+    `held_out`), or where it is above 0 the share `held_out_share` of them (see `held_share`), that
+    "train" then leaves out; weights do not count there."""
 
     split: str = "train"
     n_held_out: int = 0
     seed: int = 0
+    held_out_share: float = 0.0
 
     def __post_init__(self) -> None:
-        check_split(self.split, self.n_held_out)
+        check_split(self.split, holds_out=self.holds_out)
+
+    @property
+    def holds_out(self) -> bool:
+        return bool(self.n_held_out or self.held_out_share)
+
+    def held_out(self, lots: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Which records of each part are held out; see `held_out` and `held_share`."""
+        if self.held_out_share:
+            return held_share(lots, self.held_out_share, self.seed)
+        return held_out(lots, self.n_held_out, self.seed)
 
 
 class MixtureSource:
@@ -134,10 +146,9 @@ class MixtureSource:
             k = dataset_of[key]
             rows = starts[k] + np.flatnonzero(usable[starts[k] : starts[k + 1]])
             parts.append(rows[chosen(part, len(rows), share.seed)])
-        if share.n_held_out:
+        if share.holds_out:
             try:
-                lots = [self._table.lot[rows] for rows in parts]
-                held = held_out(lots, share.n_held_out, share.seed)
+                held = share.held_out([self._table.lot[rows] for rows in parts])
             except ValueError as e:
                 raise ValueError(f"{name}: {e}") from None
             if share.split == "train":

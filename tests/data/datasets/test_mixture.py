@@ -151,8 +151,11 @@ def test_what_is_held_out_is_as_asked_for(tmp_path):
     assert sorted(train + 2 * held) == everything  # the weight repeats what is trained on
     assert ids("eval", 7) == held != ids("eval", 7, seed=1)
     assert ids("eval", 59) == sorted({*everything} - {*ids("train", 59)})
+    share = {split: ids(split, 0, held_out_share=0.3) for split in ("train", "eval")}
+    assert sorted(share["train"] + 2 * share["eval"]) == everything
+    assert 0 < len(share["eval"]) < 30
     for split, n, why in [
-        ("eval", 0, "needs train.eval_samples above 0"),
+        ("eval", 0, "needs train.eval_samples or train.eval_fraction above 0"),
         ("test", 5, "not train"),
         ("train", 60, "mixture: 60 held-out samples of 60 records; lower train.eval_samples"),
     ]:

@@ -20,6 +20,7 @@ from dflop_jax.config import (
 )
 
 if TYPE_CHECKING:
+    from dflop_jax.evaluate.in_training import held_out_answers
     from dflop_jax.plan.predict import simulate
     from dflop_jax.plan.search import search_plan
     from dflop_jax.schedule import Assignment, balance, choose_buckets
@@ -35,6 +36,7 @@ _LAZY = {
     "balance": "dflop_jax.schedule",
     "choose_buckets": "dflop_jax.schedule",
     "fit_stages": "dflop_jax.train.in_stages",
+    "held_out_answers": "dflop_jax.evaluate.in_training",
     "search_plan": "dflop_jax.plan.search",
     "simulate": "dflop_jax.plan.predict",
     "Trainer": "dflop_jax.train.trainer",
@@ -56,6 +58,7 @@ __all__ = [
     "balance",
     "choose_buckets",
     "fit_stages",
+    "held_out_answers",
     "search_plan",
     "simulate",
 ]

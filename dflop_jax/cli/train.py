@@ -111,6 +111,7 @@ def run(args: argparse.Namespace) -> TrainAnswer | StagesAnswer:
 
 
 def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | StagesAnswer:
+    from dflop_jax.evaluate.in_training import held_out_answers
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
     from dflop_jax.train.callbacks import callbacks_at
@@ -127,7 +128,10 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | Stage
         import_from_here()
 
     def make(config: Config, **more: Any) -> Trainer:
-        trainers.append(Trainer(config, plan=plan, profile=given_profile(args), **more))
+        profile = given_profile(args)
+        trainers.append(
+            Trainer(config, plan=plan, profile=profile, answers=held_out_answers, **more)
+        )
         return trainers[-1]
 
     asks = asked_stages(args)

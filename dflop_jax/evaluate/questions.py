@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample, Source, Tokenizer
 from dflop_jax.data.build import question_readers
+from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.sample import Places
 from dflop_jax.data.text.chat import ChatTokenizer
@@ -60,14 +61,35 @@ def of_records(
         all_of_them += [(reader, located) for located in reader.locate()]
     make = partial(_of_record, data, model, tokenizer)
     return [
-        PendingQuestion(located.place, partial(make, reader, located))
+        PendingQuestion(located.place, partial(make, partial(reader.read, located)))
         for reader, located in (all_of_them[k] for k in _drawn(len(all_of_them), n, data.seed))
     ]
 
 
 def of_source(source: Source, tokenizer: AnyTokenizer, n: int, seed: int) -> list[PendingQuestion]:
     """Questions of `n` samples of a source, whose last supervised text is the reference."""
-    chosen = _drawn(len(source), n, seed)
+    return _of_samples(source, tokenizer, _drawn(len(source), n, seed))
+
+
+def of_held_out(
+    source: Source,
+    data: DataConfig,
+    model: MultimodalModel,
+    tokenizer: AnyTokenizer,
+    chosen: Sequence[int],
+) -> list[PendingQuestion]:
+    """Questions of some samples of a run's own source: of their records where it has them, as
+    `of_records`, else as `of_source`."""
+    record: Callable[[int], Record] | None = getattr(source, "record", None)
+    if record is None:
+        return _of_samples(source, tokenizer, chosen)
+    make = partial(_of_record, data, model, tokenizer)
+    return [PendingQuestion(source.label(i), partial(make, partial(record, i))) for i in chosen]
+
+
+def _of_samples(
+    source: Source, tokenizer: AnyTokenizer, chosen: Sequence[int]
+) -> list[PendingQuestion]:
     return [
         PendingQuestion(source.label(i), partial(_of_sample, source, tokenizer, i)) for i in chosen
     ]
@@ -83,10 +105,9 @@ def _of_record(
     data: DataConfig,
     model: MultimodalModel,
     tokenizer: AnyTokenizer,
-    reader: RecordReader,
-    located: Located,
+    read: Callable[[], Record],
 ) -> PreparedQuestion:
-    record = reader.read(located)
+    record = read()
     turns, references = record.turns, record.answers
     if turns[-1][0] == "gpt":
         references = references or (turns[-1][1],)

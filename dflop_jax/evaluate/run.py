@@ -71,11 +71,8 @@ def evaluate(
     """
     if not asked:
         raise ValueError("there is nothing to evaluate: no records; name data with some")
-    replica = generator.replica
-    # Every replica its own, dealt in turn; who runs one together with others answers alike.
-    own = range(replica.number, len(asked), replica.count)
-    rows = dict(_answered(generator, asked, own, how))
-    mine = rows if replica.leads else {}
+    rows = dict(_answered(generator, asked, how))
+    mine = rows if generator.replica.leads else {}
     gathered = peers.gather(key, msgspec.json.encode(mine))
     known = [msgspec.json.decode(part, type=dict[int, AnswerRow]) for part in gathered]
     whole = {k: row for part in known for k, row in part.items()}
@@ -101,11 +98,43 @@ def _scored(rows: Sequence[AnswerRow], metrics: Sequence[str]) -> Evaluated:
     return Evaluated(len(asked), {m: mean_of(m, answered) for m in metrics}, tuple(done))
 
 
+def compile_programs(generator: Generator, asked: Sequence[PendingQuestion], how: Sampling) -> None:
+    """Compile all that the same questions need later, answered with any parameters."""
+    for batch in _batches(generator, asked):
+        if not isinstance(batch, tuple):
+            generator.begin_answers([q.sample for q in batch.values()], how)
+
+
 def _answered(
-    generator: Generator, asked: Sequence[PendingQuestion], own: Sequence[int], how: Sampling
+    generator: Generator, asked: Sequence[PendingQuestion], how: Sampling
 ) -> Iterator[tuple[int, AnswerRow]]:
-    """Yield the rows of some of the questions, as they are answered."""
-    rows = generator.rows * generator.replica.ranks
+    """Yield the rows of this replica's questions, as they are answered."""
+    for batch in _batches(generator, asked):
+        if isinstance(batch, tuple):
+            k, why = batch
+            yield k, AnswerRow(asked[k].name, "", (), (), "", "", 0, {}, why)
+            continue
+        samples = [q.sample for q in batch.values()]
+        answers = generator.answers(samples, how, [*batch])
+        for (k, q), said in zip(batch.items(), answers, strict=True):
+            text, n_tokens = said.text.strip(), len(said.tokens)
+            yield (
+                k,
+                AnswerRow(
+                    asked[k].name, q.text, q.references, q.choices, text, said.stopped, n_tokens, {}
+                ),
+            )
+
+
+def _batches(
+    generator: Generator, asked: Sequence[PendingQuestion]
+) -> Iterator[dict[int, PreparedQuestion] | tuple[int, str]]:
+    """Yield this replica's questions by number, as many as are answered together; and of those that
+    cannot be asked (number, why)."""
+    replica = generator.replica
+    # Every replica its own, dealt in turn; who runs one together with others answers alike.
+    own = range(replica.number, len(asked), replica.count)
+    rows = generator.rows * replica.ranks
     size = BATCHES_AHEAD * rows
     parts = [own[k : k + size] for k in range(0, len(own), size)]
     with ThreadPoolExecutor(generator.config.data.workers) as pool:
@@ -116,28 +145,10 @@ def _answered(
             following = parts[n + 1] if n + 1 < len(parts) else ()
             coming = [pool.submit(_made, asked[k]) for k in following]
             questions = {k: q for k, q in made.items() if isinstance(q, PreparedQuestion)}
-            for k, why in made.items():
-                if isinstance(why, str):
-                    yield k, AnswerRow(asked[k].name, "", (), (), "", "", 0, {}, why)
+            yield from ((k, why) for k, why in made.items() if isinstance(why, str))
             order = sorted(questions, key=lambda k: (questions[k].sample.load.tokens(LLM), k))
             for first in range(0, len(order), rows):
-                batch = order[first : first + rows]
-                samples = [questions[k].sample for k in batch]
-                for k, said in zip(batch, generator.answers(samples, how, batch), strict=True):
-                    q = questions[k]
-                    yield (
-                        k,
-                        AnswerRow(
-                            asked[k].name,
-                            q.text,
-                            q.references,
-                            q.choices,
-                            said.text.strip(),
-                            said.stopped,
-                            len(said.tokens),
-                            {},
-                        ),
-                    )
+                yield {k: questions[k] for k in order[first : first + rows]}
 
 
 def _made(asked: PendingQuestion) -> PreparedQuestion | str:

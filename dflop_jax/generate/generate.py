@@ -9,12 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from dflop_jax.config import Config
+from dflop_jax.contract import Params, folded
 from dflop_jax.data import MediaSpec, Sample, Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
@@ -22,9 +26,9 @@ from dflop_jax.generate.programs import TOKEN_MULTIPLE, AnswerPrograms
 from dflop_jax.generate.prompt import NO_MEDIA, Media, Talk, asked, talk_sample
 from dflop_jax.generate.published import published_params
 from dflop_jax.generate.replica import least_ways, param_structs, replica_of
-from dflop_jax.generate.row import LLM, rows_of
+from dflop_jax.generate.row import LLM, AnswerRows, rows_of
 from dflop_jax.generate.sampling import Sampling
-from dflop_jax.train.load_params import load_params
+from dflop_jax.train.load_params import Loaded, load_params
 from dflop_jax.train.prepare import build_model
 from dflop_jax.train.stages import adapted
 
@@ -78,7 +82,7 @@ class Generator:
     Args:
       config: what it was trained with; its model, tokenizer and limits on tiles and tokens count.
       run: a run folder (its newest whole checkpoint), a checkpoint in it, or a folder of published
-        weights.
+        weights; None: it answers after `load`.
       devices: of the run, process by process; None: those of this process.
       rows: prompts that are answered at once.
       ways: devices that share one copy of the parameters; 0: as few as hold them.
@@ -91,7 +95,7 @@ class Generator:
     def __init__(
         self,
         config: Config,
-        run: str | Path,
+        run: str | Path | None,
         devices: Sequence[jax.Device] | None = None,
         *,
         rows: int = 1,
@@ -106,12 +110,39 @@ class Generator:
         self.programs = AnswerPrograms(self.model, self.replica)
         kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
         self.tokenizer = any_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
-        structs = {
+        self._structs = {
             m: param_structs(module, self.replica) for m, module in self.model.modules.items()
         }
-        self.loaded = published_params(run, self.model, structs) or load_params(
-            run, self.model, structs
+        self._loaded: Loaded | None = None
+        if run is not None:
+            self.load(run)
+
+    @property
+    def loaded(self) -> Loaded:
+        """The parameters that it answers with."""
+        assert self._loaded is not None, "no parameters: load some first"
+        return self._loaded
+
+    def load(self, run: str | Path, *, average: bool = False) -> None:
+        """Answer with the parameters of `run` from now on, as for the constructor; `average`: of
+        what trains, with its average over steps."""
+        self._loaded = published_params(run, self.model, self._structs) or load_params(
+            run, self.model, self._structs, average=average
         )
+
+    def free(self) -> None:
+        """Hold no parameters any more."""
+        self._loaded = None
+
+    def begin_answers(self, samples: Sequence[Sample], how: Sampling) -> None:
+        """Compile what answers to such prompts need, and run as much as that takes, with zeros for
+        parameters if there are none."""
+        if self._loaded is None:
+            zeros = {m: _zeros(structs) for m, structs in self._structs.items()}
+            params = {name: folded(m, zeros[name]) for name, m in self.model.modules.items()}
+            self._loaded = Loaded(params, 0, Path())
+        rows, number, _ = self._rows(samples, range(len(samples)))
+        _ = [*islice(self.programs.tokens(self.loaded.params, rows, number, how), 2)]
 
     def answer(
         self,
@@ -167,11 +198,7 @@ class Generator:
           on_text: gets the first one's text as it comes.
           times: gets the time at which each token was there.
         """
-        ranks = self.replica.ranks
-        rows = rows_of(samples, self.model, ranks, self.rows, TOKEN_MULTIPLE)
-        at = [k % ranks * self.rows + k // ranks for k in range(len(samples))]
-        number = np.zeros(ranks * self.rows, np.uint32)
-        number[at] = range(len(samples)) if numbers is None else numbers
+        rows, number, at = self._rows(samples, range(len(samples)) if numbers is None else numbers)
         answers = [
             _Answer(self.tokenizer, how, on_text if k == 0 else None) for k in range(len(at))
         ]
@@ -183,6 +210,30 @@ class Generator:
             if all(answer.stopped for answer in answers):
                 break
         return [answer.said for answer in answers]
+
+    def _rows(
+        self, samples: Sequence[Sample], numbers: Sequence[int]
+    ) -> tuple[AnswerRows, np.ndarray, list[int]]:
+        """(rows of some prompts, the number of each row's answer, the row of each prompt)."""
+        ranks = self.replica.ranks
+        at = [k % ranks * self.rows + k // ranks for k in range(len(samples))]
+        number = np.zeros(ranks * self.rows, np.uint32)
+        number[at] = numbers
+        return rows_of(samples, self.model, ranks, self.rows, TOKEN_MULTIPLE), number, at
+
+
+def _zeros(structs: Params) -> Params:
+    return jax.tree.map(
+        lambda s: jax.make_array_from_callback(
+            s.shape, s.sharding, partial(_zero_shard, s.shape, s.dtype)
+        ),
+        structs,
+    )
+
+
+def _zero_shard(shape: tuple[int, ...], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
+    sizes = (len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True))
+    return np.zeros(tuple(sizes), dtype)
 
 
 class _Answer:

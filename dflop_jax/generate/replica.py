@@ -84,17 +84,20 @@ def replica_of(
     return Replica(mesh, number, len(devices) // size, process * each % size == 0)
 
 
-def least_ways(model: MultimodalModel, devices: Sequence[jax.Device]) -> int:
-    """Over how many devices the parameters have to be split so that these hold them; 1 where no
-    device says what it has (CPU)."""
+def least_ways(
+    model: MultimodalModel, devices: Sequence[jax.Device], used_bytes: float = 0.0
+) -> int:
+    """Over how many devices the parameters have to be split so that these hold them beside what
+    they have in use; 1 where no device says what it has (CPU)."""
     local = next((d for d in devices if d.process_index == jax.process_index()), None)
     limit = ((local.memory_stats() if local else None) or {}).get("bytes_limit", 0)
     if not limit:
         return 1
     structs = [_structs(m) for m in model.modules.values()]
     needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(structs))
+    room = PARAMS_SHARE * (limit - used_bytes)
     divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-    return next((n for n in divisors if needed <= n * PARAMS_SHARE * limit), len(devices))
+    return next((n for n in divisors if needed <= n * room), len(devices))
 
 
 def param_structs(module: Module, replica: Replica) -> Params:

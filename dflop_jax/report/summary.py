@@ -6,7 +6,7 @@ Steady figures (times, rates, fractions) are medians that leave the first `WARMU
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dflop_jax.report.run_folder import (
     SUMMARY,
     TIMELINE,
     TRACE,
+    HeldOutRow,
     read_last_evaluation,
     read_plan,
     read_traces,
@@ -43,7 +44,7 @@ class RunSummary(StepFigures):
     longer the schedule is than its proved bound; `made_by` counts schedules by what found them,
     `n_integer` those of which an integer program proved a bound. `held_out` are loss and token
     accuracy of the last evaluation: by "" of all held-out samples, and by the name of each dataset
-    of a mixture.
+    of a mixture; `answers` are metrics of the last one's answers, where there are some.
     `steps_lost` are steps between the first and the last whose row found no room on the disk.
     `spent` is where the run's time went, None where nothing tells.
     """
@@ -71,6 +72,7 @@ class RunSummary(StepFigures):
     submeshes: list[str]
     buckets: list[str]
     spent: Spent | None
+    answers: dict[str, float] = field(default_factory=dict)
 
 
 def summarise(folder: str | Path) -> RunSummary:
@@ -92,6 +94,7 @@ def summary_of(path: Path, rows: Columns, plan: Plan, spent: Spent | None) -> Ru
     def after_warm_up(name: str) -> float:
         return rows.sums[name] - rows.warm_up_sums[name]
 
+    evaluated = read_last_evaluation(path)
     of_step: dict[str, Any] = {
         name: medians(name) if name in KEYED else spread(rows.column(name)).median
         for name in (f.name for f in fields(StepFigures))
@@ -119,7 +122,8 @@ def summary_of(path: Path, rows: Columns, plan: Plan, spent: Spent | None) -> Ru
         loss_last=rows.loss_last,
         n_bad=int(rows.sums["n_bad"]),
         n_skipped=rows.n_skipped,
-        held_out=_held_out(path),
+        held_out=_held_out(evaluated),
+        answers={k: _or_nan(v) for k, v in evaluated.answers.items()} if evaluated else {},
         submeshes=_submesh_texts(plan.layout),
         buckets=[bucket_text(b) for b in plan.layout.buckets],
         spent=spent,
@@ -127,8 +131,7 @@ def summary_of(path: Path, rows: Columns, plan: Plan, spent: Spent | None) -> Ru
     )
 
 
-def _held_out(folder: Path) -> dict[str, tuple[float, float]]:
-    row = read_last_evaluation(folder)
+def _held_out(row: HeldOutRow | None) -> dict[str, tuple[float, float]]:
     if row is None:
         return {}
     named = {"": {"loss": row.loss, "accuracy": row.accuracy}, **row.by_source}
@@ -232,6 +235,7 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
             (f"held out{name and f', {name}'}: loss / accuracy", f"{number(a)} / {percent(b)}")
             for name, (a, b) in s.held_out.items()
         ),
+        *((f"held out, answers: {name}", number(v)) for name, v in s.answers.items()),
         *((f"own metric {name}, median", number(v)) for name, v in s.own.items()),
         ("samples replaced", str(s.n_bad)),
         ("steps that changed no parameter", str(s.n_skipped)),

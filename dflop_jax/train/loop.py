@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
-
-import msgspec
+from pathlib import Path
 
 from dflop_jax.cluster.ending import RunFailed, preemption
 from dflop_jax.cluster.told import tell_step
@@ -19,8 +18,7 @@ from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Layout, PriceList
-from dflop_jax.report.run_folder import read_evaluations
-from dflop_jax.report.spent import END, EVALUATION, REDECISION, SAVE, TRAINING, read_spent
+from dflop_jax.report.spent import END, REDECISION, SAVE, TRAINING, read_spent
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -29,17 +27,16 @@ from dflop_jax.train.ahead import PlanAhead
 from dflop_jax.train.cadence import Cadence
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
-from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss
+from dflop_jax.train.evaluations import Evaluations
 from dflop_jax.train.exports import Exports
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
 from dflop_jax.train.judge import Judge
 from dflop_jax.train.meta import Meta, planned_under
-from dflop_jax.train.patience import Patience
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.results import LoopResult
 from dflop_jax.train.resume import Resumed
-from dflop_jax.train.saves import BestLoss, Saves, best_of
+from dflop_jax.train.saves import Saves, best_so_far
 from dflop_jax.train.skips import Skipping, Skips
 from dflop_jax.train.step_log import RowFacts, StepLog
 from dflop_jax.train.step_profile import StepProfiler
@@ -71,7 +68,6 @@ class Loop:
         self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
         self._stopped_by = ""
-        self._evaluated: Evaluation | None = None  # the newest
         self._exports = Exports.of(config, place.model, self.saver, is_first=self.peers.is_hub)
         self._untold: list[int] = []  # steps whose saves callbacks are to be told of
 
@@ -92,7 +88,9 @@ class Loop:
         known = resumed.meta.skips if resumed else Skips()
         names = partial(sample_names, self._ready.source, self.loader)
         self._skipping = Skipping(config.train, names, known)
-        self._saves = Saves(self.saver, start, self._best_so_far())
+        best = best_so_far(config.checkpoint, self.folder, self.saver, peers)
+        on_disk = start if not (resumed and resumed.copy) else -1
+        self._saves = Saves(self.saver, on_disk, best)
         self._exports.begin_at(start, self.saver.steps())
         by_failures = config.checkpoint.every == AS_OFTEN_AS_PAYS
         spent = read_spent(self.folder.path) if self.folder and by_failures else None
@@ -102,10 +100,9 @@ class Loop:
         stack.callback(self._redecider.close)
         stack.callback(self._ahead.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
-        held_out = None
-        self._patience = Patience(config.train, self.folder, peers, start)
-        if (source := self._ready.held_out) is not None:
-            held_out = HeldOut(config, source, self.ex, self._ready.prices, self.packer)
+        evaluations = None
+        if self._ready.held_out is not None:
+            evaluations = Evaluations(self._ready, self.packer, start)
         self._judge.warm_up()
         counter = CompileCounter()
         stack.callback(counter.close)
@@ -125,15 +122,14 @@ class Loop:
             facts, self.folder, self.progress, counter, self._corrector, self._skipping
         )
         steps = range(start, config.train.steps)
-        every = config.train.eval_every
-        if held_out and resumed and every and steps and start % every == 0:
-            self._evaluate(held_out, start)  # the run may have ended before it did
+        if evaluations and resumed and steps and evaluations.is_due(start):
+            self._evaluate(evaluations, start)  # the run may have ended before it did
         batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
         with preemption(self.progress.log) as asked:
             place.time.go_on_with(TRAINING)
             with closing(batches), tasks_shown(place.sections, self.ex):
                 marked = steps_marked(place.sections, batches, start)
-                preempted = self._steps(marked, held_out, asked)
+                preempted = self._steps(marked, evaluations, asked)
             place.time.go_on_with(END)
             if self._goes_on:  # a signal may have come while it was searched
                 preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
@@ -149,9 +145,8 @@ class Loop:
                     self._exports.want(done)
                 self._exports.finish()
         evaluation = None
-        if held_out and not preempted and not self._goes_on:
-            row = self._evaluated
-            evaluation = row if row and row.step == done else self._evaluate(held_out, done)
+        if evaluations and not preempted and not self._goes_on:
+            evaluation = evaluations.at_end(done, self._saves, self._checkpoint)
         self.log.write_trace()
         if preempted:
             saved = "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
@@ -217,7 +212,7 @@ class Loop:
     def _steps(
         self,
         batches: Iterator[tuple[ReadyBatch, Waits]],
-        held_out: HeldOut | None,
+        evaluations: Evaluations | None,
         asked: threading.Event,
     ) -> bool:
         """Whether a signal, or the time that the run has, cut the steps short."""
@@ -281,7 +276,7 @@ class Loop:
                 if signalled or self._stopped_by:
                     break
                 if self._back_to is None:
-                    self._after(batch.step + 1, held_out, finish)
+                    self._after(batch.step + 1, evaluations, finish)
                 if self._goes_on or signalled or self._stopped_by:
                     break
             finish()
@@ -300,9 +295,11 @@ class Loop:
             steps, self.config.run_dir, self.peers.process, drain, self.progress.log
         )
 
-    def _after(self, done: int, held_out: HeldOut | None, finish: Callable[[], None]) -> None:
+    def _after(
+        self, done: int, evaluations: Evaluations | None, finish: Callable[[], None]
+    ) -> None:
         """Do what is due after `done` steps."""
-        every, evaluate = self.config.checkpoint.every, self.config.train.eval_every
+        every = self.config.checkpoint.every
         last = done == self.config.train.steps
         by_steps = every > 0 and done % every == 0
         exported = self._exports.is_due(done)
@@ -313,11 +310,11 @@ class Loop:
         copy_every = self.config.checkpoint.copy_every
         if copy_every and done % copy_every == 0 and done != self._saves.saved and not last:
             self._saves.copy(self._meta(done), self._done, self._skipping.known)
-        if held_out and evaluate and done % evaluate == 0 and not last:
+        if evaluations and evaluations.is_due(done) and not last:
             finish()
             if self._back_to is not None:
                 return
-            self._evaluate(held_out, done)
+            self._evaluate(evaluations, done)
             self.log.pause()
         if self._judge.is_due(done) and not last:
             finish()
@@ -329,32 +326,18 @@ class Loop:
             with self._ready.place.time.part(REDECISION):
                 self._next = self._redecider.look(done, self.log.step_s[-look:])
 
-    def _evaluate(self, held_out: HeldOut, done: int) -> Evaluation:
-        with self._ready.place.time.part(EVALUATION):
-            row = held_out.run(done)
-        self.progress.log(f"after step {done}: {HeldOutLoss(row.loss, row.accuracy)}")
-        for name, loss in row.by_source.items():
-            self.progress.log(f"  {name}: {loss}")
-        if self.folder:
-            self.folder.append_evaluation(row)
-        self._ready.callbacks.after_evaluation(done, row)
-        self._evaluated = row
-        self._stopped_by = self._stopped_by or self._patience.ends(done, row.loss)
-        if self.config.checkpoint.keep_best and self._saves.best.is_beaten_by(row.loss):
-            self._save(done)
-            self._saves.keep_best(BestLoss(done, row.loss))
-            self.progress.log("  the lowest so far: its checkpoint is kept")
-        return row
+    def _evaluate(self, evaluations: Evaluations, done: int) -> None:
+        evaluations.run(done, self._saves, self._checkpoint)
+        self._stopped_by = self._stopped_by or evaluations.stopped_by
 
-    def _best_so_far(self) -> BestLoss:
-        """The best checkpoint of the run, on every process, where it is to be kept."""
-        if not self.config.checkpoint.keep_best:
-            return BestLoss()
-        best = BestLoss()
-        if self.folder:
-            best = best_of(read_evaluations(self.folder.path), self.saver.steps())
-        shared = self.peers.share("best", msgspec.json.encode(best))
-        return msgspec.json.decode(shared, type=BestLoss)
+    def _checkpoint(self, done: int) -> Path | None:
+        """The checkpoint after `done` steps, made whole; None where it cannot be written."""
+        self._save(done)
+        self.saver.wait()
+        there = b"x" * (done in self.saver.steps()) if self.peers.is_hub else None
+        if not self.peers.share(f"whole/{done}", there):
+            return None
+        return self.saver.folder_of(done)
 
     def _tell_saved(self) -> None:
         """Tell callbacks of checkpoints that have become whole."""

@@ -28,6 +28,7 @@ from dflop_jax.data import MediaSpec, Source, make_source
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
 from dflop_jax.report.spent import (
+    ANSWERS,
     CONNECT,
     DATA,
     EVALUATION,
@@ -43,7 +44,8 @@ from dflop_jax.train.run_dir import settled_run_dir
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
-REPEATED = (TRAINING, DATA, SAVE, EVALUATION, REDECISION)  # sections that foretell the next one
+# Sections that foretell the next one.
+REPEATED = (TRAINING, DATA, SAVE, EVALUATION, ANSWERS, REDECISION)
 
 
 def use_devices(n: int) -> list[jax.Device]:

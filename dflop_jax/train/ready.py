@@ -20,6 +20,7 @@ from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import number
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
+from dflop_jax.train.answers import Answers
 from dflop_jax.train.callbacks import Callbacks
 from dflop_jax.train.planning import check_layers, check_names, check_plannable
 from dflop_jax.train.prepare import Workplace
@@ -38,7 +39,7 @@ class ReadyRun:
     """A run before the first of its steps under a plan.
 
     Attributes:
-      held_out: the samples to evaluate on.
+      held_out: the samples to evaluate on; `answers` answers them, where that is asked for.
       folder, samples: process 0's.
       start_s: what it took to come this far.
       ends_s: when `train.max_hours` are over, by `time.monotonic`.
@@ -59,6 +60,7 @@ class ReadyRun:
     start_s: float
     ends_s: float
     callbacks: Callbacks
+    answers: Answers | None = None
 
 
 def agree(config: Config, peers: Peers) -> None:

@@ -6,42 +6,81 @@ import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.report.run_folder import HeldOutRow
+from dflop_jax.cluster.peers import Peers
+from dflop_jax.config import CheckpointConfig
+from dflop_jax.report.run_folder import HeldOutRow, RunFolder, read_evaluations
 from dflop_jax.train.meta import Meta
 from dflop_jax.train.skips import Skips
 
+LOSS = "loss"
+LOWER_IS_BETTER = (LOSS, "wer")  # of what a checkpoint is judged by; else higher is
+
+
+class Measured(Protocol):
+    """An evaluation, or its row."""
+
+    @property
+    def loss(self) -> float | None: ...
+
+    @property
+    def answers(self) -> Mapping[str, Any]: ...
+
+
+def measured(row: Measured, by: str) -> float | None:
+    """The held-out loss, or a metric of the answers; None: it was not evaluated."""
+    return row.loss if by == LOSS else row.answers.get(by)
+
 
 @dataclass(frozen=True)
-class BestLoss:
-    """The lowest held-out loss that a checkpoint was evaluated at; at step None there is none."""
+class Best:
+    """The best value of an evaluated checkpoint, by the loss or a metric; at step None there is
+    none."""
 
     step: int | None = None
-    loss: float | None = None
+    value: float | None = None
+    by: str = LOSS
 
-    def is_beaten_by(self, loss: float) -> bool:
-        """Whether a loss is lower; one that is not finite never is."""
-        return math.isfinite(loss) and (self.loss is None or loss < self.loss)
+    def is_beaten_by(self, value: float) -> bool:
+        """Whether a value is better; one that is not finite never is."""
+        if not math.isfinite(value):
+            return False
+        if self.value is None:
+            return True
+        return value < self.value if self.by in LOWER_IS_BETTER else value > self.value
 
 
-def best_of(rows: Iterable[HeldOutRow], steps: Iterable[int]) -> BestLoss:
+def best_of(rows: Iterable[HeldOutRow], steps: Iterable[int], by: str = LOSS) -> Best:
     """The best of the evaluations of these steps; of equal ones the first."""
-    best, saved = BestLoss(), set(steps)
+    best, saved = Best(by=by), set(steps)
     for row in rows:
-        if row.step in saved and row.loss is not None and best.is_beaten_by(row.loss):
-            best = BestLoss(row.step, row.loss)
+        value = measured(row, by)
+        if row.step in saved and value is not None and best.is_beaten_by(value):
+            best = Best(row.step, value, by)
     return best
+
+
+def best_so_far(
+    config: CheckpointConfig, folder: RunFolder | None, saver: Checkpointer, peers: Peers
+) -> Best:
+    """The best checkpoint of a run, on every process, where it is to be kept."""
+    best = Best(by=config.best_by)
+    if not config.keep_best:
+        return best
+    if folder:
+        best = best_of(read_evaluations(folder.path), saver.steps(), config.best_by)
+    return msgspec.json.decode(peers.share("best", msgspec.json.encode(best)), type=Best)
 
 
 class Saves:
     """Saves under way; `saved` is the step whose state is there or on its way, `best` the best so
     far, which stays."""
 
-    def __init__(self, saver: Checkpointer, saved: int, best: BestLoss = BestLoss()):
+    def __init__(self, saver: Checkpointer, saved: int, best: Best = Best()):
         self._saver, self.saved = saver, saved
         self.keep_best(best)
         # Those whose steps are not all finished, and what they are to be told.
@@ -62,7 +101,7 @@ class Saves:
         self.tell(finished, skips)
         return told
 
-    def keep_best(self, best: BestLoss) -> None:
+    def keep_best(self, best: Best) -> None:
         """Keep this checkpoint, and no longer the one that was the best before."""
         self.best = best
         self._saver.keep_best(best.step)

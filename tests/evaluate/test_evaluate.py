@@ -55,7 +55,7 @@ ROWS = [
 def _random_parameters(tmp_path, monkeypatch):
     """In the place of a checkpoint's."""
 
-    def load(run, model, structs):
+    def load(run, model, structs, **_):
         def draw(path, s):
             seed = sum(map(ord, jax.tree_util.keystr(path)))
             noise = 0.3 * np.random.default_rng(seed).normal(size=s.shape)

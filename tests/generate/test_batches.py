@@ -45,7 +45,7 @@ def samples(tmp_path_factory):
 def _random_parameters(monkeypatch):
     """In the place of a checkpoint's: large enough for answers that do not repeat themselves."""
 
-    def load(run, model, structs):
+    def load(run, model, structs, **_):
         def draw(path, s):
             seed = sum(map(ord, jax.tree_util.keystr(path)))
             noise = 0.3 * np.random.default_rng(seed).normal(size=s.shape)

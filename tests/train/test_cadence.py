@@ -14,7 +14,7 @@ from dflop_jax.train.cadence import (
     best_interval_s,
     failure_s,
 )
-from dflop_jax.train.saves import BestLoss, best_of
+from dflop_jax.train.saves import Best, best_of
 
 
 def expected_s(between_s: float, save_s: float, mtbf_s: float) -> float:
@@ -100,9 +100,20 @@ def test_what_failed_often_saves_often():
 def test_the_best_is_of_the_checkpoints_that_are_there():
     losses = {0: 9.0, 4: 2.0, 8: 3.0, 12: math.nan, 16: 2.5, 20: 2.5}
     rows = [HeldOutRow(s, None if math.isnan(x) else x, None) for s, x in losses.items()]
-    assert best_of(rows, losses) == BestLoss(4, 2.0)
-    assert best_of(rows, [8, 12, 20, 16]) == BestLoss(16, 2.5)
-    assert best_of(rows, [12]) == best_of([], [1]) == BestLoss()
-    assert BestLoss().is_beaten_by(1e9)
-    assert not BestLoss().is_beaten_by(math.nan)
-    assert not BestLoss(4, 2.0).is_beaten_by(2.0)
+    assert best_of(rows, losses) == Best(4, 2.0)
+    assert best_of(rows, [8, 12, 20, 16]) == Best(16, 2.5)
+    assert best_of(rows, [12]) == best_of([], [1]) == Best()
+    assert Best().is_beaten_by(1e9)
+    assert not Best().is_beaten_by(math.nan)
+    assert not Best(4, 2.0).is_beaten_by(2.0)
+
+
+def test_the_best_by_answers_is_the_highest_or_of_wrong_words_the_lowest():
+    answers = {4: {"exact": 0.5, "wer": 0.7}, 8: {}, 12: {"exact": 0.75}, 16: {"exact": 0.75}}
+    rows = [HeldOutRow(s, float(s), None, answers=a) for s, a in answers.items()]
+    assert best_of(rows, answers, "exact") == Best(12, 0.75, "exact")
+    assert best_of(rows, [4, 8], "exact") == Best(4, 0.5, "exact")
+    assert best_of(rows, answers, "wer") == Best(4, 0.7, "wer")
+    assert best_of(rows, [8, 12], "wer") == Best(by="wer")
+    assert Best(4, 0.7, "wer").is_beaten_by(0.6)
+    assert not Best(4, 0.7, "wer").is_beaten_by(0.8)

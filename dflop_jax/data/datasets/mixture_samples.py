@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dflop_jax.data.datasets.fitting import fit, preparations
+from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.compose import blanked, compose
 from dflop_jax.data.media.counts import most_demanding
@@ -94,6 +95,10 @@ class MixtureSamples:
         how = self._ways[int(self._way[index])]
         place, pieces = int(self._place[index]), self._counts.pieces[index]
         return self._mixture.load(place, how, pieces, int(self._tokens[index]))
+
+    def record(self, index: int) -> Record:
+        """Return the sample's turns and where its media are; ValueError when it changed since."""
+        return self._mixture.record(int(self._place[index]))
 
     def sample(self, index: int) -> Sample:
         place, how = int(self._place[index]), self._ways[int(self._way[index])]

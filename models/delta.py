@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from models.attention_split import SAVED
@@ -28,10 +29,12 @@ from models.attention_split import SAVED
 Array = jax.Array
 
 CHUNK = 64  # tokens; twice as many take half the steps one after the other, and more products
+BLOCK = 16  # tokens of a triangle inverted alone; of more the products outgrow the others
 NORM_EPS = 1e-6  # of queries and keys, as published
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 _exact = partial(_product, precision="highest")  # a GPU else takes 10 bits of each factor
+_dot = partial(_exact, "...ij,...jk->...ik")
 
 
 def delta_rule(
@@ -253,18 +256,37 @@ def _unchunked(a_NBKGCD: Array, shape: tuple[int, ...]) -> Array:
 def unit_inverse(a: Array) -> Array:
     """The inverse of 1 + the strictly lower triangle of each matrix [..., n, n], n a power of two.
 
-    By halves, of which both are inverted at once: entries that join two pieces stay exactly 0.
+    By halves from the smallest up, first of blocks along the diagonal; entries that join two pieces
+    stay exactly 0. Each step is on whole blocks or matrices: parts cut out and put together would
+    be most of what there is to compile.
     """
     n = a.shape[-1]
-    if n == 1:
-        return jnp.ones_like(a)
-    h = n // 2
-    top, low = unit_inverse(jnp.stack([a[..., :h, :h], a[..., h:, h:]]))
-    corner = -_exact("...ij,...jk,...kl->...il", low, a[..., h:, :h], top)
-    zeros = jnp.zeros_like(corner)
-    return jnp.concatenate(
-        [jnp.concatenate([top, zeros], axis=-1), jnp.concatenate([corner, low], axis=-1)], axis=-2
-    )
+    size = min(n, BLOCK)
+    shape = (*a.shape[:-2], n // size, size, n // size, size)
+    block = jnp.arange(n) // size
+    own = jnp.broadcast_to(block[:, None] == block[None], a.shape)
+    zeros = jnp.zeros_like(a)
+    diagonal = jnp.sum(jnp.where(own, a, zeros).reshape(shape), axis=-2)
+    unit = jnp.broadcast_to(jnp.eye(size, dtype=bool), diagonal.shape)
+    one = jnp.where(unit, jnp.ones_like(diagonal), jnp.zeros_like(diagonal))
+    blocks = _by_halves(diagonal, one, 1)
+    apart = jnp.broadcast_to(blocks[..., None, :], shape).reshape(a.shape)
+    return _by_halves(a, jnp.where(own, apart, zeros), size)
+
+
+def _by_halves(a: Array, inverse: Array, least: int) -> Array:
+    """From the inverse of halves of `least` tokens on that of the matrices."""
+    n = a.shape[-1]
+    halves = [least << i for i in range((n // least).bit_length() - 1)]
+    half = np.arange(n) // np.array(halves, int)[:, None]  # of a token, by step
+    i, j = half[:, :, None], half[:, None, :]
+    corners = (i == j + 1) & (i % 2 == 1)
+
+    def step(inverse: Array, corner: Array) -> tuple[Array, None]:
+        below = jnp.where(jnp.broadcast_to(corner, a.shape), a, jnp.zeros_like(a))
+        return inverse - _dot(_dot(inverse, below), inverse), None
+
+    return jax.lax.scan(step, inverse, corners)[0]
 
 
 def _inverse_forward(a: Array) -> tuple[Array, Array]:

@@ -56,8 +56,16 @@ def _verdict(result: Verified) -> str:
     word = "verified" if result.exit_code == 0 else "NOT verified"
     if result.not_compared:
         return f"{word}; logits and gradients were not compared: {result.not_compared}"
-    return (
-        f"{word}; logits differ from transformers' by {result.max_logit_error:.1e} of the largest "
+    whose = "transformers'" if result.rounding is None else "those of transformers in float64"
+    said = (
+        f"{word}; logits differ from {whose} by {result.max_logit_error:.1e} of the largest "
         f"({result.largest_logit:.1f}; of 1 at least), gradients by {result.max_grad_error:.1e} of "
         "their tensor's largest entry"
+    )
+    if result.rounding is None:
+        return said
+    (logit, gradient), (most_logit, most_gradient) = result.rounding, result.limits
+    return (
+        f"{said}; its own float32 by {logit:.1e} and {gradient:.1e}, so that up to "
+        f"{most_logit:.1e} and {most_gradient:.1e} counts as equal"
     )

@@ -37,13 +37,18 @@ LEAST_SCALE = 1e-3
 # Compiled for seconds and run for milliseconds: no optimisation.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 COPIES = 3  # parameters and their gradients here, then gradients here and both there
+COPIES_IN_DOUBLE = 6  # then gradients of both in float32, and both of float64 there
 FLOAT_BYTES = 4
 
 
-def too_large(folder: Folder) -> str:
-    """Why there is no memory to run both sides; "" if there is, or if nobody says how much."""
+def too_large(folder: Folder, copies: int = COPIES) -> str:
+    """Why there is no memory to run both sides; "" if there is, or if nobody says how much.
+
+    Args:
+      copies: of the parameters, in float32.
+    """
     n = sum(int(np.prod(t.layout.file_shape)) for t in folder.map.tensors)
-    needed = COPIES * FLOAT_BYTES * n
+    needed = copies * FLOAT_BYTES * n
     free = free_bytes()
     if free is None or needed <= free:
         return ""
@@ -129,7 +134,7 @@ def gradient_errors(
       ValueError: the reference has no gradient for a tensor of the model.
     """
     wanted = {map_.canonical(name): a for name, a in there.items()}
-    largest = max(float(np.abs(a).max()) for a in wanted.values())
+    largest = _largest(wanted)
     errors: dict[str, float] = {}
     for t in map_.tensors:
         if t.name not in wanted:
@@ -141,9 +146,26 @@ def gradient_errors(
         there_t = wanted[t.name]
         if gradient.shape != there_t.shape:  # one of several parameters that are one tensor
             there_t = there_t[t.offset : t.offset + len(gradient)]
-        scale = max(float(np.abs(there_t).max()), LEAST_SCALE * largest)
-        error = float(np.abs(gradient - there_t).max()) / scale
         group = f"{t.module}.{t.part}"
         # An error that is no number stays one.
+        error = _share(gradient, there_t, largest)
         errors[group] = float(np.maximum(errors.get(group, 0.0), error))
     return errors
+
+
+def rounding(single: Reference, double: Reference) -> tuple[float, float]:
+    """How far a reference in float32 is from it in float64: the (logit, gradient) errors."""
+    logit, _ = logit_errors(np.concatenate(single.logits), double)
+    largest = _largest(double.gradients)
+    errors = [_share(single.gradients[n], a, largest) for n, a in double.gradients.items()]
+    return logit, max(errors)
+
+
+def _largest(gradients: Mapping[str, np.ndarray]) -> float:
+    return max(float(np.abs(a).max()) for a in gradients.values())
+
+
+def _share(gradient: np.ndarray, wanted: np.ndarray, largest: float) -> float:
+    """The largest difference as a share of the largest entry of a tensor."""
+    scale = max(float(np.abs(wanted).max()), LEAST_SCALE * largest)
+    return float(np.abs(gradient - wanted).max()) / scale

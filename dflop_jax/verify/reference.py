@@ -6,7 +6,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import isqrt
 from pathlib import Path
@@ -68,26 +68,33 @@ def _package(name: str) -> Any:
 @dataclass(frozen=True)
 class Reference:
     """The logits [tokens, vocab] of each sample, and the gradient of the sum of all losses by the
-    name of its tensor; both float32."""
+    name of its tensor."""
 
     logits: list[np.ndarray]
     gradients: Mapping[str, np.ndarray]
 
 
-def run(folder: Path, kind: str, name: str, samples: Sequence[MixedSample]) -> Reference:
-    """Run the folder's weights as the class `name` of transformers does.
+def run(
+    folder: Path, kind: str, name: str, samples: Sequence[MixedSample], *, double: bool = False
+) -> Reference:
+    """Run the folder's weights as the class `name` of transformers does, in float32.
+
+    Args:
+      double: in float64, also where its code asks for float32.
 
     Raises:
       ValueError: transformers cannot load the folder.
     """
     model = _loaded(folder, name)
+    if double:
+        model.double()
     config, family = model.config, FAMILIES[kind]
     config.image_token_id, config.video_token_id, config.audio_token_id = 0, family.video, 0
     family.prepare(config)
     for name, parameter in model.named_parameters():
         if family.fixed and name.endswith(family.fixed):
             parameter.requires_grad_(False)
-    with _instead(model, family.instead):
+    with _instead(model, family.instead), _in_double(model) if double else nullcontext():
         logits = [_run(model, family, mixed) for mixed in samples]
     return Reference(logits, named_gradients(model))
 
@@ -100,10 +107,13 @@ def _run(model: Any, family: ReferenceFamily, mixed: MixedSample) -> np.ndarray:
     ids[np.array(mixed.kinds) == "video"] = family.video
     given = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
     given |= family.arguments(mixed.media) | family.of_tokens(mixed.kinds)
-    out = model(**{k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}).logits[0]
+    dtype = next(model.parameters()).dtype
+    tensors = {k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}
+    tensors = {k: a.to(dtype) if a.is_floating_point() else a for k, a in tensors.items()}
+    out = model(**tensors).logits[0]
     targets = torch.from_numpy(llm["targets"].astype(np.int64))
     losses = torch.nn.functional.cross_entropy(out, targets, reduction="none")
-    (losses * torch.from_numpy(llm["weights"])).sum().backward()
+    (losses * torch.from_numpy(llm["weights"]).to(dtype)).sum().backward()
     logits: np.ndarray = out.detach().numpy()
     return logits
 
@@ -120,6 +130,34 @@ def _instead(model: Any, functions: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(code, name, function)
+
+
+class _DoubleTorch:
+    """The package, to code that names a dtype by it: float32 is float64 there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(
+            _package("torch"), {"float32": "float64", "float": "float64"}.get(name, name)
+        )
+
+
+@contextmanager
+def _in_double(model: Any) -> Iterator[None]:
+    """No code of a model's classes makes float32 of what it is given."""
+    tensor = _package("torch").Tensor
+    names = {c.__module__ for part in model.modules() for c in type(part).__mro__}
+    codes: list[Any] = [sys.modules[n] for n in names if n.startswith("transformers.")]
+    codes = [code for code in codes if hasattr(code, "torch")]
+    real, to_float = _package("torch"), tensor.float
+    tensor.float = tensor.double
+    for code in codes:
+        code.torch = _DoubleTorch()
+    try:
+        yield
+    finally:
+        tensor.float = to_float
+        for code in codes:
+            code.torch = real
 
 
 def named_gradients(model: Any) -> dict[str, np.ndarray]:
@@ -240,10 +278,8 @@ def _gemma4(media: Sequence[Drawn]) -> dict[str, Any]:
         values = [np.pad(p.astype(np.float32) / 255, m) for p, m in zip(flat, more, strict=True)]
         places = [np.pad(g[:, 1::-1], m, constant_values=-1)
                   for (_, g), m in zip(pieces, more, strict=True)]  # fmt: skip
-        given |= {
-            name: np.stack(values),
-            f"{kind}_position_ids": np.stack(places).astype(np.int64),
-        }
+        given[name] = np.stack(values)
+        given[f"{kind}_position_ids"] = np.stack(places).astype(np.int64)
     clips = [len(m.medium.lengths) for m in media if m.kind == "video"]
     return given | ({"num_frames_per_video": np.array(clips)} if clips else {})
 

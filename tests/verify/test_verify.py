@@ -147,8 +147,8 @@ def test_a_model_that_computes_something_else_is_found(folders, capsys, monkeypa
         pytest.skip(reference.missing())
     run = reference.run
 
-    def other(folder, kind, name, samples):
-        there = run(folder, kind, name, samples)
+    def other(*args, **how):
+        there = run(*args, **how)
         changed = {n: a * 1.01 if "mlp.up_proj" in n else a for n, a in there.gradients.items()}
         return replace(there, gradients=changed)
 
@@ -158,6 +158,10 @@ def test_a_model_that_computes_something_else_is_found(folders, capsys, monkeypa
     assert answer["max_grad_error"] == pytest.approx(0.01, rel=0.1)
     errors = {g["name"]: g["max_grad_error"] for g in answer["groups"]}
     assert [name for name, e in errors.items() if e > 1e-3] == ["llm.layers"]
+    # It was asked in float64 as well, from which its float32 is not far: no excuse.
+    logit, gradient = answer["rounding"]
+    assert 0 < logit < 1e-5
+    assert 0 < gradient < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -175,6 +179,16 @@ def test_errors_that_fail(logit, grad, code):
     largest = None if logit is None else 10.0
     assert Verified("", "", True, logit, grad, largest, "", ()).exit_code == code
     assert Verified("", "", False, logit, grad, largest, "", ()).exit_code == 1
+
+
+def test_a_reference_that_rounds_much_allows_as_much():
+    def with_rounding(*rounding):
+        return Verified("", "", True, 5e-5, 2e-4, 10.0, "", (), rounding)
+
+    assert with_rounding(2e-5, 1e-4).limits == pytest.approx((6e-5, 3e-4))
+    assert with_rounding(2e-5, 1e-4).exit_code == 0
+    assert with_rounding(1e-6, 1e-4).exit_code == with_rounding(2e-5, 1e-5).exit_code == 1
+    assert with_rounding(1e-7, 1e-7).limits == (1e-5, 1e-4)
 
 
 @pytest.mark.parametrize("size, share", [(0.0, 0.25), (0.5, 0.25), (10.0, 0.025)])

@@ -59,6 +59,15 @@ class Averaged:
     stepping: Stepping
     decay: float
 
+    def after(self, average: Tree, params: Tree) -> Tree:
+        """The average after a step to these parameters; a parameter that no step changes is its
+        average bit for bit, also where it is infinite, as bounds that bound nothing are."""
+
+        def one(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(old == new, new, new + self.decay * (old - new))
+
+        return jax.tree.map(one, average, params)
+
 
 Optimizer: TypeAlias = "Stepping | Averaged"
 

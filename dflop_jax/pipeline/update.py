@@ -78,7 +78,7 @@ class SegmentUpdate:
         self._shards = {p: self._shard_structs(cuts[p], shapes[p]) for p in trained}
         initial = self._own(initial_structs(segment))
         self.master_structs = initial if has_masters(segment) else {}
-        self._ema = tx.decay if isinstance(tx, Averaged) else 0.0
+        self._ema = tx if isinstance(tx, Averaged) else None
         stepping = tx.stepping if isinstance(tx, Averaged) else tx
         mine = self._own(self._cuts), self._own(self._shards)
         self._optimizer = _stepper(segment, stepping, *mine)
@@ -235,10 +235,7 @@ class SegmentUpdate:
             }
             new = optax.apply_updates(mine, updates)
             if self._ema:
-                # So written, a parameter that no step changes is its average bit for bit.
-                average = jax.tree.map(
-                    lambda old, n: n + self._ema * (old - n), state[AVERAGE], new
-                )
+                average = self._ema.after(state[AVERAGE], new)
                 next_state = self._with_average(next_state, average)
             new, state = jax.tree.map(
                 lambda n, old: jnp.where(applies, n, old), (new, next_state), (mine, state)

@@ -18,6 +18,7 @@ from tests.mixed import Mixed, MixedText
 
 from . import plain
 from .test_gradients import assert_trees_close, grads_of, oracle
+from .test_hybrid import MODEL as HYBRID
 
 PERIODS = Mixed(pattern="mmgmmg")
 ODD = Mixed(tied=False, pattern="gmmmgmm")  # a period that begins anywhere, then exceptions
@@ -148,14 +149,15 @@ def state_of(ex):
     return plain.join(ex.plan, params)
 
 
-@pytest.mark.parametrize("pattern, options", [
-    ("gmmmgmm", {"llm_segments": 4}),
-    ("mgmgmgmg", {"stage": 2, "rounds": 2, "group_size": 2}),
-])  # fmt: skip
-def test_a_checkpoint_goes_on_under_another_cut(pattern, options, tmp_path):
+@pytest.mark.parametrize("m, options", [
+    (Mixed(tied=False, pattern="gmmmgmm"), {"llm_segments": 4}),
+    (Mixed(tied=False, pattern="mgmgmgmg"), {"stage": 2, "rounds": 2, "group_size": 2}),
+    (HYBRID, {"llm_segments": 3}),
+], ids=["segments", "rounds", "delta nets"])  # fmt: skip
+def test_a_checkpoint_goes_on_under_another_cut(m, options, tmp_path):
     """And back: the run that was not cut goes on bit for bit."""
-    m = Mixed(tied=False, pattern=pattern)
     samples = plain.random_samples(m, 8, 5, max_tiles=0)
+    options = dict(options)
     stage = options.pop("stage", 1)
     group_size = options.get("group_size", 1)
     whole = executor(m, *ALONE, group_size=group_size)

@@ -18,6 +18,7 @@ RESTARTS = ("--max-restarts", "1000000", "--restarts-an-hour", "1000000")
 EVERY_EVALUATION, EVERY_LOOK, OVERFLOWS = 20, 25, 11  # steps, steps, a step
 EVERY_SAVE, EVERY_COPY = 5, 7  # steps: now one is the newest, now the other
 DISK_MB = 512
+CONNECT_FACTOR = 6  # of the silence that is taken for a fault: processes may wait so long to meet
 
 # ZeRO 1: of programs that meet others inside, nobody can tell which process is slow.
 EXPERIMENT = """
@@ -35,14 +36,15 @@ Executor.run_step = run_step
 
 def config():
     return Config(
-        model=ModelConfig(size="nano"),
+        model=ModelConfig(size={size!r}),
         data=DataConfig(path={data!r}, max_tiles=1, max_tokens=96, sample_timeout_s=20.0),
         plan=PlanConfig(policy="orch", max_model=1, buckets=2, effort="quick", zero="1",
                         finalists=0, max_microbatches=4, redecide_every={look}, drift=1.0),
         schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
         train=TrainConfig(steps={steps}, global_batch=4, eval_every={evaluation}, eval_samples=4),
         checkpoint=CheckpointConfig(every={save}, copy_every={copy}, keep=3),
-        distributed=DistributedConfig(peer_timeout_s=5.0, hang_least_s=5.0),
+        distributed=DistributedConfig(peer_timeout_s={silent_s}, hang_least_s={silent_s},
+                                      connect_timeout_s={connect_s}),
         run_dir={run_dir!r},
         cache_dir={cache_dir!r},
     )
@@ -51,14 +53,17 @@ def config():
 Command = Callable[..., list[str]]  # (run folder, further arguments) -> command line of a job
 
 
-def prepare(folder: Path, runs: Path, n: int, steps: int) -> tuple[Command, Path]:
-    """Make the data, and plan once for all runs; the command line of a job, and its cache."""
+def prepare(
+    folder: Path, runs: Path, n: int, steps: int, *, silent_s: float = 5.0, size: str = "nano"
+) -> tuple[Command, Path]:
+    """Make the data, and plan once for all runs; the command line of a job, and its cache.
+    `silent_s`: of silence, or of a hang, that is taken for a fault."""
     experiment, cache, first = folder / "experiment.py", folder / "cache", str(folder / "plan")
     experiment.write_text(
         EXPERIMENT.format(
             data=str(pictures(folder / "data")), steps=steps, overflows=OVERFLOWS, look=EVERY_LOOK,
             evaluation=EVERY_EVALUATION, run_dir=first, cache_dir=str(cache), save=EVERY_SAVE,
-            copy=EVERY_COPY,
+            copy=EVERY_COPY, size=size, silent_s=silent_s, connect_s=CONNECT_FACTOR * silent_s,
         )
     )  # fmt: skip
     dflop = [sys.executable, "-m", "dflop_jax.cli"]

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import virtual_hosts
@@ -35,6 +35,8 @@ from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 from dflop_jax.report.run_folder import read_metrics
 
 SLURM_TIME = (("--time=04:00:00", "--time=00:02:00"), ("TERM@180", "TERM@45"))
+RESTART = "; restart "  # what a launcher says as it begins one
+ALIKE = 1e-3  # share of a loss by which other plans may differ
 PACKAGES = (*virtual_slurm.PACKAGES, "openmpi-bin", "iproute2")
 AGENT = """#!{python}
 import os, sys
@@ -141,21 +143,71 @@ def long_partition(site: Site, hosts: virtual_hosts.Hosts) -> str:
     return f"{said[0]}, {said[1]}: exit codes 4 after {took_s:.0f} s; resumed, losses equal"
 
 
+def short_partition_agents(site: Site, hosts: virtual_hosts.Hosts) -> str:
+    """The same 20 s, with a launcher on each host"""
+    jobs = agents(site, hosts, "short-agents")
+    site.wait_for_steps("short-agents", site.steps // 4, jobs)
+    hosts.cut([0], [1])
+    time.sleep(20.0)
+    hosts.join()
+    assert [job.wait() for job in jobs] == [0, 0], [job.said() for job in jobs]
+    assert site.is_whole("short-agents")
+    assert not any(RESTART in job.said() for job in jobs), [job.said() for job in jobs]
+    return "no restart, losses equal"
+
+
+def long_partition_agents(site: Site, hosts: virtual_hosts.Hosts) -> str:
+    """60 s of partition with a launcher on each host, either of which may go on alone"""
+    run, alone = "long-agents", ("--min-processes", "1", "--gone-after", "5")
+    jobs = agents(site, hosts, run, *alone)
+    site.wait_for_steps(run, site.steps // 8, jobs)
+    hosts.cut([0], [1])
+    time.sleep(60.0)
+    hosts.join()
+    assert [job.wait() for job in jobs] == [0, 0], [job.said() for job in jobs]
+    losses, expected = site.losses(run), site.losses("whole")
+    off = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
+    assert max(off) < ALIKE, max(off)
+    said = [" ".join(job.said().split()) for job in jobs]
+    waited = ["another part of this run goes on" in text for text in said]
+    assert sum(waited) == 1, said
+    steps = len(read_metrics(site.folder / "runs" / run))
+    return (
+        f"host {1 - waited.index(True)} went on alone, the other waited and was taken in; "
+        f"{steps} steps, each once, losses to {max(off):.0e}"
+    )
+
+
+def agents(site: Site, hosts: virtual_hosts.Hosts, run: str, *options: str) -> list[Job]:
+    """A launcher with a process on each host."""
+    environment = site.environment
+    return [agent(site, hosts, host, run, environment, *options) for host in hosts.hosts]
+
+
+def agent(
+    site: Site,
+    hosts: virtual_hosts.Hosts,
+    host: virtual_hosts.Host,
+    run: str,
+    environment: Mapping[str, str],
+    *options: str,
+) -> Job:
+    at = ",".join(f"{h.name}:{PORT}" for h in hosts.hosts)
+    words = f"launch -n 1 --max-restarts 20 {' '.join(options)} --coordinator {at} "
+    words += f"--hosts {len(hosts.hosts)} --host {host.index} "
+    words += f"-- dflop train experiments/demo.py --run_dir runs/{run}"
+    return site.start(words, f"{run}.{host.index}", host, environment)
+
+
 def reboot(site: Site, hosts: virtual_hosts.Hosts) -> str:
     """A host loses power, and its agent is started again"""
-    environment, first = site.environment, hosts.hosts[0]
-
-    def agent(host: virtual_hosts.Host) -> Job:
-        words = f"launch -n 1 --max-restarts 5 --coordinator {first.name}:{PORT} --hosts 2 --host "
-        words += f"{host.index} -- dflop train experiments/demo.py --run_dir runs/reboot"
-        return site.start(words, f"reboot.{host.index}", host, environment)
-
-    jobs = [agent(h) for h in hosts.hosts]
+    environment = site.environment
+    jobs = [agent(site, hosts, h, "reboot", environment) for h in hosts.hosts]
     site.wait_for_steps("reboot", site.steps // 4, jobs)
     hosts.hosts[1].switch_off()
     jobs[1].wait()
     time.sleep(5.0)
-    jobs[1] = agent(hosts.hosts[1])
+    jobs[1] = agent(site, hosts, hosts.hosts[1], "reboot", environment)
     assert [job.wait() for job in jobs] == [0, 0], [job.said() for job in jobs]
     assert site.is_whole("reboot")
     return f"{jobs[0].line('restart 1 has done a step[^;]*?failure')}; losses equal"
@@ -208,7 +260,8 @@ def trainer(host: virtual_hosts.Host) -> int:
 
 
 TRIED: tuple[Callable[[Site, virtual_hosts.Hosts], str], ...] = (
-    no_such_name, open_mpi, short_partition, long_partition, reboot, two_runs, slow_link,
+    no_such_name, open_mpi, short_partition, long_partition, short_partition_agents,
+    long_partition_agents, reboot, two_runs, slow_link,
     slurm_time_limit, slurm_first_dies,
 )  # fmt: skip
 QUICK = "no_such_name", "open_mpi", "long_partition"

@@ -27,6 +27,16 @@ AGAIN = "has done a step"  # what a launcher says of a restart
 RESTART = "; restart "  # and as it begins one
 
 
+# A launcher is killed when this program ends, however that ends, and what it started goes with it.
+# Only Linux has prctl; 1 is PR_SET_PDEATHSIG.
+ENDS_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Job:
     """A launched run under observation, with what it prints in a file."""
 
@@ -36,7 +46,11 @@ class Job:
         environment = os.environ | {MARK_ENV: self._mark}
         with log.open("ab") as out:
             self.launcher = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                [sys.executable, "-c", ENDS_WITH_PARENT, *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
             )
 
     def said(self) -> str:

@@ -3,11 +3,11 @@
     python benchmarks/shrink.py --hosts 4 --lose 0 --lose 3 --json shrink.json
 
 Launchers with one process each play the hosts, on this machine. In one run nobody is lost. In the
-others the launcher of a host is killed once the plan without it is ready; the rest go on, and when
-they have done a step, the host is started again and all go on, under the plan of before. Printed
-are the largest relative difference of a loss from the undisturbed run's, and what process 0's time
-went to between each start and its first step: searching for a plan, compiling, reading its part of
-the checkpoint (resharding).
+others the launcher of a host is killed once the plan without it is ready and its programs are
+compiled; the rest go on, and when they have done a step, the host is started again and all go on,
+under the plan of before. Printed are the largest relative difference of a loss from the undisturbed
+run's, and what process 0's time went to between each start and its first step: searching for a
+plan, compiling, reading its part of the checkpoint (resharding).
 """
 
 from __future__ import annotations
@@ -16,29 +16,24 @@ import argparse
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from hosts_of_run import HostsOfRun, flat
 from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
-from dflop_jax.report.run_folder import METRICS, PLANS, read_metrics
+from dflop_jax.report.run_folder import PLANS
 from dflop_jax.report.spent import COMPILE, EVENTS, PLAN, PROFILE, EventRow
 
-LIMIT_S = 900.0  # nothing takes as long on any machine
 GONE_AFTER_S = 2.0
 
 EXPERIMENT = """
@@ -68,7 +63,9 @@ class StartSeconds:
     Attributes:
       processes: that it had.
       from_step: the step that it went on with.
-      profile_s, plan_s, compile_s: of process 0.
+      profile_s, plan_s, compile_s: of process 0. To compile is also to trace, and to load what the
+        cache has.
+      compiled: programs of process 0 that the cache did not have.
       reshard_s: to read its part of the checkpoint; None: there was none.
       to_step_s: from its begin to its first step.
     """
@@ -78,79 +75,15 @@ class StartSeconds:
     profile_s: float
     plan_s: float
     compile_s: float
+    compiled: int | None
     reshard_s: float | None
     to_step_s: float
 
 
-class HostsOfRun:
-    """Launchers that play the hosts of one run."""
-
-    def __init__(self, folder: Path, experiment: Path, name: str, hosts: int, profile: Path | None):
-        self._experiment, self._hosts = experiment, hosts
-        self._more = ["--profile-file", str(profile.resolve())] if profile else []
-        self.run_dir, self.log = folder / name, folder / f"{name}.log"
-        self._addresses = ",".join(str(Address(LOOPBACK, free_port())) for _ in range(hosts))
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, host: int) -> None:
-        """Start a host's launcher."""
-        dflop = [sys.executable, "-m", "dflop_jax.cli"]
-        command = [
-            *dflop, "launch", "-n", "1", "--devices-per-process", "1",
-            "--max-restarts", "99", "--restarts-an-hour", "99",
-            "--min-processes", str(self._hosts - 1), "--gone-after", str(GONE_AFTER_S),
-            "--coordinator", self._addresses, "--hosts", str(self._hosts), "--host", str(host),
-            "--", "dflop", "train", str(self._experiment), "--run_dir", str(self.run_dir),
-            *self._more,
-        ]  # fmt: skip
-        with self.log.open("ab") as out:
-            self._running[host] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-
-    def kill(self, host: int) -> float:
-        """Kill a host's launcher, and with it its process; the moment."""
-        killed_s = time.time()
-        process = self._running.pop(host)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        return killed_s
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            codes = {h: p.poll() for h, p in self._running.items()}
-            assert not any(codes.values()), f"{codes}: {self.said()[-3000:]}"
-            assert time.monotonic() < deadline, f"{self.log}: nothing happens"
-            time.sleep(0.05)
-
-    def await_end(self) -> None:
-        for process in self._running.values():
-            code = process.wait(LIMIT_S)
-            assert code == 0, f"exit code {code}: {self.said()[-3000:]}"
-
-    def end(self) -> None:
-        """End all that is left, whatever went wrong."""
-        for process in self._running.values():
-            process.kill()
-            process.wait()
-
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def rows(self) -> int:
-        path = self.run_dir / METRICS
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def losses(self) -> list[float]:
-        rows = read_metrics(self.run_dir)
-        assert [r["step"] for r in rows] == list(range(len(rows))), "steps are lost or doubled"
-        return [r["loss"] for r in rows]
-
-    def plan_of(self, processes: int) -> Any:
-        """The layout that is kept for so many processes; None: none is."""
-        file = self.run_dir / PLANS / f"{processes}-{processes}.json"
-        return json.loads(file.read_text())["value"]["plan"]["layout"] if file.exists() else None
+def plan_of(run: HostsOfRun, processes: int) -> Any:
+    """The layout that a run keeps for so many processes; None: none is."""
+    file = run.run_dir / PLANS / f"{processes}-{processes}.json"
+    return json.loads(file.read_text())["value"]["plan"]["layout"] if file.exists() else None
 
 
 def whole_run(run: HostsOfRun, hosts: int) -> None:
@@ -168,16 +101,18 @@ def disturbed_run(run: HostsOfRun, hosts: int, lose: int, steps: int) -> float:
     try:
         for host in range(hosts):
             run.start(host)
-        ready = f"the plan for {hosts - 1} processes is ready"
+        ready = f"the programs for {hosts - 1} processes are compiled"
         run.wait_for(
-            lambda: run.rows() >= steps // 2 or (run.rows() >= steps // 8 and ready in run.said())
+            lambda: (
+                run.rows() >= steps // 2 or (run.rows() >= steps // 8 and ready in flat(run.said()))
+            )
         )
-        first = run.plan_of(hosts)
+        first = plan_of(run, hosts)
         killed_s = run.kill(lose)
-        run.wait_for(lambda: "has done a step" in run.said())
+        run.wait_for(lambda: "has done a step" in flat(run.said()))
         run.start(lose)
         run.await_end()
-        assert run.plan_of(hosts) == first
+        assert plan_of(run, hosts) == first
     finally:
         run.end()
     return killed_s
@@ -188,7 +123,9 @@ def starts_of(run: HostsOfRun, processes: list[int]) -> list[StartSeconds]:
     lines = (run.run_dir / EVENTS).read_bytes().splitlines()
     rows = [msgspec.json.decode(line, type=EventRow) for line in lines]
     begins = [i for i, row in enumerate(rows) if row.begun_s is not None]
-    read = re.findall(r"resumed after step \d+ of \d+, read in ([\d.]+)", run.said())
+    said = flat(run.said())
+    read = re.findall(r"resumed after step \d+ of \d+, read in ([\d.]+)", said)
+    made = re.findall(r"compiled (\d+) programs in [\d.]+ s(?:, (\d+) of them)?", said)
     starts: list[StartSeconds] = []
     for nth, (begin, end) in enumerate(zip(begins, [*begins[1:], len(rows)], strict=True)):
         mine = rows[begin:end]
@@ -208,6 +145,7 @@ def starts_of(run: HostsOfRun, processes: list[int]) -> list[StartSeconds]:
                 spent.get(PROFILE, 0.0),
                 spent.get(PLAN, 0.0),
                 spent.get(COMPILE, 0.0),
+                int(made[nth][0]) - int(made[nth][1] or 0) if nth < len(made) else None,
                 float(read[nth - 1]) if 0 < nth <= len(read) else None,
                 mine[first].until_s - begun_s,
             )
@@ -223,7 +161,7 @@ def measure(
     losses = run.losses()
     assert len(losses) == len(expected) == steps
     off = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
-    said = re.findall(r"has done a step, ([\d.]+) s after", run.said())
+    said = re.findall(r"has done a step, ([\d.]+) s after", flat(run.said()))
     assert "profiling" not in run.said().partition("has done a step")[2]
     return {
         "lose": lose,
@@ -240,8 +178,8 @@ def measure(
 
 def table(rows: list[dict[str, Any]]) -> Table:
     out = Table(
-        "lost host", "processes", "from step", "profile s", "plan s", "compile s", "reshard s",
-        "start to step s", "largest difference",
+        "lost host", "processes", "from step", "profile s", "plan s", "compile s", "compiled",
+        "reshard s",        "start to step s", "largest difference",
         title="starts of runs that lose a host, and get it back",
     )  # fmt: skip
     for row in rows:
@@ -250,7 +188,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
             read = "-" if start.reshard_s is None else f"{start.reshard_s:.1f}"
             out.add_row(
                 str(row["lose"]), str(start.processes), str(start.from_step),
-                *(f"{s:.1f}" for s in seconds), read, f"{start.to_step_s:.1f}",
+                *(f"{s:.1f}" for s in seconds), str(start.compiled), read, f"{start.to_step_s:.1f}",
                 f"{row['largest_difference']:.1e}",
             )  # fmt: skip
     return out
@@ -262,7 +200,7 @@ def main() -> None:
     parser.add_argument(
         "--lose", type=int, action="append", help="host that is lost, again for more (default: 0)"
     )
-    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
+    parser.add_argument("--steps", type=int, default=1000, help="of each run (default: 1000)")
     parser.add_argument("--profile", type=Path, help="begin with this one; else it is measured")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here (a new folder)")
     add_json(parser)
@@ -277,9 +215,12 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = EXPERIMENT.format(hosts=args.hosts, steps=args.steps, cache_dir=str(folder / "cache"))
     (folder / "experiment.py").write_text(text)
-    run = partial(
-        HostsOfRun, folder, folder / "experiment.py", hosts=args.hosts, profile=args.profile
-    )
+    fewer = ["--min-processes", str(args.hosts - 1), "--gone-after", str(GONE_AFTER_S)]
+    options = ["--max-restarts", "99", "--restarts-an-hour", "99", *fewer]
+    train = ["dflop", "train", str(folder / "experiment.py")]
+    train += ["--profile-file", str(args.profile.resolve())] if args.profile else []
+    run = partial(HostsOfRun, folder, hosts=args.hosts, options=options,
+                  train=lambda run_dir: [*train, "--run_dir", str(run_dir)])  # fmt: skip
     undisturbed = run("undisturbed")
     whole_run(undisturbed, args.hosts)
     rows = Rows(args.json)

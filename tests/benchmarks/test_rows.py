@@ -158,7 +158,7 @@ def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
 
 def hosts_that_are_lost(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Hosts that go and come back take minutes (tests/cluster/test_shrink.py has small ones)."""
-    start = script.StartSeconds(2, 3, 0.0, 1.0, 1.0, 0.5, 9.0)
+    start = script.StartSeconds(2, 3, 0.0, 1.0, 1.0, 0, 0.5, 9.0)
     patch.setattr(script, "whole_run", lambda run, hosts: None)
     patch.setattr(script.HostsOfRun, "losses", lambda run: [])
     row = {"largest_difference": 0.0, "starts": [start]}
@@ -168,13 +168,13 @@ def hosts_that_are_lost(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
 def one_campaign(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Real faults take minutes (tests/train/test_kills.py has two)."""
 
-    def campaign(*_: Any, wanted: Any, tell: Callable, **__: Any) -> Any:
+    def campaign(_: Any, __: Any, wanted: Any, *___: Any, tell: Callable, **____: Any) -> Any:
         faults = [script.Fault(k, m, 0, 3, True, True, 0.1) for k, m in wanted]
-        done = script.Campaign(faults, 1, 1, len(faults), 0, 1, 0.9)
+        done = script.Campaign(faults, 1, 1, len(faults), 0, 1, 9.0, 10.0)
         tell(done)
         return done
 
-    patch.setattr(script, "prepare", lambda folder, *_: (None, folder))
+    patch.setattr(script, "prepare", lambda folder, *_, **__: (None, folder))
     patch.setattr(script, "small_disk", lambda folder: nullcontext(True))
     patch.setattr(script, "campaign", campaign)
 
@@ -183,9 +183,12 @@ def losses_of_copies(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Real processes are lost in tests/train/test_copies.py."""
     job = SimpleNamespace(launcher=SimpleNamespace(wait=lambda limit_s: 0), said=lambda: "")
     said = "resumed after step 5 of 9, from a copy in memory, read in 0.2 s"
-    patch.setattr(script, "prepare", lambda folder, *_: (lambda run_dir, *more: [], folder))
+    patch.setattr(
+        script, "prepare", lambda folder, *_, **__: (lambda run_dir, *more: ["--"], folder)
+    )
     patch.setattr(script, "Job", lambda *_: job)
-    patch.setattr(script, "lost", lambda *_: {"killed_at": 7, "said": said})
+    for name in ("lost", "host_lost"):
+        patch.setattr(script, name, lambda *_: {"killed_at": 7, "said": said})
     patch.setattr(script, "read_metrics", lambda run_dir: [{"loss": 1.0, "save_wait_s": 0.1}])
 
 
@@ -370,7 +373,7 @@ RUNS = {
     "auto_choice": Tiny(2, ("--random", 2, "--first", 1), answers_of_nothing),
     "bad_samples": Tiny(3, (), made_up_job),
     "beside": Tiny(0, ("HEAD", "--runs", 1), one_commit),
-    "copies": Tiny(2, (), losses_of_copies),
+    "copies": Tiny(3, (), losses_of_copies),
     "cut_points": Tiny(12),
     "data_index": Tiny(6, ("--records", 8)),
     "decode": Tiny(

@@ -46,16 +46,17 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
         first = train.index("launch") + 1
         return [*train[:first], "--max-restarts", "9", *train[first:]]
 
-    done = kills.campaign(
-        command,
-        tmp_path,
-        tmp_path / "no cache",
-        n=2,
-        steps=STEPS,
-        wanted=[("SIGKILL", "save"), ("segfault", "step")],
-        mtbf_s=0.0,
-        rng=random.Random(0),
-    )
+    def run_of(run_dir):
+        # fmt: off
+        return kills.DisturbedRun(command, run_dir, n=2, steps=STEPS, cache=tmp_path / "no cache",
+                                  rng=random.Random(0), limit_s=300.0)
+        # fmt: on
+
+    wanted, told = [("SIGKILL", "save"), ("segfault", "step")], []
+    how = {"mtbf_s": 0.0, "limit_s": 300.0, "rng": random.Random(0), "tell": told.append}
+    done = kills.campaign(command, tmp_path, wanted, run_of, **how)
+    assert [len(d.faults) for d in told][:1] == [1]  # written as it goes
+    assert told[-1] == done
     assert [f.kind for f in done.faults] == ["SIGKILL", "segfault"]
     assert all(f.survived and f.restarted and not f.unexpected for f in done.faults)
     assert (done.exact, done.exact_faults, done.orphans) == (done.runs, 2, 0)

@@ -265,8 +265,8 @@ class TrainConfig:
     max_skips: Annotated[PositiveInt, "skipped steps in a row that end the run"] = 10
     replay_skips: Annotated[
         bool,
-        "go back to the checkpoint before a skipped step and run it again, to tell a device's "
-        "fault, which is then undone, from the data's",
+        "go back to the checkpoint before a skipped step and run it again, here and then on other "
+        "devices, to tell a device's fault from the data's; one that passed is undone",
     ] = False
     check_every: Annotated[
         NonNegativeInt,

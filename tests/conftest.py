@@ -85,14 +85,15 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module")
 def compiled_once() -> Iterator[None]:
-    """Runs of a file compile a layout once, whose model and optimizer are the same in all of them:
-    as from the compilation cache, but traced once, too."""
+    """Runs of a file compile a layout once for its devices; model and optimizer are the same in all
+    of them: as from the compilation cache, but traced once, too."""
     from dflop_jax.pipeline.executor import Executor
 
     compile_all, compiled = Executor.compile, {}
 
     def compile_once(self, *args, **options):
-        layout = repr(self.programs.layout)
+        meshes = [s.mesh.devices.tolist() for s in self.programs.segments.values()]
+        layout = f"{self.programs.layout} {meshes}"
         if layout not in compiled:
             compile_all(self, *args, **options)
             compiled[layout] = dict(self.programs.compiled)

@@ -24,7 +24,7 @@ Job = Callable[[], jax.stages.Lowered]
 
 def compile_programs(
     programs: Programs,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, of: None,
     sync: Callable[[], None] = lambda: None,
 ) -> int:
     """Compile everything that runs on this process, in the order of the plan's segments, which is
@@ -35,6 +35,7 @@ def compile_programs(
     processes, the others find it in the compilation cache, if there is one: the same binary, so
     that its collectives run in one order everywhere. Where compiling tunes kernels on the devices,
     that is the first of them, so that none tunes while another computes; else they take turns.
+    `on_progress` is told before and after each; what it raises leaves out those that are not begun.
     """
     every = {k: job for name in programs.segments if name in programs.local
              for k, job in _jobs_of(programs, name).items()}  # fmt: skip
@@ -48,14 +49,18 @@ def compile_programs(
         # Kernels that are timed together would time, or wait for, each other.
         with ThreadPoolExecutor(1 if programs.autotunes else 4) as pool:
             running: dict[Any, Future[jax.stages.Compiled]] = {}
-            for k in (k for k in todo if k in keys):
-                if forward := _forward_of(programs, k):
-                    learn(programs, forward, running[forward].result())
-                running[k] = pool.submit(todo[k]().compile)
-            for key, job in running.items():
-                programs.compiled[key] = job.result()
-                if on_progress:
+            try:
+                for k in (k for k in todo if k in keys):
                     on_progress(len(programs.compiled), len(todo))
+                    if forward := _forward_of(programs, k):
+                        learn(programs, forward, running[forward].result())
+                    running[k] = pool.submit(todo[k]().compile)
+                for key, job in running.items():
+                    programs.compiled[key] = job.result()
+                    on_progress(len(programs.compiled), len(todo))
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         sync()
     for name, *key in every:
         programs.compiled[name, *key] = programs.compiled[alike[name], *key]

@@ -167,7 +167,7 @@ class Executor:
 
     def compile(
         self,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, of: None,
         sync: Callable[[], None] = lambda: None,
     ) -> int:
         """Compile every program of the plan that runs on this process; returns how many. `sync`

@@ -244,11 +244,10 @@ class Loop:
             self._exports.look()
             if self._back_to is not None:
                 return
-            if self._judge.goes_back(batch.step, applied=verdict.applied):
+            say = self.progress.log
+            if self._judge.goes_back(batch.step, applied=verdict.applied, say=say):
                 self._back_to = batch.step
-                self.progress.log(f"step {batch.step} is skipped: going back to run it again")
                 return
-            self._judge.judge(batch.step, applied=verdict.applied, say=self.progress.log)
             if self.folder and (why := self._skipping.end_reason()):
                 raise RunFailed(why)
 

@@ -31,6 +31,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.spent import COMPILE
+from dflop_jax.train.compiles import found_counted
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.trying import in_agreement, plan_words
@@ -61,11 +62,18 @@ def make_executor(place: Workplace, plan: Plan) -> Executor:
 @dataclasses.dataclass(frozen=True)
 class Timed:
     """An executor whose programs are compiled, and what every process saw when they ran alone
-    (on process 0; empty on the others)."""
+    (on process 0; empty on the others); how many programs this process has, and how many of them
+    it found in the cache."""
 
     executor: Executor
     n_programs: int
+    n_found: int
     parts: tuple[Calibration, ...]
+
+    def says(self, took_s: float) -> str:
+        """What was compiled, in words."""
+        found = f", {self.n_found} of them from the cache" * bool(self.n_found)
+        return f"compiled {self.n_programs} programs in {took_s:.1f} s{found}"
 
     def prices(self, profile: ModelProfile) -> Prices:
         """Prices of the compiled programs, on process 0; what a group's content adds to them, how
@@ -101,14 +109,15 @@ def compile_and_time(
     """
     peers = place.peers
     limit_s = place.config.distributed.peer_timeout_s
-    with place.time.part(COMPILE):
+    with place.time.part(COMPILE), found_counted() as found:
         compiling = partial(in_agreement, peers, ex.plan, "compiling its programs")
         n = compiling(lambda sync: ex.compile(lambda *_: place.sections.renew(), sync))
+        n_found = found()
     mine = in_agreement(
         peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends, repeats), limit_s
     )
     parts = peers.gather("calibrated", mine.encode())
-    return Timed(ex, n, tuple(Calibration.decode(part) for part in parts))
+    return Timed(ex, n, n_found, tuple(Calibration.decode(part) for part in parts))
 
 
 def _calibrate(ex: Executor, ends: bool, repeats: int, sync: Callable[[], None]) -> Calibration:

@@ -182,6 +182,7 @@ class Trainer:
                 if back_to is not None:
                     self._existing = "resume"
                     self._executor = self._timed = None
+                    self.place = replace(self.place, devices=self._judge.devices)
                     self._executor = go_back(self.place, results[-1].plan, back_to)
                     continue
                 assert new is not None
@@ -395,6 +396,5 @@ class Trainer:
         """Compile everything, run it once and time it, all processes together."""
         start_s = time.perf_counter()
         timed = compile_and_time(self.place, ex, repeats=repeats)
-        took_s = time.perf_counter() - start_s
-        progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s")
+        progress.log(timed.says(time.perf_counter() - start_s))
         return timed

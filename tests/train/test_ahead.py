@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +14,15 @@ from dflop_jax import Config, PlanConfig
 from dflop_jax.cluster.variables import FEWER_ENV
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.replan import BetterPlan, Question, SearchFacts, better_plan
-from dflop_jax.records import PriceList
-from dflop_jax.train import ahead
+from dflop_jax.records import Plan, PriceList
+from dflop_jax.train import ahead, programs_ahead
 from dflop_jax.train.ahead import PlanAhead
 from dflop_jax.train.meta import same_value
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.programs_ahead import ProgramsAhead
 from dflop_jax.train.recount import find_plan
 
+from ..cluster.launched import wait_for
 from ..plans import NANO, nano_profile
 
 UNDER = {"processes": 4, "devices": 8, "plan.zero": "1"}
@@ -49,8 +55,8 @@ def make(monkeypatch, tmp_path):
 
     def make(fewer: int, said: list[str], is_hub: bool = True) -> PlanAhead:
         monkeypatch.setenv(FEWER_ENV, str(fewer))
-        peers = SimpleNamespace(count=4, is_hub=is_hub)
-        place = SimpleNamespace(config=config, peers=peers, devices=[None] * 8)
+        peers = SimpleNamespace(count=4, is_hub=is_hub, process=3)
+        place = Workplace(config, None, [SimpleNamespace(platform="cpu")] * 8, peers)
         return PlanAhead(place, nano_profile(), said.append)
 
     return make
@@ -118,3 +124,107 @@ def test_without_a_plan_the_best_is_the_answer():
         raise ValueError("nothing fits")
 
     assert better_plan(question, nothing) == BetterPlan(why="no plan: nothing fits")
+
+
+class Compiling:
+    """An executor whose programs are compiled when they are let to."""
+
+    def __init__(self, place: Workplace, plan: Plan):
+        self.devices, self.plan = place.devices, plan
+        self.let, self.ended, self.closed = threading.Semaphore(0), False, False
+
+    def compile(self, on_progress: Callable[[int, int], None]) -> None:
+        for done in range(3):
+            try:
+                on_progress(done, 3)
+            except BaseException:
+                self.ended = True
+                raise
+            self.let.acquire()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Processes:
+    """The parts of some processes, of four with two devices each, in programs for three."""
+
+    def __init__(self, folder: Path):
+        (folder / "plans").mkdir()
+        self.config = dataclasses.replace(Config(), run_dir=str(folder))
+        self.plan: Plan | None = None
+        self.said: list[str] = []
+        self.made: list[Compiling] = []
+
+    def part(self, process: int, platform: str = "cpu") -> ProgramsAhead:
+        def make(place: Workplace, plan: Plan) -> Compiling:
+            self.made.append(Compiling(place, plan))
+            return self.made[-1]
+
+        devices = [SimpleNamespace(platform=platform, id=i) for i in range(8)]
+        peers = SimpleNamespace(count=4, is_hub=process == 0, process=process)
+        place = Workplace(self.config, None, devices, peers)
+        return ProgramsAhead(place, 3, 6, lambda: self.plan, self.said.append, make)
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs_ahead, "LOOK_EVERY_S", 0.0)
+    return Processes(tmp_path)
+
+
+def looked_at(parts: list[ProgramsAhead]) -> None:
+    """Look often enough that all that can be seen is."""
+    for part in parts * 2:
+        part.look()
+        if part._thread:
+            part._thread.join()
+
+
+def test_every_process_compiles_what_it_will_be_as_one_of_fewer(processes):
+    parts = [processes.part(i) for i in range(4)]
+    looked_at(parts)
+    assert processes.made == []  # no plan yet
+    processes.plan = NANO
+    for i, part in enumerate(parts):
+        part.look()
+        wait_for(lambda i=i: len(processes.made) == min(i + 1, 3))  # the fourth has none
+    for made in processes.made:
+        assert [d.id for d in made.devices] == list(range(6))
+        assert processes.said == []
+        made.let.release(3)
+        parts[processes.made.index(made)]._thread.join()
+    looked_at(parts)
+    (said,) = processes.said
+    assert said.startswith("the programs for 3 processes are compiled, in ")
+    assert all(made.closed and not made.ended for made in processes.made)
+    # The next start has them, those of another plan it has not.
+    looked_at([processes.part(i) for i in range(4)])
+    assert len(processes.made) == 3
+    processes.plan = dataclasses.replace(NANO, layout=dataclasses.replace(NANO.layout, fan_in=7))
+    other = processes.part(1)
+    other.look()
+    wait_for(lambda: len(processes.made) == 4)
+    processes.made[-1].let.release(3)
+    other.close()
+
+
+def test_a_run_that_ends_waits_for_one_program(processes):
+    processes.plan = NANO
+    part = processes.part(0)
+    part.look()
+    wait_for(lambda: bool(processes.made))
+    (made,) = processes.made
+    closing = threading.Thread(target=part.close)
+    closing.start()
+    made.let.release()
+    closing.join()
+    assert made.ended
+    assert made.closed
+    assert processes.said == []
+
+
+def test_on_gpus_nothing_is_compiled_beside_steps(processes):
+    processes.plan = NANO
+    looked_at([processes.part(0, platform="gpu")])
+    assert processes.made == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,6 +12,8 @@ from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import device_check
+from dflop_jax.train.judge import moved_on
+from dflop_jax.train.prepare import Workplace
 
 from .resume_cases import (  # the fixtures come by their names
     CONFIG,
@@ -62,15 +65,53 @@ def test_a_fault_that_passes_is_undone(whole, overflows, tmp_path, capsys, step)
     assert steps_saved(tmp_path / "run") == steps_saved(whole)
 
 
-def test_what_comes_again_is_the_data_s_where_devices_agree(overflows, tmp_path, capsys):
+def test_what_comes_again_elsewhere_as_well_is_the_data_s(overflows, whole, tmp_path, capsys):
     left, ran = overflows
     left[5] = 9
     fit(tmp_path / "run", train=REPLAYS)
     said = " ".join(capsys.readouterr().err.split())
     assert "step 5, run again from the same state, is skipped again" in said
-    assert "all devices compute alike, so its data or its parameters are the cause" in said
-    assert ran.count(5) == 2  # judged once
+    assert "all devices compute alike; going back to run it on others" in said
+    assert "on others, is skipped as well: the cause is its data or parameters" in said
+    assert ran.count(5) == 3  # judged once
     assert [r["step"] for r in read_metrics(tmp_path / "run") if r["skipped"]] == [5]
+    # Elsewhere is bit for bit as here.
+    losses = [r["loss"] for r in read_metrics(tmp_path / "run")][:6]
+    assert losses == [r["loss"] for r in read_metrics(whole)][:6]
+
+
+def test_what_is_well_elsewhere_is_a_device_s(overflows, tmp_path, monkeypatch):
+    """Gradients of a step overflow wherever the first device has the plan's first part."""
+    left, ran = overflows
+    run_step = Executor.run_step
+
+    def run(self, schedule, *args, **kwargs):
+        first = next(iter(self.programs.segments.values())).mesh.devices.flat[0]
+        left[5] = int(first == jax.devices()[0])
+        return run_step(self, schedule, *args, **kwargs)
+
+    monkeypatch.setattr(Executor, "run_step", run)
+    with pytest.raises(TryAgain, match=r"step 5, .* on others, is well: one of the devices before"):
+        fit(tmp_path / "run", train=REPLAYS)
+    assert ran.count(5) == 3
+
+
+@pytest.mark.parametrize(
+    "hosts, by_process, moved",
+    [
+        ((), [0], [0]),
+        ((), [0, 0, 0], [1, 2, 0]),
+        (("a", "a"), [0, 0, 1, 1], [2, 3, 0, 1]),
+        (("a", "a", "b", "b"), [0, 1, 2, 3], [2, 3, 0, 1]),
+        (("a", "a", "b"), [0, 1, 2], [1, 2, 0]),  # hosts differ
+        (("a", "b"), [0, 0, 1], [1, 2, 0]),  # and processes
+        (("a", "b"), [0, 1, 0, 1], [1, 2, 3, 0]),  # parts are not together
+    ],
+)
+def test_each_place_moves_on_to_the_next(hosts, by_process, moved):
+    devices = [SimpleNamespace(id=i, process_index=p) for i, p in enumerate(by_process)]
+    place = Workplace(CONFIG, None, devices, None, hosts=hosts)
+    assert [d.id for d in moved_on(place)] == moved
 
 
 def test_without_a_checkpoint_it_begins_anew(overflows, tmp_path):

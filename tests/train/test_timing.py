@@ -294,7 +294,7 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
     monkeypatch.setattr(timing, "merged", lambda *_, **__: own)
     monkeypatch.setattr(timing, "plan_prices", lambda *_: Prices(by_profile, concurrency=1.5))
     ex = SimpleNamespace(plan=plan, one_at_a_time=False)
-    got = timing.Timed(ex, 1, ()).prices(SimpleNamespace(shares_cores=False))
+    got = timing.Timed(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
     assert got.concurrency == 1.5
     assert (got.step_end, got.sends) == (own.step_end, own.sends)
     assert got.programs == {k: replace(p, content_s=(0.5,)) for k, p in own.programs.items()}

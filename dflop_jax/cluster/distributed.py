@@ -24,7 +24,7 @@ import jax
 from dflop_jax.cluster import ending
 from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
 from dflop_jax.cluster.devices import devices_each, jax_has_started, limit_devices, on_cpu
-from dflop_jax.cluster.environment import prepare
+from dflop_jax.cluster.environment import network_settings, prepare
 from dflop_jax.cluster.hold import connect, hold_open
 from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.rendezvous import Meeting, meet
@@ -189,8 +189,8 @@ def _connect(
         jax.config.update("jax_cross_host_transfer_socket_address", str(transfers))
         any_port = f"{str(transfers).rpartition(':')[0]}:0"
         jax.config.update("jax_cross_host_transport_addresses", any_port)
-    elif own_host == LOOPBACK:  # all processes are on this host
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    else:
+        os.environ.update(network_settings(os.environ, one_host=own_host == LOOPBACK))
     # Its handler would take SIGTERM away from ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)  # no proxy is asked for a Unix socket

@@ -19,6 +19,7 @@ GPU_FLAGS = {
     "xla_gpu_shard_autotuning": "false",
     "xla_gpu_enable_latency_hiding_scheduler": "true",
 }
+INTERFACE = "NCCL_SOCKET_IFNAME"
 VARIABLES = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 # Two names of one setting, of which jax takes only one at a time.
 MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -46,6 +47,12 @@ def gpu_settings(environment: Mapping[str, str], knows: Callable[[str], bool]) -
     if not any(name in environment for name in MEMORY_FRACTION):
         settings[MEMORY_FRACTION[0]] = str(USABLE_MEMORY)
     return settings | _with_flags(environment, GPU_FLAGS, knows)
+
+
+def network_settings(environment: Mapping[str, str], *, one_host: bool) -> dict[str, str]:
+    """Where NCCL listens: on loopback where all processes are on one host, which nobody else then
+    reaches."""
+    return {INTERFACE: "lo"} if one_host and INTERFACE not in environment else {}
 
 
 def _with_flags(

@@ -8,7 +8,13 @@ import jax
 import pytest
 
 from dflop_jax.cluster import environment
-from dflop_jax.cluster.environment import cpu_settings, gpu_settings, prepare, xla_knows
+from dflop_jax.cluster.environment import (
+    cpu_settings,
+    gpu_settings,
+    network_settings,
+    prepare,
+    xla_knows,
+)
 from dflop_jax.records import USABLE_MEMORY
 
 FLAGS = "--xla_gpu_shard_autotuning=false --xla_gpu_enable_latency_hiding_scheduler=true"
@@ -38,6 +44,12 @@ def test_the_users_own_settings_win(own):
     assert found == {"XLA_FLAGS": f"{ours} {mine['XLA_FLAGS']}"}
     both = "--xla_gpu_shard_autotuning --xla_gpu_enable_latency_hiding_scheduler=false"
     assert gpu_settings({**mine, "XLA_FLAGS": both}, everything) == {}
+
+
+def test_on_one_host_nobody_else_reaches_nccl():
+    assert network_settings({}, one_host=True) == {"NCCL_SOCKET_IFNAME": "lo"}
+    assert network_settings({}, one_host=False) == {}
+    assert network_settings({"NCCL_SOCKET_IFNAME": "eth1"}, one_host=True) == {}
 
 
 def test_an_unknown_flag_is_left_out():

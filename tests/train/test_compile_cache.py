@@ -13,21 +13,26 @@ from dflop_jax.train.compile_cache import SUFFIX, CheckedFiles
 
 from ..processes import ROOT
 
-FOLDER = "jax_compilation_cache_dir"
+FOLDER, MOST = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
 
 
-@pytest.mark.parametrize("told", [None, "/told/to/jax"])
-def test_programs_are_kept_where_jax_was_told_to_or_with_the_run(tmp_path, monkeypatch, told):
+@pytest.mark.parametrize("told, most", [(None, -1), ("/told/to/jax", -1), (None, 1000)])
+def test_programs_are_kept_where_jax_was_told_to_or_with_the_run(tmp_path, monkeypatch, told, most):
     monkeypatch.setattr(compile_cache, "_TOLD_CACHE", told)
     for place, name in ((compile_cache.compiler, "_cache_write"),
                         (compile_cache.compilation_cache, "get_file_cache")):  # fmt: skip
         monkeypatch.setattr(place, name, getattr(place, name))
-    before = jax.config.values[FOLDER]
+    monkeypatch.setattr(compile_cache.compilation_cache, "get_file_cache", None)
+    before = jax.config.values[FOLDER], jax.config.values[MOST]
+    jax.config.update(MOST, most)
     try:
         compile_cache.use_cache(tmp_path)
         assert jax.config.values[FOLDER] == (told or str(tmp_path / "xla"))
+        ours = compile_cache.compilation_cache.get_file_cache
+        assert (ours is None) == (most > 0)  # jax bounds the size of what it keeps itself only
     finally:
-        jax.config.update(FOLDER, before)
+        jax.config.update(FOLDER, before[0])
+        jax.config.update(MOST, before[1])
 
 
 @pytest.mark.parametrize("value", [b"", b"x", bytes(range(256)) * 99])

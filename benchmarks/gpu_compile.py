@@ -197,6 +197,7 @@ def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel | None)
         "f32_dot_flops": program.float32_dot_flops,
         "attention_gathers": program.attention_gathers,
         "parameter_gathers": program.parameter_gathers,
+        "pair_arrays": list(program.pair_arrays),
         "unknown": list(program.unknown),
         "error": program.error,
     }
@@ -252,6 +253,8 @@ def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
                 found.append(f"{where}: {share:.1%} of its products are in float32")
             if r["attention_gathers"]:
                 found.append(f"{where}: {r['attention_gathers']} gathers of whole heads")
+            if r.get("pair_arrays"):
+                found.append(f"{where}: keeps pairs of tokens: {' '.join(r['pair_arrays'])}")
             if r["parameter_gathers"]:
                 found.append(f"{where}: {r['parameter_gathers']} gathers of parameters")
     return found

@@ -76,7 +76,7 @@ def _forward(
         def on_rank(q: Array, k: Array, v: Array, ids: Tree) -> tuple[Array, Tree]:
             return alone(q, split.pick(k), split.pick(v), _varying(ids))
 
-        run = _opaque(on_rank, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
+        run = on_ranks(on_rank, (_HEADS, split.spec, split.spec, _WHOLE), (_HEADS, _STATS))
     out, saved = checkpoint_name(run(q, k, v, ids), SAVED)
     return out, (q, k, v, ids, out, saved)
 
@@ -97,7 +97,7 @@ def _backward(
             return dq, split.put_back(dk), split.put_back(dv)
 
         kv = split.spec
-        run = _opaque(on_rank, (_HEADS, kv, kv, _WHOLE, _HEADS, _STATS, _HEADS), (_HEADS, kv, kv))
+        run = on_ranks(on_rank, (_HEADS, kv, kv, _WHOLE, _HEADS, _STATS, _HEADS), (_HEADS, kv, kv))
     return (*run(*residuals, dout), None)
 
 
@@ -114,9 +114,7 @@ class _Split:
 
     @staticmethod
     def of(q: Array, k: Array) -> _Split:
-        mesh = jax.sharding.get_abstract_mesh()
-        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        ways = mesh.shape[AXIS] if types.get(AXIS) == AxisType.Auto else 1
+        ways = tensor_ranks()
         if q.shape[2] % ways:
             raise ValueError(
                 f"{q.shape[2]} query heads do not divide over {AXIS}={ways}; choose a degree that "
@@ -160,7 +158,14 @@ def _varying(x: Tree) -> Tree:
     return jax.tree.map(lambda a: lax.pcast(a, (AXIS,), to="varying"), x)
 
 
-def _opaque(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[..., Tree]:
+def tensor_ranks() -> int:
+    """Devices that the program being traced splits heads over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return int(mesh.shape[AXIS]) if types.get(AXIS) == AxisType.Auto else 1
+
+
+def on_ranks(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[..., Tree]:
     """The function on each device's heads, as one operation.
 
     A scan that is differentiated takes what does not change out of its body, also out of a

@@ -25,15 +25,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from models.attention_split import SAVED
+from models.delta_states import CHUNK, XLA, States, product
 
 Array = jax.Array
 
-CHUNK = 64  # tokens; twice as many take half the steps one after the other, and more products
 BLOCK = 16  # tokens of a triangle inverted alone; of more the products outgrow the others
 NORM_EPS = 1e-6  # of queries and keys, as published
 
-_product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-_exact = partial(_product, precision="highest")  # a GPU else takes 10 bits of each factor
+_exact = partial(product, precision="highest")  # a GPU else takes 10 bits of each factor
 _dot = partial(_exact, "...ij,...jk->...ik")
 
 
@@ -46,6 +45,7 @@ def delta_rule(
     segment_ids: Array,
     *,
     chunk: int = CHUNK,
+    states: States = XLA,
 ) -> Array:
     """What every token reads of its piece's state. Queries and keys are normed to length 1, queries
     are scaled by H^-0.5; value head v reads key head v // G.
@@ -58,6 +58,7 @@ def delta_rule(
       beta_BTV: share of the difference that a token writes, 0 to 1.
       segment_ids: int [B, T]; what comes out for padding (0) is finite and means nothing.
       chunk: tokens, a power of two.
+      states: what takes states from chunk to chunk; see `states_by`.
 
     Returns:
       [B, T, V, D] in the dtype of the values; states and all in between are float32.
@@ -68,7 +69,7 @@ def delta_rule(
     chunk = _fitting(chunk, tokens)
     fields = _whole_chunks(chunk, q_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
     ids = jnp.pad(segment_ids, ((0, 0), (0, -tokens % chunk)), constant_values=-1)
-    return _delta(chunk, *fields, ids)[:, :tokens]
+    return _delta(chunk, states, *fields, ids)[:, :tokens]
 
 
 def last_state(k_BTKH: Array, v_BTVD: Array, decay_BTV: Array, beta_BTV: Array) -> Array:
@@ -77,7 +78,10 @@ def last_state(k_BTKH: Array, v_BTVD: Array, decay_BTV: Array, beta_BTV: Array) 
     chunk = _fitting(CHUNK, k_BTKH.shape[1])
     fields = _whole_chunks(chunk, k_BTKH, k_BTKH, v_BTVD, decay_BTV, beta_BTV)
     ids = jnp.ones(fields[0].shape[:2], jnp.int32)
-    state = _states(_parts(chunk, ids, *fields))[0]
+    parts = _parts(chunk, ids, *fields)
+    before, written = XLA.forward(parts.wanted, parts.reads_key, parts.leaves_key, parts.keeps)
+    new = product("bkgih,bkgid->bkghd", parts.leaves_key[-1], written[-1])
+    state = parts.keeps[-1][..., None, None] * before[-1] + new
     return state.reshape(state.shape[0], -1, *state.shape[3:])
 
 
@@ -95,56 +99,63 @@ def _whole_chunks(chunk: int, *fields: Array) -> tuple[Array, ...]:
     return tuple(map(padded, fields))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _delta(
-    chunk: int, q: Array, k: Array, v: Array, decay: Array, beta: Array, ids: Array
+    chunk: int,
+    states: States,
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    ids: Array,
 ) -> Array:
-    return _forward(chunk, q, k, v, decay, beta, ids)[0]
+    return _forward(chunk, states, q, k, v, decay, beta, ids)[0]
 
 
 _Saved = tuple[tuple[Array, ...], Array, Array]
 
 
 def _forward(
-    chunk: int, q: Array, k: Array, v: Array, decay: Array, beta: Array, ids: Array
+    chunk: int,
+    states: States,
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    ids: Array,
 ) -> tuple[Array, _Saved]:
     fields = q, k, v, decay, beta
     parts = _parts(chunk, ids, *fields)
-    _, states = _states(parts)
-    written = parts.wanted - _product("nbkgih,nbkghd->nbkgid", parts.reads_key, states)
-    out = _product("nbkgih,nbkghd->nbkgid", parts.reads_query, states)
-    out = out + _product("nbkgij,nbkgjd->nbkgid", parts.seen, written)
+    before, written = states.forward(parts.wanted, parts.reads_key, parts.leaves_key, parts.keeps)
+    out = product("nbkgih,nbkghd->nbkgid", parts.reads_query, before)
+    out = out + product("nbkgij,nbkgjd->nbkgid", parts.seen, written)
     out_BTVD = _unchunked(out, v.shape).astype(v.dtype)
-    return checkpoint_name(out_BTVD, SAVED), (fields, ids, states)
+    return checkpoint_name(out_BTVD, SAVED), (fields, ids, before)
 
 
-def _backward(chunk: int, saved: _Saved, dout_BTVD: Array) -> tuple[Array | None, ...]:
-    fields, ids, states = saved
+def _backward(
+    chunk: int, states: States, saved: _Saved, dout_BTVD: Array
+) -> tuple[Array | None, ...]:
+    fields, ids, before = saved
     parts, pull = jax.vjp(partial(_parts, chunk, ids), *fields)
-    written = parts.wanted - _product("nbkgih,nbkghd->nbkgid", parts.reads_key, states)
+    written = parts.wanted - product("nbkgih,nbkghd->nbkgid", parts.reads_key, before)
     dout = _value_chunks(dout_BTVD.astype(jnp.float32), chunk, parts.keeps.shape[2])
-    dseen = _product("nbkgid,nbkgjd->nbkgij", dout, written)
-    dreads_query = _product("nbkgid,nbkghd->nbkgih", dout, states)
-    dread = _product("nbkgih,nbkgid->nbkghd", parts.reads_query, dout)
-    dwritten = _product("nbkgij,nbkgid->nbkgjd", parts.seen, dout)
-
-    def before(dstate: Array, now: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        """From the gradient of the state after a chunk to that before it."""
-        dwritten, dread, reads_key, leaves_key, keeps = now
-        dwritten = dwritten + _product("bkgih,bkghd->bkgid", leaves_key, dstate)
-        kept = keeps[..., None, None] * dstate
-        earlier = kept + dread - _product("bkgih,bkgid->bkghd", reads_key, dwritten)
-        return earlier, (dwritten, dstate)
-
-    now = dwritten, dread, parts.reads_key, parts.leaves_key, parts.keeps
-    _, (dwritten, dafter) = jax.lax.scan(before, jnp.zeros_like(dread[0]), now, reverse=True)
+    dseen = product("nbkgid,nbkgjd->nbkgij", dout, written)
+    dreads_query = product("nbkgid,nbkghd->nbkgih", dout, before)
+    dread = product("nbkgih,nbkgid->nbkghd", parts.reads_query, dout)
+    dwritten = product("nbkgij,nbkgid->nbkgjd", parts.seen, dout)
+    dafter, dwritten = states.backward(
+        dwritten, dread, parts.reads_key, parts.leaves_key, parts.keeps
+    )
     dparts = _Parts(
         wanted=dwritten,
-        reads_key=-_product("nbkgid,nbkghd->nbkgih", dwritten, states),
+        reads_key=-product("nbkgid,nbkghd->nbkgih", dwritten, before),
         reads_query=dreads_query,
-        leaves_key=_product("nbkgid,nbkghd->nbkgih", written, dafter),
+        leaves_key=product("nbkgid,nbkghd->nbkgih", written, dafter),
         seen=dseen,
-        keeps=jnp.sum(states * dafter, axis=(-2, -1)),
+        keeps=jnp.sum(before * dafter, axis=(-2, -1)),
     )
     return (*pull(dparts), None)
 
@@ -196,33 +207,19 @@ def _parts(
     since_NBKGC = _masked_exp(sum_NBKGC, goes_on_NBC[:, :, None, None])
     to_end_NBKGC = between_NBKGCC[..., -1, :]
 
-    keys_NBKCC = _product("nbkih,nbkjh->nbkij", k_NBKCH, k_NBKCH)
+    keys_NBKCC = product("nbkih,nbkjh->nbkij", k_NBKCH, k_NBKCH)
     overlap_NBKGCC = beta_NBKGC[..., None] * keys_NBKCC[:, :, :, None] * between_NBKGCC
     solved_NBKGCC = unit_inverse(overlap_NBKGCC)
-    wanted = _product("nbkgij,nbkgjd->nbkgid", solved_NBKGCC, beta_NBKGC[..., None] * v_NBKGCD)
+    wanted = product("nbkgij,nbkgjd->nbkgid", solved_NBKGCC, beta_NBKGC[..., None] * v_NBKGCD)
     read_NBKGCH = (beta_NBKGC * since_NBKGC)[..., None] * k_NBKCH[:, :, :, None]
     return _Parts(
         wanted=wanted,
-        reads_key=_product("nbkgij,nbkgjh->nbkgih", solved_NBKGCC, read_NBKGCH),
+        reads_key=product("nbkgij,nbkgjh->nbkgih", solved_NBKGCC, read_NBKGCH),
         reads_query=since_NBKGC[..., None] * q_NBKCH[:, :, :, None],
         leaves_key=to_end_NBKGC[..., None] * k_NBKCH[:, :, :, None],
-        seen=_product("nbkih,nbkjh->nbkij", q_NBKCH, k_NBKCH)[:, :, :, None] * between_NBKGCC,
+        seen=product("nbkih,nbkjh->nbkij", q_NBKCH, k_NBKCH)[:, :, :, None] * between_NBKGCC,
         keeps=since_NBKGC[..., -1],
     )
-
-
-def _states(parts: _Parts) -> tuple[Array, Array]:
-    """The state after the last chunk [B, K, G, H, D], and those before every chunk [N, ...]."""
-
-    def after(state: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
-        wanted, reads_key, leaves_key, keeps = now
-        written = wanted - _product("bkgih,bkghd->bkgid", reads_key, state)
-        new = _product("bkgih,bkgid->bkghd", leaves_key, written)
-        return keeps[..., None, None] * state + new, state
-
-    now = parts.wanted, parts.reads_key, parts.leaves_key, parts.keeps
-    like = _product("bkgih,bkgid->bkghd", parts.leaves_key[0], parts.wanted[0])
-    return jax.lax.scan(after, jnp.zeros_like(like), now)
 
 
 def normed(a: Array) -> Array:
@@ -334,8 +331,14 @@ def convolved(heads: Heads, taps: Heads, segment_ids: Array) -> Heads:
 
 
 def delta_mix(
-    heads: Heads, taps: Heads, decay_BTV: Array, beta_BTV: Array, segment_ids: Array
+    heads: Heads,
+    taps: Heads,
+    decay_BTV: Array,
+    beta_BTV: Array,
+    segment_ids: Array,
+    *,
+    states: States = XLA,
 ) -> Array:
     """How a gated delta net mixes the tokens of a piece."""
     q, k, v = convolved(heads, taps, segment_ids)
-    return delta_rule(q, k, v, decay_BTV, beta_BTV, segment_ids)
+    return delta_rule(q, k, v, decay_BTV, beta_BTV, segment_ids, states=states)

@@ -16,6 +16,7 @@ from models.attention import Attend
 from models.decoder import Batch, DecoderModule
 from models.delta import delta_mix
 from models.delta_memory import DeltaMemory
+from models.delta_states import states_by
 from models.layers import Linear, RMSNorm, apply, named, normal
 from models.memory import KeysAndValues
 from models.qwen3_5_sizes import FULL, LINEAR, HybridSize
@@ -163,7 +164,9 @@ class HybridModule(DecoderModule):
         return self._block(part), (hidden, *fields)
 
     def _block(self, kind: str, mix: Attend | None = None) -> HybridBlock:
-        own = self.attend if kind == FULL else delta_mix
+        d = self.size.delta
+        states = states_by(self.attention_kernel, self.chip, d.key_size, d.value_size)
+        own = self.attend if kind == FULL else partial(delta_mix, states=states)
         return HybridBlock(self.size, kind, self.dtype, mix or own)
 
     def layer(  # type: ignore[override]

@@ -19,6 +19,7 @@ import msgspec
 from dflop_jax.children import begin
 from dflop_jax.config import Config
 from dflop_jax.gpu_compile.chips import absent_devices
+from dflop_jax.gpu_compile.hlo_arrays import pair_arrays
 from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
 from dflop_jax.gpu_compile.hlo_gathers import parameter_gathers
 from dflop_jax.gpu_compile.modelled import modelled_terms
@@ -175,6 +176,9 @@ def compiled(
         parameter_gathers=0
         if head.kind == "exchange"
         else parameter_gathers(optimized, head.mesh[AXES.index("model")]),
+        pair_arrays=pair_arrays(optimized, _shape_of(key).tokens)
+        if head.kind in (FORWARD, BACKWARD, EVALUATE)
+        else (),
         **_figures(cost),
     )
     known[text] = report

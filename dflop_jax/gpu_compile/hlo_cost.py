@@ -35,6 +35,8 @@ _ATTENTION_PRODUCTS = {
     "packed_attention_kv_gradient": 4,
     "packed_attention_q_gradient": 3,
 }
+# The same of those of `models.delta_gpu`, of a chunk's keys with states or what is written.
+_STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
 # Custom calls that compute no product.
 _NO_PRODUCT = re.compile(
     r"Sharding|SPMD|TopK|topk|Topk|annotate|AllocateBuffer|PadToStatic|SliceToDynamic|cub\$|"
@@ -201,6 +203,10 @@ def product_flops(
         if name in instruction.attributes:
             rows, tokens, heads, head_dim = operands(computation, instruction)[0].shape
             return 2.0 * n_products * seen_pairs * rows * pairs(tokens) * heads * head_dim
+    for name, n_products in _STATES_PRODUCTS.items():
+        if name in instruction.attributes:
+            written, keys = operands(computation, instruction)[0], instruction.arrays[0].shape[-2]
+            return 2.0 * n_products * written.size * keys
     return None
 
 

@@ -31,6 +31,7 @@ class ProgramReport:
         after another, every row full of one piece.
       attention_gathers: see `hlo_cost`; `parameter_gathers`: see `hlo_gathers`, 0 of exchanges,
         which are there to gather.
+      pair_arrays: of a task, see `hlo_arrays`.
       unknown: loops of unknown length and kernels whose FLOPs nobody knows, which are missing.
       error: why it could not be compiled, in a line; the figures are then 0.
     """
@@ -56,6 +57,7 @@ class ProgramReport:
     collectives: tuple[Sent, ...] = ()
     attention_gathers: int = 0
     parameter_gathers: int = 0
+    pair_arrays: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     error: str = ""
 

@@ -123,6 +123,18 @@ def cases_that_are_told(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "run", run)
 
 
+def kinds_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Layers of each kind for GPUs that are not here, too."""
+    figures = {"predicted_ms": 1.0, "predicted": dict.fromkeys(script.TERMS, 0.1)}
+
+    def compiled(segment: Any) -> Any:
+        for direction in (script.FORWARD, script.BACKWARD):
+            yield direction, "ENTRY %main () -> f32[] {\n}", figures | {"needed_flops": 1e11}
+
+    patch.setattr(script, "_compiled", compiled)
+    patch.setattr(script, "absent_devices", lambda name, hardware, n: jax.devices()[:n])
+
+
 def plans_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """It compiles for GPUs for minutes, by a compiler that few machines have."""
 
@@ -383,6 +395,7 @@ RUNS = {
     "first_hour": Tiny(2, ("--commands", "check")),
     "forced": Tiny(2, ("--rows", "loop", "tensor"), losses_of_nobody),
     "fuzz_data": Tiny(2, ("--cases", 2), cases_that_are_told),
+    "gpu_kinds": Tiny(2, ("--parts", "kinds", "--only", "4B", "--compiling"), kinds_of_nobody),
     "gpu_plans": Tiny(1, (), plans_of_nobody),
     "host_work": Tiny(6, (), hosts_that_are_told),
     "hostile": Tiny(4, (), quiet_jobs),

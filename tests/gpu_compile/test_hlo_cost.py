@@ -207,6 +207,17 @@ def test_our_attention_kernels_count_the_pairs_that_are_seen(name, products):
     assert hlo_cost(entry(*QK, call), 0.5).flops == products * PAIRS / 2
 
 
+@pytest.mark.parametrize("name", ["delta_states", "delta_states_gradient"])
+def test_kernels_of_states_count_two_products_a_chunk(name):
+    call = (
+        "%y = (f32[5,8,16,32]{3,2,1,0}, f32[5,8,64,32]{3,2,1,0}) custom-call(%w, %r), "
+        f'custom_call_target="__gpu$xla.gpu.triton", backend_config={{name = "{name}", ir = "(("}}'
+    )
+    arrays = "%w = f32[5,8,64,32] parameter(0)", "%r = f32[5,8,64,16] parameter(1)"
+    cost = hlo_cost(entry(*arrays, call))
+    assert cost.flops == cost.float32_flops == 5 * 8 * 2 * (2 * 64 * 16 * 32)
+
+
 def test_a_kernel_that_nobody_knows_is_named():
     call = '%y = f32[4]{0} custom-call(%q), custom_call_target="mystery"'
     assert hlo_cost(entry(*QK, call)).unknown_kernels == {"mystery": 1.0}

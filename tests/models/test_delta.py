@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from models.delta import NORM_EPS, delta_rule, short_convolution, unit_inverse
+from models.delta_states import XLA, states_by
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
 
@@ -70,9 +73,9 @@ def ids_of(lengths, tokens):
     return ids
 
 
-@partial(jax.jit, static_argnums=0)
-def with_gradients(chunk, fields, ids, dout):
-    out, pull = jax.vjp(lambda *a: delta_rule(*a, ids, chunk=chunk), *fields)
+@partial(jax.jit, static_argnums=(0, 4))
+def with_gradients(chunk, fields, ids, dout, states=XLA):
+    out, pull = jax.vjp(lambda *a: delta_rule(*a, ids, chunk=chunk, states=states), *fields)
     return out, pull(dout)
 
 
@@ -137,6 +140,50 @@ def test_neighbours_change_no_bit():
         ):
             np.testing.assert_array_equal(a[:, own], b[:, own])
             assert not np.array_equal(a, b)
+
+
+GPU = states_by("pallas", "", KEY, VALUE)  # interpreted
+
+
+def test_a_gpus_kernels_equal_the_loop():
+    chunk, rows, tokens = ROWS["others"]
+    rng = np.random.default_rng(0)
+    fields = drawn(rng, len(rows), tokens)
+    ids = np.stack([ids_of(lengths, tokens) for lengths in rows])
+    dout = rng.normal(size=fields[2].shape).astype(np.float32)
+    both = [jax.tree.leaves(with_gradients(chunk, fields, ids, dout, by)[:2]) for by in (GPU, XLA)]
+    for got, want in zip(*both, strict=True):
+        assert_close(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_the_kernels_lower_for_a_gpu():
+    """Heads split over "model", as the engine runs a layer."""
+    device = AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((2,), ("model",), (AxisType.Auto,), abstract_device=device)
+    states = states_by("auto", "sm_90", 16, 32)
+
+    def struct(*shape):
+        heads = NamedSharding(mesh, P(None, None, "model"))
+        return jax.ShapeDtypeStruct((1, 192, *shape), jnp.float32, sharding=heads)
+
+    key, value, number = struct(2, 16), struct(4, 32), struct(4)
+    fields = (key, key, value, number, number)
+    ids = jax.ShapeDtypeStruct((1, 192), jnp.int32, sharding=NamedSharding(mesh, P()))
+    traced = with_gradients.trace(64, fields, ids, value, states)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    names = ('"delta_states"', '"delta_states_gradient"')
+    assert [text.count(name) for name in names] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "chip", "sizes", "by"),
+    [("auto", "sm_90", (128, 128), "gpu"), ("auto", "cpu", (128, 128), "xla"),
+     ("xla", "sm_90", (128, 128), "xla"), ("auto", "sm_90", (96, 128), "xla"),
+     ("auto", "sm_75", (128, 128), "xla"), ("pallas", "cpu", (6, 10), "gpu")],
+)  # fmt: skip
+def test_what_runs_where(kernel, chip, sizes, by):
+    assert (states_by(kernel, chip, *sizes) == XLA) == (by == "xla")
 
 
 def test_no_rows():

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import Module, adapter_of, layer_kinds_of, split_dim, taps_of
-from dflop_jax.pipeline.parts import hidden_struct, part_struct
+from dflop_jax.pipeline.parts import exit_struct, hidden_struct, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.pipeline.token_split import matrix_cuts, run_part
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
@@ -98,10 +98,7 @@ def _recorded(
 
 def has_loss(module: Module, shape: Shape) -> bool:
     """Whether the module's exit gives a loss."""
-    return isinstance(
-        jax.eval_shape(partial(_forward, module, "exit", 1), *_arguments(module, "exit", shape)),
-        dict,
-    )
+    return isinstance(exit_struct(module, shape), dict)
 
 
 @lru_cache(maxsize=1024)
@@ -197,7 +194,7 @@ def _arguments(
     if part == "entry":
         x = {n: fields.pop(n) for n in placed if n in fields}
         return {"entry": init("entry")}, x, fields
-    hidden = jax.eval_shape(module.entry, init("entry"), read("entry"))
+    hidden = hidden_struct(module, shape)
     if part in taps_of(module):
         params = {part: init(part)} if part in module.inputs else {}
         return params, {"hidden": hidden}, {**read("entry"), **read("layers"), **fields}

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.placing import moved_to
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
+_FEW_RANKS = 4  # whose 24 orders are tried in microseconds; twice as many have 40,320
 _MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less
 
 
@@ -54,15 +57,32 @@ def _grouped(moved_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
 def best_names(staying_RP: Floats) -> Ints:
     """[P]: the rank whose content goes to each place so that most stays; as they are where that
     is no worse."""
-    from scipy.optimize import linear_sum_assignment  # takes half a second; few runs have nodes
-
     same = np.arange(len(staying_RP))
-    rank, place = linear_sum_assignment(staying_RP, maximize=True)
-    if staying_RP[rank, place].sum() <= staying_RP[same, same].sum() * (1 + ROUNDING):
+    names = _assignment(staying_RP)
+    if staying_RP[names, same].sum() <= staying_RP[same, same].sum() * (1 + ROUNDING):
         return same
-    names = np.empty_like(same)
+    return names
+
+
+def _assignment(staying_RP: Floats) -> Ints:
+    """[P]: the rank of each place, each once, so that most stays."""
+    n = len(staying_RP)
+    if n <= _FEW_RANKS:
+        every = _orders(n)
+        best: Ints = every[np.argmax(staying_RP[every, np.arange(n)].sum(1))]
+        return best
+    from scipy.optimize import linear_sum_assignment  # takes half a second to load
+
+    rank, place = linear_sum_assignment(staying_RP, maximize=True)
+    names = np.empty(n, np.int64)
     names[place] = rank
     return names
+
+
+@lru_cache
+def _orders(n: int) -> Ints:
+    """[n!, n]: every order of n ranks."""
+    return np.array(list(permutations(range(n))), np.int64).reshape(-1, n)
 
 
 def rename_ranks(room: PackingSpace, answer: Sequence[BucketRun], plan: Plan) -> None:

@@ -260,8 +260,17 @@ def _attention_gathers(module: HloModule, computation: Computation) -> int:
         if i.opcode.removesuffix("-start") == "all-gather" and is_tensor:
             reached.add(name)
         elif i.opcode in _PASSES_ON and not _holds_product(module, i):
-            waiting += i.operands
+            waiting += [] if _is_small_part(computation, i) else i.operands
     return len(reached)
+
+
+def _is_small_part(computation: Computation, i: Instruction) -> bool:
+    """Whether it takes an array without heads, such as a norm's scale, out of several that were
+    gathered at once."""
+    if i.opcode != "get-tuple-element" or len(i.arrays[0].shape) >= 3:
+        return False
+    source = computation.get(i.operands[0])
+    return source is not None and source.opcode in ("all-gather", "all-gather-done")
 
 
 def _is_attention(module: HloModule, computation: Computation, instruction: Instruction) -> bool:

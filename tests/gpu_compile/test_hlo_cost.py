@@ -218,6 +218,23 @@ def test_kernels_of_states_count_two_products_a_chunk(name):
     assert cost.flops == cost.float32_flops == 5 * 8 * 2 * (2 * 64 * 16 * 32)
 
 
+@pytest.mark.parametrize("part, gathers", [(0, 1), (1, 0)])
+def test_of_arrays_gathered_at_once_the_one_that_is_read_counts(part, gathers):
+    """Heads, or a norm's scale that stands beside them."""
+    kind = ("bf16[2,64,8,32]{3,2,1,0}", "bf16[32]{0}")
+    text = entry(
+        "%h = bf16[2,32,8,32]{3,2,1,0} parameter(0)",
+        "%s = bf16[16]{0} parameter(1)",
+        f"%g = ((bf16[2,32,8,32]{{3,2,1,0}}, bf16[16]{{0}}), ({', '.join(kind)})) "
+        "all-gather-start(%h, %s), dimensions={1}",
+        f"%d = ({', '.join(kind)}) all-gather-done(%g)",
+        f"%p = {kind[part]} get-tuple-element(%d), index={part}",
+        "%q = bf16[2,64,8,32]{3,2,1,0} broadcast(%p)",
+        CUDNN.format(back="", mask="CAUSAL").replace("%k", "%q"),
+    )
+    assert hlo_cost(text).attention_gathers == gathers
+
+
 def test_a_kernel_that_nobody_knows_is_named():
     call = '%y = f32[4]{0} custom-call(%q), custom_call_target="mystery"'
     assert hlo_cost(entry(*QK, call)).unknown_kernels == {"mystery": 1.0}

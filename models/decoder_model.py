@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from models.hf_tensors import HfWeightMap
 from models.lora import Lora, adapted
 from models.loss import PLAIN, Objective
+from models.quantized import quantized
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class DecoderModel(ABC):
     lora: Lora | None = None
     attention_kernel: str = "auto"
     objective: Objective = PLAIN
+    quantized: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -32,7 +34,7 @@ class DecoderModel(ABC):
     @property
     def modules(self) -> Mapping[str, Any]:
         """In topological order, with adapters where there are any."""
-        return adapted(self.plain, self.lora)
+        return adapted(quantized(self.plain, self.quantized), self.lora)
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
@@ -46,6 +48,10 @@ class DecoderModel(ABC):
     def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
         """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
         return replace(self, lora=Lora(rank, alpha, **settings))
+
+    def with_quantized(self, groups: Collection[str]) -> Self:
+        """The model that holds the matrices of some freeze groups in 8 bits."""
+        return replace(self, quantized=tuple(groups))
 
     def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
         """The model whose LLM is trained on more than the plain loss; see `models.loss`."""

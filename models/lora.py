@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from models.dropout import Drawn
-from models.layers import Linear, Names, normal
+from models.layers import KERNEL, Linear, Names, normal
 
 Array = jax.Array
 Tree = Any
@@ -106,6 +106,8 @@ def matrices(module: Any, part: str) -> tuple[Matrix, ...]:
             found[_name(linear)] = Matrix(_name(linear), *sides)
         return next_call(*args, **kwargs)
 
+    # Where some are held in 8 bits, which they are is asked here as well, of every part.
+    module = getattr(module, "unquantized", module)
     with nn.intercept_methods(look):
         jax.eval_shape(lambda key: module.init(part, key), jax.random.key(0))
     return tuple(found.values())
@@ -169,6 +171,11 @@ class AdaptedModule:
     def on_chip(self, chip: str) -> AdaptedModule:
         """See `dflop_jax.contract.on_chip`."""
         return replace(self, module=self.module.on_chip(chip))
+
+    @property
+    def unquantized(self) -> AdaptedModule:
+        """See `dflop_jax.contract`."""
+        return replace(self, module=getattr(self.module, "unquantized", self.module))
 
     @cached_property
     def adapters(self) -> Mapping[str, str]:
@@ -258,6 +265,8 @@ class AdaptedModule:
             or on devices, where the result then is too.
         """
         plain = {part: tree for part, tree in params.items() if part not in self.adapters}
+        if hasattr(self.module, "merged"):
+            plain = self.module.merged(plain)
         for adapter, part in self.adapters.items():
             for name, pair in params.get(adapter, {}).items():
                 plain[part] = _folded_in(plain[part], name.split("."), pair, self.lora.alpha)
@@ -290,7 +299,7 @@ def _add_adapter(
 def _folded_in(tree: Tree, path: list[str], pair: Tree, alpha: float) -> Tree:
     """Parameters of a part, the matrix at a path with its adapter folded in."""
     if not path:
-        return {**tree, "kernel": _folded(tree["kernel"], pair["a"], pair["b"], alpha)}
+        return {**tree, KERNEL: _folded(tree[KERNEL], pair["a"], pair["b"], alpha)}
     return {**tree, path[0]: _folded_in(tree[path[0]], path[1:], pair, alpha)}
 
 

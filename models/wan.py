@@ -20,7 +20,7 @@ The LLM's states stand at the tokens TEXT, copied one to one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -34,6 +34,7 @@ from models.composed import known_dtype
 from models.hf_tensors import HfWeightMap
 from models.layers import apply, axis_names, init_values
 from models.lora import Lora, adapted
+from models.quantized import quantized
 from models.text_states import TextStates
 from models.wan_layers import CLIP, TEXT, TIME_TOKENS, WanBlock, WanEntry, WanHead
 from models.wan_sizes import TextToVideoSize, WanSize, find_size
@@ -172,6 +173,7 @@ class TextToVideo:
     dtype: jnp.dtype
     lora: Lora | None = None
     attention_kernel: str = "auto"
+    quantized: tuple[str, ...] = ()
 
     @property
     def llm(self) -> TextStates:
@@ -184,7 +186,8 @@ class TextToVideo:
 
     @property
     def modules(self) -> Mapping[str, Any]:
-        return adapted({"llm": self.llm, "generator": self.generator}, self.lora)
+        plain = {"llm": self.llm, "generator": self.generator}
+        return adapted(quantized(plain, self.quantized), self.lora)
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
@@ -211,6 +214,10 @@ class TextToVideo:
     def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
         """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
         return replace(self, lora=Lora(rank, alpha, **settings))
+
+    def with_quantized(self, groups: Collection[str]) -> Self:
+        """The model that holds the matrices of some freeze groups in 8 bits."""
+        return replace(self, quantized=tuple(groups))
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from dflop_jax.config import Config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Adapters (LoRA) are folded into the weights, or with --adapter written alone. With "
+        "Adapters (LoRA) are folded into the weights, those that the run began with where it holds "
+        "them in 8 bits, or with --adapter written alone. With "
         "model.weights of the whole model, names, types and tokenizer files are those of that "
         "folder."
     )
@@ -32,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the adapters alone, as peft reads them beside the model that they adapt",
     )
+    parser.add_argument(
+        "--weights",
+        metavar="FOLDER",
+        nargs="+",
+        help="where the weights that the run began with (model.weights) are now, if elsewhere",
+    )
     add_factory(parser)
 
 
@@ -39,10 +47,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the folder; whole on this process's host."""
     import jax
 
-    from dflop_jax.train.exports import beside
+    from dflop_jax.train.exports import beside, merged
     from dflop_jax.train.load_params import load_params
-    from dflop_jax.train.prepare import build_model
-    from dflop_jax.train.stages import adapted
+    from dflop_jax.train.prepare import trained_model
     from dflop_jax.weights import AdapterForm, Folder, ModuleParams, write_adapter, write_folder
 
     if Path(args.out).exists():
@@ -52,12 +59,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"{args.run_folder}: no such run folder; check the path, or train it first"
         )
     config = folder_config(args.run_folder, args)
-    model: Any = adapted(build_model(config.model), config.train)
+    if args.weights:
+        config = replace(config, model=replace(config.model, weights=tuple(args.weights)))
+    model: Any = trained_model(config)
     map_, whole = _map(model, config, args.module)
     if args.adapter:
         _check_only_adapters(config, model)
     device = jax.local_devices(backend="cpu")[0]
-    loaded = load_params(args.run_folder, model, device, average=args.ema, fold=not args.adapter)
+    loaded = load_params(args.run_folder, model, device, average=args.ema, fold=False)
     if args.adapter:
         train = config.train
         form = AdapterForm(
@@ -65,8 +74,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
         write_adapter(args.out, map_, loaded.params, form)
     else:
+        held = [
+            ModuleParams(name, merged(model, name, tree, config.model.weights))
+            for name, tree in loaded.params.items()
+        ]
         source = Folder(whole, map_) if whole else None
-        held = [ModuleParams(name, tree) for name, tree in loaded.params.items()]
         more = [] if args.module else beside(config)
         write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)
     files = sorted(f.name for f in Path(args.out).iterdir())

@@ -29,8 +29,7 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.generate.programs import TOKEN_MULTIPLE
 from dflop_jax.generate.row import LLM, encode
 from dflop_jax.train.load_params import load_params
-from dflop_jax.train.prepare import build_model
-from dflop_jax.train.stages import adapted
+from dflop_jax.train.prepare import build_model, trained_model
 
 STRIP, MOVING, LATENTS = "clip.png", "clip.gif", "latents.npy"
 ENLARGEMENT = 8  # pixels of a side of the picture for one of a frame
@@ -77,7 +76,7 @@ class ClipGenerator:
 
     def __init__(self, config: Config, run: str | Path, device: jax.Device | None = None):
         self._config = config
-        model = adapted(build_model(config.model), config.train)
+        model = trained_model(config)
         self._form = form_of(model)
         self._tokenizer = any_tokenizer(config.data.tokenizer, model.vocab_size)
         device = device or jax.devices()[0]

@@ -23,6 +23,7 @@ from dflop_jax.contract import (
     edges_of,
     layer_kinds_of,
     layer_of,
+    with_adapter,
 )
 from dflop_jax.generate.row import LLM, loops_of
 
@@ -65,7 +66,7 @@ def prefill(
     B, T = batch["tokens"].shape
     assert slots >= T, (slots, T)
     memories = _memories(module)
-    x_BTD, kept = module.entry(params["entry"], batch), dict[str, list[Any]]()
+    x_BTD, kept = module.entry(with_adapter("entry", params), batch), dict[str, list[Any]]()
     for start, stop in pairwise(sorted({0, *inlets.values(), module.n_layers})):
         for loop, _, period in loops_of(module, params, start, stop):
 
@@ -110,7 +111,7 @@ def decode(
       it is then changed in place.
     """
     batch, memories = _fields(module, tokens_B, places_B + cache.ahead_B), _memories(module)
-    x_BTD, kept = module.entry(params["entry"], batch), dict(cache.kept)
+    x_BTD, kept = module.entry(with_adapter("entry", params), batch), dict(cache.kept)
     for loop, rows, period in loops_of(module, params, 0, module.n_layers):
         # What is kept is carried, not scanned over: so a layer may write one slot and copy nothing.
         def run(

@@ -7,7 +7,7 @@ sizes, so that other prompts compile nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.contract import Params, folded
+from dflop_jax.contract import MultimodalModel, Params, folded
 from dflop_jax.data import MediaSpec, Sample, Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
@@ -28,9 +28,9 @@ from dflop_jax.generate.published import published_params
 from dflop_jax.generate.replica import least_ways, param_structs, replica_of
 from dflop_jax.generate.row import LLM, AnswerRows, rows_of
 from dflop_jax.generate.sampling import Sampling
+from dflop_jax.pipeline.int8 import is_quantized
 from dflop_jax.train.load_params import Loaded, load_params
-from dflop_jax.train.prepare import build_model
-from dflop_jax.train.stages import adapted
+from dflop_jax.train.prepare import trained_model
 
 OnText = Callable[[str], None]
 
@@ -102,7 +102,7 @@ class Generator:
         ways: int = 0,
     ):
         self.config = config
-        self.model = adapted(build_model(config.model), config.train)
+        self.model = trained_model(config)
         devices = devices or jax.local_devices()
         ways = ways or least_ways(self.model, devices)
         self.replica = replica_of(devices, ways, jax.process_index(), rows)
@@ -126,9 +126,10 @@ class Generator:
     def load(self, run: str | Path, *, average: bool = False) -> None:
         """Answer with the parameters of `run` from now on, as for the constructor; `average`: of
         what trains, with its average over steps."""
-        self._loaded = published_params(run, self.model, self._structs) or load_params(
-            run, self.model, self._structs, average=average
-        )
+        self._loaded = published_params(run, self.model, self._structs)
+        if self._loaded is None:
+            saved = load_params(run, self.model, self._structs, average=average, fold=False)
+            self._loaded = replace(saved, params=_as_held(saved.params, self.model))
 
     def free(self) -> None:
         """Hold no parameters any more."""
@@ -139,8 +140,7 @@ class Generator:
         parameters if there are none."""
         if self._loaded is None:
             zeros = {m: _zeros(structs) for m, structs in self._structs.items()}
-            params = {name: folded(m, zeros[name]) for name, m in self.model.modules.items()}
-            self._loaded = Loaded(params, 0, Path())
+            self._loaded = Loaded(_as_held(zeros, self.model), 0, Path())
         rows, number, _ = self._rows(samples, range(len(samples)))
         _ = [*islice(self.programs.tokens(self.loaded.params, rows, number, how), 2)]
 
@@ -234,6 +234,14 @@ def _zeros(structs: Params) -> Params:
 def _zero_shard(shape: tuple[int, ...], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
     sizes = (len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True))
     return np.zeros(tuple(sizes), dtype)
+
+
+def _as_held(params: Mapping[str, Params], model: MultimodalModel) -> dict[str, Params]:
+    """Adapters folded in, but beside matrices that are held in 8 bits, which stay so."""
+    return {
+        name: params[name] if is_quantized(m) else folded(m, params[name])
+        for name, m in model.modules.items()
+    }
 
 
 class _Answer:

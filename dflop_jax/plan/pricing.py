@@ -16,12 +16,12 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import (
     Array,
     ShardSeconds,
-    ends_bytes,
-    layer_bytes,
     optimizer_bytes,
     trained_bytes,
     trained_ends_bytes,
     trained_layer_bytes,
+    working_ends_bytes,
+    working_layer_bytes,
 )
 from dflop_jax.records import (
     BACKWARD,
@@ -108,17 +108,17 @@ def moved_by(s: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> ShardSec
     """Seconds of what a segment's programs gather from other data ranks and scatter to them."""
     if profile.hardware is None or s.zero == 1:
         return ShardSeconds()
-    layer, ends = layer_bytes(s, mesh, profile), ends_bytes(s, mesh, profile)
+    layer, ends = working_layer_bytes(s, mesh, profile), working_ends_bytes(s, mesh, profile)
     trained = trained_layer_bytes(s, mesh, profile), trained_ends_bytes(s, mesh, profile)
-    working = profile.working_share(s.module) * (s.zero == 3)
+    gathers = s.zero == 3
 
     def seconds(collective: Collective, n_bytes: float) -> Array:
         return _over_block(n_bytes, s, mesh, profile.hardware, collective)
 
     return ShardSeconds(
-        layer_gather_s=seconds(all_gather_s, layer * working),
+        layer_gather_s=seconds(all_gather_s, layer * gathers),
         layer_scatter_s=seconds(reduce_scatter_s, trained[0]),
-        ends_gather_s=seconds(all_gather_s, ends * working),
+        ends_gather_s=seconds(all_gather_s, ends * gathers),
         ends_scatter_s=seconds(reduce_scatter_s, trained[1]),
     )
 

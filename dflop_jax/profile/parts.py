@@ -283,7 +283,7 @@ def param_dims(module: Module, parts: Sequence[str]) -> tuple[ParamDims, ...]:
     leaves = [leaf for part in parts for leaf in _leaves(module, part)]
     split = (split_dim(leaf.shape, names, 1) for leaf, names in leaves)
     return tuple(
-        ParamDims(tuple(leaf.shape), -1 if dim is None else dim)
+        ParamDims(tuple(leaf.shape), -1 if dim is None else dim, working_bytes=leaf.dtype.itemsize)
         for (leaf, _), dim in zip(leaves, split, strict=True)
     )
 

@@ -3,7 +3,7 @@ state, and what data ranks bring each other (ZeRO)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -40,13 +40,9 @@ def _layers(
     return [(key, n, profile.layer_param_bytes[key] / mesh.model) for key, n in keys.items()]
 
 
-def layer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
-    """Bytes of the parameters of a segment's largest layer on one device, in float32."""
-    return max(n_bytes for _, _, n_bytes in _layers(segment, mesh, profile))
-
-
 def trained_layer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
-    """`layer_bytes` of what trains."""
+    """Bytes of what trains of the parameters of a segment's largest layer on one device, in
+    float32."""
     layers = _layers(segment, mesh, profile)
     return max(n * _trained_share(profile.layer_dims, key, mesh.model) for key, _, n in layers)
 
@@ -149,31 +145,86 @@ def shard_bytes(
 
 def optimizer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
     """Bytes of what the optimizer keeps of a segment's parameters on one device, beside masters."""
-    ranks = np.asarray(segment.shard_ranks(mesh.data, mesh.model))
+    ranks = segment.shard_ranks(mesh.data, mesh.model)
+    kept_bytes = _by_parameter(segment, mesh, profile, ranks, _kept_bytes)
+    return shard_bytes(segment, mesh, profile) * 2 if kept_bytes is None else kept_bytes
+
+
+def working_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
+    """Bytes of a segment's parameters on one device, as programs are given them."""
+    ranks = segment.shard_ranks(mesh.data, mesh.model) if segment.zero == 3 else 1
+    known = _by_parameter(segment, mesh, profile, ranks, _read_bytes)
+    if known is not None:
+        return known + np.zeros(np.shape(mesh.data))
+    of = shard_bytes if segment.zero == 3 else parameter_bytes
+    return of(segment, mesh, profile) * profile.working_share(segment.module)
+
+
+def working_layer_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
+    """Bytes of the parameters of a segment's largest layer on one device, as programs have them
+    whole."""
+    module = segment.module
+    layers = _layers(segment, mesh, profile)
+    return max(n * _working_share(profile, module, profile.layer_dims, key) for key, _, n in layers)
+
+
+def working_ends_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> float:
+    """`ends_bytes`, as programs have them whole."""
+    share = _working_share(profile, segment.module, profile.ends_dims, segment.module)
+    return ends_bytes(segment, mesh, profile) * share
+
+
+def _working_share(
+    profile: ModelProfile, module: str, of_all: Mapping[str, tuple[ParamDims, ...]], key: str
+) -> float:
+    """What the parameters of a key take of their float32 size as programs read them."""
+    if not (dims := of_all.get(key)):
+        return profile.working_share(module)
+    return sum(prod(p.sizes) * p.working_bytes for p in dims) / max(float32_bytes(dims), 1)
+
+
+def _read_bytes(p: ParamDims, shard: np.ndarray) -> np.ndarray:
+    return shard * p.working_bytes
+
+
+def _kept_bytes(p: ParamDims, shard: np.ndarray) -> np.ndarray:
+    return shard * p.element_state_bytes + p.whole_state_bytes
+
+
+def _by_parameter(
+    segment: SegmentPlan,
+    mesh: MeshShape,
+    profile: ModelProfile,
+    ranks: Array,
+    of: Callable[[ParamDims, np.ndarray], np.ndarray],
+) -> Array | None:
+    """The sum over a segment's parameters of what `of(parameter, elements on one device)` gives
+    where data ranks share each; None where parameters are not known one by one."""
+    ranks = np.asarray(ranks)
     kinds = [(key, n) for key, n, _ in _layers(segment, mesh, profile)]
     known = [profile.layer_dims.get(key, ()) for key, _ in kinds]
     ends_dims = profile.ends_dims.get(segment.module, ())
     if not all((*known, ends_dims)):
-        return shard_bytes(segment, mesh, profile) * 2
+        return None
 
-    def kept_bytes(dims: tuple[ParamDims, ...]) -> np.ndarray:
-        by_ranks = _optimizer_bytes(dims, tuple(ranks.ravel().tolist()), mesh.model)
-        return np.reshape(by_ranks, ranks.shape)
+    def total(dims: tuple[ParamDims, ...]) -> np.ndarray:
+        return np.reshape(_total(dims, tuple(ranks.ravel().tolist()), mesh.model, of), ranks.shape)
 
-    layers = sum(
-        kept_bytes(dims) * n / mesh.stage for dims, (_, n) in zip(known, kinds, strict=True)
-    )
-    return layers + kept_bytes(ends_dims) * _ends_here(segment, profile)
+    layers = sum(total(dims) * n / mesh.stage for dims, (_, n) in zip(known, kinds, strict=True))
+    return layers + total(ends_dims) * _ends_here(segment, profile)
 
 
 @lru_cache(maxsize=4096)  # as `_shares`
-def _optimizer_bytes(
-    parameters: tuple[ParamDims, ...], data: tuple[int, ...], model: int
+def _total(
+    parameters: tuple[ParamDims, ...],
+    data: tuple[int, ...],
+    model: int,
+    of: Callable[[ParamDims, np.ndarray], np.ndarray],
 ) -> np.ndarray:
     ranks, total = np.array(data), np.zeros(len(data))
     for p in parameters:
         part = prod(p.sizes) // (model if p.split >= 0 else 1)
-        total = total + -(-part // ranks) * p.element_state_bytes + p.whole_state_bytes
+        total = total + of(p, -(-part // ranks))
     return total
 
 
@@ -183,14 +234,12 @@ def state_bytes(
     """Bytes of parameters, gradients and what the optimizer keeps on one device; of masters too
     where the parameters are not float32. `trained`: whether the segment has trainable
     parameters."""
-    size, shard = parameter_bytes(segment, mesh, profile), shard_bytes(segment, mesh, profile)
-    working = profile.working_share(segment.module)
-    state = working * (shard if segment.zero == 3 else size)
+    state = working_bytes(segment, mesh, profile)
     if not trained:
-        return state + np.zeros_like(shard)
+        return state + np.zeros(np.shape(mesh.data))
     own = shard_bytes(segment, mesh, profile, trained=True)
     gradients = own if segment.zero >= 2 else trained_bytes(segment, mesh, profile)
-    masters = own * (working < 1.0)
+    masters = own * (profile.working_share(segment.module) < 1.0)
     return state + gradients + masters + optimizer_bytes(segment, mesh, profile)
 
 
@@ -208,11 +257,11 @@ def whole_bytes(
     gradients, which come after it. In a task that ends in a loss these are among what the loss
     takes; there the parameters that the loss reads are whole instead, half of untied ends.
     """
-    layer, ends = (of(segment, mesh, profile) for of in (layer_bytes, ends_bytes))
+    ends = working_ends_bytes(segment, mesh, profile)
     read = ends if segment.module in profile.tied else ends / 2
     whole = 0.0
     if segment.zero == 3:
-        whole += profile.working_share(segment.module) * (layer + ends_in_loss * read)
+        whole += working_layer_bytes(segment, mesh, profile) + ends_in_loss * read
     if segment.zero >= 2 and trained:
         whole += trained_layer_bytes(segment, mesh, profile)
         whole += (not ends_in_loss) * trained_ends_bytes(segment, mesh, profile)

@@ -97,13 +97,14 @@ def _seconds(record: LayerTiming | Recompute, factor: float) -> dict[str, Any]:
 class ParamDims:
     """Sizes of a parameter's dims, which of them tensor parallelism splits (-1: none), what the
     optimizer keeps of it: bytes for each element, shared like these, and bytes that every rank has;
-    and whether it trains."""
+    whether it trains; and the bytes of an element as programs read it."""
 
     sizes: tuple[int, ...]
     split: int = -1
     element_state_bytes: float = 8.0  # two moments in float32
     whole_state_bytes: float = 0.0
     trains: bool = True
+    working_bytes: int = 4
 
 
 @dataclass(frozen=True)

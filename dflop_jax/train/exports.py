@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dflop_jax.contract import MultimodalModel, folded
 from dflop_jax.pipeline.update import AVERAGE
 from dflop_jax.report.run_folder import EXPORTS
 from dflop_jax.train.initial import first_weights
+from dflop_jax.train.originals import with_originals
 from dflop_jax.weights import Folder, ModuleParams, write_folder
 
 log = logging.getLogger("dflop_jax")
@@ -51,6 +52,16 @@ def beside(config: Config) -> list[Path]:
     return [folder for folder in folders if folder is not None and folder.is_dir()]
 
 
+def merged(model: Any, name: str, params: Any, weights: Sequence[str]) -> dict[str, Any]:
+    """A module's parameters without adapters, which are folded in, into the floats of `weights`
+    where the run holds matrices in 8 bits.
+
+    Raises:
+      ValueError: see `with_originals`.
+    """
+    return folded(model.modules[name], dict(with_originals(params, name, model, weights)))
+
+
 def export_checkpoint(
     folder: Path, out: Path, config: Config, model: Any, *, average: bool
 ) -> None:
@@ -65,7 +76,8 @@ def export_checkpoint(
     for name, module in model.modules.items():
         params = saved_params(reader, name, AVERAGE if average else "")
         if hasattr(module, "merged"):  # what adapters are folded into is read at once
-            params = folded(module, jax.tree.map(np.asarray, params))
+            read = jax.tree.map(np.asarray, params)
+            params = merged(model, name, read, config.model.weights)
         held.append(ModuleParams(name, params))
     whole = first_weights(config.model.weights).get("")
     source = Folder(whole, model.weights) if whole else None

@@ -47,7 +47,7 @@ def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
                 f"model.weights={path}: no such folder of weights or run; name one, or train it "
                 "first"
             )
-        folder = Folder(path, _map(model, module, len(weights) == 1))
+        folder = Folder(path, map_of(model, module, len(weights) == 1))
         folder.check()
         by_module[module] = partial(read_segment, folder)
 
@@ -64,29 +64,31 @@ def first_weights(weights: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for item in weights:
         module, _, path = item.rpartition("=")
-        run = _run_and_step(path)[0]
+        run = run_and_step(path)[0]
         if not Path(run, CHECKPOINTS).is_dir():
             found[module] = path
             continue
-        try:
-            config = msgspec.json.decode(Path(run, CONFIG).read_bytes(), type=Config)
-        except (OSError, msgspec.DecodeError) as e:
-            raise ValueError(
-                f"{run}: its {CONFIG} cannot be read ({e}); name another run"
-            ) from None
-        before = first_weights(config.model.weights)
+        before = first_weights(run_config(run).model.weights)
         found |= before if not module else {module: before.get(module) or before.get("", "")}
     return {module: path for module, path in found.items() if path}
 
 
-def _run_and_step(path: str) -> tuple[str, str, str]:
+def run_config(run: str) -> Config:
+    """The configuration of a run's folder; ValueError where it cannot be read."""
+    try:
+        return msgspec.json.decode(Path(run, CONFIG).read_bytes(), type=Config)
+    except (OSError, msgspec.DecodeError) as e:
+        raise ValueError(f"{run}: its {CONFIG} cannot be read ({e}); name another run") from None
+
+
+def run_and_step(path: str) -> tuple[str, str, str]:
     """A run's folder, and behind "@" the step, if it is named."""
     return path.rpartition("@") if "@" in path and not Path(path).exists() else (path, "", "")
 
 
 def _of_run(path: str) -> Initial | None:
     """What reads the checkpoint that RUN or RUN@STEP means; None where it is no run's folder."""
-    run, at, step = _run_and_step(path)
+    run, at, step = run_and_step(path)
     checkpoints = Path(run, CHECKPOINTS)
     if not checkpoints.is_dir():
         return None
@@ -98,7 +100,7 @@ def _of_run(path: str) -> Initial | None:
         raise ValueError(f"model.weights={path}: {e}; give RUN@STEP of another one") from None
 
 
-def _map(model: MultimodalModel, module: str, alone: bool) -> Any:
+def map_of(model: MultimodalModel, module: str, alone: bool) -> Any:
     """Return where a checkpoint has the parameters of a module, or ("") of the whole model."""
     if not module:
         if not alone:

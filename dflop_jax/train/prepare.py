@@ -41,7 +41,7 @@ from dflop_jax.report.spent import (
 )
 from dflop_jax.train.compile_cache import use_cache
 from dflop_jax.train.run_dir import settled_run_dir
-from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
+from dflop_jax.train.stages import TrainedParts, adapted, quantized, trained_parts
 
 log = logging.getLogger("dflop_jax")
 # Sections that foretell the next one.
@@ -97,6 +97,16 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     return factory(config.size, config.dtype, attention_kernel=kernel)
 
 
+def trained_model(config: Config) -> MultimodalModel:
+    """Return the model of a configuration with what it is trained by and on: adapters, how what is
+    frozen is held, the loss.
+
+    Raises:
+      ValueError: see `build_model`, `stages.adapted` and `stages.quantized`.
+    """
+    return quantized(adapted(build_model(config.model), config.train), config)
+
+
 def model_on(chip: str, config: Config) -> MultimodalModel:
     """Return the model as it is trained; ValueError if it asks for what the chip cannot run."""
     kernel = config.model.attention_kernel
@@ -104,7 +114,7 @@ def model_on(chip: str, config: Config) -> MultimodalModel:
         raise ValueError(
             f"model.attention_kernel={kernel} needs a GPU, the devices are {chip}; leave it at auto"
         )
-    return adapted(build_model(config.model), config.train)
+    return trained_model(config)
 
 
 @dataclass(frozen=True)

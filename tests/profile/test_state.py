@@ -19,13 +19,14 @@ from dflop_jax.profile.optimizer_state import with_optimizer
 from dflop_jax.profile.state import (
     end_bytes,
     ends_bytes,
-    layer_bytes,
     optimizer_bytes,
     shard_bytes,
     shard_share,
     state_bytes,
     trained_bytes,
     whole_bytes,
+    working_bytes,
+    working_layer_bytes,
 )
 from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
 from dflop_jax.train.optimizer import make_optimizer
@@ -125,9 +126,15 @@ def test_what_is_whole_while_a_task_runs(zero, data, half):
     plan = SegmentPlan(
         "llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True, "none", zero
     )
-    loose = dataclasses.replace(PROFILE, tied=(), halved=("llm",) if half else ())
     working, mesh = 0.5 if half else 1.0, MeshShape(data=data)
-    layer, ends = (of(plan, mesh, loose) for of in (layer_bytes, ends_bytes))
+    layer, ends = (of(plan, mesh, PROFILE) for of in (working_layer_bytes, ends_bytes))
+    dims = (
+        {k: tuple(dataclasses.replace(d, working_bytes=int(4 * working)) for d in every)
+         for k, every in of_all.items()}
+        for of_all in (PROFILE.layer_dims, PROFILE.ends_dims)
+    )  # fmt: skip
+    loose = dataclasses.replace(PROFILE, tied=(), halved=("llm",) if half else ())
+    loose = dataclasses.replace(loose, **dict(zip(("layer_dims", "ends_dims"), dims)))
     moved = (data > 1) * (zero > 1)
     whole = layer * (zero == 3) * working + layer + ends
     assert whole_bytes(plan, mesh, loose, trained=True, ends_in_loss=False) == moved * whole
@@ -162,12 +169,15 @@ def test_optimizer_state_is_what_shardings_say(name, dtype):
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("data", [1, 3, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
     """Adapters train, of the LLM's layers and of the connector; gradients, masters and what the
-    optimizer keeps are theirs alone, to the byte."""
-    model = build("nano", dtype).with_lora(3, 6.0, targets=("llm", "connector"))
+    optimizer keeps are theirs alone, to the byte. In 8 bits a matrix has a byte an element, and
+    four for each output."""
+    model = build("nano", "bfloat16" if dtype == "int8" else dtype)
+    model = model.with_lora(3, 6.0, targets=("llm", "connector"))
     frozen = ("vision", "connector", "llm")
+    model = model.with_quantized(frozen) if dtype == "int8" else model
     tx = make_optimizer(TrainConfig())
     plain = assembled(
         model, SHAPES, TIMINGS, key="k", device="d", concurrency=8.0, task_overhead_s=0.0,
@@ -187,12 +197,10 @@ def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
             update.master_structs,
             [s for s in jax.tree.leaves(update.state_structs) if s.ndim],
         )
-        by_shardings = sum(
-            s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape))
-            for tree in trees
-            for s in jax.tree.leaves(tree)
-        )
-        assert state_bytes(plan, mesh, profile, trained=True) == pytest.approx(by_shardings)
+        assert state_bytes(plan, mesh, profile, trained=True) == on_a_device(trees)
+        split = MeshShape(data=data, model=2)
+        segment = dataclasses.replace(segment, mesh=device_mesh(split, jax.devices()))
+        assert working_bytes(plan, split, profile) == on_a_device(program_structs(segment))
         adapters = [tree for p, tree in param_structs(segment).items() if p in trains]
         n_elements = sum(prod(a.shape) for a in jax.tree.leaves(adapters))
         assert trained_bytes(plan, mesh, profile) == pytest.approx(4 * n_elements)
@@ -202,6 +210,12 @@ def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
         assert float(whole) <= float(
             whole_bytes(plan, mesh, plain, trained=True, ends_in_loss=False)
         )
+
+
+def on_a_device(structs) -> int:
+    """Bytes that a device has of arrays, by their shardings."""
+    leaves = jax.tree.leaves(structs)
+    return sum(s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape)) for s in leaves)
 
 
 def test_frozen_parts_have_no_optimizer_state():

@@ -43,18 +43,20 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_gradients_of_adapters_in_the_tower_and_its_ends(name):
-    """Patterns choose the matrices and the ranks; all else is frozen and has no gradient."""
+@pytest.mark.parametrize("name, int8", [*zip(WIDE, (True, False, True), strict=True)], ids=[*WIDE])
+def test_gradients_of_adapters_in_the_tower_and_its_ends(name, int8):
+    """Patterns choose the matrices and the ranks; all else is frozen and has no gradient, in floats
+    or in 8 bits, of which the oracle has the products with their scales."""
     (vision, llm, options), degrees = WIDE[name]
-    m = adapted(everywhere=True)
+    m = adapted(everywhere=True, int8=int8)
     plan = plain.with_zero(plain.plan_of(m, vision, llm, bucket=(24, 160), **options), **degrees)
     schedule = plain.random_schedule(plan, samples(), 2, seed=len(name), text_only=(0,))
     loss, grads, params, _ = grads_of(
         m, plan, samples(), schedule, freeze=ALL_FROZEN, change=let_act
     )
-    start, want_loss, want, without_adapters = oracle(False, everywhere=True)
+    start, want_loss, want, without_adapters = oracle(False, everywhere=True, int8=int8)
     assert_trees_close(params, start, 1e-6)
+    assert any(a.dtype == np.int8 for a in jax.tree.leaves(params)) == int8
     assert loss == pytest.approx(want_loss, rel=1e-5)
     adapters = {
         "vision": {"entry_adapter": {"patch"}, "adapter": SIX, "exit_adapter": {"out"}},

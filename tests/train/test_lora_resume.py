@@ -1,4 +1,4 @@
-"""A run with LoRA that was killed and resumed is the run that was not."""
+"""A run with LoRA beside matrices in 8 bits that was killed and resumed is the run that was not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
         tensorboard=True,
     )
     whole = tmp_path_factory.mktemp("lora") / "run"
-    nano = {"model": NANO_MODEL}
+    nano = {"model": dataclasses.replace(NANO_MODEL, quantize_frozen="int8")}
     fit(whole, train=train, **nano)
     killed = as_killed(whole, saved=6, rows=8)
     fit(killed, "resume", train=train, **nano)
@@ -48,10 +48,13 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     assert list(scalars["held_out/loss"]) == [3, 7, 11]
     # The rank is a shape of the checkpoint, and a run without LoRA trains something else.
     other = shutil.copytree(whole, "other")
+    said = refused(other, train=dataclasses.replace(train, steps=14), model=NANO_MODEL)
+    assert "int8" in said
+    assert "another model" in said
     said = refused(other, train=dataclasses.replace(train, steps=14, lora_rank=3), **nano)
     assert "adapter" in said
     assert "another model" in said
-    said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14), **nano)
+    said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14), model=NANO_MODEL)
     assert "connector, llm, vision frozen" in said
     # The adapters alone, of what is published alone.
     assert main(["export", str(whole), "--out", "alone", "--adapter", "--module", "llm"]) == 0

@@ -1,0 +1,64 @@
+"""Parameters of another run, held in 8 bits: rounded from its floats, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from dflop_jax.checkpoint.begin import read_saved
+from dflop_jax.checkpoint.state_arrays import parameter_arrays
+from dflop_jax.pipeline.held import held_cuts
+from dflop_jax.pipeline.layout import make_segments
+
+from ..pipeline.plain import whole_of
+from ..weights.conftest import MODEL, PLAN, random_params, rounded_by_hand
+
+INT8 = MODEL.with_quantized(("vision", "connector", "llm"))
+# The tower's matrices flat over 3 data ranks and 2 tensor ranks, the LLM's in two segments.
+SPLIT = PLAN.with_layout(
+    submeshes=(dataclasses.replace(PLAN.layout.submeshes[0], stage=1, data=3),
+               *PLAN.layout.submeshes[1:]),
+    segments=tuple(dataclasses.replace(s, zero=3) for s in PLAN.layout.segments),
+)  # fmt: skip
+
+
+class Saved:
+    """A checkpoint of parameters by module."""
+
+    step = 1
+
+    def __init__(self, params):
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+        self.arrays = {f"params/{n}": a for n, (_, a) in zip(names, leaves, strict=True)}
+        self.specs = {
+            n: SimpleNamespace(shape=a.shape, numpy_dtype=a.dtype) for n, a in self.arrays.items()
+        }
+
+    def read(self, name, start, shape):
+        box = tuple(slice(lo, lo + n) for lo, n in zip(start, shape, strict=True))
+        return self.arrays[name][box]
+
+
+def test_floats_are_rounded_by_scales_of_whole_matrices():
+    params = random_params(MODEL, 3)
+    want = Saved(rounded_by_hand(INT8, params))
+    for source in (Saved(params), want):  # which may have been rounded before
+        for name, s in make_segments(INT8, SPLIT.layout, jax.devices()).items():
+            found = read_saved(source, s, lambda: pytest.fail("nothing is fresh"))
+            cuts = held_cuts(s)
+            whole = {p: jax.tree.map(whole_of, cuts[p], found[p]) for p in found}
+            for a, leaf in zip(parameter_arrays(name, s), jax.tree.leaves(whole), strict=True):
+                rows = list(a.rows) if a.n_rows is not None else ...
+                np.testing.assert_array_equal(leaf, want.arrays[a.name][rows], err_msg=a.name)
+
+
+def test_what_is_rounded_is_no_float_any_more():
+    saved = Saved(rounded_by_hand(INT8, random_params(MODEL, 3)))
+    segment = make_segments(MODEL, PLAN.layout, jax.devices())["v"]
+    with pytest.raises(ValueError, match=r"kernel in 8 bits, .* go on with model\.quantize_frozen"):
+        read_saved(saved, segment, dict)

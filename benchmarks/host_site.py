@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from observed_job import ENDS_WITH_PARENT
 from virtual_hosts import Host, Hosts
 
 from dflop_jax.cluster.secret import SECRET_ENV, new_secret
@@ -92,7 +93,7 @@ class Site:
         log = self.folder / f"{name}.log"
         with log.open("ab") as out:
             popen = subprocess.Popen(
-                command,
+                [sys.executable, "-c", ENDS_WITH_PARENT, *command],
                 cwd=self.folder,
                 env=environment or self.environment,
                 stdin=subprocess.DEVNULL,

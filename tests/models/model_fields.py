@@ -1,5 +1,7 @@
 """Parameters and fields that the model tests share."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,10 @@ import numpy as np
 PARTS = ("entry", "layers", "exit")
 
 
+@partial(jax.jit, static_argnums=0)
 def initial_params(module, key):
-    """{"entry", "layers" (stacked), "exit"} as the module initialises them."""
+    """{"entry", "layers" (stacked), "exit"} as the module initialises them; in one program, since
+    step by step they are a hundred."""
     keys = jax.random.split(key, module.n_layers + 2)
     return {
         "entry": module.init("entry", keys[0]),

@@ -34,7 +34,7 @@ def test_nano_learns_colours_from_pixels():
     modules, rng = model.modules, np.random.default_rng(0)
     keys = dict(zip(modules, jax.random.split(jax.random.key(0, impl="rbg"))))
     params = {name: initial_params(m, keys[name]) for name, m in modules.items()}
-    moments = jax.tree.map(lambda p: (jnp.zeros_like(p), jnp.zeros_like(p)), params)
+    moments = jax.tree.map(lambda p: (np.zeros(p.shape, p.dtype),) * 2, params)
 
     def loss(params, batch):
         features = outputs(modules["vision"], params["vision"], batch)

@@ -24,7 +24,7 @@ from dflop_jax.cluster.variables import PROCESS_ID_ENV
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, RunFolder
 from tests.processes import ROOT
 from tests.test_docs import SLURM
-from tests.train.many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses
+from tests.train.many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses, undisturbed
 
 from .attackers import KINDS, besieged, trainers
 
@@ -38,13 +38,9 @@ def jobs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(jobs):
+def whole(tmp_path_factory):
     """The folder of an undisturbed run of two processes."""
-    code, output = jobs.run(2, jobs.folder / "whole")
-    assert code == 0, output
-    assert "turned away" not in output
-    assert len(losses(jobs.folder / "whole")) == STEPS
-    return jobs.folder / "whole"
+    return undisturbed(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,17 @@ for all tests in one folder.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from dflop_jax.record_files import save
 from dflop_jax.records import Plan, SubmeshPlan
@@ -130,6 +134,24 @@ class Jobs:
 def environment() -> dict[str, str]:
     """Of the jobs: as this one's, on the CPU."""
     return os.environ | {"JAX_PLATFORMS": "cpu"}
+
+
+def undisturbed(factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of `FOUR` on two processes that nothing disturbs, to be compared with and
+    copied: one run for all files of tests, whichever worker comes first."""
+    ours = factory.getbasetemp()
+    shared = ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours
+    folder = shared / "undisturbed"
+    with (shared / "undisturbed.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            code, output = Jobs.make(folder, FOUR).run(2, folder / "whole")
+            assert code == 0, output
+            assert "turned away" not in output
+            assert len(losses(folder / "whole")) == STEPS
+            (folder / "done").touch()
+    return folder / "whole"
 
 
 def losses(run_dir: Path) -> list[float]:

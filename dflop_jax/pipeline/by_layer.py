@@ -8,6 +8,7 @@ layers: the compiler is left to make what it needs of them where they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, Module, last_key
-from dflop_jax.pipeline.cut import Cut
+from dflop_jax.pipeline.cut import Cut, axes_of
 from dflop_jax.pipeline.elementwise import NO_PART, WHOLE, Elementwise, map_state, step
 from dflop_jax.pipeline.matrices import is_matrix, published_shape
 from dflop_jax.pipeline.parts import logical_axes, part_struct
@@ -115,6 +116,7 @@ class _Dealing:
         stack = held.reshape(stages, -1, *held.shape[1:])
         n_zeros = turns * ranks - stack.shape[1]
         stack = jnp.pad(stack, [(0, 0), (0, n_zeros)] + [(0, 0)] * (stack.ndim - 2))
+        stack = self._as(stack, "stage", "data", *_over_model(cut))
         layers = cut.release(self._as(stack, "stage", RANKS))
         dealt = jnp.moveaxis(layers.reshape(stages, ranks, turns, *shape), 2, 0)
         return self._as(dealt, None, "stage", RANKS)
@@ -123,9 +125,17 @@ class _Dealing:
         """The inverse of `deal`; `layer` is the shape of one layer's parameter."""
         turns, stages, ranks = self._shape
         stack = jnp.moveaxis(dealt, 0, 2).reshape(stages, turns * ranks, *layer)
-        held = self._as(cut.hold(stack), "stage", None, *cut.spec[1:])
+        held = self._as(cut.hold(stack), "stage", "data", *_over_model(cut))
+        held = self._as(held, "stage", None, *cut.spec[1:])
         held = held[:, : self.n_layers // stages]
         return self._as(held.reshape(self.n_layers, *held.shape[2:]), *cut.spec)
+
+
+def _over_model(cut: Cut) -> Iterator[Any]:
+    """How the dims behind the layers' are split over tensor ranks alone. Over these and data ranks
+    at once the compiler would first make every layer whole on every device."""
+    for dim in cut.spec[1:]:
+        yield "model" if "model" in axes_of(dim) else None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from dflop_jax.profile.parts import param_dims
 from dflop_jax.records import ModelProfile, ParamDims, layer_key
 
 Tree = Any
-AVERAGE_BYTES = 4  # of an element, in float32
+AVERAGE_BYTES = FLOAT32_BYTES = 4  # of an element
 
 
 def with_optimizer(
@@ -54,10 +54,14 @@ def _dims(
         dims = param_dims(module, (part,))
         trains = module.freeze_groups[part] not in frozen
         kept_bytes = _kept_bytes(tx, module, part) if trains else [(0.0, 0.0)] * len(dims)
+        moments = _layer_moments(tx, module, part) if trains else [-1] * len(dims)
         known += [
-            replace(d, element_state_bytes=element, whole_state_bytes=whole, trains=trains)
-            for d, (element, whole) in zip(dims, kept_bytes, strict=True)
-        ]
+            replace(
+                d, element_state_bytes=element, whole_state_bytes=whole, trains=trains,
+                layer_moments=n,
+            )
+            for d, (element, whole), n in zip(dims, kept_bytes, moments, strict=True)
+        ]  # fmt: skip
     return tuple(known)
 
 
@@ -76,6 +80,19 @@ def _kept_bytes(tx: Optimizer, module: Module, part: str) -> list[tuple[float, f
     by_element = iter(_of_state(tx.rest, {part: kept(rest, structs)}))
     whole = iter(_of_state(tx.whole, {part: kept(takes, published_structs(module, part))}))
     return [next(whole if yes else by_element) for yes in jax.tree.leaves(takes)]
+
+
+def _layer_moments(tx: Optimizer, module: Module, part: str) -> list[int]:
+    """`ParamDims.layer_moments` of each parameter of a part."""
+    stepping = tx.stepping if isinstance(tx, Averaged) else tx
+    of_elements = [element for element, _ in _kept_bytes(stepping, module, part)]
+    if not isinstance(stepping, LayerOptimizer):
+        return [-1] * len(of_elements)
+    taken = jax.tree.leaves(stepping.takes(module, part))
+    return [
+        ceil(element / FLOAT32_BYTES) if yes else -1
+        for yes, element in zip(taken, of_elements, strict=True)
+    ]
 
 
 def _of_state(tx: optax.GradientTransformation, params: Tree) -> list[tuple[float, float]]:

@@ -97,7 +97,9 @@ def _seconds(record: LayerTiming | Recompute, factor: float) -> dict[str, Any]:
 class ParamDims:
     """Sizes of a parameter's dims, which of them tensor parallelism splits (-1: none), what the
     optimizer keeps of it: bytes for each element, shared like these, and bytes that every rank has;
-    whether it trains; and the bytes of an element as programs read it."""
+    whether it trains; the bytes of an element as programs read it; and how many moments of its shape
+    a step of whole layers has (see `pipeline.by_layer`), -1 where it is stepped element by
+    element."""
 
     sizes: tuple[int, ...]
     split: int = -1
@@ -105,6 +107,7 @@ class ParamDims:
     whole_state_bytes: float = 0.0
     trains: bool = True
     working_bytes: int = 4
+    layer_moments: int = -1
 
 
 @dataclass(frozen=True)

@@ -284,6 +284,13 @@ def compiled_by_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "compiled_rows", rows)
 
 
+def ends_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """As little are updates compiled."""
+    patch.setattr(
+        script, "measure", lambda case: script.Row(case.name, 1e9, 1e8, 1.1e8, False, 0.009)
+    )
+
+
 def layers_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """So do layers of a 7B for GPUs that are not here."""
 
@@ -417,6 +424,7 @@ RUNS = {
     "simulator": Tiny(3, ("--runs", 1), launched(schedules_of)),
     "simulator_speed": Tiny(2, (), no_second),
     "slow_links": Tiny(4, (), hosts_of_nobody),
+    "step_end": Tiny(12, ("--only", "adamw"), ends_of_nobody),
     "step_flops": Tiny(4, (), compiled_by_nobody),
     "straggler": Tiny(6, (), one_straggler),
     "token_split": Tiny(2, (), layers_of_nobody),

@@ -232,7 +232,7 @@ def test_the_table_of_a_profile_matches_its_peak():
     # Parameters, gradients and two moments of a layer and of the ends; beside them what reducing
     # gradients takes, or hidden states and their gradients in the task that ends the chain.
     ends = 2 * 8.0 * TWO.size
-    reduced = {"a0": 1.7 * 2000.0, "b0": 1.7 * 1500.0, "b1": max(1.7 * 1500.0, ends)}
+    reduced = {"a0": 2000.0, "b0": 1500.0, "b1": max(1500.0, ends)}
     state = {"a0": 8000.0, "b0": 6000.0, "b1": 6000.0}
     assert table.constant == pytest.approx({s: state[s] + reduced[s] for s in state})
 

@@ -12,7 +12,7 @@ from dflop_jax.data import ByteTokenizer
 from dflop_jax.generate import programs as programs_module
 from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
-from dflop_jax.generate.replica import least_ways, replica_of, spec_of
+from dflop_jax.generate.replica import PARAMS_SHARE, least_ways, replica_of, spec_of
 from dflop_jax.generate.row import bucket_of
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.load_params import Loaded
@@ -134,6 +134,40 @@ def test_processes_share_a_replica_where_it_is_larger_than_theirs(ways, process,
     assert (r.number, r.count, r.leads, tuple(r.mesh.shape.values())) == wanted
     own = {d.process_index for d in r.mesh.devices.flat}
     assert process in own
+
+
+class Full:
+    """A device here that has so many bytes."""
+
+    process_index, platform = 0, "gpu"
+
+    def __init__(self, n_bytes):
+        self.n_bytes = n_bytes
+
+    def memory_stats(self):
+        return {"bytes_limit": self.n_bytes}
+
+
+def test_no_device_holds_all_where_one_cannot():
+    """Bytes of parameters on every device, of as many as are asked for by what one has."""
+    alone = generator(1, devices=jax.devices()[:1])
+    total = sum(a.nbytes for a in jax.tree.leaves(alone.loaded.params))
+    room = total / PARAMS_SHARE
+    wanted = {1.01 * room: 1, 0.99 * room: 2, 0.4 * room: 4, 0.13 * room: 8, 0.01 * room: 8}
+    model = build_model(CONFIG.model)
+    for n_bytes, ways in wanted.items():
+        assert least_ways(model, [Full(n_bytes)] * 8) == ways
+        assert least_ways(model, [Full(2 * n_bytes)] * 8, n_bytes) == ways  # the half is in use
+    for ways in (2, 4):
+        split = generator(1, ways)
+        held = dict.fromkeys(split.replica.mesh.devices.flat, 0)
+        for a in jax.tree.leaves(split.loaded.params):
+            for shard in a.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+        whole = sum(a.nbytes for a in jax.tree.leaves(split.loaded.params) if a.is_fully_replicated)
+        assert len(held) == ways
+        assert set(held.values()) == {(total - whole) / ways + whole}
+        assert whole < 0.2 * total  # vectors, and what the devices do not divide
 
 
 @pytest.mark.parametrize("ways", [3, 6, 5, 32])

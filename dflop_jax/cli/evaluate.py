@@ -75,7 +75,9 @@ def run(args: argparse.Namespace) -> Evaluated:
         raise ValueError("--data: say which records; a run's own data.factory has none")
     folder = Path(args.out or Path(source) / "evaluated")
     place = set_up(config)
-    generator = Generator(config, source, place.devices, rows=args.batch, ways=args.ways)
+    generator = Generator(
+        config, source, place.devices, rows=args.batch, ways=args.ways, adapter=args.adapter
+    )
     tokenizer = generator.tokenizer
     if config.data.path:
         asked = questions.of_records(config.data, generator.model, tokenizer, args.samples)

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.prompt is not None:
         tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
     use_cache(config.cache_dir)
-    generator = Generator(config, source, ways=args.ways)
+    generator = Generator(config, source, ways=args.ways, adapter=args.adapter)
     if args.chat:
         print(HELP, file=sys.stderr)
         return chat(generator, _lines(args.prompt), how, _write, media)

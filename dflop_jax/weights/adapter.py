@@ -19,7 +19,7 @@ from dflop_jax.weights.folder import DTYPES
 from dflop_jax.weights.write import WrittenTensor, on_host, whole_folder, write_file, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MODEL = "base_model.model."  # how peft calls the model that it wraps
+MODEL_PREFIX = "base_model.model."  # how peft calls the model that it wraps
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def write_adapter(
         ranks[name] = a.shape[0]
         for side, array in (("A", a), ("B", b)):
             values = array.astype(form.dtype if form.dtype != "bfloat16" else _bfloat16())
-            tensors.append(WrittenTensor.of(f"{_MODEL}{name}.lora_{side}.weight", values))
+            tensors.append(WrittenTensor.of(f"{MODEL_PREFIX}{name}.lora_{side}.weight", values))
     with whole_folder(path) as folder:
         write_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
         write_json(folder / CONFIG, _config(form, ranks))

@@ -1,7 +1,9 @@
 """Adapters as `peft` reads them: its logits on transformers' model equal ours."""
 
+import json
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,9 +16,10 @@ from hf_reference import (
     torch,
     transformers,
 )
+from safetensors.numpy import save_file
 
 from dflop_jax.contract import with_adapter
-from dflop_jax.weights import AdapterForm, write_adapter
+from dflop_jax.weights import AdapterForm, fold_adapter, write_adapter
 from models import internvl, llava, qwen2_audio, qwen3_vl
 from models.composed import Published
 from models.sizes import DecoderSize, ModelSize, VisionSize
@@ -95,8 +98,40 @@ def test_logits_with_ranks_by_pattern_and_targets_in_the_tower(tmp_path):
     seen = features(plain.modules["vision"], folded["vision"], {"pixels": jnp.asarray(pixels)})
     again = logits_of(llm, folded["llm"], text_batch(tokens, placed(seen, mask), mask))
     assert np.abs(again - want).max() <= LOGITS
+    # Read from the folder and folded in, too, into parameters of any type.
+    base = {
+        name: {p: params[name][p] for p in module.inputs} for name, module in plain.modules.items()
+    }
+    for dtype, limit in (("float32", 1e-6), ("bfloat16", 0.02)):
+        given = jax.tree.map(lambda a, dtype=dtype: jnp.asarray(a, dtype), base)
+        read = fold_adapter(tmp_path / "adapter", plain.weights, given)
+        for a, b in zip(*map(jax.tree.leaves, (read, folded)), strict=True):
+            assert a.dtype == dtype
+            np.testing.assert_allclose(a.astype(jnp.float32), b, atol=limit, rtol=limit)
     kept = {m.r["default"] for m in adapted.modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
     assert kept == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize(
+    "config, tensors, says",
+    [
+        ({"peft_type": "IA3"}, {}, "adapters of the kind IA3 cannot be folded in; give LORA"),
+        ({"use_dora": True}, {}, "has use_dora, which cannot be folded in; merge it by peft"),
+        ({"bias": "all"}, {}, "has bias, which cannot be folded in"),
+        ({}, {"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}, "adapts x, which the model"),
+        ({}, {"x.lora_A.weight": (2, 3)}, "x has no A or no B"),
+        ({}, {"x.magnitude": (2,)}, "x.magnitude is no matrix of an adapter"),
+        ({}, {}, "has no adapters"),
+    ],
+)
+def test_what_cannot_be_folded_in_is_refused(tmp_path, config, tensors, says):
+    map_ = internvl.build("internvl-nano").weights
+    more = {"peft_type": "LORA", "lora_alpha": 4, "bias": "none", **config}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(more))
+    arrays = {f"base_model.model.{n}": np.ones(s, np.float32) for n, s in tensors.items()}
+    save_file(arrays, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=says):
+        fold_adapter(tmp_path, map_, {})
 
 
 def logits_of(module, params, batch):

@@ -9,17 +9,24 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax import CheckpointConfig, ModelConfig
+from dflop_jax import CheckpointConfig, Config, ModelConfig
 from dflop_jax.checkpoint.lazy import saved_params
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
+from dflop_jax.evaluate.questions import up_to
+from dflop_jax.generate.generate import Generator
+from dflop_jax.generate.prompt import prompt_sample
+from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train import exports as exports_module
 from dflop_jax.train.exports import PASSED_OVER, Exports, beside
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.trainer import Trainer
+from dflop_jax.verify import reference
+from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import write_folder
 from models import llava
+from tests.data.media_cases import talk
 from tests.plans import NANO, nano_profile
 from tests.train.test_published_run import _here, config, on_host  # noqa: F401
 from tests.weights.conftest import held, random_params
@@ -167,6 +174,9 @@ def test_a_run_exports_what_it_saved(compiled_once, capsys, monkeypatch):
     for file in Path("out").iterdir():
         assert file.read_bytes() == Path("runs/run/exports/00000003", file.name).read_bytes()
     assert Path("out/preprocessor_config.json").is_file()
+    assert main(["export", "runs/run", "--out", "exact", "--dtype", "float32"]) == 0
+    if not reference.missing():
+        check_answers("exact", capsys)
     after = on_host("runs/run/exports/00000002")
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), after, on_host("out"))
     assert 0 < max(jax.tree.leaves(moved)) < 0.05
@@ -187,6 +197,60 @@ def test_a_run_exports_what_it_saved(compiled_once, capsys, monkeypatch):
         for leaf, known in zip(*map(jax.tree.leaves, (tree["layers"], loaded[name]["layers"]))):
             assert (leaf.shape, leaf.dtype) == (known.shape, known.dtype)
             np.testing.assert_array_equal(leaf[1], known[1])
+
+
+def check_answers(folder, capsys):
+    """Greedy answers of a folder in batches, by the library and the commands, are those that
+    transformers generates from it, token by token."""
+    n, mixed = 12, mixed_samples(MODEL)
+    theirs = reference._loaded(Path(folder), "LlavaOnevisionForConditionalGeneration")
+    family = reference.FAMILIES["llava_onevision"]
+    theirs.config.image_token_id, theirs.config.video_token_id = 0, family.video
+    family.prepare(theirs.config)
+    torch = pytest.importorskip("torch")
+
+    def generated(ids, penalty=1.0, **media):
+        given = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)} | media
+        given = {k: torch.from_numpy(np.asarray(a)) for k, a in given.items()}
+        how = {"max_new_tokens": n, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = theirs.generate(**given, **how, repetition_penalty=penalty)
+        return out[0, len(ids) :].tolist()
+
+    wanted, prompts = [], []
+    for m in mixed:
+        llm = m.sample.fields["llm"]
+        length = int(np.flatnonzero(llm["weights"] == 0)[-1]) + 1
+        prompts.append(up_to(m.sample, length))
+        ids = llm["tokens"].astype(np.int64)
+        ids[np.array(m.kinds) == "video"] = family.video
+        wanted.append(generated(ids[:length], 1.5, **family.arguments(m.media)))
+    config = Config(model=ModelConfig(size="anyres-nano"))
+    ours = Generator(config, folder, jax.devices()[:2], rows=4)
+    said = []
+    for first in range(0, len(prompts), 4):
+        some = prompts[first : first + 4]
+        said += ours.answers(some, Sampling(n, repetition_penalty=1.5))
+    end = ours.tokenizer.im_end_id
+    for answer, tokens in zip(said, wanted, strict=True):
+        whole = [*answer.tokens, *[end] * (answer.stopped == "end")]
+        assert whole == tokens[: len(whole)]
+    assert len({token for tokens in wanted for token in tokens}) > 8  # else anything would do
+
+    text = ["What is it?", "Why?"]
+    records = [{"id": k, "conversations": talk(q, "?")} for k, q in enumerate(text)]
+    Path("ask.json").write_text(json.dumps(records))
+    capsys.readouterr()
+    more = ["--max-tokens", f"{n}", "--data.tokenizer", "bytes", "--json"]
+    assert main(["evaluate", folder, "--data", "ask.json", "--out", "asked", *more]) == 0
+    answers = [row["answer"] for row in json.loads(capsys.readouterr().out)["answers"]]
+    for question, answer in zip(text, answers, strict=True):
+        assert main(["generate", folder, "--prompt", question, *more]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert alone["answer"].strip() == answer
+        prompt = prompt_sample(question, {}, config.data, MODEL, ours.tokenizer)
+        tokens = generated(prompt.fields["llm"]["tokens"].astype(np.int64))
+        whole = [*alone["tokens"], *[end] * (alone["stopped"] == "end")]
+        assert whole == tokens[: len(whole)]
 
 
 def test_a_model_without_a_published_form_is_refused():

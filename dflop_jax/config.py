@@ -352,13 +352,18 @@ class TrainConfig:
         "checkpoint that is then written; 0: none",
     ] = 0
     eval_metrics: Annotated[
-        tuple[str, ...], "how they are scored: exact, relaxed, anls, choice, wer"
-    ] = ("exact",)
+        tuple[str, ...], "how they are scored: exact, relaxed, anls, choice, wer; empty: exact"
+    ] = ()
     eval_max_tokens: Annotated[PositiveInt, "longest of these answers"] = 64
     early_stop: Annotated[
         NonNegativeInt,
         "evaluations in a row without a lower held-out loss that end the run; 0: never",
     ] = 0
+
+    @property
+    def answer_metrics(self) -> tuple[str, ...]:
+        """How answers to held-out samples are scored."""
+        return self.eval_metrics or ("exact",)
 
     @property
     def evaluates(self) -> bool:

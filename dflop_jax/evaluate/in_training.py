@@ -36,7 +36,7 @@ class HeldOutAnswers:
 
     def __init__(self, config: Config, place: Workplace, source: Source) -> None:
         train = config.train
-        check_metrics(train.eval_metrics)
+        check_metrics(train.answer_metrics)
         if not hasattr(place.model.modules.get("llm"), "logits"):
             raise ValueError(
                 f"train.eval_generate_every={train.eval_generate_every}: {config.model.factory} "
@@ -76,7 +76,7 @@ class HeldOutAnswers:
         assert self._generator is not None, "call prepare first"
         self._generator.load(checkpoint, average=bool(self._config.train.ema))
         try:
-            names, key = self._config.train.eval_metrics, f"answers/{step}"
+            names, key = self._config.train.answer_metrics, f"answers/{step}"
             found = evaluate(self._generator, self._asked, self._how, names, self._place.peers, key)
         finally:
             self._generator.free()

@@ -280,7 +280,7 @@ def _check_answers(config: Config) -> None:
             f"train.eval_generate_every={train.eval_generate_every} needs held-out samples and "
             "checkpoints; give train.eval_samples or train.eval_fraction, and checkpoint.every"
         )
-    metrics = train.eval_metrics if train.eval_generate_every else ()
+    metrics = train.answer_metrics if train.eval_generate_every else ()
     if by not in ("loss", *metrics):
         raise ValueError(
             f"checkpoint.best_by={by}: held-out samples are not answered so; give "

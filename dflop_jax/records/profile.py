@@ -97,8 +97,8 @@ def _seconds(record: LayerTiming | Recompute, factor: float) -> dict[str, Any]:
 class ParamDims:
     """Sizes of a parameter's dims, which of them tensor parallelism splits (-1: none), what the
     optimizer keeps of it: bytes for each element, shared like these, and bytes that every rank has;
-    whether it trains; the bytes of an element as programs read it; and how many moments of its shape
-    a step of whole layers has (see `pipeline.by_layer`), -1 where it is stepped element by
+    whether it trains; the bytes of an element as programs read it; and how many moments of its
+    shape a step of whole layers has (see `pipeline.by_layer`), -1 where it is stepped element by
     element."""
 
     sizes: tuple[int, ...]

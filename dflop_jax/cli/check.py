@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> Checked:
     from dflop_jax.front.check_page import counts_of, page
     from dflop_jax.front.data_check import DataLook
     from dflop_jax.front.defaults import named
+    from dflop_jax.front.hub import fetch_datasets
     from dflop_jax.front.place_check import environment_facts, model_facts
     from dflop_jax.report.run_folder import check_answer_file
 
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> Checked:
         raise ValueError(f"--records {args.records} must be at least 1")
     ask = asked(args, whole=False)
     config = ask.config
+    fetch_datasets(config.data, note)
     names_model = any(s.name == "model.size" for s in ask.settings) or any(
         vars(args)[name] for name in MODEL_FIELDS
     )

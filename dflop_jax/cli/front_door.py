@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from dflop_jax.cli.experiment import (
     ONE_RUN,
     experiment_arguments,
+    given_profile,
     load_experiment,
     overrides,
     the_one,
@@ -92,8 +93,10 @@ def _asked(base: Config, settings: list[Setting], given: dict[str, str], *, whol
     config = override(with_settings(base, settings), given)
     if whole:
         from dflop_jax.data.build import check_paths
+        from dflop_jax.front.hub import fetch_datasets
 
         check_paths(config.data)  # before jax starts, which takes seconds
+        fetch_datasets(config.data, note)
     standing = {s.name: s for s in settings if s.name not in given}
     # What the user gives in another way is out of force.
     chosen = with_settings(config, standing.values())
@@ -107,21 +110,16 @@ def _same(setting: Setting, one: Config, other: Config) -> bool:
 
 
 def _check_named(args: argparse.Namespace, given: dict[str, str]) -> None:
-    if args.model is None and not any(name in given for name in MODEL_FIELDS):
+    if not args.model and not any(name in given for name in MODEL_FIELDS):
         raise ValueError(
             "no model: give --model FOLDER_OR_NAME --data PATH_OR_NAME, or an experiment file such "
             "as experiments/demo.py first"
         )
-    if (
-        args.model is not None
-        and args.data is None
-        and not (given.get("data.path") or given.get("data.factory"))
-    ):
+    if args.model and not args.data and not (given.get("data.path") or given.get("data.factory")):
         raise ValueError("no data: give --data PATH_OR_NAME (a JSON file or folder, Parquet, ...)")
 
 
 def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) -> list[Setting]:
-    from dflop_jax.cluster.devices import on_cpu
     from dflop_jax.front.defaults import model_defaults, run_dir
     from dflop_jax.front.hub import model_folder
     from dflop_jax.front.model_folder import folder_settings
@@ -134,6 +132,8 @@ def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) ->
         name = str(folder)
         settings += folder_settings(folder, given)
         if not by_file:
+            from dflop_jax.cluster.devices import on_cpu  # with jax, which takes seconds
+
             hardware = given.get("plan.hardware", "")
             gpus = hardware != "cpu" if hardware else not on_cpu()
             lora = given.get("train.lora_rank", "0") != "0"
@@ -167,6 +167,7 @@ def open_place(args: argparse.Namespace) -> Workplace:
     from dflop_jax.train.ready import workplace_line
 
     ask = asked(args)
+    given_profile(args)  # refused now rather than when it is used
     with said(ask) as notes:
         place = set_up(ask.config)
         if ask.settings and place.peers.is_hub:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import msgspec
 
 from dflop_jax.config import DataConfig
 from dflop_jax.config_texts import named_columns
+from dflop_jax.data.datasets.find_tables import HUB, hub_name
 from dflop_jax.data.datasets.header_rows import RowReader, RowsApart, RowsHere, ToPieces
 from dflop_jax.data.datasets.json_file import find_file
 from dflop_jax.data.datasets.llava_records import Record
@@ -36,6 +37,9 @@ from dflop_jax.data.sample import OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import BYTES, Tokenizer, chat_pieces, make_tokenizer
 from dflop_jax.data.text.weighting import trained_on
+
+# Of what is one file; names on the hub have none.
+FILE_ENDINGS = (".json", ".jsonl", ".parquet", ".arrow", ".tar", ".yaml", ".yml")
 
 
 def make_source(
@@ -271,6 +275,22 @@ def check_paths(config: DataConfig) -> None:
             f"{config.tokenizer}: no such tokenizer.json or folder with one; leave data.tokenizer "
             "empty for byte-level"
         )
+
+
+def hub_datasets(config: DataConfig) -> list[tuple[str, str, str]]:
+    """What of the data is named on the hub: (path, OWNER/NAME, folder in it). A path in a folder
+    that is here, or with the ending of a file, is taken for a mistake of a path."""
+    if config.factory or not config.path:
+        return []
+    paths = [part.path for part in _parts(config).parts]
+    if config.eval_path:
+        paths += [part.path for part in _parts(replace(config, path=config.eval_path)).parts]
+    found = [(path, named) for path in paths if (named := hub_name(path))]
+    return [
+        (path, *named)
+        for path, named in found
+        if path.startswith(HUB) or not (Path(path).parent.is_dir() or path.endswith(FILE_ENDINGS))
+    ]
 
 
 def _parts(config: DataConfig) -> Mixture:

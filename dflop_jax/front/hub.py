@@ -1,6 +1,8 @@
-"""A model by its name on Hugging Face's hub: from the local cache, else fetched into it.
+"""Models and data sets by their names on Hugging Face's hub: from the local cache, else fetched
+into it.
 
-Only files that are read as data are fetched: weights as safetensors, JSON, tokenizer and template.
+Only files that are read as data are fetched: of a model weights as safetensors, JSON, tokenizer and
+template; of a data set tables, records, shards and media.
 """
 
 from __future__ import annotations
@@ -10,14 +12,45 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from dflop_jax.cluster.ending import TryAgain
+from dflop_jax.config import DataConfig
+from dflop_jax.data.build import hub_datasets
+from dflop_jax.data.datasets.find_tables import hub_files
 
 NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
-FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
 CONFIG, INDEX, ONE = "config.json", "model.safetensors.index.json", "model.safetensors"
-REMEDY = "or give a folder that transformers' save_pretrained wrote"
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is looked for on the hub, and what messages say of it.
+
+    Attributes:
+      asked: the flag and its value.
+      files: patterns of what is fetched.
+      remedy: what may be given in its place.
+    """
+
+    asked: str
+    kind: Literal["model", "dataset"]
+    repo: str
+    revision: str | None
+    files: tuple[str, ...]
+    remedy: str
+
+    @property
+    def mark(self) -> str:
+        """The name of its files beside those of the cache."""
+        return f".dflop-{self.kind}s--{self.repo.replace('/', '--')}"
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether a folder of the cache has all of it."""
+        return is_whole(folder) if self.kind == "model" else not _half(self).exists()
 
 
 def model_folder(name: str, tell: Callable[[str], None] = lambda line: None) -> Path:
@@ -42,38 +75,9 @@ def model_folder(name: str, tell: Callable[[str], None] = lambda line: None) -> 
                 "with config.json, safetensors and tokenizer.json"
             )
         return path
-    repo, revision = match[1], match[2]
-    if cached := _cached(repo, revision):
-        return cached
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise ValueError(
-            f"--model {name}: no such folder, and the cache of the hub does not hold it whole "
-            f"(HF_HUB_OFFLINE is set); fetch it where there is a network: hf download {repo}, "
-            f"{REMEDY}"
-        )
-    with _alone(repo):
-        if cached := _cached(repo, revision):  # another process has fetched it meanwhile
-            return cached
-        tell(f"fetching {name} from {constants.ENDPOINT}")
-        return _fetched(name, repo, revision)
-
-
-def _fetched(name: str, repo: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=FILES))
-    except HFValidationError as e:
-        raise ValueError(f"--model {name}: {e}; give OWNER/NAME, {REMEDY}") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, RuntimeError) as e:
-        raise _refused(name, e) from None
-    except Exception as e:  # of the HTTP library, whose names change with its version
-        if not type(e).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
-            raise
-        raise _refused(name, e) from None
+    remedy = "or give a folder that transformers' save_pretrained wrote"
+    wanted = Wanted(f"--model {name}", "model", match[1], match[2], FILES, remedy)
+    folder = _folder(wanted, tell)
     if not is_whole(folder):
         raise ValueError(
             f"--model {name}: {folder} has no {CONFIG} or lacks safetensors: it is published in "
@@ -82,8 +86,81 @@ def _fetched(name: str, repo: str, revision: str | None) -> Path:
     return folder
 
 
-def _refused(name: str, error: Exception) -> Exception:
-    """What to raise where the hub does not give a model."""
+def fetch_datasets(config: DataConfig, tell: Callable[[str], None] = lambda line: None) -> None:
+    """See to it that the cache has what `config` names on the hub, as for `model_folder`. What a
+    cache has that others filled is taken to be whole.
+
+    Raises:
+      ValueError: no such data set, or one that asks for a login.
+      TryAgain: the hub cannot be reached, or the connection was cut.
+    """
+    for path, repo, folder in hub_datasets(config):
+        wanted = Wanted(
+            f"data {path}, which is no path here",
+            "dataset",
+            repo,
+            None,
+            hub_files(folder),
+            "or give a file or folder",
+        )
+        _folder(wanted, tell)
+
+
+def _folder(wanted: Wanted, tell: Callable[[str], None]) -> Path:
+    """Its folder in the cache, fetched where that has not all of it."""
+    if cached := _cached(wanted):
+        return cached
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        fetch = "hf download" + " --repo-type dataset" * (wanted.kind == "dataset")
+        raise ValueError(
+            f"{wanted.asked}: no such folder, and the cache of the hub does not hold it whole "
+            f"(HF_HUB_OFFLINE is set); fetch it where there is a network: {fetch} {wanted.repo}, "
+            f"{wanted.remedy}"
+        )
+    with _alone(wanted):
+        if cached := _cached(wanted):  # another process has fetched it meanwhile
+            return cached
+        tell(f"fetching {wanted.repo} from {constants.ENDPOINT}")
+        _half(wanted).touch()
+        folder = _fetched(wanted)
+        _half(wanted).unlink()
+        return folder
+
+
+def _half(wanted: Wanted) -> Path:
+    """A file that is there from the begin of a download to its end."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE, f"{wanted.mark}.part")
+
+
+def _fetched(wanted: Wanted) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                wanted.repo,
+                repo_type=wanted.kind,
+                revision=wanted.revision,
+                allow_patterns=list(wanted.files),
+            )
+        )
+    except HFValidationError as e:
+        raise ValueError(f"{wanted.asked}: {e}; give OWNER/NAME, {wanted.remedy}") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, RuntimeError) as e:
+        raise _refused(wanted, e) from None
+    except Exception as e:  # of the HTTP library, whose names change with its version
+        if not type(e).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
+            raise
+        raise _refused(wanted, e) from None
+
+
+def _refused(wanted: Wanted, error: Exception) -> Exception:
+    """What to raise where the hub does not give it."""
     from huggingface_hub import constants
     from huggingface_hub.errors import RevisionNotFoundError
 
@@ -91,33 +168,40 @@ def _refused(name: str, error: Exception) -> Exception:
     answers = [getattr(e, "response", None) for e in (error, error.__cause__)]
     code = next((r.status_code for r in answers if r is not None), None)
     if any(isinstance(e, RevisionNotFoundError) for e in (error, error.__cause__)):
-        return ValueError(f"--model {name}: the model has no such revision; name another one")
+        return ValueError(f"{wanted.asked}: the hub has no such revision of it; name another one")
     if code in (401, 403, 404):
         return ValueError(
-            f"--model {name}: {constants.ENDPOINT} answers {code}: it has no such model, or shows "
-            f"it only to who may see it; mend the name, log in (hf auth login), {REMEDY}"
+            f"{wanted.asked}: {constants.ENDPOINT} answers {code}: it has no such {wanted.kind}, "
+            "or shows it only to who may see it; mend the name, log in (hf auth login), "
+            f"{wanted.remedy}"
         )
     why = " ".join(str(error).split())[:200] or type(error).__name__
     return TryAgain(
-        f"--model {name}: the hub cannot be reached, or the connection was cut ({why}); run the "
-        f"command again, what has come is kept, {REMEDY}"
+        f"{wanted.asked}: the hub cannot be reached, or the connection was cut ({why}); run the "
+        f"command again, what has come is kept, {wanted.remedy}"
     )
 
 
-def _cached(repo: str, revision: str | None) -> Path | None:
-    """The model's folder in the cache, if all of it is there."""
+def _cached(wanted: Wanted) -> Path | None:
+    """Its folder in the cache, if all of it is there."""
     from huggingface_hub import snapshot_download
 
     with suppress(OSError, ValueError):  # those of huggingface_hub are of these kinds
         folder = Path(
-            snapshot_download(repo, revision=revision, allow_patterns=FILES, local_files_only=True)
+            snapshot_download(
+                wanted.repo,
+                repo_type=wanted.kind,
+                revision=wanted.revision,
+                allow_patterns=list(wanted.files),
+                local_files_only=True,
+            )
         )
-        return folder if is_whole(folder) else None
+        return folder if wanted.is_in(folder) else None
     return None
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder has its configuration and every file of weights that it should."""
+    """Whether a model's folder has its configuration and every file of weights that it should."""
     if not (folder / CONFIG).is_file():
         return False
     if (folder / INDEX).is_file():
@@ -130,14 +214,14 @@ def is_whole(folder: Path) -> bool:
 
 
 @contextmanager
-def _alone(repo: str) -> Iterator[None]:
-    """Wait until no other process of this host fetches the model."""
+def _alone(wanted: Wanted) -> Iterator[None]:
+    """Wait until no other process of this host fetches it."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / f".dflop-{repo.replace('/', '--')}.lock").open("ab")
+        lock = (folder / f"{wanted.mark}.lock").open("ab")
     except OSError as e:
         raise ValueError(
             f"{folder}: the hub's cache cannot be written ({e.strerror}); set HF_HOME to a folder "

@@ -1,9 +1,11 @@
-"""A hub on this host that knows one model, as far as fetching it asks."""
+"""A hub on this host that knows one model, or one data set of the same name, as far as fetching it
+asks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,7 @@ NAME, SHA = "owner/small", "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """The model's files, what becomes of requests, and which came.
+    """Its files, what becomes of requests, and which came.
 
     Attributes:
       status: of every answer, 200 for what is asked.
@@ -30,6 +32,7 @@ class Hub:
 
     def answer(self, path: str) -> tuple[bytes, dict[str, str]] | None:
         """The body and headers for a path, None for what there is not."""
+        path = path.replace("/api/datasets/", "/api/models/").removeprefix("/datasets")
         if path == f"/api/models/{NAME}/revision/main":
             siblings = [{"rfilename": f} for f in self.files]
             return json.dumps({"id": NAME, "sha": SHA, "siblings": siblings}).encode(), {}
@@ -48,7 +51,7 @@ class Hub:
 
 @contextmanager
 def hub_of(files: Mapping[str, bytes]) -> Iterator[Hub]:
-    """A running hub with the files of its one model."""
+    """A running hub with these files."""
     hub = Hub(files)
 
     class Handler(BaseHTTPRequestHandler):
@@ -66,7 +69,7 @@ def hub_of(files: Mapping[str, bytes]) -> Iterator[Hub]:
             status = hub.status if found else 404
             body, headers = found if found and status == 200 else (b'{"error": "no"}', {})
             if not found:
-                known = self.path.startswith(f"/api/models/{NAME}/")
+                known = re.match(rf"/api/(models|datasets)/{NAME}/", self.path)
                 headers = {"X-Error-Code": "RevisionNotFound" if known else "RepoNotFound"}
             self.send_response(status)
             for name, value in headers.items():

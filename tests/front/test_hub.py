@@ -1,5 +1,5 @@
-"""A model by its name on the hub, from a server on this host: each case in a process of its own,
-since huggingface_hub reads its variables once."""
+"""A model or data set by its name on the hub, from a server on this host: each case in a process
+of its own, since huggingface_hub reads its variables once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from dflop_jax.config import DataConfig
+from dflop_jax.data.build import hub_datasets
 from dflop_jax.front.hub import is_whole, model_folder
+from tests.data.media_cases import talk
 from tests.front.hub_server import NAME, SHA, hub_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,18 +52,36 @@ def hub():
 def start(hub, tmp_path):
     """Begins to look for a model in a process with a cache of this test."""
 
-    def begin(name=NAME, **variables):
+    def begin(name=NAME, ask=ASK, **variables):
         variables = {
             "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT),
             "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0", **variables,
         }  # fmt: skip
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         return subprocess.Popen(
-            [sys.executable, "-c", ASK, name], cwd=tmp_path, env=kept | variables, text=True,
+            [sys.executable, "-c", ask, name], cwd=tmp_path, env=kept | variables, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     return begin
+
+
+ASK_DATA = """
+import sys
+from dflop_jax.cluster.ending import RunFailed, exit_code_of
+from dflop_jax.config import DataConfig
+from dflop_jax.data.datasets.readers import open_reader
+from dflop_jax.front.hub import fetch_datasets
+try:
+    path, tell = sys.argv[1], lambda line: print("told", line, file=sys.stderr)
+    fetch_datasets(DataConfig(path=path), tell)
+    reader = open_reader(path)
+    record = reader.read(*reader.locate())
+    print(record.turns[0][1], len(record.media))
+except (ValueError, RunFailed) as e:
+    print(e, file=sys.stderr)
+    sys.exit(exit_code_of(e))
+"""
 
 
 def over(process):
@@ -144,3 +165,57 @@ def test_what_is_whole(tmp_path):
     assert not is_whole(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     assert not is_whole(tmp_path)
+
+
+def parquet(rows):
+    """A Parquet file of these rows."""
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.Table.from_pylist(rows), buffer := pa.BufferOutputStream())
+    return buffer.getvalue().to_pybytes()
+
+
+def test_a_data_set_is_fetched_as_a_model_is(hub, start):
+    row = {"conversations": talk("<image> Hello?", "Yes."), "image": "pictures/a.PNG"}
+    hub.files = {
+        "data/train-00000.parquet": parquet([row]),
+        "pictures/a.PNG": b"any bytes",
+        "load.py": b"code",
+        "cache.pickle": b"code",
+    }
+    hub.cut = {"a.PNG"}
+    code, _, err = over(start(ask=ASK_DATA))
+    assert code == 4, err
+    assert f"data {NAME}, which is no path here: the hub cannot be reached" in err
+    code, _, err = over(start(ask=ASK_DATA, HF_HUB_OFFLINE="1"))  # half of it is none
+    assert code == 2, err
+    assert f"hf download --repo-type dataset {NAME}" in err
+    hub.cut = set()
+    for name in (NAME, f"hf://datasets/{NAME}"):
+        code, said, err = over(start(name, ask=ASK_DATA))
+        assert code == 0, err
+        assert said.startswith("<image> Hello?")
+    assert hub.asked["load.py"] == hub.asked["cache.pickle"] == 0
+    asked = hub.asked.total()
+    assert over(start(ask=ASK_DATA))[0] == 0
+    assert hub.asked.total() == asked
+    code, _, err = over(start("owner/none", ask=ASK_DATA))
+    assert code == 2, err
+    assert "answers 404: it has no such dataset" in err
+
+
+def test_which_data_are_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here/there").mkdir(parents=True)
+    Path("mix.yaml").write_text("- owner/set\n- here/there\n- hf://datasets/o/n/train\n")
+
+    def names(path, **more):
+        return [name for _, *name in hub_datasets(DataConfig(path=path, **more))]
+
+    assert names("owner/set") == [["owner/set", ""]]
+    assert names("mix.yaml") == [["owner/set", ""], ["o/n", "train"]]
+    assert names("here/there", eval_path="o/held") == [["o/held", ""]]
+    for mistake in ("here/their", "gone/train.json", "gone/a.parquet", "a/b/c", "", "one"):
+        assert names(mistake) == []

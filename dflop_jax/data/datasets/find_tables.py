@@ -12,6 +12,12 @@ SUFFIXES = (".parquet", ".arrow")
 SPLITS = {"train", "validation", "valid", "val", "dev", "eval", "test"}
 HUB = "hf://datasets/"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# Endings of files of a data set on the hub that are read, or looked at: no code, no pickles.
+HUB_ENDINGS = (
+    *("parquet", "arrow", "json", "jsonl", "tar", "yaml", "txt"),
+    *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
+    *("mp4", "webm", "mkv", "mov", "avi", "m4v", "wav", "flac", "mp3", "ogg", "opus", "m4a"),
+)
 SHARD_OF = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
 
 
@@ -35,22 +41,44 @@ def find_tables(path: str) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def hub_folder(path: str) -> Path | None:
-    """The folder in Hugging Face's cache that `hf://datasets/OWNER/NAME[/FOLDER]` names, or
-    `OWNER/NAME` where there is no such path; None for any other path.
-
-    ValueError: it is not in the cache.
-    """
+def hub_name(path: str) -> tuple[str, str] | None:
+    """The data set (OWNER/NAME) and the folder in it that `hf://datasets/OWNER/NAME[/FOLDER]` names
+    on Hugging Face's hub, or `OWNER/NAME` where there is no such path; None for any other path."""
     name, rest = path.removeprefix(HUB), ""
     if name != path:
         name, rest = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
     if not HUB_ID.fullmatch(name) or (name == path and Path(path).exists()):
         return None
+    return name, rest
+
+
+def hub_files(folder: str) -> tuple[str, ...]:
+    """Patterns of the files of a data set on the hub, or of a folder in it, that are fetched."""
+    below = f"{folder}/*" if folder else "*"
+    return tuple(f"{below}.{e}" for end in HUB_ENDINGS for e in (end, end.upper()))
+
+
+def hub_folder(path: str) -> Path | None:
+    """The folder in the hub's cache that a path names, None for one that is not of the hub; see
+    `hub_name`.
+
+    ValueError: it is not in the cache.
+    """
+    if (named := hub_name(path)) is None:
+        return None
+    name, rest = named
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+        folder = Path(
+            snapshot_download(
+                name,
+                repo_type="dataset",
+                local_files_only=True,
+                allow_patterns=list(hub_files(rest)),
+            )
+        )
     except (LocalEntryNotFoundError, HFValidationError):
         raise ValueError(
             f"{path}: no such file or folder, and no dataset in the cache of the hub; "

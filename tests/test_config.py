@@ -51,7 +51,7 @@ def test_every_field_takes_an_override_and_has_help(leaf):
     assert type(get(changed, name)) is type(value)
     # Nothing else changed.
     default = str(get(Config(), name)) if kind is not tuple else ""
-    back = override(changed, {name: [] if "tuple" in str(kind) else default})
+    back = override(changed, {name: [*get(Config(), name)] if "tuple" in str(kind) else default})
     assert back == Config()
 
 

@@ -1,7 +1,7 @@
-"""Fifty wrong command lines, each as a process: one line, the exit code of bad input, how soon.
+"""Sixty wrong command lines, each as a process: one line, the exit code of bad input, how soon.
 
 Command:  python benchmarks/wrong_lines.py [--json FILE]
-Minutes:  about 5 on two cores
+Minutes:  about 3 on two cores
 Expected: exit code 2 and one line of all, none after 10 s
 
 The lines are those of tests/front/wrong_lines.py: flags misspelt in every place, files that are not

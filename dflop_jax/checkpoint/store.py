@@ -88,7 +88,8 @@ class CheckpointStore:
     def no_step(self, step: int | None, there: Iterable[int]) -> str:
         """What is said where there is no checkpoint of a step, or none at all (None)."""
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        return f"{self.root}: {which}; those that are there: {', '.join(map(str, there)) or 'none'}"
+        known = ", ".join(map(str, there)) or "none; look at the folder's name"
+        return f"{self.root}: {which}; those that are there: {known}"
 
     def prepare(self, step: int) -> None:
         """Make the folder for a save, without what an interrupted one left there.

@@ -81,6 +81,11 @@ def answering_config(args: argparse.Namespace) -> tuple[Config, str]:
     """
     from dflop_jax.generate.published import is_published
 
+    if not Path(args.experiment).exists():
+        raise ValueError(
+            f"{args.experiment}: no such run folder, folder of weights or experiment file; check "
+            "the path, or train it first"
+        )
     is_folder = Path(args.experiment).is_dir()
     base = None
     if is_folder:

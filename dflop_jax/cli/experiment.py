@@ -7,7 +7,9 @@ import hashlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,14 +117,9 @@ def load_experiment(path: str) -> dict[str, Config]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
-    try:
+    with _at_fault(file, path):
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError) as e:
-        raise ValueError(f"{path}: {e}") from None
-    try:
         found = module.config() if hasattr(module, "config") else None
-    except (TypeError, ValueError) as e:  # an unknown field, a value out of range
-        raise ValueError(f"{path}: config() fails: {e}; mend it there") from None
     stages = {ONE_RUN: found} if isinstance(found, Config) else found
     if (
         not isinstance(stages, dict)
@@ -135,6 +132,21 @@ def load_experiment(path: str) -> dict[str, Config]:
             "the names of stages; add one"
         )
     return stages
+
+
+@contextmanager
+def _at_fault(file: Path, path: str) -> Iterator[None]:
+    """ValueError that says what an experiment file does wrong, and in which line, if in one."""
+    try:
+        yield
+    except Exception as e:  # whatever its own code raises
+        frames = traceback.extract_tb(e.__traceback__)
+        lines = [f.lineno for f in frames if Path(f.filename).absolute() == file.absolute()]
+        if isinstance(e, SyntaxError):
+            lines = [e.lineno]
+        where = f"{path}, line {lines[-1]}" if lines and lines[-1] else path
+        kind = "" if isinstance(e, ValueError) else f"{type(e).__name__}: "
+        raise ValueError(f"{where}: {kind}{e}; mend it there") from None
 
 
 # ---- options of several commands ----

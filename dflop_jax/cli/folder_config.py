@@ -10,6 +10,7 @@ import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -48,9 +49,12 @@ def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
     if not file.is_file():
         raise ValueError(f"{folder}: no {CONFIG} in it; give a run folder or an experiment file")
     try:
-        config = msgspec.json.decode(file.read_bytes(), type=Config)
+        sections = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        config = msgspec.convert(sections, Config)
     except msgspec.DecodeError as e:
         raise ValueError(f"{file}: not a configuration ({e}); give the experiment file") from None
+    if not {"model", "data", "train"} <= sections.keys():
+        raise ValueError(f"{file}: is not that of a run; give a run folder, which training wrote")
     config = replace(config, cache_dir=Config().cache_dir)
     if named := getattr(args, FACTORY):
         import_from_here()

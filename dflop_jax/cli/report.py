@@ -30,6 +30,9 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.summary import summarise, summary_table
 
     folders = [Path(f) for f in args.runs]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such run folder; check the path, or train it first")
     page, picture = folders[0] / PAGE, folders[0] / PICTURE
     if args.out:
         page, picture = (Path(args.out).with_suffix(s) for s in (".html", ".png"))

@@ -111,18 +111,20 @@ def run(args: argparse.Namespace) -> TrainAnswer | StagesAnswer:
 
 
 def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | StagesAnswer:
-    from dflop_jax.evaluate.in_training import held_out_answers
-    from dflop_jax.record_files import load
-    from dflop_jax.records import Plan
-    from dflop_jax.train.callbacks import callbacks_at
-    from dflop_jax.train.trainer import Trainer
-
     if args.overwrite and args.resume:
         raise ValueError("--overwrite and --resume exclude each other; give one of them")
     if args.reset_optimizer and not args.resume:
         raise ValueError(
             "--reset-optimizer goes with --resume: leave it out, a new run begins with a fresh one"
         )
+    _step(args.resume)
+    asks = asked_stages(args)  # what a command line alone shows to be wrong, before jax is imported
+    from dflop_jax.evaluate.in_training import held_out_answers
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Plan
+    from dflop_jax.train.callbacks import callbacks_at
+    from dflop_jax.train.trainer import Trainer
+
     plan = load(Plan, args.plan_file) if args.plan_file else None
     if args.callbacks:
         import_from_here()
@@ -134,7 +136,6 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | Stage
         )
         return trainers[-1]
 
-    asks = asked_stages(args)
     options = {"callbacks": callbacks_at(args.callbacks), "dry": args.dry_run}
     if args.only is None and ONE_RUN not in asks:
         return _train_stages(args, asks, make, trainers, options)

@@ -8,6 +8,7 @@ one line that names the file.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,7 @@ MAX_FOOTER_BYTES = 64 * MiB  # of what a table says of itself
 MAX_ROWS = 200_000_000  # of one table
 MAX_SHOWN = 200_000_000  # samples of a mixture's epoch
 MAX_TOKENIZER_BYTES = 256 * MiB  # of a file of a tokenizer
+_FILE_OBJECT = re.compile(r" <_io\.[^>]*>")  # what Pillow calls a file
 
 
 @contextmanager
@@ -58,7 +60,7 @@ def named(failure: str, remedy: str = "") -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """What an error says, with its type where that tells more than its words."""
-    text = " ".join(str(error).split())[:500]
+    text = " ".join(_FILE_OBJECT.sub("", str(error)).split())[:500]
     return text if type(error) is ValueError and text else f"{type(error).__name__}: {text}"
 
 

@@ -19,6 +19,7 @@ STYLE = """
 table { border-collapse: collapse; width: 100%; } table td, table th { text-align: left;
   vertical-align: top; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line);
   white-space: normal; overflow-wrap: anywhere; font-weight: inherit; }
+td:nth-child(2):not(:last-child) { min-width: 9em; }
 table tr > :first-child { white-space: nowrap; overflow-wrap: normal; }
 table th { font-weight: 600; }
 table td.n { text-align: right; }

@@ -54,7 +54,10 @@ def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, 
     if unknown := set(freeze) - set(known):
         raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(known)}")
     if set(freeze) >= set(known):
-        raise ValueError("every part of the model is frozen; nothing is left to train")
+        raise ValueError(
+            "every part of the model is frozen, nothing is left to train; leave one out of "
+            "train.freeze"
+        )
     return tuple(g for g in known if g not in freeze)
 
 

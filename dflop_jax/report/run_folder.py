@@ -374,8 +374,10 @@ def answer_folder(run_dir: str | Path, question: str, out: str | None = None) ->
 
 
 def check_answer_file(file: str | Path) -> None:
-    """ValueError where a file that is to be written is a record of a run."""
+    """ValueError where a file that is to be written is a folder or a record of a run."""
     path = Path(file)
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder; name a file in it")
     if path.name in _RECORDS and has_begun(path.parent):
         raise ValueError(f"{path}: is a record of a run, which stays; choose another --out")
 

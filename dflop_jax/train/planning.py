@@ -252,6 +252,11 @@ def check_trainable(config: Config) -> None:
             f"train.early_stop={config.train.early_stop} goes by held-out losses; give "
             "train.eval_every and train.eval_samples"
         )
+    if config.train.eval_every and not config.train.evaluates:
+        raise ValueError(
+            f"train.eval_every={config.train.eval_every} evaluates nothing: no sample is held out; "
+            "give train.eval_samples or train.eval_fraction"
+        )
     if config.data.eval_path and (config.data.factory or not config.train.eval_samples):
         why = "a data.factory has its own" if config.data.factory else "train.eval_samples is 0"
         raise ValueError(

@@ -73,16 +73,21 @@ def test_command_lines_that_are_wrong(capsys, args, says):
         (None, "exp.py: no such experiment file; give a path such as experiments/demo.py"),
         ("", "exp.py: defines no config() that returns a dflop_jax.Config"),
         ("def config():\n    return 3\n", "exp.py: defines no config() that returns"),
-        ("def config(:\n", "exp.py: "),
-        ("import nowhere_to_be_found\n", "exp.py: No module named 'nowhere_to_be_found'"),
+        ("def config(:\n", "exp.py, line 1: SyntaxError: invalid syntax"),
+        (
+            "\nimport nowhere_to_be_found\n",
+            "exp.py, line 2: ModuleNotFoundError: No module named 'nowhere_to_be_found'; mend it",
+        ),
+        ("def config():\n    return 1 / 0\n", "exp.py, line 2: ZeroDivisionError: division by"),
+        ("\0", "exp.py: "),
         (
             "from dflop_jax import Config, TrainConfig\n"
             "def config():\n    return Config(train=TrainConfig(steps=0))\n",
-            "exp.py: config() fails: train.steps=0 must be at least 1",
+            "exp.py, line 3: train.steps=0 must be at least 1; mend it there",
         ),
         (
             "from dflop_jax import TrainConfig\ndef config():\n    return TrainConfig(step=1)\n",
-            "config() fails: TrainConfig.__init__() got an unexpected keyword argument 'step'",
+            "exp.py, line 3: TypeError: TrainConfig.__init__() got an unexpected keyword",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Fifty wrong command lines end in one line with the remedy, before anything is measured."""
+"""Wrong command lines end in one line with the remedy, before anything is measured."""
 
 import pytest
 
@@ -15,8 +15,8 @@ def careless(tmp_path_factory):
     return careless_folder(tmp_path_factory.mktemp("careless"))
 
 
-def test_there_are_fifty():
-    assert len(WRONG) == 50
+def test_there_are_sixty():
+    assert len(WRONG) == 60
 
 
 @pytest.mark.parametrize("line", WRONG)

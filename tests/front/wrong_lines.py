@@ -1,4 +1,4 @@
-"""Fifty command lines of a careless user, each with what its one line has to say, and the folder
+"""Sixty command lines of a careless user, each with what its one line has to say, and the folder
 that they are given in."""
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ WRONG = {
     f"train --model cut {ASK[13:]}": "download",
     "train nano.py --model.weights gone": "no such folder of weights or run",
     "init": "give one first",
+    "train --model= --data photos": "no model: give --model FOLDER_OR_NAME",
+    "train --model qwen --data=": "no data: give --data PATH_OR_NAME",
+    "evaluate gone": "no such run folder, folder of weights or experiment file",
+    "train --model qwen --data empty.json": "holds no records; name a file that does",
     # Of the wrong kind.
     "train --model photos/train.json --data photos": "no such folder, nor OWNER/NAME",
     "train --model qwen --data qwen/config.json": "expected a JSON list of records",
@@ -64,7 +68,13 @@ WRONG = {
     f"train {ASK} --data.path other.json": "give one of them",
     f"train {ASK} --train.steps 3 --train.epochs 1": "give one of them",
     "init mine.txt --model qwen --data photos": "give a name that ends in .py",
+    "export qwen --out out": "qwen/config.json: is not that of a run; give a run folder",
+    "report nano.py": "no such run folder; check the path",
+    "check --data photos --page photos": "photos: is a folder; name a file in it",
+    "train raises.py": "raises.py, line 2: ZeroDivisionError: division by zero; mend it there",
     # Impossible sizes.
+    f"train {ASK} --train.eval_every 5": "give train.eval_samples or train.eval_fraction",
+    f"train {ASK} --train.freeze vision,connector,llm": "leave one out of train.freeze",
     f"train {ASK} --train.steps 0": "must be at least 1",
     f"train {ASK} --plan.devices -1": "must be a finite number, 0 or above",
     f"train {ASK} --plan.memory_bytes 1e4": "take more devices or more memory, or train less",
@@ -93,4 +103,6 @@ def careless_folder(folder: Path) -> Path:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(said))
     (folder / "empty").mkdir()
+    (folder / "empty.json").write_text("[]")
+    (folder / "raises.py").write_text("def config():\n    return 1 / 0\n")
     return folder

@@ -108,7 +108,7 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
 @pytest.mark.parametrize(
     "args, says",
     [
-        (["gone.py", *ASK], "gone.py: no such experiment file"),
+        (["gone.py", *ASK], "gone.py: no such run folder, folder of weights or experiment"),
         (["nano.py"], "give --prompt TEXT, or --chat to talk"),
         (["nano.py", "--chat", "--json"], "--chat is for a terminal; leave out --json"),
         (["nano.py", "--prompt", ""], "the prompt is empty; ask something with --prompt TEXT"),

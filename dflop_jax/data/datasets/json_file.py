@@ -55,7 +55,7 @@ class FileReader:
         for number, start, size in (_lines if file.suffix == ".jsonl" else _items)(file):
             yield Located(self.place(0, number), number, 0, start, size)
         if number < 0:
-            raise ValueError(f"{file}: holds no records")
+            raise ValueError(f"{file}: holds no records; name a file that does")
 
     def read(self, located: Located) -> Record:
         try:

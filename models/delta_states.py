@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,18 +36,11 @@ class States:
     backward: Callable[..., tuple[Array, Array]]
 
 
-@cache
 def states_by(kernel: str, chip: str, key_size: int, value_size: int) -> States:
-    """By the project's GPU kernels where an attention kernel of that name takes a GPU's, else by
-    XLA."""
-    chosen = skips(kernel, chip, jnp.dtype(jnp.bfloat16), key_size)
-    if not chosen or (on_gpu(chip) and not delta_gpu.fits(CHUNK, key_size, value_size)):
-        return XLA
-    interpret = not on_gpu(chip)
-    return States(
-        partial(delta_gpu.states, interpret=interpret),
-        partial(delta_gpu.states_gradient, interpret=interpret),
-    )
+    """By the project's GPU kernels on GPUs where attention by a kernel of that name is a GPU's too,
+    else by XLA: interpreted kernels with a loop like theirs do not trace in a `shard_map`."""
+    is_gpu = on_gpu(chip) and skips(kernel, chip, jnp.dtype(jnp.bfloat16), key_size)
+    return GPU if is_gpu and delta_gpu.fits(CHUNK, key_size, value_size) else XLA
 
 
 def _states(
@@ -81,3 +74,6 @@ def _states_gradient(
 
 
 XLA = States(_states, _states_gradient)
+GPU = States(
+    partial(delta_gpu.states, interpret=False), partial(delta_gpu.states_gradient, interpret=False)
+)

@@ -32,7 +32,7 @@ from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.config import Config, ModelConfig, PlanConfig
+from dflop_jax.config import AttentionKernel, Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel, edges_of, layer_kinds_of
 from dflop_jax.gpu_compile.child import CompileJob
 from dflop_jax.gpu_compile.chips import absent_devices
@@ -100,7 +100,7 @@ STUDIED = {
 CONTROL = ("Qwen3.5-9B", "full")  # whose layer of this kind has no kernel there
 
 
-def configuration(model: str, n_devices: int = 8, kernel: str = "auto") -> Config:
+def configuration(model: str, n_devices: int = 8, kernel: AttentionKernel = "auto") -> Config:
     m = STUDIED[model]
     return Config(
         model=ModelConfig(m.factory, m.size, dtype="bfloat16", attention_kernel=kernel),
@@ -161,7 +161,7 @@ def program_rows(model: str, policy: str) -> Iterator[Line]:
 # ---- one layer of each kind ----
 
 
-def kind_rows(model: str, kind: str, kernel: str = "auto") -> Iterator[Line]:
+def kind_rows(model: str, kind: str, kernel: AttentionKernel = "auto") -> Iterator[Line]:
     """A layer of a kind of the LLM between others, forward and backward."""
     config, hardware = configuration(model, kernel=kernel), find_hardware(CHIP)
     built = build_model(config.model)
@@ -194,10 +194,10 @@ def _compiled(segment: Segment) -> Iterator[tuple[str, str, Line]]:
         flops = needed_flops(segment, shape, direction, with_forward=False)
         seen = seen_pairs(segment.module, TOKENS)
         figures = predicted(program, find_hardware(CHIP), seen, flops)
-        stats = program.memory_analysis()
+        temp_bytes = getattr(program.memory_analysis(), "temp_size_in_bytes", 0)
         figures = {name: figures[name] for name in ("predicted_ms", "predicted")}
         figures |= {"needed_flops": flops, "compile_s": time.perf_counter() - started}
-        yield direction, program.as_text() or "", figures | {"temp_bytes": stats.temp_size_in_bytes}
+        yield direction, program.as_text() or "", figures | {"temp_bytes": temp_bytes}
 
 
 # ---- all of it ----

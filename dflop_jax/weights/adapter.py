@@ -2,6 +2,8 @@
 
 Of each adapted matrix the folder has A [rank, in] and B [out, rank], in the layout that the matrix
 has in a checkpoint; of a convolution A is one with `rank` features and B one of a single point.
+Adapters of matrices that are one tensor there, one below the other, are one adapter of all their
+ranks, whose B is 0 outside of their own rows.
 """
 
 from __future__ import annotations
@@ -57,12 +59,12 @@ def write_adapter(
     if form.dtype not in DTYPES.values():
         known = ", ".join(DTYPES.values())
         raise ValueError(f"unknown type of weights {form.dtype!r}; known: {known}")
-    pairs = list(_pairs(map_, params))
-    _check_all_written(params, pairs)
+    adapted = {name: (parts, rows) for name, parts, rows in _adapted(map_, params)}
+    _check_all_written(params, [part for parts, _ in adapted.values() for part in parts])
     tensors, ranks = [], {}
-    for t, pair, layer in pairs:
-        name = map_.module_name(t.name).removesuffix(".weight")
-        a, b = as_matrices(t, *(on_host(pair[side], layer, t.name) for side in ("a", "b")))
+    for tensor, (parts, n_rows) in adapted.items():
+        name = map_.module_name(tensor).removesuffix(".weight")
+        a, b = _joined([_matrices_of(*part) for part in parts], n_rows)
         ranks[name] = a.shape[0]
         for side, array in (("A", a), ("B", b)):
             values = array.astype(form.dtype if form.dtype != "bfloat16" else _bfloat16())
@@ -96,27 +98,50 @@ def _config(form: AdapterForm, ranks: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _pairs(
+_Part = tuple[Tensor, Mapping[str, Any]]  # what is a tensor, or some rows of it, and its adapter
+
+
+def _adapted(
     map_: WeightMap, params: Mapping[str, Params]
-) -> Iterator[tuple[Tensor, Mapping[str, Any], int | None]]:
-    """(the matrix's tensor, its adapter, which of its layers) of every adapter."""
-    for parts in by_name(map_.tensors).values():
+) -> Iterator[tuple[str, list[_Part], int]]:
+    """(the tensor, its adapted parts, rows of it that are a part; 0 where it is one part alone)."""
+    for name, parts in by_name(map_.tensors).items():
+        found = []
         for t in parts:
             adapters = params.get(t.module, {}).get(adapter_of(t.part), {})
             pair = adapters.get(".".join(t.path[:-1])) if t.path[-1] == "kernel" else None
-            if pair is None:
-                continue
-            if len(parts) > 1:
-                raise ValueError(
-                    f"{t.path[0]!r} is a part of the tensor {t.name!r}, which no adapter of peft's "
-                    "is; leave it out of train.lora_targets, or export without --adapter"
-                )
-            yield t, pair, t.layer
+            if pair is not None:
+                found.append((t, pair))
+        if found:
+            rows = sum(t.layout.file_shape[0] for t in parts)
+            yield name, found, rows if len(parts) > 1 else 0
 
 
-def _check_all_written(params: Mapping[str, Params], pairs: Sequence[Any]) -> None:
+def _matrices_of(t: Tensor, pair: Mapping[str, Any]) -> tuple[int, np.ndarray, np.ndarray]:
+    """(the part's first row, A, B)."""
+    return (t.offset, *as_matrices(t, *(on_host(pair[side], t.layer, t.name) for side in "ab")))
+
+
+def _joined(
+    matrices: Sequence[tuple[int, np.ndarray, np.ndarray]], n_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The A and B of a tensor; what they add is scaled by alpha / (all their ranks)."""
+    if not n_rows:
+        (_, a, b), *_ = matrices
+        return a, b
+    whole_a = np.concatenate([a for _, a, _ in matrices])
+    whole_b = np.zeros((n_rows, len(whole_a)), whole_a.dtype)
+    before = 0
+    for first, a, b in matrices:
+        share = len(whole_a) / len(a)
+        whole_b[first : first + len(b), before : before + len(a)] = share * b
+        before += len(a)
+    return whole_a, whole_b
+
+
+def _check_all_written(params: Mapping[str, Params], parts: Sequence[_Part]) -> None:
     """ValueError where there are no adapters, or one of a matrix that the folder has not."""
-    written = {(t.module, adapter_of(t.part), ".".join(t.path[:-1])) for t, *_ in pairs}
+    written = {(t.module, adapter_of(t.part), ".".join(t.path[:-1])) for t, _ in parts}
     every = {
         (module, part, name)
         for module, parts in params.items()

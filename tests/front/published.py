@@ -134,7 +134,8 @@ def llava_pictures(
         num_image_tokens=(TILE // PATCH) ** 2, vision_feature_select_strategy="full",
         vision_aspect_ratio=f"anyres_max_{MOST_TILES}",
     )  # fmt: skip
-    given = dict(processor(images=list(images), text=[text], return_tensors="pt"))
+    # A list in a list: pictures of one sample, of which several are a tile each.
+    given = dict(processor(images=[list(images)], text=[text], return_tensors="pt"))
     pad = tokenizer.convert_tokens_to_ids("<image>")
     runs = groupby(given.pop("input_ids")[0].tolist())
     given.pop("attention_mask")

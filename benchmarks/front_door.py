@@ -2,14 +2,15 @@
 
 Command:  python benchmarks/front_door.py [--families llava_onevision] [--json FILE]
 Minutes:  about 5 a family on two cores
-Expected: of each family the loss of step 1 is transformers' to 1e-4; the run is resumed and
-          exported, and transformers' logits of what was exported are ours to 1e-5
+Expected: of each family the loss of step 1 is transformers' to 1e-4; the run is killed, resumed and
+          exported; transformers' logits of what was exported are ours to 1e-5, and so are the
+          tokens that it answers
 
-A random folder of a Qwen3-VL, a LLaVA-OneVision and a Gemma 3 without pictures is written by
-transformers, tokenizer, template and picture processor beside it, and a LLaVA-format folder with
-no, one and two pictures a record (of a text-only model none). Then, as processes:
-`dflop train --model FOLDER --data FILE`, the same with `--resume auto` and more steps,
-`dflop export`, `dflop verify`.
+A random folder of each family is written by transformers, tokenizer, template and picture processor
+beside it, and a LLaVA-format folder with no, one and two pictures a record (of a text-only model
+none). Then, as processes: `dflop train --model FOLDER --data FILE`, the same with `--resume auto`
+and more steps, killed in the middle and begun again, `dflop export`, `dflop verify`,
+`dflop generate`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from dflop_jax.data import make_loader
 from dflop_jax.report.run_folder import CONFIG, read_metrics
 from dflop_jax.train.prepare import set_up
 from tests.front.made import llava_data
-from tests.front.published import FAMILIES, reference_loss
+from tests.front.published import FAMILIES
+from tests.front.reference import IMAGE, Reference
 
 ROOT = Path(__file__).resolve().parent.parent
 # As a tiny model needs them: without these a plan for two devices is searched for a minute more.
@@ -47,15 +49,34 @@ FLAGS = (
 )  # fmt: skip
 
 
+MORE_STEPS = 4  # of the run that is killed
+ANSWER_TOKENS = 8
+
+
+def command(*words: object, folder: Path, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "dflop_jax.cli", *map(str, words)],
+        cwd=folder, env=environment, text=True, stdout=out, stderr=out,
+    )  # fmt: skip
+
+
+def killed(*words: object, folder: Path, run: Path) -> int:
+    """Start a command and kill it once its run has made two steps more; the steps then there."""
+    before = len(read_metrics(run))
+    process = command(*words, folder=folder, out=subprocess.DEVNULL)
+    while process.poll() is None and len(read_metrics(run)) < before + 2:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    return len(read_metrics(run))
+
+
 def dflop(*words: object, folder: Path) -> tuple[subprocess.CompletedProcess[str], float, float]:
     """A command as a process, the seconds until its first line that says the devices, and in
     all."""
     begun_s = time.perf_counter()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dflop_jax.cli", *map(str, words)],
-        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    process = command(*words, folder=folder)
     lines, told_s = [], float("nan")
     assert process.stderr
     assert process.stdout
@@ -94,8 +115,10 @@ class Door:
     Attributes:
       told_s: until the devices were said; `trained_s`: until the first run was over.
       error: of the loss of step 1.
+      killed_at: steps that there were when the resumed run was killed.
       bit_identical, logit_error, not_compared: what `dflop verify` says of the export.
       exported_loss: of transformers with the exported weights, on the samples of step 1.
+      same_tokens: whether the export answers as transformers does with it.
     """
 
     family: str
@@ -105,18 +128,22 @@ class Door:
     loss: float
     transformers_loss: float
     error: float
+    killed_at: int
     resumed_steps: int
     same_folder: bool
     bit_identical: bool
     logit_error: float | None
     not_compared: str
     exported_loss: float
+    tokens: int
+    same_tokens: bool
 
 
 def through(family: str, folder: Path) -> Door:
-    """Train a random model of the family, resume, export and verify, in an empty folder."""
+    """Train a random model of the family, kill, resume, export, verify and ask it, in an empty
+    folder."""
     model = FAMILIES[family].write(folder / family)
-    data = llava_data(folder / "photos", pictures=2 if FAMILIES[family].media else 0)
+    data = llava_data(folder / "photos", pictures=2 if FAMILIES[family].token else 0)
     ask = ("--model", model, "--data", data, *FLAGS)
     first, told_s, trained_s = dflop("train", *ask, "--json", folder=folder)
     answer = json.loads(first.stdout)
@@ -124,13 +151,22 @@ def through(family: str, folder: Path) -> Door:
     metrics = read_metrics(run)
     print(first.stderr, file=sys.stderr)
     batch = first_batch(run, data, folder)
-    loss, theirs = metrics[0]["loss"], reference_loss(model, batch, data.parent)
-    more = ("--train.steps", answer["steps_done"] + 2)
-    again, _, _ = dflop("train", *ask, *more, "--resume", "auto", "--json", folder=folder)
+    loss, theirs = metrics[0]["loss"], Reference(model).loss(batch, data.parent)
+    more = (*ask, "--train.steps", answer["steps_done"] + MORE_STEPS, "--resume", "auto")
+    there = killed("train", *more, folder=folder, run=run)
+    again, _, _ = dflop("train", *more, "--json", folder=folder)
     resumed = json.loads(again.stdout)
-    dflop("export", run, "--out", folder / "out", folder=folder)
-    verified, _, _ = dflop("verify", folder / "out", "--json", folder=folder)
-    said = json.loads(verified.stdout)
+    out = folder / "out"
+    dflop("export", run, "--out", out, folder=folder)
+    verified, _, _ = dflop("verify", out, "--json", folder=folder)
+    said, exported = json.loads(verified.stdout), Reference(out)
+    picture = sorted(data.parent.glob("*.png"))[:1]
+    question = " ".join([IMAGE] * len(picture) + ["What is it?"])
+    spoken, _, _ = dflop(
+        "generate", out, "--prompt", question, *(w for p in picture for w in ("--image", p)),
+        "--max-tokens", ANSWER_TOKENS, "--json", folder=folder,
+    )  # fmt: skip
+    tokens = json.loads(spoken.stdout)["tokens"]
     return Door(
         family,
         told_s,
@@ -139,12 +175,15 @@ def through(family: str, folder: Path) -> Door:
         loss,
         theirs,
         abs(loss - theirs),
+        there,
         resumed["steps_done"],
         resumed["run_dir"] == answer["run_dir"],
         said["bit_identical"],
         said["max_logit_error"],
         said["not_compared"],
-        reference_loss(folder / "out", batch, data.parent),
+        exported.loss(batch, data.parent),
+        len(tokens),
+        tokens == exported.greedy(question, picture, ANSWER_TOKENS),
     )
 
 

@@ -30,6 +30,8 @@ def test_the_loss_is_that_of_transformers(tmp_path, monkeypatch, capsys):
     jax.devices()  # started with conftest's 8
     monkeypatch.chdir(tmp_path)
     profile = nano_profile()
+    monkeypatch.setattr(script, "MORE_STEPS", 2)
+    monkeypatch.setattr(script, "killed", lambda *words, folder, run: 3)  # see tests/train
 
     def in_process(*words, folder):
         monkeypatch.chdir(folder)
@@ -37,6 +39,8 @@ def test_the_loss_is_that_of_transformers(tmp_path, monkeypatch, capsys):
         if words[0] == "verify":  # see tests/verify
             said = {"bit_identical": True, "max_logit_error": 0.0, "not_compared": ""}
             return subprocess.CompletedProcess(words, 0, json.dumps(said), ""), 0.0, 0.0
+        if words[0] == "generate":  # see tests/generate
+            return subprocess.CompletedProcess(words, 0, '{"tokens": []}', ""), 0.0, 0.0
         if words[0] == "train":
             model = qwen3_vl.build(words[words.index("--model") + 1])
             layers = {m: it.n_layers for m, it in model.modules.items()}

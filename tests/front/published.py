@@ -1,11 +1,10 @@
-"""Folders of published families as `transformers` writes them, small and random, and the loss that
-its own tokenizer, template, processor and model have on records."""
+"""Folders of published families as `transformers` writes them, small and random, tokenizer,
+template and picture processor beside."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from tests.data.media.test_native import SPECIAL
@@ -21,7 +19,24 @@ from tests.data.text import test_chat
 from tests.front.made import HF_CONFIG, MERGE, PREPROCESSOR, VOCAB, processor_files
 
 TILE, PATCH, MOST_TILES = 32, 8, 4  # LLaVA's, in pixels
+BEGIN, PICTURE, END = "<boi>", "<picture>", "<eoi>"  # Gemma's
+GEMMA_SPECIAL = ["<|endoftext|>", "<start_of_turn>", "<end_of_turn>", BEGIN, PICTURE, END]
+GEMMA = """{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else
+m.role) + '\n' }}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}
+{%- if c.type == 'text' %}{{ c.text }}{% else %}{{ 'PLACE' }}{% endif %}{% endfor %}{% endif %}
+{{- '<end_of_turn>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+SIDE, SQUARE_TOKENS = 32, 16  # of Gemma 3's pictures
+FITTED = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}
 GRIDS = [[TILE * rows, TILE * columns] for rows in range(1, 7) for columns in range(1, 7)]
+
+
+# What the model is given of some pictures, and how many tokens each has.
+Given = tuple[dict[str, Any], list[int]]
+
+
+def _no_pictures(*_: object) -> Given:
+    return {}, []
 
 
 @dataclass(frozen=True)
@@ -30,14 +45,21 @@ class Family:
 
     Attributes:
       write: makes a random folder of it, with tokenizer, template and processor, and returns it.
-      media: the token that a picture stands for; "" where the model takes none.
-      pictures: of (folder, tokenizer, rendered text, pictures), what the model is given of them
-        and how many tokens each has.
+      pictures: of (folder, tokenizer, rendered text, pictures), what is made of these.
+      written, framed: the template's text for a picture, and around its tokens; "" where the
+        model takes none.
+      token: stands for a token of a picture.
+      types: the argument that is 1 for these, where there is one.
+      answer: matches an answer of a rendered chat with what ends it, as its group.
     """
 
     write: Callable[[Path], Path]
-    media: str = ""
-    pictures: Callable[..., tuple[dict[str, Any], list[int]]] = lambda *_: ({}, [])
+    pictures: Callable[..., Given] = _no_pictures
+    written: str = ""
+    framed: tuple[str, str] = ("", "")
+    token: str = ""
+    types: str = ""
+    answer: str = r"<\|im_start\|>assistant\s(.*?<\|im_end\|>)"
 
 
 def transformers() -> Any:
@@ -64,10 +86,7 @@ def qwen3_vl(folder: Path) -> Path:
     return processor_files(folder)
 
 
-def qwen3_vl_pictures(
-    folder: Path, tokenizer: Any, text: str, images: Sequence[Image.Image]
-) -> tuple[dict[str, Any], list[int]]:
-    """Of `Family.pictures`."""
+def _native(folder: Path, tokenizer: Any, text: str, images: Sequence[Image.Image]) -> Given:
     pil = importlib.import_module("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     processor = pil.Qwen2VLImageProcessorPil(**_facts(PREPROCESSOR))
     given = dict(processor(list(images), return_tensors="pt"))
@@ -116,10 +135,8 @@ def llava(folder: Path) -> Path:
     return folder
 
 
-def llava_pictures(
-    folder: Path, tokenizer: Any, text: str, images: Sequence[Image.Image]
-) -> tuple[dict[str, Any], list[int]]:
-    """Of `Family.pictures`, by the whole published processor."""
+def _tiled(folder: Path, tokenizer: Any, text: str, images: Sequence[Image.Image]) -> Given:
+    """By the whole published processor."""
     name = "transformers.models.llava_onevision."
     pil = importlib.import_module(f"{name}image_processing_pil_llava_onevision")
     whole = importlib.import_module(f"{name}processing_llava_onevision")
@@ -152,73 +169,72 @@ def gemma3_text(folder: Path) -> Path:
     return test_chat.write(folder)
 
 
+def qwen3_5(folder: Path) -> Path:
+    """A Qwen3.5 with layers of both kinds."""
+    from tests.verify import qwen3_5_folders
+
+    qwen3_5_folders.qwen3_5(folder, vocab_size=VOCAB)
+    return processor_files(folder)
+
+
+def _gemma_files(folder: Path, place: str, preprocessor: Mapping[str, Any]) -> Path:
+    names = {"eos_token": "<end_of_turn>", "boi_token": BEGIN, "eoi_token": END}
+    test_chat.write(
+        folder, GEMMA.replace("PLACE", place), {**names, "image_token": PICTURE}, GEMMA_SPECIAL
+    )
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return folder
+
+
+def gemma3(folder: Path) -> Path:
+    """A Gemma 3 with layers of both kinds and square pictures."""
+    from tests.verify import gemma_folders
+
+    gemma_folders.gemma3(folder, vocab_size=VOCAB, num_hidden_layers=3, tokens=SQUARE_TOKENS)
+    size = {"height": SIDE, "width": SIDE}
+    return _gemma_files(folder, BEGIN, {"image_processor_type": "Gemma3", "size": size})
+
+
+def gemma4(folder: Path) -> Path:
+    """A Gemma 4 with layers of both kinds and pictures at their aspect."""
+    from tests.verify import gemma_folders
+
+    kinds = gemma_folders.text4()["layer_types"][:3]
+    gemma_folders.gemma4(folder, vocab_size=VOCAB, num_hidden_layers=3, layer_types=kinds)
+    return _gemma_files(folder, PICTURE, {"image_processor_type": "Gemma4", **FITTED})
+
+
+def _gemma_processor(name: str, folder: Path, images: Sequence[Image.Image]) -> dict[str, Any]:
+    pil = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+    about = json.loads((folder / "preprocessor_config.json").read_text())
+    processor = getattr(pil, f"{name.capitalize()}ImageProcessorPil")(**_facts(about))
+    return dict(processor(list(images), return_tensors="pt"))
+
+
+def _squares(folder: Path, tokenizer: Any, text: str, images: Sequence[Image.Image]) -> Given:
+    pixels = _gemma_processor("gemma3", folder, images)["pixel_values"]
+    return {"pixel_values": pixels}, [SQUARE_TOKENS] * len(images)
+
+
+def _fitted(folder: Path, tokenizer: Any, text: str, images: Sequence[Image.Image]) -> Given:
+    given = _gemma_processor("gemma4", folder, images)
+    return given, [int(n) for n in given.pop("num_soft_tokens_per_image")]
+
+
 def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in about.items() if k != "image_processor_type"}
 
 
+_PAD, _TYPES = "<|image_pad|>", "mm_token_type_ids"
+_GEMMA_ANSWER = r"<start_of_turn>model\n(.*?<end_of_turn>)"
 FAMILIES: Mapping[str, Family] = {
-    "qwen3_vl": Family(qwen3_vl, "<|image_pad|>", qwen3_vl_pictures),
-    "llava_onevision": Family(llava, "<image>", llava_pictures),
+    "qwen3_vl": Family(qwen3_vl, _native, _PAD, token=_PAD, types=_TYPES),
+    "llava_onevision": Family(llava, _tiled, "<image>", token="<image>"),
     "gemma3_text": Family(gemma3_text),
-}
-
-
-def reference_loss(folder: Path, records: Sequence[dict[str, Any]], media: Path) -> float:
-    """The mean loss of all answer tokens of the records: of transformers' tokenizer, template,
-    picture processor and model.
-
-    Args:
-      folder: of one of `FAMILIES`.
-      media: the folder of the records' pictures.
-    """
-    hf = transformers()
-    torch = importlib.import_module("torch")
-    about = json.loads((folder / "config.json").read_text())
-    family = FAMILIES[about["model_type"]]
-    tokenizer = hf.PreTrainedTokenizerFast.from_pretrained(str(folder))
-    model = getattr(hf, about["architectures"][0]).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    pad = tokenizer.convert_tokens_to_ids(family.media) if family.media else -1
-    model.config.image_token_id = pad
-    total, count = 0.0, 0
-    for record in records:
-        text = tokenizer.apply_chat_template(_chat(record), tokenize=False)
-        given: dict[str, Any] = {}
-        sizes: list[int] = []
-        if names := record.get("image"):
-            images = [Image.open(media / n).convert("RGB") for n in names]
-            given, sizes = family.pictures(folder, tokenizer, text, images)
-        encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-        spans = [m.span(1) for m in re.finditer(
-            r"<\|im_start\|>assistant\s(.*?<\|im_end\|>)", text, re.DOTALL)]  # fmt: skip
-        answer = np.array([any(a <= b < z for a, z in spans) for b, _ in encoded["offset_mapping"]])
-        ids = np.array(encoded["input_ids"])
-        times = np.ones(len(ids), int)
-        times[ids == pad] = sizes  # a picture's token stands there so often
-        ids, answer = np.repeat(ids, times), np.repeat(answer, times)
-        if family is FAMILIES["qwen3_vl"]:
-            given["mm_token_type_ids"] = torch.from_numpy((ids == pad).astype(np.int32))[None]
-        tokens = torch.from_numpy(ids)[None]
-        with torch.no_grad():
-            logits = model(input_ids=tokens, **given).logits[0]
-        losses = torch.nn.functional.cross_entropy(
-            logits[:-1], tokens[0, 1:], reduction="none"
-        ).numpy()
-        total += float(losses[answer[1:]].sum())
-        count += int(answer[1:].sum())
-    return total / count
-
-
-def _chat(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a record, with parts where it has pictures."""
-    chat = []
-    for turn in record["conversations"]:
-        role = {"human": "user", "gpt": "assistant"}[turn["from"]]
-        parts = [p for p in re.split("(<image>)", turn["value"]) if p]
-        content = [
-            {"type": "image"} if p == "<image>" else {"type": "text", "text": p} for p in parts
-        ]
-        plain = len(content) == 1 and content[0]["type"] == "text"
-        chat.append({"role": role, "content": content[0]["text"] if plain else content})
-    return chat
+    "qwen3_5": Family(qwen3_5, _native, _PAD, token=_PAD, types=_TYPES),
+    "gemma3": Family(
+        gemma3, _squares, BEGIN, (f"\n\n{BEGIN}", f"{END}\n\n"), PICTURE, "token_type_ids",
+        _GEMMA_ANSWER,
+    ),
+    "gemma4": Family(gemma4, _fitted, PICTURE, (BEGIN, END), PICTURE, _TYPES, _GEMMA_ANSWER),
+}  # fmt: skip

@@ -82,8 +82,8 @@ def choice(folders: list[Path]) -> str:
     plans = [plan for f in folders if (plan := read_plan(f)).policy != "blind"]
     expected = ", ".join(f"{p.policy} {1e3 * p.predicted.chosen_by_s:,.0f} ms" for p in plans)
     return (
-        f"auto takes {read_plan(AUTO).policy}: the profile, before any of their programs was "
-        f"compiled, said of a step {expected}"
+        f"auto takes {read_plan(AUTO).policy}, judged by batches of which some have drifted; of "
+        f"others the profile said, before any program was compiled: {expected} a step"
     )
 
 

@@ -45,7 +45,9 @@ class Stop(Callback):
 
 def two(run_dir: str = "run", **changes) -> dict[str, Config]:
     """First the connector, then all of it, on other data by another optimizer."""
-    train = dataclasses.replace(CONFIG.train, steps=STEPS, eval_samples=0, stage="connector")
+    train = dataclasses.replace(
+        CONFIG.train, steps=STEPS, eval_samples=0, eval_every=0, stage="connector"
+    )
     checkpoint = dataclasses.replace(CONFIG.checkpoint, every=2)
     base = dataclasses.replace(
         CONFIG, train=train, checkpoint=checkpoint, run_dir=run_dir, **CACHE, **changes

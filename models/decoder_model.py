@@ -1,4 +1,4 @@
-"""What models that end in a decoder of text have in common."""
+"""What models with a decoder of text have in common."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from models.quantized import quantized
 
 
 @dataclass(frozen=True)
-class DecoderModel(ABC):
-    """A decoder of text, and what it reads. `size.decoder` is that of the decoder."""
+class TextModel(ABC):
+    """Modules of which one is a decoder of text, `size.decoder`. They may have adapters, and hold
+    matrices in 8 bits."""
 
     size: Any
     dtype: jnp.dtype
     lora: Lora | None = None
     attention_kernel: str = "auto"
-    objective: Objective = PLAIN
     quantized: tuple[str, ...] = ()
 
     @property
@@ -52,6 +52,13 @@ class DecoderModel(ABC):
     def with_quantized(self, groups: Collection[str]) -> Self:
         """The model that holds the matrices of some freeze groups in 8 bits."""
         return replace(self, quantized=tuple(groups))
+
+
+@dataclass(frozen=True)
+class DecoderModel(TextModel):
+    """A decoder of text at the end, and what it reads."""
+
+    objective: Objective = PLAIN
 
     def with_objective(self, z_loss: float, label_smoothing: float) -> Self:
         """The model whose LLM is trained on more than the plain loss; see `models.loss`."""

@@ -20,7 +20,7 @@ The LLM's states stand at the tokens TEXT, copied one to one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -31,10 +31,9 @@ import jax.numpy as jnp
 from models.attention import attend_by
 from models.attention_choice import known_kernel, pair_flops
 from models.composed import known_dtype
+from models.decoder_model import TextModel
 from models.hf_tensors import HfWeightMap
 from models.layers import apply, axis_names, init_values
-from models.lora import Lora, adapted
-from models.quantized import quantized
 from models.text_states import TextStates
 from models.wan_layers import CLIP, TEXT, TIME_TOKENS, WanBlock, WanEntry, WanHead
 from models.wan_sizes import TextToVideoSize, WanSize, find_size
@@ -166,14 +165,10 @@ class WanModule:
 
 
 @dataclass(frozen=True)
-class TextToVideo:
+class TextToVideo(TextModel):
     """LLM and generator as a model of the engine's contract."""
 
     size: TextToVideoSize
-    dtype: jnp.dtype
-    lora: Lora | None = None
-    attention_kernel: str = "auto"
-    quantized: tuple[str, ...] = ()
 
     @property
     def llm(self) -> TextStates:
@@ -185,18 +180,13 @@ class TextToVideo:
         return WanModule(self.size.generator, self.dtype, self.attention_kernel)
 
     @property
-    def modules(self) -> Mapping[str, Any]:
-        plain = {"llm": self.llm, "generator": self.generator}
-        return adapted(quantized(plain, self.quantized), self.lora)
+    def plain(self) -> Mapping[str, Any]:
+        """See `TextModel`."""
+        return {"llm": self.llm, "generator": self.generator}
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
         return ({"source": "llm", "target": "generator", "name": "text"},)
-
-    @property
-    def piece_tokens(self) -> Mapping[str, int]:
-        """All rows are packed."""
-        return {}
 
     data_factory = "dflop_jax.data.datasets.clips:make"
 
@@ -206,18 +196,6 @@ class TextToVideo:
         s = self.size.generator
         facts = {"channels": s.channels, "patch": s.patch, "shift": s.shift}
         return {"generator": {**facts, "time_tokens": TIME_TOKENS, "text": TEXT, "clip": CLIP}}
-
-    @property
-    def vocab_size(self) -> int:
-        return self.size.decoder.vocab
-
-    def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
-        """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
-        return replace(self, lora=Lora(rank, alpha, **settings))
-
-    def with_quantized(self, groups: Collection[str]) -> Self:
-        """The model that holds the matrices of some freeze groups in 8 bits."""
-        return replace(self, quantized=tuple(groups))
 
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:

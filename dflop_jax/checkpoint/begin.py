@@ -14,7 +14,7 @@ from dflop_jax.checkpoint.state_arrays import StateArray, parameter_arrays, read
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.contract import Params
 from dflop_jax.pipeline.held import initial_structs
-from dflop_jax.pipeline.int8 import codes, is_codes, scale_of, scales
+from dflop_jax.pipeline.int8 import codes, is_codes, scale_of, scales_of
 from dflop_jax.pipeline.segment import Segment
 
 
@@ -124,9 +124,7 @@ class _Rounding:
             start = [row, *[0] * (len(shape) - 1)] if stacked else [0] * len(shape)
             whole = self._reader.read(matrix, start, [1, *shape[1:]] if stacked else shape)
             layer = whole[0] if stacked else whole
-            box = tuple((0, n) for n in layer.shape)
-            n_in = layer.ndim - n_out
-            self._known[matrix, row] = scales(layer.shape, n_in, [box], lambda _: layer)
+            self._known[matrix, row] = scales_of(layer, layer.ndim - n_out)
         return self._known[matrix, row]
 
 

@@ -36,6 +36,12 @@ def scales(shape: tuple[int, ...], n_in: int, boxes: Iterable[Index], read: Read
     return largest / LARGEST
 
 
+def scales_of(matrix: np.ndarray, n_in: int) -> np.ndarray:
+    """`scales` of a matrix that is at hand whole."""
+    whole = tuple((0, n) for n in matrix.shape)
+    return scales(matrix.shape, n_in, [whole], lambda _: matrix)
+
+
 def codes(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Int8 codes of a part of a matrix, by the scales of its outputs."""
     # An output that is zero throughout has a scale of 0.

@@ -17,7 +17,7 @@ import numpy as np
 from dflop_jax.checkpoint.begin import open_saved
 from dflop_jax.checkpoint.store import CorruptCheckpoint, OtherVersion, StorageError
 from dflop_jax.contract import MultimodalModel, Params, stacked_parts
-from dflop_jax.pipeline.int8 import codes, is_codes, is_quantized, scale_of, scales
+from dflop_jax.pipeline.int8 import codes, is_codes, is_quantized, scale_of, scales_of
 from dflop_jax.report.run_folder import CHECKPOINTS
 from dflop_jax.train.initial import map_of, run_and_step, run_config
 from dflop_jax.weights import Folder, read_params
@@ -69,8 +69,7 @@ def _rounded(tree: Any, path: Path_ = ()) -> Iterator[tuple[Path_, tuple[Any, An
 
 def _is_of(original: np.ndarray, matrix: np.ndarray, scale: np.ndarray) -> bool:
     """Whether codes and scales are those of a matrix."""
-    whole = tuple((0, n) for n in original.shape)
-    own = scales(original.shape, matrix.ndim - scale.ndim, [whole], lambda _: original)
+    own = scales_of(original, matrix.ndim - scale.ndim)
     return np.array_equal(own, scale) and np.array_equal(codes(original, own), matrix)
 
 

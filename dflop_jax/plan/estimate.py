@@ -105,7 +105,7 @@ class Rules:
     @property
     def known_node(self) -> int:
         """Devices of a node; 0: nobody says."""
-        return self.spec.config.node or self.profile.devices_per_node
+        return self.spec.known_node(self.profile)
 
     @cached_property
     def extent(self) -> Extent:

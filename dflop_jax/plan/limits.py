@@ -79,7 +79,7 @@ def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) 
     parameters = {
         m: profile.layers_bytes(m) + profile.ends_param_bytes[m] for m in profile.n_layers
     }
-    node = config.node or profile.devices_per_node or spec.n_devices
+    node = spec.known_node(profile) or spec.n_devices
     model, stage = parallel_limits(held_bytes(parameters, profile.halved), spec.memory_bytes, node)
     stage = config.max_stage or stage
     batch_bytes = spec.global_batch * _input_bytes(profile, loads)

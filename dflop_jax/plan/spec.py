@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.records import Remat, SegmentPlan, SubmeshPlan, Zero
+from dflop_jax.records import ModelProfile, Remat, SegmentPlan, SubmeshPlan, Zero
 from dflop_jax.schedule.sample import LARGE_BATCH
 
 SIZED_PLACEMENTS = 3  # whose buckets are chosen; twice as many cost about twice the time
@@ -50,6 +50,10 @@ class SearchSpec:
                 f"a plan for {self.n_devices} devices and {self.global_batch} samples a step: "
                 "give at least one of each"
             )
+
+    def known_node(self, profile: ModelProfile) -> int:
+        """Devices of a node; 0: nobody says."""
+        return self.config.node or profile.devices_per_node
 
     @property
     def n_batches(self) -> int:

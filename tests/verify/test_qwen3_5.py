@@ -11,17 +11,8 @@ from dflop_jax.verify.verify import verify
 from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import qwen3_5, qwen3_5_hf
 from tests.verify import qwen3_5_folders
+from tests.verify.equal import check_equal
 from tests.verify.qwen3_5_folders import text
-
-
-def check_equal(result):
-    """Every tensor has the same bits; logits and gradients are the reference's, to 1e-5 and 1e-4 of
-    the largest or as far as its own float32 is (`dflop_jax.verify.results`)."""
-    assert result.not_compared == ""
-    assert result.bit_identical
-    assert result.exit_code == 0
-    assert result.max_logit_error < 1e-4
-    assert result.max_grad_error < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -164,20 +164,7 @@ def campaign(
         same = False
         with suppress(AssertionError, OSError):
             same = code == 0 and losses(run_dir) == expected
-        skips = 0
-        with suppress(OSError):
-            skips += [r["step"] for r in read_metrics(run_dir) if r["skipped"]] == skipped
-        spent = read_spent(run_dir)
-        done = replace(
-            done,
-            runs=done.runs + 1,
-            exact=done.exact + same,
-            exact_faults=done.exact_faults + same * here,
-            orphans=done.orphans + run.orphans,
-            skips=done.skips + skips,
-            trained_s=done.trained_s + (spent.seconds.get(TRAINING, 0.0) if spent else 0.0),
-            wall_s=done.wall_s + (spent.wall_s if spent else 0.0),
-        )
+        done = with_run(done, run_dir, same=same, faults=here, orphans=run.orphans, skipped=skipped)
         tell(done)
         print(
             f"run {done.runs}: exit code {code}, losses {'equal' if same else 'DIFFER'}, "
@@ -185,6 +172,27 @@ def campaign(
             flush=True,
         )
     return done
+
+
+def with_run(
+    done: Campaign, run_dir: Path, *, same: bool, faults: int, orphans: int, skipped: list[int]
+) -> Campaign:
+    """The campaign with a run that is over: whether its losses are the `same`, its faults, and
+    whether it skipped the steps that the undisturbed one did."""
+    skips = 0
+    with suppress(OSError):
+        skips += [r["step"] for r in read_metrics(run_dir) if r["skipped"]] == skipped
+    spent = read_spent(run_dir)
+    return replace(
+        done,
+        runs=done.runs + 1,
+        exact=done.exact + same,
+        exact_faults=done.exact_faults + same * faults,
+        orphans=done.orphans + orphans,
+        skips=done.skips + skips,
+        trained_s=done.trained_s + (spent.seconds.get(TRAINING, 0.0) if spent else 0.0),
+        wall_s=done.wall_s + (spent.wall_s if spent else 0.0),
+    )
 
 
 def summary(done: Campaign) -> dict[str, Any]:

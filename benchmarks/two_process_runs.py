@@ -255,6 +255,7 @@ def every_task_awaited() -> Iterator[None]:
     with (
         patch.object(timing, "make_executor", made),
         patch.object(trainer, "make_executor", made),
+        patch.object(choice, "make_executor", made),
     ):
         yield
 

@@ -14,8 +14,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load
 from dflop_jax.records import Link, Plan, PriceList, Prices
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.train import profiling, timing
-from dflop_jax.train import trainer as trainer_module
+from dflop_jax.train import choice, profiling, timing
 from dflop_jax.train.meta import planned_under, same_value
 from dflop_jax.train.recount import KnownPlan, find_plan, keep_plan, knows_links, recounted
 from dflop_jax.train.trainer import Trainer
@@ -50,11 +49,11 @@ def killed(whole, monkeypatch):
         (profiling, "time_layers"),
         (profiling, "profile_data"),
         (profiling, "time_links"),
-        (trainer_module, "make_profile"),
+        (choice, "make_profile"),
         (profiling, "together"),
     ):
         monkeypatch.setattr(module, name, never)
-    known = trainer_module.continued
+    known = choice.continued
 
     def with_tail(*args):
         """The made-up profile lacks the longest samples, which no plan would then have room for."""
@@ -62,7 +61,7 @@ def killed(whole, monkeypatch):
         data = dataclasses.replace(got.profile.data, tail=(load_of(8, 160),))
         return dataclasses.replace(got, profile=dataclasses.replace(got.profile, data=data))
 
-    monkeypatch.setattr(trainer_module, "continued", with_tail)
+    monkeypatch.setattr(choice, "continued", with_tail)
     return as_killed(whole, saved=9, rows=11)
 
 
@@ -81,7 +80,7 @@ def assert_trained_alike(folder, undisturbed):
 
 
 def test_fewer_devices_profile_nothing_and_time_no_finalist(killed, whole, monkeypatch, capsys):
-    monkeypatch.setattr(trainer_module.PlanTrials, "prices", never)
+    monkeypatch.setattr(timing.PlanTrials, "prices", never)
     trainer = fit_on_two(killed)
     said = " ".join(capsys.readouterr().err.split())
     assert "devices was 8, now 2" in said
@@ -94,9 +93,9 @@ def test_fewer_devices_profile_nothing_and_time_no_finalist(killed, whole, monke
     # The plan is known by now: a run that comes back to two devices does not search for it.
     first = killed.rename("first")
     again = as_killed(whole, saved=9, rows=11)
-    prices = PriceList.of(trainer_module.PlanTrials.by_profile(_trials(trainer), plan))
+    prices = PriceList.of(timing.PlanTrials.by_profile(_trials(trainer), plan))
     keep_plan(again, KnownPlan(planned_under(trainer.place), plan, prices))
-    monkeypatch.setattr(trainer_module, "make_plan", never)
+    monkeypatch.setattr(choice, "make_plan", never)
     fit_on_two(again)
     assert "the plan for it is there" in " ".join(capsys.readouterr().err.split())
     assert load(Plan, again / "plan.json").layout == plan.layout

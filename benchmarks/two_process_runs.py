@@ -27,7 +27,7 @@ from dflop_jax.report.run_folder import PLAN, read_metrics
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import order_tasks
-from dflop_jax.train import loop, prepare, profiling, timing, trainer
+from dflop_jax.train import choice, loop, prepare, profiling, timing, trainer
 from dflop_jax.train.feed import Schedules
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.timing import Timed

@@ -52,7 +52,8 @@ class AloneRun:
             for g, p in enumerate(packed)
             for source, where in p.places.items()
         }
-        (loss, given), gradients = self._run(self._params, fields, places)
+        with jax.default_device(jax.devices("cpu")[0]):
+            (loss, given), gradients = self._run(self._params, fields, places)
         where = tokens_of(self._model, packing, 0, schedule, packed)
         outputs = {"loss": np.asarray(loss)}
         for name, array in given.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import jax
@@ -57,18 +57,24 @@ class Family:
     factory: str
     size: str
     kernel: str = "auto"
+    dtype: str = "float32"
     state: str = ""
     calm: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
     @property
     def model(self) -> MultimodalModel:
-        named: Any = self.kernel
-        return build_model(ModelConfig(self.factory, self.size, attention_kernel=named))
+        kernel, dtype = cast("Any", self.kernel), cast("Any", self.dtype)
+        config = ModelConfig(self.factory, self.size, dtype=dtype, attention_kernel=kernel)
+        return build_model(config)
+
+    def by(self, kernel: str) -> Family:
+        """The same by an attention kernel of that name."""
+        return replace(self, kernel=kernel)
 
     @property
     def plainly(self) -> Family:
-        """The same by what runs everywhere."""
-        return replace(self, kernel="auto")
+        """The same by what runs everywhere, in float32."""
+        return replace(self, kernel="auto", dtype="float32")
 
     def without_resets(self) -> AbstractContextManager[Any]:
         """While it is open, the state of programs that are traced goes from piece to piece."""
@@ -77,9 +83,9 @@ class Family:
         module, _, name = self.state.partition(":")
         carry = getattr(importlib.import_module(module), name)
 
-        def carried(*args: Any) -> Any:
+        def carried(*args: Any, **options: Any) -> Any:
             *others, segment_ids = args
-            return carry(*others, jnp.minimum(segment_ids, 1))
+            return carry(*others, jnp.minimum(segment_ids, 1), **options)
 
         return patch(f"{module}.{name}", carried)
 
@@ -124,9 +130,10 @@ FAMILIES = {
     "gemma4": Family("models.gemma4:build", "gemma4-nano", calm=_looking_widely),
     "gemma4_text": Family("models.gemma4:build_text", "gemma4-text-nano", calm=_looking_widely),
     "wan": Family("models.wan:build", "nano+wan-nano"),
-    "llava, GPU kernels": Family("models.llava:build", "nano", "pallas"),
-    "wan, GPU kernels": Family("models.wan:build", "nano+wan-nano", "pallas"),
 }
+# One of a tower, of pictures in both directions, of windows and heads of two sizes, of states.
+BY_KERNELS = ("llava", "gemma3", "gemma4_text", "qwen3_5_text", "wan")
+FAMILIES |= {f"{name}, GPU kernels": FAMILIES[name].by("pallas") for name in BY_KERNELS}
 
 
 def drawings(model: MultimodalModel) -> list[Drawing]:

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from models.attention_kernels import Blocks, Marks, Sight, forward_kernel, kv_kernel, q_kernel
+from models.attention_split import interpreted
 
 Array = jax.Array
 
@@ -214,7 +215,7 @@ def _call(
           for a in marks)
     )  # fmt: skip
     span = of_row(grid[0])
-    return pl.pallas_call(
+    run = pl.pallas_call(
         kernel,
         out_shape=outs,
         grid=grid,
@@ -223,7 +224,8 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name=name,
-    )(*arrays, marks, *spans)
+    )
+    return (interpreted(run) if interpret else run)(*arrays, marks, *spans)
 
 
 def _kv_gradient(

@@ -179,3 +179,19 @@ def on_ranks(function: Callable[..., Tree], ins: Tree, outs: Tree) -> Callable[.
         raise NotImplementedError("attention kernels have rows of their own; do not vmap them")
 
     return call
+
+
+def interpreted(call: Callable[..., Tree]) -> Callable[..., Tree]:
+    """A Pallas kernel that jax interprets, also in a `shard_map`, where arrays differ along every
+    axis that is mapped: the interpreter does not keep account of that, so it is not asked to."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes or AXIS in mesh.manual_axes:
+        return call
+
+    def unaccounted(*arrays: Tree) -> Tree:
+        return call(*jax.tree.map(lambda a: lax.max(a, a), arrays))  # equal, and of no account
+
+    run = jax.shard_map(
+        unaccounted, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False
+    )
+    return lambda *arrays: lax.pcast(run(*arrays), mesh.manual_axes, to="varying")

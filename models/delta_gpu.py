@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.sharding import PartitionSpec as P
 
-from models.attention_split import AXIS, on_ranks, tensor_ranks
+from models.attention_split import AXIS, interpreted, on_ranks, tensor_ranks
 
 Array = jax.Array
 Ref = Any
@@ -95,7 +95,7 @@ def _call(
     def whole(a: Any) -> pl.BlockSpec:
         return pl.BlockSpec((n_chunks, None, *a.shape[2:]), lambda m, d: (0, m, 0, 0))
 
-    found = pl.pallas_call(
+    run = pl.pallas_call(
         kernel,
         out_shape=outs,
         grid=(state.shape[1], size // width),
@@ -108,7 +108,9 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*columns, *wholes, keeps.reshape(n_chunks, -1))
+    )
+    run = interpreted(run) if interpret else run
+    found = run(*columns, *wholes, keeps.reshape(n_chunks, -1))
     before, like_columns = (a.reshape(n_chunks, *heads, *a.shape[2:]) for a in found)
     return before, like_columns
 

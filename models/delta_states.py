@@ -37,10 +37,12 @@ class States:
 
 
 def states_by(kernel: str, chip: str, key_size: int, value_size: int) -> States:
-    """By the project's GPU kernels on GPUs where attention by a kernel of that name is a GPU's too,
-    else by XLA: interpreted kernels with a loop like theirs do not trace in a `shard_map`."""
-    is_gpu = on_gpu(chip) and skips(kernel, chip, jnp.dtype(jnp.bfloat16), key_size)
-    return GPU if is_gpu and delta_gpu.fits(CHUNK, key_size, value_size) else XLA
+    """By the project's GPU kernels, interpreted where there is no GPU, where attention by a kernel
+    of that name is theirs too and they have such sizes; else by XLA."""
+    by_kernel = skips(kernel, chip, jnp.dtype(jnp.bfloat16), key_size)
+    if not (by_kernel and delta_gpu.fits(CHUNK, key_size, value_size)):
+        return XLA
+    return GPU if on_gpu(chip) else INTERPRETED
 
 
 def _states(
@@ -74,6 +76,10 @@ def _states_gradient(
 
 
 XLA = States(_states, _states_gradient)
-GPU = States(
-    partial(delta_gpu.states, interpret=False), partial(delta_gpu.states_gradient, interpret=False)
+GPU, INTERPRETED = (
+    States(
+        partial(delta_gpu.states, interpret=interpret),
+        partial(delta_gpu.states_gradient, interpret=interpret),
+    )
+    for interpret in (False, True)
 )

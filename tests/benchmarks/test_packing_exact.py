@@ -26,8 +26,8 @@ SMALL = {
 def answer(monkeypatch, tmp_path, *arguments):
     """(exit code, what --json holds) of a call in this process, with few cases."""
 
-    def here(counts, *, resets):
-        yield from (script.measure(*job, resets=resets) for job in counts.items())
+    def here(counts, **how):
+        yield from (script.measure(*job, **how) for job in counts.items())
 
     for owner in (script, families):
         monkeypatch.setattr(owner, "FAMILIES", SMALL)
@@ -63,7 +63,7 @@ def test_a_row_that_is_one_piece_leaks(monkeypatch, tmp_path):
     (True, 0, float("nan"), False), (False, 0, 1.0, False), (False, 1, 0.0, True),
 ])  # fmt: skip
 def test_what_is_expected(resets, leaks, error, right):
-    row = {"leaks": leaks, "max_error_alone": error}
+    row = {"leaks": leaks, "max_error_alone": error, "dtype": "float32"}
     assert script.as_expected(row, resets=resets) == right
 
 

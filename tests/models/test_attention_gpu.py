@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    use_abstract_mesh,
+)
 from jax.sharding import PartitionSpec as P
 from model_fields import fields, full_params, outputs, packed_segments
 from test_attention import make_qkv
@@ -26,26 +33,33 @@ F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 @functools.cache
 def value_and_grads(kernel, causal, window=0):
-    """One program for all rows of a shape."""
+    """One program for all rows of a shape; that of the kernels in a `shard_map`, as the engine has
+    them."""
 
-    @jax.jit
-    def run(segments, q, k, v):
-        wave = jnp.sin(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape).astype(q.dtype)
+    def run(segments, wave, *qkv):
         out, pull = jax.vjp(
             lambda *qkv: attention(*qkv, segments, causal=causal, kernel=kernel, window=window),
-            q,
-            k,
-            v,
+            *qkv,
         )
         return [out, *pull(wave)]
 
-    return run
+    if kernel == "pallas":
+        mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+        rows = P("data")
+        run = jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"})
+    return jax.jit(run)
+
+
+def wave_like(x):
+    return jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype)
 
 
 def check(qkv, segments, causal, atol, window=0):
     """The reference where tokens are, nothing at padding."""
-    want = value_and_grads("xla", causal, window)(segments, *(x.astype(np.float32) for x in qkv))
-    found = value_and_grads("pallas", causal, window)(segments, *qkv)
+    given = (wave_like(qkv[0]), *qkv)
+    exact = (x.astype(np.float32) for x in given)
+    want = value_and_grads("xla", causal, window)(segments, *exact)
+    found = value_and_grads("pallas", causal, window)(segments, *given)
     for x, y, z in zip(found, want, [qkv[0], *qkv], strict=True):
         assert (x.dtype, x.shape) == (z.dtype, z.shape)
         if segments is not None:
@@ -134,11 +148,12 @@ def test_changing_one_sample_leaves_the_others_bit_identical(dtype, causal):
     run = value_and_grads("pallas", causal)
     a = [jnp.asarray(x, dtype) for x in make_qkv(1, 280, 4, 2, 16, seed=0)]
     other = [jnp.asarray(50 * x, dtype) for x in make_qkv(1, 280, 4, 2, 16, seed=1)]
-    before = jax.device_get(run(segments, *a))
+    wave = wave_like(a[0])
+    before = jax.device_get(run(segments, wave, *a))
     for changed in range(4):
         move = segments[0] == changed
         b = [jnp.where(move[None, :, None, None], y, x) for x, y in zip(a, other)]
-        for x, y in zip(before, jax.device_get(run(segments, *b)), strict=True):
+        for x, y in zip(before, jax.device_get(run(segments, wave, *b)), strict=True):
             np.testing.assert_array_equal(x[0, ~move], y[0, ~move])
             assert changed == 0 or not np.array_equal(x[0, move], y[0, move])
 

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from models import delta_gpu
 from models.delta import NORM_EPS, delta_rule, short_convolution, unit_inverse
-from models.delta_states import XLA, States, states_by
+from models.delta_states import GPU, INTERPRETED, XLA, states_by
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE = 2, 4, 8, 6
 
@@ -143,22 +142,20 @@ def test_neighbours_change_no_bit():
             assert not np.array_equal(a, b)
 
 
-INTERPRETED = States(
-    partial(delta_gpu.states, interpret=True), partial(delta_gpu.states_gradient, interpret=True)
-)
-
-
 def test_a_gpus_kernels_equal_the_loop():
+    """In a `shard_map`, as the engine has them."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
     chunk, rows, tokens = ROWS["others"]
     rng = np.random.default_rng(0)
     fields = drawn(rng, len(rows), tokens)
     ids = np.stack([ids_of(lengths, tokens) for lengths in rows])
     dout = rng.normal(size=fields[2].shape).astype(np.float32)
-    both = [
-        jax.tree.leaves(with_gradients(chunk, fields, ids, dout, by)[:2])
-        for by in (INTERPRETED, XLA)
-    ]
-    for got, want in zip(*both, strict=True):
+    by_kernels = jax.shard_map(
+        lambda *a: with_gradients(chunk, *a, INTERPRETED),
+        mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"},
+    )  # fmt: skip
+    both = [jax.jit(by_kernels)(fields, ids, dout), with_gradients(chunk, fields, ids, dout, XLA)]
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         assert_close(got, want)
 
 
@@ -184,12 +181,13 @@ def test_the_kernels_lower_for_a_gpu():
 
 @pytest.mark.parametrize(
     ("kernel", "chip", "sizes", "by"),
-    [("auto", "sm_90", (128, 128), "gpu"), ("auto", "cpu", (128, 128), "xla"),
-     ("xla", "sm_90", (128, 128), "xla"), ("auto", "sm_90", (96, 128), "xla"),
-     ("auto", "sm_75", (128, 128), "xla"), ("pallas", "cpu", (128, 128), "xla")],
+    [("auto", "sm_90", (128, 128), GPU), ("auto", "cpu", (128, 128), XLA),
+     ("xla", "sm_90", (128, 128), XLA), ("auto", "sm_90", (96, 128), XLA),
+     ("auto", "sm_75", (128, 128), XLA), ("pallas", "cpu", (128, 128), INTERPRETED),
+     ("pallas", "cpu", (96, 128), XLA)],
 )  # fmt: skip
 def test_what_runs_where(kernel, chip, sizes, by):
-    assert (states_by(kernel, chip, *sizes) == XLA) == (by == "xla")
+    assert states_by(kernel, chip, *sizes) is by
 
 
 def test_no_rows():

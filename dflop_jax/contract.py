@@ -353,12 +353,12 @@ class MultimodalModel(Protocol):
     # dropout=)`, which gives the model whose modules have adapters, in the freeze group "lora", of
     # the matrices that the patterns `targets` name, of a rank that (pattern, rank) of `ranks` say
     # of some; in training an adapter does not see a share `dropout` of its input. An adapted module
-    # has `merged(params)`: parts of the plain one, its adapters folded in. One that can hold frozen
-    # matrices as int8 has `with_quantized(groups)`, which gives the model whose modules hold those
-    # of these freeze groups so (see `unquantized`), and whose `merged` restores them; one that is a
-    # float then stays as it is. A model that can be trained on more than a plain cross-entropy has
-    # `with_objective(z_loss, label_smoothing)`, which gives the model whose "loss_sum" is the plain
-    # one, with the gradient of the sum of both.
+    # has `merged(params, each)`: parts of the plain one, its adapters folded in (`each` as in
+    # `models.lora`). One that can hold frozen matrices as int8 has `with_quantized(groups)`, which
+    # gives the model whose modules hold those of these freeze groups so (see `unquantized`), and
+    # whose `merged` restores them; one that is a float then stays as it is. A model that can be
+    # trained on more than a plain cross-entropy has `with_objective(z_loss, label_smoothing)`,
+    # which gives the model whose "loss_sum" is the plain one, with the gradient of the sum of both.
 
 
 def data_factory_of(model: MultimodalModel) -> str:

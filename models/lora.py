@@ -32,6 +32,7 @@ from models.layers import KERNEL, Linear, Names, normal
 
 Array = jax.Array
 Tree = Any
+Each = Callable[..., Any]  # (function, *arrays) -> what it gives, now or when it is asked for
 GROUP = "lora"  # the freeze group of adapters
 LAYERS = "layers"  # the part of a module whose layers are of one kind
 SEEDS, LAYER = "seeds", "layer"  # fields: numbers of tokens, and which layer it is
@@ -156,6 +157,11 @@ def _adapted(items: tuple[tuple[str, Any], ...], lora: Lora) -> tuple[tuple[str,
 # ---- a module with adapters ----
 
 
+def called(function: Callable[..., Any], *arrays: Any) -> Any:
+    """What a function gives, at once."""
+    return function(*arrays)
+
+
 @dataclass(frozen=True)
 class AdaptedModule:
     """A module of the contract with adapters beside its parts."""
@@ -257,19 +263,22 @@ class AdaptedModule:
     def tap(self, name: str, params: Tree, x: Array, batch: Mapping[str, Array]) -> Array:
         return self._with(name, batch, params, lambda p: self.module.tap(name, p, x, batch))
 
-    def merged(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
+    def merged(self, params: Mapping[str, Tree], each: Each = called) -> dict[str, Tree]:
         """Parameters of the plain module that computes what the adapted one does.
 
         Args:
           params: parts of the module, or of a segment of it, those of layers stacked; on the host
             or on devices, where the result then is too.
+          each: gets a function and the arrays that a matrix, or a stack of such, is computed of;
+            it may keep them, to call the function later, of all or of a row of each.
         """
         plain = {part: tree for part, tree in params.items() if part not in self.adapters}
         if hasattr(self.module, "merged"):
-            plain = self.module.merged(plain)
+            plain = self.module.merged(plain, each)
         for adapter, part in self.adapters.items():
             for name, pair in params.get(adapter, {}).items():
-                plain[part] = _folded_in(plain[part], name.split("."), pair, self.lora.alpha)
+                fold = partial(each, partial(_folded, alpha=self.lora.alpha))
+                plain[part] = _folded_in(plain[part], name.split("."), pair, fold)
         return plain
 
 
@@ -296,14 +305,14 @@ def _add_adapter(
     return out + alpha / b.shape[0] * jnp.tensordot(low, b, axes=1)
 
 
-def _folded_in(tree: Tree, path: list[str], pair: Tree, alpha: float) -> Tree:
+def _folded_in(tree: Tree, path: list[str], pair: Tree, fold: Callable[..., Any]) -> Tree:
     """Parameters of a part, the matrix at a path with its adapter folded in."""
     if not path:
-        return {**tree, KERNEL: _folded(tree[KERNEL], pair["a"], pair["b"], alpha)}
-    return {**tree, path[0]: _folded_in(tree[path[0]], path[1:], pair, alpha)}
+        return {**tree, KERNEL: fold(tree[KERNEL], pair["a"], pair["b"])}
+    return {**tree, path[0]: _folded_in(tree[path[0]], path[1:], pair, fold)}
 
 
-@partial(jax.jit, static_argnums=3)
+@partial(jax.jit, static_argnames="alpha")
 def _folded(kernel: Array, a: Array, b: Array, alpha: float) -> Array:
     """A kernel [*in, *out], or a stack of such, plus its adapter."""
     rank = a.shape[-1]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from models.layers import KERNEL, SCALE
-from models.lora import Matrix, matrices
+from models.lora import Each, Matrix, called, matrices
 
 Array = jax.Array
 Tree = Any
@@ -31,7 +31,7 @@ def rounded(kernel: Array, n_in: int) -> tuple[Array, Array]:
     return jnp.round(x / divisor).astype(jnp.int8), scale
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(jax.jit, static_argnames="n_out")
 def restored(codes: Array, scale: Array, n_out: int) -> Array:
     """Q s in float32, of a kernel, or a stack of such, whose last `n_out` dims are outputs."""
     n_in, lead = codes.ndim - scale.ndim, scale.ndim - n_out
@@ -85,10 +85,11 @@ class QuantizedModule:
     def logical_axes(self, part: str) -> Tree:
         return self._changed(part, self.module.logical_axes(part), _with_axes)
 
-    def merged(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
+    def merged(self, params: Mapping[str, Tree], each: Each = called) -> dict[str, Tree]:
         """Parameters as the plain module has them, what is held in 8 bits in float32; see
         `models.lora.AdaptedModule.merged`."""
-        return {part: self._changed(part, tree, _restored) for part, tree in params.items()}
+        restore = partial(_restored, each=each)
+        return {part: self._changed(part, tree, restore) for part, tree in params.items()}
 
     def _changed(self, part: str, tree: Tree, change: Callable[[Any, Matrix], Any]) -> Tree:
         """A part's tree with what it has of each of its matrices changed."""
@@ -112,8 +113,9 @@ def _with_axes(own: Mapping[str, Any], m: Matrix) -> dict[str, Any]:
     return {**own, SCALE: m.out_names}
 
 
-def _restored(own: Mapping[str, Array], m: Matrix) -> dict[str, Array]:
+def _restored(own: Mapping[str, Array], m: Matrix, each: Each) -> dict[str, Array]:
     if SCALE not in own:
         return {**own}
     plain = {name: array for name, array in own.items() if name != SCALE}
-    return {**plain, KERNEL: restored(own[KERNEL], own[SCALE], len(m.out_shape))}
+    restore = partial(restored, n_out=len(m.out_shape))
+    return {**plain, KERNEL: each(restore, own[KERNEL], own[SCALE])}

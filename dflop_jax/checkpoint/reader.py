@@ -83,6 +83,10 @@ class CheckpointReader:
         opened = lru_cache(OPEN_FILES)(source.open)
         self._block = lru_cache(CACHED_BLOCKS)(partial(_read_block, opened, parts))
 
+    def __str__(self) -> str:
+        """Where it is."""
+        return str(self._source)
+
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
         """The box of `shape` elements at `start` of an array, from the pieces that overlap it.
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.folder_config import add_factory, folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
+
+if TYPE_CHECKING:
+    from dflop_jax.checkpoint.store import CheckpointReader
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,13 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the folder; whole on this process's host."""
-    import jax
-
-    from dflop_jax.train.exports import beside, merged
-    from dflop_jax.train.load_params import load_params
+    """Write the folder, a matrix of a layer at a time."""
+    from dflop_jax.train.load_params import of_newest
     from dflop_jax.train.prepare import trained_model
-    from dflop_jax.weights import AdapterForm, Folder, ModuleParams, write_adapter, write_folder
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
@@ -65,26 +65,41 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     map_, whole = _map(model, config, args.module)
     if args.adapter:
         _check_only_adapters(config, model)
-    device = jax.local_devices(backend="cpu")[0]
-    loaded = load_params(args.run_folder, model, device, average=args.ema, fold=False)
+    write = partial(_write, args=args, config=config, model=model, map_=map_, whole=whole)
+    step = of_newest(args.run_folder, write)
+    files = sorted(f.name for f in Path(args.out).iterdir())
+    if not args.json:
+        show(f"wrote step {step} to {args.out}: {', '.join(files)}")
+    return {"folder": args.out, "step": step, "files": files}
+
+
+def _write(
+    reader: CheckpointReader,
+    folder: Path,
+    *,
+    args: argparse.Namespace,
+    config: Config,
+    model: Any,
+    map_: Any,
+    whole: str,
+) -> int:
+    """Write what a checkpoint holds; its step."""
+    from dflop_jax.train.exports import beside, merged_params
+    from dflop_jax.train.lazy_params import saved_params
+    from dflop_jax.weights import AdapterForm, Folder, write_adapter, write_folder
+
     if args.adapter:
         train = config.train
         form = AdapterForm(
             train.lora_rank, train.lora_alpha, train.lora_dropout, whole, args.dtype or "float32"
         )
-        write_adapter(args.out, map_, loaded.params, form)
+        write_adapter(args.out, map_, saved_params(reader, model, average=args.ema), form)
     else:
-        held = [
-            ModuleParams(name, merged(model, name, tree, config.model.weights))
-            for name, tree in loaded.params.items()
-        ]
+        held = merged_params(reader, model, config.model.weights, average=args.ema)
         source = Folder(whole, map_) if whole else None
         more = [] if args.module else beside(config)
         write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)
-    files = sorted(f.name for f in Path(args.out).iterdir())
-    if not args.json:
-        show(f"wrote step {loaded.step} to {args.out}: {', '.join(files)}")
-    return {"folder": args.out, "step": loaded.step, "files": files}
+    return reader.step
 
 
 def _check_only_adapters(config: Config, model: Any) -> None:

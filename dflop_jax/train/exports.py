@@ -1,8 +1,8 @@
 """Published folders that a run writes while it trains, each from a checkpoint of it.
 
-Process 0 reads the checkpoint, which has the pieces of all processes, a layer at a time and writes
-the folder in a thread, so that nobody holds the whole model for it. Until it is whole it has
-another name, and its checkpoint stays.
+Process 0 reads the checkpoint, which has the pieces of all processes, a matrix of a layer at a time
+and writes the folder in a thread, so that nobody holds the whole model for it. Until it is whole it
+has another name, and its checkpoint stays.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.checkpoint.lazy import saved_params
-from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore
 from dflop_jax.config import Config
-from dflop_jax.contract import MultimodalModel, folded
-from dflop_jax.pipeline.update import AVERAGE
+from dflop_jax.contract import MultimodalModel
 from dflop_jax.report.run_folder import EXPORTS
 from dflop_jax.train.initial import first_weights
+from dflop_jax.train.lazy_params import computed, saved_params
 from dflop_jax.train.originals import with_originals
 from dflop_jax.weights import Folder, ModuleParams, write_folder
 
@@ -52,14 +48,22 @@ def beside(config: Config) -> list[Path]:
     return [folder for folder in folders if folder is not None and folder.is_dir()]
 
 
-def merged(model: Any, name: str, params: Any, weights: Sequence[str]) -> dict[str, Any]:
-    """A module's parameters without adapters, which are folded in, into the floats of `weights`
-    where the run holds matrices in 8 bits.
+def merged_params(
+    reader: CheckpointReader, model: Any, weights: Sequence[str], *, average: bool
+) -> list[ModuleParams]:
+    """A checkpoint's parameters without adapters, which are folded in, into the floats of `weights`
+    where the run holds matrices in 8 bits; all of it when it is asked for.
 
     Raises:
-      ValueError: see `with_originals`.
+      ValueError: see `saved_params` and `with_originals`.
     """
-    return folded(model.modules[name], dict(with_originals(params, name, model, weights)))
+    held = []
+    for name, params in saved_params(reader, model, average=average).items():
+        fold = getattr(model.modules[name], "merged", None)
+        if fold is not None:
+            params = fold(with_originals(params, name, model, weights), computed)
+        held.append(ModuleParams(name, params))
+    return held
 
 
 def export_checkpoint(
@@ -72,13 +76,7 @@ def export_checkpoint(
       CorruptCheckpoint, StorageError: the checkpoint cannot be read, the folder not written.
     """
     reader = CheckpointStore(folder.parent).open(int(folder.name))
-    held = []
-    for name, module in model.modules.items():
-        params = saved_params(reader, name, AVERAGE if average else "")
-        if hasattr(module, "merged"):  # what adapters are folded into is read at once
-            read = jax.tree.map(np.asarray, params)
-            params = merged(model, name, read, config.model.weights)
-        held.append(ModuleParams(name, params))
+    held = merged_params(reader, model, config.model.weights, average=average)
     whole = first_weights(config.model.weights).get("")
     source = Folder(whole, model.weights) if whole else None
     write_folder(out, model.weights, held, source=source, beside=beside(config))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from dflop_jax.pipeline.update import AVERAGE
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,36 +46,42 @@ def load_params(
       where: one device, on which they then lie whole and as they were saved, or by module the
         shapes, dtypes and shardings of its parts.
 
-    A damaged one is named in the log and the one before it is taken.
+    Raises:
+      ValueError: it is of another model or has no average; see `of_newest`.
+      StorageError: it cannot be read.
+    """
+
+    def load(reader: CheckpointReader, folder: Path) -> Loaded:
+        params = {
+            name: _read_module(
+                reader,
+                name,
+                _whole(module, where) if isinstance(where, jax.Device) else where[name],
+                as_saved=isinstance(where, jax.Device),
+                average=average,
+            )
+            for name, module in model.modules.items()
+        }
+        if fold:
+            params = {name: folded(m, params[name]) for name, m in model.modules.items()}
+        return Loaded(params, reader.step, folder)
+
+    return of_newest(run, load)
+
+
+def of_newest(run: str | Path, use: Callable[[CheckpointReader, Path], T]) -> T:
+    """What a function gives for the newest whole checkpoint of a run folder, or for the checkpoint
+    folder given, and its place. One that turns out damaged is named in the log and the one before
+    it is taken.
 
     Raises:
-      ValueError: no such folder, no (whole) checkpoint in it, it is of another model or format, or
-        has no average.
-      StorageError: it cannot be read.
+      ValueError: no such folder, or no (whole) checkpoint in it.
+      StorageError, OtherVersion: it cannot be read.
     """
     store, steps = _find(Path(run))
     for step in steps:
         try:
-            reader = store.open(step)
-            if average and not any(f"/{AVERAGE}/" in name for name in reader.specs):
-                raise ValueError(
-                    f"{store.folder(step)}: has no average of the parameters; train with train.ema,"
-                    " or leave out --ema"
-                )
-            params = {
-                name: _read_module(
-                    reader,
-                    name,
-                    _whole(module, where) if isinstance(where, jax.Device) else where[name],
-                    store.folder(step),
-                    as_saved=isinstance(where, jax.Device),
-                    average=average,
-                )
-                for name, module in model.modules.items()
-            }
-            if fold:
-                params = {name: folded(m, params[name]) for name, m in model.modules.items()}
-            return Loaded(params, step, store.folder(step))
+            return use(store.open(step), store.folder(step))
         except CorruptCheckpoint as e:
             log.warning("checkpoint of step %d is damaged, using an older one: %s", step, e)
     raise ValueError(f"{run}: no checkpoint is whole; take another run, or train it again")
@@ -97,41 +104,64 @@ def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
     raise ValueError(f"{path}: no checkpoint in it; {why}; name another")
 
 
-def _whole(module: Module, device: jax.Device) -> Params:
-    """A module's parameters, whole on a device."""
-    where = jax.sharding.SingleDeviceSharding(device)
+def shapes_of(module: Module) -> Params:
+    """A module's parameters as shapes and dtypes, layers stacked."""
 
     def structs(part: str) -> Params:
         fresh = jax.eval_shape(partial(module.init, part), jax.random.key(0))
         lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=where), fresh
-        )
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype), fresh)
 
     return {part: structs(part) for part in module.inputs}
+
+
+def _whole(module: Module, device: jax.Device) -> Params:
+    """A module's parameters, whole on a device."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes_of(module)
+    )
+
+
+def saved_name(
+    reader: CheckpointReader, module: str, path: Any, shape: tuple[int, ...], *, average: bool
+) -> str:
+    """How a checkpoint calls a parameter, or its average over steps where there is one of it.
+
+    Args:
+      path: of the parameter in its module's tree.
+
+    Raises:
+      ValueError: it has no average of any, or no such parameter of this shape.
+    """
+    if average and not any(f"/{AVERAGE}/" in name for name in reader.specs):
+        raise ValueError(
+            f"{reader}: has no average of the parameters; train with train.ema, or leave out --ema"
+        )
+    where = jax.tree_util.keystr(path, simple=True, separator="/")
+    array, mean = f"params/{module}/{where}", f"opt_state/{module}/{AVERAGE}/{where}"
+    if average and mean in reader.specs:
+        array = mean
+    spec = reader.specs.get(array)
+    if spec is None or spec.shape != shape:
+        has = f"{array} as {list(spec.shape)}" if spec else f"no {array}"
+        raise ValueError(
+            f"{reader}: has {has}, the model needs {list(shape)}; give the experiment that it was "
+            "trained with"
+        )
+    return array
 
 
 def _read_module(
     reader: CheckpointReader,
     name: str,
     structs: Params,
-    folder: Path,
     *,
     as_saved: bool,
     average: bool,
 ) -> Params:
     def read(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
-        array, mean = f"params/{name}/{where}", f"opt_state/{name}/{AVERAGE}/{where}"
-        if average and mean in reader.specs:
-            array = mean
-        spec = reader.specs.get(array)
-        if spec is None or spec.shape != struct.shape:
-            has = f"{array} as {list(spec.shape)}" if spec else f"no {array}"
-            raise ValueError(
-                f"{folder}: has {has}, the model needs {list(struct.shape)}; give the experiment "
-                "that it was trained with"
-            )
+        array = saved_name(reader, name, path, struct.shape, average=average)
 
         @cache  # devices may hold the same
         def box(*bounds: tuple[int, int]) -> np.ndarray:
@@ -139,7 +169,7 @@ def _read_module(
             return data if as_saved else data.astype(struct.dtype, copy=False)
 
         def shard(index: Any) -> np.ndarray:
-            ranges = (s.indices(n) for s, n in zip(index, spec.shape, strict=True))
+            ranges = (s.indices(n) for s, n in zip(index, struct.shape, strict=True))
             return box(*((lo, hi) for lo, hi, _ in ranges))
 
         return jax.make_array_from_callback(struct.shape, struct.sharding, shard)

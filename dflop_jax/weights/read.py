@@ -91,7 +91,7 @@ def read_params(
     return params
 
 
-def _file_values(folder: Folder, tensor: Tensor, index: Box) -> np.ndarray:
+def file_values(folder: Folder, tensor: Tensor, index: Box) -> np.ndarray:
     """A part of a parameter, as it is in the file."""
     return read_slice(tensor.layout, index, partial(_read_parameter, folder, tensor))
 
@@ -108,7 +108,7 @@ class _Rounded:
         beside = {path: _beside(path) for path, struct in leaves.items() if is_codes(struct)}
         self._scale_dims = {path: len(leaves[scales].shape) for path, scales in beside.items()}
         self._matrix_of = {scales: path for path, scales in beside.items()}
-        self._floats: Values = partial(_file_values, folder)
+        self._floats: Values = partial(file_values, folder)
         self._known: dict[tuple[str, int], np.ndarray] = {}
 
     def matrix_of(self, path: Path) -> Path:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dflop_jax import CheckpointConfig, Config, ModelConfig
-from dflop_jax.checkpoint.lazy import saved_params
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
@@ -20,6 +19,7 @@ from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train import exports as exports_module
 from dflop_jax.train.exports import PASSED_OVER, Exports, beside
+from dflop_jax.train.lazy_params import saved_params
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.verify import reference
@@ -189,8 +189,7 @@ def test_a_run_exports_what_it_saved(compiled_once, capsys, monkeypatch):
     # Rows of a stack are read alone.
     store = CheckpointStore(Path("runs/run/checkpoints"))
     loaded = load_params("runs/run", MODEL, jax.devices()[0]).params
-    for name in MODEL.modules:
-        tree = saved_params(store.open(3), name)
+    for name, tree in saved_params(store.open(3), MODEL).items():
         jax.tree.map(
             lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, loaded[name]
         )

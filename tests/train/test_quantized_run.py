@@ -2,6 +2,7 @@
 what it holds, says, and gives away."""
 
 import json
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflop_jax import CheckpointConfig, ModelConfig
+from dflop_jax.checkpoint.reader import CheckpointReader
 from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
 from dflop_jax.generate.decoding import inlets_of, prefill
 from dflop_jax.generate.generate import Generator
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.trainer import Trainer
-from dflop_jax.weights import write_folder
+from dflop_jax.weights import Folder, write, write_folder
 from models import llava
 from tests.plans import NANO, nano_profile
 from tests.train.lora_cases import restored
@@ -49,6 +51,31 @@ def changed(pair):
     return ALPHA / RANK * (a @ b)
 
 
+class Alive:
+    """Bytes of arrays that are held at once: of those that some functions gave, and of jax's."""
+
+    def __init__(self, monkeypatch, *where):
+        self.sizes, self.peak, self.largest, self.total = {}, 0, 0, 0
+        self.before = self.of_jax()
+        for place, name in where:
+            monkeypatch.setattr(place, name, self.watched(getattr(place, name)))
+
+    def of_jax(self):
+        return sum(a.nbytes for a in jax.live_arrays())
+
+    def watched(self, function):
+        def call(*args, **kwargs):
+            array = function(*args, **kwargs)
+            self.sizes[id(array)] = array.nbytes
+            weakref.finalize(array, self.sizes.pop, id(array))
+            held = sum(self.sizes.values()) + self.of_jax() - self.before
+            self.peak, self.largest = max(self.peak, held), max(self.largest, array.nbytes)
+            self.total += array.nbytes
+            return array
+
+        return call
+
+
 def refusal(capsys, *args):
     capsys.readouterr()
     assert main(["export", "runs/run", "--out", "no", *args]) == 2
@@ -71,7 +98,7 @@ def logits(model, params):
     return np.asarray(prefill(llm, params["llm"], batch, last, TOKENS, inlets_of(model))[0])
 
 
-def test_from_a_folder_and_back(capsys):
+def test_from_a_folder_and_back(capsys, monkeypatch):
     params = jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1))
     write_folder("hf", MODEL.weights, held(params), dtype="bfloat16")
     tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
@@ -109,8 +136,14 @@ def test_from_a_folder_and_back(capsys):
     np.testing.assert_allclose(says, logits(MODEL, dense), atol=1e-5 * np.abs(says).max())
 
     # An export starts from the folder's own.
-    assert main(["export", "runs/run", "--out", "out", "--json"]) == 0
+    with monkeypatch.context() as patch:
+        read = ((CheckpointReader, "read"), (Folder, "read"))
+        alive = Alive(patch, *read, (write, "as_in_file"))
+        assert main(["export", "runs/run", "--out", "out", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 2
+    # Of all that is read and folded, no more at once than a few matrices of a layer.
+    assert alive.peak <= 2 * alive.largest
+    assert alive.largest < Path("out/model.safetensors").stat().st_size / 2 < alive.total
     after = on_host("out")
     for name, part, adapter in (("llm", "layers", "adapter"), ("vision", "exit", "exit_adapter")):
         for matrix, pair in saved[name][adapter].items():

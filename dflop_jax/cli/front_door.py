@@ -91,6 +91,10 @@ def asked_stages(args: argparse.Namespace, *, whole: bool = True) -> dict[str, A
 
 def _asked(base: Config, settings: list[Setting], given: dict[str, str], *, whole: bool) -> Asked:
     config = override(with_settings(base, settings), given)
+    if "train.epochs" in given and not config.train.epochs and any(map(_of_epochs, settings)):
+        raise ValueError(
+            "--train.epochs 0 shows no sample; give --train.steps N, or epochs above 0"
+        )
     if whole:
         from dflop_jax.data.build import check_paths
         from dflop_jax.front.hub import fetch_datasets
@@ -101,6 +105,10 @@ def _asked(base: Config, settings: list[Setting], given: dict[str, str], *, whol
     # What the user gives in another way is out of force.
     chosen = with_settings(config, standing.values())
     return Asked(config, tuple(s for s in standing.values() if _same(s, chosen, config)))
+
+
+def _of_epochs(setting: Setting) -> bool:
+    return setting.name == "train.epochs"
 
 
 def _same(setting: Setting, one: Config, other: Config) -> bool:

@@ -12,14 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from dflop_jax.report.panels import Panel
-from dflop_jax.report.summary import (
-    RunSummary,
-    figures,
-    loss_curve,
-    number,
-    summarise,
-    trace_panels,
-)
+from dflop_jax.report.summary import RunSummary, figures, loss_curve, summarise, trace_panels
+from dflop_jax.report.wording import number
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,14 +28,9 @@ from dflop_jax.report.panels import Panel, label_of, legend_entries, panel_of, r
 from dflop_jax.report.reader import RunReader, read_run
 from dflop_jax.report.run_folder import SIMULATED, TRACE
 from dflop_jax.report.spent import Spent
-from dflop_jax.report.summary import (
-    RunSummary,
-    bucket_text,
-    label_texts,
-    number,
-    submesh_rows,
-)
+from dflop_jax.report.summary import RunSummary, bucket_text, label_texts, submesh_rows
 from dflop_jax.report.trace import read_trace
+from dflop_jax.report.wording import duration, number
 
 # Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
 # (time in seconds, bytes per device from then on). ValueError says why it is not known.
@@ -147,7 +141,7 @@ def _status(reader: RunReader, *, live: bool) -> str:
         parts.append(f"{reader.left_bytes / 1e6:,.0f} MB of its rows are still to be read")
     elif live and reader.spent.until_s:
         ago_s = max(time.time() - reader.spent.until_s, 0.0)
-        parts.append(f"its last row {timedelta(seconds=round(ago_s))} ago")
+        parts.append(f"its last row {duration(ago_s)} ago")
     return "; ".join([*parts, *reader.notes])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from dflop_jax.config import TrainConfig
 from dflop_jax.report.metrics import StepMetrics
-from dflop_jax.report.summary import flops_text, number
+from dflop_jax.report.wording import duration, flops_text, number
 
 RECENT_STEPS = 20  # whose mean time predicts the rest
 
@@ -103,4 +102,4 @@ def describe(row: StepMetrics, left_s: float) -> str:
         parts.append(f"busy {min(busy.values()):.0%}-{max(busy.values()):.0%}")
     elif busy:
         parts.append("busy " + " ".join(f"{name} {share:.0%}" for name, share in busy.items()))
-    return "  ".join([*parts, f"left {timedelta(seconds=round(left_s))}"])
+    return "  ".join([*parts, f"left {duration(left_s)}"])

@@ -10,6 +10,7 @@ from matplotlib.patches import Patch
 
 from dflop_jax.report.colours import INK, spent_colours
 from dflop_jax.report.spent import Spent
+from dflop_jax.report.wording import duration
 
 _WIDTH_IN, _BAR_IN, _LEGEND_ROW_IN, _COLUMNS = 14.0, 1.3, 0.25, 5
 
@@ -28,7 +29,7 @@ def draw_spent(spent: Spent, out: str | Path) -> None:
     ax.set_xlim(0, max(left, 1e-9))
     ax.set_axis_off()
     starts = f", {spent.starts} starts" if spent.starts > 1 else ""
-    title = f"{spent.wall_s:,.0f} s{starts}: goodput {spent.goodput:.1%}"
+    title = f"{duration(spent.wall_s)}{starts}: goodput {spent.goodput:.1%}"
     ax.set_title(title, loc="left", color=INK, fontsize=11, weight="bold")
     fig.legend(
         handles=[Patch(color=colours[p], label=f"{p} {s:.1%}") for p, s in shares.items()],

@@ -31,6 +31,7 @@ from dflop_jax.report.run_folder import (
     read_traces,
 )
 from dflop_jax.report.spent import TRAINING, Spent, read_spent
+from dflop_jax.report.wording import duration, flops_text, number, percent
 
 
 @dataclass(frozen=True)
@@ -246,35 +247,12 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
 def _spent_figures(spent: Spent) -> list[tuple[str, str]]:
     """Where a run's time went."""
     rows = [
-        ("wall time, starts", f"{number(spent.wall_s)} s, {spent.starts}"),
+        ("wall time, starts", f"{duration(spent.wall_s)}, {spent.starts}"),
         ("goodput: time of steps that count", percent(spent.goodput)),
     ]
     shares = spent.shares()
     shares.pop(TRAINING, None)
     return rows + [(f"time of {part}", percent(share)) for part, share in shares.items()]
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A figure at `digits` significant digits, with thousands marked; "-" for nan."""
-    if math.isnan(value):
-        return "-"
-    if abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    return f"{value:#.{digits}g}".rstrip(".") if value else "0"
-
-
-def flops_text(value: float) -> str:
-    """FLOPs with a unit: MFLOP, GFLOP or TFLOP; "-" for nan."""
-    if math.isnan(value):
-        return "-"
-    unit, name = (1e12, "TFLOP") if value >= 1e12 else (1e9, "GFLOP")
-    if value < 1e9:
-        unit, name = 1e6, "MFLOP"
-    return f"{number(value / unit)} {name}"
-
-
-def percent(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.1%}"
 
 
 def summary_table(s: RunSummary) -> Group:

@@ -17,7 +17,7 @@ from dflop_jax.plan.predict import held_loads
 from dflop_jax.records import Plan, Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
-from dflop_jax.report.summary import number
+from dflop_jax.report.wording import duration, number
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.answers import Answers
@@ -114,8 +114,8 @@ def expected(plan: Plan, steps: int) -> str:
     left_s = step_s * steps
     end = datetime.now() + timedelta(seconds=left_s)
     return (
-        f"expected: {step_s:.3g} s a step, {steps:,} steps in {timedelta(seconds=round(left_s))} "
-        f"hours, the last about {end:%Y-%m-%d %H:%M}"
+        f"expected: {duration(step_s)} a step, {steps:,} steps in {duration(left_s)}, "
+        f"the last about {end:%Y-%m-%d %H:%M}"
     )
 
 

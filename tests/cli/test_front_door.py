@@ -97,6 +97,7 @@ def test_init_writes_what_the_command_line_amounts_to(named, capsys):
         ("train --model qwen --data photos --data.path x", "--data and --data.path say the same"),
         ("train --model qwen --data photos --train.step 3", "did you mean train.steps?"),
         ("train --model qwen --data photos --train.steps 3 --train.epochs 1", "give one of them"),
+        ("train --model qwen --data photos --train.epochs 0", "0 shows no sample; give --train.st"),
         ("train --model qwen --data photos --data.columns chat", "write FIELD=COLUMN"),
         ("profile nano.py --data.path m.yaml --data.columns a=b", "give `columns` to the parts"),
         ("train --model bare --data photos", "bare: no tokenizer.json in it; give --data.tok"),

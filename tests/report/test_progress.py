@@ -34,7 +34,7 @@ def test_a_long_run_logs_about_twenty_lines():
 
 def test_a_line_says_how_training_goes():
     assert run(10, every=4).splitlines()[0] == (
-        "step 4/10  loss 1.250  2,000 tok/s  1.50 TFLOP/s  busy enc 60% llm 80%  left 0:00:12"
+        "step 4/10  loss 1.250  2,000 tok/s  1.50 TFLOP/s  busy enc 60% llm 80%  left 12 s"
     )
     assert "  1.50 TFLOP/s  MFU 41.2%  busy" in describe(make_row(0, mfu=0.412), 0.0)
     many = {f"m{i}": i / 10 for i in range(5)}

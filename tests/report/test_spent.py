@@ -146,7 +146,7 @@ def test_figures_and_picture(begin, make_run, tmp_path):
     (tmp_path / EVENTS).rename(run / EVENTS)
     summary = summarise(run)
     cells = dict(figures(summary))
-    assert cells["wall time, starts"] == "20.0 s, 1"
+    assert cells["wall time, starts"] == "20 s, 1"
     assert cells["goodput: time of steps that count"] == "55.0%"
     assert cells["time of plan"] == "25.0%"
     assert "time of evaluation" not in cells

@@ -11,14 +11,8 @@ from rich.console import Console
 
 from dflop_jax.report.compare import compare, compare_json
 from dflop_jax.report.run_folder import RunFolder
-from dflop_jax.report.summary import (
-    figures,
-    number,
-    percent,
-    summarise,
-    summary_table,
-    write_summary,
-)
+from dflop_jax.report.summary import figures, summarise, summary_table, write_summary
+from dflop_jax.report.wording import duration, number, percent
 from tests.report.runs import make_plan, make_row
 
 
@@ -104,6 +98,23 @@ def test_summary_page_and_table_hold_every_figure(make_run):
 def test_numbers_read_well(value, text):
     assert number(value) == text
     assert number(math.nan) == percent(math.nan) == "-"
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "0 s"),
+        (2.443, "2.44 s"),
+        (59.6, "1 min"),
+        (876, "14 min 36 s"),
+        (7199.7, "2 h"),
+        (12034, "3 h 20 min"),
+        (86400 + 61, "1 d"),
+        (1e6, "11 d 13 h"),
+    ],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_comparison_is_relative_to_the_first(make_run, tmp_path):

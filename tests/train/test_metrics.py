@@ -13,7 +13,8 @@ from dflop_jax.cli.experiment import ONE_RUN, load_experiment
 from dflop_jax.data import make_loader
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.report.summary import figures, flops_text, percent, summarise
+from dflop_jax.report.summary import figures, summarise
+from dflop_jax.report.wording import flops_text, percent
 from dflop_jax.train.trainer import Trainer
 from models.llava import build
 

@@ -1,0 +1,41 @@
+"""How figures are written for people."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A figure at `digits` significant digits, with thousands marked; "-" for nan."""
+    if math.isnan(value):
+        return "-"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".") if value else "0"
+
+
+def duration(seconds: float) -> str:
+    """How long something takes, in its two largest units, in whole seconds where it is long: "1.25
+    s", "14 min 36 s", "2 d 3 h"."""
+    if not 10 <= seconds < math.inf:
+        return f"{number(seconds)} s"
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (s, "s")]
+    first = next((i for i, (n, _) in enumerate(units) if n), len(units) - 1)
+    return " ".join(f"{n} {unit}" for n, unit in units[first : first + 2] if n)
+
+
+def flops_text(value: float) -> str:
+    """FLOPs with a unit: MFLOP, GFLOP or TFLOP; "-" for nan."""
+    if math.isnan(value):
+        return "-"
+    unit, name = (1e12, "TFLOP") if value >= 1e12 else (1e9, "GFLOP")
+    if value < 1e9:
+        unit, name = 1e6, "MFLOP"
+    return f"{number(value / unit)} {name}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.1%}"

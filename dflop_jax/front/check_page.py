@@ -26,7 +26,7 @@ table td.n { text-align: right; }
 .wrong { color: #c0392b; font-weight: 600; }
 .sample, pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--sheet);
   border: 1px solid var(--line); border-radius: 6px;
-  padding: 10px 12px; font-size: 13px; margin: 4px 0; }
+  padding: 10px 12px; font-size: 13px; margin: 4px 0; max-height: 28em; overflow-y: auto; }
 mark { background: #14746b33; color: inherit; border-radius: 2px; }
 .medium { color: var(--accent); }
 .bars rect { fill: var(--accent); } .bars text { font-size: 11px; }
@@ -51,7 +51,7 @@ def page(facts: Sequence[Fact], data: DataLook | None, why: str, limits: str) ->
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{css}{STYLE}</style></head><body><h1>{title}</h1>{''.join(body)}</body></html>\\n"
+        f"<style>{css}{STYLE}</style></head><body><h1>{title}</h1>{''.join(body)}</body></html>\n"
     )
 
 
@@ -77,6 +77,9 @@ def _data(data: DataLook, limits: str) -> list[str]:
         f'<tr><td class="n">{n:,}</td><td>{escape(name)}</td><td>{escape(media)}</td></tr>'
         for name, n, media in data.longest
     )
+    template = _section("Template", f"<pre>{escape(data.template)}</pre>")
+    if not pictures:  # no record is good
+        return [_section("Records", read + bad), template]
     return [
         _section("Records", read + bad),
         _section("Sizes", cut + f'<div class="grid">{"".join(pictures)}</div>'),
@@ -90,7 +93,7 @@ def _data(data: DataLook, limits: str) -> list[str]:
             '<span class="medium">[media]</span> stand for their tokens.</p>'
             + "".join(map(_sample, data.samples)),
         ),
-        _section("Template", f"<pre>{escape(data.template)}</pre>"),
+        template,
     ]
 
 

@@ -19,6 +19,7 @@ from dflop_jax.cluster.processes import find_processes
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, chip_of
 from dflop_jax.hardware import GB, GIB, find_hardware
+from dflop_jax.report.wording import number
 from dflop_jax.train.initial import published
 from dflop_jax.train.planning import least_bytes
 from dflop_jax.train.prepare import Workplace, model_on, use_devices
@@ -148,16 +149,21 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
     except ValueError as e:
         return None, [Fact("model", str(e), wrong=True)]
     sizes = {m: sum(parameter_bytes(it).values()) for m, it in model.modules.items()}
-    text = ", ".join(f"{m} {n / MASTER_BYTES / 1e6:,.1f} M" for m, n in sizes.items())
+    text = ", ".join(f"{m} {number(n / MASTER_BYTES / 1e6)} M" for m, n in sizes.items())
     facts = [
         Fact("model", f"{config.model.factory} {config.model.size}: parameters {text}"),
         *_fact("weights", lambda: _weights(model, config)),
     ]
     limit, n = place.plannable_bytes, max(1, place.n_devices)
-    said = f"{need / GIB:.2f} GiB a device at least for state, split over {n}"
+    said = f"{_size(need)} a device at least for state, split over {n}"
     if limit:
-        said += f"; a plan may fill {limit / GIB:.2f}"
+        said += f"; a plan may fill {_size(limit)}"
     return model, [*facts, Fact("needs", said, wrong=bool(limit) and need > limit)]
+
+
+def _size(n_bytes: float) -> str:
+    unit, name = (GIB, "GiB") if n_bytes >= GIB else (2**20, "MiB")
+    return f"{number(n_bytes / unit)} {name}"
 
 
 def _weights(model: MultimodalModel, config: Config) -> str:

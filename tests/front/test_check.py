@@ -140,7 +140,7 @@ def test_a_model_and_its_template(capsys):
 def test_too_little_memory_is_wrong(capsys):
     code, said, _ = answer(capsys, "--model.size", "tiny", "--plan.memory_bytes", "1e4")
     assert code == 0
-    assert "GiB a device at least" in said["wrong"]["needs"]
+    assert "iB a device at least" in said["wrong"]["needs"]
     assert said["records"] == 0
     _, said, _ = answer(capsys, "--plan.hardware", "h100", "--plan.devices", "8")
     assert "8 x h100" in said["facts"]["devices"]
@@ -160,7 +160,12 @@ def test_reasons_leave_out_what_is_a_records_own(why, reason):
 
 
 def test_a_page_of_nothing_and_of_one(tmp_path):
-    assert "went wrong" in page([Fact("a", "b", wrong=True)], None, "it went wrong", "")
+    nothing = page([Fact("a", "b", wrong=True)], None, "it went wrong", "")
+    assert "went wrong" in nothing
+    assert nothing.endswith("</html>\n")
+    bad = page([], DataLook("d", 1, True, 1, 0, {"why": 1}, {"why": ["d[0]"]}), "", "")
+    assert "d[0]" in bad
+    assert "Longest" not in bad
     one = np.array([7])
     sample = ShownSample(
         "<x>", (Passage("a<b"), Passage("yes", True), Passage("[m]", medium=True)), 3

@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.cli import main
 from dflop_jax.gpu_compile import chip_profile
-from dflop_jax.train import profiling, trainer
+from dflop_jax.train import choice, profiling
 from tests.documents import ROOT, commands
 from tests.front.wrong_lines import careless_folder
 
@@ -44,7 +44,7 @@ def test_commands_come_as_far_as_measuring(document, folder, monkeypatch, capsys
     def measured(*args, **kwargs):
         raise _Measured
 
-    for where in (profiling, trainer):
+    for where in (profiling, choice):
         monkeypatch.setattr(where, "make_profile", measured)
     monkeypatch.setattr(chip_profile, "predicted_profile", measured)
     monkeypatch.chdir(folder)

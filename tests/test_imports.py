@@ -81,6 +81,7 @@ MANY_ARGUMENTS = {
 PRIVATE_JAX = {
     "dflop_jax/cluster/processes.py",  # how jax reads Slurm's, Open MPI's and Kubernetes' variables
     "dflop_jax/train/compile_cache.py",  # compiled programs kept by every process, checked
+    "dflop_jax/train/program_index.py",  # what jax needs beside a compiled program to call it
     "models/attention_cudnn.py",  # cuDNN attention over packed rows
 }
 

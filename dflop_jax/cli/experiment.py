@@ -117,6 +117,7 @@ def load_experiment(path: str) -> dict[str, Config]:
     if spec is None or spec.loader is None:
         raise ValueError(f"{path}: not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[f"experiment {file}"] = module  # where code is looked for that is not ours
     with _at_fault(file, path):
         spec.loader.exec_module(module)
         found = module.config() if hasattr(module, "config") else None

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,14 @@ log = logging.getLogger("dflop_jax")
 
 
 class CheckedFiles:
-    """A folder of entries, as jax wants a cache: a checksum, then jax's bytes."""
+    """A folder of entries, as jax wants a cache: a checksum, then jax's bytes.
 
-    def __init__(self, folder: str | Path):
-        self._path = Path(folder)  # jax reads it
+    Args:
+      what: an entry is.
+    """
+
+    def __init__(self, folder: str | Path, what: str = "this compiled program"):
+        self._path, self._what = Path(folder), what  # jax reads the path
         self._path.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: str) -> bytes | None:
@@ -44,7 +50,7 @@ class CheckedFiles:
         value = content[_CHECKSUM_BYTES:]
         if hashlib.sha256(value).digest() == content[:_CHECKSUM_BYTES]:
             return value
-        log.warning("%s: this compiled program is damaged; it is compiled again", file)
+        log.warning("%s: %s is damaged; it is compiled again", file, self._what)
         with suppress(OSError):
             file.unlink()
         return None
@@ -77,6 +83,7 @@ def use_cache(folder: str | Path) -> None:
     # The quick ones too: a run begins with dozens, which together take seconds.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     compiler._cache_write = _cache_write  # type: ignore[assignment]
+    compilation_cache.get_executable_and_time = _noted_read  # type: ignore[assignment]
     if jax.config.values["jax_compilation_cache_max_size"] == -1 and "://" not in where:
         compilation_cache.get_file_cache = _checked_files  # type: ignore[assignment]
 
@@ -95,3 +102,32 @@ def _cache_write(
         put: Callable[..., None] = compilation_cache.put_executable_and_time
         with suppress(OSError):  # a full disk costs time in the next run only
             put(key, name, executable, backend, int(took_s))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A program that jax looked for in the cache: its name there, and how it is compiled."""
+
+    name: str
+    options: bytes
+
+
+_asking = threading.local()
+_read = compilation_cache.get_executable_and_time
+
+
+@contextmanager
+def asked_here() -> Iterator[list[Asked]]:
+    """What this thread looks for in the cache, in here, in their order."""
+    before, _asking.asked = getattr(_asking, "asked", None), []
+    try:
+        yield _asking.asked
+    finally:
+        _asking.asked = before
+
+
+def _noted_read(name: str, options: Any, *more: Any) -> Any:
+    """What stands in for jax's own reading: `asked_here` knows of it."""
+    if (asked := getattr(_asking, "asked", None)) is not None:
+        asked.append(Asked(name, options.SerializeAsString()))
+    return _read(name, options, *more)

@@ -24,6 +24,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import Plan, to_json
 from dflop_jax.report.run_folder import PLANS
 from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.program_index import program_index
 from dflop_jax.train.timing import make_executor
 
 LOOK_EVERY_S = 1.0  # the run folder may be on a network
@@ -107,7 +108,7 @@ class ProgramsAhead:
         executor: Executor | None = None
         try:
             executor = self._make(self._place, self._plan)
-            executor.compile(self._go_on)
+            executor.compile(self._go_on, known=program_index(self._place.config.cache_dir))
             self._folder.mkdir(exist_ok=True)
             self._folder.joinpath(str(self._process)).write_text(self._name)
         except _Ended:

@@ -34,6 +34,7 @@ from dflop_jax.report.spent import COMPILE
 from dflop_jax.train.compiles import found_counted
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.program_index import program_index
 from dflop_jax.train.trying import in_agreement, plan_words
 
 REPEATS = 5  # timed runs of a program: their median tells
@@ -111,8 +112,9 @@ def compile_and_time(
     limit_s = place.config.distributed.peer_timeout_s
     with place.time.part(COMPILE), found_counted() as found:
         compiling = partial(in_agreement, peers, ex.plan, "compiling its programs")
-        n = compiling(lambda sync: ex.compile(lambda *_: place.sections.renew(), sync))
-        n_found = found()
+        known = program_index(place.config.cache_dir)
+        n = compiling(lambda sync: ex.compile(lambda *_: place.sections.renew(), sync, known))
+        n_found = found() + (known.n_loaded if known else 0)
     mine = in_agreement(
         peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends, repeats), limit_s
     )

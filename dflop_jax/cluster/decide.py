@@ -17,7 +17,7 @@ from dflop_jax.cluster.restarts import (
     cause,
     enough,
     failed_twice,
-    fails_again,
+    leaves_out,
     setback,
     wait_s,
 )
@@ -124,7 +124,9 @@ def decide(reports: Sequence[Report], count: Count, limits: Limits, now_s: float
         count.add(Setback(now_s, "done", 0, is_last=True))
         return Order(exit_code=0)
     before = list(count.setbacks)
-    if why := enough(before, trouble, limits):
+    left = sum(r.number for r in reports) - 1
+    without, stays = leaves_out(before, trouble, left, limits)
+    if why := enough(before, trouble, limits) or stays:
         if limits.restarts:
             count.add(msgspec.structs.replace(trouble, is_last=True))
         exit_code = codes[0] if len(reports) == 1 else trouble.exit_code
@@ -135,9 +137,8 @@ def decide(reports: Sequence[Report], count: Count, limits: Limits, now_s: float
     says = f"{trouble.why}; restart {len(before) + 1} of {limits.restarts}{when}"
     if len(reports) > 1 and (bad := failed_twice(count.setbacks)):
         says += f"; failed twice or more: host {', '.join(bad)}"
-    left = sum(r.number for r in reports) - 1
-    if trouble.place and fails_again(before, trouble) and 0 < limits.least <= left:
-        says += f", without this process, which failed twice before a step: {left} are left"
+    if without:
+        says += f", without {without}: {left} are left"
         return _start(reports, says, full, delay_s, trouble.place)
     number = sum(r.number for r in reports)
     if number < full:
@@ -150,7 +151,13 @@ def _trouble(reports: Sequence[Report], last: int, now_s: float) -> Setback | No
     gained = any(r.gained for r in reports)
     if first := cause([end for r in reports for end in r.ends]):
         found = setback(first, now_s, gained)
-        return msgspec.structs.replace(found, place=_place_of(first, reports))
+        to_blame: End | None = first
+        if first.failure and first.failure.broken:
+            named = first.failure.process
+            ends = (e for r in reports for e in r.ends)
+            to_blame = next((e for e in ends if e.process == named), None)
+        place = _place_of(to_blame, reports) if to_blame else None
+        return msgspec.structs.replace(found, place=place)
     regroups = any(r.regroups for r in reports)
     gone = [f"the launcher of {_names((r.host,))} was lost" for r in reports if r.start < last]
     lost = ([] if regroups else gone) or [r.lost for r in reports if r.lost]

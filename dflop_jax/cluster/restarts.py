@@ -97,7 +97,8 @@ class Setback(msgspec.Struct, frozen=True):
       step, samples: of an error, see `told.Failure`.
       gained: a step had been done since the start before.
       host: the name of the host that is to blame; "": nobody knows.
-      place: (host, place) of the process that failed.
+      place: (host, place) of the process that failed, or whose device is broken.
+      broken: a device computes wrong, and will again.
     """
 
     time_s: float
@@ -110,6 +111,7 @@ class Setback(msgspec.Struct, frozen=True):
     is_last: bool = False
     host: str = ""
     place: tuple[int, int] | None = None
+    broken: bool = False
 
 
 def cause(ends: Iterable[End]) -> End | None:
@@ -129,8 +131,8 @@ def _rank(end: End) -> int:
     told, code = end.failure is not None, end.code
     if code == BAD_INPUT:
         return 0
-    if end.failure is not None and end.failure.host:
-        return 1  # who hung is known, and the others may meet errors by it
+    if end.failure is not None and (end.failure.host or end.failure.broken):
+        return 1  # who hung or is broken is known, and the others may meet errors by it
     if end.exit_code < 0 and not told:
         return 5 if end.exit_code == -signal.SIGABRT else 1
     if code == TRY_AGAIN:
@@ -146,7 +148,8 @@ def setback(end: End, now_s: float, gained: bool) -> Setback:
     # That another process is gone says nothing of the host of the one that says so.
     host = failure.host or (end.host if end.code != TRY_AGAIN else "")
     step, samples = failure.step, failure.samples
-    return Setback(now_s, why, shell_code(end.code), error, step, samples, gained, host=host)
+    code, broken = shell_code(end.code), failure.broken
+    return Setback(now_s, why, code, error, step, samples, gained, host=host, broken=broken)
 
 
 def failed_twice(setbacks: Iterable[Setback]) -> tuple[str, ...]:
@@ -173,6 +176,21 @@ def enough(before: Sequence[Setback], last: Setback, limits: Limits) -> str:
     if sum(last.time_s - s.time_s < HOUR_S for s in before) >= limits.an_hour:
         return f"--restarts-an-hour {limits.an_hour} is reached"
     return ""
+
+
+def leaves_out(
+    before: Sequence[Setback], last: Setback, left: int, limits: Limits
+) -> tuple[str, str]:
+    """(which process the run goes on without, that in the place of the `last` failure, as `left`
+    processes are enough; "" with all of them; why there is no other start; "" where there is)."""
+    may_leave = last.place is not None and 0 < limits.least <= left
+    if last.broken:
+        if may_leave:
+            return "the process whose device computes wrong", ""
+        who = f"--min-processes does not allow for {left} processes" * (last.place is not None)
+        return "", f"{who or 'nobody knows whose device it is'}; {last.why}"
+    twice = may_leave and fails_again(before, last)
+    return "this process, which failed twice before a step" * twice, ""
 
 
 def wait_s(before: Sequence[Setback], last: Setback) -> float:
@@ -208,8 +226,8 @@ class Count:
         self._write()
 
     def add(self, setback: Setback) -> None:
-        """Count one; nothing is counted after one that was the last."""
-        if setback.is_last and not self.setbacks:
+        """Count one. An end that nothing went before counts only where a device is to be named."""
+        if setback.is_last and not self.setbacks and not setback.broken:
             return
         self.setbacks.append(setback)
         self._unwritten.append(setback)

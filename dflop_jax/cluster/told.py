@@ -32,13 +32,17 @@ MOST_SAMPLES = 64  # of its batch that are named
 
 class Failure(msgspec.Struct, frozen=True):
     """What a process failed by, by itself: an exit code, a line, the step it was at (None: before
-    the first), the samples of that step's batch, and the host that is to blame; "": its own."""
+    the first), the samples of that step's batch, and the host that is to blame; "": its own.
+    `broken`: a device computes wrong and will again, one of process `process` (None: nobody knows).
+    """
 
     exit_code: int
     why: str
     step: int | None = None
     samples: tuple[str, ...] = ()
     host: str = ""
+    broken: bool = False
+    process: int | None = None
 
 
 class Keepers(msgspec.Struct, frozen=True):

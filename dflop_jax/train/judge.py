@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.ending import TryAgain
+from dflop_jax.cluster.ending import BrokenDevice
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import Plan
 from dflop_jax.report.run_folder import CHECKPOINTS
@@ -56,7 +56,7 @@ class Judge:
         that has been run again.
 
         Raises:
-          TryAgain: a device computes wrong.
+          BrokenDevice: a device computes wrong.
         """
         if step == self._again:
             return self._is_to_move(step, applied, say)
@@ -72,7 +72,7 @@ class Judge:
         self._is_moved = False
         again = f"step {step}, run again from the same state"
         if was_moved and applied:
-            raise TryAgain(
+            raise BrokenDevice(
                 f"{again} on others, is well: one of the devices before computes wrong, "
                 "though none did in the check (persistent); look at them one by one"
             )
@@ -100,12 +100,12 @@ class Judge:
         """Compare the devices whose turn it is.
 
         Raises:
-          TryAgain: one computes wrong, twice.
+          BrokenDevice: one computes wrong, twice.
         """
         self.compare(done, self._check.look(), say)
 
     def compare(self, step: int, differing: Differing | None, say: Callable[[str], None]) -> None:
-        """Say which devices differ; TryAgain where they do so again."""
+        """Say which devices differ; BrokenDevice where they do so again."""
         if differing is None:
             return
         names = self._check.names(differing)
@@ -115,7 +115,8 @@ class Judge:
             return
         process, hosts = self._check.process_of(differing), self._place.hosts
         host = hosts[process] if process is not None and hosts else ""
-        raise TryAgain(f"{line}; leave its host out{f' ({host})' if host else ''}", host)
+        why = f"{line}; leave its host out{f' ({host})' if host else ''}"
+        raise BrokenDevice(why, host, process)
 
 
 def moved_on(place: Workplace) -> list[jax.Device]:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import msgspec
 
 from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.cluster import told
 from dflop_jax.cluster.addresses import Address
 from dflop_jax.cluster.claims import newest
 from dflop_jax.cluster.copy_client import CopyClient
-from dflop_jax.cluster.ending import TryAgain, exit_code_of
+from dflop_jax.cluster.ending import BrokenDevice, TryAgain, exit_code_of
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.secret import SECRET_ENV
 from dflop_jax.config import Config
@@ -110,7 +111,10 @@ def tell_agent(
 ) -> None:
     """This process ends by an error of its own, at a step with these samples in its batch."""
     host = error.host if isinstance(error, TryAgain) else ""
-    told.tell_failure(told.Failure(exit_code_of(error), line_of(error), step, samples, host))
+    failure = told.Failure(exit_code_of(error), line_of(error), step, samples, host)
+    if isinstance(error, BrokenDevice):
+        failure = msgspec.structs.replace(failure, broken=True, process=error.process)
+    told.tell_failure(failure)
 
 
 def line_of(error: BaseException) -> str:

@@ -10,13 +10,14 @@ import sys
 import pytest
 
 from dflop_jax.cli import main
+from dflop_jax.cluster import group
 from dflop_jax.cluster.addresses import free_port
 from dflop_jax.cluster.ending import BAD_INPUT, PREEMPTED, TRY_AGAIN
 from dflop_jax.cluster.group import can_wait
 from dflop_jax.cluster.restarts import Count
 from tests.processes import ROOT
 
-from .launched import LIMIT_S, launcher, run, wait_for
+from .launched import LIMIT_S, launcher, run, run_code, wait_for
 
 # What each start of each process does, by its number in the run: "0:kill 1:exit4,run" has process 0
 # killed at its first start, process 1 end with exit code 4 at its first and stay at its second.
@@ -30,6 +31,8 @@ index = os.environ["DFLOP_PROCESS_ID"]
 begun = int(os.environ.get("DFLOP_RESTARTS") or 0)
 does = dict(word.split(":") for word in words.split()).get(index, "").split(",")
 what = does[begun] if begun < len(does) else "end"
+if what == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 seen = Path(folder, "starts-" + index)
 with seen.open("a") as file:
     names = ("COORDINATOR", "NUM_PROCESSES", "LOCAL_PROCESSES", "LOCAL_ID", "SECRET")
@@ -57,6 +60,8 @@ elif what == "ask":
     time.sleep(60)
 elif what == "run":
     time.sleep(60)
+elif what == "deaf":
+    time.sleep(600)
 """
 
 
@@ -131,6 +136,19 @@ def test_a_signal_to_the_launcher_restarts_nothing(trainer, tmp_path):
     assert len(starts(tmp_path, 0)) == 1
 
 
+def test_who_does_not_stop_for_a_restart_is_killed_soon(trainer, tmp_path):
+    """After two seconds, which are half of one here, and not after the ten that precede an end."""
+    assert group.RESTART_GRACE_S == 2.0
+    code = (
+        "from dflop_jax.cluster import group as g, launch as l, restarts as r; "
+        f"g.RESTART_GRACE_S, g.STOP_GRACE_S = 0.5, {10 * LIMIT_S}; "
+        f"print(l.launch({trainer('0:deaf,end 1:kill,end')[1:]!r}, 2, limits=r.Limits(1)))"
+    )
+    done = run_code(code)
+    assert done.stdout == "LaunchResult(exit_code=0, exit_codes=(0, 0))\n"
+    assert "process 0 did not stop in time; killing" in done.stderr
+
+
 # ---- several hosts ----
 
 
@@ -182,6 +200,46 @@ def test_a_launcher_that_dies_comes_back_to_the_others(trainer, tmp_path):
     assert (stays.returncode, back.returncode) == (0, 0), said
     assert "the launcher of host 1 was lost; restart 1 of 3" in said[0]
     assert [t[0] for t in starts(tmp_path, 1)] == ["0", "1"]  # it is told that this is a restart
+
+
+# A launcher that is patient until its processes have begun.
+PATIENT_ONCE = """
+import sys
+from dflop_jax.cli import main
+from dflop_jax.cluster import launch
+
+class Agent(launch.Agent):
+    def _start(self, *told):
+        self._connect_s = 0.5
+        return super()._start(*told)
+
+launch.Agent = Agent
+sys.exit(main(["launch", *sys.argv[1:]]))
+"""
+
+
+def test_a_launcher_that_never_comes_back_ends_the_others(trainer, tmp_path):
+    at = f"127.0.0.1:{free_port()}"
+    (tmp_path / "secret").mkdir()
+    environment = os.environ | {"XDG_CONFIG_HOME": str(tmp_path / "secret")}
+    hosts = ["--coordinator", at, "--hosts", "2", "--host"]
+    stays, goes = (
+        subprocess.Popen(
+            [sys.executable, "-c", PATIENT_ONCE, "-n", "1", "--max-restarts", "1", *hosts, host,
+             *trainer(f"{host}:run,end")],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for host in ("0", "1")
+    )  # fmt: skip
+    wait_for(lambda: all((tmp_path / f"starts-{i}").exists() for i in range(2)))
+    goes.kill()
+    goes.communicate()
+    said = stays.communicate(timeout=LIMIT_S)[1]
+    assert stays.returncode == TRY_AGAIN, said
+    never = "host 0 met no others of the 2 hosts"
+    assert [never in line for line in said.splitlines()][-2:] == [True, True]
+    assert said.count(f"{at} within 0.5 s; see their logs; meeting again") == 1
+    assert [t[0] for t in starts(tmp_path, 0)] == ["0"]
 
 
 @pytest.mark.parametrize(

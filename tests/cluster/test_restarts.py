@@ -253,6 +253,47 @@ def test_a_process_that_fails_twice_before_a_step_is_left_out(first, second, lim
     assert ("failed twice before a step: 2 are left" in order.says) == bool(left_out)
 
 
+def broken(process: int | None, hosts: int = 1) -> list[Report]:
+    """Three processes that all say that a device of one of them computes wrong."""
+    end = Failure(4, "device 1 gave other bits (persistent)", 5, broken=True, process=process)
+    ends = [End(i, 4, failure=end) for i in range(3)]
+    if hosts == 1:
+        return [
+            Report(number=3, name="a", start=2, full=3, exit_code=4, gained=True, ends=(*ends,))
+        ]
+    return [
+        Report(number=1, host=h, name="a", start=2, full=3, exit_code=4, gained=True, ends=(e,))
+        for h, e in enumerate(ends)
+    ]
+
+
+@pytest.mark.parametrize("hosts, place", [(1, (0, 2)), (3, (2, 0))])
+def test_a_device_that_computes_wrong_is_left_out_at_once(hosts, place):
+    count = Count()
+    order = decide(broken(2, hosts), count, FEWER, NOW_S)
+    assert (order.exit_code, order.leaves_out) == (None, place)
+    assert ", without the process whose device computes wrong: 2 are left" in order.says
+    assert order.numbers == ((2,) if hosts == 1 else (1, 1, 0))
+    assert order.meets == (() if hosts == 1 else (0, 1))
+    assert [s.broken for s in count.setbacks] == [True]
+
+
+@pytest.mark.parametrize(
+    "process, limits, says",
+    [
+        (2, OFTEN, "--min-processes does not allow for 2 processes; process 0 ended with"),
+        (2, Limits(100, 100, least=3), "does not allow for 2 processes"),
+        (None, FEWER, "nobody knows whose device it is; process 0 ended with exit code 4 (device"),
+    ],
+)
+def test_nothing_is_started_again_on_a_device_that_computes_wrong(process, limits, says):
+    count = Count()
+    order = decide(broken(process), count, limits, NOW_S)
+    assert order.exit_code == 4
+    assert says in order.says
+    assert [s.is_last for s in count.setbacks] == [True]
+
+
 def test_a_place_keeps_its_number_when_another_is_gone():
     """After place 0 was left out, process 1 of the run is in place 2."""
     count = Count()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from dflop_jax.cluster.ending import TryAgain
+from dflop_jax.cluster.ending import BrokenDevice
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import device_check
@@ -91,8 +91,10 @@ def test_what_is_well_elsewhere_is_a_device_s(overflows, tmp_path, monkeypatch):
         return run_step(self, schedule, *args, **kwargs)
 
     monkeypatch.setattr(Executor, "run_step", run)
-    with pytest.raises(TryAgain, match=r"step 5, .* on others, is well: one of the devices before"):
+    is_well = r"step 5, .* on others, is well: one of the devices before"
+    with pytest.raises(BrokenDevice, match=is_well) as ended:
         fit(tmp_path / "run", train=REPLAYS)
+    assert ended.value.process is None
     assert ran.count(5) == 3
 
 
@@ -150,8 +152,9 @@ def test_a_check_names_a_device_and_ends_the_run_where_it_stays(wrong, whole, tm
     fit(tmp_path / "well", train=train)
     assert essence(tmp_path / "well") == essence(whole)
     wrong.add(-1)
-    with pytest.raises(TryAgain, match=r"step 3: device 1 of .* \(persistent\)"):
+    with pytest.raises(BrokenDevice, match=r"step 3: device 1 of .* \(persistent\)") as ended:
         fit(tmp_path / "run", train=train)
+    assert ended.value.process == 0
 
 
 def test_a_device_that_was_wrong_once_is_said(wrong, whole, tmp_path, capsys):

@@ -89,7 +89,7 @@ class Module(Protocol):
         ...
 
     def entry(self, params: Params, batch: Batch) -> Array:
-        """Fields -> hidden states [rows, tokens, width]."""
+        """Fields -> hidden states [rows, tokens, width], or a tree of [rows, tokens, ...]."""
         ...
 
     def layer(self, params: Params, x: Array, batch: Batch) -> Array:

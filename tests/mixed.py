@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from tests.small import WIDTH, Eye, Small, Stack, Text, before
 
@@ -49,13 +50,40 @@ class MixedText(Text):
         return x + (opened * seen) @ params["out"]
 
 
+MADE = 3  # numbers of a token
+
+
+@dataclass(frozen=True)
+class HandingText(MixedText):
+    """Hands on, beside hidden states, what the layer of kind "mean" before made for gated ones, as
+    models do whose layers read an earlier one's keys; at first what the entry made."""
+
+    def entry(self, params, batch):
+        x = super().entry(params, batch)
+        return {"made": jnp.sin(x)[..., None, :MADE], "states": x}
+
+    def layer(self, params, x, batch, kind):
+        made, states = x["made"], x["states"]
+        if kind == "gate":
+            room = ((0, 0), (0, 0), (0, WIDTH - MADE))
+            states = states + jnp.pad(before(made[:, :, 0], batch["segment_ids"]), room)
+        after = super().layer(params, states, batch, kind)
+        if kind == "mean":
+            made = jnp.tanh(after)[..., None, -MADE:]
+        return {"made": made, "states": after}
+
+    def exit(self, params, x, batch, entry):
+        return super().exit(params, x["states"] * (1 + x["made"].sum(-1)), batch, entry)
+
+
 @dataclass(frozen=True)
 class Mixed(Small):
     """The model."""
 
     pattern: str = "mmgmmg"
+    text: type[MixedText] = MixedText
 
     @property
     def modules(self):
-        text = MixedText(len(self.pattern), self.tied, self.pattern)
+        text = self.text(len(self.pattern), self.tied, self.pattern)
         return {"vision": Eye(2), "llm": text}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dflop_jax.pipeline.parts import exit_struct, hidden_struct, tap_struct
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.token_split import token_spec
+from dflop_jax.pipeline.token_split import rows_and_tokens, token_spec
 from dflop_jax.records import Edge, Shape
 
 Tree = Any
@@ -30,7 +30,7 @@ def field_structs(s: Segment, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def x_structs(s: Segment, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+def x_structs(s: Segment, shape: Shape) -> dict[str, Tree]:
     """What the segment receives: "hidden" from the one before it, and what edges bring."""
     placed = {
         name: _global(s, s.module.field_spec(name, shape.rows, shape.tokens), None, "data")
@@ -66,12 +66,13 @@ def output_struct(s: Segment, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
     return y["taps"][edge.tap] if edge.tap else y["exit"]
 
 
-def _hidden(s: Segment, shape: Shape) -> jax.ShapeDtypeStruct:
+def _hidden(s: Segment, shape: Shape) -> Tree:
     """Hidden states between segments."""
-    struct = hidden_struct(s.module, shape)
-    rows, tokens, _ = struct.shape
-    by_rows, by_tokens = token_spec(rows, tokens, s.tensor_ranks if s.passes_split else 1)
-    return _global(s, struct, None, ("data", by_rows) if by_rows else "data", by_tokens)
+    structs = hidden_struct(s.module, shape)
+    ways = s.tensor_ranks if s.passes_split else 1
+    by_rows, by_tokens = token_spec(*rows_and_tokens(structs), ways)
+    spec = None, ("data", by_rows) if by_rows else "data", by_tokens
+    return jax.tree.map(lambda a: _global(s, a, *spec), structs)
 
 
 def _global(s: Segment, struct: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:

@@ -85,8 +85,8 @@ def logical_axes(module: Module, part: str) -> Params:
 
 
 @lru_cache(maxsize=1024)
-def hidden_struct(module: Module, shape: Shape) -> jax.ShapeDtypeStruct:
-    """Hidden states between layers."""
+def hidden_struct(module: Module, shape: Shape) -> Tree:
+    """Hidden states between layers: an array, or a tree of them."""
     fields = _fields(module, "entry", shape)
     return jax.eval_shape(module.entry, part_struct(module, "entry"), fields)
 

@@ -84,7 +84,7 @@ class Pieces:
     """
 
     def __init__(
-        self, segment: Segment, params: Params, x: Tree, fields: Tree, h: Array, *, records: bool
+        self, segment: Segment, params: Params, x: Tree, fields: Tree, h: Tree, *, records: bool
     ):
         self.segment, self.records = segment, records
         self.unrolled = records and segment.unrolls
@@ -206,7 +206,7 @@ class Pieces:
         number = jnp.take(jnp.array(every, jnp.int32), place)
         return {**fields, "layer": lax.pcast(number, "data", to="varying")}
 
-    def _record(self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree) -> None:
+    def _record(self, name: str, params: Params, h: Tree, x: Tree, fields: Tree) -> None:
         remat = REMAT[self.segment.plan.remat]
         free, placed, given = self._split(name, params, x, fields)
         wants = self.active and h is not None
@@ -219,7 +219,7 @@ class Pieces:
     def _piece(self, name: str) -> Piece:
         module, ways = self.segment.module, self.segment.tensor_ranks
 
-        def piece(free: Tree, h: Array | None, placed: Tree, given: Tree) -> Tree:
+        def piece(free: Tree, h: Tree, placed: Tree, given: Tree) -> Tree:
             frozen, x, fields = given
             return run_part(module, name, ways, {**frozen, **free}, h, {**x, **placed}, fields)
 
@@ -241,7 +241,7 @@ class Pieces:
     # ---- forward ----
 
     def forward(
-        self, name: str, params: Params, h: Array | None, x: Tree, fields: Tree
+        self, name: str, params: Params, h: Tree, x: Tree, fields: Tree
     ) -> tuple[Tree, list[Array]]:
         """One piece: (what it gives, what backward needs)."""
         free, placed, given = self._split(name, params, x, fields)
@@ -250,15 +250,15 @@ class Pieces:
         return self._recorded[name].forward(free, h, placed, given)
 
     def run_layers(
-        self, params: Params, h: Array, x: Tree, fields: Tree, first: Rows
-    ) -> tuple[Array, dict[str, Array], Tree]:
+        self, params: Params, h: Tree, x: Tree, fields: Tree, first: Rows
+    ) -> tuple[Tree, dict[str, Array], Tree]:
         """The stage's layers of a round, whose rows begin with `first`: (hidden states, outputs of
         the segment's taps, what backward needs)."""
         tapped: dict[str, Array] = {}
         residuals: dict[str, Any] = {}
         for run in self.runs:
 
-            def one(kind: str, h: Array, layer: Params, now: Any) -> tuple[Array, list[Array]]:
+            def one(kind: str, h: Tree, layer: Params, now: Any) -> tuple[Tree, list[Array]]:
                 return self.forward(kind, layer, h, {}, self._numbered(kind, now[0], fields))
 
             if run.stop > run.start:
@@ -276,16 +276,16 @@ class Pieces:
     def backward(
         self, name: str, residuals: list[Array], params: Params, x: Tree, fields: Tree, dout: Tree,
         grads: Tree,
-    ) -> tuple[Array | None, Tree, Tree]:  # fmt: skip
+    ) -> tuple[Tree, Tree, Tree]:  # fmt: skip
         """The gradient of one piece but a layer: (of hidden states, of inputs, grads + its own)."""
         args = self._split(name, params, x, fields)
         dfree, dh, dplaced = self._recorded[name].backward(residuals, *args, dout)
         return dh, dplaced, {**grads, **added(self.segment, {k: grads[k] for k in dfree}, dfree)}
 
     def run_layers_back(
-        self, residuals: Tree, params: Params, x: Tree, fields: Tree, dh: Array, dtapped: Tree,
+        self, residuals: Tree, params: Params, x: Tree, fields: Tree, dh: Tree, dtapped: Tree,
         grads: Tree, first: Rows,
-    ) -> tuple[Array, Tree, Tree]:  # fmt: skip
+    ) -> tuple[Tree, Tree, Tree]:  # fmt: skip
         """The gradient of `run_layers`: (of hidden states, of inputs, grads + parameters')."""
         dx: dict[str, Array] = {}
         for run in reversed(self.runs):
@@ -299,21 +299,21 @@ class Pieces:
                 more, _, grads = self.backward(
                     name, residuals[name], params, x, fields, dtapped[name], grads
                 )
-                dh = dh if more is None else dh + more
+                dh = dh if more is None else jax.tree.map(jnp.add, dh, more)
             if run.stop > run.start and self.active:
                 layers = residuals[f"layers {run.start}"]
                 dh, grads = self._layers_back(layers, params, fields, dh, grads, run, first)
         return dh, dx, grads
 
     def _layers_back(
-        self, residuals: Tree, params: Params, fields: Tree, dh: Array, grads: Tree, run: LayerRun,
+        self, residuals: Tree, params: Params, fields: Tree, dh: Tree, grads: Tree, run: LayerRun,
         first: Rows,
-    ) -> tuple[Array, Tree]:  # fmt: skip
+    ) -> tuple[Tree, Tree]:  # fmt: skip
         trained = {k: grads[k] for k in self.segment.stacked if k in self.segment.trainable}
 
         def one(
-            kind: str, carry: tuple[Array, Tree], layer: Params, now: tuple[int | Array, Any]
-        ) -> tuple[tuple[Array, Tree], None]:
+            kind: str, carry: tuple[Tree, Tree], layer: Params, now: tuple[int | Array, Any]
+        ) -> tuple[tuple[Tree, Tree], None]:
             (dh, totals), (row, of_layer) = carry, now
             args = self._split(kind, layer, {}, self._numbered(kind, row, fields))
             dfree, dh, _ = self._recorded[kind].backward(of_layer, *args, dh)

@@ -10,10 +10,11 @@ runs the ticks in reverse, on what forward kept of each turn. Where a stage has 
 computes is overwritten by its first one; where it has none left, it takes its last one again, on
 equal inputs; the gradients of such ticks are zeros.
 
-A segment takes `x`, arrays [M, rows, tokens, width] by name: "hidden" from the segment before it
-and what edges bring, by their names. It gives `y`: {"next": hidden states for the segment after it,
-"exit": features, "taps": {name: features}, "sums": {name: scalars of the loss}, "residuals": what
-its backward needs}, as far as it has them. M counts microbatches in a group, S stages.
+A segment takes `x`, arrays [M, rows, tokens, ...] by name: "hidden" from the segment before it, an
+array or a tree of them, and what edges bring, by their names. It gives `y`: {"next": hidden states
+for the segment after it, "exit": features, "taps": {name: features}, "sums": {name: scalars of the
+loss}, "residuals": what its backward needs}, as far as it has them. M counts microbatches in a
+group, S stages.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def backward_program(
     total = partial(lax.psum, axis_name="stage")
     for name, a in dx.items():
         ways = segment.tensor_ranks if name == "hidden" else 1  # all else is whole
-        dx[name] = by_tensor_rank(total, a.astype(jnp.float32), ways).astype(a.dtype)
+        dx[name] = _in_float32(total, a, ways)
     done = _varying(jnp.zeros((1, 1), jnp.float32), "stage", "data")
     return sums, dx, grads, done
 
@@ -113,8 +114,8 @@ class _Loop:
         like = here.get("hidden")
         if segment.plan.first:
             like = jax.eval_shape(segment.module.entry, self.params["entry"], {**now, **here})
-        nothing = _varying(jnp.zeros(like.shape, like.dtype), "stage", "data")
-        self.no_hidden = split(nothing, segment.tensor_ranks)
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        self.no_hidden = split(_varying(nothing, "stage", "data"), segment.tensor_ranks)
         self.pieces = Pieces(segment, self.params, here, now, self.no_hidden, records=records)
 
     def _turn(self, t: Array) -> Turn:
@@ -140,7 +141,7 @@ class _Loop:
 
     # ---- layers ----
 
-    def run(self) -> tuple[Tree, Array, Tree]:
+    def run(self) -> tuple[Tree, Tree, Tree]:
         """Run a group up to the exit: ({"taps": ...} if there are any, hidden states [M / S, ...],
         {"turns": what backward needs of layers [turns, ...], "entry": of the entry [M, ...]})."""
         ticks = jnp.arange(self.n_ticks)
@@ -154,7 +155,7 @@ class _Loop:
         y = {"taps": tapped} if self.segment.taps else {}
         return y, self._scatter_over_stages(hs), {"entry": of_entry, "turns": of_turns}
 
-    def _tick_into(self, carry: tuple[Array | None, Tree], t: Array) -> tuple[Tree, None]:
+    def _tick_into(self, carry: tuple[Tree, Tree], t: Array) -> tuple[Tree, None]:
         """A tick that writes what it makes to its places. Of what is kept for a microbatch, the
         last round's stays: hidden states that leave, and what is the same in every round."""
         passed, (of_microbatches, of_turns) = carry
@@ -166,7 +167,7 @@ class _Loop:
         )
         return (passed, every), None
 
-    def _tick(self, carry: Array | None, t: Array) -> tuple[Array | None, tuple[Tree, Tree]]:
+    def _tick(self, carry: Tree, t: Array) -> tuple[Tree, tuple[Tree, Tree]]:
         turn = self._turn(t)
         x, fields = self._now(turn)
         of_entry: list[Array] = []
@@ -175,17 +176,17 @@ class _Loop:
         else:
             h = x["hidden"]
         if carry is not None:
-            h = jnp.where(self._enters(turn), h, carry)
+            h = _where(self._enters(turn), h, carry)
         first, read = self._first_rows(turn), h
         h, tapped, of_turn = self.pieces.run_layers(self.params, h, x, fields, first)
         if carry is not None:
             carry = lax.ppermute(h, "stage", self.ring)
             if self.rounds > 1:  # without another turn, the last one is taken again
-                carry = jnp.where(t - self.stage < self.n_turns - 1, carry, read)
+                carry = _where(t - self.stage < self.n_turns - 1, carry, read)
         return carry, ((h, tapped, of_entry), of_turn)
 
     def run_back(
-        self, residuals: Tree, douts: Array, dtapped: Tree, grads: Tree
+        self, residuals: Tree, douts: Tree, dtapped: Tree, grads: Tree
     ) -> tuple[Tree, Tree]:
         """The gradient of `run`: (of x [M, ...], grads + parameters')."""
         ticks, of_entry, of_turns = jnp.arange(self.n_ticks), residuals["entry"], residuals["turns"]
@@ -199,30 +200,32 @@ class _Loop:
             state, every_dx = carry
             turn = self._turn(t)
             entry, dh, more = _at(of_microbatches, turn.microbatch)
-            dh = jnp.where(self._leaves(t, turn), dh, jnp.zeros_like(dh))
+            dh = _where(self._leaves(t, turn), dh, jax.tree.map(jnp.zeros_like, dh))
             now = t, entry, _at(of_turns, turn.number), dh, more
             state, dx = self._tick_back(state, now)
             # Its first turn, which is a microbatch's only one that reads x, is its last one here.
             return (state, _put(every_dx, dx, turn.microbatch)), None
 
         reads = self.segment.entry_inputs if self.segment.plan.first else ("hidden",)
-        like = {k: a[0] for k, a in self.x.items() if k in self.segment.wants_gradient & {*reads}}
+        wanted = self.segment.wants_gradient & {*reads}
+        like = jax.tree.map(lambda a: a[0], {k: a for k, a in self.x.items() if k in wanted})
         start = (self.no_hidden, grads), _nothing(self.m, like)
         ((_, grads), dx), _ = _ticks(tick_back, start, ticks, reverse=True)
         return dx, grads
 
-    def _tick_back(self, carry: tuple[Array | None, Tree], now: Tree) -> tuple[Tree, Tree]:
+    def _tick_back(self, carry: tuple[Tree, Tree], now: Tree) -> tuple[Tree, Tree]:
         (passed, grads), (t, of_entry, of_turn, dh, dtapped) = carry, now
         turn = self._turn(t)
         x, fields = self._now(turn)
         if passed is not None:
-            dh = dh + lax.ppermute(passed, "stage", [(b, a) for a, b in self.ring])
+            back = [(b, a) for a, b in self.ring]
+            dh = jax.tree.map(jnp.add, dh, lax.ppermute(passed, "stage", back))
         dh, dx, grads = self.pieces.run_layers_back(
             of_turn, self.params, x, fields, dh, dtapped, grads, self._first_rows(turn)
         )
         if passed is not None:
-            nothing, enters = jnp.zeros_like(dh), self._enters(turn)
-            dh, passed = jnp.where(enters, dh, nothing), jnp.where(enters, nothing, dh)
+            nothing, enters = jax.tree.map(jnp.zeros_like, dh), self._enters(turn)
+            dh, passed = _where(enters, dh, nothing), _where(enters, nothing, dh)
         if self.segment.plan.first:
             _, dplaced, grads = self.pieces.backward(
                 "entry", of_entry, self.params, x, fields, dh, grads
@@ -240,18 +243,18 @@ class _Loop:
         first = self.stage * n
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, n), self.fields)
 
-    def run_exit(self, outs: Array) -> tuple[Tree, Tree]:
+    def run_exit(self, outs: Tree) -> tuple[Tree, Tree]:
         """(what the exit gives, what its backward needs), both [M / S, ...]."""
 
-        def visit(_: None, now: tuple[Array, Tree]) -> tuple[None, tuple[Tree, Tree]]:
+        def visit(_: None, now: tuple[Tree, Tree]) -> tuple[None, tuple[Tree, Tree]]:
             return None, self.pieces.forward("exit", self.params, now[0], {}, now[1])
 
         return lax.scan(visit, None, (outs, self._own_share()))[1]
 
-    def run_exit_back(self, residuals: Tree, dexit: Array, grads: Tree) -> tuple[Array, Tree]:
+    def run_exit_back(self, residuals: Tree, dexit: Array, grads: Tree) -> tuple[Tree, Tree]:
         """(the gradient of `run_exit`'s hidden states, grads + parameters')."""
 
-        def visit(grads: Tree, now: Tree) -> tuple[Tree, Array]:
+        def visit(grads: Tree, now: Tree) -> tuple[Tree, Tree]:
             of_microbatch, fields, dout = now
             dh, _, grads = self.pieces.backward(
                 "exit", of_microbatch, self.params, {}, fields, dout, grads
@@ -261,15 +264,15 @@ class _Loop:
         grads, douts = lax.scan(visit, grads, (residuals, self._own_share(), dexit))
         return douts, grads
 
-    def run_loss_back(self, outs: Array, scale: Array, grads: Tree) -> tuple[Tree, Array, Tree]:
+    def run_loss_back(self, outs: Tree, scale: Array, grads: Tree) -> tuple[Tree, Tree, Tree]:
         """(the loss's sums, the gradient of `outs`, grads + parameters'): each microbatch's
         gradient in the visit that computes its loss, so that the exit's is never held for
         several."""
         reads = ("exit", adapter_of("exit"), *(("entry",) if self.segment.module.tied else ()))
         free = {k: self.params[k] for k in reads if k in self.segment.trainable}
 
-        def visit(totals: Tree, now: tuple[Array, Tree]) -> tuple[Tree, tuple[Tree, Array]]:
-            def loss(free: Params, h: Array) -> Tree:
+        def visit(totals: Tree, now: tuple[Tree, Tree]) -> tuple[Tree, tuple[Tree, Tree]]:
+            def loss(free: Params, h: Tree) -> Tree:
                 params = {**self.params, **free}
                 entry = params.get("entry") if self.segment.module.tied else None
                 whole = before_exit(h, self.segment.tensor_ranks)
@@ -284,23 +287,20 @@ class _Loop:
         totals, (sums, douts) = lax.scan(visit, totals, (outs, self._own_share()))
         return jax.tree.map(lambda a: a[:, None], sums), douts, {**grads, **totals}
 
-    def _scatter_over_stages(self, outs: Array) -> Array:
+    def _scatter_over_stages(self, outs: Tree) -> Tree:
         """[M, ...] valid on the last stage -> [M / S, ...] on each, so that ends use all."""
         if self.s == 1:
             return outs
-        # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
-        masked = self._on_last_stage(outs).astype(jnp.float32)
         scatter = partial(lax.psum_scatter, axis_name="stage", scatter_dimension=0, tiled=True)
-        return by_tensor_rank(scatter, masked, self.segment.tensor_ranks).astype(outs.dtype)
+        return _in_float32(scatter, self._on_last_stage(outs), self.segment.tensor_ranks)
 
-    def _gather_from_stages(self, douts: Array) -> Array:
+    def _gather_from_stages(self, douts: Tree) -> Tree:
         """The transpose of `_scatter_over_stages`."""
         gather = partial(lax.all_gather, axis_name="stage", tiled=True)
-        every = by_tensor_rank(gather, douts.astype(jnp.float32), self.segment.tensor_ranks)
-        return self._on_last_stage(every.astype(douts.dtype))
+        return self._on_last_stage(_in_float32(gather, douts, self.segment.tensor_ranks))
 
-    def _on_last_stage(self, a: Array) -> Array:
-        return jnp.where(self.stage == self.s - 1, a, jnp.zeros_like(a))
+    def _on_last_stage(self, tree: Tree) -> Tree:
+        return _where(self.stage == self.s - 1, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
 def _ticks(body: Any, carry: Tree, now: Tree, *, reverse: bool = False) -> tuple[Tree, Tree]:
@@ -309,6 +309,18 @@ def _ticks(body: Any, carry: Tree, now: Tree, *, reverse: bool = False) -> tuple
         return lax.scan(body, carry, now, reverse=reverse)
     carry, out = body(carry, jax.tree.map(lambda a: a[0], now))
     return carry, jax.tree.map(lambda a: a[None], out)
+
+
+def _where(condition: Array, tree: Tree, other: Tree) -> Tree:
+    return jax.tree.map(partial(jnp.where, condition), tree, other)
+
+
+def _in_float32(collective: Any, tree: Tree, ways: int) -> Tree:
+    """`by_tensor_rank` of hidden states: a reduction of bfloat16 under partial-manual mode aborts
+    on CPU."""
+    return jax.tree.map(
+        lambda a: by_tensor_rank(collective, a.astype(jnp.float32), ways).astype(a.dtype), tree
+    )
 
 
 def _at(tree: Tree, i: Array) -> Tree:

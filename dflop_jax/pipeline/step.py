@@ -37,7 +37,9 @@ def _inputs(call: StepCall, name: str, g: int) -> tuple[Tree, Tree]:
     host = call.arrays[g].fields
     fields = {n: place(host[n], a.sharding) for n, a in signature.fields.items()}
     x = {
-        kind: call.programs.add(name, parts, struct) if parts else call.state.zero(struct)
+        kind: call.programs.add(name, parts, struct)
+        if parts
+        else jax.tree.map(call.state.zero, struct)
         for (kind, struct), parts in zip(signature.x.items(), arrived.values(), strict=True)
     }
     return x, fields
@@ -85,8 +87,8 @@ def _forward(call: StepCall, name: str, g: int) -> Outputs:
     sent: list[Any] = []
     for link, fed in _fed_links(call, name, g):
         if link.edge is None:
-            wanted = programs.signature(link.target, group.shape).x["hidden"].sharding
-            _deliver(call, link.target, fed, "hidden", send(y["next"], wanted))
+            wanted = programs.signature(link.target, group.shape).x["hidden"]
+            _deliver(call, link.target, fed, "hidden", _sent(y["next"], wanted))
             continue
         shapes = group.shape, call.groups[fed].shape
         features = y["taps"][link.edge.tap] if link.edge.tap else y["exit"]
@@ -99,8 +101,12 @@ def _forward(call: StepCall, name: str, g: int) -> Outputs:
     return Outputs((), y, sent)
 
 
-def _deliver(call: StepCall, name: str, g: int, kind: str, array: jax.Array) -> None:
-    call.under_way.inbox.setdefault((name, g, kind), []).append(array)
+def _sent(hidden: Tree, wanted: Tree) -> Tree:
+    return jax.tree.map(lambda a, struct: send(a, struct.sharding), hidden, wanted)
+
+
+def _deliver(call: StepCall, name: str, g: int, kind: str, arrays: Tree) -> None:
+    call.under_way.inbox.setdefault((name, g, kind), []).append(arrays)
 
 
 def _backward(call: StepCall, name: str, g: int) -> Outputs:
@@ -171,8 +177,8 @@ def _send_gradient(call: StepCall, link: Link, g: int, dx: Tree) -> None:
     """The gradient of what a link brought, to all groups that it came from."""
     programs, shape = call.programs, call.groups[g].shape
     if link.edge is None:
-        wanted = programs.signature(link.source, shape).y["next"].sharding
-        call.under_way.returned[link, g, g] = send(dx["hidden"], wanted)
+        wanted = programs.signature(link.source, shape).y["next"]
+        call.under_way.returned[link, g, g] = _sent(dx["hidden"], wanted)
         return
     for source in call.fed_by.get((g, link.edge.source), []):
         exchange = programs.exchange(link, call.groups[source].shape, shape)

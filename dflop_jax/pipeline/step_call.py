@@ -34,7 +34,7 @@ class UnderWay:
       totals: sums of squares of all segments, one a trained segment.
     """
 
-    inbox: dict[tuple[str, int, str], list[jax.Array]] = field(default_factory=dict)
+    inbox: dict[tuple[str, int, str], list[Tree]] = field(default_factory=dict)
     returned: dict[tuple[Link, int, int], Tree] = field(default_factory=dict)
     for_backward: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = field(default_factory=dict)
     places: dict[tuple[str, str, int, int], list[Tree]] = field(default_factory=dict)

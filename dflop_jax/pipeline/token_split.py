@@ -33,14 +33,14 @@ _CASTS = frozenset({"convert_element_type", "copy", "copy_p", "pcast", "pvary", 
 
 
 def run_part(
-    module: Any, name: str, ways: int, params: Tree, h: Array | None, x: Tree, fields: Tree
+    module: Any, name: str, ways: int, params: Tree, h: Tree, x: Tree, fields: Tree
 ) -> Tree:
     """What a module's "entry", layer of a kind, "exit", tap or inlet gives on one of `ways` tensor
     ranks.
 
     Args:
       params: by part, of one layer for those that are stacked.
-      h: hidden states [rows, tokens, width], None for the entry.
+      h: hidden states [rows, tokens, ...], one array or a tree of them; None for the entry.
       x: what edges place, by name.
     """
     if h is None:
@@ -56,16 +56,22 @@ def run_part(
     return module.tap(name, with_adapter(name, params), whole, fields)
 
 
+def rows_and_tokens(h: Tree) -> tuple[int, int]:
+    """Those of hidden states, which all their arrays have."""
+    rows, tokens, *_ = jax.tree.leaves(h)[0].shape
+    return rows, tokens
+
+
 def token_spec(rows: int, tokens: int, ways: int) -> tuple[str | None, str | None]:
     """How (rows, tokens) of hidden states are split over mesh axes."""
     dim = token_dim(rows, tokens, ways)
     return (AXIS if dim == 0 else None, AXIS if dim == 1 else None)
 
 
-def split(h: Array, ways: int) -> Array:
-    """Hidden states [rows, tokens, width], and their gradient, each rank its tokens."""
+def split(h: Tree, ways: int) -> Tree:
+    """Hidden states [rows, tokens, ...], and their gradient, each rank its tokens."""
     spec = _by_tokens(h, ways)
-    return h if spec is None else _constrain(h, spec, ways)
+    return h if spec is None else jax.tree.map(lambda a: _constrain(a, spec, ways), h)
 
 
 def gathered(h: Array, ways: int) -> Array:
@@ -93,9 +99,9 @@ def _mesh(ways: int) -> AbstractMesh:
     return AbstractMesh((ways,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _by_tokens(h: Array, ways: int) -> P | None:
+def _by_tokens(h: Tree, ways: int) -> P | None:
     """How [rows, tokens, ...] is split; None: it is not."""
-    rows, tokens, *_ = h.shape
+    rows, tokens = rows_and_tokens(h)
     return None if token_dim(rows, tokens, ways) is None else P(*token_spec(rows, tokens, ways))
 
 
@@ -103,20 +109,24 @@ def _by_tokens(h: Array, ways: int) -> P | None:
 # would reach into its lookups and its loops over chunks of tokens.
 
 
-def _after_entry(h: Array, ways: int) -> Array:
+def _after_entry(h: Tree, ways: int) -> Tree:
     """`scattered` hidden states that an entry gives."""
-    return scattered(_constrain(h, P(), ways), ways) if ways > 1 else h
+    if ways == 1:
+        return h
+    return jax.tree.map(lambda a: scattered(_constrain(a, P(), ways), ways), h)
 
 
-def before_exit(h: Array, ways: int) -> Array:
+def before_exit(h: Tree, ways: int) -> Tree:
     """`gathered` hidden states that an exit or a tap reads."""
-    return _constrain(gathered(h, ways), P(), ways) if ways > 1 else h
+    if ways == 1:
+        return h
+    return jax.tree.map(lambda a: _constrain(gathered(a, ways), P(), ways), h)
 
 
 def by_tensor_rank(collective: Callable[[Array], Array], h: Array, ways: int) -> Array:
-    """A collective over another axis, of hidden states [microbatches, rows, tokens, width], on what
+    """A collective over another axis, of hidden states [microbatches, rows, tokens, ...], on what
     each tensor rank has of them: left to the compiler, "model" is gathered first."""
-    _, rows, tokens, _ = h.shape
+    _, rows, tokens, *_ = h.shape
     if token_dim(rows, tokens, ways) is None:
         return collective(h)
     spec = P(None, *token_spec(rows, tokens, ways))
@@ -155,19 +165,19 @@ class _NamedDim:
     is_split: bool
 
 
-def _run_layer(module: Module, kind: str, ways: int, params: Tree, h: Array, fields: Tree) -> Array:
+def _run_layer(module: Module, kind: str, ways: int, params: Tree, h: Tree, fields: Tree) -> Tree:
     """A layer with its activations laid out. Where the degree divides neither rows nor tokens it is
     left to the compiler."""
     arguments, layer = with_adapter(kind, params), layer_of(module, kind)
     if _by_tokens(h, ways) is None:
         return layer(arguments, h, fields)
     cuts = with_adapter(kind, {part: matrix_cuts(module, part, ways) for part in params})
-    closed = jax.make_jaxpr(layer)(arguments, h, fields)
+    closed, out = jax.make_jaxpr(layer, return_shape=True)(arguments, h, fields)
     known = dict(zip(closed.jaxpr.invars, jax.tree.leaves(cuts, is_leaf=lambda c: c is None)))
     leaves = jax.tree.leaves((arguments, h, fields))
-    walk = _Walk(h.shape[:2], ways)
-    (out,) = walk.run(closed.jaxpr, closed.consts, leaves, {v: c for v, c in known.items() if c})
-    return split(out, ways)
+    walk = _Walk(rows_and_tokens(h), ways)
+    outs = walk.run(closed.jaxpr, closed.consts, leaves, {v: c for v, c in known.items() if c})
+    return split(jax.tree.unflatten(jax.tree.structure(out), outs), ways)
 
 
 @lru_cache(maxsize=256)

@@ -22,7 +22,7 @@ from jax.extend import core
 from dflop_jax.contract import Module, adapter_of, layer_kinds_of, split_dim, taps_of
 from dflop_jax.pipeline.parts import exit_struct, hidden_struct, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
-from dflop_jax.pipeline.token_split import matrix_cuts, run_part
+from dflop_jax.pipeline.token_split import matrix_cuts, rows_and_tokens, run_part
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
 from dflop_jax.profile.sharded_trace import Region, Value, trace
 from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, token_dim
@@ -70,7 +70,7 @@ def _traced_ways(module: Module, part: str, shape: Shape, ways: int) -> int:
     """The degree that a part is traced at: 2 where that lays out its activations as `ways` does."""
 
     def laid_out(ways: int) -> tuple[Any, ...]:
-        rows, tokens, _ = hidden_struct(module, shape).shape
+        rows, tokens = rows_and_tokens(hidden_struct(module, shape))
         return token_dim(rows, tokens, ways), matrix_cuts(module, part, ways)
 
     return 2 if ways > 2 and laid_out(2) == laid_out(ways) else ways
@@ -161,10 +161,10 @@ def _region(
 
 def _dims_of(args: Tree, module: Module, shape: Shape, ways: int) -> Dims:
     """The split dim of each array that a part is given: of hidden states that of their tokens."""
-    hidden = hidden_struct(module, shape)
-    rows, tokens, _ = hidden.shape
-    dim = token_dim(rows, tokens, ways)
-    return tuple(dim if a.shape == hidden.shape else None for a in jax.tree.leaves(args))
+    structs = hidden_struct(module, shape)
+    hidden = {a.shape for a in jax.tree.leaves(structs)}
+    dim = token_dim(*rows_and_tokens(structs), ways)
+    return tuple(dim if a.shape in hidden else None for a in jax.tree.leaves(args))
 
 
 @lru_cache(maxsize=1024)
@@ -229,8 +229,8 @@ def traced_forward(
 
 def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
     """Bytes of the hidden states between layers, on one data rank."""
-    hidden = hidden_struct(module, shape)
-    return value_bytes(Value(hidden.shape, hidden.dtype, 1), half_bytes)
+    arrays = jax.tree.leaves(hidden_struct(module, shape))
+    return sum(value_bytes(Value(a.shape, a.dtype, 1), half_bytes) for a in arrays)
 
 
 @lru_cache(maxsize=1024)

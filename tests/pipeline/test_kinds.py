@@ -1,5 +1,5 @@
-"""A module with layers of two kinds: its gradients equal the plain model's under any cut, and a
-checkpoint goes on under another one."""
+"""A module with layers of two kinds, which may hand on more than hidden states: its gradients equal
+the plain model's under any cut, and a checkpoint goes on under another one."""
 
 import functools
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.train.optimizer import make_optimizer
 from tests.checkpoint.checkpoint_cases import TRAIN, reader_of, save, saver_of
-from tests.mixed import Mixed, MixedText
+from tests.mixed import HandingText, Mixed, MixedText
 
 from . import plain
 from .test_gradients import assert_trees_close, grads_of, oracle
 from .test_hybrid import MODEL as HYBRID
 
-PERIODS = Mixed(pattern="mmgmmg")
+PERIODS = Mixed(pattern="mmgmmg", text=HandingText)
 ODD = Mixed(tied=False, pattern="gmmmgmm")  # a period that begins anywhere, then exceptions
-ROUNDS = Mixed(pattern="mgmgmgmg")
+ROUNDS = Mixed(pattern="mgmgmgmg", text=HandingText)
 ALONE = (0, 1, 1, 1)
 # name -> (model, LLM (first, stage, data, model), options, ZeRO degree, layers that are unrolled)
 CASES = {

@@ -25,7 +25,7 @@ from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.state import parameter_bytes
 from dflop_jax.record_files import load, save
 from dflop_jax.records import BACKWARD, FORWARD, MeshShape, ModelProfile, SegmentPlan, Shape
-from tests.mixed import UNITS, Mixed
+from tests.mixed import MADE, UNITS, HandingText, Mixed
 from tests.plans import nano_profile
 from tests.small import HIDDEN, WIDTH, Small
 
@@ -169,8 +169,9 @@ def test_programs_of_every_kind_are_timed():
     devices = jax.devices()[:1]
     shape = Shape(1, 32)
     shapes = {"vision": [Shape(2, 16)], "llm": [shape]}
+    handing = dataclasses.replace(MIXED, text=HandingText)
     timings = [
-        time_layer(MIXED, m, s[0], devices, kind=kind, most_runs=3)
+        time_layer(handing, m, s[0], devices, kind=kind, most_runs=3)
         for m, s in shapes.items()
         for kind in kinds_apart(MIXED.modules[m])
     ]
@@ -190,8 +191,11 @@ def test_devices_are_timed_together_by_layers_of_the_first_kind():
 @pytest.mark.parametrize("policy", ["dflop", "dip", "orch"])
 @pytest.mark.parametrize("pattern", ["gmmmgm", "mgmgmgmg"])
 def test_plans_of_every_policy_fit_the_model(policy, pattern):
-    m = Mixed(tied=False, pattern=pattern)
+    """Whose layers hand on two arrays."""
+    m = Mixed(tied=False, pattern=pattern, text=HandingText)
     profile = roofline_profile(m, A100, SHAPES, [1, 2], n_devices=8)
+    llm = [t for t in profile.timings if t.module == "llm" and t.kind == "gate"]
+    assert [t.hidden_bytes for t in llm] == [t.shape.size * 4 * (WIDTH + MADE) for t in llm]
     config = PlanConfig(policy=policy, max_stage=4)
     result = search_plan(
         profile, nano_profile().data, n_devices=8, config=config, global_batch=32, refine=False

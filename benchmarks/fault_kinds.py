@@ -13,6 +13,7 @@ import random
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,7 @@ _PIDFD_GETFD = 438  # system call
 _SEIZE, _INTERRUPT = 0x4206, 0x4207  # of ptrace
 _ALL = 0x40000000  # __WALL: threads as well
 SLOW_S, FULL_S = 30.0, 3.0  # at most
+DAMAGED_PROGRAMS = 3
 NAMED_SLOW = r"process \d+ takes [\d.]+ times as long"
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -165,6 +167,14 @@ def newest_checkpoint(target: Target) -> list[Path]:
     return [target.rng.choice(sorted(files))]
 
 
+def cached_programs(target: Target) -> list[Path]:
+    """All that tells how programs are called, of which every start reads some, and a few programs:
+    a start reads a sixth of those in the cache, the rest are other plans' and of the profile."""
+    programs = sorted(target.cache.glob("xla/*-checked"))
+    few = target.rng.sample(programs, min(DAMAGED_PROGRAMS, len(programs)))
+    return [*target.cache.glob("programs/*-checked"), *few]
+
+
 def slow(target: Target) -> Callable[[], bool]:
     """Let a process run a fifth of the time, until it is named."""
     until_s, over = time.monotonic() + SLOW_S, threading.Event()
@@ -236,8 +246,8 @@ KINDS = {
         moments=(STEP, SAVE, RECOVERY),
     ),
     "compile cache": Kind(
-        flipped(lambda t: [*t.cache.glob("xla/*-checked")]),
-        f"{_AGAIN}; a damaged program is named, compiled again and kept",
+        flipped(cached_programs, sys.maxsize),
+        f"{_AGAIN}; what is damaged is named, made again and kept",
         says="is damaged; it is compiled again",
         moments=(*_TRAINING, END, RECOVERY),
     ),

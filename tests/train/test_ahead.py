@@ -133,7 +133,7 @@ class Compiling:
         self.devices, self.plan = place.devices, plan
         self.let, self.ended, self.closed = threading.Semaphore(0), False, False
 
-    def compile(self, on_progress: Callable[[int, int], None]) -> None:
+    def compile(self, on_progress: Callable[[int, int], None], known: object) -> None:
         for done in range(3):
             try:
                 on_progress(done, 3)

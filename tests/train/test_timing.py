@@ -198,7 +198,7 @@ class Crowded(FakeExecutor):
         self._run("init")
         super().init(seed, sync)
 
-    def compile(self, on_progress, sync):
+    def compile(self, on_progress, sync, known):
         self._run("compile")
         sync()
         sync()
@@ -242,7 +242,7 @@ def test_what_one_process_cannot_hold_all_drop(tmp_path, monkeypatch, part):
     assert names[0].startswith("dropped: plan test: v0 1x1x1, l0 1x1x1, l1 1x1x1; buckets vision:")
     assert names[0].endswith(f", process 1 ran out of it {FAILS[part]}, 2.00 GiB short")
     assert [ex.closed for _, ex in made if ex.plan == PLANS[1]] == [True, True]
-    assert len(list((tmp_path / "new").iterdir())) == 2  # it has no times
+    assert len(list((tmp_path / "new").glob("times-*"))) == 2  # it has no times
 
 
 def test_the_run_ends_where_the_others_cannot_leave():

@@ -11,8 +11,8 @@ from dflop_jax.generate.row import row_of
 from dflop_jax.verify import compare, reference
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import AdapterForm, Folder, read_config, write_adapter
-from models import qwen3_5
-from tests.verify import qwen3_5_folders
+from models import gemma4, qwen3_5
+from tests.verify import gemma_folders, qwen3_5_folders
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,10 +52,17 @@ def logits_of(model, params, row):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_peft_reads_the_adapters_of_every_kind(tmp_path):
-    """Also of matrices that are rows of one tensor."""
-    folder = qwen3_5_folders.qwen3_5_text(tmp_path / "base")
-    plain = qwen3_5.build_text(str(folder))
+@pytest.mark.parametrize(
+    "kind, write, build",
+    [
+        ("qwen3_5_text", qwen3_5_folders.qwen3_5_text, qwen3_5.build_text),
+        ("gemma4_text", gemma_folders.gemma4_text, gemma4.build_text),
+    ],
+)
+def test_peft_reads_the_adapters_of_every_kind(kind, write, build, tmp_path):
+    """Also of matrices that are rows of one tensor, and of keys that are values, too."""
+    folder = write(tmp_path / "base")
+    plain = build(str(folder))
     model = plain.with_lora(RANK, ALPHA, ranks=(("llm.key", 3),))
     params = with_random_adapters(model, base_of(folder, plain), 4)
     write_adapter(tmp_path / "adapter", model.weights, params, AdapterForm(RANK, ALPHA))
@@ -72,7 +79,7 @@ def test_peft_reads_the_adapters_of_every_kind(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "_loaded", adapted)
         name = read_config(folder)["architectures"][0]
-        want = reference.run(folder, "qwen3_5_text", name, samples)
+        want = reference.run(folder, kind, name, samples)
     error, _ = compare.logit_errors(got, want)
     assert error <= 1e-5
     before = logits_of(plain, base_of(folder, plain), row)

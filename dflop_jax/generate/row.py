@@ -247,6 +247,5 @@ def with_features(
     for encoder, given in media.items():
         outputs = encode(on_chip(model.modules[encoder], chip), params[encoder], given)
         for edge in (e for e in edges if e.source == encoder):
-            where = (a[None] for a in places[encoder])
-            batch[edge.name] += gather_features(outputs[edge.tap][None], *where)[0]
+            batch[edge.name] += gather_features(outputs[edge.tap], *places[encoder])
     return batch

@@ -144,12 +144,11 @@ class Exchange:
         asked, *places = self._opened(sources)
         if asked is not None:
             wanted = _swapped(asked)
-            like = wanted.reshape(1, 1, -1, 1)
-            (rows,) = gather_features(table[None, None], like)[0]
+            rows = gather_features(table, wanted.reshape(-1, 1))
             table = jnp.concatenate([self._moved(rows, wanted, asked), table])
-        placed = gather_features(table[None, None], *places)
+        placed = gather_features(table, *places)
         m, _, *rest = self.block_structs[0].shape
-        blocks = jnp.split(placed[0], self.routes.blocks)
+        blocks = jnp.split(placed, self.routes.blocks)
         return tuple(b.reshape(m // self.routes.stages, -1, *rest) for b in blocks)
 
     def _scatter(
@@ -159,16 +158,16 @@ class Exchange:
         asked, slots, *weights = self._opened(sources)
         if asked is not None:  # of the ranks that got the same rows one gives the gradient
             slots = jnp.where(self._is_home(), slots, -1)
-        rows = jnp.concatenate([b.reshape(-1, *b.shape[2:]) for b in blocks])[None]
-        like = jax.ShapeDtypeStruct((1, 1, r.table_rows, width), dtype)
-        dtable = scatter_gradient(like, rows, slots, *weights)[0, 0]
+        rows = jnp.concatenate([b.reshape(-1, *b.shape[2:]) for b in blocks])
+        like = jax.ShapeDtypeStruct((r.table_rows, width), dtype)
+        dtable = scatter_gradient(like, rows, slots, *weights)
         total = dtable[r.received :]
         if asked is not None:
             wanted = _swapped(asked)
             came = self._moved(dtable[: r.received], asked, wanted)
-            like = jax.ShapeDtypeStruct((1, 1, r.own_features, width), dtype)
-            index = wanted.reshape(1, 1, -1, 1)
-            more = scatter_gradient(like, came[None, None], index, max_readers=r.high)[0, 0]
+            like = jax.ShapeDtypeStruct((r.own_features, width), dtype)
+            index = wanted.reshape(-1, 1)
+            more = scatter_gradient(like, came, index, max_readers=r.high)
             total = (total.astype(jnp.float32) + more.astype(jnp.float32)).astype(dtype)
         m, n, tokens, _ = self.features.shape
         done = jnp.zeros((1, 1), jnp.float32)
@@ -176,14 +175,14 @@ class Exchange:
 
     def _opened(self, sources: tuple[tuple[Array, ...], ...]) -> tuple[Any, ...]:
         """What this device asks of each rank [V, blocks, capacity] or None, and its slots and
-        weights [1, rows of all blocks, tokens, sources]."""
+        weights [rows of all blocks, tokens, sources]."""
         r, asked, places = self.routes, None, sources
         if r.received:
             lists = [a.reshape(r.low, r.capacity) for a in sources[0]]
             asked = jnp.where(self._is_home(), jnp.stack(lists, axis=1), -1)
             places = sources[1:]
         joined = [jnp.concatenate([a.reshape(-1, *a.shape[2:]) for a in kind]) for kind in places]
-        return asked, *(p[None] for p in joined)
+        return asked, *joined
 
     def _is_home(self) -> Array:
         """Whether this device's rank takes in what ranks of the target read; others, which may

@@ -1,6 +1,7 @@
 """The exchange against loops over positions, on one device and between shardings."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,14 @@ from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.exchange import Exchange
 from dflop_jax.pipeline.gather import gather_features, scatter_gradient
 
-gather = jax.jit(gather_features)
-scatter = jax.jit(scatter_gradient, static_argnums=0)
+gather = jax.jit(jax.vmap(gather_features))  # [M, ...] each
+
+
+@partial(jax.jit, static_argnums=0)
+def scatter(like, *arrays):
+    one = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
+    return jax.vmap(partial(scatter_gradient, one))(*arrays)
+
 
 # A width that most meshes below share evenly, and that of 6 devices does not.
 M, ITEMS, TOKENS, WIDTH = 2, 4, 3, 8

@@ -273,9 +273,9 @@ def test_changing_one_sample_leaves_the_others_bit_identical():
         for name in ("vision", "audio"):
             one = {k: a[0] for k, a in fields[name].items()}
             out = plain.run_module(m.modules[name], params[name], one)
-            visual += gather_features(out[None], *places[name])
+            visual += gather_features(out, *(a[0] for a in places[name]))
         llm, p = m.modules["llm"], params["llm"]
-        batch = {k: a[0] for k, a in fields["llm"].items()} | {"visual": visual[0]}
+        batch = {k: a[0] for k, a in fields["llm"].items()} | {"visual": visual}
         x = llm.entry(p["entry"], batch)
         return jax.lax.scan(lambda x, q: (llm.layer(q, x, batch), None), x, p["layers"])[0]
 

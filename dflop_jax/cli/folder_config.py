@@ -10,13 +10,11 @@ import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from dflop_jax.cli.experiment import import_from_here
 from dflop_jax.config import Config
 from dflop_jax.report.run_folder import CONFIG
+from dflop_jax.train.run_dir import run_config
 
 FACTORY = "model.factory"
 OURS = Path(__file__).parents[2] / "models"
@@ -45,26 +43,16 @@ def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
       ValueError: a folder without a readable config.json, or one whose factory is neither a
         function of this program's `models` nor named by the flag.
     """
-    file = Path(folder) / CONFIG
-    if not file.is_file():
-        raise ValueError(f"{folder}: no {CONFIG} in it; give a run folder or an experiment file")
-    try:
-        sections = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        config = msgspec.convert(sections, Config)
-    except msgspec.DecodeError as e:
-        raise ValueError(f"{file}: not a configuration ({e}); give the experiment file") from None
-    if not {"model", "data", "train"} <= sections.keys():
-        raise ValueError(f"{file}: is not that of a run; give a run folder, which training wrote")
-    config = replace(config, cache_dir=Config().cache_dir)
+    config = replace(run_config(folder), cache_dir=Config().cache_dir)
     if named := getattr(args, FACTORY):
         import_from_here()
         return replace(config, model=replace(config.model, factory=named))
     why = _not_ours(config.model.factory)
     if why is not None:
         raise ValueError(
-            f"{file}: {FACTORY}={config.model.factory!r} is no function of this program's package "
-            f"models{why}, and the folder may be anybody's; if you trust that code, name it: "
-            f"--{FACTORY} MODULE:FUNCTION"
+            f"{Path(folder, CONFIG)}: {FACTORY}={config.model.factory!r} is no function of this "
+            f"program's package models{why}, and the folder may be anybody's; if you trust that "
+            f"code, name it: --{FACTORY} MODULE:FUNCTION"
         )
     return config
 

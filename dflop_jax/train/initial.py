@@ -8,14 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from dflop_jax.checkpoint.begin import open_saved, read_saved
 from dflop_jax.checkpoint.store import CorruptCheckpoint, OtherVersion, StorageError
-from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
+from dflop_jax.report.run_folder import CHECKPOINTS
+from dflop_jax.train.run_dir import run_config
 from dflop_jax.weights import Folder, read_segment
 
 # (segment, its fresh parameters if they are asked for) -> parameters to begin with
@@ -71,14 +69,6 @@ def first_weights(weights: Sequence[str]) -> dict[str, str]:
         before = first_weights(run_config(run).model.weights)
         found |= before if not module else {module: before.get(module) or before.get("", "")}
     return {module: path for module, path in found.items() if path}
-
-
-def run_config(run: str) -> Config:
-    """The configuration of a run's folder; ValueError where it cannot be read."""
-    try:
-        return msgspec.json.decode(Path(run, CONFIG).read_bytes(), type=Config)
-    except (OSError, msgspec.DecodeError) as e:
-        raise ValueError(f"{run}: its {CONFIG} cannot be read ({e}); name another run") from None
 
 
 def run_and_step(path: str) -> tuple[str, str, str]:

@@ -18,8 +18,9 @@ from dflop_jax.checkpoint.store import CorruptCheckpoint, OtherVersion, StorageE
 from dflop_jax.contract import MultimodalModel, Params, stacked_parts
 from dflop_jax.pipeline.int8 import codes, is_codes, is_quantized, scale_of, scales_of
 from dflop_jax.report.run_folder import CHECKPOINTS
-from dflop_jax.train.initial import map_of, run_and_step, run_config
+from dflop_jax.train.initial import map_of, run_and_step
 from dflop_jax.train.lazy_params import LazyArray, saved_array
+from dflop_jax.train.run_dir import run_config
 from dflop_jax.weights import Folder, file_values
 from dflop_jax.weights.contract import Tensor
 

@@ -1,14 +1,18 @@
-"""The folder of a run whose name has the time at which it began."""
+"""The folder of a run: its name, which may have the time at which it began, and its settings."""
 
 from __future__ import annotations
 
 import glob
 import time
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from dflop_jax.cluster import told
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.report.run_folder import has_begun, launch_of
+from dflop_jax.config import Config
+from dflop_jax.report.run_folder import CONFIG, has_begun, launch_of
 
 TIME = "{time}"
 
@@ -38,6 +42,21 @@ def _named(pattern: str, resume: bool) -> str:
         again += 1
         name = pattern.replace(TIME, f"{stamp}-{again}")
     return name
+
+
+def run_config(folder: str | Path) -> Config:
+    """The configuration that a run's folder keeps; ValueError where there is none."""
+    file = Path(folder) / CONFIG
+    if not file.is_file():
+        raise ValueError(f"{folder}: no {CONFIG} in it; give a run folder or an experiment file")
+    try:
+        sections = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        config = msgspec.convert(sections, Config)
+    except (OSError, msgspec.DecodeError) as e:
+        raise ValueError(f"{file}: not a configuration ({e}); give the experiment file") from None
+    if not {"model", "data", "train"} <= sections.keys():
+        raise ValueError(f"{file}: is not that of a run; give a run folder, which training wrote")
+    return config
 
 
 def is_of_launch(folder: str | Path) -> bool:

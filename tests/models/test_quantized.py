@@ -38,10 +38,11 @@ def dense(tree):
 def drawn(module, part, seed):
     """Parameters of a part with its adapter, which acts, where it has one."""
     key = jax.random.key(seed)
-    params = {part: module.init(part, key)}
+    init = jax.jit(module.init, static_argnums=0)  # else compiled operation by operation
+    params = {part: init(part, key)}
     adapter = adapter_of(part)
     if adapter in module.freeze_groups:
-        pairs = module.init(adapter, key)
+        pairs = init(adapter, key)
         noise = partial(np.random.default_rng(seed).normal, scale=0.2)
         params[adapter] = {
             name: {**pair, "b": jnp.asarray(noise(size=pair["b"].shape), jnp.float32)}
@@ -69,7 +70,7 @@ def check_parts(name, module, tokens) -> int:
     batch = {
         n: jnp.asarray(packed_field(n, (1, *s.shape), s.dtype, 2, 3)[0]) for n, s in specs.items()
     }
-    shape = module.entry(drawn(module, "entry", 1), batch)
+    shape = jax.eval_shape(module.entry, drawn(module, "entry", 1), batch)
     x = jnp.asarray(np.random.default_rng(0).normal(size=shape.shape), shape.dtype)
     runs = {"entry": lambda p, x: module.entry(p, batch)}
     for kind in dict.fromkeys(layer_kinds_of(module)):
@@ -87,10 +88,8 @@ def check_parts(name, module, tokens) -> int:
             out = run({**params, **({"adapter": adapter} if adapter else {})}, x)
             return sum(map(jnp.sum, jax.tree.leaves(out))), out
 
-        got, want = (
-            jax.grad(of, argnums=(0, 1), has_aux=True)(adapter, x, p)
-            for p in (params, dense(params))
-        )
+        gradients = jax.jit(jax.grad(of, argnums=(0, 1), has_aux=True))
+        got, want = (gradients(adapter, x, p) for p in (params, dense(params)))
         for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
             scale = max(np.abs(b).max(), 1e-3)
             np.testing.assert_allclose(a, b, atol=1e-5 * scale, err_msg=f"{name}.{part}")

@@ -4,6 +4,7 @@ Long because all its cases share one oracle of the whole space.
 """
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import pytest
@@ -40,6 +41,12 @@ CASES = [
 ]
 
 
+@cache  # cases of one graph and seed ask for the same
+def everything(graph, seed, policy, config, **more):
+    profile, data, n_devices, _ = random_case(seed, graph)
+    return exhaustive(policy, n_devices, profile, data, config, **more)
+
+
 @pytest.mark.parametrize("graph, seed", CASES)
 def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
     profile, data, n_devices, rng = random_case(seed, graph)
@@ -51,10 +58,12 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
     zero = "auto" if tight and seed % 2 else 1
     remat = "auto" if tight and seed in (0, 1, 4, 8, 12) else "none"
     known = CostModel(profile).fits.known_policies("llm")
-    fit, memory_bytes = exhaustive(
-        policy, n_devices, profile, data, config, tight=tight,
-        remats=known if remat == "auto" else (remat,), degrees=ZERO if zero == "auto" else (zero,),
-    )  # fmt: skip
+    more = {
+        "tight": tight,
+        "remats": known if remat == "auto" else (remat,),
+        "degrees": ZERO if zero == "auto" else (zero,),
+    }
+    fit, memory_bytes = everything(graph, seed, policy, config, **more)
 
     def search():
         return search_plan(
@@ -98,7 +107,8 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
 def test_no_bound_is_above_what_it_bounds(graph, seed):
     profile, data, n_devices, _ = random_case(seed, graph)
     config = dataclasses.replace(CONFIG, policy="dflop", max_microbatches=3)
-    every, _ = exhaustive("dflop", n_devices, profile, data, config)
+    plain = {"tight": False, "remats": ("none",), "degrees": (1,)}
+    every, _ = everything(graph, seed, "dflop", config, **plain)
     took = {(name, m): seconds for name, m, seconds, _ in every}
     spec = SearchSpec(n_devices, BATCH, config)
     rules = search_module.evaluator_of(profile, data, spec).rules

@@ -43,28 +43,40 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("name, int8", [*zip(WIDE, (True, False, True), strict=True)], ids=[*WIDE])
-def test_gradients_of_adapters_in_the_tower_and_its_ends(name, int8):
-    """Patterns choose the matrices and the ranks; all else is frozen and has no gradient, in floats
-    or in 8 bits, of which the oracle has the products with their scales."""
+def stepped(name, *, int8=False, remat="none", dropout=0.0):
+    """(model, loss, gradients, parameters) of a step of a plan of `WIDE`."""
     (vision, llm, options), degrees = WIDE[name]
-    m = adapted(everywhere=True, int8=int8)
+    m = adapted(everywhere=True, int8=int8, dropout=dropout)
     plan = plain.with_zero(plain.plan_of(m, vision, llm, bucket=(24, 160), **options), **degrees)
-    schedule = plain.random_schedule(plan, samples(), 2, seed=len(name), text_only=(0,))
+    segments = (dataclasses.replace(s, remat=remat) for s in plan.layout.segments)
+    plan = plan.with_layout(segments=tuple(segments))
+    schedule = plain.random_schedule(plan, samples(), 2, seed=3 + len(name), text_only=(0,))
+    draws = {"draws": DRAWS} if dropout else {}
     loss, grads, params, _ = grads_of(
-        m, plan, samples(), schedule, freeze=ALL_FROZEN, change=let_act
+        m, plan, samples(), schedule, freeze=ALL_FROZEN, change=let_act, **draws
     )
-    start, want_loss, want, without_adapters = oracle(False, everywhere=True, int8=int8)
-    assert_trees_close(params, start, 1e-6)
     assert any(a.dtype == np.int8 for a in jax.tree.leaves(params)) == int8
-    assert loss == pytest.approx(want_loss, rel=1e-5)
     adapters = {
         "vision": {"entry_adapter": {"patch"}, "adapter": SIX, "exit_adapter": {"out"}},
         "llm": {"adapter": {"query", "key", "value", "out", "gate", "up", "down"}},
     }
     assert {n: {p: set(t) for p, t in parts.items()} for n, parts in grads.items()} == adapters
-    for module, parts in adapters.items():
-        assert_trees_close(grads[module], {part: want[module][part] for part in parts})
+    return loss, grads, params
+
+
+def assert_gradients(grads, want):
+    for module, parts in grads.items():
+        assert_trees_close(parts, {part: want[module][part] for part in parts})
+
+
+def test_gradients_of_adapters_in_the_tower_and_its_ends():
+    """Patterns choose the matrices and the ranks; all else is frozen, in 8 bits, and has no
+    gradient: the oracle has the products with their scales. Floats and other plans are below."""
+    loss, grads, params = stepped("tower tp 2 x dp 2, llm stage 2 x dp 2, split", int8=True)
+    start, want_loss, want, without_adapters = oracle(False, everywhere=True, int8=True)
+    assert_trees_close(params, start, 1e-6)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    assert_gradients(grads, want)
     ranks = {t: pair["a"].shape[-1] for t, pair in params["vision"]["adapter"].items()}
     assert ranks == {"query": 2, "key": 2, "value": 2, "out": 1, "up": 5, "down": 2}
     assert params["llm"]["adapter"]["out"]["a"].shape[-1] == 1
@@ -76,22 +88,15 @@ def test_gradients_of_adapters_in_the_tower_and_its_ends(name, int8):
     "name, remat", [*zip(WIDE, ("layers", "none", "segment"), strict=True)], ids=[*WIDE]
 )
 def test_what_adapters_do_not_see_follows_from_the_sample_alone(name, remat):
-    """Equal in every plan, packing and recompute policy."""
-    (vision, llm, options), degrees = WIDE[name]
-    m = adapted(everywhere=True, dropout=DROPOUT)
-    plan = plain.with_zero(plain.plan_of(m, vision, llm, bucket=(24, 160), **options), **degrees)
-    segments = (dataclasses.replace(s, remat=remat) for s in plan.layout.segments)
-    plan = plan.with_layout(segments=tuple(segments))
-    schedule = plain.random_schedule(plan, samples(), 2, seed=3 + len(name), text_only=(0,))
-    loss, grads, _, _ = grads_of(
-        m, plan, samples(), schedule, freeze=ALL_FROZEN, change=let_act, draws=DRAWS
-    )
+    """Equal in every plan, packing and recompute policy, and so are gradients."""
+    loss, grads, params = stepped(name, remat=remat, dropout=DROPOUT)
+    start, of_all, _, without_adapters = oracle(False, everywhere=True)
     want_loss, want = dropped_oracle()
-    _, without, _, _ = oracle(False, everywhere=True)[:4]
+    assert_trees_close(params, start, 1e-6)
     assert loss == pytest.approx(want_loss, rel=1e-5)
-    assert abs(loss - without) > 1e-4  # it matters
-    for module, parts in grads.items():
-        assert_trees_close(parts, {part: want[module][part] for part in parts})
+    assert_gradients(grads, want)
+    assert abs(loss - of_all) > 1e-4  # it matters
+    assert abs(loss - without_adapters) > 1e-3
 
 
 def test_evaluation_sees_all_and_no_dropout_costs_nothing():

@@ -32,8 +32,8 @@ _HEADS = ("rows", None, "heads", None)
 
 @dataclass(frozen=True)
 class DeltaMemory:
-    """The memory of `models.delta.delta_mix`, see `dflop_jax.contract.Memory`; as large for long
-    rows as for short ones. `mixed` is what `delta_mix` is given."""
+    """The memory of `models.delta.delta_mix`, see `dflop_jax.generate.contract.Memory`; as large
+    for long rows as for short ones. `mixed` is what `delta_mix` is given."""
 
     taps: int
     axes = Kept(_HEADS, _HEADS, _HEADS, ("rows", "heads", None, None))

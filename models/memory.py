@@ -25,8 +25,8 @@ class KeptSlots(NamedTuple):
 
 @dataclass(frozen=True)
 class KeysAndValues:
-    """The memory of attention, see `dflop_jax.contract.Memory`: keys and values of a row's tokens,
-    of the last `window` of them where that is not 0.
+    """The memory of attention, see `dflop_jax.generate.contract.Memory`: keys and values of a
+    row's tokens, of the last `window` of them where that is not 0.
 
     Token t of a row lies in slot t modulo the number of slots. So what pads a prompt is overwritten
     by the answer, and a window's slots go round.

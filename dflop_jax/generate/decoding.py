@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from dflop_jax.contract import (
     Array,
-    GeneratingModule,
     MultimodalModel,
     Params,
     edges_of,
@@ -25,6 +24,7 @@ from dflop_jax.contract import (
     layer_of,
     with_adapter,
 )
+from dflop_jax.generate.contract import GeneratingModule
 from dflop_jax.generate.row import LLM, loops_of
 
 

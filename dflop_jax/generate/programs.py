@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import (
     Array,
-    GeneratingModule,
     MultimodalModel,
     Params,
     chip_of,
@@ -25,6 +24,7 @@ from dflop_jax.contract import (
     on_chip,
 )
 from dflop_jax.generate import decoding
+from dflop_jax.generate.contract import GeneratingModule
 from dflop_jax.generate.decoding import Cache, inlets_of
 from dflop_jax.generate.replica import DATA, MODEL, Replica, spec_of
 from dflop_jax.generate.row import LLM, AnswerRows, bucket_of, with_features
@@ -74,8 +74,8 @@ class AnswerPrograms:
         llm: Any = on_chip(model.modules[LLM], chip)
         if not hasattr(llm, "memory") or not hasattr(llm, "logits"):
             raise ValueError(
-                "the model's llm has no memory and logits (dflop_jax.contract.GeneratingModule); "
-                "add them, or take another model"
+                "the model's llm has no memory and logits "
+                "(dflop_jax.generate.contract.GeneratingModule); add them, or take another model"
             )
         self._replica = replica
         rows: Any = P(DATA)

@@ -27,7 +27,7 @@ from dflop_jax.cluster.handshake import Refused, introduce
 from dflop_jax.cluster.links import receive_message, send_at_once, send_message
 from dflop_jax.cluster.shelf import CopyName, Held
 
-CONNECT_S = 5.0
+CONNECT_S = 5.0  # longest wait for a launcher; one that is gone costs a copy that long
 ANSWER_S = 60.0  # longest wait for an answer
 
 

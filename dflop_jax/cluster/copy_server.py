@@ -28,7 +28,7 @@ PUT, SEAL, HELD, MANIFEST, READ, KEEP_ONLY, ROOM = (
 )  # fmt: skip
 OK, NO = "ok", "no"
 SILENT_S = 30.0  # without a byte of a file that is being put
-PORTS_TRIED = 10
+PORTS_TRIED = 10  # free ones, each of which another process may take first
 
 
 class Room(msgspec.Struct, frozen=True):

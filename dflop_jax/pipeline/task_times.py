@@ -18,7 +18,7 @@ from dflop_jax.records import BACKWARD, FORWARD, Event, Task
 # Of a task's times: when it was dispatched, when what is exchanged for it was there, when its own
 # program ended, and when what it sends was exchanged.
 DISPATCHED, RECEIVED, COMPUTED, END = range(4)
-_MOMENTS = 4
+_MOMENTS = END + 1
 
 
 class Spans(NamedTuple):

@@ -28,7 +28,7 @@ from dflop_jax.report.summary import RunSummary, summary_of
 from dflop_jax.report.tail import Tail
 
 _LOOK_BYTES = 1 << 22  # read of a file before it is looked whether time is up
-_MOST_NOTES = 5
+_MOST_NOTES = 5  # that a reader keeps, of files that may be broken in every line
 
 
 class _Steps(msgspec.Struct):

@@ -23,7 +23,7 @@ from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.profile.memory import kept_bytes
 from dflop_jax.profile.one_kind import kinds_apart
-from dflop_jax.profile.optimizer_state import part_state_bytes
+from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, part_state_bytes
 from dflop_jax.profile.parts import divides
 from dflop_jax.records import (
     ModelProfile,
@@ -43,7 +43,6 @@ from dflop_jax.train.profiling import (
 )
 
 SHOWN_PLACEMENTS = 10  # that an explanation compares; each more is made exact
-MASTER_BYTES = 4  # of a parameter in float32
 
 
 def make_plan(
@@ -156,9 +155,9 @@ def least_bytes(place: Workplace) -> float:
     for module in place.model.modules.values():
         float32 = parameter_bytes(module)
         working = working_dtype_of(module).itemsize
-        copies = 2 * MASTER_BYTES + (working if working < MASTER_BYTES else 0)  # and its gradient
+        copies = 2 * FLOAT32_BYTES + (working if working < FLOAT32_BYTES else 0)  # and its gradient
         for part, group in module.freeze_groups.items():
-            elements = float32[part] / MASTER_BYTES
+            elements = float32[part] / FLOAT32_BYTES
             n_bytes += elements * (working if group in frozen else copies)
             n_bytes += 0.0 if group in frozen else part_state_bytes(module, part, tx)
     return n_bytes / place.n_devices

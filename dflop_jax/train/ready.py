@@ -14,6 +14,7 @@ from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.predict import held_loads
+from dflop_jax.profile.optimizer_state import FLOAT32_BYTES
 from dflop_jax.records import Plan, Prices, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
@@ -31,7 +32,6 @@ from dflop_jax.train.timing import Timed
 # Batches of the profiled data whose mean step is what a plan predicts; twice as many are scheduled
 # in twice the time, and scatter less by a third.
 _PREDICTED_BATCHES = 4
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)

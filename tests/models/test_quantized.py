@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.contract import adapter_of, layer_kinds_of, layer_of, with_adapter
+from dflop_jax.pipeline import int8
 from dflop_jax.pipeline.int8 import is_quantized
 from dflop_jax.pipeline.stand_in import packed_field
 from models.quantized import rounded
@@ -101,3 +102,6 @@ def test_rounding_by_hand():
     codes, scale = rounded(jnp.asarray(w), 1)
     np.testing.assert_array_equal(codes, [[64, 0, -127], [-127, 0, 32]])
     np.testing.assert_allclose(scale, [2 / 127, 0.0, 4 / 127], rtol=1e-7)
+    # And by numpy, which knows by it again what models, that import nothing of it, have rounded.
+    np.testing.assert_array_equal(int8.scales_of(w, 1), scale)
+    np.testing.assert_array_equal(int8.codes(w, np.asarray(scale)), codes)

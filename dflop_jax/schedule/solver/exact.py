@@ -14,7 +14,7 @@ from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size
 from dflop_jax.schedule.solver.problem import ROUNDING, Ints, Problem
 
-MAX_SAMPLES = 12
+MAX_SAMPLES = 12  # each more multiplies the partial assignments by the bins
 _MAX_STATES = 60_000  # partial assignments of one level; more, and the search gives up
 _CELLS_PER_UNIT = 5_000  # loads looked at
 

@@ -24,7 +24,7 @@ _MAX_VARIABLES = 600  # sizes x bins that HiGHS handles in a fraction of a secon
 # Units of work, measured: a model's own, of a variable, of an iteration of the simplex.
 _FIXED_WORK, _VARIABLE_WORK, _ITERATION_WORK = 20, 1, 2
 _LIKELY_ITERATIONS = 4  # of a variable, before the first node
-_NODE_ITERATIONS = 30
+_NODE_ITERATIONS = 30  # of the simplex in a node: with half of it, twice as many are allowed
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from models.llava import build
 from models.sizes import DecoderSize, VisionSize
 from models.vit import VisionModule
 
-PIECES = 8  # of a row
+PIECES = 1  # of a row, as FLOPs and predictions count them
 SCALE = 0.05  # of random values
 SegmentOf = Callable[[Remat], Segment]
 

@@ -19,7 +19,8 @@ the end. FLOPs are those needed: products, attention over pairs of tokens of one
 causal half.
 
 Segments are layers of Qwen2.5-7B between two others (inner) or with its head and loss (last), and
-of SigLIP-400M with its ends (encoder); the step is that of LLaVA-OneVision-0.5B
+of SigLIP-400M with its ends (encoder); kinds are one layer of each kind of Qwen3.5-4B and Gemma 4
+31B, whose `errors` are shares of float32's; the step is that of LLaVA-OneVision-0.5B
 (SigLIP-400M before Qwen2-0.5B) on one device, bfloat16 with float32 masters.
 """
 
@@ -51,6 +52,7 @@ from gpu_engine import (
     step_programs,
     whole_steps,
 )
+from gpu_layers import kind_cases
 from gpu_measure import Bench, Deadline, Line, hardware_of, measure
 from gpu_tables import segment_table
 
@@ -80,15 +82,18 @@ class Sizes:
     vision: VisionSize
     model: str
     groups: int
+    mixed: Sequence[tuple[str, str]]  # factories and sizes of models whose layers differ
 
 
 FULL = Sizes(
     8192, (1024, 8192), 2**31, (8192, 32768), 700, 16, (2, 4), (2048, 8192),
     DECODERS["qwen2.5-7b"], VISION["siglip-so400m"], "llava-ov-0.5b", 8,
+    (("models.qwen3_5:build", "qwen3.5-4b"), ("models.gemma4:build", "gemma4-31b")),
 )  # fmt: skip
 TINY = Sizes(
-    64, (32,), 2**12, (128,), 24, 2, (2,), (32,), DECODERS["nano"], VISION["nano"], "nano", 2
-)
+    64, (32,), 2**12, (128,), 24, 2, (2,), (32,), DECODERS["nano"], VISION["nano"], "nano", 2,
+    (("models.qwen3_5:build", "qwen3.5-nano"),),
+)  # fmt: skip
 
 
 def run_ceilings(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
@@ -144,6 +149,11 @@ def run_head(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
         yield from measure(bench, list(head(bench, sizes.decoder, tokens)), deadline)
 
 
+def run_kinds(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
+    for factory, size in sizes.mixed:
+        yield from measure(bench, list(kind_cases(bench, factory, size, sizes.rows[-1])), deadline)
+
+
 def run_step(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
     args = bench, sizes.model, sizes.tiles, sizes.rows[-1]
     if bench.runs:
@@ -160,6 +170,7 @@ PARTS: dict[str, tuple[Callable[[Bench, Sizes, Deadline], Iterator[Line]], float
     "head": (run_head, 30.0),
     "attention": (run_attention, 100.0),
     "segments": (run_segments, 80.0),
+    "kinds": (run_kinds, 80.0),
     "policies": (run_policies, 160.0),
 }
 

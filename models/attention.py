@@ -86,8 +86,10 @@ def attention(
     scale = H**-0.5 if scale is None else scale
     if chosen != "xla" and q_BTNH.size:
         by = attention_cudnn if chosen == "cudnn" else attention_gpu
+        in_order = chosen == "cudnn" and kernel != "cudnn"
+        backward = attention_cudnn.exact_backward if in_order else by.backward
         interpret = not on_gpu(chip)
-        chosen_kernel = AttentionKernel(by.forward, by.backward, causal, interpret, scale, window)
+        chosen_kernel = AttentionKernel(by.forward, backward, causal, interpret, scale, window)
         known = segment_ids if reach is None else marks
         return attend(chosen_kernel, q_BTNH, k_BSKH, v_BSKH, known)
     sees = Sight(causal, window)

@@ -11,7 +11,9 @@ where nothing is; so any packing is right, and that of rows with few pieces is f
 
 cuDNN's backward adds up the gradient of queries in any order unless a program is compiled with
 `xla_gpu_exclude_nondeterministic_ops`. It then writes down all scores (before cuDNN 9.25; see
-cudnn-frontend's pull request 398), which is fine for tiles and impossible for packed rows.
+cudnn-frontend's pull request 398), which is fine for tiles and impossible for packed rows. XLA
+writes into the first of equal calls that they add up in order, and finds the others no more when
+they run (IndexError): `exact_backward`, for such programs alone, has it written into all of them.
 
 Shape suffixes: as in `models/attention.py`; P slots of a batch.
 """
@@ -19,6 +21,9 @@ Shape suffixes: as in `models/attention.py`; P slots of a batch.
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +36,8 @@ Array = jax.Array
 SLOTS = 16  # pieces of a row, on average over a batch: cuDNN starts blocks for each and keeps sums
 _EVEN = 64  # rows of one piece are padded to a multiple: cuDNN refuses some odd lengths
 MAX_ELEMENTS = 2**31 - 1  # of the queries: places in packed rows are int32
+# Seeds of dropout, of which there is none: the second marks a backward that adds up in order.
+_ANY_ORDER, _EXACT = 0, 1_000_003
 
 
 class _Binding(NamedTuple):
@@ -51,15 +58,19 @@ def _binding() -> _Binding | None:
         primitives = cudnn._dot_product_attention_fwd_p, cudnn._dot_product_attention_bwd_p
         layout = cudnn.AttentionLayout.BTNH.value
         masks = cudnn.MaskType
+        configure = cudnn.create_dot_product_attention_backend_config
+        if not {"seed", "is_bwd"} <= set(inspect.signature(configure).parameters):
+            return None
+        cudnn.create_dot_product_attention_backend_config = _in_order(configure)
     except (ImportError, AttributeError):
         return None
     arrays = ("ctx", "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets",
               "kv_offsets", "page_table_k", "page_table_v")  # fmt: skip
-    constant = {"seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False),
-                "layout": layout, "sliding_window_length": None}  # fmt: skip
+    constant = {"dropout_rate": 0.0, "variadic_args": (False, False), "layout": layout,
+                "sliding_window_length": None}  # fmt: skip
     newer = {"score_mod_name": None, "score_mod_jaxpr": None}
     options = set(lowering) - {*arrays, "score_mod_args"}
-    known = {*constant, "scale", "mask_type", "is_training"}
+    known = {*constant, "seed", "scale", "mask_type", "is_training"}
     if tuple(lowering)[: len(arrays)] != arrays or options - {*newer} != known:
         return None
     if not {m.name for m in masks} >= {"NO_MASK", "PADDING", "CAUSAL", "PADDING_CAUSAL"}:
@@ -67,6 +78,22 @@ def _binding() -> _Binding | None:
     return _Binding(
         *primitives, masks, constant | {name: newer[name] for name in options & {*newer}}
     )
+
+
+def _in_order(configure: Callable[..., str]) -> Callable[..., str]:
+    """jax's text for XLA of a call; that of an exact backward says how it adds up."""
+    signature = inspect.signature(configure)
+
+    @wraps(configure)
+    def configured(*arguments: Any, **named: Any) -> str:
+        text, given = configure(*arguments, **named), signature.bind(*arguments, **named).arguments
+        if not given["is_bwd"] or given["seed"] != _EXACT:
+            return text
+        config = json.loads(text)
+        config["cudnn_fmha_backend_config"]["force_deterministic"] = True
+        return json.dumps(config)
+
+    return configured
 
 
 _BINDING = _binding()
@@ -122,24 +149,31 @@ def backward(
     causal: bool,
     interpret: bool,
     scale: float,
+    seed: int = _ANY_ORDER,
 ) -> tuple[Array, Array, Array]:
     """Gradients of queries, keys and values, 0 at padding, from what `forward` gave."""
     T = q.shape[1]
     if ids is None:
         q, k, v, out, dout = map(_even, (q, k, v, out, dout))
-        grads = call_backward(q, k, v, _whole_rows(q, T), saved[0], out, dout, causal, scale)
+        rows = _whole_rows(q, T)
+        grads = call_backward(q, k, v, rows, saved[0], out, dout, causal, scale, seed)
         dq, dk, dv = (x[:, :T] for x in grads)
         return dq, dk, dv
     stats, log_sum = saved
     starts, lengths, has_slot = pieces(ids, SLOTS * len(ids))
     packed = _packed_rows(q, k, starts, lengths)
-    grads = call_backward(q, k, v, packed, stats, out, dout, causal, scale)
+    grads = call_backward(q, k, v, packed, stats, out, dout, causal, scale, seed)
     rest = attention_gpu.backward(
         q, k, v, jnp.where(has_slot, 0, ids), out, log_sum, dout,
         causal=causal, interpret=interpret, scale=scale,
     )  # fmt: skip
     dq, dk, dv = (_where(has_slot, a, b) for a, b in zip(grads, rest, strict=True))
     return dq, dk, dv
+
+
+def exact_backward(*arrays: Any, **options: Any) -> tuple[Array, Array, Array]:
+    """`backward` of a program whose equal inputs give equal bits."""
+    return backward(*arrays, **options, seed=_EXACT)
 
 
 def _where(has_slot_BT: Array, cudnn: Array, rest: Array) -> Array:
@@ -171,14 +205,14 @@ def _packed_rows(q: Array, k: Array, starts_P: Array, lengths_P: Array) -> tuple
 
 
 def _arguments(
-    q: Array, rows: tuple[Array, ...], causal: bool, scale: float
+    q: Array, rows: tuple[Array, ...], causal: bool, scale: float, seed: int = _ANY_ORDER
 ) -> tuple[Any, dict[str, Any]]:
     assert _BINDING is not None
     unused = jnp.zeros(0, q.dtype)
     arrays = (unused, *rows, *(unused,) * (6 - len(rows)))  # a bias first, pages last
     padding = ["PADDING"] if rows else []
     mask = "_".join([*padding, *(["CAUSAL"] if causal else [])]) or "NO_MASK"
-    options = {"scale": scale, "mask_type": _BINDING.masks[mask]}
+    options = {"scale": scale, "mask_type": _BINDING.masks[mask], "seed": seed}
     return arrays, _BINDING.constant | options
 
 
@@ -202,9 +236,10 @@ def call_backward(
     dout: Array,
     causal: bool,
     scale: float,
+    seed: int,
 ) -> tuple[Array, Array, Array]:
     """cuDNN's gradients of queries, keys and values."""
     assert _BINDING is not None
-    arrays, options = _arguments(q, rows, causal, scale)
+    arrays, options = _arguments(q, rows, causal, scale, seed)
     dq, dk, dv = _BINDING.backward.bind(q, k, v, *arrays, stats, out, dout, **options)
     return dq, dk, dv

@@ -284,6 +284,15 @@ def compiled_by_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "compiled_rows", rows)
 
 
+def runs_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """A run profiles, plans and compiles for minutes."""
+    figures = ("planned_s", "measured_s", "measured_over_planned", "tokens_per_s", "mfu",
+               "planned_gib", "peak_gib", "seconds")  # fmt: skip
+    row = dict.fromkeys(figures, 1.0) | {"policy": "orch", "compiles": 0, "steps_s": [0.1]}
+    patch.setattr(script, "run_row", lambda name, *_, tiny: {"name": name, **row})
+    patch.setattr(script, "exact_row", lambda folder: {"name": script.EXACT, "resumed_equal": True})
+
+
 def ends_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """As little are updates compiled."""
     patch.setattr(
@@ -404,6 +413,7 @@ RUNS = {
     "fuzz_data": Tiny(2, ("--cases", 2), cases_that_are_told),
     "gpu_kinds": Tiny(2, ("--parts", "kinds", "--only", "4B", "--compiling"), kinds_of_nobody),
     "gpu_plans": Tiny(1, (), plans_of_nobody),
+    "gpu_run": Tiny(5, (), runs_of_nobody),
     "host_work": Tiny(6, (), hosts_that_are_told),
     "hostile": Tiny(4, (), quiet_jobs),
     "hosts": Tiny(2, (), nothing_tried),

@@ -109,7 +109,7 @@ def library_forward(q, k, v, rows, causal, scale):
     return jax.pure_callback(run, (jax.ShapeDtypeStruct(q.shape, F32), stats), q, k, v, *rows)
 
 
-def library_backward(q, k, v, rows, stats, out, dout, causal, scale):
+def library_backward(q, k, v, rows, stats, out, dout, causal, scale, seed):
     def run(q, k, v, stats, out, dout, *rows):
         (_, _, N, H), K = q.shape, k.shape[2]
         grads = [np.full(x.size, np.nan, F32) for x in (q, k, v)]
@@ -221,3 +221,27 @@ def test_it_lowers_for_a_gpu(packed):
         assert text.count(f"custom_call @{name}") == 1
     assert text.count("PADDING_CAUSAL" if packed else "NO_MASK") == 2
     assert re.findall(r"max_seg_per_batch\\22: (\d+)", text) == ["16" if packed else "1"] * 2
+
+
+# ---- what XLA is told ----
+
+
+def configurations(kernel):
+    """What the calls of two equal layers' gradients say to XLA, lowered for a GPU."""
+    q = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
+    once = partial(attention, causal=True, kernel=kernel, chip="sm_90")
+
+    def loss(q):
+        return jnp.sum(once(once(q, q, q, None), q, q, None).astype(jnp.float32))
+
+    lowered = jax.jit(jax.grad(loss)).trace(q).lower(lowering_platforms=("cuda",))
+    calls = re.findall(r"@__cudnn\$(\w+)\(.*?backend_config = \"(.*?)\", ", lowered.as_text())
+    return [(name, "force_deterministic" in text) for name, text in calls]
+
+
+def test_all_exact_backward_calls_say_that_they_add_up_in_order():
+    """XLA itself writes it into the first of equal ones, and the program fails on the others."""
+    forward, backward = ("fmhaSoftmax", False), ("fmhaSoftmaxBackward", True)
+    assert sorted(configurations("auto")) == [forward, forward, backward, backward]
+    assert ("fmhaSoftmaxBackward", True) not in configurations("cudnn")
+    assert len(configurations("cudnn")) == 4

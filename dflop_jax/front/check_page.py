@@ -19,7 +19,7 @@ STYLE = """
 table { border-collapse: collapse; width: 100%; } table td, table th { text-align: left;
   vertical-align: top; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line);
   white-space: normal; overflow-wrap: anywhere; font-weight: inherit; }
-td:nth-child(2):not(:last-child) { min-width: 9em; }
+td:nth-child(2):not(:last-child) { min-width: 11em; }
 table tr > :first-child { white-space: nowrap; overflow-wrap: normal; }
 table th { font-weight: 600; }
 table td.n { text-align: right; }
@@ -63,7 +63,7 @@ def _data(data: DataLook, limits: str) -> list[str]:
     )
     rows = "".join(
         f'<tr><td class="n">{n:,}</td><td>{escape(reason)}</td><td class="small">'
-        f"{'<br>'.join(map(escape, data.examples[reason]))}</td></tr>"
+        f"{'<br>'.join(map(escape, _listed(data.examples[reason], n)))}</td></tr>"
         for reason, n in data.bad_by_reason.items()
     )
     bad = f"<table><tr><th>n</th><th>reason</th><th>records</th></tr>{rows}</table>" if rows else ""
@@ -95,6 +95,12 @@ def _data(data: DataLook, limits: str) -> list[str]:
         ),
         template,
     ]
+
+
+def _listed(examples: Sequence[str], n: int) -> list[str]:
+    """Those that are known of `n` records, and how many more there are."""
+    more = n - len(examples)
+    return [*examples, *([f"and {more:,} more"] if more else [])]
 
 
 def _section(title: str, body: str) -> str:

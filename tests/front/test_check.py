@@ -163,8 +163,8 @@ def test_a_page_of_nothing_and_of_one(tmp_path):
     nothing = page([Fact("a", "b", wrong=True)], None, "it went wrong", "")
     assert "went wrong" in nothing
     assert nothing.endswith("</html>\n")
-    bad = page([], DataLook("d", 1, True, 1, 0, {"why": 1}, {"why": ["d[0]"]}), "", "")
-    assert "d[0]" in bad
+    bad = page([], DataLook("d", 1, True, 1, 0, {"why": 3}, {"why": ["d[0]"]}), "", "")
+    assert "d[0]<br>and 2 more<" in bad
     assert "Longest" not in bad
     one = np.array([7])
     sample = ShownSample(

@@ -4,8 +4,7 @@ order, in one folder, each comes as far as measuring, or to its end where it mea
 from __future__ import annotations
 
 import shutil
-
-import pytest
+from pathlib import Path
 
 from dflop_jax.cli import main
 from dflop_jax.gpu_compile import chip_profile
@@ -31,38 +30,40 @@ class _Measured(Exception):
     """A command has come as far as to measure."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = careless_folder(tmp_path_factory.mktemp("stand-ins"))
-    (made / "mixture.yaml").write_text("- photos/train.json\n")
-    (made / "experiments").symlink_to(ROOT / "experiments")
-    return made
+def test_commands_come_as_far_as_measuring(tmp_path, monkeypatch, capsys):
+    """What two documents say alike is typed once: every command costs half a second."""
 
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_come_as_far_as_measuring(document, folder, monkeypatch, capsys):
     def measured(*args, **kwargs):
         raise _Measured
 
     for where in (profiling, choice):
         monkeypatch.setattr(where, "make_profile", measured)
     monkeypatch.setattr(chip_profile, "predicted_profile", measured)
-    monkeypatch.chdir(folder)
-    shutil.rmtree("runs", ignore_errors=True)
-    (folder / "my_run.py").unlink(missing_ok=True)
-    n_typed, wrong = 0, {}
-    for command in commands((ROOT / document).read_text(encoding="utf-8")):
-        words = [STAND_INS.get(word, word) for word in command.words[1:]]
-        if command.words[0] != "dflop" or not command.whole or words[0] not in COMMANDS:
-            continue
-        if "--help" in words:
-            continue
-        n_typed += 1
-        try:
-            if (code := main(words)) or words[0] not in ENDED:
-                wrong[str(command)] = f"exit code {code}: {capsys.readouterr().err}"
-        except _Measured:
-            if words[0] in ENDED:
-                wrong[str(command)] = "it measures"
-    assert n_typed
+    careless_folder(tmp_path)
+    (tmp_path / "mixture.yaml").write_text("- photos/train.json\n")
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    monkeypatch.chdir(tmp_path)
+    typed, wrong = set[tuple[str, ...]](), {}
+    for document in DOCUMENTS:
+        shutil.rmtree("runs", ignore_errors=True)
+        Path("my_run.py").unlink(missing_ok=True)
+        n_here = 0
+        for command in commands((ROOT / document).read_text(encoding="utf-8")):
+            words = [STAND_INS.get(word, word) for word in command.words[1:]]
+            if command.words[0] != "dflop" or not command.whole or words[0] not in COMMANDS:
+                continue
+            if "--help" in words:
+                continue
+            n_here += 1
+            if tuple(words) in typed:
+                continue
+            typed.add(tuple(words))
+            try:
+                if (code := main(words)) or words[0] not in ENDED:
+                    said = capsys.readouterr().err
+                    wrong[f"{document}: {command}"] = f"exit code {code}: {said}"
+            except _Measured:
+                if words[0] in ENDED:
+                    wrong[f"{document}: {command}"] = "it measures"
+        assert n_here
     assert wrong == {}

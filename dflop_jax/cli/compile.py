@@ -19,7 +19,7 @@ from dflop_jax.cli.experiment import (
     add_profile_file,
     profile_of,
 )
-from dflop_jax.cli.front_door import asked, said
+from dflop_jax.cli.front_door import asked, planned_place, said
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GIB
 
@@ -72,11 +72,11 @@ def _plan(args: argparse.Namespace, config: Config) -> Plan:
     """The plan of --plan-file, else the planner's for the named GPU."""
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
-    from dflop_jax.train import planning, prepare
+    from dflop_jax.train import planning
 
     if args.plan_file:
         return load(Plan, args.plan_file)
-    place = prepare.set_up(config)
+    place = planned_place(config)
     profile = profile_of(args, place, planning.check_plannable)
     return planning.make_plan(place, profile, ticker("planning")).plan
 

@@ -169,15 +169,26 @@ def said(ask: Asked) -> Iterator[HeldNotes]:
         notes.drop()
 
 
+def planned_place(config: Config) -> Workplace:
+    """The workplace of a configuration, as `dflop train` plans on it: with room for answers."""
+    from dflop_jax.train.prepare import set_up
+
+    place = set_up(config)
+    if not config.train.eval_generate_every:
+        return place
+    from dflop_jax.evaluate.in_training import answer_bytes
+
+    return replace(place, reserved_bytes=answer_bytes(place))
+
+
 def open_place(args: argparse.Namespace) -> Workplace:
     """The workplace of a command line; says what it is where no experiment file does."""
-    from dflop_jax.train.prepare import set_up
     from dflop_jax.train.ready import workplace_line
 
     ask = asked(args)
     given_profile(args)  # refused now rather than when it is used
     with said(ask) as notes:
-        place = set_up(ask.config)
+        place = planned_place(ask.config)
         if ask.settings and place.peers.is_hub:
             notes.add(workplace_line(place), ready=True)
     return place

@@ -14,6 +14,7 @@ from dflop_jax.evaluate.questions import PendingQuestion, of_held_out
 from dflop_jax.evaluate.run import compile_programs, evaluate
 from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.replica import least_ways
+from dflop_jax.generate.room import device_bytes
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.evaluate import held_out_samples
 from dflop_jax.train.prepare import Workplace
@@ -28,6 +29,16 @@ def held_out_answers(config: Config, place: Workplace, source: Source) -> HeldOu
       ValueError: `train.eval_metrics` names no metric, or the model does not generate.
     """
     return HeldOutAnswers(config, place, source)
+
+
+def answer_bytes(place: Workplace) -> float:
+    """Bytes of a device that answers in training need beside a run's state, split over all of its
+    devices: they use as few as have room."""
+    config = place.config
+    if not hasattr(place.model.modules.get("llm"), "logits"):
+        return 0.0  # which is refused where it should answer
+    tokens = config.data.max_tokens + config.train.eval_max_tokens
+    return device_bytes(place.model, ROWS, tokens, place.n_devices)
 
 
 class HeldOutAnswers:
@@ -53,6 +64,11 @@ class HeldOutAnswers:
             source, config.data, place.model, tokenizer, indices
         )
         self._generator: Generator | None = None
+
+    @property
+    def device_bytes(self) -> float:
+        """See `train.answers.Answers`."""
+        return answer_bytes(self._place)
 
     def prepare(self) -> None:
         """Compile all programs, while the run's state is in place: the parameters are split over as

@@ -93,7 +93,7 @@ def least_ways(
     limit = ((local.memory_stats() if local else None) or {}).get("bytes_limit", 0)
     if not limit:
         return 1
-    structs = [_structs(m) for m in model.modules.values()]
+    structs = [param_shapes(m) for m in model.modules.values()]
     needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(structs))
     room = PARAMS_SHARE * (limit - used_bytes)
     divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
@@ -114,7 +114,7 @@ def param_structs(module: Module, replica: Replica) -> Params:
         part: jax.tree.map(
             partial(placed, int(part in stacked_parts(module))), structs, logical_axes(module, part)
         )
-        for part, structs in _structs(module).items()
+        for part, structs in param_shapes(module).items()
     }
 
 
@@ -126,7 +126,7 @@ def spec_of(shape: Sequence[int], axes: Sequence[str | None], ways: int) -> tupl
     return tuple(MODEL if i == dim else None for i in range(len(axes)))
 
 
-def _structs(module: Module) -> Params:
+def param_shapes(module: Module) -> Params:
     """Shapes and working dtypes by part, layers stacked."""
     lead = {part: (n_rows(module, part),) for part in stacked_parts(module)}
 

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,10 @@ from dflop_jax.train.prepare import Workplace
 class Answers(Protocol):
     """Answers to held-out samples; all processes call it together."""
 
+    @property
+    def device_bytes(self) -> float:
+        """Bytes of a device that it needs beside the run's state."""
+
     def prepare(self) -> None:
         """Compile all that is needed, after the run's state is in place."""
 
@@ -23,6 +28,11 @@ class Answers(Protocol):
 
 
 MakeAnswers = Callable[[Config, Workplace, Source], Answers]
+
+
+def with_room(place: Workplace, answers: Answers | None) -> Workplace:
+    """The workplace whose plans leave room for answers."""
+    return replace(place, reserved_bytes=answers.device_bytes) if answers else place
 
 
 def made_answers(

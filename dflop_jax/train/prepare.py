@@ -123,7 +123,8 @@ class Workplace:
 
     `hardware` is what is planned for where it is not at hand; then there are no devices. `hosts`
     names the host of each process; () for one process. `time` notes what the run's time goes to,
-    `sections` where its main thread is.
+    `sections` where its main thread is, `reserved_bytes` what of a device no plan may fill, since
+    something beside the steps needs it.
     """
 
     config: Config
@@ -134,6 +135,7 @@ class Workplace:
     hosts: tuple[str, ...] = ()
     time: TimeLog = field(default_factory=TimeLog)
     sections: Sections = field(default_factory=Sections)
+    reserved_bytes: float = 0.0
 
     @property
     def n_devices(self) -> int:
@@ -158,9 +160,8 @@ class Workplace:
         """Bytes of a device that a plan may fill; 0 where nobody says (CPU)."""
         if stated := self.config.plan.memory_bytes:
             return stated
-        if self.hardware:
-            return self.hardware.plannable_bytes
-        return PLANNED_SHARE * self.bytes_limit
+        known = self.hardware.plannable_bytes if self.hardware else PLANNED_SHARE * self.bytes_limit
+        return max(1.0, known - self.reserved_bytes) if known else 0.0  # 0 would be no limit
 
     @property
     def node(self) -> int:

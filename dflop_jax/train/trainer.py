@@ -28,7 +28,7 @@ from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.spent import EVENTS, REDECISION, SAVE
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
-from dflop_jax.train.answers import MakeAnswers, made_answers
+from dflop_jax.train.answers import MakeAnswers, made_answers, with_room
 from dflop_jax.train.callbacks import Callback, Callbacks
 from dflop_jax.train.choice import Chosen, choose, known_before
 from dflop_jax.train.device_check import DeviceCheck
@@ -139,6 +139,7 @@ class Trainer:
                 self._held_out = self.place.source("eval")
                 check_held_out(config, self._held_out)
             self._answers = made_answers(answers, config, self.place, self._held_out)
+            self.place = with_room(self.place, self._answers)
             self.profile = profile
             self._given = make_executor(self.place, plan) if plan else None
 

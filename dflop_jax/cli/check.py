@@ -154,12 +154,9 @@ def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setti
     show(table)
     if data is None:
         return
-    n_bad, of = sum(data.bad_by_reason.values()), "" if data.all_listed else "at least "
     show(
-        f"{escape(data.source)}: {data.read:,} of {of}{data.listed:,} records read, "
-        f"{data.decoded:,} decoded; {n_bad:,} bad, {data.left_out:,} with media that the model "
-        f"does not take; text cut of {data.cut_text:,}, media of {data.cut_media:,}, "
-        f"{data.too_long:,} too long"
+        f"{escape(data.source)}: {data.words}; text cut of {data.cut_text:,}, media of "
+        f"{data.cut_media:,}, {data.too_long:,} too long"
     )
     for reason, n in data.bad_by_reason.items():
         show(escape(f"  {n:,} {reason}: {data.examples[reason][0]}"))

@@ -56,11 +56,7 @@ def page(facts: Sequence[Fact], data: DataLook | None, why: str, limits: str) ->
 
 
 def _data(data: DataLook, limits: str) -> list[str]:
-    n_bad, of_all = sum(data.bad_by_reason.values()), "" if data.all_listed else "at least "
-    read = (
-        f"<p>{data.read:,} of {of_all}{data.listed:,} records read, {data.decoded:,} of them "
-        f"decoded: {n_bad:,} bad, {data.left_out:,} with media that the model does not take.</p>"
-    )
+    read = f"<p>{data.words}.</p>"
     rows = "".join(
         f'<tr><td class="n">{n:,}</td><td>{escape(reason)}</td><td class="small">'
         f"{'<br>'.join(map(escape, _listed(data.examples[reason], n)))}</td></tr>"

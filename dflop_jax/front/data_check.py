@@ -59,7 +59,8 @@ class DataLook:
 
     Attributes:
       listed: records of the data; `all_listed` says whether the time sufficed to list them.
-      read: records whose text and headers were read; decoded: of those, with their media.
+      read: records whose text and headers were read; decoded: of those, with their media; `is_cut`
+        says whether the time was over before all that should be were.
       bad_by_reason: of the read ones.
       examples: by reason, the first few in full.
       left_out: records with media that the model does not take.
@@ -74,6 +75,7 @@ class DataLook:
     all_listed: bool = True
     read: int = 0
     decoded: int = 0
+    is_cut: bool = False
     bad_by_reason: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     left_out: int = 0
@@ -85,6 +87,17 @@ class DataLook:
     too_long: int = 0
     samples: tuple[ShownSample, ...] = ()
     template: str = ""
+
+    @property
+    def words(self) -> str:
+        """How many records it is of."""
+        of_all = "" if self.all_listed else "at least "
+        cut = " before the time for a look was over" * self.is_cut
+        return (
+            f"{self.read:,} of {of_all}{self.listed:,} records read, {self.decoded:,} of them "
+            f"decoded{cut}: {sum(self.bad_by_reason.values()):,} bad, {self.left_out:,} with media "
+            "that the model does not take"
+        )
 
 
 def look(
@@ -115,6 +128,7 @@ def look(
         all_listed=whole,
         read=len(rows),
         decoded=len(decoded),
+        is_cut=len(rows) < len(places) or len(decoded) < len(usable),
         bad_by_reason=dict(Counter(reasons.values()).most_common()),
         examples={reason: names[:SHOWN] for reason, names in examples.items()},
         template=getattr(opened.tokenizer, "template", "ChatML, text as bytes"),

@@ -162,8 +162,11 @@ def test_reasons_leave_out_what_is_a_records_own(why, reason):
 def test_a_page_of_nothing_and_of_one(tmp_path):
     nothing = page([Fact("a", "b", wrong=True)], None, "it went wrong", "")
     assert "went wrong" in nothing
+    cut = page([], DataLook("d", 9, False, 5, 2, is_cut=True), "", "")
+    assert "5 of at least 9 records read, 2 of them decoded before the time for a look" in cut
     assert nothing.endswith("</html>\n")
-    bad = page([], DataLook("d", 1, True, 1, 0, {"why": 3}, {"why": ["d[0]"]}), "", "")
+    bad = DataLook("d", 1, True, 1, bad_by_reason={"why": 3}, examples={"why": ["d[0]"]})
+    bad = page([], bad, "", "")
     assert "d[0]<br>and 2 more<" in bad
     assert "Longest" not in bad
     one = np.array([7])
@@ -187,7 +190,7 @@ def test_the_page_is_as_wide_as_its_window(width):
     values = np.arange(9)
     sample = ShownSample("x" * 90, (Passage("word " * 90), Passage("long" * 90, True)), 3)
     look = DataLook(
-        "d", 9, True, 9, 9, {"reason": 1}, {"reason": ["/a/path/" * 20]},
+        "d", 9, True, 9, 9, bad_by_reason={"reason": 1}, examples={"reason": ["/a/path/" * 20]},
         tokens=dict.fromkeys(("all", "text", "vision"), values), pieces={"vision": values},
         longest=(("f.json[1]", 9, long),), samples=(sample,), template="{{ x }}" * 60,
     )  # fmt: skip

@@ -124,7 +124,8 @@ class Trainer:
         self._held = self._copies = copies_of(config, self.peers)
         with self._told_to_others():
             self._tell = tell if self.peers.is_hub else lambda line, ready: None
-            self._tell(workplace_line(self.place), False)
+            if not is_restart():  # the first start told it, and counting parameters takes a second
+                self._tell(workplace_line(self.place), False)
             check_exports(config, self.place.model)
             self._begin = published(self.place.model, config.model.weights)
             if self.peers.is_hub:

@@ -2,7 +2,7 @@
 
 Command:  python benchmarks/gpu_run.py [--json FILE] [--only NAME ...] [--steps N]
           python benchmarks/gpu_run.py --tiny                        toy sizes, on any device
-Minutes:  about 2 a model on one H100; --tiny 3 on 2 cores
+Minutes:  5 to 10 a model on one H100, most of it compiling; --tiny about 4 a model on 2 cores
 Needs:    jax[cuda13] or jax[cuda12] and what the product needs, a GPU of 80 GB
 Expected: steps within 15% of the planned, memory within 5% of the planned and never above; no
           compile after the first step; of `exact` a stopped and resumed run has the losses of the

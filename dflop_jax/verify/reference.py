@@ -54,7 +54,7 @@ def missing() -> str:
         try:
             _package(package)
         except ImportError:
-            return f"{package} is not installed"
+            return f"{package} is not installed; pip install 'dflop_jax[reference]' brings it"
     return ""
 
 

@@ -91,7 +91,8 @@ def asked_stages(args: argparse.Namespace, *, whole: bool = True) -> dict[str, A
 
 def _asked(base: Config, settings: list[Setting], given: dict[str, str], *, whole: bool) -> Asked:
     config = override(with_settings(base, settings), given)
-    if "train.epochs" in given and not config.train.epochs and any(map(_of_epochs, settings)):
+    by_epochs = any(s.name == "train.epochs" for s in settings)
+    if by_epochs and "train.epochs" in given and not config.train.epochs:
         raise ValueError(
             "--train.epochs 0 shows no sample; give --train.steps N, or epochs above 0"
         )
@@ -105,10 +106,6 @@ def _asked(base: Config, settings: list[Setting], given: dict[str, str], *, whol
     # What the user gives in another way is out of force.
     chosen = with_settings(config, standing.values())
     return Asked(config, tuple(s for s in standing.values() if _same(s, chosen, config)))
-
-
-def _of_epochs(setting: Setting) -> bool:
-    return setting.name == "train.epochs"
 
 
 def _same(setting: Setting, one: Config, other: Config) -> bool:

@@ -1,5 +1,7 @@
 """What is taken for a matrix, against how Hugging Face's checkpoints have the parameters."""
 
+import functools
+
 import jax
 import pytest
 
@@ -13,10 +15,16 @@ MODELS = {"anyres-nano": llava, "internvl-nano": internvl, "qwen3-vl-nano": qwen
 def test_layers_and_connectors_have_the_matrices_of_the_checkpoint(name):
     model = MODELS[name].build(name)
     checked = {True: 0, False: 0}
+
+    @functools.cache
+    def part_of(module, part):
+        """Shapes and axes of a part's parameters; tensors are many, parts are few."""
+        module = model.modules[module]
+        shapes = jax.eval_shape(lambda: module.init(part, jax.random.key(0)))
+        return shapes, module.logical_axes(part)
+
     for tensor in model.weights.tensors:
-        module = model.modules[tensor.module]
-        shapes = jax.eval_shape(lambda m=module, t=tensor: m.init(t.part, jax.random.key(0)))
-        leaf, axes = shapes, module.logical_axes(tensor.part)
+        leaf, axes = part_of(tensor.module, tensor.part)
         for key in tensor.path:
             leaf, axes = leaf[key], axes[key]
         in_file = tuple(n for n in tensor.layout.file_shape if n > 1)

@@ -37,8 +37,9 @@ from dflop_jax.data import Sample
 from dflop_jax.data.decoder import Replacements
 from dflop_jax.record_files import save
 from dflop_jax.records import Load
+from dflop_jax.report.evaluation_rows import EVALUATIONS
 from dflop_jax.report.metrics import StepMetrics
-from dflop_jax.report.run_folder import EVALUATIONS, METRICS, PLAN, SAMPLES, RunFolder
+from dflop_jax.report.run_folder import METRICS, PLAN, SAMPLES, RunFolder
 from dflop_jax.report.summary import write_summary
 from dflop_jax.schedule import learnt
 from dflop_jax.train.evaluate import Evaluation

@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.variables import PROCESS_ID_ENV
-from dflop_jax.report.run_folder import CHECKPOINTS, EVALUATIONS, METRICS
+from dflop_jax.report.evaluation_rows import EVALUATIONS
+from dflop_jax.report.run_folder import CHECKPOINTS, METRICS
 
 MARK_ENV = "DFLOP_KILLS"  # in the environment of a job and all it starts
 LAUNCHER = -1

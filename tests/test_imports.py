@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 
-LEFT = {"records", "contract", "config", "config_fields", "config_texts", "children"}
+LEFT = {"records", "contract", "config", "config_fields", "config_texts", "children", "full_disk"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"tasks"}
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "record_files": {"records"},
     "children": set(),
+    "full_disk": set(),
     "contract": {"records"},
     "config": {"records", "config_fields", "config_texts"},
     "config_fields": set(),

@@ -51,6 +51,7 @@ from dflop_jax.cluster.ending import (
     in_run,
     leave,
 )
+from dflop_jax.full_disk import FULL
 
 
 class Command(NamedTuple):
@@ -87,7 +88,8 @@ COMMANDS = (
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), "
     f"{PREEMPTED} preempted: a signal ended the run, and what it had reached is saved, "
-    f"{TRY_AGAIN} try again: a process is gone or did not come, a port is in use, a lock is held."
+    f"{TRY_AGAIN} try again: a process is gone or did not come, a port is in use, a lock is held, "
+    "a disk is full."
 )
 
 
@@ -118,6 +120,12 @@ def _run(argv: Sequence[str] | None) -> int:
     except (ValueError, RunFailed, StorageError) as e:
         print(f"dflop {args.command}: {' '.join(str(e).split())}", file=sys.stderr)
         return exit_code_of(e)
+    except OSError as e:
+        if e.errno not in FULL:
+            raise
+        where = f"{e.filename}: " if e.filename else ""
+        print(f"dflop {args.command}: {where}{e.strerror}; make room, resume", file=sys.stderr)
+        return TRY_AGAIN
     except KeyboardInterrupt:
         print(f"dflop {args.command}: interrupted", file=sys.stderr)
         return 1

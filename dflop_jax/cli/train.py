@@ -19,6 +19,7 @@ from dflop_jax.cli.front_door import Asked, asked, asked_stages, said
 from dflop_jax.cli.terminal import show
 from dflop_jax.cluster.ending import PREEMPTED, end_now, is_command, on_signal, signal_name
 from dflop_jax.config import Config
+from dflop_jax.full_disk import need_no_log
 
 if TYPE_CHECKING:
     from dflop_jax.train.results import FitResult
@@ -102,6 +103,7 @@ def run(args: argparse.Namespace) -> TrainAnswer | StagesAnswer:
             trainer.peers.fail(f"process {trainer.peers.process} ended: {how}", exit_code)
         end_now(f"ended: {how}; --resume auto goes on", exit_code)
 
+    need_no_log()
     is_command.set()
     try:
         with on_signal(stop):

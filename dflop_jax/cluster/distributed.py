@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import socket
@@ -30,6 +29,7 @@ from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.rendezvous import Meeting, meet
 from dflop_jax.cluster.secret import find_secret
 from dflop_jax.config import DistributedConfig
+from dflop_jax.full_disk import dropping, is_standard, need_no_log
 
 # jax's own watch ends a process from C++; whoever watches the peers has to come before it.
 HEARTBEATS_PER_PEER_TIMEOUT = 4  # time-outs of ours in one of jax's
@@ -194,6 +194,7 @@ def _connect(
     # Its handler would take SIGTERM away from ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_check_proxy_envs", False)  # no proxy is asked for a Unix socket
+    need_no_log()
     _keep_stdout_clean()
     here = Address(interface or LOOPBACK, service.port)
     reach = cache(partial(connect, service if processes.index else here))
@@ -237,15 +238,7 @@ def _patient_gloo() -> Iterator[None]:
 def _keep_stdout_clean() -> None:
     """Send what C++ prints (gloo greets every peer) to standard error, for the sake of `--json`."""
     out = sys.stdout
-    if out is not sys.__stdout__ or not isinstance(out, io.TextIOWrapper):
-        return  # somebody captures it
-    out.flush()
-    real_stdout = os.dup(1)
+    if not is_standard(out, 1):
+        return
+    sys.stdout = dropping(out, os.dup(1))
     os.dup2(2, 1)
-    sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(io.FileIO(real_stdout, "w", closefd=False)),
-        encoding=out.encoding,
-        errors=out.errors,
-        line_buffering=out.line_buffering,
-        write_through=out.write_through,
-    )

@@ -11,16 +11,15 @@ import msgspec
 
 from dflop_jax.records import Plan
 from dflop_jax.report.columns import ColumnReader
+from dflop_jax.report.evaluation_rows import HeldOutRow, read_evaluations
 from dflop_jax.report.run_folder import (
     CONFIG,
     METRICS,
     PLAN,
     SIMULATED,
     TRACE,
-    HeldOutRow,
     metrics_file,
     no_step,
-    read_evaluations,
     read_plan,
 )
 from dflop_jax.report.spent import EVENTS, SpentReader

@@ -7,19 +7,19 @@ in memory, so that a run that needs no disk for its next step goes on.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # errors that end when somebody makes room
+from dflop_jax.full_disk import FULL
+
 HELD_BYTES = 16 << 20  # rows that wait for room, of each file: about 10,000 of metrics
 _TAIL_BYTES = 1 << 16  # read at first to find a file's last row
 log = logging.getLogger("dflop_jax")
@@ -39,18 +39,6 @@ class FullDisk:
                 error.strerror,
             )
         self._said = True
-
-
-@contextmanager
-def despite_full_disk(file: Path) -> Iterator[None]:
-    """Where the disk is full the file is not written, which is said; a part of it does not stay."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno not in FULL:
-            raise
-        file.unlink(missing_ok=True)
-        log.warning("%s: %s; it is not written", file, e.strerror)
 
 
 class RowFile:
@@ -84,6 +72,19 @@ class RowFile:
             self._held_bytes -= len(self._held.popleft())
             self.lost += 1
         self._flush()
+
+    @property
+    def held(self) -> list[str]:
+        """The rows that wait for room, as lines."""
+        return [line.decode().rstrip("\n") for line in self._held]
+
+    def go_on_after(self, held: Sequence[str]) -> None:
+        """Add those of another `RowFile.held` that come after the last row of the file."""
+        last = key_of(last_line(self.path) or b"")
+        for line in held:
+            key = key_of(line.encode())
+            if key is not None and (last is None or key.step > last.step):
+                self.append(msgspec.Raw(line.encode()))
 
     def keep(self, wanted: Callable[[RowKey], bool]) -> int:
         """Drop the other rows, and a last one that a kill cut short; returns how many whole

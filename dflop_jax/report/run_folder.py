@@ -7,7 +7,7 @@ import fcntl
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -15,14 +15,14 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from dflop_jax.full_disk import FULL, despite_full_disk
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
+from dflop_jax.report.evaluation_rows import EVALUATIONS
 from dflop_jax.report.metrics import KEYED, SCALARS, StepMetrics
 from dflop_jax.report.row_file import (
-    FULL,
     FullDisk,
     RowFile,
-    despite_full_disk,
     key_of,
     last_line,
     whole_lines,
@@ -38,7 +38,7 @@ from dflop_jax.report.trackers import (
 )
 
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
-METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
+METRICS, TRACE = "metrics.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
@@ -58,6 +58,7 @@ _OF_LAUNCH = (RESTARTS, _LAUNCH)
 _OF_REPORT = (TIMELINE, LOSS, SPENT, SUMMARY, PAGE, PICTURE, WANDB_ID)
 _OUTPUTS = (*_WRITTEN_BY_STEP, *_OF_LAUNCH, FINISHED, TRACE, *_OF_REPORT)
 _NUMBERS = {*SCALARS, *KEYED}
+Unwritten = Mapping[str, Sequence[str]]
 _Numbers = dict[str, float | dict[str, float | None] | None]
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 
@@ -148,12 +149,20 @@ class RunFolder:
                 shutil.rmtree(self.path / name, ignore_errors=True)
         metrics.touch()
 
-    def restart(self, start_step: int) -> None:
+    @property
+    def unwritten(self) -> Unwritten:
+        """The rows of steps that wait for room on the disk, by file."""
+        waiting = {name: self.rows[name].held for name in (METRICS, EVALUATIONS, SAMPLES)}
+        return {name: held for name, held in waiting.items() if held}
+
+    def restart(self, start_step: int, unwritten: Unwritten | None = None) -> None:
         """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
-        cut short."""
+        cut short; add those of the steps before that were `unwritten`."""
         self.rows[METRICS].keep(lambda row: row.step < start_step)
         # An evaluation is numbered by the steps before it.
         self.rows[EVALUATIONS].keep(lambda row: row.step <= start_step)
+        for name, held in (unwritten or {}).items():
+            self.rows[name].go_on_after(held)
 
     def __enter__(self) -> Self:
         return self
@@ -272,51 +281,6 @@ def metrics_file(folder: str | Path) -> Path:
 
 def no_step(path: Path) -> ValueError:
     return ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
-
-
-class HeldOutRow(msgspec.Struct):
-    """What a report reads of a row of evaluations.jsonl (of `train.evaluate`)."""
-
-    step: int
-    loss: float | None
-    accuracy: float | None
-    by_source: dict[str, dict[str, float | None]] = {}
-    answers: dict[str, float | None] = {}
-
-
-def read_evaluations(folder: str | Path) -> list[HeldOutRow]:
-    """The whole rows of a run's evaluations.jsonl; none without it.
-
-    Raises:
-      ValueError: one is broken, named as file:line.
-    """
-    return [*_evaluations(Path(folder) / EVALUATIONS)]
-
-
-def read_last_evaluation(folder: str | Path) -> HeldOutRow | None:
-    """The last row of a run's evaluations.jsonl; None without one.
-
-    Raises:
-      ValueError: it is broken, named as file:line.
-    """
-    path = Path(folder) / EVALUATIONS
-    line = last_line(path)
-    if line is None:
-        return None
-    try:
-        return msgspec.json.decode(line, type=HeldOutRow)
-    except msgspec.DecodeError:
-        return [*_evaluations(path)][-1]  # which raises, and names the line
-
-
-def _evaluations(path: Path) -> Iterator[HeldOutRow]:
-    """The whole rows of a file that may be missing; ValueError names the place of a broken one."""
-    for n, line in enumerate(whole_lines(path), 1):
-        try:
-            yield msgspec.json.decode(line, type=HeldOutRow)
-        except msgspec.DecodeError as e:
-            why = f"not a row of evaluations ({e})"
-            raise ValueError(f"{path}:{n}: {why}; remove the line") from None
 
 
 def has_steps(folder: str | Path) -> bool:

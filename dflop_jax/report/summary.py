@@ -17,6 +17,7 @@ from rich.text import Text
 
 from dflop_jax.records import AXES, Bucket, Layout, Plan, Shape
 from dflop_jax.report.columns import MEDIAN_STEPS, Columns, read_columns
+from dflop_jax.report.evaluation_rows import HeldOutRow, read_last_evaluation
 from dflop_jax.report.metrics import KEYED, WARMUP_STEPS, Spread, StepFigures, spread
 from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
@@ -25,8 +26,6 @@ from dflop_jax.report.run_folder import (
     SUMMARY,
     TIMELINE,
     TRACE,
-    HeldOutRow,
-    read_last_evaluation,
     read_plan,
     read_traces,
 )

@@ -90,7 +90,7 @@ class Loop:
         self._skipping = Skipping(config.train, names, known)
         best = best_so_far(config.checkpoint, self.folder, self.saver, peers)
         on_disk = start if not (resumed and resumed.copy) else -1
-        self._saves = Saves(self.saver, on_disk, best)
+        self._saves = Saves(self.saver, on_disk, best, self.folder)
         self._exports.begin_at(start, self.saver.steps())
         by_failures = config.checkpoint.every == AS_OFTEN_AS_PAYS
         spent = read_spent(self.folder.path) if self.folder and by_failures else None

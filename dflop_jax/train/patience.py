@@ -9,7 +9,8 @@ import msgspec
 
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
-from dflop_jax.report.run_folder import RunFolder, read_evaluations
+from dflop_jax.report.evaluation_rows import read_evaluations
+from dflop_jax.report.run_folder import RunFolder
 
 
 class Patience:

@@ -13,7 +13,8 @@ import msgspec
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import CheckpointConfig
-from dflop_jax.report.run_folder import HeldOutRow, RunFolder, read_evaluations
+from dflop_jax.report.evaluation_rows import HeldOutRow, read_evaluations
+from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train.meta import Meta
 from dflop_jax.train.skips import Skips
 
@@ -78,10 +79,12 @@ def best_so_far(
 
 class Saves:
     """Saves under way; `saved` is the step whose state is there or on its way, `best` the best so
-    far, which stays."""
+    far, which stays. `folder`: where process 0 writes rows."""
 
-    def __init__(self, saver: Checkpointer, saved: int, best: Best = Best()):
-        self._saver, self.saved = saver, saved
+    def __init__(
+        self, saver: Checkpointer, saved: int, best: Best = Best(), folder: RunFolder | None = None
+    ):
+        self._saver, self.saved, self._folder = saver, saved, folder
         self.keep_best(best)
         # Those whose steps are not all finished, and what they are to be told.
         self._untold: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
@@ -111,4 +114,5 @@ class Saves:
         then is known which updates were skipped."""
         while self._untold and self._untold[0][0].step <= finished:
             meta, told = self._untold.pop(0)
-            told.set_result(msgspec.to_builtins(replace(meta, skips=skips)))
+            unwritten = self._folder.unwritten if self._folder else {}
+            told.set_result(msgspec.to_builtins(replace(meta, skips=skips, unwritten=unwritten)))

@@ -19,10 +19,10 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.told import is_restart, least_processes
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
+from dflop_jax.full_disk import despite_full_disk
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import AXES, Plan, PriceList, Profile
 from dflop_jax.report.progress import Progress
-from dflop_jax.report.row_file import despite_full_disk
 from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY, RunFolder
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.spent import EVENTS, REDECISION, SAVE
@@ -315,7 +315,7 @@ class Trainer:
         """Begin to write to a folder, after the step that it is resumed from."""
         config, first_step = self.config, resumed.meta.step if resumed else 0
         if self._existing == "resume":
-            folder.restart(first_step)
+            folder.restart(first_step, resumed.meta.unwritten if resumed else {})
         if resumed:
             self.place.time.write_to(folder.rows[EVENTS])
         self.place.time.resumed(first_step)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import CheckpointConfig
-from dflop_jax.report.run_folder import HeldOutRow
+from dflop_jax.report.evaluation_rows import HeldOutRow
 from dflop_jax.report.spent import LOST, STOPPED, TRAINING, Spent
 from dflop_jax.train.cadence import (
     DEVICE_HOURS_A_FAILURE,

@@ -10,7 +10,7 @@ from PIL import Image
 
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
-from dflop_jax.report.run_folder import read_evaluations
+from dflop_jax.report.evaluation_rows import read_evaluations
 from dflop_jax.train import evaluate
 from dflop_jax.train.patience import Patience, evaluations_since_lowest
 from dflop_jax.train.planning import check_trainable

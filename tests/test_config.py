@@ -209,6 +209,7 @@ DECAYS = [
     "train.label_smoothing",
 ]
 NOT_NEGATIVE = [
+    "cache_gib",
     "train.max_hours",
     "train.log_every",
     "train.check_every",

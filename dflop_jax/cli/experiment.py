@@ -25,7 +25,7 @@ ONE_RUN = ""  # the name of an experiment's configuration that is no stage of se
 LONGEST_NAME = 120  # characters of a folder's name
 # Of a command's arguments, those that its answer does not depend on.
 ASIDE = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
-         "cache_dir")  # fmt: skip
+         "cache_dir", "cache_gib")  # fmt: skip
 
 
 def experiment_arguments(*, optional: bool = False) -> Parser:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,8 @@ class CheckedFiles:
             return None
         value = content[_CHECKSUM_BYTES:]
         if hashlib.sha256(value).digest() == content[:_CHECKSUM_BYTES]:
+            with suppress(OSError):
+                os.utime(file)  # for `keep_used`
             return value
         log.warning("%s: %s is damaged; it is compiled again", file, self._what)
         with suppress(OSError):
@@ -72,6 +74,24 @@ class CheckedFiles:
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}{SUFFIX}"
+
+
+def keep_used(folders: Sequence[Path], most_bytes: float) -> int:
+    """Remove the entries that were used longest ago, of all these folders, so that the others take
+    at most so many bytes; returns how many. Other runs may add and remove some meanwhile."""
+    entries = []
+    for file in (f for folder in folders for f in folder.glob(f"*{SUFFIX}")):
+        with suppress(FileNotFoundError):
+            known = file.stat()
+            entries.append((known.st_mtime_ns, known.st_size, file))
+    n_removed, n_bytes = 0, 0
+    for _, size, file in sorted(entries, reverse=True):
+        n_bytes += size
+        if n_bytes > most_bytes:
+            with suppress(OSError):  # a folder that others own
+                file.unlink()
+                n_removed += 1
+    return n_removed
 
 
 def use_cache(folder: str | Path) -> None:

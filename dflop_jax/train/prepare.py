@@ -19,7 +19,7 @@ import msgspec
 from dflop_jax.cluster.devices import connect_pairs
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.processes import find_processes
+from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.sections import Sections
 from dflop_jax.cluster.self_check import check_host
 from dflop_jax.config import Config, ModelConfig
@@ -40,6 +40,7 @@ from dflop_jax.report.spent import (
     time_log,
 )
 from dflop_jax.train.compile_cache import use_cache
+from dflop_jax.train.program_index import forget_unused
 from dflop_jax.train.run_dir import settled_run_dir
 from dflop_jax.train.stages import TrainedParts, adapted, quantized, trained_parts
 
@@ -255,7 +256,9 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     use_cache(config.cache_dir)
     noted = time_log()
     with noted.part(CONNECT):
-        _check_host(config)
+        if (here := find_processes(config.distributed)).local_index == 0:
+            forget_unused(config.cache_dir, config.cache_gib)
+            _check_host(here, config)
         member = initialise(config.distributed, config.plan.devices)
         alone = member.number == 1
         devices = use_devices(member.planned) if alone else run_devices(member)
@@ -273,10 +276,9 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     return place
 
 
-def _check_host(config: Config) -> None:
-    """The first process of each host of several processes looks whether the host is fit."""
-    here = find_processes(config.distributed)
-    if here.coordinator is not None and here.number > 1 and here.local_index == 0:
+def _check_host(here: Processes, config: Config) -> None:
+    """Look whether the host is fit, where it is one of several processes'."""
+    if here.coordinator is not None and here.number > 1:
         check_host(here.coordinator, Path(config.run_dir))
 
 

@@ -29,7 +29,7 @@ from jax.experimental import serialize_executable
 from dflop_jax.pipeline.compiling import Job
 from dflop_jax.pipeline.fingerprint import UnknownPart, fingerprint
 from dflop_jax.pipeline.out_of_memory import ran_out
-from dflop_jax.train.compile_cache import Asked, CheckedFiles, asked_here
+from dflop_jax.train.compile_cache import Asked, CheckedFiles, asked_here, keep_used
 from dflop_jax.train.surroundings import surroundings
 
 FOLDER = "programs"
@@ -78,6 +78,14 @@ class ProgramIndex:
             return
         if entry:
             self._files.put(name, entry)
+
+
+def forget_unused(folder: str | Path, most_gib: float) -> None:
+    """Remove the programs of a cache folder, and what is known of them, that were used longest ago;
+    see `Config.cache_gib`."""
+    if most_gib and program_index(folder):
+        programs = Path(jax.config.values["jax_compilation_cache_dir"])
+        keep_used((programs, Path(folder) / FOLDER), most_gib * 2**30)
 
 
 def program_index(folder: str | Path) -> ProgramIndex | None:

@@ -35,6 +35,25 @@ def test_programs_are_kept_where_jax_was_told_to_or_with_the_run(tmp_path, monke
         jax.config.update(MOST, before[1])
 
 
+@pytest.mark.parametrize("most_bytes", [0, 40, 41, 80, 200, 300, 1e9])
+def test_the_entries_that_were_used_last_stay(tmp_path, most_bytes):
+    folders = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]  # the last is not there
+    sizes = [0, 8, 100, 9, 50, 1]  # in the order in which they were made
+    kept = [CheckedFiles(folder) for folder in folders[:2]]
+    for i, size in enumerate(sizes):
+        kept[i % 2].put(str(i), bytes(size))
+        os.utime(folders[i % 2] / f"{i}{SUFFIX}", (i, i))
+    (folders[0] / "of-another-kind").write_bytes(bytes(1000))
+    assert kept[1].get("1") == bytes(8)  # used now
+    last_used = [1, 5, 4, 3, 2, 0]
+    sums = [sum(32 + sizes[i] for i in last_used[: n + 1]) for n in range(6)]
+    stay = {i for i, n_bytes in zip(last_used, sums, strict=True) if n_bytes <= most_bytes}
+    assert compile_cache.keep_used(folders, most_bytes) == 6 - len(stay)
+    assert {i for i in range(6) if kept[i % 2].get(str(i)) is not None} == stay
+    assert (folders[0] / "of-another-kind").exists()
+    assert compile_cache.keep_used(folders[2:], most_bytes) == 0
+
+
 @pytest.mark.parametrize("value", [b"", b"x", bytes(range(256)) * 99])
 def test_every_flipped_bit_is_found_and_the_entry_replaced(tmp_path, value, caplog):
     files = CheckedFiles(tmp_path / "new")

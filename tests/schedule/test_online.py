@@ -425,7 +425,7 @@ def test_every_packing_meets_the_demand(seed):
                     tokens -= k
     batch = Batch(loads, ("a", "b"))
     for modules in (None, ["a"], ["b"]):
-        wanted = demand(batch, buckets, capacity, modules)
+        wanted = demand(batch, buckets, capacity, modules, is_bound=True)
         assert (wanted.room_DC @ counts >= wanted.need_D - 1e-6).all()
 
 

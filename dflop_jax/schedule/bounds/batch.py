@@ -1,8 +1,9 @@
 """A lower bound on the simulated step: no schedule of a batch under a plan's shapes is faster.
 
 Every resource must work off its share of every module's volume, at the best price that its shapes
-offer, and of the content, at least evenly spread. Before its first task something else may have to
-run, and after its last one too; all that is updated waits for all reductions.
+offer, and of the content what groups have on their busiest ranks at least (`content`). Before its
+first task something else may have to run, and after its last one too; all that is updated waits for
+all reductions.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from dflop_jax.records import (
     Task,
 )
 from dflop_jax.schedule.batch import Batch, Capacity
+from dflop_jax.schedule.bounds.content import least_content
 from dflop_jax.schedule.bounds.pipeline import ends_s, step_s
 from dflop_jax.schedule.costs import GroupCosts, directions, group_costs
 from dflop_jax.schedule.cover import cheap_covers, demand, fractional_cost
-from dflop_jax.schedule.placing import content_bound
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats
 from dflop_jax.tasks.graph import links, resources
 
@@ -89,7 +90,11 @@ def floor_of(
         if not len(batch.lengths[module]) or not shapes:
             continue
         unit_CFR = np.array([costs.content_s[module, s] for s in shapes])
-        content_F = [content_bound(n, capacity.ranks[module]) for n in batch.features[module]]
+        length_P, ranks = batch.lengths[module], capacity.ranks[module]
+        content_F = [
+            least_content(length_P, content_P, shapes, ranks, capacity.group_size)
+            for content_P in batch.features[module]
+        ]
         content_R += content_F @ unit_CFR.min(axis=0)
         shared += float(content_F @ (unit_CFR * weight_R).sum(axis=2).min(axis=0))
     end_s = {REDUCE: none_R.copy(), UPDATE: none_R.copy()}
@@ -166,7 +171,7 @@ def _volume_s(
     cheapest whole numbers of groups that meet the conditions on volume, or, where these are too
     many to list, fractions of groups."""
     buckets = [Bucket.of({module: s}) for s in shapes]
-    wanted = demand(batch, buckets, capacity, [module])
+    wanted = demand(batch, buckets, capacity, [module], is_bound=True)
     least_R = np.zeros(static_CR.shape[1])
     for r, cost_C in enumerate(static_CR.T):
         least_R[r] = fractional_cost(wanted, cost_C)

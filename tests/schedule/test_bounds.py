@@ -1,0 +1,115 @@
+"""Bounds of what groups hold, against all ways to make groups of a few pieces."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from dflop_jax.records import Bucket, Load, Shape
+from dflop_jax.schedule.batch import Batch, Capacity
+from dflop_jax.schedule.bounds.content import least_content
+from dflop_jax.schedule.cover import cheap_covers, demand
+
+
+def least_by_hand(lengths, content, shapes, ranks, microbatches):
+    """The least sum of the groups' busiest ranks, over all partitions of the pieces."""
+    pieces = range(len(lengths))
+
+    @functools.cache
+    def of_group(held):
+        best = np.inf
+        for shape in shapes:
+            rows = ranks * microbatches * shape.rows
+            for places in itertools.product(range(rows), repeat=len(held)):
+                filled, on_rank = [0] * rows, [0] * ranks
+                for i, row in zip(held, places, strict=True):
+                    filled[row] += lengths[i]
+                    on_rank[row % ranks] += content[i]
+                if max(filled) <= shape.tokens:
+                    best = min(best, max(on_rank))
+        return best
+
+    @functools.cache
+    def of(left):
+        if not left:
+            return 0
+        first, others = left[0], left[1:]
+        company = (c for n in range(len(left)) for c in itertools.combinations(others, n))
+        return min(
+            of_group((first, *c)) + of(tuple(i for i in others if i not in c)) for c in company
+        )
+
+    return of(tuple(pieces))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_groups_have_less_content_than_their_bound(seed):
+    rng = np.random.default_rng(seed)
+    shapes = [Shape(1, 12), Shape(int(rng.integers(1, 3)), int(rng.integers(3, 9)))]
+    ranks, microbatches = ((1, 1), (2, 1), (1, 2))[seed % 3]
+    lengths = rng.integers(1, 13, 5)
+    content = lengths**2 if seed % 2 else rng.integers(1, 100, 5)
+    bound = least_content(lengths, content, shapes, ranks, microbatches)
+    least = least_by_hand(lengths.tolist(), content.tolist(), shapes, ranks, microbatches)
+    assert content.sum() / ranks <= bound * (1 + 1e-9)
+    assert content.max() <= bound * (1 + 1e-9)
+    assert bound <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "lengths, ranks, least",
+    [
+        ([8, 8], 2, 64),  # one group: as much as its longest
+        ([8, 8, 1, 1], 2, 64 + 1),  # for which there is no room beside them
+        ([8, 8, 8, 7, 7, 7], 2, 64 + 64 + 49),  # a row each: the groups' longest, sorted
+        ([8, 4, 4, 4, 4, 4, 4], 2, 64 + 32),  # beside the longest two others at most
+        ([2, 2, 2, 2], 2, 8),  # the mean
+    ],
+)
+def test_content_that_groups_cannot_avoid(lengths, ranks, least):
+    lengths = np.array(lengths)
+    assert least_content(lengths, lengths**2, [Shape(1, 8), Shape(1, 4)], ranks) == least
+
+
+def partitions(n):
+    """Every way to put so many pieces into rows, by plain recursion: lists of lists."""
+    if n == 0:
+        yield []
+        return
+    for rows in partitions(n - 1):
+        for k in range(len(rows)):
+            yield [*rows[:k], [*rows[k], n - 1], *rows[k + 1 :]]
+        yield [*rows, [n - 1]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_packing_meets_the_conditions_of_a_bound(seed):
+    """Of large pieces, small ones and some in between, each row in the shortest bucket."""
+    rng = np.random.default_rng(seed)
+    row_tokens = sorted({*rng.integers(12, 25, 2 + seed % 2).tolist(), 24})
+    lengths = [int(n) for n in rng.choice([1, 2, 3, 5, 8, 10, 11, 14, 15, 16, 17, 20], 7)]
+    buckets = [Bucket.of({"m": Shape(1, tokens)}) for tokens in row_tokens]
+    batch = Batch([Load({"m": (n,)}) for n in lengths], ["m"])
+    capacity = Capacity({"m": 1})
+    wanted = demand(batch, buckets, capacity, is_bound=True)
+    assert len(wanted.need_D) > len(demand(batch, buckets, capacity).need_D)
+    for rows in partitions(len(lengths)):
+        held = [sum(lengths[i] for i in row) for row in rows]
+        if max(held) <= row_tokens[-1]:
+            counts = np.bincount(np.searchsorted(row_tokens, held), minlength=len(buckets))
+            assert (wanted.room_DC @ counts >= wanted.need_D).all()
+
+
+def test_rows_that_one_piece_nearly_fills_are_full():
+    """Beside a piece of 15 there is no room for one of 6 in a row of 16 or 20: eight of the first
+    and four of the second take ten rows of 16, which volumes alone do not tell."""
+    batch = Batch([Load({"m": (n,)}) for n in [15] * 8 + [6] * 4], ["m"])
+    buckets = [Bucket.of({"m": Shape(1, tokens)}) for tokens in (16, 20)]
+
+    def least_rows(**options):
+        wanted = demand(batch, buckets, Capacity({"m": 1}), **options)
+        counts_XC, _ = cheap_covers(wanted, np.array([16.0, 20.0]), 200.0)
+        return min(counts_XC @ [16, 20])
+
+    assert least_rows(is_bound=True) == 10 * 16 > least_rows()

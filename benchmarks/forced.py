@@ -4,7 +4,7 @@ Command:  python benchmarks/forced.py [--json FILE] [--rows NAME ...] [--steps N
 Minutes:  8 on 2 cores with nothing else running
 Expected: the losses of every row are those of the plain run of the same samples, to 1e-4 of them
 
-Rows, each of processes with a device of their own:
+Rows, each of processes with a device of their own, and a core where there are enough:
   loop       the LLM in two stages over two processes, its groups of four microbatches
   zero2-tp2  both modules on two data ranks of two tensor ranks each, gradients shared (ZeRO 2)
   zero3-tp2  the same, parameters shared too (ZeRO 3)
@@ -197,7 +197,9 @@ def measured(name: str, folder: Path, steps: int) -> dict[str, object]:
     """A row: how far its losses are from those of the plain run."""
     command = [sys.executable, __file__, "--worker", name, str(folder), "--steps", str(steps)]
     subprocess.run([*command, "--plain"], check=True)
-    code = launch(command, ROWS[name].processes, devices_per_process=1, pin=True).exit_code
+    n = ROWS[name].processes
+    has_cores = n <= len(os.sched_getaffinity(0))  # else they share them
+    code = launch(command, n, devices_per_process=1, pin=has_cores).exit_code
     if code:
         raise SystemExit(f"{name}: ended with exit code {code}")
     got, want = (
@@ -206,7 +208,7 @@ def measured(name: str, folder: Path, steps: int) -> dict[str, object]:
     plan = load(Plan, folder / name / PLAN)
     return {
         "row": name,
-        "processes": ROWS[name].processes,
+        "processes": n,
         "plan": f"{plan.policy}: " + ", ".join(f"{m.name} {m.text}" for m in plan.layout.submeshes),
         "does": ROWS[name].does(plan),
         "steps": len(got),

@@ -9,7 +9,7 @@ import msgspec
 
 from dflop_jax.records import from_plain, to_json
 
-VERSION = 3
+VERSION = 3  # of kinds of records that have not changed since
 # Plan 5: a layout, scheduling and figures. Profiles 5: content is priced by feature.
 # PriceList 6, Schedule 5: prices and content by feature, pieces in columns. PriceList 7:
 # with the step's end. Older prices are timed again.

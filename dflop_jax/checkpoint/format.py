@@ -21,7 +21,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-VERSION = 2
+VERSION = 2  # of the manifest; one more makes every older checkpoint unreadable
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 BLOCK_BYTES = 1 << 20  # of a file, under one checksum: the least that is read and verified
 Index = tuple[int, ...]

@@ -10,7 +10,7 @@ from typing import Any
 
 from dflop_jax.cli.terminal import note, show
 
-PORT = 8700
+PORT = 8700  # of the page, where none is asked for; any free one would do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ import struct
 import time
 
 GREETING = b"dflop/4\n"
+# A proof is an HMAC of SHA-256, whole; a nonce is as long: none comes twice, nor can be guessed.
 NONCE_BYTES = PROOF_BYTES = 32
 HELLO_BYTES = 1024  # no hello is longer
 REFUSAL = bytes(PROOF_BYTES)

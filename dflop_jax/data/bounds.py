@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-MiB = 1 << 20
+MiB = 1 << 20  # bytes
 
 # pictures and frames
 MAX_PIXELS = 80_000_000  # of a picture or a frame; below Pillow's own warning

@@ -11,6 +11,8 @@ from typing import Any
 from dflop_jax.front.model_folder import token_limit
 from dflop_jax.front.setting import Setting
 
+# Learning rates that are usual for fine-tuning: adapters begin as nothing and take ten times that
+# of whole weights.
 FULL_RATE, LORA_RATE = 1e-5, 1e-4
 WARMUP = 0.03  # of the steps
 LONGEST_NAME = 40  # characters of a model's or dataset's name in a folder's name

@@ -12,6 +12,7 @@ from dflop_jax.report.colours import INK, spent_colours
 from dflop_jax.report.spent import Spent
 from dflop_jax.report.wording import duration
 
+# Inches of the picture, the bar with its title and a row of the legend; entries in such a row.
 _WIDTH_IN, _BAR_IN, _LEGEND_ROW_IN, _COLUMNS = 14.0, 1.3, 0.25, 5
 
 

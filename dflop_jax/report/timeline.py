@@ -31,10 +31,12 @@ from dflop_jax.report.colours import (
 )
 from dflop_jax.report.panels import Panel, colour_of, legend_entries, modules_of, rows_of
 
-WIDTH_PX, DPI = 1400, 100
+WIDTH_PX, DPI = 1400, 100  # of the picture: twice the second, and letters are twice as large
+# Inches, which fit its letters: a row of bars, a title above and the gap below, axis and legend at
+# the foot, the curve of losses; names at the left, seconds at the right.
 ROW_IN, HEAD_IN, GAP_IN, FOOT_IN, LOSS_IN = 0.40, 0.34, 0.10, 0.75, 2.9
 LEFT_IN, RIGHT_IN = 1.35, 0.85
-LEGEND_COLUMNS = 8
+LEGEND_COLUMNS = 8  # of entries, for which the width is enough
 BAR = 0.80  # height of a bar in a row of height 1
 Curve = tuple[Sequence[float], Sequence[float]]  # steps, losses
 

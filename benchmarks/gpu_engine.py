@@ -93,6 +93,9 @@ def segment_cases(
     start = cache(partial(_start, make("none"), shape))
     for remat in remats:
         segment = make(remat)
+        # Backward needs what forward leaves, whenever its arguments are made.
+        forward = cache(partial(Lowering(segment).lower, shape, FORWARD))
+        residuals = cache(partial(_residuals, segment, forward, start))
         kinds = (BACKWARD,) if segment.has_loss else (FORWARD, BACKWARD)
         for kind in kinds:
             alone = kind == BACKWARD and not segment.hands_over
@@ -100,8 +103,8 @@ def segment_cases(
                 {"name": f"segment {kind}", "of": what, "layers": segment.plan.n_layers,
                  "rows": shape.rows, "tokens": shape.tokens, "remat": remat,
                  "unrolled": segment.unrolls},
-                partial(Lowering(segment).lower, shape, kind),
-                partial(_arguments, segment, shape, kind, start),
+                forward if kind == FORWARD else partial(Lowering(segment).lower, shape, kind),
+                start if kind == FORWARD else partial(_arguments, segment, shape, start, residuals),
                 flops=needed_flops(segment, shape, kind, with_forward=alone),
                 again=_with_gradients if kind == BACKWARD else lambda args, _: args,
                 seen_pairs=seen_pairs(segment.module, shape.tokens),
@@ -114,17 +117,23 @@ def _start(segment: Segment, shape: Shape) -> tuple[Any, ...]:
     return draw(params, SCALE), draw(x, SCALE), _fields(fields)
 
 
+def _residuals(
+    segment: Segment,
+    forward: Callable[[], jax.stages.Lowered],
+    start: Callable[[], tuple[Any, ...]],
+) -> Tree:
+    return forward().compile()(*start())["residuals"] if segment.hands_over else {}
+
+
 def _arguments(
-    segment: Segment, shape: Shape, kind: Any, start: Callable[[], tuple[Any, ...]]
+    segment: Segment,
+    shape: Shape,
+    start: Callable[[], tuple[Any, ...]],
+    residuals: Callable[[], Tree],
 ) -> tuple[Any, ...]:
-    if kind == FORWARD:
-        return start()
-    residuals: Tree = {}
-    lowering = Lowering(segment)
-    if segment.hands_over:
-        residuals = lowering.lower(shape, FORWARD).compile()(*start())["residuals"]
-    dy = draw(lowering.argument_structs(shape, BACKWARD)[3], SCALE)
-    return (*start(), dy, zero_gradients(segment), residuals)
+    """What backward takes."""
+    dy = draw(Lowering(segment).argument_structs(shape, BACKWARD)[3], SCALE)
+    return (*start(), dy, zero_gradients(segment), residuals())
 
 
 def _fields(structs: Tree) -> Tree:

@@ -115,7 +115,7 @@ def measure(name: str, max_model: int) -> tuple[list[Row], dict[str, Any]]:
     chosen = config(name, max_model)
     place = set_up(chosen)
     start_s = time.perf_counter()
-    profile = predicted_profile(place, ticker("compiling for the prediction"))
+    profile = predicted_profile(place, place.source(), ticker("predicting prices"))
     profiled_s = time.perf_counter() - start_s
     plan = make_plan(place, profile, ticker("planning")).plan
     report = compile_plan(CompileJob(chosen, plan), ticker("compiling"))

@@ -19,12 +19,11 @@ from dflop_jax.cli.experiment import (
     add_profile_file,
     profile_of,
 )
-from dflop_jax.cli.front_door import asked, planned_place, said
+from dflop_jax.cli.front_door import Asked, asked, open_place, said
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GIB
 
 if TYPE_CHECKING:
-    from dflop_jax.config import Config
     from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
     from dflop_jax.records import Plan
 
@@ -56,10 +55,9 @@ def run(args: argparse.Namespace) -> Any:
         check_answer_file(args.out)
         if not Path(args.out).resolve().parent.is_dir():
             raise ValueError(f"--out {args.out}: no such folder; make it first")
-    with said(ask) as notes:
-        notes.show()
     compiler_environment()  # a missing compiler is named before anything is planned
-    report = compile_plan(CompileJob(config, _plan(args, config)), ticker("compiling"))
+    plan = _plan(args, ask)
+    report = compile_plan(CompileJob(config, plan), ticker("compiling", "programs"))
     if args.out:
         save(report, args.out)
     if not args.json:
@@ -68,17 +66,21 @@ def run(args: argparse.Namespace) -> Any:
     return report
 
 
-def _plan(args: argparse.Namespace, config: Config) -> Plan:
+def _plan(args: argparse.Namespace, ask: Asked) -> Plan:
     """The plan of --plan-file, else the planner's for the named GPU."""
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
     from dflop_jax.train import planning
 
     if args.plan_file:
+        with said(ask) as notes:
+            notes.show()
         return load(Plan, args.plan_file)
-    place = planned_place(config)
-    profile = profile_of(args, place, planning.check_plannable)
-    return planning.make_plan(place, profile, ticker("planning")).plan
+    check = (lambda place: None) if args.profile_file else planning.check_plannable
+    place, source = open_place(args, check)
+    profile = profile_of(args, place, source)
+    tick = ticker("planning", "placements", at_once=source is not None)
+    return planning.make_plan(place, profile, tick).plan
 
 
 def _table(report: CompileReport) -> Table:

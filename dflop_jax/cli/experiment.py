@@ -8,7 +8,7 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from dflop_jax.config import Config, Field, fields, override
 
 if TYPE_CHECKING:
     from dflop_jax.cluster.peers import Peers
+    from dflop_jax.data import Source
     from dflop_jax.records import Profile
     from dflop_jax.train.prepare import Workplace
 
@@ -174,11 +175,12 @@ def question(args: argparse.Namespace) -> str:
     the answer depends on."""
     options = {k: v for k, v in vars(args).items() if k not in ASIDE and v is not None}
     of = [Path(args.experiment).stem] if args.experiment else []
-    parts = [args.command, *of, *(f"{k}={v}" for k, v in options.items())]
-    whole = ",".join(parts)
-    name = re.sub(r"[^\w.,=+-]+", "-", whole)[:LONGEST_NAME]
-    if name != whole:  # shortened, so it might be another question's, too
-        name += f"-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+    parts = [args.command, *of, *(f"{k}-{v}" for k, v in options.items())]
+    name = re.sub(r"[^\w.]+", "-", "-".join(parts))[:LONGEST_NAME]
+    said = [*of, *map(str, options.values())]
+    if len(name) == LONGEST_NAME or any(re.search(r"[^\w.]", text) for text in said):
+        # Shortened, or without a sign, so it might be another question's, too.
+        name += f"-{hashlib.sha256(','.join(parts).encode()).hexdigest()[:8]}"
     return name
 
 
@@ -199,24 +201,22 @@ def given_profile(args: argparse.Namespace) -> Profile | None:
     return load(Profile, file) if file else None
 
 
-def profile_of(
-    args: argparse.Namespace,
-    place: Workplace,
-    check: Callable[[Workplace], None] | None = None,
-) -> Profile:
-    """The profile of --profile-file, else a new one, measured here or predicted for
-    `plan.hardware`, after a check of what needs no profile to be refused."""
+def profile_of(args: argparse.Namespace, place: Workplace, source: Source | None) -> Profile:
+    """The profile of --profile-file, else a new one of the data, measured here or predicted for
+    `plan.hardware`."""
     from dflop_jax.cli.terminal import note, ticker
     from dflop_jax.gpu_compile.chip_profile import predicted_profile
     from dflop_jax.train import profiling
 
     if given := given_profile(args):
         return given
-    if check:
-        check(place)
+    assert source is not None, "without --profile-file, data are opened"
     if place.hardware:
-        return predicted_profile(place, ticker("compiling"), note)
-    return profiling.make_profile(place, place.source(), ticker("profiling"))
+        return predicted_profile(
+            place, source, ticker("predicting prices", "programs", at_once=True), note
+        )
+    tick = ticker("profiling model and data", "shapes", at_once=True)
+    return profiling.make_profile(place, source, tick)
 
 
 def end_together(peers: Peers, exit_code: int = 0) -> None:

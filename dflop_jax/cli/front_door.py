@@ -4,9 +4,10 @@ from."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflop_jax.cli.experiment import (
@@ -22,6 +23,7 @@ from dflop_jax.config import Config, override
 from dflop_jax.front.setting import Setting, with_settings
 
 if TYPE_CHECKING:
+    from dflop_jax.data import Source
     from dflop_jax.train.prepare import Workplace
 
 MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
@@ -178,14 +180,33 @@ def planned_place(config: Config) -> Workplace:
     return replace(place, reserved_bytes=answer_bytes(place))
 
 
-def open_place(args: argparse.Namespace) -> Workplace:
-    """The workplace of a command line; says what it is where no experiment file does."""
-    from dflop_jax.train.ready import workplace_line
+def open_place(
+    args: argparse.Namespace, refuse: Callable[[Workplace], object] = lambda place: None
+) -> tuple[Workplace, Source | None]:
+    """The workplace of a command line, and its data, None where --profile-file has what is asked
+    of them; says what they are, but with a profile only where no experiment file does: the answer
+    comes at once then, and a mistake stands alone.
+
+    Args:
+      refuse: raises ValueError for what no measurement would change.
+    """
+    from dflop_jax.train.prepare import in_steps
+    from dflop_jax.train.profiling import check_not_empty
+    from dflop_jax.train.ready import data_line, workplace_line
 
     ask = asked(args)
-    given_profile(args)  # refused now rather than when it is used
+    profile = given_profile(args)  # refused now rather than when it is used
     with said(ask) as notes:
         place = planned_place(ask.config)
-        if ask.settings and place.peers.is_hub:
-            notes.add(workplace_line(place), ready=True)
-    return place
+        says = place.peers.is_hub and (profile is None or ask.settings)
+        if says:
+            notes.add(workplace_line(place))
+        refuse(place)
+        source = None
+        if profile is None:
+            source = place.source()
+            check_not_empty(source)
+            if says:
+                notes.add(data_line(source, in_steps(place, len(source)).config.train))
+        notes.show()
+    return place, source

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.records import Link, Plan
     from dflop_jax.train.planning import WhatIf
+    from dflop_jax.train.prepare import Workplace
     from dflop_jax.train.room import LargestMedium, SampleRoom
 
 
@@ -50,13 +51,20 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.train import planning
     from dflop_jax.train.room import sample_room
 
-    place = open_place(args)
+    def refuse(place: Workplace) -> None:
+        out_folder(args, place.config)  # refused now rather than at the end
+        if not args.profile_file:
+            planning.check_plannable(place)
+
+    place, source = open_place(args, refuse)
     config = place.config
-    out_folder(args, config)  # refused now rather than at the end
-    profile = profile_of(args, place, planning.check_plannable)
+    profile = profile_of(args, place, source)
     shown = {"shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
-    result = planning.make_plan(place, profile, ticker("planning"), **shown)
-    helps = planning.what_would_help(place, profile) if args.explain else []
+    tick = ticker("planning", "placements", at_once=source is not None)
+    result = planning.make_plan(place, profile, tick, **shown)
+    helps = []
+    if args.explain:
+        helps = planning.what_would_help(place, profile, ticker("what would help", "searches"))
     bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
     kinds = kind_costs(profile.model)
     folder = out_folder(args, config)

@@ -27,10 +27,9 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PROFILE
 
-    place = open_place(args)
+    place, source = open_place(args, lambda place: out_folder(args, place.config))
     config = place.config
-    out_folder(args, config)  # refused now rather than at the end
-    profile = profile_of(args, place)
+    profile = profile_of(args, place, source)
     out = out_folder(args, config) / PROFILE
     save(profile, out)
     if not args.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.experiment import (
     add_out,
@@ -15,6 +15,9 @@ from dflop_jax.cli.experiment import (
 )
 from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show, ticker
+
+if TYPE_CHECKING:
+    from dflop_jax.train.prepare import Workplace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +45,19 @@ def run(args: argparse.Namespace) -> Any:
     if args.batches < 1:
         raise ValueError(f"--batches {args.batches} must be at least 1")
     given = load(Plan, args.plan_file) if args.plan_file else None
-    place = open_place(args)
+
+    def refuse(place: Workplace) -> None:
+        out_folder(args, place.config)  # refused now rather than at the end
+        if given:
+            check_model(given.layout, place.model)
+        elif not args.profile_file:
+            planning.check_plannable(place)
+
+    place, source = open_place(args, refuse)
     config = place.config
-    out_folder(args, config)  # refused now rather than at the end
-    if given:
-        check_model(given.layout, place.model)
-    profile = profile_of(args, place, None if given else planning.check_plannable)
-    plan = given or planning.make_plan(place, profile, ticker("planning")).plan
+    profile = profile_of(args, place, source)
+    tick = ticker("planning", "placements", at_once=not given and source is not None)
+    plan = given or planning.make_plan(place, profile, tick).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
     prices = plan_prices(plan.layout, profile.model)
     names = [s.name for s in plan.layout.segments]

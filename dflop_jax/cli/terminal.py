@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rich.console import Console
 
 HELD_S = 8.0  # seconds that notes wait for a mistake to be found
+LINE_S = 10.0  # seconds between lines of progress where they stay, as in a log
 
 
 class Parser(argparse.ArgumentParser):
@@ -71,12 +73,25 @@ class HeldNotes:
             self._lines = []
 
 
-def ticker(name: str) -> Callable[[int, int], None]:
-    """A function that shows progress (done, total) as one rewritten line of a terminal."""
-    console = Console(stderr=True)
+def ticker(name: str, things: str = "", *, at_once: bool = False) -> Callable[[int, int], None]:
+    """A function that shows progress (done, total): as one rewritten line of a terminal, elsewhere
+    as a line now and then.
+
+    Args:
+      at_once: the name is said before anything is done.
+    """
+    console = Console(stderr=True, soft_wrap=True)
+    if at_once:
+        console.print(name, end="\r" if console.is_terminal else "\n")
+    said_s = time.monotonic()
 
     def tick(done: int, total: int) -> None:
+        nonlocal said_s
+        line = f"{name}: {done} of {total} {things}".rstrip()
         if console.is_terminal:
-            console.print(f"{name} {done}/{total}", end="\r" if done < total else "\n")
+            console.print(line, end="\r" if done < total else "\n")
+        elif time.monotonic() - said_s >= LINE_S:
+            console.print(line)
+            said_s = time.monotonic()
 
     return tick

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> Verified:
     from dflop_jax.verify.verify import verify
 
     plan = load(Plan, args.plan_file) if args.plan_file else None
-    result = verify(Path(args.folder), plan, ticker("segments"))
+    result = verify(Path(args.folder), plan, ticker("reading", "segments"))
     if not args.json:
         show(_table(result))
         show(_verdict(result))

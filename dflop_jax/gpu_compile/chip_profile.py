@@ -17,6 +17,7 @@ import numpy as np
 
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, on_chip
+from dflop_jax.data import Source
 from dflop_jax.gpu_compile.chips import find_chip
 from dflop_jax.gpu_compile.probes import Found, Probe
 from dflop_jax.gpu_compile.probing import OnProgress, compiled_probes
@@ -50,18 +51,21 @@ _FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK = range(4)
 
 
 def predicted_profile(
-    place: Workplace, on_progress: OnProgress | None = None, say: Callable[[str], None] = print
+    place: Workplace,
+    source: Source,
+    on_progress: OnProgress | None = None,
+    say: Callable[[str], None] = print,
 ) -> Profile:
-    """The profile for `plan.hardware`: from programs compiled for it, or from data sheets where
-    these cannot be had, which `say` is told in a line."""
+    """The profile of data for `plan.hardware`: from programs compiled for it, or from data sheets
+    where these cannot be had, which `say` is told in a line."""
     assert place.hardware is not None, "it is for a chip that is not here"
     try:
         find_chip(place.hardware.name)
         compiler_environment()
     except ValueError as e:
         say(f"prices come from data sheets, not from compiled programs: {e}")
-        return make_profile(place, place.source())
-    data = profile_data(place.config.plan, place.source())
+        return make_profile(place, source)
+    data = profile_data(place.config.plan, source)
     return Profile(chip_profile(place, data, on_progress), data)
 
 

@@ -228,6 +228,18 @@ def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int])
     forward = lowering.lower(shape, kind).compile()
     if segment.compiles_forward_first:
         lowering.learn_residuals(shape, forward)
+    backward, params, x, by_pieces = _backward(lowering, shape, below, pieces)
+    runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
+    temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
+    hidden = hidden_bytes(segment.module, shape)
+    return _Programs(runs, float(temp), hidden, segment.hands_over)
+
+
+def _backward(
+    lowering: Lowering, shape: Shape, below: int, pieces: Sequence[int]
+) -> tuple[jax.stages.Compiled, Any, Any, list[tuple[Any, Run]]]:
+    """(backward, its parameters and inputs, and for each number of pieces in a row its fields and a
+    call)."""
     params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
     backward = lowering.lower(shape, BACKWARD).compile()
     params, x, dy, handed = jax.tree.map(partial(_random, below=below), (params, x, dy, residuals))
@@ -237,13 +249,8 @@ def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int])
         _, dx, sums[0], done = backward(params, x, batch, dy, sums[0], handed)
         return dx, done
 
-    runs = []
-    for n in pieces:
-        batch = _packed(fields, n, below)
-        runs.append((partial(forward, params, x, batch), partial(run_backward, batch)))
-    temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    hidden = hidden_bytes(segment.module, shape)
-    return _Programs(tuple(runs), float(temp), hidden, segment.hands_over)
+    batches = [_packed(fields, n, below) for n in pieces]
+    return backward, params, x, [(batch, partial(run_backward, batch)) for batch in batches]
 
 
 def _split(shallow: float, deep: float) -> tuple[float, float]:
@@ -356,8 +363,8 @@ def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
     """
     last, n = list(model.modules)[-1], len(devices)
     segment = shallow_segment(model, last, 1, devices, MeshShape(data=n))
-    ((_, backward),) = _programs(segment, shape, model.vocab_size, [PIECES_A_ROW]).runs
-    return n / seconds_of([backward])[0]
+    *_, ((_, run),) = _backward(Lowering(segment), shape, model.vocab_size, [PIECES_A_ROW])
+    return n / seconds_of([run])[0]
 
 
 def _overhead_s(device: jax.Device) -> float:

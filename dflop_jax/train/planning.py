@@ -190,7 +190,9 @@ class WhatIf:
     makespan_s: float | None
 
 
-def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
+def what_would_help(
+    place: Workplace, profile: Profile, on_progress: OnProgress | None = None
+) -> list[WhatIf]:
     """Return what searches with one thing changed each come to, the present state first."""
     given = _arguments(place, profile)
     # All look as far as the present state does, else less need would look worse.
@@ -218,6 +220,8 @@ def what_would_help(place: Workplace, profile: Profile) -> list[WhatIf]:
             answers.append(WhatIf(change, scale * best.candidates[0].makespan_s))
         except ValueError:
             answers.append(WhatIf(change, None))
+        if on_progress:
+            on_progress(len(answers), len(changes))
     return answers
 
 

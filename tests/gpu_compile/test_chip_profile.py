@@ -168,8 +168,8 @@ def test_without_the_compiler_a_line_says_where_prices_come_from(tmp_path, monke
     monkeypatch.setattr(
         chip_profile, "compiler_environment", lambda: (_ for _ in ()).throw(ValueError("no ptxas"))
     )
-    place = SimpleNamespace(hardware=H100, source=lambda: None)
-    assert chip_profile.predicted_profile(place, None, said.append) == "sheet"
+    place = SimpleNamespace(hardware=H100)
+    assert chip_profile.predicted_profile(place, None, None, said.append) == "sheet"
     assert said == ["prices come from data sheets, not from compiled programs: no ptxas"]
 
 

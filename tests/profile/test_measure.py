@@ -50,11 +50,12 @@ def test_timings_and_the_models_facts_make_a_profile():
 def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
     timed = []
 
-    def fake(segment, shape, below, pieces):
+    def fake(lowering, shape, below, pieces):
+        (segment,) = lowering.made_of
         timed.append((segment.name, segment.mesh.shape["data"], shape))
-        return measure._Programs((("forward", "backward"),), 0.0, 0.0, False)
+        return None, None, None, [("fields", "backward")]
 
-    monkeypatch.setattr(measure, "_programs", fake)
+    monkeypatch.setattr(measure, "_backward", fake)
     monkeypatch.setattr(measure, "seconds_of", lambda runs: [0.5] if runs == ["backward"] else [])
     assert together(MODEL, Shape(1, 32), jax.devices()[:2]) == 4.0
     assert timed == [("llm", 2, Shape(1, 32))]

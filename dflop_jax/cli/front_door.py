@@ -51,7 +51,8 @@ def front_door_arguments() -> Parser:
         "--model",
         metavar="FOLDER_OR_NAME",
         help="folder of a published model, or OWNER/NAME[@REVISION] on the hub: its factory, size, "
-        "weights, tokenizer, template and limits of pictures",
+        "weights, tokenizer, template and limits of pictures; one of adapters goes on training "
+        "them",
     )
     names.add_argument(
         "--data", metavar="PATH_OR_NAME", help="the data, as --data.path: file, folder or name"
@@ -130,26 +131,57 @@ def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) ->
     from dflop_jax.front.defaults import model_defaults, run_dir
     from dflop_jax.front.hub import model_folder
     from dflop_jax.front.model_folder import folder_settings
-    from dflop_jax.weights import read_config
+    from dflop_jax.weights import adapter_base, read_config
 
     settings: list[Setting] = []
-    name = given.get("model.size", "")
+    name, adapters = given.get("model.size", ""), given.get("model.adapters", "")
     if args.model is not None:
-        folder = model_folder(args.model, note)
+        folder, flag = model_folder(args.model, note), "--model.adapters"
         name = str(folder)
+        if (base := adapter_base(folder)) is not None:
+            if adapters:
+                raise ValueError(
+                    f"--model {args.model} and --model.adapters {adapters} are both adapters; give "
+                    "their model as --model"
+                )
+            folder, adapters, flag = _base_folder(args.model, base), str(folder), "--model"
         settings += folder_settings(folder, given)
+        if adapters:
+            from dflop_jax.front.adapter_folder import adapter_settings
+
+            model = override(with_settings(Config(), settings), given).model
+            settings += adapter_settings(Path(adapters), model, flag, given)
         if not by_file:
             from dflop_jax.cluster.devices import on_cpu  # with jax, which takes seconds
 
             hardware = given.get("plan.hardware", "")
             gpus = hardware != "cpu" if hardware else not on_cpu()
-            lora = given.get("train.lora_rank", "0") != "0"
+            lora = bool(adapters) or given.get("train.lora_rank", "0") != "0"
             settings += model_defaults(read_config(folder), gpus=gpus, lora=lora)
     if args.data is not None:
         settings.append(Setting("data.path", args.data, "--data"))
     if not by_file:
         settings.append(run_dir(name, args.data or given.get("data.path", "")))
     return settings
+
+
+def _base_folder(adapters: str, base: str) -> Path:
+    """The folder of the model that a folder of adapters names."""
+    from dflop_jax.front.hub import model_folder
+
+    if not base:
+        raise ValueError(
+            f"--model {adapters} has adapters, and names no model of theirs; give it as --model "
+            f"FOLDER_OR_NAME --model.adapters {adapters}"
+        )
+    try:
+        return model_folder(base, note)
+    except ValueError as e:
+        said = str(e).removeprefix(f"--model {base}: ").partition(";")[0]
+        raise ValueError(
+            f"--model {adapters} adapts {base}: {said}; give its model as --model FOLDER_OR_NAME "
+            f"--model.adapters {adapters}"
+        ) from None
 
 
 @contextmanager

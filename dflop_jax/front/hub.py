@@ -201,9 +201,12 @@ def _cached(wanted: Wanted) -> Path | None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a model's folder has its configuration and every file of weights that it should."""
+    """Whether a folder of a model or of adapters has its configuration and every file of weights
+    that it should."""
+    from dflop_jax.weights import adapter
+
     if not (folder / CONFIG).is_file():
-        return False
+        return all((folder / file).is_file() for file in (adapter.CONFIG, adapter.WEIGHTS))
     if (folder / INDEX).is_file():
         try:
             files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 RUNS = ("blind", "dflop", "dip", "orch")
 AUTO = Path("runs/demo/auto")  # the plan that `auto` makes
+# Figures that fit into 80 columns; `dflop report` has all.
+SHOWN = (
+    "speed-up",
+    "step time, median",
+    "tokens / s",
+    "padding",
+    "imbalance",
+    "idle",
+    "loss, first",
+)
 
 
 def config(policy: str = "dflop") -> Config:
@@ -102,9 +112,10 @@ def main() -> int:
     console = Console()
     folders = [Path(config(name).run_dir) for name in RUNS]
     picture = Path("runs/demo/compare.png")
-    console.print(compare(folders, picture))
+    console.print(compare(folders, picture, SHOWN))
     console.print(choice(folders))
     console.print(f"timelines of all under one time axis: {picture}")
+    console.print(f"all figures: dflop report {' '.join(map(str, folders))}")
     console.print(f"each run's summary.md, timeline.png and trace.json: {folders[0].parent}/")
     return 0
 

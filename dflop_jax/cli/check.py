@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> Checked:
     if not args.json:
         _show(facts, data, ask.settings)
         show(f"wrote {file}")
-    if why:
-        note(f"dflop check: {why}")
+    if unreadable:
+        note(f"dflop check: {why or f'no record of {seen.source} can be used; {file} says why'}")
     return Checked(
         records=seen.read,
         listed=seen.listed,
@@ -160,6 +160,8 @@ def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setti
     )
     for reason, n in data.bad_by_reason.items():
         show(escape(f"  {n:,} {reason}: {data.examples[reason][0]}"))
+    if data.remedy:
+        show(f"  missing {data.remedy}")
     for name, values in data.tokens.items():
         if len(values):
             show(f"  {name}: {values.min():,} to {values.max():,} tokens, median "

@@ -85,6 +85,19 @@ COMMANDS = (
 )
 
 
+# What other trainers call it, and what it is here.
+ELSEWHERE = {
+    "lr": "--train.learning_rate",
+    "batch_size": "--train.global_batch",
+    "train_batch_size": "--train.global_batch",
+    "per_device_train_batch_size": "--train.global_batch",
+    "num_train_epochs": "--train.epochs",
+    "max_steps": "--train.steps",
+    "output_dir": "--run_dir",
+    "gradient_checkpointing": "--train.remat",
+    "max_length": "--data.max_tokens",
+    "lora_r": "--train.lora_rank",
+}
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), "
     f"{PREEMPTED} preempted: a signal ended the run, and what it had reached is saved, "
@@ -148,8 +161,11 @@ def _reject(extra: list[str], parser: Parser, command: str) -> None:
     if not flags:
         raise ValueError(f"unexpected argument {extra[0]!r}; see dflop {command} --help")
     known = parser.flags_of(command)
-    near = difflib.get_close_matches(flags[0], known, 1, cutoff=0.5)
     field = flags[0].removeprefix("--")
+    elsewhere = ELSEWHERE.get(field.rpartition(".")[2].replace("-", "_"))
+    near = [elsewhere] if elsewhere and elsewhere in known else difflib.get_close_matches(
+        flags[0], known, 1, cutoff=0.5
+    )  # fmt: skip
     what = f"override {field}" if "." in field else f"option {flags[0]}"
     meant = near[0].removeprefix("--") if "." in field and near else "".join(near[:1])
     hint = f"did you mean {meant}?" if near else f"see dflop {command} --help for the names"

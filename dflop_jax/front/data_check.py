@@ -99,6 +99,16 @@ class DataLook:
             "that the model does not take"
         )
 
+    @property
+    def remedy(self) -> str:
+        """Where files are looked for, if some are missing."""
+        if not any(reason.startswith("missing file") for reason in self.bad_by_reason):
+            return ""
+        return (
+            "files are looked for in the folder of the JSON file, or in those of --data.root; name "
+            "theirs if it is another"
+        )
+
 
 def look(
     config: DataConfig, spec: MediaSpec, vocab_size: int | None, most: int, seconds: float
@@ -194,7 +204,7 @@ def reason_of(why: str, place: str) -> str:
         text = text.partition(": ")[2] or text
     text = _FILE.sub("FILE", text.removeprefix(": "))
     text = _NUMBER.sub("N", _DETAIL.sub("", text.removeprefix("FILE: ")))
-    return text.strip()[:100] or "unreadable"
+    return text.strip().removesuffix(" FILE")[:100] or "unreadable"
 
 
 def _figures(

@@ -18,8 +18,11 @@ from dflop_jax.report.wording import number
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
 
 
-def compare(folders: Sequence[Path], out: Path) -> Table:
+def compare(folders: Sequence[Path], out: Path, only: Sequence[str] = ()) -> Table:
     """Table of the runs' figures, a column per run; the picture goes to `out` (a .png).
+
+    Args:
+      only: how the labels of the figures begin that are shown; () for all.
 
     The picture holds one timeline per run (its measured trace, else its first one) under a common
     time axis, and all loss curves.
@@ -39,11 +42,13 @@ def compare(folders: Sequence[Path], out: Path) -> Table:
     except OSError as e:
         raise ValueError(f"{out}: cannot be written ({e.strerror}); choose another --out") from None
 
-    table = Table()
+    table = Table(show_edge=False, pad_edge=False)
     table.add_column("figure")
     for name in runs:
         table.add_column(escape(name), justify="right", overflow="fold")
     for label, cells in compared([s for _, s in runs.values()]):
+        if only and not label.startswith(tuple(only)):
+            continue
         style = "bold" if label == SPEEDUP else None
         table.add_row(escape(label), *map(escape, cells), style=style)
     return table

@@ -230,7 +230,7 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
         ("compiles after warm-up", str(s.compiles_after_warmup)),
         ("schedule solved in", f"{number(s.schedule_s * ms)} ms"),
         ("schedule waited for, total", f"{number(s.schedule_wait_s * ms)} ms"),
-        ("loss, first -> last step", f"{number(s.loss_first)} -> {number(s.loss_last)}"),
+        ("loss, first -> last", f"{number(s.loss_first)} -> {number(s.loss_last)}"),
         *(
             (f"held out{name and f', {name}'}: loss / accuracy", f"{number(a)} / {percent(b)}")
             for name, (a, b) in s.held_out.items()

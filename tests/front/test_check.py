@@ -83,7 +83,7 @@ def test_bad_records_are_counted_by_reason(capsys):
     code, said, _ = answer(capsys, "--data", str(file))
     assert (code, said["records"], said["decoded"]) == (0, 9, 6)
     assert said["bad_by_reason"] == {
-        "missing file FILE": 2, "cannot be decoded": 1, "an answer is empty": 1,
+        "missing file": 2, "cannot be decoded": 1, "an answer is empty": 1,
     }  # fmt: skip
     assert "gone.png" in Path(said["page"]).read_text()
 

@@ -66,7 +66,7 @@ def test_what_a_run_did_not_measure_is_a_dash(tmp_path):
     assert cells["schedule over its proved bound"] == "-"
     assert cells["schedules found by"] == "local 4"
     assert cells["integer program solved"] == "in 4 of 4 steps"
-    assert cells["loss, first -> last step"] == "- -> -"
+    assert cells["loss, first -> last"] == "- -> -"
     assert cells["busy enc, predicted / measured"] == "70.0% / -"
     assert compare_json([tmp_path / "r"])["runs"][0]["loss_last"] is None
     write_summary(tmp_path / "r")

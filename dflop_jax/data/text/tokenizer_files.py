@@ -18,7 +18,7 @@ def load_tokenizer(file: str | Path) -> tokenizers.Tokenizer:
 
     ValueError when it is something else.
     """
-    with named(f"{file}: not a tokenizer.json"):
+    with named(f"{file}: not a tokenizer.json", "; name one, or the model's folder"):
         tokenizer = tokenizers.Tokenizer.from_buffer(read_bounded(Path(file), MAX_TOKENIZER_BYTES))
         tokenizer.encode_special_tokens = True
         tokenizer.no_truncation()

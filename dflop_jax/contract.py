@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from dflop_jax.records import CONTENT, LAYERS, Edge
+from dflop_jax.records import LAYERS, PAIR, TOKEN, Edge, pairs
 
 Array = jax.Array
 Params = Any
@@ -112,15 +112,17 @@ class Module(Protocol):
     # inlet(name, x, placed, batch): the hidden states [rows, tokens, width] after the outputs of an
     #   edge, which stand at their places in `placed`, were read between two layers.
     # loss_weight: what the module's loss is multiplied by in the sum of all losses.
-    # NAME_flops for a feature NAME of `records.CONTENT`, so pair_flops: forward FLOPs that one
-    #   layer's attention spends on a unit of it (a pair of tokens of one piece), where its kernel
-    #   skips all that is not in a piece.
-    # window: how many tokens a token of its attention sees at most, itself and those before it; 0:
-    #   all. Its `pair_flops` are then spent on pairs within the window only.
-    # attention_flops(tokens): forward FLOPs that one layer's attention needs for a piece of so many
-    #   tokens, whatever its kernel computes: of the products of two activations, for the pairs of
-    #   tokens that see each other. Without it these products are counted as the functions have
-    #   them, for all pairs of a piece's tokens.
+    # content(tokens, placed): how much a piece of so many tokens has of each feature of content, by
+    #   name and always in one order, whole numbers. `placed` has, by the name of an edge, how many
+    #   outputs each piece of its source gives; nothing of a piece of text. Without it the one
+    #   feature is "pair", the pairs of its tokens.
+    # attention_flops: Mapping[str, float]: forward FLOPs that one layer's attention needs for a
+    #   unit of each of these features, or of "token", whatever its kernel computes: of the products
+    #   of two activations, for the tokens that see each other. Where there are `layer_kinds`, such
+    #   a mapping by kind. Without it these products are counted as the functions have them, for all
+    #   pairs of a piece's tokens.
+    # skips: whether its kernel computes no more than that, but for whole tiles, so that a call
+    #   costs what the content of its pieces does; may be a mapping by kind, too.
     # numbers_layers: whether `layer` also finds in its batch "layer", int32 [], which of the layers
     #   of its kind it is.
     # any_order: whether its programs may add up in any order on a GPU, so that equal inputs give
@@ -134,7 +136,7 @@ class Module(Protocol):
     #   [..., *in, *out] beside NAME_scale float32 [..., *out] for their product. Its functions take
     #   both forms.
     # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
-    #   what its kernels and `NAME_flops` are read from.
+    #   what its kernels and `skips` are read from.
 
 
 def layer_kinds_of(module: Module) -> tuple[str, ...]:
@@ -191,19 +193,40 @@ def loss_weight_of(module: Module) -> float:
     return float(getattr(module, "loss_weight", 1.0))
 
 
+def content_of(
+    module: Module, tokens: int, placed: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, int]:
+    """See `content` above; `placed` None: a piece of text."""
+    count = getattr(module, "content", None)
+    return dict(count(tokens, placed or {})) if count else {PAIR: pairs(tokens)}
+
+
+def attention_by_feature(module: Module) -> Mapping[str, float] | None:
+    """See `attention_flops` above; None where the module does not say."""
+    return getattr(module, "attention_flops", None)
+
+
 def content_flops_of(module: Module) -> dict[str, float]:
-    """See `NAME_flops` above, by feature; none where attention is computed for whole rows."""
-    flops = {name: float(getattr(module, f"{name}_flops", 0.0)) for name in CONTENT}
-    seen = f"seen_in_{getattr(module, 'window', 0)}"
-    if seen in CONTENT:
-        # A causal pair counts half, since one of the two sees the other.
-        flops[seen] = 2.0 * flops.pop("pair")
-    return {name: f for name, f in flops.items() if f > 0}
+    """Forward FLOPs that a layer spends on a unit of each feature of content, of those it spends
+    any on; none where attention is computed for whole rows."""
+    if not getattr(module, "skips", False):
+        return {}
+    flops = attention_by_feature(module) or {}
+    return {name: float(f) for name, f in flops.items() if f > 0 and name != TOKEN}
 
 
 def attention_flops_of(module: Module) -> Callable[[int], float] | None:
-    """See `attention_flops` above; None where the module does not say."""
-    return getattr(module, "attention_flops", None)
+    """Forward FLOPs that a layer's attention needs for a piece of text, by its tokens; None where
+    the module does not say."""
+    flops = attention_by_feature(module)
+    if flops is None:
+        return None
+
+    def needed(tokens: int) -> float:
+        amounts = {TOKEN: tokens, **content_of(module, tokens)}
+        return sum(f * amounts[name] for name, f in flops.items())
+
+    return needed
 
 
 def numbers_layers_of(module: Module) -> bool:

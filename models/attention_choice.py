@@ -77,19 +77,3 @@ def skips(
     fits = dtype in (jnp.bfloat16, jnp.float16) and tokens >= LEAST_TOKENS
     fits &= head_dim <= attention_gpu.MOST_HEAD_DIM
     return fits and on_gpu(chip) and int(chip.removeprefix("sm_")) >= _AMPERE
-
-
-def pair_flops(
-    kernel: str,
-    chip: str,
-    dtype: jnp.dtype,
-    heads: int,
-    head_dim: int,
-    *,
-    causal: bool,
-    tokens: int = LEAST_TOKENS,
-) -> float:
-    """Forward FLOPs of a layer for a pair of tokens of one segment, 0 where whole rows are computed
-    (see the engine's contract); of a causal pair half, as only one sees the other."""
-    pair = (2.0 if causal else 4.0) * heads * head_dim
-    return pair * skips(kernel, chip, dtype, head_dim, tokens)

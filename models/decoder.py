@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import Attend, attend_by, attention
-from models.attention_choice import pair_flops
+from models.attention_choice import skips
 from models.embedding import embed
 from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
 from models.loss import PLAIN, Objective, cross_entropy, head_logits
@@ -165,16 +165,16 @@ class DecoderModule:
         return self.attention_kernel == "cudnn"
 
     @property
-    def pair_flops(self) -> float:
-        s = self.size
-        kernel, chip = self.attention_kernel, self.chip
-        return pair_flops(kernel, chip, self.dtype, s.n_heads, s.head_dim, causal=True)
+    def skips(self) -> bool:
+        """See `dflop_jax.contract`."""
+        return skips(self.attention_kernel, self.chip, self.dtype, self.size.head_dim)
 
-    def attention_flops(self, tokens: int) -> float:
-        """FLOPs that a layer's attention needs for one sample: two products for each pair of
-        tokens of which one sees the other."""
-        pairs = tokens * (tokens + 1) // 2
-        return 4.0 * pairs * self.size.n_heads * self.size.head_dim
+    @property
+    def attention_flops(self) -> Mapping[str, Any]:
+        """See `dflop_jax.contract`: two products for each pair of tokens of which one sees the
+        other, half of all pairs and half of each token's with itself."""
+        half = 2.0 * self.size.n_heads * self.size.head_dim
+        return {"pair": half, "token": half}
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import Attend, attend_by, attention
-from models.attention_choice import pair_flops
+from models.attention_choice import skips
 from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply, axis_names, init_values
 from models.rotary import rotate
 
@@ -124,28 +124,20 @@ class Encoder(ABC):
         return self.attention_kernel == "cudnn"
 
     @property
-    def pair_flops(self) -> float:
-        s = self.size
-        kernel, chip = self.attention_kernel, self.chip
-        return pair_flops(
-            kernel,
-            chip,
-            self.dtype,
-            s.n_heads,
-            s.head_dim,
-            causal=False,
-            tokens=self.row_tokens,
-        )
+    def skips(self) -> bool:
+        """See `dflop_jax.contract`."""
+        chosen = self.attention_kernel, self.chip, self.dtype
+        return skips(*chosen, self.size.head_dim, self.row_tokens)
 
     @property
     def row_tokens(self) -> int:
         """Tokens of the shortest row that matters to the choice of a kernel."""
         return self.item_tokens
 
-    def attention_flops(self, tokens: int) -> float:
-        """FLOPs that a layer's attention needs for one item: two products for each pair of
-        tokens."""
-        return 4.0 * tokens**2 * self.size.n_heads * self.size.head_dim
+    @property
+    def attention_flops(self) -> Mapping[str, float]:
+        """See `dflop_jax.contract`: two products for each pair of an item's tokens."""
+        return {"pair": 4.0 * self.size.n_heads * self.size.head_dim}
 
     def segment_ids(self, batch: Batch) -> Array | None:
         """int [items, tokens]: an item's tokens of one id see each other; None: all do."""

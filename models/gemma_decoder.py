@@ -4,7 +4,7 @@ whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,16 +14,20 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import Attend, attention, reach_of
-from models.attention_choice import pair_flops
+from models.attention_choice import skips
 from models.attention_kernels import Marks
 from models.decoder import Batch, DecoderModule, Exit
 from models.embedding import embed
-from models.gemma_sizes import GemmaSize
+from models.gemma_sizes import GemmaSize, HeadsSize
 from models.layers import Linear, RMSNorm, apply, fixed, named, normal
 from models.memory import KeysAndValues
 from models.rotary import angles_of, rotate
 
 Array = jax.Array
+
+
+def _seen(heads: HeadsSize) -> str:
+    return f"seen_in_{heads.window}" if heads.window else "seen"
 
 
 class GemmaEntry(nn.Module):
@@ -115,28 +119,31 @@ class GemmaModule(DecoderModule):
         """See `dflop_jax.contract`; these are not trained either."""
         return frozenset({"layer_scalar"}) if self.size.layer_scalar else frozenset()
 
-    @property
-    def pair_flops(self) -> Mapping[str, float]:  # type: ignore[override]
-        """By kind; of sliding ones for a pair within the window."""
-        flops = {}
-        for kind in dict.fromkeys(self.size.kinds):
-            heads = self.size.heads(kind)
-            kernel, chip, shape = self.attention_kernel, self.chip, (heads.n_heads, heads.head_dim)
-            flops[kind] = pair_flops(kernel, chip, self.dtype, *shape, causal=True)
-        return flops
+    def _heads(self) -> dict[str, HeadsSize]:
+        return {kind: self.size.heads(kind) for kind in dict.fromkeys(self.size.kinds)}
 
     @property
-    def window(self) -> Mapping[str, int]:
+    def skips(self) -> Mapping[str, bool]:  # type: ignore[override]
         """By kind; see `dflop_jax.contract`."""
-        return {kind: self.size.heads(kind).window for kind in dict.fromkeys(self.size.kinds)}
+        how = self.attention_kernel, self.chip, self.dtype
+        return {kind: skips(*how, heads.head_dim) for kind, heads in self._heads().items()}
 
-    def attention_flops(self, tokens: int, kind: str = "") -> float:
-        """FLOPs that attention of a layer of a kind needs for one sample of text: two products for
-        each pair of tokens of which one sees the other."""
-        heads = self.size.heads(kind)
-        window = min(heads.window or tokens, tokens)
-        pairs = window * (window + 1) // 2 + (tokens - window) * window
-        return 4.0 * pairs * heads.n_heads * heads.head_dim
+    def content(self, tokens: int, placed: Mapping[str, Sequence[int]]) -> dict[str, int]:
+        """See `dflop_jax.contract`: pairs of tokens of which one sees the other, itself or one
+        before it, in the windows of all kinds of layers."""
+        counts = {}
+        for heads in self._heads().values():
+            near = min(heads.window or tokens, tokens)
+            counts[_seen(heads)] = near * (near + 1) // 2 + (tokens - near) * near
+        return counts
+
+    @property
+    def attention_flops(self) -> Mapping[str, Any]:
+        """By kind; see `dflop_jax.contract`: two products for each pair."""
+        flops = {}
+        for kind, heads in self._heads().items():
+            flops[kind] = {_seen(heads): 4.0 * heads.n_heads * heads.head_dim}
+        return flops
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:

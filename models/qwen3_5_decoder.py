@@ -141,16 +141,12 @@ class HybridModule(DecoderModule):
         return dict.fromkeys(self.inputs, "llm")
 
     @property
-    def pair_flops(self) -> Mapping[str, float]:  # type: ignore[override]
-        """Of attention; a delta net computes as much for any pieces of a row."""
-        return {FULL: super().pair_flops}
-
-    def attention_flops(self, tokens: int, kind: str = FULL) -> float:
-        """See `DecoderModule`; a delta net reads a state twice and writes it once a token."""
-        if kind == FULL:
-            return super().attention_flops(tokens)
+    def attention_flops(self) -> Mapping[str, Any]:
+        """See `DecoderModule`; a delta net reads a state twice and writes it once a token, and
+        computes as much for any pieces of a row."""
         d = self.size.delta
-        return 6.0 * tokens * d.value_heads * d.key_size * d.value_size
+        of_token = 6.0 * d.value_heads * d.key_size * d.value_size
+        return {FULL: super().attention_flops, LINEAR: {"token": of_token}}
 
     def memory(self, kind: str = FULL) -> KeysAndValues | DeltaMemory:  # type: ignore[override]
         """See `dflop_jax.contract`."""

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import attend_by
-from models.attention_choice import known_kernel, pair_flops
+from models.attention_choice import known_kernel, skips
 from models.composed import known_dtype
 from models.decoder_model import TextModel
 from models.hf_tensors import HfWeightMap
@@ -87,15 +87,15 @@ class WanModule:
         return self.attention_kernel == "cudnn"
 
     @property
-    def pair_flops(self) -> float:
-        s = self.size
-        kernel, chip = self.attention_kernel, self.chip
-        return pair_flops(kernel, chip, self.dtype, s.n_heads, s.head_dim, causal=False)
+    def skips(self) -> bool:
+        """See `dflop_jax.contract`."""
+        return skips(self.attention_kernel, self.chip, self.dtype, self.size.head_dim)
 
-    def attention_flops(self, tokens: int) -> float:
-        """FLOPs that a layer's attention needs for one clip: two products for each pair of a patch
-        and a patch or a token of text; a clip has few others."""
-        return 4.0 * tokens**2 * self.size.width
+    @property
+    def attention_flops(self) -> Mapping[str, float]:
+        """See `dflop_jax.contract`: two products for each pair of a patch and a patch or a token of
+        text; a clip has few others."""
+        return {"pair": 4.0 * self.size.width}
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:

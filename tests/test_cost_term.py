@@ -1,8 +1,8 @@
 """A made-up cost term: a module that spends FLOPs on every piece, whatever its tokens.
 
-Two facts make it, a line in `CONTENT` and what the module says; all prices, groups and balancing
-follow. On two data ranks one long piece and eight short ones are balanced by pairs of tokens as one
-against eight, by their number as four against five.
+The module alone makes it, by how much a piece has and what a unit takes; all prices, groups and
+balancing follow. On two data ranks one long piece and eight short ones are balanced by pairs of
+tokens as one against eight, by their number as four against five.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dflop_jax.contract import content_flops_of
+from dflop_jax.data.content import counted
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.predict import simulate
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.volume import ROOM, group_content, volume_of
 from dflop_jax.profile.efficiency import Efficiency
+from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import (
     BACKWARD,
-    CONTENT,
     Bucket,
+    DataProfile,
     Layout,
     Load,
     Plan,
+    Profile,
     ProgramId,
     Scheduling,
     SegmentPlan,
     Shape,
     SubmeshPlan,
-    by_feature,
 )
-from dflop_jax.records.features import WINDOWS, seen
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import Correction, corrected
 
@@ -44,7 +44,6 @@ from .small import Text
 
 SHAPE, LAYERS = Shape(2, 128), 3
 LENGTHS = (60, *[7] * 8)
-LOADS = [Load({"llm": (n,)}) for n in LENGTHS]
 PAIR, PIECE = {"pair": 1e6}, {"piece": 1e12}  # FLOPs of a layer
 GPU = find_hardware("a100-80")
 PLAN = Plan(
@@ -60,24 +59,42 @@ PLAN = Plan(
 
 @dataclass(frozen=True)
 class Spending(Text):
-    """Text whose attention kernel spends FLOPs on pairs, and on pieces."""
+    """Text whose attention kernel spends FLOPs on pieces, and on pairs."""
 
-    pair_flops: float = 0.0
-    piece_flops: float = 0.0
+    spent: tuple[tuple[str, float], ...] = ()
+    skips = True
+
+    @property
+    def attention_flops(self):
+        return dict(self.spent)
+
+    def content(self, tokens, placed):
+        assert not any(placed.values())
+        return {"piece": int(tokens > 0), "pair": tokens**2}
 
 
-@pytest.fixture
-def profile_of(monkeypatch):
-    """Profiles of a module that spends these FLOPs on content, by feature, where pieces count."""
-    monkeypatch.setitem(CONTENT, "piece", np.ones_like)
+@dataclass(frozen=True)
+class Model:
+    """Such text alone."""
 
-    def profile(flops):
-        module = Spending(LAYERS, **{f"{name}_flops": n for name, n in flops.items()})
-        model = SimpleNamespace(modules={"llm": module}, edges=(), piece_tokens={})
-        computed = roofline_profile(model, GPU, {"llm": [SHAPE]}, [1], n_devices=2)
-        return dataclasses.replace(computed, hardware=None)  # nothing takes time but programs
+    spent: tuple[tuple[str, float], ...]
+    edges = ()
+    piece_tokens = {}
 
-    return profile
+    @property
+    def modules(self):
+        return {"llm": Spending(LAYERS, spent=self.spent)}
+
+
+LOADS = [counted(Model(()), Load({"llm": (n,)})) for n in LENGTHS]
+
+
+def profile_of(flops):
+    """The profile of a module that spends these FLOPs on content, by feature."""
+    computed = roofline_profile(
+        Model(tuple(flops.items())), GPU, {"llm": [SHAPE]}, [1], n_devices=2
+    )
+    return dataclasses.replace(computed, hardware=None)  # nothing takes time but programs
 
 
 def unit_s(flops: float) -> float:
@@ -88,11 +105,11 @@ def unit_s(flops: float) -> float:
     return forward_s * (1 + 2.5 * e.attention / e.attention_back)
 
 
-def test_it_has_a_price_and_is_in_groups_steps_and_bounds(profile_of):
+def test_it_has_a_price_and_is_in_groups_steps_and_bounds():
     profile = profile_of(PAIR | PIECE)
     prices = plan_prices(PLAN.layout, profile)
     price = prices.programs[ProgramId("llm", SHAPE, BACKWARD)]
-    want = by_feature({"pair": unit_s(PAIR["pair"]), "piece": unit_s(PIECE["piece"])})
+    want = unit_s(PIECE["piece"]), unit_s(PAIR["pair"])
     assert price.content_s == pytest.approx(want)
     twice = corrected(prices, Correction({f"llm/{SHAPE.name}/backward": (np.log(2),) * 9}))
     assert twice.programs[ProgramId("llm", SHAPE, BACKWARD)].content_s == pytest.approx(
@@ -101,79 +118,63 @@ def test_it_has_a_price_and_is_in_groups_steps_and_bounds(profile_of):
     schedule = schedule_batch(LOADS, PLAN, prices, ["llm"])
     (group,) = schedule.groups
     ranks = [[LENGTHS[p] for row in rank for p in row] for rank in rows_of(group, 2)[0]]
-    most = dict(zip(CONTENT, group.content, strict=True))
-    assert most["pair"] == max(sum(n * n for n in r) for r in ranks)
-    assert most["piece"] == max(map(len, ranks))
+    assert group.content == (max(map(len, ranks)), max(sum(n * n for n in r) for r in ranks))
     step_s = price.static_s + np.dot(want, group.content)
     assert schedule.makespan_s == pytest.approx(step_s)
     assert simulate(PLAN, [LOADS], profile).makespan_s == pytest.approx(step_s)
     # The longest piece, half of all.
-    bound_s = price.static_s + np.dot(want, by_feature({"pair": 60 * 60, "piece": 5}))
+    bound_s = price.static_s + np.dot(want, (5, 60 * 60))
     assert schedule.lower_bound_s == pytest.approx(bound_s)
 
 
-def test_the_scheduler_balances_it(profile_of):
+def test_the_scheduler_balances_it():
     def pieces(flops):
         prices = plan_prices(PLAN.layout, profile_of(flops))
         schedule = schedule_batch(LOADS, PLAN, prices, ["llm"])
         (group,) = schedule.groups
-        return dict(zip(CONTENT, group.content, strict=True))["piece"], schedule.status
+        return group.content[0], schedule.status
 
     assert pieces(PAIR) == (8, "optimal")
     assert pieces(PIECE) == (5, "optimal")
     assert pieces(PAIR | PIECE)[0] == 5  # a piece costs as much as a million pairs
 
 
-def test_the_planner_expects_it(profile_of):
-    profile_of({})
+def test_the_planner_expects_it():
     volume = volume_of("llm", LOADS, [LOADS], 18, counts_pieces=False)
-    content = dict(zip(CONTENT, volume.content, strict=True))
-    assert (content["pair"], content["piece"]) == (2 * sum(n * n for n in LENGTHS), 18)
+    assert volume.content == (18, 2 * sum(n * n for n in LENGTHS))
     of_group = group_content(volume, np.array([3]), np.array([2]))
-    assert of_group[[*CONTENT].index("piece")] == np.ceil(18 * ROOM / 6)
+    assert of_group[0] == np.ceil(18 * ROOM / 6)
 
 
-def test_all_else_is_as_without_it(profile_of):
-    """A feature that no module spends on changes no price."""
-    with_it = profile_of(PAIR)
-    del CONTENT["piece"]
-    module = dataclasses.replace(Spending(LAYERS), pair_flops=PAIR["pair"])
+def test_a_step_needs_its_flops():
+    """Every layer's, once forward and twice backward."""
+    model = Model((("token", 5.0), *PIECE.items()))
+    needed = needed_flops(model, {"llm": 128})["llm"]
+    without = needed_flops(Model((("token", 0.0),)), {"llm": 128})["llm"]
+    (content,) = LOADS[0].content_of("llm")
+    more = needed(60, content) - without(60, content)
+    assert more == pytest.approx(3 * LAYERS * (1e12 + 5 * 60))
+
+
+def test_what_others_spend_is_as_without_it():
+    """A feature that costs nothing changes no price."""
+
+    @dataclass(frozen=True)
+    class Plain(Spending):
+        content = property()  # as if it were not there
+
+    module = Plain(LAYERS, spent=tuple(PAIR.items()))
     model = SimpleNamespace(modules={"llm": module}, edges=(), piece_tokens={})
     without = roofline_profile(model, GPU, {"llm": [SHAPE]}, [1], n_devices=2)
-    assert with_it.timings == without.timings
+    assert (profile_of(PAIR).timings, without.content) == (without.timings, {})
+    assert profile_of(PAIR).content == {"llm": ("piece", "pair")}
 
 
-@dataclass(frozen=True)
-class Windowed(Spending):
-    """Text whose attention sees so many tokens at most."""
-
-    window: int = 0
-
-
-@pytest.mark.parametrize("window", WINDOWS)
-def test_a_window_is_priced_by_what_is_seen(window):
-    """In groups, too: a piece four windows long costs what its tokens see, one by one."""
-    for n in (0, 1, window - 1, window, window + 1, 4 * window):
-        assert seen(n, window) == sum(min(i + 1, window) for i in range(n))
-    shape = Shape(1, 4 * window)
-    flops = PAIR["pair"]
-    module = Windowed(LAYERS, pair_flops=flops, window=window)
-    model = SimpleNamespace(modules={"llm": module}, edges=(), piece_tokens={})
-    profile = roofline_profile(model, GPU, {"llm": [shape]}, [1], n_devices=2)
-    layout = dataclasses.replace(PLAN.layout, buckets=(Bucket((("llm", shape),)),))
-    price = plan_prices(layout, profile).programs[ProgramId("llm", shape, BACKWARD)]
-    want = by_feature({f"seen_in_{window}": unit_s(2 * flops)})
-    assert price.content_s == pytest.approx(want)
-    loads = [Load({"llm": (4 * window,)})] * 2
-    schedule = schedule_batch(loads, dataclasses.replace(PLAN, layout=layout),
-                              plan_prices(layout, profile), ["llm"])  # fmt: skip
-    step_s = price.static_s + unit_s(2 * flops) * sum(min(i + 1, window) for i in range(4 * window))
-    assert sum(price.static_s + np.dot(want, g.content) for g in schedule.groups) == pytest.approx(
-        step_s * len(schedule.groups)
-    )
-
-
-def test_another_window_has_no_price_of_its_own():
-    flops = {w: content_flops_of(Windowed(LAYERS, pair_flops=1e6, window=w)) for w in (0, 100, 512)}
-    assert flops == {0: {"pair": 1e6}, 100: {"pair": 1e6}, 512: {"seen_in_512": 2e6}}
-    assert content_flops_of(Windowed(LAYERS, window=512)) == {}
+def test_samples_and_timings_of_other_features_are_refused():
+    model, said = profile_of(PIECE), "profile again"
+    data = DataProfile("d", 1, (Load({"llm": (7,)}),))
+    with pytest.raises(ValueError, match=f"content of 'llm' .2 features.*{said}"):
+        Profile(model, data)
+    with pytest.raises(ValueError, match=f"no content .'piece'.*{said}"):
+        dataclasses.replace(model, content={})
+    assert Profile(model, dataclasses.replace(data, loads=tuple(LOADS))).data.loads[0] == LOADS[0]

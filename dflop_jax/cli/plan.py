@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> Any:
     if args.explain:
         helps = planning.what_would_help(place, profile, ticker("what would help", "searches"))
     bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
-    kinds = kind_costs(profile.model)
+    kinds = kind_costs(profile)
     folder = out_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)

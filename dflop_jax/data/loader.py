@@ -10,16 +10,20 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dflop_jax.config import Config
+from dflop_jax.data.content import counted
 from dflop_jax.data.decoder import Decoded, Decoder, Modules, Replacements, ThreadDecoder
 from dflop_jax.data.pool.processes import make_decoder
 from dflop_jax.data.sample import Sample, Source, loads_of
 from dflop_jax.data.shuffle import shuffled
 from dflop_jax.records import Load
+
+if TYPE_CHECKING:  # processes that only decode do not load JAX
+    from dflop_jax.contract import MultimodalModel
 
 T = TypeVar("T")
 KEPT_STEPS = 32  # whose samples are remembered: a step is asked for several times
@@ -91,6 +95,7 @@ class Loader:
         self._make_decoder = partial(decoder, source, workers)
         self._replaced = Replacements(source, max_bad_fraction)
         self._room = room
+        self.count: Callable[[Load], Load] = lambda load: load  # gives loads their content
         self._indices = lru_cache(KEPT_STEPS)(self._indices_of)
 
     @property
@@ -114,7 +119,7 @@ class Loader:
 
     def loads(self, step: int) -> list[Load]:
         """Loads of the batch of a step; nothing is decoded."""
-        return loads_of(self.source, self.indices(step))
+        return [self.count(load) for load in loads_of(self.source, self.indices(step))]
 
     def batches(
         self,
@@ -187,10 +192,16 @@ class Loader:
         return {"seed": self.seed, "n": len(self.source), "global_batch": self.global_batch}
 
 
-def make_loader(config: Config, source: Source, beyond: Beyond | None = None) -> Loader:
-    """Return the run's batches of a source; `beyond` as for `RoomFilter`, None: no filter."""
+def make_loader(
+    config: Config,
+    source: Source,
+    beyond: Beyond | None = None,
+    model: MultimodalModel | None = None,
+) -> Loader:
+    """Return the run's batches of a source; `beyond` as for `RoomFilter`, None: no filter. `model`:
+    whose content loads have, None: none."""
     refuse = config.data.oversize == "error"
-    return Loader(
+    loader = Loader(
         source,
         global_batch=config.train.global_batch,
         seed=config.data.seed,
@@ -204,3 +215,6 @@ def make_loader(config: Config, source: Source, beyond: Beyond | None = None) ->
         ),
         room=RoomFilter(source, beyond, refuse=refuse) if beyond else None,
     )
+    if model:
+        loader.count = partial(counted, model)
+    return loader

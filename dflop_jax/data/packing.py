@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dflop_jax.data.content import counted
 from dflop_jax.data.decoded import DecodedPiece, PieceNumbers, Samples, decoded_pieces
 from dflop_jax.data.joins import joined
-from dflop_jax.records import Layout, Load, Schedule
+from dflop_jax.records import Content, Layout, Load, Schedule
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import Module, MultimodalModel
@@ -51,7 +52,7 @@ class PackedGroup:
       there are fewer or none; with weights float32 of the same shape where K > 1.
     reads: by the same, how many features each rank of this group reads from each of that group's,
       int64 [ranks of the source, D].
-    lengths: tokens of each of its pieces; the rest is padding.
+    lengths, content: tokens of each of its pieces, and what it asks beside; the rest is padding.
     loss_weight: sum of the field "weights", 0 without one.
 
     With `ranks` only their rows are filled, and only those that they count are counted.
@@ -61,6 +62,7 @@ class PackedGroup:
     places: dict[int, tuple[np.ndarray, ...]]
     reads: dict[int, np.ndarray]
     lengths: tuple[int, ...]
+    content: Content
     loss_weight: float
 
     @property
@@ -155,14 +157,18 @@ def _packed(
         _fill(fields, reads, piece, module, draws)
     counts = sorted(ranks.counts[module])
     weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
-    counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
+    of_counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
     join = joined(layout, schedule, group, pieces, numbers, model)
+    own = [p for p in pieces if p.rank in counts]
+    loads = {p.place: p.sample.load for p in own}
+    asked = {place: counted(model, load).content_of(module) for place, load in loads.items()}
     return PackedGroup(
         fields=fields,
         places=join.places,
         reads=join.reads,
-        lengths=tuple(p.length for p in pieces if p.rank in counts),
-        loss_weight=float(counted.sum(dtype=np.float64)),
+        lengths=tuple(p.length for p in own),
+        content=tuple(asked[p.place][p.order] for p in own),
+        loss_weight=float(of_counted.sum(dtype=np.float64)),
     )
 
 

@@ -65,7 +65,7 @@ def predicted_profile(
     except ValueError as e:
         say(f"prices come from data sheets, not from compiled programs: {e}")
         return make_profile(place, source)
-    data = profile_data(place.config.plan, source)
+    data = profile_data(place, source)
     return Profile(chip_profile(place, data, on_progress), data)
 
 

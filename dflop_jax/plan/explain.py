@@ -11,7 +11,7 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.ranking import searched
-from dflop_jax.records import ModelProfile, Plan, Shape, by_feature, content_of, content_s
+from dflop_jax.records import Plan, Profile, Shape, by_feature, content_s, piece_content
 from dflop_jax.schedule.shapes.evaluate import TIE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
@@ -39,7 +39,7 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
 
 @dataclass(frozen=True)
 class KindCost:
-    """What the layers of one kind of a module take, each row of the shape being one piece.
+    """What the layers of one kind of a module take, rows being full of pieces as in the data.
 
     Attributes:
       layers: how many there are.
@@ -57,18 +57,20 @@ class KindCost:
     share: float
 
 
-def kind_costs(profile: ModelProfile) -> list[KindCost]:
+def kind_costs(profile: Profile) -> list[KindCost]:
     """What layers take, by module and kind."""
-    costs = []
-    for module in profile.n_layers:
-        of_module = []
-        for kind, n in Counter(profile.layer_kinds(module)).items():
-            timed = [t for t in profile.timings if (t.module, t.kind) == (module, kind)]
+    costs, model, loads = [], profile.model, profile.data.loads
+    for module in model.n_layers:
+        names, of_module = model.features(module), []
+        a_token = piece_content(loads, module).sum(axis=1)
+        a_token = a_token / max(sum(load.tokens(module) for load in loads), 1)
+        for kind, n in Counter(model.layer_kinds(module)).items():
+            timed = [t for t in model.timings if (t.module, t.kind) == (module, kind)]
             least = min(t.model for t in timed)
             t = max((t for t in timed if t.model == least), key=lambda t: t.shape.size)
-            content = (t.shape.rows * content_of(t.shape.tokens)).tolist()
+            content = (t.shape.size * a_token).tolist()
             forward_s, backward_s = (
-                own_s + float(content_s(by_feature(of_content), content))
+                own_s + float(content_s(by_feature(of_content, names), content))
                 for own_s, of_content in (
                     (t.layer_forward_s, t.content_forward_s),
                     (t.layer_backward_s, t.content_backward_s),

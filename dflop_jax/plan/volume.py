@@ -14,7 +14,7 @@ import numpy as np
 
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Load, content_of, piece_tokens
+from dflop_jax.records import Load, piece_content
 from dflop_jax.schedule.shapes.sizes import ROW_COUNTS
 from dflop_jax.schedule.solver.problem import ROUNDING
 
@@ -56,14 +56,13 @@ def volume_of(
         return len(load.lengths(module)) if counts_pieces else load.tokens(module)
 
     by_sample, scale = [amount(load) for load in loads], global_batch / len(loads)
-    lengths = np.array(piece_tokens(loads, module), float)
-    content = content_of(lengths).sum(axis=1) * scale
+    content = piece_content(loads, module).sum(axis=1) * scale
     return Volume(
         mean=sum(by_sample) * scale,
         content=tuple(content.tolist()),
         largest=max(by_sample),
         divided=any(len(load.lengths(module)) > 1 for load in loads),
-        longest=int(lengths.max(initial=0.0)),
+        longest=max((n for load in loads for n in load.lengths(module)), default=0),
         batches=np.array([float(sum(map(amount, batch))) for batch in batches]),
     )
 

@@ -141,7 +141,8 @@ class Fits:
             named = _recompute(timings, kind, "content_s")
         else:
             named = [getattr(t, f"content_{kind}_s") for t in timings]
-        seconds = np.array([by_feature(n) for n in named])
+        names = self.profile.features(timings[0].module)
+        seconds = np.array([by_feature(n, names) for n in named])
         return rounded((seconds * weights).sum(axis=0) / weights.sum(axis=0))
 
     def predict(self, layers: str, model: int, rows: Array, tokens: Array, kind: str) -> Array:

@@ -3,7 +3,7 @@
 Operations between two products that hang together become one kernel that reads and writes each
 array once, as XLA fuses them. Products of two activations (those with a batch dim) are "attention",
 and so are kernels that a trace does not show the inside of: of these the bytes are known here, the
-FLOPs are said by the module (`pair_flops`).
+FLOPs are said by the module (`attention_flops`).
 """
 
 from __future__ import annotations

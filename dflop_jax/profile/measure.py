@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import median
@@ -27,9 +27,11 @@ import msgspec
 import numpy as np
 
 from dflop_jax.contract import (
+    Module,
     MultimodalModel,
     chip_of,
     content_flops_of,
+    content_of,
     edges_of,
     layer_kinds_of,
     on_chip,
@@ -51,7 +53,6 @@ from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.state import float32_bytes
 from dflop_jax.records import (
     BACKWARD,
-    CONTENT,
     FORWARD,
     LAYERS,
     LayerTiming,
@@ -60,7 +61,6 @@ from dflop_jax.records import (
     ParamDims,
     Recompute,
     Shape,
-    content_of,
     layer_key,
 )
 
@@ -104,7 +104,7 @@ def profile_key(
     facts = (
         programs,
         [f.name for kind in (LayerTiming, Recompute) for f in fields(kind)],
-        list(CONTENT),
+        {m: list(content_of(module, 1)) for m, module in model.modules.items()},
         msgspec.to_builtins((shapes, more)),
         devices[0].platform,
         devices[0].device_kind,
@@ -150,6 +150,7 @@ def assembled(
     """A profile of timings from anywhere, with the model's sizes."""
     entry_share: dict[str, float] = {}
     kinds: dict[str, tuple[str, ...]] = {}
+    content: dict[str, tuple[str, ...]] = {}
     layer_dims: dict[str, tuple[ParamDims, ...]] = {}
     ends_dims: dict[str, tuple[ParamDims, ...]] = {}
     for name, module in model.modules.items():
@@ -163,6 +164,8 @@ def assembled(
         ends_dims[name] = param_dims(module, [p for p in module.freeze_groups if p not in stacked])
         if hasattr(module, "layer_kinds"):
             kinds[name] = layer_kinds_of(module)
+        if hasattr(module, "content"):
+            content[name] = tuple(content_of(module, 1))
     return ModelProfile(
         key=key,
         device=device,
@@ -182,6 +185,7 @@ def assembled(
         ends_dims=ends_dims,
         priced_by=priced_by,
         kinds=kinds,
+        content=content,
     )
 
 
@@ -262,18 +266,18 @@ def _split(shallow: float, deep: float) -> tuple[float, float]:
 
 
 def _apart(
-    layer_s: Sequence[float], shape: Shape, pieces: Sequence[int], features: Collection[str]
+    layer_s: Sequence[float], contents: Sequence[Mapping[str, int]], flops: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """(seconds without content, those of a unit of each feature) of a layer that was timed with
-    rows of each number of pieces."""
-    if not features:
+    rows of each content; what these have nothing of costs for its `flops` what the rest does."""
+    if not flops:
         return layer_s[0], {}
-    every = np.array([_content(shape, n) for n in pieces])
-    used = every[:, [name in features for name in CONTENT]]
-    solution = nonnegative(np.hstack([np.ones((len(pieces), 1)), used]), np.array(layer_s))
-    static_s, *content_s = solution.tolist()
-    names = [name for name in CONTENT if name in features]
-    return static_s, dict(zip(names, content_s, strict=True))
+    names = [name for name in flops if any(c[name] for c in contents)]
+    features = [[1, *(c[name] for name in names)] for c in contents]
+    static_s, *known_s = nonnegative(np.array(features, float), np.array(layer_s)).tolist()
+    content_s = dict(zip(names, known_s, strict=True))
+    a_flop_s = sum(known_s) / max(sum(flops[name] for name in names), 1.0)
+    return static_s, {name: content_s.get(name, a_flop_s * f) for name, f in flops.items()}
 
 
 def time_layer(
@@ -289,9 +293,11 @@ def time_layer(
     """Time a module, with layers of one kind, at a per-rank shape with `devices` as its
     tensor-parallel ranks. `sync` waits for their processes once all is compiled."""
     tp = len(devices)
-    features = content_flops_of(of_kind(on_chip(model.modules[module], chip_of(devices[0])), kind))
-    fillings = _FILLINGS[: len(features) + 1] if features else (PIECES_A_ROW,)
+    timed = of_kind(on_chip(model.modules[module], chip_of(devices[0])), kind)
+    flops = content_flops_of(timed)
+    fillings = _FILLINGS[: len(flops) + 1] if flops else (PIECES_A_ROW,)
     pieces = [min(n, shape.tokens) for n in fillings]
+    contents = [_content(timed, shape, n) for n in pieces]
     segments = (
         shallow_segment(model, module, d, devices, MeshShape(model=tp), kind=kind) for d in DEPTHS
     )
@@ -307,8 +313,8 @@ def time_layer(
             low_b, high_b = max(low_b - low_f, 0.0), max(high_b - high_f, 0.0)
         split.append((_split(low_f, high_f), _split(low_b, high_b)))
     (_, ends_f), (_, ends_b) = split[0]
-    layer_f, content_f = _apart([f for (f, _), _ in split], shape, pieces, features)
-    layer_b, content_b = _apart([b for _, (b, _) in split], shape, pieces, features)
+    layer_f, content_f = _apart([f for (f, _), _ in split], contents, flops)
+    layer_b, content_b = _apart([b for _, (b, _) in split], contents, flops)
     layer_m = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
     timing = LayerTiming(
         module=module,
@@ -347,11 +353,12 @@ def _with_policies(
     return with_policies
 
 
-def _content(shape: Shape, pieces: int) -> np.ndarray:
-    """Content of rows that `_packed` fills, [features]."""
+def _content(module: Module, shape: Shape, pieces: int) -> dict[str, int]:
+    """Content of rows that `_packed` fills, by feature."""
     length = -(-shape.tokens // pieces)
     whole, rest = divmod(shape.tokens, length)
-    return shape.rows * content_of([length] * whole + [rest] * (rest > 0)).sum(axis=1)
+    of_whole, of_rest = content_of(module, length), content_of(module, rest)
+    return {name: shape.rows * (whole * n + of_rest[name]) for name, n in of_whole.items()}
 
 
 def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]) -> float:

@@ -11,7 +11,8 @@ one turn, and of a choice between branches nothing counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
@@ -22,7 +23,9 @@ from dflop_jax.contract import (
     Module,
     MultimodalModel,
     adapter_of,
+    attention_by_feature,
     attention_flops_of,
+    content_of,
     edges_of,
     layer_kinds_of,
     taps_of,
@@ -31,31 +34,32 @@ from dflop_jax.profile.kernels import kernels_of
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.parts import Names, traced_forward
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
-from dflop_jax.records import LAYERS, Shape, pairs
+from dflop_jax.records import LAYERS, TOKEN, Shape, content_s, pairs
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
 class PieceFlops:
-    """FLOPs of one step, forward and backward, for a piece of a module by its tokens.
+    """FLOPs of one step, forward and backward, for a piece of a module.
 
     Attributes:
-      per_token: products with parameters.
-      per_pair: products of two activations, for each pair of tokens.
-      attention: of each kind of layers whose attention the module tells, (how often it is needed
-        over all these layers: 1 forward and 2 backward in each; its forward FLOPs by tokens), which
-        then stand for the products of activations.
+      per_token: products with parameters, and what attention needs of a token.
+      per_pair: products of two activations, for each pair of tokens, where the module does not tell
+        its attention.
+      content: what it tells, for a unit of each feature of the module's content.
     """
 
     per_token: float
     per_pair: float = 0.0
-    attention: tuple[tuple[float, Callable[[int], float]], ...] = ()
+    content: tuple[float, ...] = ()
 
-    def __call__(self, tokens: int) -> float:
-        """FLOPs of a piece of so many tokens."""
-        told = sum(passes * flops(tokens) for passes, flops in self.attention)
-        return self.per_token * tokens + self.per_pair * pairs(tokens) + told
+    def __call__(self, tokens: int, content: Sequence[int] | None = None) -> float:
+        """FLOPs of a piece of so many tokens; `content` as a load has it, None: of a module that
+        names no features."""
+        square = pairs(tokens)
+        told = content_s(self.content, (square,) if content is None else content)
+        return self.per_token * tokens + self.per_pair * square + float(told)
 
 
 @dataclass(frozen=True)
@@ -115,20 +119,21 @@ def _count_module(
     for tap, after in taps_of(module).items():
         ends = ends.plus(part_products(module, tap, shape, trains, _hidden(needs[after])))
     every = untold = ends
-    told = []
+    told: Counter[str] = Counter()
     for kind, apart in kinds_apart(module).items():
         of_kind = [before for before, k in zip(needs, kinds, strict=False) if k == kind]
         layers = _layers_as_written(apart, shape, _own(trains, kind), of_kind)
         every = every.plus(layers)
-        if attention := attention_flops_of(apart):
+        attention = attention_by_feature(apart)
+        if attention is not None:  # needed once forward and twice backward
             passes = sum(3.0 if before or trains_part(trains, kind) else 1.0 for before in of_kind)
-            told.append((passes, attention))
+            told.update({name: passes * f for name, f in attention.items()})
         else:
             untold = untold.plus(layers)
     count = PieceFlops(
-        per_token=(every.weights + every.weights_gradient) / shape.tokens,
+        per_token=(every.weights + every.weights_gradient) / shape.tokens + told[TOKEN],
         per_pair=(untold.activations + untold.activations_gradient) / pairs(shape.tokens),
-        attention=tuple(told),
+        content=tuple(told[name] for name in content_of(module, 1)),
     )
     exit_trains = trains_part(trains, "exit") or (module.tied and "entry" in trains)
     taps = {tap: needs[after] or trains_part(trains, tap) for tap, after in taps_of(module).items()}

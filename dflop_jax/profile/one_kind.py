@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from dflop_jax.contract import (
@@ -44,12 +43,8 @@ class _OneKind:
         if name == "layer_kinds":
             raise AttributeError(name)
         value = getattr(self.module, name)
-        if name == "attention_flops":
-            return partial(value, kind=self.kind)
-        by_kind = name == "window" or name.endswith("_flops")
-        if by_kind and isinstance(value, Mapping):
-            return value.get(self.kind, 0)
-        return value
+        by_kind = name == "attention_flops" or (name == "skips" and isinstance(value, Mapping))
+        return value.get(self.kind) if by_kind else value
 
     def _by_part(self, of_module: Mapping[str, Any]) -> dict[str, Any]:
         """What a mapping by part says of this kind's parts, and of those that are not stacked."""

@@ -14,7 +14,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from dflop_jax.contract import MultimodalModel, content_flops_of, edges_of, on_chip
+from dflop_jax.contract import (
+    MultimodalModel,
+    content_flops_of,
+    content_of,
+    edges_of,
+    on_chip,
+)
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
@@ -28,9 +34,6 @@ from dflop_jax.records import (
     LayerTiming,
     ModelProfile,
     Shape,
-    by_feature,
-    content_of,
-    content_s,
     times,
 )
 
@@ -111,8 +114,8 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
     for shape in shapes:
         unit_s, full_s = _content_s(p, shape), 0.0
         if alone:
-            content = (shape.rows * content_of(shape.tokens)).tolist()
-            unit_s, full_s = {}, content_s(by_feature(unit_s), content)
+            content = content_of(p.module, shape.tokens)
+            unit_s, full_s = {}, shape.rows * sum(s * content[name] for name, s in unit_s.items())
         recompute = {
             remat: replace(
                 cost,

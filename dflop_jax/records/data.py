@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
+import numpy as np
+
 from dflop_jax.records.check import require
+from dflop_jax.records.features import pairs
+
+Content = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -15,20 +20,31 @@ class Load:
 
     `pieces[module]` are the token counts of the pieces that the module cannot divide: a tile, a
     picture at native resolution, a window of sound, the sequence of text. A module that the sample
-    does not use is absent or has none.
+    does not use is absent or has none. `content[module]` is how much of each feature of its content
+    each of these pieces has, where the module names features (see `features`).
     """
 
     pieces: dict[str, tuple[int, ...]]
+    content: dict[str, Content] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(
             all(n >= 1 for lengths in self.pieces.values() for n in lengths),
             f"every piece of a sample has at least one token, got {self}",
         )
+        require(
+            all(len(c) == len(self.lengths(m)) for m, c in self.content.items()),
+            f"content is of every piece of a module, got {self}",
+        )
 
     def lengths(self, module: str) -> tuple[int, ...]:
         """Token counts of the module's pieces; () if the sample does not use it."""
         return self.pieces.get(module, ())
+
+    def content_of(self, module: str) -> Content:
+        """Of each of the module's pieces, how much it has of each feature of its content."""
+        named = self.content.get(module)
+        return tuple((pairs(n),) for n in self.lengths(module)) if named is None else named
 
     def tokens(self, module: str) -> int:
         return sum(self.lengths(module))
@@ -116,3 +132,11 @@ def first_pieces(loads: Sequence[Load], module: str) -> tuple[int, ...]:
 def piece_tokens(loads: Iterable[Load], module: str) -> tuple[int, ...]:
     """Token count of every piece of a module, by its number."""
     return tuple(n for load in loads for n in load.lengths(module))
+
+
+def piece_content(loads: Iterable[Load], module: str) -> np.ndarray:
+    """Content of every piece of a module, by its number, int64 [features, pieces]."""
+    loads = list(loads)
+    if not any(module in load.content for load in loads):
+        return pairs(np.array(piece_tokens(loads, module), np.int64))[None]
+    return np.array([c for load in loads for c in load.content_of(module)], np.int64).T

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import DataProfile, Shape
-from dflop_jax.records.features import times
+from dflop_jax.records.features import PAIR, times
 from dflop_jax.records.hardware import Hardware
 from dflop_jax.records.plan import Edge, Remat, SegmentPlan
 
@@ -51,8 +51,8 @@ class LayerTiming:
 
     `layer_*` is one layer, of a `kind`; `ends_*` is entry plus exit. Backward is the gradient
     alone, from all that forward computed. `content_*` are a layer's seconds for a unit of each
-    feature of content, by name (`features.CONTENT`), which the others then do not contain; none
-    where all is computed for whole rows.
+    feature of content, by name, which the others then do not contain; none where all is computed
+    for whole rows.
     `hidden_bytes` is what a segment keeps of its input from forward to backward. `recompute` holds
     the policies that are known; "segment" follows from "none", of which it computes all again.
     """
@@ -126,7 +126,8 @@ class ModelProfile:
     process's dispatching thread for a task (see `prices.with_host_work`). `computed`: seconds come
     from formulas that hold at any size, not from runs. `hardware` says what crosses nodes and links
     takes; None: no time. `kinds` says of each layer of the modules that name kinds which one it is;
-    what is said of a layer is by `layer_key`.
+    what is said of a layer is by `layer_key`. `content` has, in their order, the features of the
+    modules that name those of their content.
     """
 
     key: str
@@ -149,9 +150,14 @@ class ModelProfile:
     computed: bool = False
     hardware: Hardware | None = None
     kinds: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    content: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(len(self.timings) > 0, "a model profile needs timings")
+        for t in self.timings:
+            known = self.features(t.module)
+            priced = [n for n in (*t.content_forward_s, *t.content_backward_s) if n not in known]
+            require(not priced, f"{t.module!r} has no content {priced[:1]}; profile again")
         for module, kinds in self.kinds.items():
             n = self.n_layers.get(module)
             require(len(kinds) == n, f"{module!r} has {n} layers and kinds of {len(kinds)}")
@@ -176,6 +182,10 @@ class ModelProfile:
         kinds = self.kinds.get(segment.module)
         return Counter(kinds[segment.start : segment.stop]) if kinds else {LAYERS: segment.n_layers}
 
+    def features(self, module: str) -> tuple[str, ...]:
+        """The features of a module's content, in their order."""
+        return self.content.get(module, (PAIR,))
+
     def layers_bytes(self, module: str) -> int:
         """Bytes of the parameters of all layers of a module."""
         count = Counter(self.layer_kinds(module))
@@ -192,3 +202,11 @@ class Profile:
 
     model: ModelProfile
     data: DataProfile
+
+    def __post_init__(self) -> None:
+        for m in self.model.n_layers:
+            n = len(self.model.features(m))
+            require(
+                all(len(c) == n for load in self.data.loads for c in load.content_of(m)),
+                f"samples do not say the content of {m!r} ({n} features); profile again",
+            )

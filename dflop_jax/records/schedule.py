@@ -29,9 +29,9 @@ class Group:
 
     `feeds` are the places in the schedule of the groups that read its output: of a module that
     reads the module's one, or several that read no other group of it. `content` has of each feature
-    (`features.CONTENT`) the sum over the pieces of the data rank with most, which the others wait
-    for. `remat_less` names the segments that run it under their second recompute policy. Groups
-    that are only simulated need not say which `pieces` they hold.
+    of the module's content the sum over the pieces of the data rank with most, which the others
+    wait for. `remat_less` names the segments that run it under their second recompute policy.
+    Groups that are only simulated need not say which `pieces` they hold.
     """
 
     module: str

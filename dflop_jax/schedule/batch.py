@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from dflop_jax.records import Bucket, Layout, Load, Shape, content_of
+from dflop_jax.records import Bucket, Layout, Load, Shape, piece_content
 from dflop_jax.schedule.solver.problem import Ints
 
 
@@ -86,7 +86,7 @@ class Batch:
             self.lengths[m], self.count[m], self.first[m] = length_P, count_N, first_N
             self.tokens[m], self.longest[m] = tokens_N, longest_N
         self.sample = {m: np.repeat(np.arange(self.n), self.count[m]) for m in self.modules}
-        self.features = {m: content_of(length_P) for m, length_P in self.lengths.items()}
+        self.features = {m: piece_content(loads, m) for m in self.modules}
         self.content = {m: features_FP[0] for m, features_FP in self.features.items()}
         self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in self.modules}
 
@@ -96,7 +96,7 @@ class Batch:
         batch = copy(self)
         batch.content = dict(self.content)
         for m, weight_F in weights.items():
-            if weight_F is not None:
+            if weight_F is not None and len(self.lengths[m]):
                 batch.content[m] = np.rint(weight_F @ self.features[m]).astype(np.int64)
         return batch
 

@@ -13,11 +13,11 @@ import numpy as np
 
 from dflop_jax.records import (
     BACKWARD,
-    CONTENT,
     FORWARD,
     Bucket,
     Direction,
     Layout,
+    Price,
     Prices,
     ProgramId,
     SegmentPlan,
@@ -70,25 +70,25 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
     resource_of = resources(layout)
     ids = sorted({resource_of[s.submesh] for s in layout.segments})
 
-    def summed(segment: SegmentPlan, shape: Shape) -> tuple[float, Floats]:
+    def known(segment: SegmentPlan, shape: Shape) -> list[Price]:
         programs = [ProgramId(segment.name, shape, d) for d in tasks[segment.name]]
-        known = [prices.programs[p] for p in programs if p in prices.programs]
-        content = np.zeros(len(CONTENT))
-        for p in known:
-            content[: len(p.content_s)] += p.content_s
-        return sum(p.static_s for p in known), content
+        return [prices.programs[p] for p in programs if p in prices.programs]
 
     static: dict[tuple[str, Shape], Floats] = {}
     content: dict[tuple[str, Shape], Floats] = {}
     for module in layout.modules:
         for shape in layout.shapes(module):
+            priced = {s: known(s, shape) for s in layout.segments_of(module)}
+            n_features = max((len(p.content_s) for ps in priced.values() for p in ps), default=0)
             static[module, shape] = np.zeros(len(ids))
-            content[module, shape] = np.zeros((len(CONTENT), len(ids)))
-            for segment in layout.segments_of(module):
+            content[module, shape] = np.zeros((n_features, len(ids)))
+            for segment, of_segment in priced.items():
                 r = ids.index(resource_of[segment.submesh])
-                static_s, content_s = summed(segment, shape)
-                static[module, shape][r] += static_s
-                content[module, shape][:, r] += content_s
+                static[module, shape][r] += sum(p.static_s for p in of_segment)
+                of_all = np.zeros(n_features)
+                for p in of_segment:
+                    of_all[: len(p.content_s)] += p.content_s
+                content[module, shape][:, r] += of_all
     return GroupCosts(static, content, len(ids))
 
 

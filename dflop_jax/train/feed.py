@@ -173,7 +173,8 @@ class Packer:
         weights = dict.fromkeys(modules_with_loss(self.model), 0.0)
         for group, arrays in zip(schedule.groups, packed, strict=True):
             used[group.module] += arrays.used_tokens
-            flops[group.module] += sum(map(self.needed[group.module], arrays.lengths))
+            asked = map(self.needed[group.module], arrays.lengths, arrays.content)
+            flops[group.module] += sum(asked)
             if group.module in weights:
                 weights[group.module] += arrays.loss_weight
         moved_here = moved(self.plan, self.model, schedule, packed, self.ranks.counts)

@@ -54,9 +54,10 @@ class Loop:
         self.saver, self.folder, self.progress = ready.saver, ready.folder, ready.progress
         needed = needed_flops(place.model, _row_tokens(ex.plan.layout), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
-        self.loader = make_loader(config, ready.source, partial(beyond, plan=ex.plan))
+        loader = partial(make_loader, config, ready.source, model=place.model)
+        self.loader = loader(partial(beyond, plan=ex.plan))
         self._corrector: Corrector | None = None
-        asked_for = make_loader(config, ready.source).loads  # before what is too large is replaced
+        asked_for = loader().loads  # before what is too large is replaced
         self._redecider = Redecider(
             place, ready.profile, ex.plan, asked_for, ready.start_s, ready.progress
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -19,7 +19,9 @@ from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.recount import DEVICES, PROCESSES, recounted
 from dflop_jax.train.skips import Skips
 
-VERSION = 2  # of `Meta`; 1 had no number, and of `planned_under` three values only
+# Of `Meta`. 1 had no number, and of `planned_under` three values only; in 1 and 2 prices had one
+# order of features for all modules: pairs, and windows of three sizes.
+VERSION = 3
 _KIND, _MEMORY, _FROZEN = "kind of device", "memory of a device", "frozen parts"
 _COUNTS = {PROCESSES, DEVICES}
 # Flags of plan.* that say where, or when, and not which plan is the best.
@@ -80,9 +82,20 @@ def read_meta(record: Mapping[str, Any]) -> Meta:
         names = {"plan.policy": "policy", PROCESSES: "processes", DEVICES: "devices"}
         under = {name: record[key] for name, key in names.items() if key in record}
     try:
-        return msgspec.convert({**record, "version": version, "planned_under": under}, Meta)
+        meta = msgspec.convert({**record, "version": version, "planned_under": under}, Meta)
+        return meta if version == VERSION else replace(meta, prices=_of_pairs(meta.prices))
     except msgspec.ValidationError as e:  # what the checksums cover is as it was written
         raise OtherVersion(f"its state is of another version of this program: {e}") from None
+
+
+def _of_pairs(prices: PriceList) -> PriceList:
+    """Prices of before version 3, which had content of pairs first."""
+    programs = []
+    for program, price in prices.programs:
+        if any(price.content_s[1:]):
+            raise OtherVersion("its prices of windows are of another version of this program")
+        programs.append((program, replace(price, content_s=price.content_s[:1])))
+    return replace(prices, programs=tuple(programs))
 
 
 def planned_under(place: Workplace) -> dict[str, Any]:

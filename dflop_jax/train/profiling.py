@@ -25,6 +25,7 @@ from dflop_jax.contract import (
     working_dtype_of,
 )
 from dflop_jax.data import Source
+from dflop_jax.data.content import counted
 from dflop_jax.data.sample import NamesTail
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.plan.limits import held_bytes, parallel_limits
@@ -51,14 +52,17 @@ def check_not_empty(source: Source) -> None:
         raise ValueError(f"{source.name}: the dataset is empty; name one with records")
 
 
-def profile_data(config: PlanConfig, source: Source) -> DataProfile:
+def profile_data(place: Workplace, source: Source) -> DataProfile:
     """Loads of up to `profile_samples` samples, evenly spread over the dataset, and of those of all
     of it that ask for most, where the source names them."""
     check_not_empty(source)
-    n = min(len(source), config.profile_samples)
+    n = min(len(source), place.config.plan.profile_samples)
     picked = [i * len(source) // n for i in range(n)]
     most_demanding = source.tail() if isinstance(source, NamesTail) else []
-    loads, tail = (tuple(source.load(i) for i in which) for which in (picked, most_demanding))
+    loads, tail = (
+        tuple(counted(place.model, source.load(i)) for i in which)
+        for which in (picked, most_demanding)
+    )
     return DataProfile(source.name, len(source), loads, tail)
 
 
@@ -252,5 +256,5 @@ def make_profile(
     place: Workplace, source: Source, on_progress: OnProgress | None = None
 ) -> Profile:
     """Return the data profile of a source and the model profile on the devices at hand."""
-    data = profile_data(place.config.plan, source)
+    data = profile_data(place, source)
     return Profile(profile_model(place, data, on_progress), data)

@@ -128,7 +128,7 @@ def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan
     if plan is not None:
         check_names(place)
         if profile is None and place.peers.is_hub:
-            held_loads(plan, profile_data(place.config.plan, source).loads)
+            held_loads(plan, profile_data(place, source).loads)
 
 
 def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) -> Plan:

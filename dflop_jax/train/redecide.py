@@ -20,7 +20,7 @@ import numpy as np
 
 from dflop_jax.children import Child
 from dflop_jax.plan.replan import BetterPlan, Question, better_plan
-from dflop_jax.records import CONTENT, DataProfile, Load, Plan, Profile
+from dflop_jax.records import DataProfile, Load, Plan, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.train.planning import search_facts
 from dflop_jax.train.prepare import Workplace
@@ -43,18 +43,25 @@ def drift(profiled: Sequence[Load], seen: Sequence[Load]) -> float:
     """The largest change of a module's mean tokens, or of a feature of its content, over the
     larger of both; 0 where all are within chance."""
     largest = 0.0
-    amounts: list[Callable[[np.ndarray], np.ndarray]] = [np.asarray, *CONTENT.values()]
     for m in _modules(profiled, seen):
-        for of in amounts:
-            then, now = (
-                np.array([of(np.array(load.lengths(m), float)).sum() for load in loads])
-                for loads in (profiled, seen)
-            )
+        for amount in _amounts((*profiled, *seen), m):
+            then, now = np.split(amount, [len(profiled)])
             error = float(np.sqrt(then.var() / len(then) + now.var() / len(now)))
             change = abs(float(now.mean() - then.mean()))
             if change > _SURE_ERRORS * error:
                 largest = max(largest, change / max(now.mean(), then.mean()))
     return largest
+
+
+def _amounts(loads: Sequence[Load], module: str) -> np.ndarray:
+    """What each sample has of tokens and of each feature of a module's content, [1 + features,
+    loads]."""
+    n_features = max((len(c) for load in loads for c in load.content_of(module)), default=1)
+    amounts = np.zeros((1 + n_features, len(loads)))
+    for i, load in enumerate(loads):
+        for tokens, content in zip(load.lengths(module), load.content_of(module), strict=True):
+            amounts[:, i] += tokens, *content
+    return amounts
 
 
 def observed(known: DataProfile, seen: Sequence[Load], steps: range) -> DataProfile:

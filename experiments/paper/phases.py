@@ -9,13 +9,12 @@ import numpy as np
 
 from dflop_jax.records import (
     BACKWARD,
-    CONTENT,
     FORWARD,
     Load,
     Plan,
     Prices,
     ProgramId,
-    content_of,
+    piece_content,
 )
 from dflop_jax.schedule.solver.balance import balance
 from experiments.paper.answers import answer
@@ -32,7 +31,7 @@ _WORK = 20_000  # units of the solver's
 def device_seconds(plan: Plan, prices: Prices, module: str, loads: Sequence[Load]) -> Array:
     """[samples]: what each sample's forward and backward through a module take of devices' time, no
     padding."""
-    shape, token_s, unit_s = max(plan.layout.shapes(module)), 0.0, np.zeros(len(CONTENT))
+    shape, token_s, unit_s = max(plan.layout.shapes(module)), 0.0, np.zeros(1)
     for s in plan.layout.segments_of(module):
         mesh = plan.layout.submesh(s.submesh)
         for direction in (FORWARD, BACKWARD):
@@ -43,8 +42,10 @@ def device_seconds(plan: Plan, prices: Prices, module: str, loads: Sequence[Load
                 price.static_s / shape.size / plan.layout.group_size * mesh.n_devices / mesh.data
             )
             unit_s += np.array(price.content_s) * mesh.n_devices / mesh.data
-    lengths = [np.array(load.lengths(module), float) for load in loads]
-    return np.array([token_s * n.sum() + unit_s @ content_of(n).sum(axis=1) for n in lengths])
+    content = (piece_content([load], module).sum(axis=1) for load in loads)
+    return np.array(
+        [token_s * x.tokens(module) + unit_s @ c for x, c in zip(loads, content, strict=True)]
+    )
 
 
 def slowest(seconds: Mapping[str, Array], ranks: Mapping[str, int], how: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop_jax.plan.placement import Form, factors, lay_out
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import Layout, MeshShape, Plan, content_of, with_remat
+from dflop_jax.records import Layout, MeshShape, Plan, pairs, with_remat
 from experiments.paper.cases import Case, seen
 from experiments.paper.costs import cost_model
 from experiments.paper.true_shapes import Amounts, amounts_of, peak_bytes, segment_s
@@ -94,8 +94,7 @@ def public_rule(
         for k, n in loads.items():
             amount = np.array([n.mean() * global_batch / (m * ranks[k])])
             tile = costs.profile.piece_tokens.get(k)
-            content = amount * content_of([tile]) if tile else content_of(amount)
-            mean[k] = np.vstack([amount, content])
+            mean[k] = np.vstack([amount, amount * pairs(tile) if tile else pairs(amount)])
         seconds = segment_s(costs, plan, mean)
         slowest = 0.0
         for k in plan.layout.modules:

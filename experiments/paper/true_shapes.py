@@ -20,7 +20,6 @@ import numpy as np
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
-    CONTENT,
     FORWARD,
     Bucket,
     Direction,
@@ -31,8 +30,8 @@ from dflop_jax.records import (
     Schedule,
     SegmentPlan,
     Shape,
-    content_of,
     content_s,
+    piece_content,
 )
 from dflop_jax.schedule import balance
 from dflop_jax.sim import memory
@@ -61,7 +60,7 @@ def amounts_of(profile: ModelProfile, batch: Sequence[Load]) -> Amounts:
     for m in profile.n_layers:
         lengths = [load.lengths(m) for load in batch]
         counts = map(len, lengths) if m in profile.piece_tokens else map(sum, lengths)
-        content = [content_of(np.array(each, float)).sum(axis=1) for each in lengths]
+        content = [piece_content([load], m).sum(axis=1) for load in batch]
         amounts[m] = np.vstack([np.array([*counts], float), np.transpose(content)])
     return amounts
 
@@ -172,7 +171,7 @@ def _stage_columns(costs: CostModel, plan: Plan, samples: Amounts) -> tuple[Arra
     alone = []  # by module, [stages, samples]
     for m, sums in samples.items():
         usual = _USUAL[m in costs.profile.piece_tokens]
-        units = np.array([usual, *np.ones(len(CONTENT))])
+        units = np.array([usual, *np.ones(len(sums) - 1)])
         probes = {k: np.zeros((len(units), len(units))) for k in samples}
         probes[m] = np.diag(units)
         rates = stage_s(costs, plan, probes) / units

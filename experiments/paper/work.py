@@ -20,7 +20,8 @@ def step_flops(case: Case) -> dict[str, float]:
     needed = needed_flops(model, rows)
     samples = [x for batch in reported(case) for x in batch]
     return {
-        m: sum(needed[m](n) for x in samples for n in x.lengths(m)) / len(reported(case))
+        m: sum(sum(map(needed[m], x.lengths(m), x.content_of(m))) for x in samples)
+        / len(reported(case))
         for m in rows
     }
 

@@ -6,7 +6,7 @@ import pytest
 
 from models import attention_choice, attention_cudnn
 from models.attention import attention
-from models.attention_choice import choose, pair_flops, skips
+from models.attention_choice import choose, skips
 
 BF16, F16, F32 = (jnp.dtype(n) for n in ("bfloat16", "float16", "float32"))
 TEXT, TILES, HEAD_72 = (1, 8192, 28, 128), (64, 729, 16, 64), (64, 729, 16, 72)
@@ -51,10 +51,8 @@ def test_choice(chip, dtype, shape, packed, auto, cudnn):
     assert set(want) == set(attention_choice.KERNELS)
     for asked, chosen in want.items():
         assert choose(asked, chip, dtype, shape, is_packed=packed) == chosen
-        _, tokens, heads, dim = shape
+        _, tokens, _, dim = shape
         assert skips(asked, chip, dtype, dim, tokens) == (chosen != "xla")
-        flops = pair_flops(asked, chip, dtype, heads, dim, causal=False, tokens=tokens)
-        assert flops == (chosen != "xla") * 4 * heads * dim
 
 
 def test_a_jax_that_binds_cudnn_otherwise(monkeypatch):

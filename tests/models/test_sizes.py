@@ -10,7 +10,14 @@ import pytest
 from model_fields import PARTS, fields
 from PIL import Image
 
-from dflop_jax.contract import MODEL_SHARDED, MultimodalModel, edges_of, taps_of
+from dflop_jax.contract import (
+    MODEL_SHARDED,
+    MultimodalModel,
+    attention_flops_of,
+    content_flops_of,
+    edges_of,
+    taps_of,
+)
 from dflop_jax.data import MediaSpec
 from dflop_jax.data.features import features_per_row
 from dflop_jax.data.media.compose import compose
@@ -348,18 +355,18 @@ def test_flops_as_counted_by_hand(items, tokens):
 def test_attention_needs_the_pairs_that_see_each_other(tokens):
     pairs = sum(1 for i in range(tokens) for j in range(tokens) if j <= i)
     llm, vision = DecoderModule(BIG_DECODER, F32), VisionModule(BIG_VISION, 128, F32)
-    assert llm.attention_flops(tokens) == pairs * 4 * (2 * 64 + 2 * 64)
-    assert vision.attention_flops(tokens) == tokens**2 * 4 * (2 * 64 + 2 * 64)
+    assert attention_flops_of(llm)(tokens) == pairs * 4 * (2 * 64 + 2 * 64)
+    assert attention_flops_of(vision)(tokens) == tokens**2 * 4 * (2 * 64 + 2 * 64)
 
 
 def test_pairs_cost_something_where_a_kernel_skips_the_others():
     """All pairs of a whole row come to the scores of a layer; of a causal kernel to half."""
     for kernel, share in (("xla", 0.0), ("pallas", 0.5)):
-        llm = DecoderModule(BIG_DECODER, F32, attention_kernel=kernel)
-        assert llm.pair_flops * 96**2 == share * 4 * 2 * (2 * 96 * 96 * 64)
+        llm = content_flops_of(DecoderModule(BIG_DECODER, F32, attention_kernel=kernel))
+        assert llm.get("pair", 0.0) * 96**2 == share * 4 * 2 * (2 * 96 * 96 * 64)
     for kernel, share in (("xla", 0.0), ("pallas", 1.0)):
-        vision = VisionModule(BIG_VISION, 128, F32, attention_kernel=kernel)
-        assert vision.pair_flops * 256**2 == share * 8 * 2 * 256 * 256 * 64
+        vision = content_flops_of(VisionModule(BIG_VISION, 128, F32, attention_kernel=kernel))
+        assert vision.get("pair", 0.0) * 256**2 == share * 8 * 2 * 256 * 256 * 64
 
 
 @pytest.mark.parametrize("part", PARTS)

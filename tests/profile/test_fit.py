@@ -27,7 +27,6 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     SubmeshPlan,
-    by_feature,
     with_remat,
 )
 from dflop_jax.sim.memory import peak_bytes
@@ -299,7 +298,7 @@ def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, ro
     mesh = plan.layout.submesh("l0").shape
     ticks = (rounds * group_size + stage - 1) / rounds  # of a stage's layers
     forward = 2e-9 * 4 / stage * ticks / group_size
-    want = by_feature({"pair": forward})
+    want = (forward,)
     assert model.group_content_s(s, mesh, group_size, FORWARD) == pytest.approx(want)
     back = model.group_content_s(s, mesh, group_size, BACKWARD)
     assert back == pytest.approx((3 + again) * np.array(want))
@@ -315,7 +314,7 @@ def test_pairs_are_measured_best_at_large_shapes():
     ]
     want = (5e-6 * 100 + 1e-6 * 8100) / 8200
     fits = CostModel(profile(rows)).fits
-    assert fits.content_s("llm", 1, FORWARD) == pytest.approx(by_feature({"pair": want}))
+    assert fits.content_s("llm", 1, FORWARD) == pytest.approx([want])
     assert not fits.content_s("llm", 1, BACKWARD).any()
 
 

@@ -24,7 +24,17 @@ from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.state import parameter_bytes
 from dflop_jax.record_files import load, save
-from dflop_jax.records import BACKWARD, FORWARD, MeshShape, ModelProfile, SegmentPlan, Shape
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    DataProfile,
+    Load,
+    MeshShape,
+    ModelProfile,
+    Profile,
+    SegmentPlan,
+    Shape,
+)
 from tests.mixed import MADE, UNITS, HandingText, Mixed
 from tests.plans import nano_profile
 from tests.small import HIDDEN, WIDTH, Small
@@ -205,9 +215,9 @@ def test_plans_of_every_policy_fit_the_model(policy, pattern):
 
 
 def test_what_layers_cost_is_said_by_kind(costs):
-    """Of the largest shape; attention of whole rows is in it."""
-    profile = costs.profile
-    told = {(c.module, c.kind): c for c in kind_costs(profile)}
+    """Of the largest shape; attention of whole rows is in it, or of samples as they are."""
+    profile, full = costs.profile, DataProfile("full", 1, (Load({"llm": (96,)}),))
+    told = {(c.module, c.kind): c for c in kind_costs(Profile(profile, full))}
     assert [*told] == [("vision", "layers"), ("llm", "gate"), ("llm", "mean")]
     assert [c.layers for c in told.values()] == [2, 2, 4]
     assert sum(c.share for c in told.values() if c.module == "llm") == pytest.approx(1)
@@ -224,7 +234,7 @@ def test_what_layers_cost_is_said_by_kind(costs):
         profile.timings[last], content_forward_s={"pair": 1.0}, content_backward_s={"pair": 3.0}
     )
     timings = (*profile.timings[:last], seen, *profile.timings[last + 1 :])
-    more = kind_costs(dataclasses.replace(profile, timings=timings))
+    more = kind_costs(Profile(dataclasses.replace(profile, timings=timings), full))
     assert more[1].forward_s - gate.forward_s == pytest.approx(2 * 96**2)
     assert more[1].backward_s - gate.backward_s == pytest.approx(3 * 2 * 96**2)
     table = by_kind(more)

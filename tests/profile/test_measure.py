@@ -12,7 +12,7 @@ from dflop_jax.profile import measure
 from dflop_jax.profile.measure import DEPTHS, model_profile, profile_key, together
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
-from dflop_jax.records import CONTENT, Edge, MeshShape, Shape, by_feature
+from dflop_jax.records import Edge, MeshShape, Shape
 from tests.small import WIDTH, Small
 
 MODEL = Small()
@@ -96,6 +96,14 @@ class Plain:
     tied = False
 
     @property
+    def skips(self):
+        return self.pair_flops > 0
+
+    @property
+    def attention_flops(self):
+        return {"pair": self.pair_flops}
+
+    @property
     def inputs(self):
         taps = dict.fromkeys(self.taps, ())
         return {"entry": ("ids",), "layers": ("segment_ids", "positions"), "exit": (), **taps}
@@ -159,17 +167,23 @@ def test_what_lies_between_layers_is_timed_with_the_ends():
                                      ("entry", "layers", "exit"))  # fmt: skip
 
 
-def test_content_is_told_from_as_many_fillings_as_it_has_features(monkeypatch):
-    """A layer of 2 s, 1e-2 s a pair and 0.5 s a piece of a made-up feature."""
-    monkeypatch.setitem(CONTENT, "piece", np.ones_like)
-    shape, pieces = Shape(3, 48), [1, 16, 4]
-    unit_s = by_feature({"pair": 1e-2, "piece": 0.5})
-    seconds = [2 + measure._content(shape, n) @ unit_s for n in pieces]
-    static_s, content_s = measure._apart(seconds, shape, pieces, ("pair", "piece"))
+def test_content_is_told_from_as_many_fillings_as_it_has_features():
+    """A layer of 2 s, 1e-2 s a pair and 0.5 s a piece of a made-up feature; of another there is
+    nothing in any filling, so that it costs for its FLOPs what these two do."""
+    module = SimpleNamespace(
+        content=lambda n, placed: {"none": 0, "piece": int(n > 0), "pair": n * n}
+    )
+    contents = [measure._content(module, Shape(3, 48), n) for n in (1, 16, 5)]
+    assert contents[2] == {"none": 0, "piece": 15, "pair": 3 * (4 * 10**2 + 8**2)}
+    seconds = [2 + 1e-2 * c["pair"] + 0.5 * c["piece"] for c in contents]
+    flops = {"pair": 2.0, "none": 4.0, "piece": 8.0}
+    static_s, content_s = measure._apart(seconds, contents, flops)
     assert static_s == pytest.approx(2.0, rel=1e-4)
-    assert content_s == pytest.approx({"pair": 1e-2, "piece": 0.5}, rel=1e-4)
-    alone = measure._apart([2 + 0.5 * 3 * n for n in (1, 16)], shape, [1, 16], ["piece"])
+    want = {"pair": 1e-2, "none": 4 * 0.51 / 10, "piece": 0.5}
+    assert content_s == pytest.approx(want, rel=1e-4)
+    alone = measure._apart([2 + 0.5 * 3 * n for n in (1, 16)], contents[:2], {"piece": 8.0})
     assert alone == (pytest.approx(2.0), {"piece": pytest.approx(0.5)})
+    assert measure._apart([2.0], contents[:1], {}) == (2.0, {})
 
 
 def test_pairs_are_told_from_two_fillings(monkeypatch):
@@ -179,7 +193,8 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     def fake(segment, shape, below, pieces):
         runs = []
         for n in pieces:
-            (pairs, *_), depth = measure._content(shape, n), segment.plan.n_layers
+            pairs = measure._content(segment.module, shape, n)["pair"]
+            depth = segment.plan.n_layers
             runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
         calls.append(tuple(pieces))
         return measure._Programs(
@@ -230,7 +245,7 @@ def test_rows_are_full_of_pieces(tokens, pieces):
     assert row[0] == 1
     assert min(lengths) >= 1
     assert len(lengths) <= pieces
-    assert (lengths**2).sum() * 3 == measure._content(Shape(3, tokens), pieces)[0]
+    assert (lengths**2).sum() * 3 == measure._content(None, Shape(3, tokens), pieces)["pair"]
     want = np.concatenate([np.arange(n) for n in lengths])
     assert (batch["positions"][0] == want[None, :, None]).all()
     assert (batch["weights"] == 1).all()

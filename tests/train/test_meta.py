@@ -10,7 +10,7 @@ import pytest
 from dflop_jax import Config, PlanConfig, TrainConfig
 from dflop_jax.checkpoint.format import OtherVersion
 from dflop_jax.config import fields
-from dflop_jax.records import Price, PriceList, Prices, ProgramId, Shape
+from dflop_jax.records import FORWARD, Price, PriceList, Prices, ProgramId, Shape
 from dflop_jax.train.meta import Continued, Meta, continued, flags_that_plan, read_meta
 
 from ..plans import NANO, bucket, nano_profile
@@ -168,10 +168,23 @@ def test_the_first_version_is_read_and_its_plan_stays():
         )  # fmt: skip
 
 
+def test_prices_of_one_order_of_features_are_read_where_they_are_of_pairs():
+    record, program = version_1(), msgspec.to_builtins(ProgramId("llm", Shape(1, 8), FORWARD))
+
+    def prices(*content_s):
+        price = {"static_s": 1.0, "content_s": content_s}
+        return read_meta(record | {"prices": record["prices"] | {"programs": [(program, price)]}})
+
+    ((_, price),) = prices(0.5, 0.0, 0.0, 0.0).prices.programs
+    assert price == Price(1.0, (0.5,))
+    with pytest.raises(OtherVersion, match="prices of windows"):
+        prices(0.5, 0.0, 2.0, 0.0)
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"version": 3}, "its state has version 3, this program reads 1 to 2"),
+        ({"version": 4}, "its state has version 4, this program reads 1 to 3"),
         ({"version": "new"}, "its state has version new"),
         ({"plan": {"policy": 7}}, "another version of this program: .*plan.policy"),
         ({"planned_under": 3}, "another version of this program: .*planned_under"),

@@ -30,6 +30,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     Task,
+    content_s,
 )
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.bounds.content import least_content
@@ -95,8 +96,8 @@ def floor_of(
             least_content(length_P, content_P, shapes, ranks, capacity.group_size)
             for content_P in batch.features[module]
         ]
-        content_R += content_F @ unit_CFR.min(axis=0)
-        shared += float(content_F @ (unit_CFR * weight_R).sum(axis=2).min(axis=0))
+        content_R += content_s(unit_CFR.min(axis=0), content_F)
+        shared += float(content_s((unit_CFR * weight_R).sum(axis=2).min(axis=0), content_F))
     end_s = {REDUCE: none_R.copy(), UPDATE: none_R.copy()}
     awaited_R = np.ones(costs.n_resources, bool)
     for s in layout.segments:
@@ -159,8 +160,8 @@ def _cheapest(prices: Prices) -> Prices:
         if less.remat_less:
             usual = replace(less, remat_less=False)
             static_s = min(price.static_s, programs[usual].static_s)
-            content_s = map(min, price.content_s, programs[usual].content_s)
-            programs[usual] = Price(static_s, tuple(content_s))
+            least_s = map(min, price.content_s, programs[usual].content_s)
+            programs[usual] = Price(static_s, tuple(least_s))
     return replace(prices, programs=programs)
 
 

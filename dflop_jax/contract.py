@@ -114,7 +114,7 @@ class Module(Protocol):
     # loss_weight: what the module's loss is multiplied by in the sum of all losses.
     # content(tokens, placed): how much a piece of so many tokens has of each feature of content, by
     #   name and always in one order, whole numbers. `placed` has, by the name of an edge, how many
-    #   outputs each piece of its source gives; nothing of a piece of text. Without it the one
+    #   of its outputs stand together, run by run; nothing of a piece of text. Without it the one
     #   feature is "pair", the pairs of its tokens.
     # attention_flops: Mapping[str, float]: forward FLOPs that one layer's attention needs for a
     #   unit of each of these features, or of "token", whatever its kernel computes: of the products

@@ -24,6 +24,7 @@ from models.memory import KeysAndValues
 from models.rotary import angles_of, rotate
 
 Array = jax.Array
+_AHEAD = "seen_ahead"
 
 
 def _seen(heads: HeadsSize) -> str:
@@ -130,11 +131,14 @@ class GemmaModule(DecoderModule):
 
     def content(self, tokens: int, placed: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """See `dflop_jax.contract`: pairs of tokens of which one sees the other, itself or one
-        before it, in the windows of all kinds of layers."""
+        before it, in the windows of all kinds of layers; pairs of which one sees the other, which
+        is behind it in its picture."""
         counts = {}
         for heads in self._heads().values():
             near = min(heads.window or tokens, tokens)
             counts[_seen(heads)] = near * (near + 1) // 2 + (tokens - near) * near
+            if heads.pictures and self.media:
+                counts[_AHEAD] = sum(n * (n - 1) // 2 for n in placed.get("visual", ()))
         return counts
 
     @property
@@ -142,7 +146,8 @@ class GemmaModule(DecoderModule):
         """By kind; see `dflop_jax.contract`: two products for each pair."""
         flops = {}
         for kind, heads in self._heads().items():
-            flops[kind] = {_seen(heads): 4.0 * heads.n_heads * heads.head_dim}
+            seen = (_seen(heads), *[_AHEAD] * (heads.pictures and self.media))
+            flops[kind] = dict.fromkeys(seen, 4.0 * heads.n_heads * heads.head_dim)
         return flops
 
     @property

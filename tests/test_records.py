@@ -77,7 +77,7 @@ EXAMPLES = [
     LINK,
     HARDWARE,
     dataclasses.replace(MODEL, hardware=HARDWARE, computed=True),
-    DATA.loads[1],
+    Load({"vision": (16, 16), "llm": (9,)}, {"llm": ((45, 120),)}, {"vision": (2,)}),
     DATA,
     SHAPE,
     BUCKET,
@@ -272,6 +272,7 @@ def test_segments_of_a_module_join_end_to_end(parts):
     "make",
     [
         lambda: Load({"vision": (0,)}),
+        lambda: Load({"llm": (3,)}, {"llm": ()}),
         lambda: DataProfile("empty.json", 0, ()),
         lambda: Shape(0, 1),
         lambda: Shape(1, 0),

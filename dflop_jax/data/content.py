@@ -1,10 +1,14 @@
 """What the pieces of samples ask of a model's modules beside tokens: the one place where content is
-made of loads, by the module that counts it and the edges that it reads."""
+made of loads, by the module that counts it and the edges that it reads.
+
+What a medium places is counted by itself, though another may stand right beside it where no text
+marks their ends."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from dflop_jax.data.features import features_per_row
@@ -30,20 +34,22 @@ def counted(model: MultimodalModel, load: Load) -> Load:
         placed: dict[str, list[int]] = {}
         for edge in edges_of(model):
             if edge.target == name:
-                outputs = _outputs(model, edge, load.lengths(edge.source))
-                placed.setdefault(edge.name, []).extend(outputs)
+                placed.setdefault(edge.name, []).extend(_outputs(model, edge, load))
         assert len(lengths) == 1 or not any(placed.values()), f"{name!r}: outputs of which piece?"
         content[name] = tuple(tuple(content_of(module, n, placed).values()) for n in lengths)
     return replace(load, content=content) if content else load
 
 
-def _outputs(model: MultimodalModel, edge: Edge, lengths: tuple[int, ...]) -> list[int]:
-    """How many outputs each piece of an edge's source places."""
+def _outputs(model: MultimodalModel, edge: Edge, load: Load) -> list[int]:
+    """How many outputs of an edge's source stand together, run by run."""
+    lengths = load.lengths(edge.source)
     if not lengths:
         return []
     tokens = model.piece_tokens.get(edge.source, _ROW_TOKENS)
     of_row = _per_row(model.modules[edge.source], edge, tokens)
-    return [n * of_row // tokens for n in lengths]
+    outputs = iter([n * of_row // tokens for n in lengths])
+    runs = load.runs.get(edge.source, (1,) * len(lengths))
+    return [sum(islice(outputs, n)) for n in runs]
 
 
 @lru_cache(maxsize=256)

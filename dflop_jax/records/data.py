@@ -21,11 +21,13 @@ class Load:
     `pieces[module]` are the token counts of the pieces that the module cannot divide: a tile, a
     picture at native resolution, a window of sound, the sequence of text. A module that the sample
     does not use is absent or has none. `content[module]` is how much of each feature of its content
-    each of these pieces has, where the module names features (see `features`).
+    each of these pieces has, where the module names features (see `features`). `runs[module]` is
+    how many pieces each medium has, where these stand together in the text; absent: each is alone.
     """
 
     pieces: dict[str, tuple[int, ...]]
     content: dict[str, Content] = field(default_factory=dict)
+    runs: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require(
@@ -35,6 +37,10 @@ class Load:
         require(
             all(len(c) == len(self.lengths(m)) for m, c in self.content.items()),
             f"content is of every piece of a module, got {self}",
+        )
+        require(
+            all(sum(n) == len(self.lengths(m)) for m, n in self.runs.items()),
+            f"runs hold every piece of a module, got {self}",
         )
 
     def lengths(self, module: str) -> tuple[int, ...]:

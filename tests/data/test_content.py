@@ -8,24 +8,30 @@ import pytest
 
 from dflop_jax.contract import attention_flops_of, content_flops_of, content_of
 from dflop_jax.data.content import counted
+from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.records import Load
-from models import gemma, llava
+from dflop_jax.verify.samples import mixed_samples
+from models import gemma, gemma4, llava
 from models.attention import Sight, _mask, reach_of
 from models.attention_kernels import Marks
 from models.gemma_decoder import GemmaModule
-from models.gemma_sizes import GEMMA3, GLOBAL, SLIDING
+from models.gemma_sizes import GEMMA3, GEMMA4, GLOBAL, SLIDING
 
-MODELS = {"gemma3": gemma.build("gemma3-nano")}
+MODELS = {"gemma3": gemma.build("gemma3-nano"), "gemma4": gemma4.build("gemma4-nano")}
+
+
+def sees(heads, is_visual):
+    """Whether each token of a piece sees each: those before it, if near, and all of its picture."""
+    at, changes = np.arange(len(is_visual)), np.diff(is_visual, prepend=False) != 0
+    run = np.where(is_visual, changes.cumsum(), -1 - at)
+    back = at[:, None] - at
+    seen = (back >= 0) | (heads.pictures & (run[:, None] == run))
+    return seen & (back < heads.window) if heads.window else seen
 
 
 def entries(heads, is_visual):
-    """Pairs of tokens of one piece that see each other, counted in the mask."""
-    n = len(is_visual)
-    ids = np.ones((1, n), np.int32)
-    reach = reach_of(is_visual[None], ids) if heads.pictures and n else None
-    mask = _mask(Marks(ids, reach), (0, n), (0, n), Sight(True, heads.window))
-    return int(np.sum(mask))
+    return int(sees(heads, is_visual).sum())
 
 
 def told(module, kind, content):
@@ -36,18 +42,53 @@ def told(module, kind, content):
     return sum(content[name] for name in flops)
 
 
-@pytest.mark.parametrize("window", [1, 3, 40, 1000])
-@pytest.mark.parametrize("pictures", [()])
-def test_pairs_are_those_of_the_mask(window, pictures):
-    size = GEMMA3["gemma3-nano"].decoder
+@pytest.mark.parametrize(
+    "window, pictures", [(1, (1,)), (3, (2, 1)), (40, (20, 5, 33)), (1000, ()), (8, (100,))]
+)
+@pytest.mark.parametrize("size", [GEMMA3["gemma3-nano"].decoder, GEMMA4["gemma4-nano"].decoder])
+def test_pairs_are_those_of_the_mask(window, size, pictures):
     size = dataclasses.replace(size, sliding=dataclasses.replace(size.sliding, window=window))
     module = GemmaModule(size, jnp.float32)
-    for before, after in ((0, 0), (0, 1), (1, 0), (7, 41)):
+    for before, after in ((0, 0), (0, 1), (7, 41)):
         runs = [run for n in pictures for run in (np.ones(n, bool), np.zeros(1, bool))]
         visual = np.concatenate([np.zeros(before, bool), *runs, np.zeros(after, bool)])
         content = content_of(module, len(visual), {"visual": pictures})
         for kind in (SLIDING, GLOBAL):
             assert told(module, kind, content) == entries(size.heads(kind), visual)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loads_have_what_the_samples_tokens_see(name):
+    """Pictures, clips and text as they are prepared; needed FLOPs count them, too."""
+    model = MODELS[name]
+    module, seen = model.modules["llm"], set()
+    rows = {m: model.piece_tokens.get(m, 72) for m in model.modules}
+    needed = needed_flops(model, rows)["llm"]
+    for mixed in mixed_samples(model):
+        load = counted(model, mixed.sample.load)
+        (n,), (vector,) = load.lengths("llm"), load.content_of("llm")
+        visual = mixed.sample.fields["llm"].get("is_visual", np.zeros(n, bool))
+        content = dict(zip(content_of(module, 0), vector, strict=True))
+        attention = 0.0
+        for kind in (SLIDING, GLOBAL):
+            heads, layers = module.size.heads(kind), module.size.kinds.count(kind)
+            assert told(module, kind, content) == entries(heads, visual)
+            attention += layers * 4 * heads.n_heads * heads.head_dim * entries(heads, visual)
+        assert needed(n, vector) - needed(n, [0] * len(vector)) == pytest.approx(3 * attention)
+        assert load.content.keys() == {"llm"}
+        seen.add(content["seen_ahead"] > 0)
+    assert seen == {False, True}
+
+
+def test_this_is_the_mask_of_attention():
+    visual = np.repeat([False, True, False, True, False], [5, 9, 2, 12, 3])
+    ids = np.ones((1, len(visual)), np.int32)
+    for heads in (GEMMA3["gemma3-nano"].decoder.sliding, GEMMA4["gemma4-nano"].decoder.whole):
+        reach = reach_of(visual[None], ids) if heads.pictures else None
+        span, sight = (0, len(visual)), Sight(True, heads.window)
+        np.testing.assert_array_equal(
+            _mask(Marks(ids, reach), span, span, sight)[0], sees(heads, visual)
+        )
 
 
 def test_modules_that_name_no_features_have_pairs():

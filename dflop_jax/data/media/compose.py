@@ -57,7 +57,7 @@ def compose(
                         np.concatenate([np.zeros(0, np.float32), *weights]))  # fmt: skip
     text |= {"is_visual": np.zeros(n, bool), "is_newline": np.zeros(n, bool)}
     fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
-    places, lengths = {}, {}
+    places, lengths, together = {}, {}, {}
     for module, medium in how.items():
         mine = {k: decoded for k, (m, decoded) in enumerate(media) if m == module}
         sources = _sources(n, mine, starts)
@@ -65,13 +65,15 @@ def compose(
         text["is_newline"] |= sources.newline
         text |= medium.text_fields(sources.used, [mine[k] for k in starts if k in mine])
         lengths[module] = tuple(length for decoded in mine.values() for length in decoded.lengths)
+        if medium.joined:
+            together[module] = [len(decoded.lengths) for decoded in mine.values()]
         if lengths[module]:
             fields[module] = media_fields([*mine.values()])
             index = np.where(sources.weight > 0, sources.index, -1)
             places[module, TEXT_MODULE] = (
                 Places(index, sources.weight) if medium.sources > 1 else Places(index[:, :1])
             )
-    return Sample(fields, places, text_load(lengths, n))
+    return Sample(fields, places, text_load(lengths, n, together))
 
 
 def media_fields(media: Sequence[Decoded]) -> dict[str, np.ndarray]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -93,24 +95,30 @@ def load_of(table: ShapeTable, row: int, how: Preparation, pieces: np.ndarray, t
       pieces: of each module, int [modules]. tokens: of the text with all that stands in it.
     """
     lengths: dict[str, tuple[int, ...]] = {}
+    runs: dict[str, list[int]] = {}
     for (module, medium), n in zip(how.items(), pieces.tolist(), strict=True):
+        names = {kind.name for kind in medium.kinds}
+        mine = ((k.name, header) for k, header in table.headers(row) if k.name in names)
         if medium.piece_tokens:
             lengths[module] = (medium.piece_tokens,) * n
         elif n:
-            names = {kind.name for kind in medium.kinds}
-            lengths[module] = tuple(
-                length
-                for kind, header in table.headers(row)
-                if kind.name in names
-                for length in medium.lengths(kind.name, header)
-            )
-    return text_load(lengths, tokens)
+            lengths[module] = tuple(length for media in mine for length in medium.lengths(*media))
+        if n and medium.joined:
+            shown = (medium.unseen(name, header, False) for name, header in mine)
+            runs[module] = [len(decoded.lengths) for decoded in shown if decoded]
+    return text_load(lengths, tokens, runs)
 
 
-def text_load(lengths: dict[str, tuple[int, ...]], tokens: int) -> Load:
-    """Return the load of pieces by module and a text of so many tokens; what is empty is left
-    out."""
-    return Load({m: n for m, n in {**lengths, TEXT_MODULE: (tokens,) * (tokens > 0)}.items() if n})
+def text_load(
+    lengths: Mapping[str, tuple[int, ...]],
+    tokens: int,
+    runs: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> Load:
+    """Return the load of pieces by module and a text of so many tokens, and of the `runs` that have
+    several pieces; what is empty is left out."""
+    every = {**lengths, TEXT_MODULE: (tokens,) * (tokens > 0)}
+    together = {m: tuple(n) for m, n in runs.items() if max(n, default=0) > 1}
+    return Load({m: n for m, n in every.items() if n}, runs=together)
 
 
 def described(table: ShapeTable, row: int) -> str:

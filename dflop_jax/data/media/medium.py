@@ -83,6 +83,11 @@ class Medium(Protocol):
         """The value of each field that shows nothing; {} where nothing is blanked."""
         return {}
 
+    @property
+    def joined(self) -> bool:
+        """Whether all pieces of a medium stand together in the text, and are seen as one."""
+        return False
+
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
         """What n media of a kind come to, from their headers, each [n]; nothing is decoded."""
         ...

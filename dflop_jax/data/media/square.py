@@ -1,7 +1,8 @@
 """Pictures as Gemma 3 takes them: each is resized to one square, its aspect ratio not kept.
 
 Pixels equal those of the published processor without "pan and scan" (`Gemma3ImageProcessorPil`),
-which published folders leave off. A frame of a clip is a picture.
+which published folders leave off. A frame of a clip is a picture, and sees the others where no
+text stands between.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Square:
     tile_px: int
     tokens_per_tile: int
     max_tiles: int = 1
+    joined = True  # see `medium.Medium`
 
     def count(
         self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray

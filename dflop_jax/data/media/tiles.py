@@ -148,6 +148,10 @@ class TileMedium(Medium):
         return self.tile_tokens or self.layout.tokens_per_tile
 
     @property
+    def joined(self) -> bool:
+        return getattr(self.layout, "joined", False) and not self.between_frames
+
+    @property
     def unit_px(self) -> int:
         """Side of the smallest picture that is worth drawing."""
         return self.layout.tile_px

@@ -109,6 +109,10 @@ def _saves(plan: Plan) -> bool:
     return any(s.remat != "none" or s.remat_less for s in plan.layout.segments)
 
 
+def _generates(plan: Plan) -> bool:
+    return plan.policy == "dip" and "generator" in plan.layout.modules
+
+
 BOTH = (0, MeshShape(data=2, model=2))
 ROWS = {
     "loop": Row(2, _stages, llm=(0, MeshShape(stage=2)), group_size=4),
@@ -116,7 +120,7 @@ ROWS = {
     "zero3-tp2": Row(4, _shares(3), BOTH, BOTH, zero=3),
     "tensor": Row(2, _tensor, llm=(0, MeshShape(model=2))),
     "memory": Row(2, _saves, policy="dflop"),
-    "generator": Row(2, lambda plan: len(plan.layout.modules) == 3, policy="dip"),
+    "generator": Row(2, _generates, policy="dip"),
     "redecide": Row(2, lambda plan: plan.policy != "orch", policy="auto"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from dflop_jax.contract import Module, layer_kinds_of
 from dflop_jax.pipeline.flow import output_struct
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.programs import KEEPING, Programs, kinds
+from dflop_jax.pipeline.programs import KEEPING, Programs, autotunes, kinds
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, SegmentPlan, Shape
 from dflop_jax.tasks.graph import Link
@@ -85,9 +85,7 @@ def compile_programs(
             programs.compiled[k] = program
     left = [k for k in todo if k not in programs.compiled]
     for keys in (mine, todo.keys() - mine):
-        # Tracing is serial anyway (it holds the GIL); XLA compiles in parallel.
-        # Kernels that are timed together would time, or wait for, each other.
-        with ThreadPoolExecutor(1 if programs.autotunes else 4) as pool:
+        with ThreadPoolExecutor(threads_for(programs.segments.values())) as pool:
             running: dict[Any, Future[jax.stages.Compiled]] = {}
             try:
                 for k in (k for k in left if k in keys):
@@ -105,6 +103,13 @@ def compile_programs(
     for name, *key in every:
         programs.compiled[name, *key] = programs.compiled[alike[name], *key]
     return len(todo)
+
+
+def threads_for(segments: Iterable[Segment]) -> int:
+    """How many threads compile programs of these segments. Tracing is serial anyway (it holds the
+    GIL); XLA compiles in parallel. Kernels that are timed together would time, or wait for, each
+    other."""
+    return 1 if autotunes(segments) else 4
 
 
 def first_alike(programs: Programs) -> dict[str, str]:

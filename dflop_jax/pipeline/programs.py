@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -107,7 +107,7 @@ class Programs:
     @cached_property
     def autotunes(self) -> bool:
         """Whether compiling times kernels on the devices."""
-        return any(_platform(s) != "cpu" for s in self.segments.values())
+        return autotunes(self.segments.values())
 
     @cached_property
     def into(self) -> dict[str, tuple[Link, ...]]:
@@ -284,6 +284,11 @@ def _skipped(programs: Programs, what: Any, kind: str, shapes: Any) -> Program:
 
 def _awaited(program: Program, *args: Any) -> Any:
     return jax.block_until_ready(program(*args))
+
+
+def autotunes(segments: Iterable[Segment]) -> bool:
+    """Whether compiling programs of these segments times kernels on their devices."""
+    return any(_platform(s) != "cpu" for s in segments)
 
 
 def _platform(segment: Segment) -> str:

@@ -15,11 +15,8 @@ the difference is the cost of content.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from statistics import median
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -39,21 +36,25 @@ from dflop_jax.contract import (
     working_dtype_of,
 )
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
-from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.segment import EVALUATE, Segment
-from dflop_jax.pipeline.stand_in import PIECES_A_ROW, packed_field, random_values
+from dflop_jax.pipeline.stand_in import PIECES_A_ROW
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.least_squares import nonnegative
 from dflop_jax.profile.one_kind import of_kind
-from dflop_jax.profile.parts import ENDS, forward_flops, hidden_bytes, param_dims
+from dflop_jax.profile.parts import ENDS, forward_flops, param_dims
 from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.state import float32_bytes
+from dflop_jax.profile.timed_programs import (
+    MOST_RUNS,
+    compiled_programs,
+    seconds_of,
+    timed_backward,
+    timed_programs,
+)
 from dflop_jax.records import (
     BACKWARD,
-    FORWARD,
     LAYERS,
     LayerTiming,
     MeshShape,
@@ -64,26 +65,8 @@ from dflop_jax.records import (
     layer_key,
 )
 
-Run = Callable[[], Any]
-# Runs of each program, and seconds of all its runs after which no more than the least are made:
-# twice as many take twice as long, for a median that scatters less by a third.
-LEAST_RUNS, MOST_RUNS, _RUNS_S = 3, 25, 0.5
 # Pieces in a row by which what content costs is told from the rest, and features from each other.
 _FILLINGS = (1, 16, 4, 2, 8)
-
-
-@dataclass(frozen=True)
-class _Programs:
-    """A segment's compiled programs with arguments at hand, and the bytes that they need.
-
-    `runs`: for each number of pieces in a row, calls of forward and of backward, which begins with
-    what forward hands over, or else runs forward itself.
-    """
-
-    runs: tuple[tuple[Run, Run], ...]
-    temp_bytes: float
-    hidden_bytes: float
-    hands_over: bool
 
 
 def profile_key(
@@ -189,74 +172,6 @@ def assembled(
     )
 
 
-def seconds_of(
-    runs: Sequence[Run],
-    clock: Callable[[], float] = time.perf_counter,
-    *,
-    most_runs: int = MOST_RUNS,
-) -> list[float]:
-    """Median seconds of each of some awaited calls, made by turns after one each to warm up.
-
-    By turns, so that what disturbs a machine for a while disturbs all of them alike.
-    """
-    for run in runs:
-        jax.block_until_ready(run())
-    took: list[list[float]] = [[] for _ in runs]
-    begin_s = clock()
-    for n in range(most_runs):
-        if n >= LEAST_RUNS and clock() - begin_s > _RUNS_S * len(runs):
-            break
-        for run, mine in zip(runs, took, strict=True):
-            start_s = clock()
-            jax.block_until_ready(run())
-            mine.append(clock() - start_s)
-    return [median(mine) for mine in took]
-
-
-def _random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
-    return place(random_values(struct.shape, struct.dtype, below), struct.sharding)
-
-
-def _packed(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int) -> Any:
-    """Fields of rows that are full of about so many pieces of equal length each."""
-    return {
-        name: place(packed_field(name, s.shape, s.dtype, pieces, below), s.sharding)
-        for name, s in fields.items()
-    }
-
-
-def _programs(segment: Segment, shape: Shape, below: int, pieces: Sequence[int]) -> _Programs:
-    """The segment's programs on rows of each number of pieces."""
-    kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
-    lowering = Lowering(segment)
-    forward = lowering.lower(shape, kind).compile()
-    if segment.compiles_forward_first:
-        lowering.learn_residuals(shape, forward)
-    backward, params, x, by_pieces = _backward(lowering, shape, below, pieces)
-    runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
-    temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    hidden = hidden_bytes(segment.module, shape)
-    return _Programs(runs, float(temp), hidden, segment.hands_over)
-
-
-def _backward(
-    lowering: Lowering, shape: Shape, below: int, pieces: Sequence[int]
-) -> tuple[jax.stages.Compiled, Any, Any, list[tuple[Any, Run]]]:
-    """(backward, its parameters and inputs, and for each number of pieces in a row its fields and a
-    call)."""
-    params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
-    backward = lowering.lower(shape, BACKWARD).compile()
-    params, x, dy, handed = jax.tree.map(partial(_random, below=below), (params, x, dy, residuals))
-    sums = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
-
-    def run_backward(batch: Any) -> Any:
-        _, dx, sums[0], done = backward(params, x, batch, dy, sums[0], handed)
-        return dx, done
-
-    batches = [_packed(fields, n, below) for n in pieces]
-    return backward, params, x, [(batch, partial(run_backward, batch)) for batch in batches]
-
-
 def _split(shallow: float, deep: float) -> tuple[float, float]:
     """(one layer, both ends) of what programs of the two depths take."""
     step = DEPTHS[1] - DEPTHS[0]
@@ -298,10 +213,13 @@ def time_layer(
     fillings = _FILLINGS[: len(flops) + 1] if flops else (PIECES_A_ROW,)
     pieces = [min(n, shape.tokens) for n in fillings]
     contents = [_content(timed, shape, n) for n in pieces]
-    segments = (
+    segments = [
         shallow_segment(model, module, d, devices, MeshShape(model=tp), kind=kind) for d in DEPTHS
+    ]
+    low, high = (
+        timed_programs(c, shape, model.vocab_size, pieces)
+        for c in compiled_programs(segments, shape)
     )
-    low, high = (_programs(s, shape, model.vocab_size, pieces) for s in segments)
     by_filling = list(zip(low.runs, high.runs, strict=True))
     runs = [run for depths in by_filling for both in depths for run in both]
     sync()
@@ -354,7 +272,7 @@ def _with_policies(
 
 
 def _content(module: Module, shape: Shape, pieces: int) -> dict[str, int]:
-    """Content of rows that `_packed` fills, by feature."""
+    """Content of rows that `packed_rows` fills, by feature."""
     length = -(-shape.tokens // pieces)
     whole, rest = divmod(shape.tokens, length)
     of_whole, of_rest = content_of(module, length), content_of(module, rest)
@@ -369,8 +287,9 @@ def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
     fewer than there are where pretended CPU devices share cores.
     """
     last, n = list(model.modules)[-1], len(devices)
-    segment = shallow_segment(model, last, 1, devices, MeshShape(data=n))
-    *_, ((_, run),) = _backward(Lowering(segment), shape, model.vocab_size, [PIECES_A_ROW])
+    lowering = Lowering(shallow_segment(model, last, 1, devices, MeshShape(data=n)))
+    backward = lowering.lower(shape, BACKWARD).compile()
+    *_, ((_, run),) = timed_backward(lowering, backward, shape, model.vocab_size, [PIECES_A_ROW])
     return n / seconds_of([run])[0]
 
 

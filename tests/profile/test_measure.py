@@ -11,6 +11,7 @@ import pytest
 from dflop_jax.profile import measure
 from dflop_jax.profile.measure import DEPTHS, model_profile, profile_key, together
 from dflop_jax.profile.shallow import shallow_segment
+from dflop_jax.profile.timed_programs import TimedPrograms, packed_rows
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.records import Edge, MeshShape, Shape
 from tests.small import WIDTH, Small
@@ -50,12 +51,12 @@ def test_timings_and_the_models_facts_make_a_profile():
 def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
     timed = []
 
-    def fake(lowering, shape, below, pieces):
+    def fake(lowering, backward, shape, below, pieces):
         (segment,) = lowering.made_of
         timed.append((segment.name, segment.mesh.shape["data"], shape))
-        return None, None, None, [("fields", "backward")]
+        return None, None, [("fields", "backward")]
 
-    monkeypatch.setattr(measure, "_backward", fake)
+    monkeypatch.setattr(measure, "timed_backward", fake)
     monkeypatch.setattr(measure, "seconds_of", lambda runs: [0.5] if runs == ["backward"] else [])
     assert together(MODEL, Shape(1, 32), jax.devices()[:2]) == 4.0
     assert timed == [("llm", 2, Shape(1, 32))]
@@ -197,11 +198,12 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
             depth = segment.plan.n_layers
             runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
         calls.append(tuple(pieces))
-        return measure._Programs(
+        return TimedPrograms(
             tuple(runs), 10.0 * segment.plan.n_layers + 5, 64.0, segment.name == "a"
         )
 
-    monkeypatch.setattr(measure, "_programs", fake)
+    monkeypatch.setattr(measure, "compiled_programs", lambda segments, shape: segments)
+    monkeypatch.setattr(measure, "timed_programs", fake)
     monkeypatch.setattr(measure, "seconds_of", lambda runs, most_runs: runs)
     shapes = {m: [Shape(2, 48)] for m in "ab"}
     for t in timed(two(pair_flops=4.0), shapes, jax.devices()[:1]):
@@ -236,7 +238,7 @@ def test_rows_are_full_of_pieces(tokens, pieces):
         "flag": struct(jnp.bool_),
         "x": struct(jnp.bfloat16, 7),
     }
-    batch = {n: np.asarray(a) for n, a in measure._packed(fields, pieces, below=300).items()}
+    batch = {n: np.asarray(a) for n, a in packed_rows(fields, pieces, below=300).items()}
     assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
         n: (s.shape, s.dtype) for n, s in fields.items()
     }

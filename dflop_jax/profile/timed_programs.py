@@ -1,0 +1,132 @@
+"""A segment's programs with arguments at hand, compiled and timed on the devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+
+from dflop_jax.pipeline.communicator import place, zeros
+from dflop_jax.pipeline.compiling import threads_for
+from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.segment import EVALUATE, Segment
+from dflop_jax.pipeline.stand_in import packed_field, random_values
+from dflop_jax.profile.parts import hidden_bytes
+from dflop_jax.records import BACKWARD, FORWARD, Shape
+
+Run = Callable[[], Any]
+# Runs of each program, and seconds of all its runs after which no more than the least are made:
+# twice as many take twice as long, for a median that scatters less by a third.
+LEAST_RUNS, MOST_RUNS, _RUNS_S = 3, 25, 0.5
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A segment's programs."""
+
+    lowering: Lowering
+    forward: jax.stages.Compiled
+    backward: jax.stages.Compiled
+
+
+@dataclass(frozen=True)
+class TimedPrograms:
+    """A segment's compiled programs with arguments at hand, and the bytes that they need.
+
+    `runs`: for each number of pieces in a row, calls of forward and of backward, which begins with
+    what forward hands over, or else runs forward itself.
+    """
+
+    runs: tuple[tuple[Run, Run], ...]
+    temp_bytes: float
+    hidden_bytes: float
+    hands_over: bool
+
+
+def seconds_of(
+    runs: Sequence[Run],
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    most_runs: int = MOST_RUNS,
+) -> list[float]:
+    """Median seconds of each of some awaited calls, made by turns after one each to warm up.
+
+    By turns, so that what disturbs a machine for a while disturbs all of them alike.
+    """
+    for run in runs:
+        jax.block_until_ready(run())
+    took: list[list[float]] = [[] for _ in runs]
+    begin_s = clock()
+    for n in range(most_runs):
+        if n >= LEAST_RUNS and clock() - begin_s > _RUNS_S * len(runs):
+            break
+        for run, mine in zip(runs, took, strict=True):
+            start_s = clock()
+            jax.block_until_ready(run())
+            mine.append(clock() - start_s)
+    return [median(mine) for mine in took]
+
+
+def _random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
+    return place(random_values(struct.shape, struct.dtype, below), struct.sharding)
+
+
+def packed_rows(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int) -> Any:
+    """Fields of rows that are full of about so many pieces of equal length each."""
+    return {
+        name: place(packed_field(name, s.shape, s.dtype, pieces, below), s.sharding)
+        for name, s in fields.items()
+    }
+
+
+def compiled_programs(segments: Sequence[Segment], shape: Shape) -> list[Compiled]:
+    """Forward, with its loss, and backward of each segment."""
+    begun = []
+    with ThreadPoolExecutor(threads_for(segments)) as pool:
+        for segment in segments:
+            kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
+            lowering = Lowering(segment)
+            forward = pool.submit(lowering.lower(shape, kind).compile)
+            if segment.compiles_forward_first:
+                lowering.learn_residuals(shape, forward.result())
+            begun.append((lowering, forward, pool.submit(lowering.lower(shape, BACKWARD).compile)))
+        return [Compiled(low, forward.result(), back.result()) for low, forward, back in begun]
+
+
+def timed_programs(
+    compiled: Compiled, shape: Shape, below: int, pieces: Sequence[int]
+) -> TimedPrograms:
+    """A segment's programs on rows of each number of pieces."""
+    (segment,), forward, backward = compiled.lowering.made_of, compiled.forward, compiled.backward
+    params, x, by_pieces = timed_backward(compiled.lowering, backward, shape, below, pieces)
+    runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
+    temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
+    hidden = hidden_bytes(segment.module, shape)
+    return TimedPrograms(runs, float(temp), hidden, segment.hands_over)
+
+
+def timed_backward(
+    lowering: Lowering,
+    backward: jax.stages.Compiled,
+    shape: Shape,
+    below: int,
+    pieces: Sequence[int],
+) -> tuple[Any, Any, list[tuple[Any, Run]]]:
+    """(backward's parameters, its inputs, and for each number of pieces in a row its fields and a
+    call)."""
+    params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
+    params, x, dy, handed = jax.tree.map(partial(_random, below=below), (params, x, dy, residuals))
+    sums = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
+
+    def run_backward(batch: Any) -> Any:
+        _, dx, sums[0], done = backward(params, x, batch, dy, sums[0], handed)
+        return dx, done
+
+    batches = [packed_rows(fields, n, below) for n in pieces]
+    return params, x, [(batch, partial(run_backward, batch)) for batch in batches]

@@ -43,5 +43,5 @@ def test_a_schedule_of_nested_rows_is_made_again(tmp_path):
     group = {"module": "llm", "shape": {"rows": 1, "tokens": 8}, "rows": [[[[0]]]]}
     old = {"record": "Schedule", "version": 3, "value": {"step": 0, "groups": [group]}}
     (tmp_path / "r.json").write_text(json.dumps(old))
-    with pytest.raises(ValueError, match="version 3, this program reads 5; make it again"):
+    with pytest.raises(ValueError, match="version 3, this program reads 6; make it again"):
         load(Schedule, tmp_path / "r.json")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -102,18 +102,15 @@ class Copies:
         if not file.parts:
             return file.written(process, ())
         holders = self._holders()
-        try:
+        with ExitStack() as stack:
             for agent in holders:
-                agent.begin_put(self.name(step), process, file.n_bytes, BLOCK_BYTES)
+                put = agent.putting(self.name(step), process, file.n_bytes, BLOCK_BYTES)
+                stack.enter_context(put)
             for block in file.blocks(crc32s):
                 for agent in holders:
                     agent.send(block)
             for agent in holders:
                 agent.end_put(crc32s)
-        except OSError:
-            for agent in holders:
-                agent.hang_up()
-            raise
         return file.written(process, crc32s)
 
     def seal(self, step: int, manifest: bytes) -> None:

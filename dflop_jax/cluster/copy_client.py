@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -44,11 +45,21 @@ class CopyClient:
         self._sock: socket.socket | None = None
 
     def __del__(self) -> None:
-        self.hang_up()
+        self._hang_up()
 
-    def begin_put(self, name: CopyName, process: int, n_bytes: int, block_bytes: int) -> None:
-        """Have the agent keep a process's file, which `send` then sends; only one thread puts."""
-        self._asked(PUT, (name, process, n_bytes, block_bytes))
+    @contextmanager
+    def putting(
+        self, name: CopyName, process: int, n_bytes: int, block_bytes: int
+    ) -> Iterator[None]:
+        """Have the agent keep a process's file, which `send` and `end_put` send in here; questions
+        of other threads wait. A file that is not sent to its end ends the connection."""
+        with self._lock:
+            self._ask(PUT, (name, process, n_bytes, block_bytes))
+            try:
+                yield
+            except BaseException:
+                self._hang_up()
+                raise
 
     def send(self, part: memoryview) -> None:
         """Send the next part of the file that is being put."""
@@ -101,7 +112,7 @@ class CopyClient:
         except _No:
             raise
         except OSError:
-            self.hang_up()
+            self._hang_up()
             raise
 
     def _answer(self) -> bytes:
@@ -123,8 +134,7 @@ class CopyClient:
             self._sock = sock
         return self._sock
 
-    def hang_up(self) -> None:
-        """End the connection, as where a file was not sent to its end."""
+    def _hang_up(self) -> None:
         sock, self._sock = self._sock, None
         if sock is not None:
             sock.close()

@@ -83,17 +83,21 @@ class ProgramIndex:
 def forget_unused(folder: str | Path, most_gib: float) -> None:
     """Remove the programs of a cache folder, and what is known of them, that were used longest ago;
     see `Config.cache_gib`."""
-    if most_gib and program_index(folder):
+    if most_gib and _keeps_programs():
         programs = Path(jax.config.values["jax_compilation_cache_dir"])
         keep_used((programs, Path(folder) / FOLDER), most_gib * 2**30)
 
 
 def program_index(folder: str | Path) -> ProgramIndex | None:
     """The index of a cache folder; None where jax keeps no programs, or forgets some itself."""
+    return ProgramIndex(folder) if _keeps_programs() else None
+
+
+def _keeps_programs() -> bool:
+    """Whether programs are kept, and not by jax alone; asked before devices are there."""
     values = jax.config.values
-    if not values["jax_compilation_cache_dir"] or not values["jax_enable_compilation_cache"]:
-        return None
-    return ProgramIndex(folder) if values["jax_compilation_cache_max_size"] == -1 else None
+    is_on = values["jax_compilation_cache_dir"] and values["jax_enable_compilation_cache"]
+    return bool(is_on) and values["jax_compilation_cache_max_size"] == -1
 
 
 # ---- what an entry holds ----

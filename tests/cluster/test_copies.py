@@ -39,11 +39,20 @@ def crc32s(content: bytes) -> list[int]:
     return [zlib.crc32(content[i : i + BLOCK]) for i in range(0, len(content), BLOCK)]
 
 
-def put(client: CopyClient, copy: CopyName, process: int = 0, content: bytes = CONTENT) -> None:
-    client.begin_put(copy, process, len(content), BLOCK)
-    for part in (content[:130], content[130:]):
-        client.send(memoryview(part))
-    client.end_put(crc32s(content))
+def put(
+    client: CopyClient,
+    copy: CopyName,
+    process: int = 0,
+    content: bytes = CONTENT,
+    told: bytes | None = b"",
+) -> None:
+    """Put a file whose checksums are those that are `told`; of None it is cut off by an error."""
+    with client.putting(copy, process, len(content), BLOCK):
+        client.send(memoryview(content[:130]))
+        if told is None:
+            raise ZeroDivisionError
+        client.send(memoryview(content[130:]))
+        client.end_put(crc32s(told or content))
 
 
 def test_a_file_comes_back_to_the_byte(agent):
@@ -88,19 +97,16 @@ def test_what_does_not_fit_is_refused(agent, monkeypatch):
     monkeypatch.setattr(shelf_module, "free_bytes", lambda: free)
     put(client, name(5))
     with pytest.raises(OSError, match=r"for a copy, .* are free"):
-        client.begin_put(name(5), 1, len(CONTENT) + 1, BLOCK)
+        put(client, name(5), 1, CONTENT + b"x")
     assert shelf.held("run")[0].files == {0: len(CONTENT)}  # and the connection goes on
 
 
 def test_what_is_cut_off_or_damaged_on_its_way_is_no_file(agent):
     shelf, client = agent
-    client.begin_put(name(5), 0, len(CONTENT), BLOCK)
-    client.send(memoryview(CONTENT[:400]))
-    client.hang_up()
-    client.begin_put(name(5), 1, len(CONTENT), BLOCK)
-    client.send(memoryview(CONTENT))
+    with pytest.raises(ZeroDivisionError):
+        put(client, name(5), 0, told=None)
     with pytest.raises(OSError, match="damaged on its way"):
-        client.end_put(crc32s(CONTENT[::-1]))
+        put(client, name(5), 1, told=CONTENT[::-1])
     assert all(h.files.keys() <= {1} for h in shelf.held("run"))
 
 

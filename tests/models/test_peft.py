@@ -27,6 +27,7 @@ from models.composed import Published
 from models.sizes import DecoderSize, ModelSize, VisionSize
 from models.vit import MEAN, STD
 from tests.pipeline.plain import run_module
+from tests.train.lora_cases import with_adapters
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -42,26 +43,6 @@ def loaded(map_, *, meta=False):
     config = transformers.AutoConfig.for_model(**{"model_type": kind, **map_.config})
     with torch.device("meta" if meta else "cpu"):
         return getattr(transformers, map_.config["architectures"][0])(config)
-
-
-def with_adapters(model, params, seed):
-    """The parameters with random adapters that act."""
-    rng = np.random.default_rng(seed)
-
-    def drawn(shape):
-        return (rng.normal(size=shape) / np.sqrt(np.prod(shape[:-1]))).astype(np.float32)
-
-    out = {}
-    for name, module in model.modules.items():
-        out[name] = dict(params[name])
-        for adapter, part in getattr(module, "adapters", {}).items():
-            lead = (module.n_layers,) if part == "layers" else ()
-            shapes = module.init(adapter, jnp.zeros(2, jnp.uint32))
-            out[name][adapter] = {
-                m: {side: drawn((*lead, *a.shape)) for side, a in pair.items()}
-                for m, pair in shapes.items()
-            }
-    return out
 
 
 def assert_read_as_written(folder, plain, model, params):

@@ -170,3 +170,23 @@ def n_bytes(structs) -> int:
     return sum(
         int(np.prod(a.shape)) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(structs)
     )
+
+
+def with_adapters(model, params, seed):
+    """The parameters with random adapters that act."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(shape):
+        return (rng.normal(size=shape) / np.sqrt(np.prod(shape[:-1]))).astype(np.float32)
+
+    out = {}
+    for name, module in model.modules.items():
+        out[name] = dict(params[name])
+        for adapter, part in getattr(module, "adapters", {}).items():
+            lead = (module.n_layers,) if part == "layers" else ()
+            shapes = module.init(adapter, jnp.zeros(2, jnp.uint32))
+            out[name][adapter] = {
+                m: {side: drawn((*lead, *a.shape)) for side, a in pair.items()}
+                for m, pair in shapes.items()
+            }
+    return out

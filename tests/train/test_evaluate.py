@@ -32,6 +32,7 @@ from tests.plans import NANO, programs
 from tests.report.runs import make_plan, make_row
 
 MODEL = build_model(ModelConfig(size="nano"))
+NEEDED = dict.fromkeys(NANO.layout.modules, lambda length, content: float(length))
 NAMES = ("a/long.json", "b/long.json", "short.json")
 
 
@@ -86,7 +87,7 @@ def by_hand(samples):
 
 def test_every_dataset_has_a_loss_of_its_own(mixture):
     source = opened(mixture)
-    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), Peers(), {"llm": float, "vision": float})
+    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), Peers(), NEEDED)
     held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
     row = held_out.run(5)
     chosen = held_out_samples(source, 20, mixture.data.seed)
@@ -104,10 +105,10 @@ def test_every_dataset_has_a_loss_of_its_own(mixture):
 def test_packed_batches_that_stay_are_bounded(mixture, monkeypatch):
     """The others are packed anew for every evaluation, which gives the same."""
     source, packed = opened(mixture), []
-    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), Peers(), {"llm": float, "vision": float})
+    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), Peers(), NEEDED)
 
     class Counting:
-        plan, peers, own = packer.plan, packer.peers, packer.own
+        plan, model, peers, own = packer.plan, packer.model, packer.peers, packer.own
 
         def pack(self, *args, **options):
             batch = packer.pack(*args, **options)
@@ -142,7 +143,7 @@ def test_processes_drop_and_pack_the_same_batches(mixture, monkeypatch):
 
     def process(number):
         peers = Peers(number, 2, {1 - number: links[number]})
-        packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), peers, {"llm": float, "vision": float})
+        packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), peers, NEEDED)
         held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
         return [held_out.run(step) for step in (1, 2)]
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dflop_jax.data.content import counted
+from dflop_jax.data.content import counter_of
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.predict import simulate
 from dflop_jax.plan.pricing import plan_prices
@@ -86,7 +86,7 @@ class Model:
         return {"llm": Spending(LAYERS, spent=self.spent)}
 
 
-LOADS = [counted(Model(()), Load({"llm": (n,)})) for n in LENGTHS]
+LOADS = [counter_of(Model(()))(Load({"llm": (n,)})) for n in LENGTHS]
 
 
 def profile_of(flops):

@@ -163,9 +163,8 @@ def _reject(extra: list[str], parser: Parser, command: str) -> None:
     known = parser.flags_of(command)
     field = flags[0].removeprefix("--")
     elsewhere = ELSEWHERE.get(field.rpartition(".")[2].replace("-", "_"))
-    near = [elsewhere] if elsewhere and elsewhere in known else difflib.get_close_matches(
-        flags[0], known, 1, cutoff=0.5
-    )  # fmt: skip
+    near = difflib.get_close_matches(flags[0], known, 1, cutoff=0.5)
+    near = [elsewhere] if elsewhere in known else near
     what = f"override {field}" if "." in field else f"option {flags[0]}"
     meant = near[0].removeprefix("--") if "." in field and near else "".join(near[:1])
     hint = f"did you mean {meant}?" if near else f"see dflop {command} --help for the names"

@@ -6,6 +6,7 @@ marks their ends."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -22,31 +23,43 @@ if TYPE_CHECKING:  # processes that only decode do not load JAX
 _ROW_TOKENS = 420**2
 
 
-def counted(model: MultimodalModel, load: Load) -> Load:
-    """The load with the content of the modules that name its features."""
+def counter_of(model: MultimodalModel) -> Callable[[Load], Load]:
+    """What gives a load the content of the modules that name its features."""
     from dflop_jax.contract import content_of, edges_of
 
-    content = {}
-    for name, module in model.modules.items():
-        lengths = load.lengths(name)
-        if not lengths or not hasattr(module, "content"):
-            continue
-        placed: dict[str, list[int]] = {}
-        for edge in edges_of(model):
-            if edge.target == name:
-                placed.setdefault(edge.name, []).extend(_outputs(model, edge, load))
-        assert len(lengths) == 1 or not any(placed.values()), f"{name!r}: outputs of which piece?"
-        content[name] = tuple(tuple(content_of(module, n, placed).values()) for n in lengths)
-    return replace(load, content=content) if content else load
+    modules, piece_tokens = model.modules, model.piece_tokens
+    naming = {name: module for name, module in modules.items() if hasattr(module, "content")}
+    if not naming:
+        return lambda load: load
+    edges = edges_of(model)
+    into = {name: [e for e in edges if e.target == name] for name in naming}
+
+    def counted(load: Load) -> Load:
+        content = {}
+        for name, module in naming.items():
+            lengths = load.lengths(name)
+            if not lengths:
+                continue
+            placed: dict[str, list[int]] = {}
+            for edge in into[name]:
+                tokens = piece_tokens.get(edge.source, _ROW_TOKENS)
+                outputs = _outputs(modules[edge.source], edge, tokens, load)
+                placed.setdefault(edge.name, []).extend(outputs)
+            whose = f"{name!r}: outputs of which piece?"
+            assert len(lengths) == 1 or not any(placed.values()), whose
+            content[name] = tuple(tuple(content_of(module, n, placed).values()) for n in lengths)
+        return replace(load, content=content) if content else load
+
+    return counted
 
 
-def _outputs(model: MultimodalModel, edge: Edge, load: Load) -> list[int]:
-    """How many outputs of an edge's source stand together, run by run."""
+def _outputs(source: Module, edge: Edge, tokens: int, load: Load) -> list[int]:
+    """How many outputs of an edge's source stand together, run by run; of a row of so many
+    tokens is read how many it gives."""
     lengths = load.lengths(edge.source)
     if not lengths:
         return []
-    tokens = model.piece_tokens.get(edge.source, _ROW_TOKENS)
-    of_row = _per_row(model.modules[edge.source], edge, tokens)
+    of_row = _per_row(source, edge, tokens)
     outputs = iter([n * of_row // tokens for n in lengths])
     runs = load.runs.get(edge.source, (1,) * len(lengths))
     return [sum(islice(outputs, n)) for n in runs]

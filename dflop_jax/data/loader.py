@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.data.content import counted
+from dflop_jax.data.content import counter_of
 from dflop_jax.data.decoder import Decoded, Decoder, Modules, Replacements, ThreadDecoder
 from dflop_jax.data.pool.processes import make_decoder
 from dflop_jax.data.sample import Sample, Source, loads_of
@@ -216,5 +216,5 @@ def make_loader(
         room=RoomFilter(source, beyond, refuse=refuse) if beyond else None,
     )
     if model:
-        loader.count = partial(counted, model)
+        loader.count = counter_of(model)
     return loader

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dflop_jax.data.content import counted
+from dflop_jax.data.content import counter_of
 from dflop_jax.data.decoded import DecodedPiece, PieceNumbers, Samples, decoded_pieces
 from dflop_jax.data.joins import joined
 from dflop_jax.records import Content, Layout, Load, Schedule
@@ -160,8 +160,8 @@ def _packed(
     of_counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
     join = joined(layout, schedule, group, pieces, numbers, model)
     own = [p for p in pieces if p.rank in counts]
-    loads = {p.place: p.sample.load for p in own}
-    asked = {place: counted(model, load).content_of(module) for place, load in loads.items()}
+    counted, loads = counter_of(model), {p.place: p.sample.load for p in own}
+    asked = {place: counted(load).content_of(module) for place, load in loads.items()}
     return PackedGroup(
         fields=fields,
         places=join.places,

@@ -81,10 +81,10 @@ class RowFile:
     def go_on_after(self, held: Sequence[str]) -> None:
         """Add those of another `RowFile.held` that come after the last row of the file."""
         last = key_of(last_line(self.path) or b"")
-        for line in held:
-            key = key_of(line.encode())
+        for line in map(str.encode, held):
+            key = key_of(line)
             if key is not None and (last is None or key.step > last.step):
-                self.append(msgspec.Raw(line.encode()))
+                self.append(msgspec.Raw(line))
 
     def keep(self, wanted: Callable[[RowKey], bool]) -> int:
         """Drop the other rows, and a last one that a kill cut short; returns how many whole

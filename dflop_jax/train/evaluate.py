@@ -13,7 +13,7 @@ import numpy as np
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Sample, Source, make_loader
-from dflop_jax.data.content import counted
+from dflop_jax.data.content import counter_of
 from dflop_jax.data.datasets.held_out import shares
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import Load, Plan, Prices, Schedule
@@ -90,12 +90,13 @@ class HeldOut:
                 config.train.eval_samples,
             )
         everything = held_out_samples(source, n, config.data.seed)
+        counted = counter_of(packer.model)
         self._batches: list[_Batch] = []
         for name, chosen in _held(source, everything, packer.plan).items():
             size = min(len(chosen), config.train.global_batch)
             for first in range(0, len(chosen), size):
                 which = chosen[first : first + size]
-                loads = [counted(packer.model, source.load(i)) for i in which]
+                loads = [counted(source.load(i)) for i in which]
                 schedule = schedule_batch(loads, packer.plan, prices, ex.trainable)
                 places = packer.own(schedule, loads)
                 self._batches.append(_Batch(name, which, loads, schedule, places))

@@ -22,6 +22,7 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.sections import Sections
 from dflop_jax.cluster.self_check import check_host
+from dflop_jax.cluster.told import is_restart
 from dflop_jax.config import Config, ModelConfig
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
@@ -257,7 +258,8 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     noted = time_log()
     with noted.part(CONNECT):
         if (here := find_processes(config.distributed)).local_index == 0:
-            forget_unused(config.cache_dir, config.cache_gib)
+            if not is_restart():  # which is to be quick, and needs what is there
+                forget_unused(config.cache_dir, config.cache_gib)
             _check_host(here, config)
         member = initialise(config.distributed, config.plan.devices)
         alone = member.number == 1

@@ -25,7 +25,7 @@ from dflop_jax.contract import (
     working_dtype_of,
 )
 from dflop_jax.data import Source
-from dflop_jax.data.content import counted
+from dflop_jax.data.content import counter_of
 from dflop_jax.data.sample import NamesTail
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.plan.limits import held_bytes, parallel_limits
@@ -59,9 +59,9 @@ def profile_data(place: Workplace, source: Source) -> DataProfile:
     n = min(len(source), place.config.plan.profile_samples)
     picked = [i * len(source) // n for i in range(n)]
     most_demanding = source.tail() if isinstance(source, NamesTail) else []
+    counted = counter_of(place.model)
     loads, tail = (
-        tuple(counted(place.model, source.load(i)) for i in which)
-        for which in (picked, most_demanding)
+        tuple(counted(source.load(i)) for i in which) for which in (picked, most_demanding)
     )
     return DataProfile(source.name, len(source), loads, tail)
 

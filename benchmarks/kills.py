@@ -48,6 +48,10 @@ from dflop_jax.report.spent import TRAINING, read_spent
 # recovery follows. Nothing takes as long.
 LIMIT_FACTOR = 60.0
 IN_RECOVERY = 0.1  # share of the faults
+# Of a run: it is four times as long as from one fault to the next, where a step takes 43 ms, so
+# that its start is a small part of it; its end, where some faults are done, comes soon enough.
+STEPS_A_SECOND = 100.0
+LEAST_STEPS = 400
 
 
 @dataclass(frozen=True)
@@ -256,7 +260,8 @@ def main() -> None:
     mean = "mean seconds from a recovery to the next fault (default: 15)"
     parser.add_argument("--mtbf", type=float, default=15.0, help=mean)
     parser.add_argument("--processes", type=int, default=2, help="of each job (default: 2)")
-    parser.add_argument("--steps", type=int, default=400, help="of each run (default: 400)")
+    long = f"{STEPS_A_SECOND:.0f} a second of --mtbf, at least {LEAST_STEPS}"
+    parser.add_argument("--steps", type=int, help=f"of each run (default: {long})")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
     every = [*KINDS, LAUNCHER_KILLED]
     parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="only these")
@@ -268,6 +273,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="keep runs and logs here (a new folder)")
     add_json(parser)
     args = parser.parse_args()
+    if args.steps is None:
+        args.steps = max(LEAST_STEPS, round(STEPS_A_SECOND * args.mtbf))
     for name in ("faults", "processes", "steps"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)} must be at least 1")

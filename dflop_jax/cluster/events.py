@@ -24,10 +24,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class Ended:
-    """The process in this place has ended; `exit_code` as `subprocess` says it."""
+    """The process in this place has ended; `exit_code` as `subprocess` says it; `by_itself`: nobody
+    had asked it to."""
 
     place: int
     exit_code: int
+    by_itself: bool
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class Group:
         self.signalled, self.stopped_by, self.regroups = False, "", False
         self._output, self._first = output, first
         self._grace_s = RESTART_GRACE_S if again else STOP_GRACE_S
+        self._asked = False  # the processes to end
         self._mark = uuid.uuid4().hex
         self._marks = f"{marks} {self._mark}".strip()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -185,10 +186,11 @@ class Group:
         events: Events,
     ) -> None:
         code = process.wait()
+        by_itself = not self._asked  # by now: another's end may be told before its last words are
         deadline = time.monotonic() + DRAIN_S
         for printer in printers:  # its last words come before its end is told
             printer.join(max(0.0, deadline - time.monotonic()))
-        events.put(Ended(place, code))
+        events.put(Ended(place, code, by_itself))
 
     # ---- waiting ----
 
@@ -225,8 +227,7 @@ class Group:
                     stopping, patience_ends_s = True, min(patience_ends_s, now_s + self._grace_s)
             elif isinstance(event, Ended):
                 code = shell_code(event.exit_code)
-                asked = told or killed or stopping or self.regroups
-                self.ends.append((event.place, event.exit_code, not asked))
+                self.ends.append((event.place, event.exit_code, event.by_itself))
                 if code != 0 and first_failure is None:
                     first_failure = code
                     if not stopping:
@@ -253,11 +254,13 @@ class Group:
 
     def _signal(self, signum: int) -> None:
         """Tell each process, not what it started itself: a helper must not die before it."""
+        self._asked = True
         for process in self._processes:
             process.send_signal(signum)  # does nothing when it has ended
 
     def _kill(self) -> None:
         """End all, and all they started; no process of the group is left after this."""
+        self._asked = True
         if self._keeper.poll() is None:  # so its group's number is still ours
             os.killpg(self._keeper.pid, signal.SIGKILL)
         for process in (*self._processes, *(spare.process for spare in self._spares)):

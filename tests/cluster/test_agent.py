@@ -22,7 +22,7 @@ from .launched import LIMIT_S, launcher, run, run_code, wait_for
 # What each start of each process does, by its number in the run: "0:kill 1:exit4,run" has process 0
 # killed at its first start, process 1 end with exit code 4 at its first and stay at its second.
 TRAINER = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 sys.path[:0] = [{root!r}]
 from pathlib import Path
 from dflop_jax.cluster import told
@@ -49,6 +49,17 @@ if index == "0":
     told.tell_begun(Path(folder, "restarts.jsonl"))
 if what == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
+elif what == "kill-parent":  # while its helper still holds what its last words come through
+    subprocess.Popen(["sleep", "1"])
+    os.kill(os.getpid(), signal.SIGKILL)
+elif what == "follow":
+    other = int(Path(folder, "starts-1").read_text().split()[-1])
+    try:
+        while True:
+            os.kill(other, 0)
+            time.sleep(0.01)
+    except ProcessLookupError:
+        sys.exit(4)
 elif what.startswith("exit"):
     sys.exit(int(what[4:]))
 elif what == "error":
@@ -90,6 +101,12 @@ def test_a_killed_process_and_a_failed_meeting_are_tried_again(trainer, tmp_path
     assert len(set(ports)) == 3  # of a port that may still be taken nothing is asked
     assert ports == [t[1] for t in told[1]]
     assert setbacks_in(tmp_path) == 0  # it is done, so that later failures are counted anew
+
+
+def test_who_was_killed_is_named_though_others_that_miss_it_end_first(trainer):
+    done = run("-n", "2", "--max-restarts", "5", *trainer("0:follow,end 1:kill-parent,end"))
+    assert done.returncode == 0, done.stderr
+    assert "process 1 was killed by SIGKILL; restart 1 of 5" in done.stderr
 
 
 def setbacks_in(folder) -> int:

@@ -258,7 +258,7 @@ KINDS = {
     ),
     "slow": Kind(
         slow,
-        "goes on; the slow process is named, where it is slow for five steps",
+        "goes on; the slow process is named, where it is slow for five steps and 2 s",
         restarts=False,
         says=NAMED_SLOW,
         moments=(STEP,),

@@ -171,7 +171,8 @@ class StepLog:
                     of_task(self._facts.plan.layout, schedule, task) for task in handle.order.tasks
                 ]
                 slow = slowness(handle.own_seconds(result), np.array(alone_s))
-                self._stragglers.after_step(batch.step, slow)
+                took_s = result.ended_s - result.started_s
+                self._stragglers.after_step(batch.step, slow, took_s)
             self._log(result, batch, waits, verdict, most_of(r.memory_bytes for r in reports))
         else:
             self._facts.callbacks.after_step(done_step(batch.step, verdict))

@@ -15,6 +15,9 @@ from dflop_jax.pipeline.task_times import TaskTimes
 
 _REMEMBERED_STEPS = 9  # whose median is a factor; twice as many follow a change half as fast
 _LEAST_STEPS = 5  # of a process before it is named
+# Slow steps of a process, one after the other, before it is named: where they take milliseconds, what
+# else a machine does makes now one process slow and now another (a line each 4 steps of 35 ms).
+_LEAST_S = 2.0
 SLOW, RECOVERED = 1.4, 1.2  # times the rest's: above, named; below again, no more
 _REPORTED = 32  # processes in a row of metrics, the slowest ones: more would fill disk and trackers
 
@@ -92,8 +95,8 @@ def medians_of_others(values: np.ndarray) -> np.ndarray:
 
 
 class Stragglers:
-    """Names each slow process once, with its factor, and again when it is slow no more; `factors`
-    are medians of the last steps, so they decay when a process recovers.
+    """Names each process that stays slow once, with its factor, and again when it is slow no more;
+    `factors` are medians of the last steps, so they decay when a process recovers.
 
     Where a process's whole work is one program that others run too, nothing it could be given makes
     it faster: shapes are static. Where its programs are its own, correction raises their prices.
@@ -103,6 +106,7 @@ class Stragglers:
         self._log = log
         self._recent = np.empty((0, _REMEMBERED_STEPS))  # by process, oldest first, at first NaN
         self._usual = np.empty(0)  # their medians
+        self._slow_s = np.empty(0)  # for how long these are slow
         self._named: set[int] = set()
 
     @property
@@ -112,13 +116,14 @@ class Stragglers:
         slowest = known[np.argsort(-self._usual[known], kind="stable")[:_REPORTED]]
         return {str(p): float(self._usual[p]) for p in np.sort(slowest)}
 
-    def after_step(self, step: int, seen: Mapping[int, float]) -> None:
-        """Take in the `slowness` of a step."""
+    def after_step(self, step: int, seen: Mapping[int, float], step_s: float) -> None:
+        """Take in the `slowness` of a step, which took so many seconds."""
         if not seen:
             return
         processes = np.array([*seen])
         new = np.full((max(0, processes.max() + 1 - len(self._recent)), _REMEMBERED_STEPS), np.nan)
         self._recent = np.concatenate([self._recent, new])
+        self._slow_s = np.concatenate([self._slow_s, np.zeros(len(new))])
         self._recent[processes, :-1] = self._recent[processes, 1:]
         self._recent[processes, -1] = [*seen.values()]
         ordered = np.sort(self._recent, axis=1)  # NaN last
@@ -126,6 +131,8 @@ class Stragglers:
         every = np.arange(len(ordered))
         self._usual = (ordered[every, (counts - 1) // 2] + ordered[every, counts // 2]) / 2
         slow = (self._usual > SLOW) & (counts >= _LEAST_STEPS)
+        self._slow_s = np.where(slow, self._slow_s + step_s, 0.0)
+        slow &= self._slow_s >= _LEAST_S
         for p in sorted({*np.flatnonzero(slow).tolist()} - self._named):
             self._named.add(p)
             self._log(

@@ -74,7 +74,7 @@ def test_a_slowed_process_is_named_once_and_forgiven(segments, predicted):
     watch = Stragglers(log.append)
     for k in range(45):
         slow = 1 if 10 <= k < 25 else None
-        watch.after_step(k, slowness(*alike(step(rng, segments, slow, predicted))))
+        watch.after_step(k, slowness(*alike(step(rng, segments, slow, predicted))), 2.0)
         if k == 9:
             assert not log
         if k == 24:
@@ -88,12 +88,23 @@ def test_a_slowed_process_is_named_once_and_forgiven(segments, predicted):
     assert watch.factors["1"] < 1.1
 
 
+def test_of_short_steps_a_process_is_named_once_it_stays_slow():
+    log: list[str] = []
+    watch = Stragglers(log.append)
+    for k in range(1000):  # 25 slow steps of each 50, and then all
+        is_slow = k % 50 < 25 or k >= 500
+        watch.after_step(k, {0: 1.0, 1: 2.0 if is_slow else 1.0}, 0.04)
+        assert not log or k > 500 + 2.0 / 0.04
+    assert len(log) == 1
+    assert log[0].startswith("step 55") and "process 1 takes 2.0 times" in log[0]
+
+
 def test_a_hiccup_and_a_bad_prediction_name_nobody():
     rng, log = np.random.default_rng(1), []
     watch = Stragglers(log.append)
     for k in range(20):
         times = step(rng, ("a", "b"), predicted=2.0, slow=1 if k == 8 else None)
-        watch.after_step(k, slowness(*alike(times)))
+        watch.after_step(k, slowness(*alike(times)), 2.0)
     assert not log
     # Nothing to tell by: no other process, no times, no prices.
     assert slowness(*alike([step(rng, ("a",))[0]])) == {}
@@ -242,5 +253,5 @@ def test_clocks_are_made_equal():
 
 def test_a_row_of_metrics_names_the_slowest_only():
     watch = Stragglers([].append)
-    watch.after_step(0, {p: 1.0 + p / 1000 for p in range(1000)})
+    watch.after_step(0, {p: 1.0 + p / 1000 for p in range(1000)}, 2.0)
     assert list(watch.factors) == [str(p) for p in range(968, 1000)]

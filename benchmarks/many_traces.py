@@ -52,6 +52,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder, read_metrics
+from dflop_jax.schedule.counts.program import canonical, sizes_of
 from dflop_jax.schedule.learnt import Learnt
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.schedule.worker_main import SolverSetup
@@ -154,7 +155,7 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     sampled = range(monitor.next_step, monitor.next_step + monitor.window)
     worker = ScheduleWorker(
         lambda step: made.loads,
-        SolverSetup.of(plan, trainable),
+        SolverSetup(plan, tuple(trainable), program=canonical(sizes_of(plan.layout))),
         prices,
         first_step=sampled.stop,
         ahead=0,

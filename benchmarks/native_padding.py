@@ -52,6 +52,7 @@ from dflop_jax.schedule import (  # noqa: E402
     arrival_buckets,
     choose_buckets,
 )
+from dflop_jax.schedule.counts.program import canonical, sizes_of  # noqa: E402
 from dflop_jax.schedule.shapes.spare import beyond, spare_bucket  # noqa: E402
 from dflop_jax.schedule.worker_main import SolverSetup  # noqa: E402
 
@@ -152,9 +153,9 @@ def run(data: str, loads: Sequence[Load], grouping: Grouping, steps: int) -> Row
     padded: dict[str, list[float]] = {m: [] for m in plan.layout.modules}
     spans: list[float] = []
     shapes: set[tuple[str, Shape]] = set()
-    with ScheduleWorker(
-        batch, SolverSetup.of(plan, plan.layout.modules), prices, stop_step=steps, grace_s=300
-    ) as worker:
+    program = canonical(sizes_of(plan.layout))
+    setup = SolverSetup(plan, plan.layout.modules, program=program)
+    with ScheduleWorker(batch, setup, prices, stop_step=steps, grace_s=300) as worker:
         for step in range(steps):
             schedule, _ = worker.get(step)
             spans.append(schedule.makespan_s)

@@ -15,13 +15,11 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from dflop_jax.cluster.variables import PROCESS_ID_ENV
 from dflop_jax.report.spent import end_wait
 
 # What training imports, most of its start; models import flax. Modules import what they need by
 # themselves, so that one too few costs time only.
 MODULES = ("jax", "flax", "dflop_jax.cli.main", "dflop_jax.train.trainer")
-OF_PROCESS_0 = ("cvxpy",)  # it writes the programs that schedules are solved by; 73 MB, 0.9 s
 
 
 def main() -> None:
@@ -29,8 +27,7 @@ def main() -> None:
     # Without the folder of this package (see `children.program`) and that of a command.
     path = sys.path[1 if sys.flags.safe_path else 2 :]
     pipe = int(sys.argv[-1])
-    is_first = os.environ.get(PROCESS_ID_ENV) == "0"
-    for name in (*MODULES, *(OF_PROCESS_0 if is_first else ())):
+    for name in MODULES:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
     with open(pipe, "rb") as orders:

@@ -6,32 +6,25 @@ Imports neither JAX nor cvxpy.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from dflop_jax.children import begin, ignore_signals
 from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.correction import predicted_gain_s
-from dflop_jax.schedule.counts.program import CountProgram, canonical, sizes_of
+from dflop_jax.schedule.counts.program import CountProgram
 from dflop_jax.schedule.online import schedule_batch
 
 
 @dataclass(frozen=True)
 class SolverSetup:
-    """First line: what all requests share."""
+    """First line: what all requests share; `program`: the integer program of the plan, where its
+    groups are balanced."""
 
     plan: Plan
     trainable: tuple[str, ...]
     work: int | None = None
     program: CountProgram | None = None
     seed: int = 0
-
-    @staticmethod
-    def of(plan: Plan, trainable: Collection[str], work: int | None = None) -> SolverSetup:
-        """With the integer program of the plan, where its groups are balanced."""
-        balanced = plan.scheduling.grouping == "balanced"
-        program = canonical(sizes_of(plan.layout)) if balanced else None
-        return SolverSetup(plan, tuple(trainable), work, program=program)
 
 
 @dataclass(frozen=True)

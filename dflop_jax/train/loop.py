@@ -27,6 +27,7 @@ from dflop_jax.train.ahead import PlanAhead
 from dflop_jax.train.cadence import Cadence
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
+from dflop_jax.train.count_programs import count_program
 from dflop_jax.train.evaluations import Evaluations
 from dflop_jax.train.exports import Exports
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
@@ -186,7 +187,9 @@ class Loop:
         else:
             samples.keep(lambda sample: sample.step < start)
         plan = self.ex.plan
-        setup = SolverSetup.of(plan, self.ex.trainable, self.config.schedule.work or None)
+        program = count_program(plan, self.config.cache_dir)
+        work = self.config.schedule.work or None
+        setup = SolverSetup(plan, tuple(self.ex.trainable), work, program)
         worker = stack.enter_context(
             ScheduleWorker(
                 self.loader.loads,

@@ -23,6 +23,7 @@ import jax
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import Plan, to_json
 from dflop_jax.report.run_folder import PLANS
+from dflop_jax.train.count_programs import count_program
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.program_index import program_index
 from dflop_jax.train.timing import make_executor
@@ -107,6 +108,8 @@ class ProgramsAhead:
         assert self._plan is not None
         executor: Executor | None = None
         try:
+            if self._is_hub:
+                count_program(self._plan, self._place.config.cache_dir)
             executor = self._make(self._place, self._plan)
             executor.compile(self._go_on, known=program_index(self._place.config.cache_dir))
             self._folder.mkdir(exist_ok=True)

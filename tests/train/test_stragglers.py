@@ -96,7 +96,8 @@ def test_of_short_steps_a_process_is_named_once_it_stays_slow():
         watch.after_step(k, {0: 1.0, 1: 2.0 if is_slow else 1.0}, 0.04)
         assert not log or k > 500 + 2.0 / 0.04
     assert len(log) == 1
-    assert log[0].startswith("step 55") and "process 1 takes 2.0 times" in log[0]
+    assert log[0].startswith("step 55")
+    assert "process 1 takes 2.0 times" in log[0]
 
 
 def test_a_hiccup_and_a_bad_prediction_name_nobody():

@@ -1,0 +1,45 @@
+"""The integer program of a plan is written once, and read by later starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dflop_jax.schedule.counts.program import Sizes, canonical, sizes_of
+from dflop_jax.train import count_programs
+from dflop_jax.train.count_programs import count_program
+
+from ..pipeline import plain
+from ..small import Small
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """The sizes of what cvxpy writes meanwhile."""
+    sizes: list[Sizes] = []
+    monkeypatch.setattr(
+        count_programs, "canonical", lambda wanted: sizes.append(wanted) or canonical(wanted)
+    )
+    return sizes
+
+
+def of_grouping(plan, grouping):
+    return replace(plan, scheduling=replace(plan.scheduling, grouping=grouping))
+
+
+def test_it_is_written_once_and_again_where_it_is_damaged(tmp_path, written, caplog):
+    plan = of_grouping(plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1)), "balanced")
+    expected = canonical(sizes_of(plan.layout))
+    assert count_program(plan, tmp_path) == expected
+    assert count_program(plan, tmp_path) == expected
+    assert written == [sizes_of(plan.layout)]
+    (file,) = tmp_path.glob("programs/*")
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+    assert count_program(plan, tmp_path) == expected
+    assert len(written) == 2
+    assert "integer program is damaged" in caplog.text
+    assert count_program(of_grouping(plan, "arrival"), tmp_path) is None
+    assert len(written) == 2

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fault_kinds as fk
-import faulted_run as fr
 from fault_kinds import KINDS, Kind, Target
-from faulted_run import Command
+from faulted_run import OFTEN, Command, Every
 from observed_job import AGAIN, LAUNCHER, RESTART, Job
 
 ENDED_LIMIT_S = 30.0  # from the end of a launcher until no process of the job is left
@@ -68,8 +67,10 @@ class DisturbedRun:
         cache: Path,
         rng: random.Random,
         limit_s: float,
+        every: Every = OFTEN,
     ):
         self._command, self._run_dir, self._n, self._steps = command, run_dir, n, steps
+        self._every = every
         self._cache, self._rng, self._limit_s, self.orphans = cache, rng, limit_s, 0
         self.job = self._start()
 
@@ -84,7 +85,7 @@ class DisturbedRun:
     def reach(self, moment: str, brought: list[Fault]) -> bool:
         """Wait for a moment; False: the run was done before. The restart that some moments are
         part of is brought about by a fault, which is added to `brought`."""
-        job, rng, limit_s = self.job, self._rng, self._limit_s
+        job, rng, limit_s, every = self.job, self._rng, self._limit_s, self._every
         if moment in (fk.START, fk.COMPILE, fk.RECOVERY) and job.recoveries() + job.rows():
             # That of a restart, which another fault brings about.
             restarts = job.restarts()
@@ -102,12 +103,12 @@ class DisturbedRun:
             fk.STEP: lambda: True,
             fk.EXCHANGE: job.exchanging,
             fk.SAVE: job.saving,
-            fk.COPY: lambda: job.rows() > 0 and job.rows() % fr.EVERY_COPY == 0,
+            fk.COPY: lambda: job.rows() > 0 and job.rows() % every.copy == 0,
             fk.SCHEDULE: lambda: any(map(_runs, job.helpers("worker_main"))),
             fk.START: lambda: len(job.trainers()) == self._n,
             fk.COMPILE: lambda: "plan " in job.said()[here:],
-            fk.EVALUATION: lambda: 0 < job.rows() == (job.evaluations() + 1) * fr.EVERY_EVALUATION,
-            fk.REDECISION: lambda: job.rows() > 0 and job.rows() % fr.EVERY_LOOK == 0,
+            fk.EVALUATION: lambda: 0 < job.rows() == (job.evaluations() + 1) * every.evaluation,
+            fk.REDECISION: lambda: job.rows() > 0 and job.rows() % every.look == 0,
             fk.END: lambda: job.rows() >= self._steps - 1,
             fk.RECOVERY: lambda: True,
         }

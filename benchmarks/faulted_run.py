@@ -9,14 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 RESTARTS = ("--max-restarts", "1000000", "--restarts-an-hour", "1000000")
-EVERY_EVALUATION, EVERY_LOOK, OVERFLOWS = 20, 25, 11  # steps, steps, a step
-EVERY_SAVE, EVERY_COPY = 5, 7  # steps: now one is the newest, now the other
+OVERFLOWS = 11  # a step
 DISK_MB = 512
 CONNECT_FACTOR = 6  # of the silence that is taken for a fault: processes may wait so long to meet
 
@@ -50,20 +50,42 @@ def config():
     )
 """
 
+
+@dataclass(frozen=True)
+class Every:
+    """Steps from one to the next; now a save is the newest, now a copy."""
+
+    save: int = 5
+    copy: int = 7
+    evaluation: int = 20
+    look: int = 25
+
+    def times(self, factor: int) -> Every:
+        return Every(*(factor * steps for steps in astuple(self)))
+
+
+OFTEN = Every()
 Command = Callable[..., list[str]]  # (run folder, further arguments) -> command line of a job
 
 
 def prepare(
-    folder: Path, runs: Path, n: int, steps: int, *, silent_s: float = 5.0, size: str = "nano"
+    folder: Path,
+    runs: Path,
+    n: int,
+    steps: int,
+    *,
+    silent_s: float = 5.0,
+    size: str = "nano",
+    every: Every = OFTEN,
 ) -> tuple[Command, Path]:
     """Make the data, and plan once for all runs; the command line of a job, and its cache.
     `silent_s`: of silence, or of a hang, that is taken for a fault."""
     experiment, cache, first = folder / "experiment.py", folder / "cache", str(folder / "plan")
     experiment.write_text(
         EXPERIMENT.format(
-            data=str(pictures(folder / "data")), steps=steps, overflows=OVERFLOWS, look=EVERY_LOOK,
-            evaluation=EVERY_EVALUATION, run_dir=first, cache_dir=str(cache), save=EVERY_SAVE,
-            copy=EVERY_COPY, size=size, silent_s=silent_s, connect_s=CONNECT_FACTOR * silent_s,
+            data=str(pictures(folder / "data")), steps=steps, overflows=OVERFLOWS, run_dir=first,
+            cache_dir=str(cache), size=size, silent_s=silent_s,
+            connect_s=CONNECT_FACTOR * silent_s, **asdict(every),
         )
     )  # fmt: skip
     dflop = [sys.executable, "-m", "dflop_jax.cli"]

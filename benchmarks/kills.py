@@ -33,7 +33,7 @@ import fault_kinds as fk
 import msgspec
 from disturbed_run import LAUNCHER_KILLED, DisturbedRun, Fault
 from fault_kinds import KINDS, MOMENTS, NOT_FINITE
-from faulted_run import Command, prepare, small_disk
+from faulted_run import OFTEN, Command, prepare, small_disk
 from json_rows import add_json, write_json
 from observed_job import Job
 from rich.console import Console
@@ -52,6 +52,9 @@ IN_RECOVERY = 0.1  # share of the faults
 # that its start is a small part of it; its end, where some faults are done, comes soon enough.
 STEPS_A_SECOND = 100.0
 LEAST_STEPS = 400
+# With a fault each so many seconds, saves and evaluations come every few steps of 40 ms. Where
+# faults are as many times rarer, these are as well.
+OFTEN_MTBF_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -263,8 +266,8 @@ def main() -> None:
     long = f"{STEPS_A_SECOND:.0f} a second of --mtbf, at least {LEAST_STEPS}"
     parser.add_argument("--steps", type=int, help=f"of each run (default: {long})")
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
-    every = [*KINDS, LAUNCHER_KILLED]
-    parser.add_argument("--kinds", nargs="+", choices=every, default=every, help="only these")
+    kinds = [*KINDS, LAUNCHER_KILLED]
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds, help="only these")
     silent = "seconds of silence, or of a hang, that a run takes for a fault (default: 5)"
     parser.add_argument("--silent", type=float, default=5.0, help=f"{silent}; more under load")
     parser.add_argument("--minutes", type=float, help="do no further fault after so many")
@@ -294,6 +297,7 @@ def main() -> None:
         parser.error(f"--folder {args.folder}: {e.strerror}; name a new one")
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="kills-"))).resolve()
     until_s = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
+    every = OFTEN.times(max(1, round(args.mtbf / OFTEN_MTBF_S)))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all is ended
     limit_s = LIMIT_FACTOR * args.silent
     with small_disk(folder / "runs") as can_fill:
@@ -302,7 +306,12 @@ def main() -> None:
             print("no full disk: a tmpfs can be mounted by root only", flush=True)
         print(f"runs and logs: {folder}", flush=True)
         command, cache = prepare(
-            folder, folder / "runs", args.processes, args.steps, silent_s=args.silent
+            folder,
+            folder / "runs",
+            args.processes,
+            args.steps,
+            silent_s=args.silent,
+            every=every,
         )
         rng = random.Random(f"{args.seed} {len(before.faults)}")
         n, steps = args.processes, args.steps
@@ -311,7 +320,14 @@ def main() -> None:
             folder / "runs",
             list(draws(kinds, args.faults, random.Random(args.seed))),
             lambda run_dir: DisturbedRun(
-                command, run_dir, n=n, steps=steps, cache=cache, rng=rng, limit_s=limit_s
+                command,
+                run_dir,
+                n=n,
+                steps=steps,
+                cache=cache,
+                rng=rng,
+                limit_s=limit_s,
+                every=every,
             ),
             mtbf_s=args.mtbf,
             limit_s=limit_s,

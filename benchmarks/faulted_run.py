@@ -132,4 +132,5 @@ def small_disk(folder: Path) -> Iterator[bool]:
             kept.mkdir(exist_ok=True)
             for log in folder.glob("*.log"):
                 shutil.copy(log, kept)
-            subprocess.run(["umount", str(folder)], check=False)
+            # Lazily: what was ended a moment ago may still hold a file.
+            subprocess.run(["umount", "--lazy", str(folder)], check=False)

@@ -30,18 +30,16 @@ class Load:
     runs: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require(
-            all(n >= 1 for lengths in self.pieces.values() for n in lengths),
-            f"every piece of a sample has at least one token, got {self}",
-        )
-        require(
-            all(len(c) == len(self.lengths(m)) for m, c in self.content.items()),
-            f"content is of every piece of a module, got {self}",
-        )
-        require(
-            all(sum(n) == len(self.lengths(m)) for m, n in self.runs.items()),
-            f"runs hold every piece of a module, got {self}",
-        )
+        # Said only where something is wrong: there are thousands of loads a step.
+        if any(n < 1 for lengths in self.pieces.values() for n in lengths):
+            wrong = "every piece of a sample has at least one token"
+        elif any(len(c) != len(self.lengths(m)) for m, c in self.content.items()):
+            wrong = "content is of every piece of a module"
+        elif any(sum(n) != len(self.lengths(m)) for m, n in self.runs.items()):
+            wrong = "runs hold every piece of a module"
+        else:
+            return
+        raise ValueError(f"{wrong}, got {self}")
 
     def lengths(self, module: str) -> tuple[int, ...]:
         """Token counts of the module's pieces; () if the sample does not use it."""

@@ -151,6 +151,8 @@ class DisturbedRun:
         restarted = RESTART in news
         times = re.findall(rf"{AGAIN}, ([\d.]+) s", news)
         to_step_s = float(times[-1]) if times and moment != fk.RECOVERY else None
+        if kind.restarts is False and self.job.ended():  # the run was over before it was named
+            kind = replace(kind, says="")
         unexpected = _unexpected(kind, news, restarted, moment) if survived else "not survived"
         return Fault(name, moment, victim, rows, survived, restarted, to_step_s, unexpected)
 

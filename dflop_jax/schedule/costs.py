@@ -6,6 +6,7 @@ makespan is the simulator's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -59,9 +60,19 @@ class GroupCosts:
     def weights(self, module: str) -> Floats | None:
         """What a unit of each feature of content costs in the module's programs, over the cheapest
         that costs something, [features]; None where none does."""
+        mean_F = self._content_s(module)
+        return mean_F / mean_F[mean_F > 0].min() if mean_F.any() else None
+
+    def unit_s(self, module: str) -> float:
+        """Seconds of a unit of content as `weights` weigh it, in all programs of a group; 0 where
+        none costs anything."""
+        mean_F = self._content_s(module)
+        return float(mean_F[mean_F > 0].min(initial=math.inf)) if mean_F.any() else 0.0
+
+    def _content_s(self, module: str) -> Floats:
+        """Seconds of a unit of each feature in all programs of a group, the mean of its shapes."""
         each = [v.sum(axis=1) for (m, _), v in self.content_s.items() if m == module]
-        total = np.sum(each, axis=0) if each else np.zeros(1)
-        return total / total[total > 0].min() if total.any() else None
+        return np.mean(each, axis=0) if each else np.zeros(1)
 
 
 def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> GroupCosts:

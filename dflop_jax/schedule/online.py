@@ -26,6 +26,7 @@ from dflop_jax.schedule.groups import (
     arrival_answer,
     even_content,
     greedy_answer,
+    near_enough,
     schedule_groups,
 )
 from dflop_jax.schedule.memory_plan import with_memory_plan
@@ -153,6 +154,7 @@ def solve(
         answers = [("arrival", arrival_answer(room))]
     else:
         greedy = greedy_answer(room, len(wide.layout.buckets))
+        room = near_enough(room, costs, greedy)
         answers = [("greedy", greedy)]
         if work > 0:
             better = improved(room, greedy, budget.part(work * _PACKING_SHARE), seed)

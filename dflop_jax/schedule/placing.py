@@ -220,16 +220,22 @@ class GroupContents:
         return np.array(sums, np.int64).reshape(-1, self.ranks)
 
 
-def balance_content(content: GroupContents, budget: Budget, seed: int) -> None:
+def balance_content(content: GroupContents, budget: Budget, seed: int, near: float = 0.0) -> None:
     """Even out the content of a module's groups, in place: between the ranks of a group's
     microbatches and of all groups, then of the whole step, one microbatch after another, at first
-    without making a group's busiest rank busier."""
+    without making a group's busiest rank busier. It ends where the busiest ranks of the step, and
+    those of its groups together, have at most `near` more than some must have."""
     each = [(g, m) for g in range(len(content.groups)) for m in range(content.microbatches)]
     _match_ranks(content)
     content_GD = content.content_GD()
     bound = content_bound(content.content_P, content.ranks)
+    of_groups = [content.content_P[places.piece] for places in content.groups]
+    bound_G = sum(content_bound(content_P, content.ranks) for content_P in of_groups)
     for turn in range(_EVENING_TURNS):
         for left, (g, m) in zip(range(len(each), 0, -1), each):
+            step_over = content_GD.sum(axis=0).max() - bound
+            if max(step_over, content_GD.max(axis=1).sum() - bound_G) <= near:
+                return
             part = budget.part(budget.left / left / (_EVENING_TURNS - turn))
             _even_step(content, content_GD, g, m, bound, part, seed, may_rise=turn > 0)
 

@@ -1,0 +1,61 @@
+"""Content of ranks is evened out as far as that saves anything."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from dflop_jax.records import PiecePlaces, Shape
+from dflop_jax.schedule.placing import GroupContents, balance_content
+from dflop_jax.schedule.solver.budget import Budget
+
+RANKS, MICROBATCHES, SHAPE, GROUPS = 3, 2, Shape(2, 64), 4
+
+
+def contents() -> GroupContents:
+    """Rows of up to four pieces each, of all lengths."""
+    rng = np.random.default_rng(0)
+    lengths, groups = [], []
+    for _ in range(GROUPS):
+        rows = []
+        for m, d, r in np.ndindex(MICROBATCHES, RANKS, SHAPE.rows):
+            for _ in range(rng.integers(1, 5)):
+                rows.append((len(lengths), m, d, r))
+                lengths.append(int(rng.integers(1, SHAPE.tokens // 4)))
+        groups.append(PiecePlaces(np.array(rows).T))
+    length_P = np.array(lengths)
+    shapes = [SHAPE] * GROUPS
+    return GroupContents(length_P, length_P**2, RANKS, MICROBATCHES, shapes, groups)
+
+
+def over(content: GroupContents) -> tuple[float, float]:
+    """Content of the busiest rank of the step, and of those of the groups together, above what an
+    even split would have."""
+    of_D, of_groups, even = np.zeros(RANKS), 0.0, 0.0
+    for places in content.groups:
+        here_D = np.zeros(RANKS)
+        for piece, _, rank, _ in places.columns.T.tolist():
+            here_D[rank] += content.content_P[piece]
+        of_D += here_D
+        of_groups += here_D.max()
+        even += math.ceil(here_D.sum() / RANKS)
+    return of_D.max() - math.ceil(of_D.sum() / RANKS), of_groups - even
+
+
+@pytest.mark.parametrize("near", [0.0, 40.0, 400.0, math.inf])
+def test_it_ends_where_little_is_left(near):
+    content, full, budget = contents(), contents(), Budget(4000)
+    balance_content(content, budget, 0, near)
+    alone = Budget(4000)
+    balance_content(full, alone, 0)
+    assert max(over(content)) <= max(near, *over(full))
+    assert budget.spent <= alone.spent
+    assert (budget.spent == 0) == (near == math.inf)
+    for before, after in zip(contents().groups, content.groups, strict=True):
+        assert sorted(before.piece) == sorted(after.piece)
+        filled = np.zeros((MICROBATCHES, RANKS, SHAPE.rows))
+        for piece, *place in after.columns.T.tolist():
+            filled[tuple(place)] += content.length_P[piece]
+        assert filled.max() <= SHAPE.tokens

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from dflop_jax.contract import Module, adapter_of, layer_kinds_of, split_dim, taps_of
-from dflop_jax.pipeline.parts import exit_struct, hidden_struct, part_struct
+from dflop_jax.pipeline.parts import exit_struct, hidden_struct, logical_axes, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.pipeline.token_split import matrix_cuts, rows_and_tokens, run_part
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
@@ -274,7 +274,7 @@ def value_bytes(value: Value, half_bytes: int) -> float:
 @lru_cache(maxsize=256)
 def _leaves(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
     """(struct, logical axes) of each parameter."""
-    axes = jax.tree.leaves(module.logical_axes(part), is_leaf=lambda a: isinstance(a, tuple))
+    axes = jax.tree.leaves(logical_axes(module, part), is_leaf=lambda a: isinstance(a, tuple))
     return list(zip(jax.tree.leaves(part_struct(module, part)), axes, strict=True))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.told import is_restart
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
@@ -97,6 +98,10 @@ def choose(
 
     Args:
       given: the executor of a plan that was given; closed where another is taken.
+
+    Raises:
+      ValueError: no plan fits.
+      TryAgain: none fits those that are left of the processes of a run.
     """
     profile = known.profile
     if profile is None:
@@ -114,7 +119,12 @@ def choose(
         if place.peers.is_hub:
             if plan is None:
                 progress.log("planning")
-                plan = make_plan(place, profile, **_on_devices(place, trials, in_haste)).plan
+                try:
+                    plan = make_plan(place, profile, **_on_devices(place, trials, in_haste)).plan
+                except ValueError as e:
+                    if not in_haste:
+                        raise
+                    raise TryAgain(f"{e}; with more processes the run goes on") from None
                 prices = trials.by_profile(plan) if in_haste else trials.prices(plan)
             elif prices is None:
                 prices = trials.prices(plan)

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 
 from dflop_jax import PlanConfig
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.variables import RESTARTS_ENV
 from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.executor import Executor
@@ -100,6 +101,15 @@ def test_fewer_devices_profile_nothing_and_time_no_finalist(killed, whole, monke
     assert "the plan for it is there" in " ".join(capsys.readouterr().err.split())
     assert load(Plan, again / "plan.json").layout == plan.layout
     assert [r["loss"] for r in read_metrics(again)] == [r["loss"] for r in read_metrics(first)]
+
+
+def test_where_no_plan_fits_who_is_left_the_others_are_awaited(killed, monkeypatch):
+    def refuses(*_, **__):
+        raise ValueError("no placement on 2 devices")
+
+    monkeypatch.setattr(choice, "make_plan", refuses)
+    with pytest.raises(TryAgain, match="no placement on 2 devices; with more processes"):
+        fit_on_two(killed)
 
 
 def _trials(trainer: Trainer):

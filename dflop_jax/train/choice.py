@@ -124,7 +124,7 @@ def choose(
                 except ValueError as e:
                     if not in_haste:
                         raise
-                    raise TryAgain(f"{e}; with more processes the run goes on") from None
+                    raise TryAgain(f"{e}; start the others again, and the run goes on") from None
                 prices = trials.by_profile(plan) if in_haste else trials.prices(plan)
             elif prices is None:
                 prices = trials.prices(plan)

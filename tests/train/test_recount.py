@@ -108,7 +108,7 @@ def test_where_no_plan_fits_who_is_left_the_others_are_awaited(killed, monkeypat
         raise ValueError("no placement on 2 devices")
 
     monkeypatch.setattr(choice, "make_plan", refuses)
-    with pytest.raises(TryAgain, match="no placement on 2 devices; with more processes"):
+    with pytest.raises(TryAgain, match="no placement on 2 devices; start the others again"):
         fit_on_two(killed)
 
 

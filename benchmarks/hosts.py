@@ -35,6 +35,7 @@ from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 from dflop_jax.report.run_folder import read_metrics
 
 SLURM_TIME = (("--time=04:00:00", "--time=00:01:00"), ("TERM@180", "TERM@30"))
+UNFINISHED = "PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED", "CONFIGURING"
 RESTART = "; restart "  # what a launcher says as it begins one
 ALIKE = 1e-3  # share of a loss by which other plans may differ
 PACKAGES = (*virtual_slurm.PACKAGES, "openmpi-bin", "iproute2")
@@ -64,7 +65,7 @@ def slurm_time_limit(site: Site, hosts: virtual_hosts.Hosts) -> str:
         words = "sbatch", "--parsable", f"--export=ALL,{SECRET_ENV}={new_secret()}", "job.sh"
         number = slurm.said("env", f"PYTHONPATH={ROOT}", *words, cwd=site.folder).strip()
         deadline = time.monotonic() + LIMIT_S
-        while (job := slurm.job(number))["JobState"] in ("PENDING", "RUNNING", "COMPLETING"):
+        while (job := slurm.job(number))["JobState"] in UNFINISHED:
             assert time.monotonic() < deadline, job
             time.sleep(1.0)
         said = (site.folder / f"slurm-{number}.out").read_text(errors="replace")

@@ -6,7 +6,6 @@ makespan is the simulator's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -60,14 +59,14 @@ class GroupCosts:
     def weights(self, module: str) -> Floats | None:
         """What a unit of each feature of content costs in the module's programs, over the cheapest
         that costs something, [features]; None where none does."""
-        mean_F = self._content_s(module)
-        return mean_F / mean_F[mean_F > 0].min() if mean_F.any() else None
+        unit_s = self.unit_s(module)
+        return self._content_s(module) / unit_s if unit_s else None
 
     def unit_s(self, module: str) -> float:
         """Seconds of a unit of content as `weights` weigh it, in all programs of a group; 0 where
         none costs anything."""
         mean_F = self._content_s(module)
-        return float(mean_F[mean_F > 0].min(initial=math.inf)) if mean_F.any() else 0.0
+        return float(mean_F[mean_F > 0].min()) if mean_F.any() else 0.0
 
     def _content_s(self, module: str) -> Floats:
         """Seconds of a unit of each feature in all programs of a group, the mean of its shapes."""

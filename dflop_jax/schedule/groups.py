@@ -4,7 +4,7 @@ baseline, and the groups of a schedule made of them."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -45,15 +45,13 @@ class BucketRun:
 @dataclass(frozen=True)
 class PackingSpace:
     """What a batch is packed into: buckets with their costs, times ranks and group size; `priced`
-    are the modules whose programs cost something by their content, and `near` how much of it more
-    than the least a rank of one may have (see `near_enough`)."""
+    are the modules whose programs cost something by their content."""
 
     batch: Batch
     buckets: tuple[Bucket, ...]
     capacity: Capacity
     ticks: Ticks
     priced: frozenset[str] = frozenset()
-    near: Mapping[str, float] = field(default_factory=dict)
 
     def cost(self, answer: Sequence[BucketRun]) -> int:
         return self.ticks.pipeline([t.bucket for t in answer])
@@ -313,18 +311,24 @@ def _parts(
     return part, parts_of(places, part)
 
 
-def near_enough(room: PackingSpace, costs: GroupCosts, answer: Sequence[BucketRun]) -> PackingSpace:
-    """The space in which content is even enough where what it lacks costs a small share of the
-    seconds that an answer takes."""
+def near_enough(
+    room: PackingSpace, costs: GroupCosts, answer: Sequence[BucketRun]
+) -> dict[str, float]:
+    """How much content more than the least a rank of each priced module may have: what costs a
+    small share of the seconds that an answer takes."""
     step_s = sum(float(costs.bucket_s(room.buckets[t.bucket]).max()) for t in answer)
-    return replace(room, near={m: _NEAR * step_s / costs.unit_s(m) for m in room.priced})
+    return {m: _NEAR * step_s / costs.unit_s(m) for m in room.priced}
 
 
 def even_content(
-    room: PackingSpace, answer: Sequence[BucketRun], budget: Budget, seed: int
+    room: PackingSpace,
+    answer: Sequence[BucketRun],
+    budget: Budget,
+    seed: int,
+    near: Mapping[str, float],
 ) -> float:
-    """Even out the content of the modules whose programs it costs something, in place; returns what
-    was lowered (`placing.uneven`), of all of them."""
+    """Even out the content of the modules whose programs it costs something, in place, to what is
+    `near` enough; returns what was lowered (`placing.uneven`), of all of them."""
     uneven_content = 0.0
     priced = [m for m in room.batch.modules if m in room.priced]
     for left, m in zip(range(len(priced), 0, -1), priced):
@@ -338,7 +342,7 @@ def even_content(
             [s for s in shapes if s is not None],
             [t.placed[m] for t in runs],
         )
-        balance_content(content, budget.part(budget.left / left), seed, room.near.get(m, 0.0))
+        balance_content(content, budget.part(budget.left / left), seed, near.get(m, 0.0))
         for t, places in zip(runs, content.groups, strict=True):
             t.placed[m] = places
         uneven_content += uneven(content)

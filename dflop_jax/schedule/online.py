@@ -148,18 +148,19 @@ def solve(
     weights = {m: costs.weights(m) for m in plan.layout.modules}
     priced = frozenset(m for m, weight_F in weights.items() if weight_F is not None)
     room = PackingSpace(batch.weighed(weights), buckets, capacity, ticks_of(costs, buckets), priced)
-    bound_s = 0.0
+    bound_s, near = 0.0, dict[str, float]()
     answers: list[tuple[Maker, list[BucketRun]]]
     if not balanced:
         answers = [("arrival", arrival_answer(room))]
     else:
         greedy = greedy_answer(room, len(wide.layout.buckets))
-        room = near_enough(room, costs, greedy)
+        near = near_enough(room, costs, greedy)
         answers = [("greedy", greedy)]
         if work > 0:
             better = improved(room, greedy, budget.part(work * _PACKING_SHARE), seed)
             if dealt := dealt_answer(room, better, budget):
-                better = min(better, dealt, key=lambda a: even_content(room, a, Budget(0), seed))
+                none = Budget(0)
+                better = min(better, dealt, key=lambda a: even_content(room, a, none, seed, near))
             alike = [t.bucket for t in better] == [t.bucket for t in greedy]
             answers = [("local", better), *(answers if room.priced or not alike else [])]
             if program:
@@ -173,7 +174,7 @@ def solve(
         # A dearer answer has little hope, unless the integer program asked for it.
         hopeful = made_by == "integer" or room.cost(answer) == room.cost(answers[0][1])
         share = budget.left / (len(answers) - place) if hopeful and balanced else 0
-        even_content(room, answer, budget.part(share), seed)
+        even_content(room, answer, budget.part(share), seed, near)
         groups = schedule_groups(room, answer, plan.layout)
         schedule = with_order(plan, Schedule(0, groups), prices, trainable)
         if best is None or schedule.makespan_s < best.schedule.makespan_s * (1 - ROUNDING):

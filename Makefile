@@ -20,7 +20,7 @@ ifneq ($(origin PYTHON),file)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo paper test check lint second gpus hosts hosts-part format errors clean renew
+.PHONY: help demo paper test every check lint second gpus hosts hosts-part format errors clean renew
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
@@ -32,10 +32,13 @@ demo: $(STAMP)  ## profile, plan and train under four policies on two processes,
 paper: $(STAMP)  ## the three papers' evaluations in simulation, to runs/paper (17 minutes)
 	@$(BIN)/python -m experiments.paper
 
-test: $(REFERENCE)  ## every test
+test: $(REFERENCE)  ## the tests, but those marked slow
+	@$(PYTEST) --short
+
+every: $(REFERENCE)  ## every test
 	@$(PYTEST)
 
-check: lint test second gpus hosts-part  ## lint, types, every test, a second Python, GPUs, launchers
+check: lint every second gpus hosts-part  ## lint, types, every test, a second Python, GPUs, launchers
 
 lint: $(LINTERS)  ## ruff (lint and format check) and mypy
 	@$(BIN)/ruff check --quiet .

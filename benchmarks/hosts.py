@@ -34,7 +34,9 @@ from dflop_jax.cluster.ending import TRY_AGAIN, shell_code
 from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 from dflop_jax.report.run_folder import read_metrics
 
-SLURM_TIME = (("--time=04:00:00", "--time=00:01:00"), ("TERM@180", "TERM@30"))
+# Slurm looks every 30 s, and signals where less than the named seconds and 30 more are left: with
+# 10 that is 20 to 50 s after a start, when steps are done, and 10 s or more before its second one.
+SLURM_TIME = (("--time=04:00:00", "--time=00:01:00"), ("TERM@180", "TERM@10"))
 UNFINISHED = "PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED", "CONFIGURING"
 RESTART = "; restart "  # what a launcher says as it begins one
 ALIKE = 1e-3  # share of a loss by which other plans may differ

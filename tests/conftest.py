@@ -5,6 +5,7 @@ import gc
 import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -71,6 +72,28 @@ def pytest_configure(config: pytest.Config) -> None:
     """Have the process that prints, not its workers, name failures."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--short`, which `make test` gives."""
+    parser.addoption("--short", action="store_true", help="leave slow tests to `make check`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--short`, keep of a test marked `slow` its `first` cases, or none."""
+    if not config.getoption("--short"):
+        return
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    cases: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        test = item.nodeid.split("[")[0]
+        cases[test] += 1
+        late = mark is not None and cases[test] > mark.kwargs.get("first", 0)
+        (left_out if late else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from dflop_jax.cli import main
 from dflop_jax.gpu_compile import chip_profile
 from dflop_jax.train import choice, profiling
@@ -34,6 +36,7 @@ class _Measured(Exception):
     """A command has come as far as to measure."""
 
 
+@pytest.mark.slow
 def test_commands_come_as_far_as_measuring(tmp_path, monkeypatch, capsys):
     """What two documents say alike is typed once: every command costs half a second."""
 

@@ -25,6 +25,7 @@ from tests.plans import nano_profile
 script = module("front_door")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(reference.missing()), reason=reference.missing())
 def test_the_loss_is_that_of_transformers(tmp_path, monkeypatch, capsys):
     jax.devices()  # started with conftest's 8

@@ -27,6 +27,7 @@ def media(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_mutated_files_are_samples_or_named_as_bad(media):
     counts, findings = fuzz_data.run(range(CASES), 1, media, 300)
     assert findings == []

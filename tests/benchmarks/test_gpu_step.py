@@ -13,6 +13,7 @@ def cases():
     return module("gpu_cases")
 
 
+@pytest.mark.slow
 def test_a_tiny_run_without_a_gpu(tmp_path):
     out = run("gpu_step", "--tiny", "--json", tmp_path / "out.json", cwd=tmp_path)
     assert out.returncode == 0, out.stdout + out.stderr

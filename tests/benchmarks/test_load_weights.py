@@ -8,6 +8,7 @@ import pytest
 from .scripts import refusal, run
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
 def test_a_small_checkpoint(tmp_path):
     out = run("load_weights", "--gb", 0.02, "--width", 256, "--json", tmp_path / "out.json")

@@ -24,6 +24,7 @@ quick_bytes, with_depth = memory.quick_bytes, memory.with_depth
 device_bytes = memory.device_bytes
 
 
+@pytest.mark.slow
 def test_two_cases_at_full_size(tmp_path):
     names = (
         "SigLIP-400M[0:26] 1x1x1 8x729 forward",
@@ -79,6 +80,7 @@ def segment(mesh=(1, 1, 1), microbatches=1, remat="none"):
     )
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "kind, mesh, microbatches",
     [(EVALUATE, (1, 1, 2), 1), (BACKWARD, (1, 1, 1), 1), (BACKWARD, (2, 1, 2), 2)],

@@ -38,6 +38,7 @@ def answer(monkeypatch, tmp_path, *arguments):
     return script.main(), json.loads(Path("rows.json").read_text())
 
 
+@pytest.mark.slow
 def test_packed_samples_leave_each_other_alone(monkeypatch, tmp_path):
     code, said = answer(monkeypatch, tmp_path, "--cases", "7")
     assert (code, said["cases"]) == (0, 7)

@@ -456,6 +456,7 @@ def written(monkeypatch):
     return each
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_row_is_written_as_it_is_made(name, written, tmp_path, monkeypatch, capsys):
     if name == "index_parquet":

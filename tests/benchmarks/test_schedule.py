@@ -20,6 +20,7 @@ def traces(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_what_runs_execute_is_measured(tmp_path, traces):
     """Every method places every sample (the benchmark asserts it), and the run's is the best."""
     done = run(
@@ -40,6 +41,7 @@ def test_what_runs_execute_is_measured(tmp_path, traces):
         assert 1 - 1e-9 <= busiest[data, "run"] <= value * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_quick_run_writes_rows_and_a_picture(tmp_path, traces):
     done = run(
         "schedule",
@@ -60,6 +62,7 @@ def test_quick_run_writes_rows_and_a_picture(tmp_path, traces):
         assert span[n, bins, name, "ours 0.1 s"] <= span[n, bins, name, method] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_parts_are_measured_alone_and_merged(tmp_path, traces):
     """Two methods in two runs; the better bound and "no answer" (null) survive the merge."""
     part = ["--sizes", "24x4", "--seeds", 1, "--quick", "--shapes", traces, "--methods"]

@@ -41,6 +41,7 @@ def small(config):
     return made
 
 
+@pytest.mark.slow
 def test_tasks_are_ordered_by_the_prices_that_a_run_measures(monkeypatch, capsys):
     orders = []
     order_tasks = runs.order_tasks

@@ -65,6 +65,7 @@ def test_one_segment_saves_what_several_hold(runs, name):
 # ---- saved under one plan, restored under another ----
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("source", PLANS)
 def test_any_plan_reads_what_another_saved(runs, source):
     seed = list(PLANS).index(source)

@@ -54,6 +54,7 @@ def training():
     ex.close()
 
 
+@pytest.mark.slow
 def test_a_save_that_may_not_be_committed_leaves_nothing_and_ends_the_run(tmp_path, training):
     def fenced():
         raise TryAgain("another part of this run goes on")

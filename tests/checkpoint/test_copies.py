@@ -69,6 +69,7 @@ def steps(copies: Copies) -> list[int]:
     return [name.step for name in copies.whole()]
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("hosts_of", [(0,), (0, 0, 0), (0, 1), (0, 1, 2), (0, 0, 1, 1)])
 def test_a_copy_is_whole_or_absent_whichever_hosts_are_lost(agents, hosts_of):
     """Every choice of lost hosts. A file is with its own host and the next, so that what is left is

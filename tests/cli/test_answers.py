@@ -104,6 +104,7 @@ def changed(left):
     return [name for name, data in left.items() if now.get(name) != data]
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("command", [c.module.__name__.rpartition(".")[2] for c in COMMANDS])
 def test_every_command_leaves_a_finished_run_as_it_was(left, capsys, monkeypatch, command):
     monkeypatch.setattr(PageServer, "serve_forever", asked_and_interrupted)

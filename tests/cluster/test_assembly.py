@@ -134,6 +134,7 @@ def test_too_few_wait_and_say_so(come):
     assert "met only 1 of the 4 hosts" in str(error)
 
 
+@pytest.mark.slow
 def test_who_comes_back_waits_until_the_run_takes_it_in(come):
     said: list[str] = []
     reception = Reception(card(1), come.addresses[1], SECRET)
@@ -150,6 +151,7 @@ def test_who_comes_back_waits_until_the_run_takes_it_in(come):
     assert said == ["the run goes on without host 0 and will take it in"]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "other, secret, says",
     [

@@ -91,6 +91,7 @@ def pids_of(launcher: int) -> dict[int, int]:
 # ---- the same losses ----
 
 
+@pytest.mark.slow
 def test_any_number_of_processes_has_the_same_losses(jobs, whole, alone, tmp_path):
     code, output = jobs.run(4, tmp_path / "run")
     assert code == 0, output
@@ -98,6 +99,7 @@ def test_any_number_of_processes_has_the_same_losses(jobs, whole, alone, tmp_pat
         assert losses(run_dir) == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_more_processes(jobs, whole, alone, tmp_path):
     cut = killed(alone, tmp_path / "cut")
     code, output = jobs.run(2, cut, "--resume", "auto")
@@ -107,6 +109,7 @@ def test_a_run_resumes_on_more_processes(jobs, whole, alone, tmp_path):
     assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_attacked_run_has_the_same_losses(jobs, whole, tmp_path):
     """Its port is attacked while its processes meet."""
     command = jobs.command(2, tmp_path / "attacked", "--checkpoint.every", "0")
@@ -167,6 +170,7 @@ def slurm(jobs, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_slurm_script_saves_requeues_and_goes_on_bit_for_bit(slurm, whole, tmp_path):
     run_dir, requeued = tmp_path / "runs" / "4098", tmp_path / "requeued"
     code, output = slurm()  # --resume auto where nothing is, not even a folder
@@ -183,6 +187,7 @@ def test_the_slurm_script_saves_requeues_and_goes_on_bit_for_bit(slurm, whole, t
     assert requeued.read_text() == "requeue 4098\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 @pytest.mark.parametrize("stopped", [1])
 def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
@@ -202,6 +207,7 @@ def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
     assert took_s < PEER_TIMEOUT_S + STOP_GRACE_S + 10.0
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over(jobs, whole, cut):
     newest, next_one = sorted((cut / CHECKPOINTS).iterdir())[-1:-3:-1]
     file = newest / "process-00000"

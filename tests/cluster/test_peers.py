@@ -137,6 +137,7 @@ def test_who_waits_for_what_is_abandoned_is_told(job):
     assert two.failures == [[], []]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("fan_out", [1, 2, 32])
 def test_offsets_turn_a_clock_into_process_0s_and_follow_it(job, fan_out):
     """With clocks that are apart, by process, as those of hosts are, and one that then runs on."""
@@ -183,6 +184,7 @@ def test_all_others_hear_of_a_process_that_dies(job, n, dead):
         assert "pid" in line
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("n, silent", [(2, 0), (2, 1), (4, 0), (4, 2)])
 def test_all_others_hear_of_a_process_that_hangs(job, n, silent):
     many = job(n, timeout_s=SMALL_S)

@@ -150,6 +150,7 @@ def hosts(tmp_path):
             wire.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_host_is_gone_for_good_and_comes_back_later(hosts, gone):
     run = hosts(3, "--min-processes", "2", "--gone-after", "1")
@@ -292,6 +293,7 @@ def assert_one_writer(run: Hosts) -> None:
     assert len({(s, h) for s, h in lines}) == len({s for s, _ in lines})
 
 
+@pytest.mark.slow
 def test_of_a_partition_in_halves_one_side_goes_on(hosts):
     run = hosts(4, "--min-processes", "2", "--gone-after", "1")
     halves(run)
@@ -306,6 +308,7 @@ def test_of_a_partition_in_halves_one_side_goes_on(hosts):
     assert_one_writer(run)
 
 
+@pytest.mark.slow
 def test_a_short_silence_costs_no_restart_and_a_long_one_leaves_a_side(hosts):
     run = hosts(4, "--min-processes", "2", "--gone-after", "1")
     run.peer_timeout_s = 6.0

@@ -54,6 +54,7 @@ def test_a_parent_passes_on_what_it_does_not_take_itself(job):
     assert middle.share("key") == b"of the second run"
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("gone", [0, 1, 2, 6])
 def test_the_whole_tree_hears_of_a_process_that_is_gone(job, gone, hangs):

@@ -46,6 +46,7 @@ def _told(job):
     return os.getpid(), costs.costs()
 
 
+@pytest.mark.slow
 def test_processes_take_costs_from_where_their_parent_does(monkeypatch):
     monkeypatch.setattr(answers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(costs, "_costs", "compiled")

@@ -50,6 +50,7 @@ def small_profiles():
         yield
 
 
+@pytest.mark.slow
 def test_dip_beside_its_baseline_and_part_by_part():
     found, parts = dip.run([TINY]), dip.ablation([TINY])
     base, best = answer(TINY, "megatron"), answer(TINY, "dip")
@@ -78,6 +79,7 @@ def test_dip_beside_its_baseline_and_part_by_part():
     assert mean_s(best.steps) <= mean_s(plain) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_every_policy_and_the_choice():
     (row,) = policies.run([TINY]).rows
     every = {p: answer(TINY, p) for p in policies.SEARCHED}
@@ -89,6 +91,7 @@ def test_every_policy_and_the_choice():
     assert auto.plan.predicted.makespan_s == pytest.approx(least, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said():
     small = replace(TINY, hardware=replace(TINY.hardware, memory_bytes=1e4))
     for policy in ("megatron", "orch", "auto"):
@@ -147,6 +150,7 @@ def test_exchange_against_a_loop_over_pieces():
     assert row[4] == f"{answer(TINY, 'megatron').step_s / found.step_s:.2f}x"
 
 
+@pytest.mark.slow
 def test_slowest_rank_of_every_phase_against_all_assignments():
     rng = np.random.default_rng(0)
     seconds = {"vision": rng.integers(1, 9, 6).astype(float), "llm": rng.integers(1, 9, 6) * 1.0}

@@ -54,6 +54,7 @@ def small_profiles():
         yield
 
 
+@pytest.mark.slow
 def test_an_experiment_runs_and_is_reported(tmp_path, capsys):
     result = dflop.scaling(TINY, nodes=(1,))
     assert [row[:2] for row in result.rows] == [["1", "256"], ["1", "32"]]
@@ -80,6 +81,7 @@ def test_an_experiment_runs_and_is_reported(tmp_path, capsys):
     assert "arrival" in html
 
 
+@pytest.mark.slow
 def test_the_product_beside_true_shapes_and_a_baseline_that_no_one_tuned(monkeypatch):
     monkeypatch.setattr(throughput, "HOURS", {TINY.name: (27.0, 10.0)})
     monkeypatch.setattr(causes, "HOURS", {TINY.name: (27.0, 10.0)})

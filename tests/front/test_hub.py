@@ -90,6 +90,7 @@ def over(process):
     return process.returncode, out.strip(), err.strip()
 
 
+@pytest.mark.slow
 def test_one_process_fetches_what_is_data_and_the_cache_keeps_it(hub, start):
     codes, folders, errs = zip(*map(over, [start(), start()]), strict=True)
     assert codes == (0, 0), errs
@@ -123,6 +124,7 @@ def test_an_unknown_name_and_an_unknown_revision(start):
         assert says in err
 
 
+@pytest.mark.slow
 def test_a_cut_download_is_tried_again_and_goes_on(hub, start):
     hub.cut = {"model-2.safetensors"}
     code, _, err = over(start())
@@ -177,6 +179,7 @@ def parquet(rows):
     return buffer.getvalue().to_pybytes()
 
 
+@pytest.mark.slow
 def test_a_data_set_is_fetched_as_a_model_is(hub, start):
     row = {"conversations": talk("<image> Hello?", "Yes."), "image": "pictures/a.PNG"}
     hub.files = {

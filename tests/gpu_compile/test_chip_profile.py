@@ -81,6 +81,7 @@ def profile(tmp_path, monkeypatch, answer=made_up, degrees=(1, 2), **train):
     return found, asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", AGAIN)
 @pytest.mark.parametrize("ways", [1, 2])
 def test_other_depths_and_shapes_are_met(tmp_path, monkeypatch, remat, ways):
@@ -204,6 +205,7 @@ for line in lines:
 """
 
 
+@pytest.mark.slow
 def test_probes_are_compiled_once_and_a_death_is_one_probes_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(probing, "compiler_environment", lambda: dict(os.environ))
     monkeypatch.setattr(children, "program", running(FAKE))

@@ -17,6 +17,8 @@ from dflop_jax.report.run_folder import CHECKPOINTS, TRACE, read_metrics
 from dflop_jax.report.trace import read_trace
 from dflop_jax.schedule.sample import sample_batches
 
+pytestmark = pytest.mark.slow  # models that compile quickly train in tests/train
+
 
 def config(folder, policy="dflop", devices=4, steps=12) -> Config:
     return Config(

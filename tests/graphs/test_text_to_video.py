@@ -196,6 +196,7 @@ def oracle(folder):
     return samples, params, scale, loss, grads
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     "layout, freeze",
     [("apart", ()), ("apart", ("llm",)), ("stages, ranks, heads", ()), ("chunks round two", ())],
@@ -234,6 +235,7 @@ def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
         assert np.abs(g - w).max() <= 1e-5 * np.abs(w).max() + 3e-7, where
 
 
+@pytest.mark.slow
 def test_adapters_of_a_module_that_ends_in_a_loss(oracle):
     """They act at its entry, in its layers and before its loss; all else is frozen."""
     samples, _, scale, want_loss, _ = oracle
@@ -356,6 +358,7 @@ def run(compiled_once, folder):
     return Trainer(config(folder), plan=PLAN, profile=profile).fit()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_in_another_epoch(run, folder):
     assert run.compiles_after_warmup == 0
     assert run.evaluation.loss > 0

@@ -86,6 +86,7 @@ def test_float32_equals_the_reference(items, tokens, heads, kv_heads, head_dim, 
     check(qkv, segments, causal, 2e-6)
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("tokens, window", [(9, 3), (129, 128), (300, 1), (300, 40), (600, 256)])
 def test_windows_equal_the_reference(tokens, window):
     qkv = make_qkv(2, tokens, 4, 2, 16)
@@ -115,6 +116,7 @@ def test_a_row_without_segments(tokens, causal):
     check(make_qkv(2, tokens, 4, 2, 8), None, causal, 2e-6)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("head_dim, tokens", [(64, 260), (128, 260), (160, 260), (512, 70)])
 def test_bfloat16_stays_near_float32(head_dim, tokens):
     """Within its rounding, 2^-8, where the reference itself is off by as much."""

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from model_fields import initial_params, outputs
 
 from models.llava import build
@@ -29,6 +30,7 @@ def _coloured_squares(model, rng):
     }
 
 
+@pytest.mark.slow
 def test_nano_learns_colours_from_pixels():
     model = build("nano")
     modules, rng = model.modules, np.random.default_rng(0)

@@ -136,6 +136,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(first=6)
 @pytest.mark.parametrize("made", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("prompt", [1, 5, 8])
 def test_logits_equal_those_of_the_whole_row_at_every_position(made, prompt):

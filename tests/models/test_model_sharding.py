@@ -121,6 +121,7 @@ MODULES: dict[str, Callable[[jnp.dtype], Module]] = {
 }
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     "name, dtype",
     [

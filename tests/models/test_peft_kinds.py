@@ -51,6 +51,7 @@ def logits_of(model, params, row):
     return np.asarray(logits[0, : int(row.lengths[0])])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "kind, write, build",

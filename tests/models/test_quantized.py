@@ -52,6 +52,7 @@ def drawn(module, part, seed):
     return with_adapter(part, params)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_part_computes_with_the_products(family):
     """What it gives, and the gradients of adapters and of what comes in."""

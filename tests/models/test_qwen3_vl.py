@@ -119,6 +119,7 @@ def test_packed_rows_give_the_logits_of_samples_alone(reference):
     print(f"logits {worst:.1e}")
 
 
+@pytest.mark.slow
 def test_pipeline_step_and_folders(reference, tmp_path):
     """Two ways of a tensor split everywhere, a head tied across segments: every gradient is the
     reference's; what was read from its folder is written back bit by bit."""
@@ -167,6 +168,7 @@ def test_pipeline_step_and_folders(reference, tmp_path):
     print(f"gradients {worst:.1e}")
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_reference_s_gradients(reference, tmp_path, monkeypatch):
     """Features, taps and the tied head's gradient cross from one process to the other."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compiles faster
@@ -215,6 +217,7 @@ def test_answers_go_on_where_the_row_ends(reference):
         np.testing.assert_allclose(logits[0], want[2][at], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("ranks, ways, penalty", [(1, 1, 1.0), (2, 2, 1.0), (2, 1, 1.5)])
 def test_a_batch_gives_the_tokens_of_transformers(reference, ranks, ways, penalty):
     """Text, pictures and a clip in one batch, over data ranks and with a split model."""

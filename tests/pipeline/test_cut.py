@@ -112,6 +112,7 @@ def all_shapes():
         )
 
 
+@pytest.mark.slow
 def test_state_is_split_evenly_over_any_number_of_ranks():
     """All sizes, 1 to 4,096 ranks: a rank has its share of the elements, to 2% or an element of
     each parameter; as the cuts themselves have it, of counts that divide little or nothing."""

@@ -43,6 +43,7 @@ def steps(ex, first, n):
     return losses
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path, optimizer):
     """Of 6 ranks on 5 and on two blocks of 2, which divide different dims of the parameters, and

@@ -106,6 +106,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", CASES)
 def test_step_in_a_searched_order_equals_plain_computation(name):
     m, ranks, rounds, parts, options, freeze = CASES[name]

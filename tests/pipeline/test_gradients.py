@@ -165,6 +165,7 @@ def planned(case, m=None):
     return m, plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
 
 
+@pytest.mark.slow(first=9)
 @pytest.mark.parametrize(
     "size, name", [*(("small", name) for name in PLANS), *(("nano", name) for name in ON_NANO)]
 )
@@ -194,6 +195,7 @@ def test_a_stage_of_two_modules_equals_plain_computation():
     assert_trees_close(grads, want)
 
 
+@pytest.mark.slow
 def test_bfloat16_step_is_close():
     """Under tensor parallelism, data parallelism and stages at once."""
     samples, _, want_loss, want = oracle(NANO)

@@ -43,6 +43,7 @@ def wanted():
     return oracle(MODEL)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_the_plain_models(name):
     llm, options, zero = CASES[name]

@@ -44,6 +44,7 @@ def wanted(m):
     return oracle(m)
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_the_plain_models(name, monkeypatch):
     m, llm, options, zero, unrolled = CASES[name]
@@ -149,6 +150,7 @@ def state_of(ex):
     return plain.join(ex.plan, params)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("m, options", [
     (Mixed(tied=False, pattern="gmmmgmm"), {"llm_segments": 4}),
     (Mixed(tied=False, pattern="mgmgmgmg"), {"stage": 2, "rounds": 2, "group_size": 2}),

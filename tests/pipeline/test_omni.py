@@ -213,6 +213,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", CASES)
 def test_step_equals_every_sample_alone(name):
     meshes, group_size = CASES[name]

@@ -251,6 +251,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     "name, layout, m", CASES, ids=[f"{n}, {k}, {type(m).__name__}" for n, k, m in CASES]
 )
@@ -261,6 +262,7 @@ def test_steps_equal_optax_on_each_layer(name, layout, m):
     check(m, plain.with_zero(plan, llm=degree), name)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_equal_optax_where_heads_are_split(name):
     """Kernels of heads are one matrix; three data ranks hold pieces of what two tensor ranks

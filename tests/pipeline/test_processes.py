@@ -22,6 +22,7 @@ def wanted(tmp_path_factory):
     return file, loss
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("n, devices", LAYOUTS)
 def test_gradients_over_processes_equal_the_plain_ones(n, devices, wanted):
     file, want_loss = wanted

@@ -38,6 +38,7 @@ ROUNDS = {
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("m, name", list(zip((NANO, None, None), MIXED, strict=True)), ids=MIXED)
 def test_gradients_are_those_of_the_plain_computation(m, name, monkeypatch):
     """Of segments of a module the first is a loop over layers, the others are unrolled."""

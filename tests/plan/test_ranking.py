@@ -47,6 +47,7 @@ def everything(graph, seed, policy, config, **more):
     return exhaustive(policy, n_devices, profile, data, config, **more)
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("graph, seed", CASES)
 def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
     profile, data, n_devices, rng = random_case(seed, graph)

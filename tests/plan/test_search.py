@@ -486,6 +486,7 @@ def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
         assert found == min(within, key=lambda s: s.bound_s, default=None)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 0.3)])
 def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
     """By batches that no shape was sized for, half of them drifted; so it is as fast as each."""

@@ -98,6 +98,7 @@ def profile():
     return roofline_profile(NANO, A100, SHAPES, (1, 2, 4), n_devices=4)
 
 
+@pytest.mark.slow
 def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     """The same records as measuring gives: saved, loaded, fitted and planned with."""
     assert {(t.module, t.model) for t in profile.timings} == {
@@ -182,6 +183,7 @@ def test_what_cannot_be_predicted_is_refused():
             Efficiency(matmul=bad)
 
 
+@pytest.mark.slow
 def test_attention_that_skips_costs_by_pairs():
     """Seconds of a pair are its FLOPs; a layer's seconds no longer grow with the square."""
     llm = NANO.modules["llm"]

@@ -247,6 +247,7 @@ def test_a_page_without_timelines_is_quiet(browser, make_run, tmp_path):
     assert browser.complaints() == []
 
 
+@pytest.mark.slow
 def test_thousands_of_tasks_of_many_submeshes(browser, make_run, tmp_path):
     """Zero-length ones too, and a submesh that never works."""
     run = make_run()

@@ -126,6 +126,7 @@ def test_looking_ends_when_time_is_up(tmp_path, monkeypatch):
     assert same(reader, folder) == 50
 
 
+@pytest.mark.slow
 def test_what_is_held_does_not_grow_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("dflop_jax.report.columns.MEDIAN_STEPS", 500)
     assert MEDIAN_STEPS > 500

@@ -37,6 +37,7 @@ def row(step, **more):
                     mfu_by_module={"llm": 0.4}, **more)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 400])
 def test_it_follows_runs(browser, make_run, width):
     first, second = make_run("first", n_steps=3), make_run("second")

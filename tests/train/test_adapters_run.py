@@ -37,6 +37,7 @@ def ask(*words):
     return asked(_parser().parse_known_args(named)[0])
 
 
+@pytest.mark.slow
 def test_the_loss_goes_on_where_it_was(capsys):
     write_folder(
         "hf", MODEL.weights, held(jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1)))

@@ -59,6 +59,7 @@ def fit(folder, existing="error", **checkpoint):
     return trainer, trainer.fit()
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_checkpoints_and_a_resumed_run_gives_them_again(monkeypatch):
     monkeypatch.setitem(metrics.OF_ONE, "exact", by_letters)
     trainer, result = fit("whole", keep=10)

@@ -165,6 +165,7 @@ Loop._after = after
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_costs_the_steps_since_the_last_copy(tmp_path, tmp_path_factory):
     """Whose files come from the launchers of both hosts."""
     whole = undisturbed(tmp_path_factory)

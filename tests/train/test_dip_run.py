@@ -85,6 +85,7 @@ def long_run(compiled_once, tmp_path_factory):
     return fit(tmp_path_factory.mktemp("long") / "run", STEPS)
 
 
+@pytest.mark.slow
 def test_no_compile_in_many_varied_steps(long_run):
     result, rows = long_run
     assert [r["compiles"] for r in rows[1:]] == [0] * (STEPS - 1)
@@ -112,6 +113,7 @@ def stop_at(step, monkeypatch):
     monkeypatch.setattr(ScheduleWorker, "get", stop)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_it_gives_the_same_bits(long_run, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_at(5, patch)

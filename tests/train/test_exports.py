@@ -139,6 +139,7 @@ def test_other_processes_and_runs_without_write_nothing():
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_exports_what_it_saved(compiled_once, capsys, monkeypatch):
     params = jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1))
     write_folder("hf", MODEL.weights, held(params), dtype="bfloat16")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 
+import pytest
+
 from dflop_jax.cluster.ending import TRY_AGAIN
 from dflop_jax.report.run_folder import HUNG, RESTARTS
 
@@ -27,6 +29,7 @@ Executor.run_step = run_step
 WATCHED = ("--distributed.hang_least_s", "5", "--distributed.peer_timeout_s", "60")
 
 
+@pytest.mark.slow
 def test_a_hang_is_named_and_the_run_goes_on_bit_for_bit(tmp_path, tmp_path_factory):
     whole = undisturbed(tmp_path_factory)
     jobs = Jobs.make(tmp_path, FOUR)

@@ -100,6 +100,7 @@ def test_a_stage_trains_what_it_says_from_where_the_one_before_ended(whole):
     assert list(alone) == ["connector"]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("kill", [3, STEPS + 1, STEPS + 3])
 def test_killed_in_a_stage_and_resumed_it_is_as_if_nothing_had_been(whole, kill):
     with pytest.raises(Killed):
@@ -111,6 +112,7 @@ def test_killed_in_a_stage_and_resumed_it_is_as_if_nothing_had_been(whole, kill)
     assert fit(two(), existing="resume") == {}
 
 
+@pytest.mark.slow
 def test_an_agent_starts_it_again_where_it_was(whole, monkeypatch):
     monkeypatch.setenv(RUN_ENV, "launch")
     with pytest.raises(Killed):

@@ -50,6 +50,7 @@ def overflows(monkeypatch):
 
 # The first step, one whose next checkpoint is under way when it is known, one that is evaluated
 # after, and the last.
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("step", [0, 2, 7, STEPS - 1])
 def test_a_fault_that_passes_is_undone(whole, overflows, tmp_path, capsys, step):
     left, ran = overflows
@@ -65,6 +66,7 @@ def test_a_fault_that_passes_is_undone(whole, overflows, tmp_path, capsys, step)
     assert steps_saved(tmp_path / "run") == steps_saved(whole)
 
 
+@pytest.mark.slow
 def test_what_comes_again_elsewhere_as_well_is_the_data_s(overflows, whole, tmp_path, capsys):
     left, ran = overflows
     left[5] = 9
@@ -80,6 +82,7 @@ def test_what_comes_again_elsewhere_as_well_is_the_data_s(overflows, whole, tmp_
     assert losses == [r["loss"] for r in read_metrics(whole)][:6]
 
 
+@pytest.mark.slow
 def test_what_is_well_elsewhere_is_a_device_s(overflows, tmp_path, monkeypatch):
     """Gradients of a step overflow wherever the first device has the plan's first part."""
     left, ran = overflows
@@ -116,6 +119,7 @@ def test_each_place_moves_on_to_the_next(hosts, by_process, moved):
     assert [d.id for d in moved_on(place)] == moved
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_it_begins_anew(overflows, tmp_path):
     left, ran = overflows
     left[4] = 1

@@ -34,6 +34,7 @@ ALONE = NANO.with_layout(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
     kills = module("kills")

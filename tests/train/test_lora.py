@@ -70,6 +70,7 @@ def evaluated(m, plan, change=lambda ex: None, **kwargs):
 # ---- it begins as the base model ----
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "name, dtype",
     [("one device", "bfloat16"), ("3 segments", "float32")],
@@ -103,6 +104,7 @@ def test_under_tensor_parallelism_it_begins_equal_to_rounding():
 # ---- gradients ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llm stage 2, dp 2, tp 2", "2 segments of stage 2"])
 def test_gradients_are_those_of_the_folded_weights(name):
     tied = PLANS[name][2].get("llm_segments", 1) == 1
@@ -205,6 +207,7 @@ def test_a_checkpoint_does_not_depend_on_the_plan():
 # ---- the merged folder ----
 
 
+@pytest.mark.slow
 def test_merged_weights_make_a_plain_folder(tmp_path):
     nano = internvl.build("internvl-nano")
     decoder = dataclasses.replace(nano.size.decoder, tied=False)

@@ -69,6 +69,7 @@ def assert_gradients(grads, want):
         assert_trees_close(parts, {part: want[module][part] for part in parts})
 
 
+@pytest.mark.slow
 def test_gradients_of_adapters_in_the_tower_and_its_ends():
     """Patterns choose the matrices and the ranks; all else is frozen, in 8 bits, and has no
     gradient: the oracle has the products with their scales. Floats and other plans are below."""
@@ -84,6 +85,7 @@ def test_gradients_of_adapters_in_the_tower_and_its_ends():
     assert abs(without_adapters - loss) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, remat", [*zip(WIDE, ("layers", "none", "segment"), strict=True)], ids=[*WIDE]
 )

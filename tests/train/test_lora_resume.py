@@ -25,6 +25,7 @@ from .resume_cases import (  # noqa: F401
 )
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     pytest.importorskip("tensorboardX")
     train = dataclasses.replace(

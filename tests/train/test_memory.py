@@ -50,6 +50,7 @@ def watched(monkeypatch, name, *, fails):
     return seen
 
 
+@pytest.mark.slow
 def test_the_next_plan_is_taken_and_trains_as_if_nothing_had_been(monkeypatch, capsys):
     timed = watched(monkeypatch, "calibrate", fails=1)
     in_a_step = watched(monkeypatch, "rehearse", fails=1)

@@ -136,6 +136,7 @@ def test_steps_are_traced_for_xprof_and_perfetto(run):
     assert steps_in(trace) == {"1", "2"}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_traces_what_is_left(capsys):
     fit("run", train=dataclasses.replace(TRAIN, steps=4), **NANO)
     assert traced("run") == []
@@ -154,6 +155,7 @@ def test_a_resumed_run_traces_what_is_left(capsys):
     assert len(traced("run")) == 1
 
 
+@pytest.mark.slow
 def test_two_processes_add_up_and_are_both_traced(tmp_path):
     jobs = Jobs.make(tmp_path, TWO, steps=4)
     wanted = ["--train.profile_steps", "1:1", "--train.peak_flops", "2e9"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import jax.numpy as jnp
+import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
 from dflop_jax.contract import edges_of
@@ -40,6 +41,7 @@ def small(size: str, dtype: str) -> qwen3_vl.Qwen3VL:
     )
 
 
+@pytest.mark.slow
 def test_no_compile_whatever_the_sizes_and_the_largest_left_out(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trainer_module, "write_summary", lambda folder: None)
     model = small("", "float32")

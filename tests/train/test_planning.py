@@ -35,6 +35,7 @@ def place_and_profile():
     return place, profiling.make_profile(place, place.source())
 
 
+@pytest.mark.slow
 def test_planning_for_hardware_that_is_not_here(place_and_profile):
     place, profile = place_and_profile
     assert place.devices == []
@@ -45,6 +46,7 @@ def test_planning_for_hardware_that_is_not_here(place_and_profile):
     assert all(s.tokens % 128 == 0 for s in result.plan.layout.shapes("llm"))
 
 
+@pytest.mark.slow
 def test_what_would_help_is_what_a_changed_search_finds(place_and_profile):
     place, profile = place_and_profile
     found = {w.change: w.makespan_s for w in planning.what_would_help(place, profile)}

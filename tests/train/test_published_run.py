@@ -70,6 +70,7 @@ def on_host(folder):
     return {m: jax.device_get(read_params(found, m, s)) for m, s in structs.items()}
 
 
+@pytest.mark.slow
 def test_weights_in_and_out(tmp_path, capsys):
     params = random_params(MODEL, 1)
     small = jax.tree.map(lambda a: 0.05 * a, params)
@@ -128,6 +129,7 @@ def test_export_refuses_in_one_line(args, says, tmp_path, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_pictures_clips_and_sound_in_one_run(tmp_path):
     model = ModelConfig(factory="models.omni:build", size="omni-nano")
     data = replace(

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dflop_jax import CheckpointConfig, ModelConfig
 from dflop_jax.checkpoint.reader import CheckpointReader
@@ -98,6 +99,7 @@ def logits(model, params):
     return np.asarray(prefill(llm, params["llm"], batch, last, TOKENS, inlets_of(model))[0])
 
 
+@pytest.mark.slow
 def test_from_a_folder_and_back(capsys, monkeypatch):
     params = jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1))
     write_folder("hf", MODEL.weights, held(params), dtype="bfloat16")

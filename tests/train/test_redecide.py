@@ -151,6 +151,7 @@ def alive(monkeypatch):
     gc.enable()
 
 
+@pytest.mark.slow
 def test_a_run_changes_plans_and_learns_as_before(plain, long_steps, alive, tmp_path, capsys):
     result = fit(tmp_path / "run")
     said = capsys.readouterr().err

@@ -185,6 +185,7 @@ def test_two_flags_that_say_what_to_begin_with(capsys):
 # ---- other flags ----
 
 
+@pytest.mark.slow
 def test_changed_flags_plan_anew_and_the_training_goes_on(whole, monkeypatch, capsys):
     monkeypatch.setattr(Executor, "compile", compile_all)
     folder = as_killed(whole, saved=9, rows=11)

@@ -195,6 +195,7 @@ def test_a_wrong_choice_is_found_before_anything_is_measured():
 # ---- whole runs ----
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "train",
     [

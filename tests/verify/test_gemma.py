@@ -8,6 +8,7 @@ from tests.verify import gemma_folders
 from tests.verify.equal import check_equal
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "kind, more",
     [
@@ -22,6 +23,7 @@ def test_parity(tmp_path, kind, more):
     check_equal(verify(folder))
 
 
+@pytest.mark.slow
 def test_where_transformers_itself_rounds_much(tmp_path, monkeypatch):
     """Products of normed queries and keys have no scale in Gemma 4: where those of the norms are
     near 1, a random model is chaotic, and float64 says who is how far off."""

@@ -15,6 +15,7 @@ from tests.verify.equal import check_equal
 from tests.verify.qwen3_5_folders import text
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "kind, more",
     [

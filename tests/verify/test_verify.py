@@ -83,6 +83,7 @@ def no_reference(monkeypatch):
     monkeypatch.setattr(reference, "missing", lambda: NOTHING_INSTALLED)
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_folder_of_every_family(folders, capsys, kind):
     code, answer, err = verify(capsys, folders[kind])
@@ -142,6 +143,7 @@ def test_a_tensor_that_is_read_wrongly_is_found(folders, capsys, monkeypatch, no
     assert {name: n for name, n in wrong.items() if n} == {"llm.layers": 1}
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_something_else_is_found(folders, capsys, monkeypatch):
     if reference.missing():
         pytest.skip(reference.missing())

@@ -79,6 +79,7 @@ def test_what_hurts_is_a_bad_sample_and_the_rest_is_decoded(tmp_path, caplog):
         decoder._workers._server.started()
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_its_deadline():
     with opened(Hostile(3, {"1": "hang"}), timeout_s=10) as decoder:
         assert decoder.submit(0).result().load

@@ -78,6 +78,7 @@ def test_the_same_index_as_made_here(tmp_path, shards):
     assert indexes[0] == indexes[1]
 
 
+@pytest.mark.slow
 def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
     path = made_dataset(tmp_path / "d", 80)
     harm = {"2": "die", "4": "lie", "5": "hang", "6": f"die once:{tmp_path}/died", "7": "warn",

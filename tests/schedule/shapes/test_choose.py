@@ -190,6 +190,7 @@ def test_packed_pieces_of_every_module_and_groups_of_several_microbatches():
     assert all(s.tokens % 32 == 0 for b in choice.buckets for _, s in b.shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["quick", "full"])
 def test_the_same_arguments_give_the_same_buckets(loads, effort, monkeypatch):
     """Work is counted, not timed, and no choice hangs on the last bits of the prices, which another
@@ -218,6 +219,7 @@ def test_ties_go_to_the_first():
     assert first_least([2.0, 1.0, 0.9]) == 2
 
 
+@pytest.mark.slow
 def test_quick_is_close_to_full(loads, monkeypatch):
     """Both on batches that neither has seen."""
     less = _EFFORTS | {"full": replace(_EFFORTS["full"], budget=80)}

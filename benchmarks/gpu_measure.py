@@ -20,7 +20,9 @@ from dflop_jax.records import Hardware
 Line = dict[str, Any]
 ROUNDS = 12  # in which every case of a batch has its turn
 # All products at 70% of the peak, attention's too, whatever their size.
-FLAT = Efficiency(matmul=0.7, attention=0.7, attention_back=0.7, half_dim=1e-9, lookup=0.85)
+FLAT = Efficiency(
+    matmul=0.7, attention=0.7, attention_back=0.7, attention_pairs=1e-9, half_dim=1e-9, lookup=0.85
+)
 LEAST_S = 2e-3  # a turn calls a program as often as this takes
 
 

@@ -98,11 +98,11 @@ def profile_of(flops):
 
 
 def unit_s(flops: float) -> float:
-    """Seconds of a unit of content in all layers, forward and backward, which takes 2.5 times the
+    """Seconds of a unit of content in all layers, forward and backward, which takes 3.5 times the
     FLOPs."""
     e = Efficiency()
     forward_s = LAYERS * flops / GPU.peak_flops("float32") / e.attention
-    return forward_s * (1 + 2.5 * e.attention / e.attention_back)
+    return forward_s * (1 + 3.5 * e.attention / e.attention_back)
 
 
 def test_it_has_a_price_and_is_in_groups_steps_and_bounds():

@@ -16,6 +16,7 @@ from functools import cache
 from math import prod
 
 from dflop_jax.gpu_compile.hlo_text import ArrayType, Computation, HloModule, Instruction, parse_hlo
+from dflop_jax.profile.kernels import ATTENTION_PRODUCTS
 from dflop_jax.records import pairs
 
 COLLECTIVES = (
@@ -28,14 +29,8 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-# Products of the attention kernels of `models`, by the names that they give themselves: of queries
-# with keys, of weights with values, and their gradients.
-_ATTENTION_PRODUCTS = {
-    "packed_attention_forward": 2,
-    "packed_attention_kv_gradient": 4,
-    "packed_attention_q_gradient": 3,
-}
-# The same of those of `models.delta_gpu`, of a chunk's keys with states or what is written.
+# Products of the kernels of `models.delta_gpu`, of a chunk's keys with states or what is written.
+_CUDNN = "__cudnn$fmha"
 _STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
 # Custom calls that compute no product.
 _NO_PRODUCT = re.compile(
@@ -187,9 +182,9 @@ def product_flops(
         lhs = operands(computation, instruction)[0]
         depth = prod(lhs.shape[i] for i in dims(instruction, "contracting"))
         return 2.0 * instruction.arrays[0].size * depth
-    if target.startswith("__cudnn$fmha"):
-        # Scores of all pairs, and of them the products: two, and in backward five with the scores
-        # made again. Of causal attention cuDNN computes the half that counts.
+    if target.startswith(_CUDNN):
+        # Scores of all pairs, and of them the products. Of causal attention cuDNN computes the half
+        # that counts.
         scores = re.search(r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]',
                           instruction.attributes)  # fmt: skip
         if scores is None:
@@ -197,17 +192,29 @@ def product_flops(
         n_pairs = prod(int(n) for n in re.findall(r"\d+", scores.group(1)))
         head_dim = operands(computation, instruction)[0].shape[-1]
         seen = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) else 1.0
-        products = 5.0 if "Backward" in target else 2.0
-        return 2.0 * products * seen * n_pairs * head_dim
-    for name, n_products in _ATTENTION_PRODUCTS.items():
-        if name in instruction.attributes:
-            rows, tokens, heads, head_dim = operands(computation, instruction)[0].shape
-            return 2.0 * n_products * seen_pairs * rows * pairs(tokens) * heads * head_dim
+        return 2.0 * _attention_products(instruction) * seen * n_pairs * head_dim
+    if pair_flops := attention_pair_flops(computation, instruction):
+        tokens = operands(computation, instruction)[0].shape[1]
+        return pair_flops * seen_pairs * pairs(tokens) / tokens
     for name, n_products in _STATES_PRODUCTS.items():
         if name in instruction.attributes:
             written, keys = operands(computation, instruction)[0], instruction.arrays[0].shape[-2]
             return 2.0 * n_products * written.size * keys
     return None
+
+
+def attention_pair_flops(computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of an attention kernel for one pair of each of its tokens; 0 of other instructions."""
+    products = _attention_products(instruction)
+    return 2.0 * products * operands(computation, instruction)[0].size if products else 0.0
+
+
+def _attention_products(instruction: Instruction) -> int:
+    if instruction.custom_call_target.startswith(_CUDNN):
+        back = "Backward" in instruction.custom_call_target
+        return ATTENTION_PRODUCTS[f"dot_product_attention_{'bwd' if back else 'fwd'}"]
+    named = (n for name, n in ATTENTION_PRODUCTS.items() if name in instruction.attributes)
+    return next(named, 0)
 
 
 def operands(computation: Computation, instruction: Instruction) -> list[ArrayType]:

@@ -107,7 +107,9 @@ def _kernel(
             return Kernel(ELEMENTWISE, 0.0, n_bytes)
         back = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
         dtype = _DTYPES.get(hlo_cost.operands(computation, i)[0].dtype, "float32")
-        return Kernel(ATTENTION_BACK if back else ATTENTION, flops, n_bytes, dtype=dtype)
+        pair_flops = hlo_cost.attention_pair_flops(computation, i)
+        kind = ATTENTION_BACK if back else ATTENTION
+        return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops)
     if i.opcode in _SLICES:
         return Kernel(COPY, 0.0, 2 * i.arrays[0].n_bytes)
     if i.opcode == "dynamic-update-slice":

@@ -40,17 +40,18 @@ class Efficiency:
     """What kernels reach of the hardware.
 
     The defaults are assumptions for GPUs: with them a bfloat16 product of n x n x n reaches 48%,
-    63% and 68% of an A100's peak at n = 1024, 2048 and 4096. Attention kernels reach what is
-    published of Triton's on an H100 at 4,096 tokens, 379 and 267 of 989 TFLOP/s. `LINK_REACH` is
-    NCCL's own.
+    63% and 68% of an A100's peak at n = 1024, 2048 and 4096. Attention is that of `models`' kernels
+    as five rows of docs/gpus.md were timed on an H100, met to 27%. `LINK_REACH` is NCCL's own.
     """
 
     matmul: float = 0.72
     "share of the peak that a large matrix product reaches"
-    attention: float = 0.38
+    attention: float = 0.26
     "the same for the products of attention, batched over heads"
-    attention_back: float = 0.27
-    "the same for those of its gradient"
+    attention_back: float = 0.42
+    "the same for those of its gradient, as many as its kernels compute"
+    attention_pairs: float = 700.0
+    "an attention kernel takes so many pairs' time more for each token"
     half_dim: float = 64.0
     "a product that has this many rows, columns or depth reaches half, for each of them"
     bandwidth: float = 0.85
@@ -79,6 +80,7 @@ class Table:
     row: np.ndarray
     kind: np.ndarray
     flops: np.ndarray
+    pair_flops: np.ndarray
     n_bytes: np.ndarray
     dims: np.ndarray  # [kernels, 3]: rows, columns and depth of products, else 0
     peak: np.ndarray
@@ -96,6 +98,7 @@ class Table:
             row=np.array([i for i, _ in flat], int),
             kind=np.array([a.kind for a in kernels], int),
             flops=np.array([a.flops for a in kernels]),
+            pair_flops=np.array([a.pair_flops for a in kernels]),
             n_bytes=np.array([a.n_bytes for a in kernels]),
             dims=np.array([(a.rows, a.cols, a.depth) for a in kernels]).reshape(-1, 3),
             peak=np.array([hardware.peak_flops(a.dtype) for a in kernels]),
@@ -130,7 +133,8 @@ class Table:
         )
         reached = self.dims / (self.dims + e.half_dim)
         reach = np.where(self.dims > 0, reached, 1.0).prod(axis=1)
-        compute = self.flops / (self.peak * share * reach)
+        flops = self.flops + e.attention_pairs * self.pair_flops
+        compute = flops / (self.peak * share * reach)
         band = np.where(self.kind == LOOKUP, e.lookup, e.bandwidth) * self.hardware.memory_bandwidth
         seconds = np.maximum(compute, self.n_bytes / band)
         for i in np.flatnonzero(np.isin(self.kind, _COLLECTIVES)):

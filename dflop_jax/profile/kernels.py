@@ -19,6 +19,15 @@ MATMUL, ATTENTION, ATTENTION_BACK, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND, CO
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
 _LOOKUPS = ("gather", *_SCATTERS)
 _OPAQUE = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
+# Products of attention kernels, of `models`' own by the names that they give themselves: of queries
+# with keys, of weights with values, and their gradients.
+ATTENTION_PRODUCTS = {
+    "packed_attention_forward": 2,
+    "packed_attention_kv_gradient": 4,
+    "packed_attention_q_gradient": 3,
+    "dot_product_attention_fwd": 2,
+    "dot_product_attention_bwd": 5,
+}
 _ANCHORS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_OPAQUE)
 
 
@@ -27,7 +36,8 @@ class Kernel:
     """`repeats` launches on one device: FLOPs and bytes of each.
 
     `rows`, `cols` and `depth` are those of a product on this device, 0 of what reaches its rate at
-    any size. Collectives join `group`
+    any size. `pair_flops` are an attention kernel's FLOPs for one pair of each of its tokens, by
+    which `Efficiency` prices what its pieces cost beside their pairs. Collectives join `group`
     devices `stride` apart, 0: the tensor-parallel group. The bytes of `REDUCE` are those that each
     device adds up, those of `GATHER` (which stands for its inverse, too) what all devices have
     together. `COPY` moves arrays and computes nothing; traces, which know no layouts, have none.
@@ -41,6 +51,7 @@ class Kernel:
     depth: float = 0.0
     dtype: str = "float32"
     repeats: int = 1
+    pair_flops: float = 0.0
     group: int = 0
     stride: int = 1
 
@@ -56,9 +67,7 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
         elif op.name == "conv_general_dilated":
             kernels.append(_convolution(op, repeats))
         elif op.name in _OPAQUE:
-            n_bytes = sum(v.n_bytes for v in (*op.ins, *op.outs))
-            dtype = str(op.outs[0].dtype)
-            kernels.append(Kernel(ATTENTION, 0.0, n_bytes, dtype=dtype, repeats=repeats))
+            kernels.append(_opaque(op, repeats))
         elif op.name in _LOOKUPS:
             moved = op.outs[0] if op.name == "gather" else op.ins[-1]
             kernels.append(Kernel(LOOKUP, 0.0, 2 * moved.n_bytes, repeats=repeats))
@@ -91,6 +100,20 @@ def _product(op: Op, repeats: int) -> Kernel:
     kind = ATTENTION if len(lb) else MATMUL
     dtype = str(max(lhs.dtype, rhs.dtype, key=lambda d: d.itemsize))  # both are computed in it
     return Kernel(kind, flops, n_bytes, rows, cols, depth, dtype, repeats)
+
+
+def _opaque(op: Op, repeats: int) -> Kernel:
+    n_bytes = sum(v.n_bytes for v in (*op.ins, *op.outs))
+    products = ATTENTION_PRODUCTS.get(op.params.get("name", op.name), 0)
+    queries = op.ins[0]
+    return Kernel(
+        ATTENTION_BACK if products > 2 else ATTENTION,
+        flops=0.0,
+        n_bytes=n_bytes,
+        dtype=str(op.outs[0].dtype),
+        repeats=repeats,
+        pair_flops=2.0 * products * queries.n_bytes / queries.dtype.itemsize,
+    )
 
 
 def _convolution(op: Op, repeats: int) -> Kernel:

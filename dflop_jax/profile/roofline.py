@@ -5,7 +5,7 @@ kernels come from the module's own functions (`parts`, `kernels`), so any model 
 reaches less of the peak the fewer rows, columns or depth it has on one device, which is what small
 batches and high degrees of tensor parallelism cost. Modules are taken as the chip runs them
 (`contract.on_chip`). Attention whose kernel skips what is not in a piece costs its content's FLOPs,
-at the share of the peak that attention reaches.
+at the share of the peak that attention reaches, and its tokens what pieces cost beside their pairs.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def roofline_profile(
     return replace(profile, entry_share=entry_share, computed=True, hardware=hardware)
 
 
-# Backward of attention has five products for its forward's two (arXiv 2205.14135).
-_CONTENT_BACKWARD = 2.5
+# Attention's backward has seven products for its forward's two: each of its two kernels computes
+# what it needs of the scores and of their gradients.
+_CONTENT_BACKWARD = 3.5
 
 
 def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -> list[LayerTiming]:

@@ -15,8 +15,8 @@ from dflop_jax.pipeline.task_times import TaskTimes
 
 _REMEMBERED_STEPS = 9  # whose median is a factor; twice as many follow a change half as fast
 _LEAST_STEPS = 5  # of a process before it is named
-# Of slow steps, one after the other, before a process is named: where they take milliseconds, what
-# else a machine does makes now one process slow and now another (a line each 4 steps of 35 ms).
+# Of slow steps, less those that were not, before a process is named: where they take milliseconds,
+# what else a machine does makes now one process slow and now another (a line each 4 steps of 35 ms).
 _LEAST_S = 2.0
 SLOW, RECOVERED = 1.4, 1.2  # times the rest's: above, named; below again, no more
 _REPORTED = 32  # processes in a row of metrics, the slowest ones: more would fill disk and trackers
@@ -106,7 +106,7 @@ class Stragglers:
         self._log = log
         self._recent = np.empty((0, _REMEMBERED_STEPS))  # by process, oldest first, at first NaN
         self._usual = np.empty(0)  # their medians
-        self._slow_s = np.empty(0)  # for how long these are slow
+        self._slow_s = np.empty(0)  # for how long these are slow, see _LEAST_S
         self._named: set[int] = set()
 
     @property
@@ -131,7 +131,7 @@ class Stragglers:
         every = np.arange(len(ordered))
         self._usual = (ordered[every, (counts - 1) // 2] + ordered[every, counts // 2]) / 2
         slow = (self._usual > SLOW) & (counts >= _LEAST_STEPS)
-        self._slow_s = np.where(slow, self._slow_s + step_s, 0.0)
+        self._slow_s = np.maximum(self._slow_s + np.where(slow, step_s, -step_s), 0.0)
         slow &= self._slow_s >= _LEAST_S
         for p in sorted({*np.flatnonzero(slow).tolist()} - self._named):
             self._named.add(p)

@@ -84,14 +84,16 @@ def test_each_kernel_by_hand():
     """A slice of a stack is what is read of it, and an update in place what is written."""
     small, wide = 8 * 16 * 2, 8 * 16 * 4
     queries = 2 * 64 * 4 * 16 * 2
-    attention = 2.0 * 0.5 * 2 * 64**2 * 4 * 16
+    product = 2.0 * 2 * 64 * 4 * 16  # of one pair of each token
+    attention = 0.5 * 64 * product
+    kernel = Kernel(ATTENTION, 0.0, 2 * queries, dtype="bfloat16")
     want = [
         Kernel(ELEMENTWISE, 0.0, 4 + 3 * small),
         Kernel(ELEMENTWISE, 0.0, 4 + 3 * wide),
         Kernel(LOOKUP, 0.0, 32 + 2 * wide),
         Kernel(COPY, 0.0, 2 * small),
-        Kernel(ATTENTION, 2 * attention, 2 * queries, dtype="bfloat16"),
-        Kernel(ATTENTION_BACK, 3 * attention, 2 * queries, dtype="bfloat16"),
+        replace(kernel, kind=ATTENTION, flops=2 * attention, pair_flops=2 * product),
+        replace(kernel, kind=ATTENTION_BACK, flops=3 * attention, pair_flops=3 * product),
         Kernel(REDUCE, 0.0, 400.0, group=4, stride=2),
         Kernel(GATHER, 0.0, 1600.0, group=4, stride=2),
         Kernel(GATHER, 0.0, 1600.0, group=4, stride=1),

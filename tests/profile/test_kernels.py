@@ -6,6 +6,7 @@ import pytest
 
 from dflop_jax.profile.kernels import (
     ATTENTION,
+    ATTENTION_BACK,
     ELEMENTWISE,
     GATHER,
     LOOKUP,
@@ -179,6 +180,17 @@ def test_attention_is_told_from_products_with_parameters():
     assert len(of_kind(kernels, ATTENTION)) == 2
     assert len(of_kind(kernels, MATMUL)) == 6
     assert {k.dtype for k in of_kind(kernels, MATMUL)} == {"bfloat16"}
+
+
+def test_attention_kernels_know_a_pair_of_each_token():
+    """Two products forward and seven backward; what they compute of pairs a trace does not show."""
+    llm, shape = build_llava("nano", attention_kernel="pallas").modules["llm"], Shape(2, 64)
+    for direction, kind, products in ((FORWARD, ATTENTION, 2), (BACKWARD, ATTENTION_BACK, 7)):
+        for ways in (1, 2):
+            kernels = of_kind(part_kernels(llm, "layers", direction, shape, ways), kind)
+            assert sum(k.flops for k in kernels) == 0
+            want = 2 * products * shape.size * 4 * 32 / ways  # heads of 8, filled up to 32
+            assert sum(k.pair_flops * k.repeats for k in kernels) == want
 
 
 def test_degrees_that_divide():

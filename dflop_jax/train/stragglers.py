@@ -16,7 +16,7 @@ from dflop_jax.pipeline.task_times import TaskTimes
 _REMEMBERED_STEPS = 9  # whose median is a factor; twice as many follow a change half as fast
 _LEAST_STEPS = 5  # of a process before it is named
 # Of slow steps, less those that were not, before a process is named: where they take milliseconds,
-# what else a machine does makes now one process slow and now another (a line each 4 steps of 35 ms).
+# what else a machine does makes now one and now another slow (a line each 4 steps of 35 ms).
 _LEAST_S = 2.0
 SLOW, RECOVERED = 1.4, 1.2  # times the rest's: above, named; below again, no more
 _REPORTED = 32  # processes in a row of metrics, the slowest ones: more would fill disk and trackers

@@ -176,16 +176,17 @@ def cached_programs(target: Target) -> list[Path]:
 
 
 def slow(target: Target) -> Callable[[], bool]:
-    """Let a process run a fifth of the time, until it is named."""
+    """Let a process run a fifth of the time, until it is named. In slices as short as its tasks:
+    stopped for longer, it is stopped between them, and what it does looks quick."""
     until_s, over = time.monotonic() + SLOW_S, threading.Event()
 
     def hold() -> None:
         with suppress(ProcessLookupError):
             while not over.is_set():
                 os.kill(target.pid, signal.SIGSTOP)
-                time.sleep(0.08)
+                time.sleep(0.008)
                 os.kill(target.pid, signal.SIGCONT)
-                time.sleep(0.02)
+                time.sleep(0.002)
 
     holding = threading.Thread(target=hold, daemon=True)
     holding.start()

@@ -1,0 +1,91 @@
+"""Numbers of the code that docs/clusters.md and docs/checkpoints.md promise, each said with what it
+is there for: whoever changes one changes the other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dflop_jax.checkpoint import copies, reader, writer
+from dflop_jax.checkpoint import format as files
+from dflop_jax.cluster import (
+    agent,
+    distributed,
+    door,
+    ending,
+    group,
+    handshake,
+    peers,
+    restarts,
+    sections,
+    self_check,
+    shelf,
+    tree,
+)
+from dflop_jax.config import CheckpointConfig, Config
+from dflop_jax.records import USABLE_MEMORY
+from dflop_jax.train import cadence, compile_cache, stragglers
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+MIB = 1 << 20
+CONFIG, LIMITS = Config(), restarts.Limits()
+RUN = CONFIG.distributed
+HELLO_BYTES = 2 * handshake.NONCE_BYTES + handshake._LENGTH.size + handshake.HELLO_BYTES
+READ_BYTES = reader.RUN_BYTES + reader.CACHED_BLOCKS * files.BLOCK_BYTES
+ENDS_S = distributed.SHUTDOWN_S + distributed.LEAVE_S
+
+CLUSTERS = [
+    f"R times at most; {LIMITS.restarts} unless you say so",
+    f"R times in any hour at most; {LIMITS.an_hour} |",
+    f"before the others go on without it; {LIMITS.gone_after_s:g} |",
+    f"(SIGTERM, SIGKILL {group.STOP_GRACE_S:g} s later)",
+    f"two within {ending.ONE_SIGNAL_S:g} s count as one",
+    f"kills those that have not ended after {group.RESTART_GRACE_S:g} s",
+    f"at once, then after {restarts.FIRST_WAIT_S:g}, 2, 4 ... {restarts.LONGEST_WAIT_S:g} s",
+    f"wait for it, {RUN.connect_timeout_s:g} s once more often than `--max-restarts` says",
+    f"or {agent.PEER_TIMEOUT_S:g} s of silence)",
+    f"A silence of less than {agent.PEER_TIMEOUT_S:g} s (`--distributed.peer_timeout_s`",
+    f"A silence of less than {RUN.peer_timeout_s:g} s (`--distributed.peer_timeout_s`",
+    f"where they take more than `cache_gib` ({CONFIG.cache_gib:g})",
+    f"| `XLA_CLIENT_MEM_FRACTION={USABLE_MEMORY}`",
+    f"plans count with {USABLE_MEMORY:.0%}",
+    f"(`KEY{compile_cache.SUFFIX}`, beside jax's own `KEY-cache`)",
+    f"within {door.PROVE_S:g} s, after {HELLO_BYTES:,} bytes at most, at most "
+    f"{door.MOST_STRANGERS} at a time",
+    f"With more than {tree.FAN_OUT + 1} processes",
+    f"(process (i - 1) // {tree.FAN_OUT} of process i) and to at most {tree.FAN_OUT} children",
+    f"a process leaves that message {'a second' if peers.NOTICE_S == 1 else peers.NOTICE_S}",
+    f"A Python script of yours ends within {ENDS_S:g} s once it is over",
+    f"while all leave, the others end after {distributed.LEAVE_S:g} s (exit code",
+    f"`--distributed.hang_factor` ({RUN.hang_factor:g}) times the longest that was measured of it "
+    f"in the last {sections.REMEMBERED}, and at least `--distributed.hang_least_s` "
+    f"({RUN.hang_least_s:g} s)",
+    f"has {sections.UNMEASURED} times the least",
+    f"{self_check.LIMIT_S:g} s at most. What fails is one line",
+    f"says a time after {time.gmtime(self_check._EARLIEST_S - 1).tm_year}.",
+    f"is slow for {'five' if stragglers._LEAST_STEPS == 5 else stragglers._LEAST_STEPS} steps and "
+    f"{stragglers._LEAST_S:g} s",
+]
+CHECKPOINTS = [
+    f"a CRC-32 of every {'MiB' if files.BLOCK_BYTES == MIB else files.BLOCK_BYTES} of every file",
+    f"flushed while it wrote (every {writer.FLUSH_BYTES // MIB} MiB",
+    f"The prior is {cadence.DEVICE_HOURS_A_FAILURE:,} hours of one device",
+    f"is {'twice' if copies.KEPT == 2 else copies.KEPT} the files of its own processes",
+    f"(less {shelf.LEAST_FREE_BYTES // MIB} MiB)",
+    f"only the blocks of {files.BLOCK_BYTES // MIB} MiB that overlap",
+    f"holds about {READ_BYTES // MIB} MiB beside its answer",
+    f"Every `checkpoint.every` steps ({CheckpointConfig().every}",
+    f"Kept are the newest `checkpoint.keep` ({CheckpointConfig().keep})",
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "promise"),
+    [(page, p) for page, said in (("clusters", CLUSTERS), ("checkpoints", CHECKPOINTS))
+     for p in said],
+)  # fmt: skip
+def test_a_number_is_the_documents(page, promise):
+    text = " ".join((DOCS / f"{page}.md").read_text(encoding="utf-8").split())
+    assert promise in text

@@ -155,6 +155,35 @@ def test_the_slurm_script_is_signalled_and_requeued():
     assert "requeue" in sbatch_options()
 
 
+@pytest.mark.parametrize(
+    "code, restarts, requeues",
+    [
+        (0, "", False),
+        (1, "", False),
+        (2, "", False),
+        (3, "", True),
+        (4, "0", True),
+        (137, "99", True),
+        (3, "100", False),
+        (139, "", False),
+    ],
+)
+def test_the_slurm_script_is_requeued_by_ends_that_pass(tmp_path, code, restarts, requeues):
+    """And ends as its step does."""
+    for name, does in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" > {tmp_path}/asked')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    script = SLURM.replace("export PATH=", f'export PATH="{tmp_path}:$PATH"; : PATH=')
+    told = {"SLURM_JOB_ID": "4098", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    told |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    done = subprocess.run(
+        ["bash"], input=script, env={"PATH": "/usr/bin:/bin", **told}, text=True, check=False
+    )
+    assert done.returncode == code
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == "requeue 4098\n" * requeues
+
+
 # ---- Kubernetes ----
 
 

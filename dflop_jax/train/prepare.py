@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import msgspec
 
+from dflop_jax.cluster import told
 from dflop_jax.cluster.devices import connect_pairs
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.sections import Sections
 from dflop_jax.cluster.self_check import check_host
-from dflop_jax.cluster.told import is_restart
 from dflop_jax.config import Config, ModelConfig
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
@@ -257,8 +257,8 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     use_cache(config.cache_dir)
     noted = time_log()
     with noted.part(CONNECT):
-        if (here := find_processes(config.distributed)).local_index == 0:
-            if not is_restart():  # which is to be quick, and needs what is there
+        if _is_first(here := find_processes(config.distributed)):
+            if not told.is_restart():  # which is to be quick, and needs what is there
                 forget_unused(config.cache_dir, config.cache_gib)
             _check_host(here, config)
         member = initialise(config.distributed, config.plan.devices)
@@ -276,6 +276,12 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     place = Workplace(config, model, devices, peers, None, _hosts(peers), noted, sections)
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
+
+
+def _is_first(here: Processes) -> bool:
+    """Whether this is the first process of its host; of those that are left, as its agent says."""
+    keepers = told.keepers()
+    return keepers.first if keepers else here.local_index == 0
 
 
 def _check_host(here: Processes, config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -55,10 +56,14 @@ def test_every_kind_comes_as_often_and_moments_do(kinds):
 
 
 def test_a_kind_has_its_expected_end(kinds):
+    """As docs/clusters.md has it, which may say more of when."""
     docs = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    rows = re.findall(r"^\| ([a-zA-Z ]+) \| (.*) \|$", docs.partition("| fault |")[2], re.M)
+    table = dict(rows[: len(kinds.KINDS) + 2])
+    assert table.keys() == kinds.KINDS.keys() | {"launcher", "not finite"}
     for name, kind in kinds.KINDS.items():
-        assert f"| {name} |" in docs
         assert kind.expected
+        assert table[name].startswith(kind.expected)
         assert set(kind.moments) <= set(kinds.MOMENTS)
 
 
@@ -154,6 +159,14 @@ def test_a_slow_process_is_let_go_once_it_is_named(kinds, process, tmp_path):
     said[0] = "step 9: process 0 takes 3.1 times as long as it should"
     assert stop()
     wait_for(lambda: kinds.state_of(p.pid) != "T")
+
+
+def test_three_of_what_hosts_tries_is_tried_in_ci():
+    """As docs/clusters.md says of the rest that it names."""
+    hosts = module("hosts")
+    assert len(hosts.QUICK) == 3
+    assert {*hosts.QUICK} < {tried.__name__ for tried in hosts.TRIED}
+    assert "hosts.py --quick" in (Path(__file__).parents[2] / ".ci" / "hosts").read_text()
 
 
 def test_bytes_on_their_way_are_an_exchange():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dflop_jax.cli import train
 from dflop_jax.cli.front_door import asked
 from dflop_jax.cli.main import _parser
 from dflop_jax.config import Config, DataConfig
@@ -15,6 +16,7 @@ from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.front.families import FAMILIES
 from dflop_jax.front.model_folder import MOST_TOKENS
 from dflop_jax.train.prepare import build_model
+from dflop_jax.train.resume import Resume
 from tests.cli.command_line import refused, run
 from tests.front.made import HF_CONFIG, PIXELS, llava_data, processor_files
 
@@ -29,6 +31,22 @@ def named():
 
 def ask(*words):
     return asked(_parser().parse_known_args(["train", *words])[0])
+
+
+def test_what_a_run_goes_on_or_begins_with(named):
+    def existing(*words):
+        return train._existing(_parser().parse_known_args(["train", *words])[0])
+
+    assert existing() == "error"
+    assert existing("--overwrite") == "overwrite"
+    assert existing("--resume", "auto") == Resume()
+    assert existing("--resume", "1200") == Resume(at=1200)
+    assert existing("--resume", "auto", "--reset-optimizer") == Resume(reset_optimizer=True)
+    both = ("--resume", "1200", "--reset-optimizer")
+    assert existing(*both) == Resume(at=1200, reset_optimizer=True)
+    for begun in ("runs/other", "runs/other@1200"):
+        assert ask(*named, "--init-from", begun) == ask(*named, "--model.weights", begun)
+        assert ask(*named, "--init-from", begun).config.model.weights == (begun,)
 
 
 def test_a_folder_and_a_file_are_a_whole_configuration(named):

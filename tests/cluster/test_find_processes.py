@@ -106,6 +106,17 @@ def environment(monkeypatch):
             OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,26::2]:1"},
             Processes(4, 2, Address("fe80::1", 61441), "Open MPI", 2),
         ),
+        (
+            DistributedConfig(),
+            OPEN_MPI | {"JAX_COORDINATOR_PORT": "5000"},
+            Processes(4, 2, Address("10.96.0.1", 5000), "Open MPI", 2),
+        ),
+        # what has a whole address has its port
+        (
+            DistributedConfig(),
+            OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "ib0:7", "JAX_COORDINATOR_PORT": "5000"},
+            Processes(4, 2, Address("ib0", 7), "Open MPI", 2),
+        ),
         (DistributedConfig(), OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, Processes()),
         (DistributedConfig(), {"DFLOP_DEVICES_PER_PROCESS": "3"}, Processes(devices_each=3)),
         (DistributedConfig(), {"DFLOP_COORDINATOR": "", "DFLOP_NUM_PROCESSES": ""}, Processes()),
@@ -234,6 +245,10 @@ def test_kubernetes(environment, monkeypatch, caplog):
     monkeypatch.setattr("jax._src.clusters.K8sCluster", _Cluster)
     expected = Processes(3, 1, Address("pod-0.svc", 55527), "Kubernetes", 1)
     assert find_processes(DistributedConfig()) == expected
+    with monkeypatch.context() as patch:
+        patch.setenv("JAX_COORDINATOR_PORT", "5000")
+        found = find_processes(DistributedConfig())
+        assert found == Processes(3, 1, Address("pod-0.svc", 5000), "Kubernetes", 1)
     monkeypatch.setattr(_Cluster, "number", 1)
     assert find_processes(DistributedConfig()) == Processes()
     monkeypatch.setattr(_Cluster, "number", 0)

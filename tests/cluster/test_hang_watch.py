@@ -205,7 +205,7 @@ def wait_for(condition) -> None:
 
 
 @pytest.mark.parametrize("stuck", [0, 1, 2])
-def test_all_end_by_the_one_that_hangs(jobs, stuck, monkeypatch, tmp_path):
+def test_all_end_by_the_one_that_hangs(jobs, stuck, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv(AGENT_ENV, str(tmp_path))
     jobs.measured()
     for p, s in enumerate(jobs.sections):
@@ -226,6 +226,9 @@ def test_all_end_by_the_one_that_hangs(jobs, stuck, monkeypatch, tmp_path):
         assert "ended: forward of a (task 1 of 2)" in text
         assert "Current thread" in text
         assert "test_hang_watch.py" in text  # the stacks of all threads
+        said = [r.getMessage() for r in caplog.records if r.getMessage() in text]
+        assert any(line.startswith(f"process {p} (") for line in said)
+        assert "ended: forward of a (task 1 of 2)" in said
     failure = told.failure_of(tmp_path, 0)
     assert (failure.exit_code, failure.step, failure.host) == (4, 5, socket.gethostname())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calendar
 import errno
 import threading
 import time
@@ -27,6 +28,15 @@ from dflop_jax.cluster.self_check import (
 def test_a_host_that_is_fit_says_nothing(tmp_path):
     check_host(Address(LOOPBACK, 1), tmp_path / "run" / "not there yet")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["product", "link", "disk", "clock"])
+def test_each_of_four_is_looked_at(monkeypatch, tmp_path, name):
+    for each in ("product", "link", "disk", "clock"):
+        said = "is ill" if each == name else ""
+        monkeypatch.setattr(self_check, f"check_{each}", lambda *_, said=said: said)
+    with pytest.raises(TryAgain, match=f"its {name} is ill"):
+        check_host(Address(LOOPBACK, 1), tmp_path)
 
 
 def test_what_fails_or_hangs_is_one_line_in_time():
@@ -88,4 +98,8 @@ def test_a_clock_goes_as_fast_as_the_other(rate, ok):
     said = check_clock(lambda: 1.8e9 + rate * steady[0], lambda: steady[0], pause)
     assert (said == "") == ok
     assert "long past" in check_clock(lambda: steady[0], lambda: steady[0], pause)
+    new_year = calendar.timegm((2025, 1, 1, 0, 0, 0))
+    for begin, is_past in ((new_year - 60, True), (new_year, False)):
+        said = check_clock(lambda begin=begin: begin + steady[0], lambda: steady[0], pause)
+        assert ("long past" in said) == is_past
     assert Path("/proc").exists() is False or check_clock() == ""

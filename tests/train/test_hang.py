@@ -1,16 +1,71 @@
-"""A real run of two processes, one of which hangs while its signs of life go on."""
+"""What is watched for hanging, and a real run of two processes, one of which hangs while its signs
+of life go on."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dflop_jax.cluster.ending import TRY_AGAIN
+from dflop_jax.cluster.sections import Sections
+from dflop_jax.config import Config, DistributedConfig
 from dflop_jax.report.run_folder import HUNG, RESTARTS
+from dflop_jax.report.spent import (
+    ANSWERS,
+    COMPILE,
+    DATA,
+    END,
+    EVALUATION,
+    PLAN,
+    PROFILE,
+    REDECISION,
+    SAVE,
+    START,
+    TRAINING,
+)
+from dflop_jax.train import watched as watched_module
+from dflop_jax.train.prepare import REPEATED, Workplace
 
 from .many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses, undisturbed
+
+
+@pytest.mark.parametrize(
+    "count, command, factor, ends",
+    [(1, False, 20.0, "said"), (1, True, 20.0, "ended"), (2, False, 20.0, "ended"),
+     (2, True, 0.0, "not watched")],
+)  # fmt: skip
+def test_who_is_ended_where_it_hangs(monkeypatch, count, command, factor, ends):
+    """What `dflop train` did not start, such as a notebook, is not."""
+    seen = ["not watched"]
+
+    @contextmanager
+    def noted(sections, peers, folder, *, least_s, end):
+        assert (folder, least_s) == (Path("run/hung"), 120.0)
+        seen[0] = "ended" if end is None else "said"
+        yield
+
+    monkeypatch.setattr(watched_module, "hangs_watched", noted)
+    monkeypatch.setattr(watched_module, "is_command", threading.Event())
+    if command:
+        watched_module.is_command.set()
+    config = Config(run_dir="run", distributed=DistributedConfig(hang_factor=factor))
+    place = Workplace(config, None, [], SimpleNamespace(count=count), sections=Sections())
+    with watched_module.watched(place):
+        assert seen == [ends]
+
+
+def test_what_is_measured_of_the_sections_of_a_run():
+    """As docs/clusters.md names them."""
+    step, batch, save, evaluation, plan = TRAINING, DATA, SAVE, EVALUATION, REDECISION
+    assert {*REPEATED} == {step, batch, save, evaluation, ANSWERS, plan}
+    assert not {*REPEATED} & {watched_module.FIRST_STEP, START, PROFILE, PLAN, COMPILE, END}
+
 
 # Appended to the experiment: at the first start, process 1 never comes to the end of step 5.
 HANGS = """

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from dflop_jax.cluster import told
+from dflop_jax.cluster.addresses import Address
 from dflop_jax.cluster.claims import claim
 from dflop_jax.cluster.ending import BrokenDevice, TryAgain
 from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.processes import Processes
 from dflop_jax.cluster.variables import (
     AGENT_ENV,
+    COPIES_ENV,
     LEAST_ENV,
     PROCESS_ID_ENV,
     RESTARTS_ENV,
@@ -17,6 +21,7 @@ from dflop_jax.cluster.variables import (
 )
 from dflop_jax.config import CheckpointConfig, Config
 from dflop_jax.report.run_folder import METRICS, RESTARTS, RunFolder
+from dflop_jax.train import prepare
 from dflop_jax.train.restart import (
     check_agents,
     check_claim,
@@ -52,6 +57,7 @@ def test_only_what_the_launch_has_begun_is_resumed(start, tmp_path):
     with open_folder(ours, "overwrite"):
         pass
     assert not is_begun(ours, Peers())  # the first start obeys
+    assert (tmp_path / "ours" / "launch").read_text() == "a"
     start("a", 1)
     assert is_begun(ours, Peers())
     assert not is_begun(old, Peers())  # of an older run, which the script has not come to
@@ -108,6 +114,53 @@ def test_what_the_agent_hears(start, tmp_path):
     assert told.failure_of(agent, 1) == told.Failure(4, "bits", host="b", broken=True, process=3)
     tell_agent(KeyError())
     assert told.failure_of(agent, 1) == told.Failure(1, "KeyError")
+
+
+# ---- before it meets others ----
+
+
+@pytest.mark.parametrize(
+    "local_index, first, restarts, does",
+    [
+        (0, None, 0, "forget check meet"),
+        (1, None, 0, "meet"),
+        (0, True, 1, "check meet"),  # which is to be quick
+        (1, True, 1, "check meet"),  # the place before is left out
+        (1, False, 1, "meet"),
+    ],
+)
+def test_the_first_process_of_a_host_looks_whether_that_is_fit(
+    monkeypatch, tmp_path, local_index, first, restarts, does
+):
+    done: list[str] = []
+    here = Processes(4, 2 + local_index, Address("node1", 29400), "Slurm", 2, local_index)
+
+    def meet(*_):
+        done.append("meet")
+        raise TryAgain("nobody comes")
+
+    for name, value in (
+        ("use_cache", lambda folder: None),
+        ("find_processes", lambda config: here),
+        ("forget_unused", lambda folder, gib: done.append("forget")),
+        ("check_host", lambda at, folder: done.append("check")),
+        ("initialise", meet),
+    ):
+        monkeypatch.setattr(prepare, name, value)
+    monkeypatch.setenv(RESTARTS_ENV, str(restarts))
+    monkeypatch.delenv(COPIES_ENV, raising=False)
+    if first is not None:
+        told_of = told.Keepers(("a:1", "b:2"), 1, first)
+        monkeypatch.setenv(COPIES_ENV, msgspec.json.encode(told_of).decode())
+    with pytest.raises(TryAgain, match="nobody comes"):
+        prepare.set_up(Config(cache_dir=str(tmp_path / "cache")))
+    assert done == does.split()
+
+
+def test_one_process_is_not_looked_at(monkeypatch):
+    monkeypatch.setattr(prepare, "check_host", lambda *_: pytest.fail("it meets nobody"))
+    for alone in (Processes(), Processes(1, 0, Address("node1", 29400))):
+        prepare._check_host(alone, Config())
 
 
 # ---- one part of a run goes on ----

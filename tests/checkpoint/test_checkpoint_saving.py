@@ -142,6 +142,22 @@ def test_a_checkpoint_is_committed_after_its_rows(runs, tmp_path):
     assert CheckpointStore(tmp_path).steps() == (1,)
 
 
+def test_a_save_waits_for_the_one_before(runs, tmp_path):
+    """So that saves by steps are at the same steps in every run, however slow the disk."""
+    saver = saver_of(runs("one device each").ex, tmp_path)
+    late, known = Future(), Future()
+    known.set_result({})
+    saver.save(1, late)
+    begun = threading.Thread(target=saver.save, args=(2, known))
+    begun.start()
+    begun.join(0.1)
+    assert begun.is_alive()
+    late.set_result({})
+    begun.join(60)
+    saver.wait()
+    assert CheckpointStore(tmp_path).steps() == (2, 1)
+
+
 def test_only_the_newest_are_kept(runs, tmp_path):
     saver = saver_of(runs("one device each").ex, tmp_path, keep=2)
     for step in (0, 1, 5, 6):

@@ -51,6 +51,25 @@ def test_numpy_alone_reads_every_leaf(store, seed):
     assert all(same(leaves[name], array) for name, array in case.arrays.items())
 
 
+def test_numpy_alone_reads_a_file_of_several_blocks(store):
+    array = np.arange(900_000, dtype=np.float32)  # 3.4 MiB
+    spec, piece = ArraySpec("x", array.shape, "float32"), ArrayPiece("x", (0,), array)
+    folder = save(store, 1, Case([spec], {"x": array}, [[piece]]))
+    (part,) = json.loads((folder / "manifest.json").read_text())["parts"]
+    assert len(part["crc32s"]) == 4
+    assert same(read_as_documented(folder)["x"], array)
+
+
+def test_pieces_lie_in_the_order_of_name_and_start(store):
+    folder = save(store, 1, random_case(3, n_processes=2, n_arrays=12))
+    for part in json.loads((folder / "manifest.json").read_text())["parts"]:
+        pieces = part["pieces"]
+        order = [(p["name"], p["start"]) for p in pieces]
+        assert len(order) > 5
+        assert order == sorted(order)
+        assert [p["offset_bytes"] for p in pieces] == sorted(p["offset_bytes"] for p in pieces)
+
+
 def test_the_documented_reader_refuses_what_is_lost_or_damaged(store):
     folder = save(store, 1, random_case(1, n_processes=2))
     for file in folder.iterdir():

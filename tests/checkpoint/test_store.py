@@ -5,6 +5,7 @@ Mistakes and full disks are in test_store_errors.py, damage and kills in test_st
 
 import io
 import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,37 @@ def test_a_read_holds_little_beside_its_answer(store, monkeypatch):
     sizes.clear()
     assert same(reader.read("x", (0, 3, 2), (30, 2, 3)), array[:, 3:5, 2:5])
     assert sum(sizes) <= 30 * (7 + 3) * 4  # not the 18 rows between
+
+
+def traced_bytes(does) -> int:
+    """The most that is held beside what there was, and what it returns."""
+    tracemalloc.start()
+    try:
+        kept = does()
+        now, most = tracemalloc.get_traced_memory()
+        assert kept is None or kept.nbytes <= now
+        return most - (0 if kept is None else kept.nbytes)
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_writing_and_reading_hold_beside_an_array(store, monkeypatch):
+    """A fraction of what is promised, with runs and blocks that are a fraction as well."""
+    monkeypatch.setattr(store_reader, "RUN_BYTES", 1 << 18)
+    monkeypatch.setattr(store_reader, "CACHED_BLOCKS", 1)
+    array = np.zeros((4 << 20,), np.float32)  # 16 MiB
+    case = Case([ArraySpec("x", array.shape, "float32")], {}, [[ArrayPiece("x", (0,), array)]])
+    store.prepare(1)
+    parts = []
+
+    def write() -> None:
+        parts.append(store.write(1, case.specs, case.pieces[0], 0))
+
+    assert traced_bytes(write) < 1 << 19
+    store.commit(1, case.specs, parts, {})
+    reader = store.open(1)
+    # A run, the block that is kept, and the one that is read.
+    assert traced_bytes(lambda: reader.read("x", (0,), array.shape)) < (1 << 18) + (3 << 20)
 
 
 # Which checkpoints there are.

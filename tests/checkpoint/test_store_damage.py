@@ -144,6 +144,14 @@ def test_what_is_set_aside_stays_until_a_newer_checkpoint_is_committed(store):
     assert sorted(os.listdir(store.root)) == ["00000002", "00000003"]
 
 
+def test_what_is_set_aside_comes_back_by_its_name(store):
+    for step in (1, 120):
+        save(store, step, vector(first=step))
+    store.set_aside(120, "other-version").rename(store.folder(120))  # as `mv` does
+    assert store.steps() == (120, 1)
+    assert_holds(store.open(120), vector(first=120))
+
+
 def test_nothing_is_set_aside_over_another(store):
     save(store, 1, vector())
     for name in ("00000001.other-version", "00000001.copy", "mine.damaged"):

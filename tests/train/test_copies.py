@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,11 +16,16 @@ from dflop_jax import Callback, CheckpointConfig, Trainer
 from dflop_jax.cluster import shelf as shelf_module
 from dflop_jax.cluster.addresses import LOOPBACK, free_port
 from dflop_jax.cluster.copy_server import CopyServer
+from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.secret import SECRET_ENV
 from dflop_jax.cluster.shelf import Shelf
 from dflop_jax.cluster.told import Keepers
 from dflop_jax.cluster.variables import COPIES_ENV, RESTARTS_ENV, RUN_ENV
-from dflop_jax.train.restart import check_agents
+from dflop_jax.train import trainer as trainer_module
+from dflop_jax.train.loop import Loop
+from dflop_jax.train.restart import check_agents, copies_of
+from dflop_jax.train.results import LoopResult
+from dflop_jax.train.resume import find_checkpoint
 
 from ..plans import nano_profile
 from .many import FOUR, LIMIT_S, Jobs, environment, losses, undisturbed
@@ -26,6 +33,7 @@ from .resume_cases import (  # noqa: F401
     CACHE,
     CONFIG,
     PLAN,
+    STEPS,
     _in_a_folder_of_its_own,
     assert_as_whole,
     fit,
@@ -90,8 +98,17 @@ def test_a_restart_goes_on_from_the_newest_copy(agent, whole, monkeypatch, capsy
     held = agent.held(os.path.abspath("run"))
     assert steps_saved("run") == (6,)
     assert max(h.name.step for h in held if h.sealed) == 10
+    peers = Peers()
+    copies = copies_of(dataclasses.replace(CONFIG, run_dir="run", checkpoint=COPIED), peers)
+    for at, step in ((None, 10), (6, 6)):  # a step that is asked for is read from the disk
+        found = find_checkpoint(Path("run/checkpoints"), peers, at=at, copies=copies)
+        assert (found.meta.step, found.copy is None) == (step, at is not None)
     again(monkeypatch, "run")
-    assert "resumed after step 10 of 12, from a copy in memory" in said(capsys)
+    text = said(capsys)
+    assert "resumed after step 10 of 12, from a copy in memory" in text
+    # One host has a copy twice, while the file is sent once more.
+    each, most = map(float, re.findall(r"copies take ([\d.]+) MB each, ([\d.]+) MB of", text)[-1])
+    assert most == pytest.approx(3 * each, abs=0.02)
     assert_as_whole("run", whole)
     assert agent.n_bytes == 0  # a run that is done has no use for them
 
@@ -128,6 +145,24 @@ def test_the_disk_goes_first_where_it_is_as_new(agent, whole, monkeypatch, capsy
     again(monkeypatch, "run")
     assert "resumed after step 6 of 12, read in" in said(capsys)
     assert_as_whole("run", whole)
+
+
+def test_who_goes_back_within_a_start_does_so_from_the_disk(agent, whole, monkeypatch):
+    """As to judge a skipped step, or on with another plan."""
+    asked: list[bool] = []
+
+    def find(*args, copies, **more):
+        asked.append(copies is not None)
+        return find_checkpoint(*args, copies=copies, **more)
+
+    def run(loop, stack, resumed):
+        back_to = 11 if len(asked) == 1 else None
+        return LoopResult((), (), None, STEPS, False, loop.ex.plan, back_to=back_to)
+
+    monkeypatch.setattr(trainer_module, "find_checkpoint", find)
+    monkeypatch.setattr(Loop, "run", run)
+    fit(shutil.copytree(whole, "run"), "resume", checkpoint=COPIED)
+    assert asked == [True, False]
 
 
 def test_a_copy_that_a_host_cannot_take_is_left_out(agent, whole, monkeypatch, caplog):

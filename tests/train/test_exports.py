@@ -131,6 +131,22 @@ def test_trouble_is_said_and_the_next_one_comes(caplog):
     assert (export.made, out.trouble) == ([20], "")
 
 
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_the_average_is_exported_where_the_run_keeps_one(monkeypatch, ema):
+    asked = config(checkpoint=CheckpointConfig(export_every=10))
+    asked = replace(asked, run_dir="run", train=replace(asked.train, ema=ema))
+    made = []
+    monkeypatch.setattr(
+        exports_module, "export_checkpoint", lambda folder, out, **more: made.append((out, more))
+    )
+    out = Exports.of(asked, MODEL, Saver(10), is_first=True)
+    out.want(10)
+    out.finish()
+    ((folder, more),) = made
+    assert folder == Path("run/exports/00000010")
+    assert more["average"] is bool(ema)
+
+
 def test_other_processes_and_runs_without_write_nothing():
     for out in (exports(Saver(10), Writing(), is_first=False), exports(Saver(10), Writing(), 0)):
         out.begin_at(10, (10,))

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from dflop_jax import CheckpointConfig
 from dflop_jax.checkpoint import format as format_module
+from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.format import decode_manifest, encode_manifest
 from dflop_jax.checkpoint.store import CheckpointStore
+from dflop_jax.cluster.ending import FAILED, RunFailed, exit_code_of
 from dflop_jax.cluster.peers import Peers
+from dflop_jax.train.exports import Exports
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.resume import Unreadable, any_trouble, find_checkpoint
 
@@ -22,6 +26,7 @@ from .resume_cases import (  # noqa: F401
     _in_a_folder_of_its_own,
     as_killed,
     assert_as_whole,
+    copy_of,
     damage,
     data_file,
     essence,
@@ -142,6 +147,31 @@ def test_damage_everywhere_is_refused(whole, caplog, what):
     ]
     assert steps_saved(folder) == (6, 3)
     assert essence(folder)[:6] == rows[:6]
+
+
+# ---- what is not saved ----
+
+
+@pytest.mark.parametrize("what", ["saved", "exported"])
+def test_what_cannot_be_written_at_the_end_is_an_error(whole, monkeypatch, what):
+    """Once all is done, which is no bad input: exit code 1."""
+    folder = copy_of(whole)
+
+    def fails(self):
+        self.trouble = "No space left on device"
+
+    place, name = {"saved": (Checkpointer, "wait"), "exported": (Exports, "finish")}[what]
+    monkeypatch.setattr(place, name, fails)
+    with pytest.raises(RunFailed, match=f"not {what}: No space left on device") as error:
+        fit(folder, "resume")
+    assert exit_code_of(error.value) == FAILED
+    assert "\n" not in str(error.value)
+
+
+def test_the_end_is_saved_by_who_saves_by_time(whole):
+    folder = as_killed(whole, saved=9, rows=11)
+    fit(folder, "resume", checkpoint=CheckpointConfig(every=0, every_s=1e9))
+    assert steps_saved(folder) == (12, 9, 6)
 
 
 # ---- the parts ----

@@ -3,7 +3,9 @@ Nothing is started but one spare, which trains nothing."""
 
 from __future__ import annotations
 
+import os
 import queue
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +108,18 @@ def test_a_spare_takes_the_place_of_a_process(monkeypatch, tmp_path):
     finally:
         one.close()
     assert (tmp_path / "pid").read_text() == str(waiting)
+
+
+@pytest.mark.slow
+def test_a_spare_has_opened_no_device_when_all_is_imported():
+    code = (
+        "import importlib; from dflop_jax.cli.spare import MODULES; "
+        "[importlib.import_module(name) for name in MODULES]; "
+        "from dflop_jax.cluster.devices import jax_has_started; assert not jax_has_started(); "
+        "import jax; jax.devices(); assert jax_has_started()"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60.0)
 
 
 # ---- what processes are told ----

@@ -1,9 +1,13 @@
 """The same step on 2 and 4 processes: every process's shards equal the plain computation."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
+from dflop_jax.pipeline.compiling import _compiled_by, threads_for
+from dflop_jax.pipeline.programs import autotunes
 from tests.processes import run_processes
 from tests.small import Small
 
@@ -37,3 +41,13 @@ def test_gradients_over_processes_equal_the_plain_ones(n, devices, wanted):
     assert all(order == orders[0] for order in orders)
     assert len(orders[0]) > 5 or not any(x.startswith("both on") for x in layouts)
     np.testing.assert_allclose(found, np.full(len(layouts), want_loss), rtol=1e-5)
+
+
+@pytest.mark.parametrize("platform, by, threads", [("cpu", "257257", 4), ("gpu", "222222", 1)])
+def test_one_of_the_processes_that_run_a_program_compiles_it(platform, by, threads):
+    """They take turns where nothing is tuned on the devices; else one does all, one at a time."""
+    devices = [SimpleNamespace(process_index=p, platform=platform) for p in (7, 2, 2, 5)]
+    segment = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices)))
+    programs = SimpleNamespace(segments={"a": segment}, autotunes=autotunes([segment]))
+    assert "".join(str(_compiled_by(programs, ("a", i), i)) for i in range(6)) == by
+    assert threads_for([segment]) == threads

@@ -10,6 +10,7 @@ import pytest
 
 from dflop_jax import PlanConfig
 from dflop_jax.pipeline.layout import can_join
+from dflop_jax.plan import replan
 from dflop_jax.plan.predict import simulate
 from dflop_jax.plan.replan import BetterPlan, Question, SearchFacts, better_plan
 from dflop_jax.plan.search import SearchResult, search_plan
@@ -35,6 +36,19 @@ def asked(**data) -> Question:
 def answered(buckets) -> BetterPlan:
     plan = dataclasses.replace(PLAN, predicted=Predicted(1.0)).with_layout(buckets=buckets)
     return better_plan(asked(), lambda *_: SearchResult(plan, (), 0, 0, 0, 0))
+
+
+def test_a_search_beside_steps_gives_way_to_them(monkeypatch):
+    """Before it reads what is asked; here nothing is."""
+    done: list[int | str] = []
+    lines = SimpleNamespace(readline=lambda: done.append("read") or b"")
+    monkeypatch.setattr(replan, "ignore_signals", lambda: None)
+    monkeypatch.setattr(replan, "begin", lambda: (lines, None))
+    monkeypatch.setattr(replan.os, "nice", done.append)
+    replan.main()
+    niceness, *rest = done
+    assert niceness >= 10
+    assert rest == ["read"]
 
 
 def test_the_same_programs_are_no_other_plan():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,7 @@ class Compiling:
 
     def __init__(self, place: Workplace, plan: Plan):
         self.devices, self.plan = place.devices, plan
+        self.thread = threading.get_native_id()
         self.let, self.ended, self.closed = threading.Semaphore(0), False, False
 
     def compile(self, on_progress: Callable[[int, int], None], known: object) -> None:
@@ -181,7 +183,14 @@ def looked_at(parts: list[ProgramsAhead]) -> None:
             part._thread.join()
 
 
-def test_every_process_compiles_what_it_will_be_as_one_of_fewer(processes):
+def test_every_process_compiles_what_it_will_be_as_one_of_fewer(processes, monkeypatch):
+    gave_way: set[tuple[int, int]] = set()
+
+    def note(kind: int, thread: int, niceness: int) -> None:
+        assert kind == os.PRIO_PROCESS
+        gave_way.add((thread, niceness))
+
+    monkeypatch.setattr(os, "setpriority", note)
     parts = [processes.part(i) for i in range(4)]
     looked_at(parts)
     assert processes.made == []  # no plan yet
@@ -198,6 +207,7 @@ def test_every_process_compiles_what_it_will_be_as_one_of_fewer(processes):
     (said,) = processes.said
     assert said.startswith("the programs for 3 processes are compiled, in ")
     assert all(made.closed and not made.ended for made in processes.made)
+    assert gave_way == {(made.thread, 19) for made in processes.made}  # and no other thread
     # The next start has them, those of another plan it has not.
     looked_at([processes.part(i) for i in range(4)])
     assert len(processes.made) == 3

@@ -4,19 +4,20 @@ is searched again, and the training is the same to rounding."""
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 
 from dflop_jax import PlanConfig
 from dflop_jax.cluster.ending import TryAgain
-from dflop_jax.cluster.variables import RESTARTS_ENV
+from dflop_jax.cluster.variables import LEAST_ENV, RESTARTS_ENV
 from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load
 from dflop_jax.records import Link, Plan, PriceList, Prices
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import choice, profiling, timing
-from dflop_jax.train.meta import planned_under, same_value
+from dflop_jax.train.meta import same_value
 from dflop_jax.train.recount import KnownPlan, find_plan, keep_plan, knows_links, recounted
 from dflop_jax.train.trainer import Trainer
 
@@ -68,9 +69,7 @@ def killed(whole, monkeypatch):
 
 def fit_on_two(folder):
     config = dataclasses.replace(CONFIG, run_dir=str(folder), plan=FEWER, **CACHE)
-    trainer = Trainer(config, existing="resume")
-    trainer.fit()
-    return trainer
+    Trainer(config, existing="resume").fit()
 
 
 def assert_trained_alike(folder, undisturbed):
@@ -82,7 +81,8 @@ def assert_trained_alike(folder, undisturbed):
 
 def test_fewer_devices_profile_nothing_and_time_no_finalist(killed, whole, monkeypatch, capsys):
     monkeypatch.setattr(timing.PlanTrials, "prices", never)
-    trainer = fit_on_two(killed)
+    monkeypatch.setenv(LEAST_ENV, "1")
+    fit_on_two(killed)
     said = " ".join(capsys.readouterr().err.split())
     assert "devices was 8, now 2" in said
     assert "planning anew" in said
@@ -91,11 +91,11 @@ def test_fewer_devices_profile_nothing_and_time_no_finalist(killed, whole, monke
     assert max(m.devices.stop for m in plan.layout.submeshes) <= 2
     assert_trained_alike(killed, whole)
 
-    # The plan is known by now: a run that comes back to two devices does not search for it.
+    # The plan is kept by now: a run that comes back to two devices does not search for it.
     first = killed.rename("first")
     again = as_killed(whole, saved=9, rows=11)
-    prices = PriceList.of(timing.PlanTrials.by_profile(_trials(trainer), plan))
-    keep_plan(again, KnownPlan(planned_under(trainer.place), plan, prices))
+    (kept,) = shutil.copytree(first / "plans", again / "plans").iterdir()
+    assert kept.name == "1-2.json"
     monkeypatch.setattr(choice, "make_plan", never)
     fit_on_two(again)
     assert "the plan for it is there" in " ".join(capsys.readouterr().err.split())
@@ -110,10 +110,6 @@ def test_where_no_plan_fits_who_is_left_the_others_are_awaited(killed, monkeypat
     monkeypatch.setattr(choice, "make_plan", refuses)
     with pytest.raises(TryAgain, match="no placement on 2 devices; start the others again"):
         fit_on_two(killed)
-
-
-def _trials(trainer: Trainer):
-    return timing.PlanTrials(trainer.place, trainer.profile, None)
 
 
 def test_a_profile_of_some_devices_is_that_of_others():

@@ -12,7 +12,7 @@ import pytest
 
 from dflop_jax import TrainConfig
 from dflop_jax.cluster.peers import Peers, RunFailed
-from dflop_jax.cluster.sections import Sections
+from dflop_jax.cluster.sections import UNMEASURED, Sections
 from dflop_jax.pipeline.calibration import Calibration
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Task
@@ -153,6 +153,29 @@ def test_what_was_timed_before_is_read_and_not_compiled_again(timed, tmp_path):
     assert [(plan, prices) for plan, prices, _ in again] == [first[0][:2]] * 2
     assert [kept for _, _, kept in again] == [None, None]
     assert not list((tmp_path / "new").glob("*.tmp"))
+
+
+def test_each_program_begins_the_deadline_of_compiling_anew(monkeypatch, tmp_path):
+    clock = [0.0]
+    place = finalists(Peers(), tmp_path)._place
+    place.sections = Sections(10.0, 1.0, (), lambda: clock[0])
+    place.sections.begin("compile")
+    late: list[bool] = []
+
+    def compile_all(told, sync, known):
+        for done in range(3):
+            clock[0] += 0.9 * UNMEASURED
+            late.append(place.sections.is_late)
+            told(done, 3)
+        clock[0] += 1.1 * UNMEASURED
+        late.append(place.sections.is_late)
+        return 3
+
+    monkeypatch.setattr(timing, "program_index", lambda folder: None)
+    monkeypatch.setattr(timing, "_calibrate", lambda *_: Calibration())
+    ex = SimpleNamespace(plan=PLANS[0], compile=compile_all)
+    assert timing.compile_and_time(place, ex).n_programs == 3
+    assert late == [False, False, False, True]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"record": "PriceList", "version": 1}'])

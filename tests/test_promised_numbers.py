@@ -34,6 +34,7 @@ CONFIG, LIMITS = Config(), restarts.Limits()
 RUN = CONFIG.distributed
 HELLO_BYTES = 2 * handshake.NONCE_BYTES + handshake._LENGTH.size + handshake.HELLO_BYTES
 READ_BYTES = reader.RUN_BYTES + reader.CACHED_BLOCKS * files.BLOCK_BYTES
+BEAT_S = peers.LONGEST_BEAT_S
 ENDS_S = distributed.SHUTDOWN_S + distributed.LEAVE_S
 
 CLUSTERS = [
@@ -65,6 +66,7 @@ CLUSTERS = [
     f"has {sections.UNMEASURED} times the least",
     f"{self_check.LIMIT_S:g} s at most. What fails is one line",
     f"says a time after {time.gmtime(self_check._EARLIEST_S - 1).tm_year}.",
+    f"those of its children every {'second' if BEAT_S == 1 else BEAT_S}",
     f"is slow for {'five' if stragglers._LEAST_STEPS == 5 else stragglers._LEAST_STEPS} steps and "
     f"{stragglers._LEAST_S:g} s",
 ]

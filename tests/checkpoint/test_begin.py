@@ -11,7 +11,7 @@ import pytest
 
 from dflop_jax.checkpoint.begin import read_saved
 from dflop_jax.checkpoint.state_arrays import parameter_arrays
-from dflop_jax.pipeline.held import held_cuts
+from dflop_jax.pipeline.held import held_cuts, initial_structs
 from dflop_jax.pipeline.layout import make_segments
 
 from ..pipeline.plain import whole_of
@@ -55,6 +55,22 @@ def test_floats_are_rounded_by_scales_of_whole_matrices():
             for a, leaf in zip(parameter_arrays(name, s), jax.tree.leaves(whole), strict=True):
                 rows = list(a.rows) if a.n_rows is not None else ...
                 np.testing.assert_array_equal(leaf, want.arrays[a.name][rows], err_msg=a.name)
+
+
+def test_adapters_that_the_other_run_had_not_are_drawn():
+    params = random_params(MODEL, 3)
+    adapted = MODEL.with_lora(2, 8.0, targets=("llm",))
+    for name, s in make_segments(adapted, PLAN.layout, jax.devices()).items():
+        structs = initial_structs(s)
+        drawn = jax.tree.map(lambda a: np.full(a.shape, 7, a.dtype), structs)
+        found = read_saved(Saved(params), s, lambda drawn=drawn: drawn)
+        arrays = parameter_arrays(name, s)
+        kept = Saved(params).arrays
+        for a, leaf in zip(arrays, jax.tree.leaves(found), strict=True):
+            is_adapter = "/adapter/" in a.name
+            assert is_adapter == (a.name not in kept)
+            assert np.all(np.asarray(leaf) == 7) == is_adapter, a.name
+        assert any("/adapter/" in a.name for a in arrays) == (s.plan.module == "llm")
 
 
 def test_what_is_rounded_is_no_float_any_more():

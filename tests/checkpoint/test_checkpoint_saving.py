@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -115,6 +116,27 @@ def test_the_step_saved_is_not_the_one_dispatched_after_it(training, tmp_path, m
     assert np.mean(differ) > 0.9
     saver.restore(reader_of(saver, 1))
     assert_same(joined(ex), before)
+
+
+def test_an_update_waits_for_a_copy_as_for_a_save(runs, tmp_path, monkeypatch, caplog):
+    def gone(*_):
+        raise OSError("the agent is gone")
+
+    ex, copies, known = runs("one device each").ex, SimpleNamespace(write=gone), Future()
+    saver = Checkpointer(tmp_path, ex, Peers(), keep=2, copies=copies)
+    slow = SlowNumpy(0.0)
+    monkeypatch.setattr(checkpoint, "np", slow)
+    known.set_result({})
+    saver.copy(4, known)
+    update = threading.Thread(target=ex.before_update)
+    update.start()
+    update.join(0.1)
+    assert update.is_alive()
+    slow.allowed.set()
+    update.join(60)
+    saver.wait()
+    assert saver.stall_s >= 0.1
+    assert "no copy after step 4: the agent is gone" in caplog.text
 
 
 def test_a_restored_step_runs_as_the_first_time(training, tmp_path):

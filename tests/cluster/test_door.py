@@ -82,6 +82,8 @@ class Meeting:
         other = self.pool.submit(meet, self.at, 1, 2, "1", SECRET, LONG_S).result(LONG_S)
         host = self.host.result(LONG_S)
         assert list(host.links) == [1]
+        with pytest.raises(ConnectionRefusedError):  # the meeting is over
+            socket.create_connection((LOOPBACK, self.port))
         near, far = other.links[0], host.links[1]
         assert near.getsockname() == far.getpeername()
         near.sendall(b"here")

@@ -105,6 +105,7 @@ def test_a_run_resumes_on_more_processes(jobs, whole, alone, tmp_path):
     code, output = jobs.run(2, cut, "--resume", "auto")
     assert code == 0, output
     assert f"resumed after step 12 of {STEPS}" in output
+    assert output.count("resumed after step") == 1  # process 0 speaks for all
     assert losses(cut)[:12] == losses(alone)[:12]
     assert losses(cut) == pytest.approx(losses(whole), rel=1e-5)
 

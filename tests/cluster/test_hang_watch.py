@@ -128,7 +128,9 @@ def test_who_is_behind_hangs_if_it_is_late_itself():
 
 
 def test_it_is_named_with_its_task():
-    line = says([at(1, 7, late=True)], 3)
+    where = msgspec.structs.replace(at(1, 7, late=True), stack="wait (a.py:7) < run (b.py:9)")
+    line = says([where], 3)
+    assert line.endswith("its main thread: wait (a.py:7) < run (b.py:9)")
     assert line.startswith("process 1 (h1, pid 7) hangs in step 4, step (begun, not ended: forw")
     assert "all others wait for it" in line
     assert "more than the 5 s" in line

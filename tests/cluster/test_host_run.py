@@ -25,6 +25,7 @@ from dflop_jax.cluster.events import Regroup
 from dflop_jax.cluster.group import Group, Start
 from dflop_jax.cluster.host_run import SPARES_AFTER_S, HostRun, _Begun
 from dflop_jax.cluster.job import Job, LaunchResult, Place, start_of
+from dflop_jax.cluster.launch_keeper import MARK_ENV
 from dflop_jax.cluster.processes import Processes
 from dflop_jax.cluster.rendezvous import Meeting
 from dflop_jax.cluster.restarts import Limits
@@ -165,6 +166,32 @@ def test_every_launch_has_a_secret_of_its_own(monkeypatch):
     first, second = made
     assert len({*first}) == len({*second}) == 1
     assert len({*first, *second, "a secret of the user's own"}) == 3
+
+
+def test_a_cluster_says_which_launchers_there_are(monkeypatch):
+    """One on each node or in each pod, which then start processes of their own."""
+    places: list[Place] = []
+
+    class Made:
+        def __init__(self, job, place, connect_s, limits):
+            places.append(place)
+
+        def run(self):
+            return LaunchResult(0, ())
+
+    monkeypatch.setattr(launch, "Agent", Made)
+    monkeypatch.setattr(launch, "find_secret", lambda config: b"a secret")
+    monkeypatch.delenv(MARK_ENV, raising=False)
+    pod = {"COORDINATOR": "node1:29400", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}
+    for name, value in pod.items():
+        monkeypatch.setenv(f"DFLOP_{name}", value)
+    launch.launch(["python"], 3)
+    hosts = launch.Hosts("node1:29400, node2:29400", 3, 2)
+    launch.launch(["python"], 1, hosts=hosts)
+    monkeypatch.setenv(MARK_ENV, "x")  # inside another launch
+    launch.launch(["python"], 1)
+    two = (AT, Address("node2", 29400))
+    assert places == [Place(1, 2, (AT,)), Place(2, 3, two), Place(0, 1, ())]
 
 
 # ---- an agent ----

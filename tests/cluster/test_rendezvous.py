@@ -146,6 +146,14 @@ def test_who_does_not_come_to_its_parent_is_waited_for_no_longer(monkeypatch, jo
     assert "process 1 was not connected to others in 1 s" in refusal(parts[1], TryAgain)
 
 
+def test_who_is_in_proves_the_secret_to_its_parent_as_well(monkeypatch, join):
+    monkeypatch.setattr(tree, "BRANCH_S", 0.5)
+    monkeypatch.setattr(tree, "introduce", lambda sock, secret, *more: introduce(sock, b"x", *more))
+    parts = [join(i, 3, fan_out=1) for i in range(3)]
+    assert "does not let process 2 in: another secret" in refusal(parts[2], TryAgain)
+    assert "process 1 was not connected to others in 0.5 s" in refusal(parts[1], TryAgain)
+
+
 def test_a_link_ends_with_its_process(join):
     host, other = join(0, 2), join(1, 2)
     other.result(LONG_S).links[0].close()

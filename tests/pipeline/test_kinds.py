@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflop_jax.contract import layer_kinds_of
 from dflop_jax.pipeline import segment
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.layout import make_segments
@@ -171,6 +172,8 @@ def test_a_checkpoint_goes_on_under_another_cut(m, options, tmp_path):
         before = losses(whole, samples, 0, 2)
         saver, other = saver_of(whole, tmp_path / "whole"), saver_of(cut, tmp_path / "cut")
         save(saver, 2)
+        parts = {n.split("/")[2] for n in reader_of(saver, 2).specs if n.startswith("params/llm/")}
+        assert parts - {"entry", "exit"} == {*layer_kinds_of(m.modules["llm"])}
         kept = state_of(whole)
         want = losses(whole, samples, 2, 2)
         assert max(want) < max(before)

@@ -59,6 +59,17 @@ def test_it_begins_where_the_other_one_came_to(whole, monkeypatch, at, step):
         np.testing.assert_array_equal(array, saved.read(name, [0] * array.ndim, array.shape))
 
 
+def test_a_single_module_may_begin_so(whole, monkeypatch):
+    found = begun_with(f"llm={whole}", monkeypatch)
+    saved = open_saved(whole / "checkpoints", STEPS)
+    same = {
+        name: np.array_equal(array, saved.read(name, [0] * array.ndim, array.shape))
+        for name, array in found.items()
+    }
+    assert all(is_same for name, is_same in same.items() if name.startswith("params/llm/"))
+    assert not all(is_same for name, is_same in same.items() if name.startswith("params/vision/"))
+
+
 def test_what_cannot_be_begun_with_is_said(whole, tmp_path):
     for path, says in (
         (f"{whole}@7", r"no checkpoint of step 7; those that are there: 12, 9, 6, 3"),

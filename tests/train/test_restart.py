@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import jax
 import msgspec
 import pytest
 
@@ -26,8 +29,10 @@ from dflop_jax.train.restart import (
     check_agents,
     check_claim,
     is_begun,
+    line_of,
     open_folder,
     tell_agent,
+    tell_others,
 )
 
 from ..plans import NANO
@@ -114,6 +119,19 @@ def test_what_the_agent_hears(start, tmp_path):
     assert told.failure_of(agent, 1) == told.Failure(4, "bits", host="b", broken=True, process=3)
     tell_agent(KeyError())
     assert told.failure_of(agent, 1) == told.Failure(1, "KeyError")
+
+
+@pytest.mark.parametrize(
+    "error, waits",
+    [(jax.errors.JaxRuntimeError("gloo: connection closed"), True), (KeyError("a"), False)],
+)
+def test_an_error_that_a_loss_may_have_caused_leaves_time_for_the_loss(error, waits):
+    done: list[str | tuple] = []
+    peers = SimpleNamespace(
+        process=1, notice=lambda: done.append("notice"), fail=lambda *told: done.append(told)
+    )
+    tell_others(peers, error)
+    assert done == ["notice"] * waits + [(f"process 1 stopped: {line_of(error)}", 1)]
 
 
 # ---- before it meets others ----

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from dflop_jax.cluster import agent as agent_module
@@ -24,7 +25,7 @@ from dflop_jax.cluster.ending import TRY_AGAIN
 from dflop_jax.cluster.events import Regroup
 from dflop_jax.cluster.group import Group, Start
 from dflop_jax.cluster.host_run import SPARES_AFTER_S, HostRun, _Begun
-from dflop_jax.cluster.job import Job, LaunchResult, Place, start_of
+from dflop_jax.cluster.job import Job, LaunchResult, Place, claimed, start_of
 from dflop_jax.cluster.launch_keeper import MARK_ENV
 from dflop_jax.cluster.processes import Processes
 from dflop_jax.cluster.rendezvous import Meeting
@@ -208,6 +209,20 @@ def test_a_host_that_has_no_process_left_ends(monkeypatch, tmp_path, n, code):
     finally:
         one._here.close()
         one._copies.close()
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+def test_a_start_that_cannot_be_claimed_is_not_begun(monkeypatch, tmp_path, is_sound):
+    """As in a folder without hard links; before there is a folder all hosts are here."""
+
+    def no_link(*_):
+        raise PermissionError("no hard links here")
+
+    if not is_sound:
+        monkeypatch.setattr(os, "link", no_link)
+    order = Order(start=3, name="a", hosts=(0, 1), count_file=str(tmp_path / "restarts.jsonl"))
+    assert claimed(order) == (3 if is_sound else 0)
+    assert claimed(msgspec.structs.replace(order, count_file="")) == 3
 
 
 def test_copies_are_brought_to_the_interface_that_the_first_host_is_reached_by(monkeypatch):

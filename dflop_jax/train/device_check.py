@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from dflop_jax.cluster.peers import Peers
+from dflop_jax.config import TrainConfig
 
 AT_ONCE = 3  # devices: the fewest of which a majority names one
 _WIDTH, _LAYERS, _ROWS = 512, 4, 256  # of the program; it takes some ms of a CPU core
@@ -54,6 +55,17 @@ def minority(digests: Sequence[bytes]) -> tuple[int, ...]:
     if 2 * n <= len(digests):
         return tuple(range(len(digests)))
     return tuple(i for i, d in enumerate(digests) if d != usual)
+
+
+def check_one_kind(devices: Sequence[jax.Device], train: TrainConfig) -> None:
+    """ValueError where a run would compare devices that need not compute alike."""
+    kinds = sorted({d.device_kind for d in devices})
+    asked = [n for n in ("check_every", "replay_skips") if getattr(train, n)]
+    if asked and len(kinds) > 1:
+        raise ValueError(
+            f"train.{asked[0]} compares devices bit by bit, and those of this run are of several "
+            f"kinds ({', '.join(kinds)}); train on one kind, or leave it out"
+        )
 
 
 @cache

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.train.device_check import DeviceCheck, chosen, digest_on, minority
+from dflop_jax.config import TrainConfig
+from dflop_jax.train.device_check import (
+    DeviceCheck,
+    check_one_kind,
+    chosen,
+    digest_on,
+    minority,
+)
 
 
 def test_a_majority_names_who_differs():
@@ -24,6 +32,15 @@ def test_a_majority_names_who_differs():
                 assert len(named) == n - largest
             else:
                 assert named == tuple(range(n))  # of two, both
+
+
+@pytest.mark.parametrize("flag, value", [("check_every", 5), ("replay_skips", True)])
+def test_devices_of_several_kinds_are_not_compared(flag, value):
+    old, new = SimpleNamespace(device_kind="old"), SimpleNamespace(device_kind="new")
+    check_one_kind([old, new], TrainConfig())
+    check_one_kind([old, old], TrainConfig(**{flag: value}))
+    with pytest.raises(ValueError, match=rf"train.{flag} .* \(new, old\); .* leave it out"):
+        check_one_kind([old, new], TrainConfig(**{flag: value}))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 8])

@@ -250,6 +250,7 @@ def test_an_exit_does_not_wait_for_the_others(tmp_path):
     assert "process 1 ended with exit code 6; stopping the others" in err
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_lost_process_is_seen_and_jax_does_not_abort(tmp_path, gone):
     """Started by hand, since a launcher would stop the other one first."""

@@ -260,6 +260,7 @@ def test_a_process_that_does_not_greet_is_named():
         Peers(0, 2, {1: ours}, timeout_s=0.2)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_close_of_all_is_no_failure(job, n):
     many = job(n, timeout_s=SMALL_S)

@@ -61,7 +61,7 @@ def generator(rows, ways=1, devices=None, config=CONFIG):
     return Generator(config, "run", devices, rows=rows, ways=ways)
 
 
-@pytest.mark.slow(first=3)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("rows, ways", [(4, 1), (4, 2), (2, 4), (3, 8), (5, 4)])
 @pytest.mark.parametrize(
     "how", [Sampling(8), Sampling(8, 1.0, 0.9, 3, 40)], ids=["greedy", "drawn"]

@@ -148,7 +148,7 @@ def oracle(n=8):
     return samples, params, scales, loss, grads
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "layout, fan_in, n_groups, unrolled",
     [("one device", 1, 2, 8), ("all apart", 1, 3, 0), ("all apart", 3, 2, 0),

@@ -196,7 +196,7 @@ def oracle(folder):
     return samples, params, scale, loss, grads
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "layout, freeze",
     [("apart", ()), ("apart", ("llm",)), ("stages, ranks, heads", ()), ("chunks round two", ())],

@@ -172,7 +172,7 @@ def check(qkv, ids, causal):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("slots", [1, 16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_rows(library, monkeypatch, causal, slots):

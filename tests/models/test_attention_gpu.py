@@ -68,6 +68,7 @@ def check(qkv, segments, causal, atol, window=0):
         np.testing.assert_allclose(np.asarray(x, np.float32) / scale, y / scale, atol=atol)
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     "items, tokens, heads, kv_heads, head_dim",
     [
@@ -110,6 +111,7 @@ def test_a_window_leaves_out_blocks_that_it_does_not_reach(keys, window):
         assert np.flatnonzero(reached).tolist() == list(range(a, b))
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("tokens", [1, 100, 128, 200])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_row_without_segments(tokens, causal):

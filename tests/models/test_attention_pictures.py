@@ -63,6 +63,7 @@ def both(kernel, window, scale):
     return run
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
 @pytest.mark.parametrize(
     "items, tokens, window", [(1, 1, 0), (2, 9, 0), (2, 60, 7), (2, 129, 0), (1, 300, 33)]

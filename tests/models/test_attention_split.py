@@ -89,7 +89,7 @@ def assert_equal(found, want):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max()))
 
 
-@pytest.mark.slow(first=3)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "heads, kv_heads, vocab, mesh_shape",
     [

@@ -97,6 +97,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("steep", [0.1, 30.0])
 @pytest.mark.parametrize("name", ROWS)
 def test_pieces_equal_their_recurrence(name, steep):

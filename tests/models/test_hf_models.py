@@ -138,6 +138,7 @@ def test_tower_alone(form):
 ROWS = (("image",), ("image", "image"), ("image", "video"), ("video",))
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_llava_onevision(seed):
     """Pictures of odd aspect ratios (unpadded grids, downscaling, line ends), several pictures and
@@ -215,6 +216,7 @@ def test_llava_onevision(seed):
     check(map_, model, want, ours, f"llava {seed}")
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_internvl(seed):
     """Three pictures of odd aspect ratios, tiled, in one row or several."""
@@ -243,6 +245,7 @@ def test_internvl(seed):
     check(map_, model, want, ours, f"internvl {seed}")
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_qwen2_audio(seed):
     """Several chunks of different lengths, the shortest a few frames."""

@@ -136,7 +136,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow(first=6)
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("made", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("prompt", [1, 5, 8])
 def test_logits_equal_those_of_the_whole_row_at_every_position(made, prompt):
@@ -170,6 +170,7 @@ def test_a_window_keeps_no_more_than_its_tokens():
     assert slots == {"window": WINDOW, "full": 99}
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "made", [partial(plain, TIED), partial(windows, "wfw"), partial(delta_nets, "lfl")]
 )
@@ -192,6 +193,7 @@ def test_rows_of_different_lengths_do_not_meet(made):
         logits, cache = step(params, cache, following, at + 1)
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("made", CASES.values(), ids=CASES)
 def test_greedy_tokens_equal_those_of_full_recomputation(made):
     module, params = made()

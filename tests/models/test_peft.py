@@ -61,6 +61,7 @@ def assert_read_as_written(folder, plain, model, params):
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_logits_with_ranks_by_pattern_and_targets_in_the_tower(tmp_path):
     """Of layers, a convolution, a connector; two ranks of the LLM's."""

@@ -156,6 +156,7 @@ def test_qwen3_vl_32b_is_made_of_published_parts():
     assert model.modules["vision"].out_width == 5120
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("name", QWEN3_VL)
 def test_every_native_size_fits_the_contract(name):
     model: MultimodalModel = qwen3_vl.build(name, "bfloat16")
@@ -180,6 +181,7 @@ def test_every_audio_size_fits_the_contract(name):
     check_preprocessing(model)
 
 
+@pytest.mark.slow(first=3)
 @pytest.mark.parametrize("name", [*LLAVA, *INTERNVL])
 def test_every_size_fits_the_contract(name):
     factory = internvl.build if name in INTERNVL else build

@@ -20,6 +20,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_in_flight_equal_steps_awaited(name):
     vision, llm, group_size = LAYOUTS[name]

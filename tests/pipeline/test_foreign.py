@@ -122,6 +122,7 @@ class ForeignModel:
     preprocessing = {"vision": {"tile_px": PX, "tokens_per_tile": 1}}
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_foreign_modules_train(stages):
     model = ForeignModel()

@@ -49,6 +49,7 @@ def wanted():
     }
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("draw", [fresh.draw_on_devices, fresh.draw_by_parts])
 @pytest.mark.parametrize("name", PLANS)
 def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):

@@ -165,7 +165,7 @@ def planned(case, m=None):
     return m, plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
 
 
-@pytest.mark.slow(first=9)
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize(
     "size, name", [*(("small", name) for name in PLANS), *(("nano", name) for name in ON_NANO)]
 )

@@ -45,7 +45,7 @@ def wanted(m):
     return oracle(m)
 
 
-@pytest.mark.slow(first=4)
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_the_plain_models(name, monkeypatch):
     m, llm, options, zero, unrolled = CASES[name]

@@ -123,6 +123,7 @@ def ends_in_a_loss(remat: Remat) -> Segment:
     return Segment(plan, module, mesh, 1, parts, frozenset(("hidden",)), shares_entry=True)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("remat", ["none", "layers"])
 def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     """Nothing that is to be computed again is merged with what forward computed."""

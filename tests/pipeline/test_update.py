@@ -110,6 +110,7 @@ def plain_steps(tx, updates, grads_of_steps, clip_norm):
     return params, norms
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     "meshes, clip_norm, freeze, together",
     [

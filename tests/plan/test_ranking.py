@@ -104,6 +104,7 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
     assert search() == result
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("graph, seed", [("two", 3), ("apart", 3), ("chain", 3), ("taps", 3)])
 def test_no_bound_is_above_what_it_bounds(graph, seed):
     profile, data, n_devices, _ = random_case(seed, graph)

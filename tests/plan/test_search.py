@@ -67,6 +67,7 @@ def test_the_whole_search_is_reproducible(real_buckets):
     assert searched_anew(n_devices=2) == searched_anew(n_devices=2)
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("fits", [True, False])
 def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
     """Better ones are small ones here, which leave less of the LLM's costly tokens empty; with a
@@ -428,6 +429,7 @@ def test_sampled_batches():
 POLICIES = ("dflop", "orch", "dip")
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.05, 8.0), (3.0, 0.3)])
 def test_auto_takes_the_best_of_its_policies(weights):
     """By the makespan that candidates are ranked by, over what is left of the spaces: one policy

@@ -22,7 +22,7 @@ def free():
     return run("dip", 4, profile=keeps_little()).plan
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("share", SHARES)
 def test_groups_keep_more_where_there_is_room(free, share):
     profile, limit = keeps_little(), share * max(free.predicted.peak_bytes.values())

@@ -137,6 +137,7 @@ def module_shape(model, name):
     return Shape(2, 96) if name == "llm" else Shape(3, 16)
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     "family, name", [(f, n) for f, model in MODELS.items() for n in model.modules]
 )

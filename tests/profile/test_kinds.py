@@ -198,7 +198,7 @@ def test_devices_are_timed_together_by_layers_of_the_first_kind():
     assert together(MIXED, Shape(1, 32), jax.devices()[:2]) > 0
 
 
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("policy", ["dflop", "dip", "orch"])
 @pytest.mark.parametrize("pattern", ["gmmmgm", "mgmgmgmg"])
 def test_plans_of_every_policy_fit_the_model(policy, pattern):

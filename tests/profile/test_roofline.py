@@ -218,6 +218,7 @@ def test_attention_that_skips_costs_by_pairs():
     assert halved.content_forward_s["pair"] == pytest.approx(want / 2)
 
 
+@pytest.mark.slow
 def test_kernels_of_our_models_are_not_free():
     """The trace shows nothing of what a GPU kernel computes. A tower's tiles cost their pairs, also
     in rows that pad; the LLM's rows cost those of what stands in them."""

@@ -326,6 +326,7 @@ def with_places(groups, start):
     return groups
 
 
+@pytest.mark.slow(first=4)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("shared", [(), ("a", "b")])
 def test_bound_and_answer_against_every_schedule_of_a_small_batch(seed, shared):

@@ -113,6 +113,7 @@ def test_a_restart_goes_on_from_the_newest_copy(agent, whole, monkeypatch, capsy
     assert agent.n_bytes == 0  # a run that is done has no use for them
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("what", ["a flipped bit", "no file"])
 def test_a_copy_that_is_not_whole_leaves_the_disk(agent, whole, monkeypatch, capsys, what):
     killed("run", 10)

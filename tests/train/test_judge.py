@@ -50,7 +50,7 @@ def overflows(monkeypatch):
 
 # The first step, one whose next checkpoint is under way when it is known, one that is evaluated
 # after, and the last.
-@pytest.mark.slow(first=2)
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("step", [0, 2, 7, STEPS - 1])
 def test_a_fault_that_passes_is_undone(whole, overflows, tmp_path, capsys, step):
     left, ran = overflows

@@ -101,6 +101,7 @@ def test_what_adapters_do_not_see_follows_from_the_sample_alone(name, remat):
     assert abs(loss - without_adapters) > 1e-3
 
 
+@pytest.mark.slow
 def test_evaluation_sees_all_and_no_dropout_costs_nothing():
     plain_model, m = adapted(), adapted(dropout=DROPOUT)
     plan = plan_of("tp 2", m, text_only=True)

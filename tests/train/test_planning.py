@@ -87,6 +87,7 @@ def test_hardware_that_cannot_be_planned_for(changes, says):
         prepare.set_up(elsewhere(**changes))
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("n", [1, 7, 13])
 def test_one_device_and_prime_numbers_of_them(place_and_profile, n):
     place, profile = place_and_profile

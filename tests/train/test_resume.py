@@ -72,6 +72,7 @@ def ask_after(monkeypatch, step: int) -> None:
 
 
 # At 1 it ends where an evaluation is due, at 3 elsewhere.
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize(("at", "every"), [(1, 2), (3, -1)])
 def test_sigterm_saves_and_the_resumed_run_is_the_same(whole, monkeypatch, at, every):
     def handler(*_):

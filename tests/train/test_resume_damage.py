@@ -45,6 +45,7 @@ def warnings_of(caplog) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.name.startswith("dflop_jax.train")]
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("what", [manifest, data_file])
 def test_a_damaged_checkpoint_is_passed_over(whole, caplog, what):
     folder = as_killed(whole, saved=9, rows=11)

@@ -74,6 +74,7 @@ def test_no_compile_in_many_varied_steps():
     assert result.evaluation.step == MANY
 
 
+@pytest.mark.slow
 def test_killing_the_scheduler_costs_no_step_and_no_sample(undisturbed, monkeypatch):
     killed = []
     get = schedule_worker.ScheduleWorker.get

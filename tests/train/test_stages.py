@@ -69,6 +69,7 @@ def run_stage(stage: str):
         ex.close()
 
 
+@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_only_a_stages_parts_change_and_frozen_segments_run_no_backward(stage):
     before, after, compiled, ran, ex = run_stage(stage)

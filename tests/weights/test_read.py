@@ -77,6 +77,7 @@ IN_PIECES = PLAN.with_layout(
 INT8 = MODEL.with_quantized(("vision", "connector", "llm"))
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
     "model, plan, piece_bytes",
     [

@@ -132,6 +132,7 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(first=6)
 @pytest.mark.parametrize("reason", BAD)
 def test_a_bad_record_is_named_and_left_out(folder, reason, caplog):
     changes = dict(BAD[reason])

@@ -41,6 +41,7 @@ def dataset(tmp_path_factory):
     return str(made_dataset(tmp_path_factory.mktemp("data")))
 
 
+@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("form", SPECS)
 def test_every_sample_is_as_its_load_says(form, dataset, tmp_path):
     spec = SPECS[form]

@@ -37,6 +37,7 @@ TOKEN_MULTIPLE = 128
 MAX_PIPELINE, MAX_MICROBATCHES = 8, 64  # of what the planner tries with static shapes
 PYTORCH, MEGATRON, DFLOP, PUBLIC_RULE = "pytorch", "megatron", "dflop at true shapes", "public rule"
 PUBLISHED = "as published"  # the baseline that no one tuned
+IN_STAGES = "megatron, two stages or more"
 BASELINES = (PYTORCH, MEGATRON)
 OPTIMIZER_ONLY, SCHEDULER_ONLY = "optimizer only", "scheduler only"
 # Systems at true shapes -> how samples meet microbatches.
@@ -44,6 +45,7 @@ TRUE_SHAPES = {
     PUBLISHED: "arrival",
     PYTORCH: "arrival",
     MEGATRON: "arrival",
+    IN_STAGES: "arrival",
     DFLOP: "balanced",
     OPTIMIZER_ONLY: "arrival",
     SCHEDULER_ONLY: "balanced",
@@ -199,8 +201,9 @@ def _at_true_shapes(case: Case, system: str) -> Answer:
     elif system in (DFLOP, OPTIMIZER_ONLY):
         plan, n = tuned(case, list(dflop_plans(case)), grouping)
     else:
-        policy = MEGATRON if system == SCHEDULER_ONLY else system
-        plan, n = tuned(case, list(baseline_plans(case, policy)), grouping)
+        plans = baseline_plans(case, PYTORCH if system == PYTORCH else MEGATRON)
+        least = 2 if system == IN_STAGES else 1
+        plan, n = tuned(case, [p for p in plans if len(p.layout.submeshes) >= least], grouping)
     search_s = time.perf_counter() - start_s
     steps = tuple(run_step(case, plan, batch, n, grouping) for batch in reported(case))
     return Answer(f"{parallelism(plan)}, {n} microbatches", plan, steps, n, search_s)

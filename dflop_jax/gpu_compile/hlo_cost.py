@@ -29,8 +29,8 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-# Products of the kernels of `models.delta_gpu`, of a chunk's keys with states or what is written.
 _CUDNN = "__cudnn$fmha"
+# Products of the kernels of `models.delta_gpu`, of a chunk's keys with states or what is written.
 _STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
 # Custom calls that compute no product.
 _NO_PRODUCT = re.compile(

@@ -11,11 +11,8 @@ import pytest
 from dflop_jax.cli import main
 from dflop_jax.gpu_compile import chip_profile
 from dflop_jax.train import choice, profiling
-from dflop_jax.weights import AdapterForm, write_adapter
-from models import qwen3_vl
 from tests.documents import ROOT, commands
-from tests.front.wrong_lines import careless_folder
-from tests.train.lora_cases import with_adapters
+from tests.front.wrong_lines import adapters_of, careless_folder
 
 DOCUMENTS = ("README.md", "docs/one_command.md", "docs/first_hour.md", "docs/training.md")
 # What needs a run, a network or a terminal has tests of its own, and so has compiling for a chip.
@@ -47,10 +44,7 @@ def test_commands_come_as_far_as_measuring(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(where, "make_profile", measured)
     monkeypatch.setattr(chip_profile, "predicted_profile", measured)
     careless_folder(tmp_path)
-    model = qwen3_vl.build(str(tmp_path / "config")).with_lora(2, 4.0)
-    adapters = with_adapters(model, {name: {} for name in model.modules}, 0)
-    form = AdapterForm(2, 4.0, base=str(tmp_path / "qwen"))
-    write_adapter(tmp_path / "adapters", model.weights, adapters, form)
+    adapters_of(tmp_path / "config", tmp_path / "adapters", base=str(tmp_path / "qwen"))
     (tmp_path / "mixture.yaml").write_text("- photos/train.json\n")
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     monkeypatch.chdir(tmp_path)

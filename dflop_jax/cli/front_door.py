@@ -19,6 +19,7 @@ from dflop_jax.cli.experiment import (
     the_one,
 )
 from dflop_jax.cli.terminal import HeldNotes, Parser, note
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.config import Config, override
 from dflop_jax.front.setting import Setting, with_settings
 
@@ -144,7 +145,7 @@ def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) ->
                     f"--model {args.model} and --model.adapters {adapters} are both adapters; give "
                     "their model as --model"
                 )
-            folder, adapters, flag = _base_folder(args.model, base), str(folder), "--model"
+            folder, adapters, flag = _base_folder(args.model, folder, base), str(folder), "--model"
         settings += folder_settings(folder, given)
         if adapters:
             from dflop_jax.front.adapter_folder import adapter_settings
@@ -165,23 +166,25 @@ def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) ->
     return settings
 
 
-def _base_folder(adapters: str, base: str) -> Path:
-    """The folder of the model that a folder of adapters names."""
+def _base_folder(asked: str, adapters: Path, base: str) -> Path:
+    """The folder of the model that a folder of adapters names, which may be `asked` for by its
+    name on the hub."""
     from dflop_jax.front.hub import model_folder
 
     if not base:
         raise ValueError(
-            f"--model {adapters} has adapters, and names no model of theirs; give it as --model "
+            f"--model {asked} has adapters, and names no model of theirs; give it as --model "
             f"FOLDER_OR_NAME --model.adapters {adapters}"
         )
     try:
         return model_folder(base, note)
-    except ValueError as e:
+    except (ValueError, TryAgain) as e:
         said = str(e).removeprefix(f"--model {base}: ").partition(";")[0]
-        raise ValueError(
-            f"--model {adapters} adapts {base}: {said}; give its model as --model FOLDER_OR_NAME "
-            f"--model.adapters {adapters}"
-        ) from None
+        line = f"--model {asked} adapts {base}: {said}"
+        remedy = f"give its model as --model FOLDER_OR_NAME --model.adapters {adapters}"
+        if isinstance(e, TryAgain):
+            raise TryAgain(f"{line}; run the command again, or {remedy}") from None
+        raise ValueError(f"{line}; {remedy}") from None
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from dflop_jax.data.datasets.find_tables import hub_files
 
 NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
 CONFIG, INDEX, ONE = "config.json", "model.safetensors.index.json", "model.safetensors"
+MAX_REASON = 200  # characters of what the hub's library says
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
 
 
@@ -175,7 +176,8 @@ def _refused(wanted: Wanted, error: Exception) -> Exception:
             "or shows it only to who may see it; mend the name, log in (hf auth login), "
             f"{wanted.remedy}"
         )
-    why = " ".join(str(error).split())[:200] or type(error).__name__
+    # Its first line alone: what follows advises how to call huggingface_hub.
+    why = str(error).strip().partition("\n")[0][:MAX_REASON] or type(error).__name__
     return TryAgain(
         f"{wanted.asked}: the hub cannot be reached, or the connection was cut ({why}); run the "
         f"command again, what has come is kept, {wanted.remedy}"

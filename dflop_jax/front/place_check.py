@@ -169,10 +169,13 @@ def _size(n_bytes: float) -> str:
 def _weights(model: MultimodalModel, config: Config) -> str:
     """Whether the folder holds the model and nothing else; ValueError names what is missing or
     unknown."""
-    weights = config.model.weights
-    if not weights:
+    weights, adapters = config.model.weights, config.model.adapters
+    if not weights and not adapters:
         return "none: it begins at random"
     beginning(model, config.model)
-    folders = [Path(w.rpartition("=")[2]) for w in (*weights, config.model.adapters) if w]
+    folders = [Path(w.rpartition("=")[2]) for w in (*weights, adapters) if w]
     n_bytes = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
-    return f"complete, {n_bytes / GB:.2f} GB in {', '.join(map(str, folders))}"
+    names = ", ".join(map(str, folders))
+    if not weights:
+        return f"none but the adapters, {n_bytes / GB:.2f} GB in {names}: all else begins at random"
+    return f"complete, {n_bytes / GB:.2f} GB in {names}"

@@ -161,7 +161,7 @@ def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setti
     for reason, n in data.bad_by_reason.items():
         show(escape(f"  {n:,} {reason}: {data.examples[reason][0]}"))
     if data.remedy:
-        show(f"  missing {data.remedy}")
+        show(escape(f"  {data.remedy}"))
     for name, values in data.tokens.items():
         if len(values):
             show(f"  {name}: {values.min():,} to {values.max():,} tokens, median "

@@ -63,7 +63,7 @@ def _data(data: DataLook, limits: str) -> list[str]:
         for reason, n in data.bad_by_reason.items()
     )
     bad = f"<table><tr><th>n</th><th>reason</th><th>records</th></tr>{rows}</table>" if rows else ""
-    bad += f"<p>Missing {escape(data.remedy)}.</p>" if data.remedy else ""
+    bad += f"<p>{escape(data.remedy[0].upper() + data.remedy[1:])}.</p>" if data.remedy else ""
     cut = (
         f"<p>{escape(limits)}: text is cut of {data.cut_text:,} samples, media are made smaller of "
         f"{data.cut_media:,}, {data.too_long:,} are left out.</p>"

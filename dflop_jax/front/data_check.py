@@ -22,6 +22,7 @@ from dflop_jax.data import MediaSpec
 from dflop_jax.data.build import Looks, looks
 from dflop_jax.data.datasets.fitting import fit, preparations
 from dflop_jax.data.datasets.header_rows import RowReader
+from dflop_jax.data.datasets.llava_records import TEXTS
 from dflop_jax.data.datasets.located import Located
 from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
 from dflop_jax.data.decoder import BadSample
@@ -101,13 +102,20 @@ class DataLook:
 
     @property
     def remedy(self) -> str:
-        """Where files are looked for, if some are missing."""
-        if not any(reason.startswith("missing file") for reason in self.bad_by_reason):
-            return ""
-        return (
-            "files are looked for in the folder of the JSON file, or in those of --data.root; name "
-            "theirs if it is another"
+        """What may be done about missing files or columns, "" where none are."""
+        said = {
+            "missing file": "missing files are looked for in the folder of the JSON file, or in "
+            "those of --data.root; name theirs if it is another",
+            f"no {', '.join(TEXTS)}": "fields of other names are said by --data.columns, such as "
+            "messages=chat,image=pictures",
+            "no column": "--data.columns FIELD=COLUMN names a column that is not there; mend it",
+        }
+        found = (
+            remedy
+            for begin, remedy in said.items()
+            if any(reason.startswith(begin) for reason in self.bad_by_reason)
         )
+        return "; ".join(found)
 
 
 def look(

@@ -79,6 +79,21 @@ def test_a_column_that_is_missing(capsys):
     assert "no column 'talk'; there are chat, image" in line
 
 
+def test_fields_and_columns_that_are_named_wrongly(capsys):
+    data = write(ask("What?"))
+    line = refused(capsys, "profile", "nano.py", *data, "--data.columns", "chat=messages")
+    assert "'chat' as a field; write FIELD=COLUMN, fields are id, weight, conversations" in line
+    Path("m.yaml").write_text("parts:\n  - {path: d.json, wieght: 2.0}\n")
+    line = refused(capsys, "profile", "nano.py", "--data.path", "m.yaml")
+    assert "part d.json: unknown field 'wieght'; known: path, weight, subset, root" in line
+    Path("d.json").write_text(json.dumps([{"chat": [], "uid": 1}]))
+    code, out, _ = run(capsys, "check", *data)
+    assert code == 2
+    said = " ".join(out.split())
+    assert "d.json[0]: no conversations, messages, question; there are chat, uid" in said
+    assert "other names are said by --data.columns, such as messages=chat" in said
+
+
 @pytest.mark.parametrize("sections", [[24, 20, 19], [64, 0], [0, 32, 32]])
 def test_sections_of_positions_that_do_not_fit(capsys, sections):
     config = {

@@ -31,7 +31,7 @@ def find_tables(path: str) -> tuple[Path, ...]:
     if whole.suffix in SUFFIXES and "*" in whole.name:
         files = sorted(whole.parent.glob(whole.name))
         if not files:
-            raise ValueError(f"{path}: no file matches")
+            raise ValueError(f"{path}: no file matches; give a pattern of files that are there")
     elif whole.is_dir():
         files = _in_folder(whole)
     else:

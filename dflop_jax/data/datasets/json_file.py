@@ -87,10 +87,13 @@ def _items(file: Path) -> Iterator[tuple[int, int, int]]:
     try:
         items = parse_json(data, list[msgspec.Raw])
     except ValueError as e:
-        raise ValueError(
-            f"{file}: {e}, expected a JSON list of records; repair it, or name it .jsonl if each "
-            "line is a record"
-        ) from None
+        remedy = (
+            "repair it, or name it .jsonl if each line is a record"
+            if file.suffix == ".json"
+            else f"convert it to one, JSON lines (.jsonl) or Parquet, {file.suffix or 'this'} is "
+            "not read"
+        )
+        raise ValueError(f"{file}: {e}, expected a JSON list of records; {remedy}") from None
     start = 0
     for k, item in enumerate(items):
         start = data.index(item, start)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_TURNS, parse_json
+from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_NAME, MAX_TURNS, parse_json
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
 from dflop_jax.data.datasets.chat_messages import Turns, turns_of_messages
 from dflop_jax.data.datasets.questions import (
@@ -67,29 +67,47 @@ class RecordFormat:
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.columns if name not in self.names]:
-            raise ValueError(f"columns of {unknown}, not of {', '.join(self.names)}")
+            known = [name for name in self.names if not name[-1].isdecimal()]
+            raise ValueError(
+                f"data.columns names {unknown[0]!r} as a field; write FIELD=COLUMN, fields are "
+                f"{', '.join(known)}"
+            )
 
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
+        own = {name: (name,) for name in ("id", WEIGHT)}
+        return {**own, **{text: (text,) for text in TEXTS}, **SPELLINGS, **self._media_names}
+
+    @cached_property
+    def _media_names(self) -> Mapping[str, tuple[str, ...]]:
         media = {kind.name: (kind.name, f"{kind.name}s") for kind in self.kinds}
         numbers = range(1, MOST_NUMBERED + 1)
         single = {f"{kind.name}_{n}": (f"{kind.name}_{n}",) for kind in self.kinds for n in numbers}
-        own = {name: (name,) for name in ("id", WEIGHT)}
-        return {**own, **{text: (text,) for text in TEXTS}, **SPELLINGS, **media, **single}
+        return media | single
 
-    def chosen(self, names: Collection[str]) -> dict[str, str]:
+    def lacking(self, names: Collection[str]) -> set[str]:
+        """Fields of media whose columns, as a user names them, are not among these."""
+        columns = self.columns.items()
+        return {name for name, c in columns if c not in names and name in self._media_names}
+
+    def chosen(self, names: Collection[str], without: Collection[str] = ()) -> dict[str, str]:
         """Return the column that each field of a record is read from, of those that there are.
+
+        Args:
+          without: fields that the record does not have.
 
         Raises:
           ValueError: a column that a user names is missing.
         """
-        for column in self.columns.values():
+        chosen = {name: c for name, c in self.columns.items() if name not in without}
+        for column in chosen.values():
             if column not in names:
-                raise ValueError(f"no column {column!r}; there are {', '.join(map(str, names))}")
-        chosen = dict(self.columns)
+                raise ValueError(f"no column {column!r}; there are {_listed_names(names)}")
         for name, spellings in self.names.items():
             if name in TEXTS and any(text in self.columns for text in TEXTS):
+                continue
+            if name in without:
                 continue
             present = [column for column in spellings if column in names]
             if present:
@@ -123,16 +141,21 @@ def parse_record(
     try:
         if not isinstance(raw, dict):
             raise ValueError("not a JSON object")
-        fields = {field: raw[c] for field, c in records.chosen(raw).items()}
+        lacking = records.lacking(raw)  # a record of text alone needs no column of pictures
+        fields = {field: raw[c] for field, c in records.chosen(raw, lacking).items()}
         name = record_name(place, fields)
         media = {kind.name: _listed(fields, kind.name) for kind in records.kinds}
         question = None
+        if not any(text in fields for text in TEXTS):
+            raise ValueError(f"no {', '.join(TEXTS)}; there are {_listed_names(raw)}")
         if not any(fields.get(text) for text in TEXTS if text != QUESTION) and QUESTION in fields:
             media = media if any(media.values()) else {**media, **beside}
             question = asked(fields, media)
             media = {kind: [*values] for kind, values in question.media.items()}
         turns, inline, weights = _turns(fields, records, question)
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
+        if lacking and (question or len(inline) < len(tags)):
+            records.chosen(raw)  # which names the column
         if len(inline) < len(tags) and not any(media.values()):
             media |= beside
         if sum(map(len, media.values())) + len(inline) > MAX_MEDIA:
@@ -178,6 +201,10 @@ def check_split(split: str, *, holds_out: bool) -> None:
             "the eval split of a dataset on disk needs train.eval_samples or train.eval_fraction "
             "above 0"
         )
+
+
+def _listed_names(names: Collection[str]) -> str:
+    return ", ".join(map(str, names))[:MAX_NAME] or "none"
 
 
 def _turns(

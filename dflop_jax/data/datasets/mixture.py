@@ -154,10 +154,15 @@ def _part(raw: Any, folder: Path) -> MixturePart:
         raise ValueError(f"a part is {raw!r:.50}, not a path or a mapping")
     renamed = {"json_path": "path", "sampling_strategy": "subset"}
     fields = {renamed.get(str(k), str(k)): v for k, v in raw.items()}
+    name, known = raw.get("path", raw.get("json_path")), _RawPart.__struct_fields__
+    if unknown := [k for k in fields if k not in known]:
+        raise ValueError(
+            f"part {name}: unknown field {unknown[0]!r:.50}; known: {', '.join(known)}"
+        )
     try:
         part = msgspec.convert(fields, _RawPart)
     except msgspec.ValidationError as e:
-        raise ValueError(f"part {raw.get('path', raw.get('json_path'))}: {e}") from None
+        raise ValueError(f"part {name}: {e}") from None
     given = [part.root] if isinstance(part.root, str) else part.root
     root = tuple(str(folder / r) for r in given if r)
     from_hub = part.path.startswith(HUB) or (

@@ -44,7 +44,7 @@ def find_shards(path: str) -> tuple[Path, ...]:
     if "*" in whole.name:
         shards = sorted(whole.parent.glob(whole.name))
         if not shards:
-            raise ValueError(f"{path}: no file matches")
+            raise ValueError(f"{path}: no file matches; give a pattern of files that are there")
     elif whole.is_dir():
         shards = [] if (whole / "dataset.json").is_file() else sorted(whole.glob("*.tar*"))
     else:

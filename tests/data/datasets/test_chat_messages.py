@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import json
 from functools import partial
 
 import pytest
 
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.llava_records import RecordFormat, parse_record
+from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.roots import Roots
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import chat_pieces
@@ -98,6 +100,31 @@ def test_bytes_stand_before_a_path_and_in_addresses(folder):
         raw = {"messages": [{"role": "user", "content": [part]}, {"role": "gpt", "content": "a"}]}
         ((kind, medium),) = record(raw, folder).media
         assert (kind, medium.data) == ("image", b"abc")
+
+
+def test_a_record_of_text_alone_needs_no_column_of_pictures(tmp_path):
+    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    seen = [{"role": "user", "content": "<image> Why?"}, said[1]]
+    rows = [{"chat": said}, {"chat": said, "image": "a.png"}, {"chat": seen}, {"talk": said}]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reader = open_reader(tmp_path / "d.jsonl", columns={"messages": "chat", "image": "pictures"})
+    places = list(reader.locate())
+    for place in places[:2]:  # the name that a user gives goes before the usual one
+        assert reader.read(place).turns == (("human", "Why?"), ("gpt", "So."))
+        assert reader.read(place).media == ()
+    with pytest.raises(ValueError, match=r"d\.jsonl:3: no column 'pictures'; there are chat$"):
+        reader.read(places[2])
+    with pytest.raises(ValueError, match=r"d\.jsonl:4: no column 'chat'; there are talk$"):
+        reader.read(places[3])
+    plain = open_reader(tmp_path / "d.jsonl")
+    with pytest.raises(ValueError, match=r"no conversations, messages, question; there are talk$"):
+        plain.read(places[3])
+    asks = {"q": "What?", "a": "That."}
+    (tmp_path / "q.jsonl").write_text(json.dumps(asks))
+    names = {"question": "q", "answers": "a", "image": "pictures"}  # which say nothing by a tag
+    reader = open_reader(tmp_path / "q.jsonl", columns=names)
+    with pytest.raises(ValueError, match=r"no column 'pictures'; there are q, a$"):
+        reader.read(*reader.locate())
 
 
 def test_columns_of_other_names(folder):

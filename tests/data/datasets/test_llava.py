@@ -177,6 +177,17 @@ def test_an_unusable_file_is_one_line(folder, content, reason):
     assert "d.json" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name, remedy",
+    [("t.json", "repair it, or name it .jsonl if"), ("t.csv", "convert it to one, JSON lines"),
+     ("t", "this is not read")],
+)  # fmt: skip
+def test_a_file_of_another_kind_is_not_to_be_repaired(folder, name, remedy):
+    (folder / name).write_text("id,question\n1,Why?\n")
+    with pytest.raises(ValueError, match=remedy):
+        open_path(folder / name)
+
+
 def test_nothing_usable_is_fatal_whatever_the_fraction(folder):
     heard = record(0, image=None, audio="a.wav", conversations=turns("<audio>", "noise"))
     with pytest.raises(ValueError, match="no record is usable: the model cannot take their media"):

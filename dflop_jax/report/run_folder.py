@@ -134,13 +134,15 @@ class RunFolder:
         if has_rows and existing == "error":
             raise ValueError(
                 f"{self.path}: holds the metrics of another run; "
-                "choose another --run_dir, or resume or overwrite that run"
+                "choose another --run_dir, go on with that run (--resume auto) or replace it "
+                "(--overwrite)"
             )
         checkpoints = self.path / CHECKPOINTS
         if existing == "error" and checkpoints.is_dir() and any(checkpoints.iterdir()):
             raise ValueError(
                 f"{checkpoints}: holds checkpoints of another run; "
-                "choose another --run_dir, or resume or overwrite that run"
+                "choose another --run_dir, go on with that run (--resume auto) or replace it "
+                "(--overwrite)"
             )
         if existing == "overwrite":
             for name in _OUTPUTS:

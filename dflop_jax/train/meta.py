@@ -146,8 +146,8 @@ def continued(
     if _FROZEN in changed:
         raise ValueError(
             f"the checkpoint was trained with {then[_FROZEN]} frozen, this run with {now[_FROZEN]}:"
-            " it is of another model or choice of frozen parts; give the same train.stage and "
-            "train.freeze, or start a new run"
+            " it is of another model or choice of frozen parts; give the same train.stage, "
+            "train.freeze and train.lora_rank, or start a new run"
         )
     other_count = bool(_COUNTS.intersection(changed))
     if profile is None and not _PROFILED.intersection(changed):

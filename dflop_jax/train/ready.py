@@ -111,6 +111,8 @@ def data_line(source: Source, train: TrainConfig) -> str:
 
 def expected(plan: Plan, steps: int) -> str:
     """What a plan says of the steps that are left, in a line."""
+    if steps <= 0:
+        return "no step is left; a greater --train.steps, or --train.epochs, goes on"
     step_s = plan.predicted.makespan_s
     left_s = step_s * steps
     end = datetime.now() + timedelta(seconds=left_s)

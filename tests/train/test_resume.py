@@ -21,6 +21,7 @@ from dflop_jax.pipeline import executor
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, PriceList
+from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
 from dflop_jax.schedule import learnt as learnt_module
 from dflop_jax.schedule import worker as worker_module
@@ -28,6 +29,7 @@ from dflop_jax.schedule.correction import Monitor
 from dflop_jax.schedule.learnt import StepSample
 from dflop_jax.schedule.worker_main import BatchRequest
 from dflop_jax.train.loop import Loop
+from dflop_jax.train.ready import expected
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import nano_profile
@@ -363,7 +365,14 @@ def test_a_folder_in_use_is_refused_and_left_alone(whole):
 def test_checkpoints_without_metrics_are_another_run_too(whole):
     folder = copy_of(whole)
     (folder / "metrics.jsonl").unlink()
-    assert "choose another --run_dir, or resume or overwrite" in refused(folder, "error")
+    assert "go on with that run (--resume auto) or replace it" in refused(folder, "error")
+
+
+def test_what_a_run_says_that_has_no_step_left(whole):
+    plan = load(Plan, whole / PLAN_FILE)
+    assert "1 steps in" in expected(plan, 1)
+    for left in (0, -40):  # of a run that is resumed with fewer steps than it made
+        assert expected(plan, left).startswith("no step is left; a greater --train.steps")
 
 
 def test_overwriting_removes_the_old_checkpoints(whole, monkeypatch):

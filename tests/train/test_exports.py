@@ -28,6 +28,8 @@ from dflop_jax.weights import write_folder
 from models import llava
 from tests.data.media_cases import talk
 from tests.plans import NANO, nano_profile
+from tests.processes import CACHE
+from tests.train.many import Jobs
 from tests.train.test_published_run import _here, config, on_host  # noqa: F401
 from tests.weights.conftest import held, random_params
 
@@ -213,6 +215,41 @@ def test_a_run_exports_what_it_saved(compiled_once, capsys, monkeypatch):
         for leaf, known in zip(*map(jax.tree.leaves, (tree["layers"], loaded[name]["layers"]))):
             assert (leaf.shape, leaf.dtype) == (known.shape, known.dtype)
             np.testing.assert_array_equal(leaf[1], known[1])
+
+
+PUBLISHED = """
+def config():
+    from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
+    return Config(
+        model=ModelConfig(size="anyres-nano"),
+        data=DataConfig(n_samples=32, max_tiles=2, max_frames=2, max_tokens=512, workers=1),
+        train=TrainConfig(steps=5, global_batch=4),
+        checkpoint=CheckpointConfig(every=0, keep=1, export_every=2),
+        cache_dir={cache!r},
+    )
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_every_folder_once(tmp_path):
+    """Each has one module's shards; process 0 alone reads them all back and writes."""
+    plan = NANO.with_layout(
+        edges=edges_of(MODEL), tied=tuple(m for m, module in MODEL.modules.items() if module.tied)
+    )
+    jobs = Jobs.make(tmp_path, plan)
+    (tmp_path / "small.py").write_text(PUBLISHED.format(cache=str(CACHE)))
+    code, output = jobs.run(2, tmp_path / "run")
+    assert code == 0, output
+    assert "no export" not in output
+    made = tmp_path / "run" / "exports"
+    assert sorted(p.name for p in made.iterdir()) == ["00000002", "00000004", "00000005"]
+    # The newest is what the command writes of the run's checkpoint; the others are of earlier ones.
+    assert main(["export", str(tmp_path / "run"), "--out", "out"]) == 0
+    for file in Path("out").iterdir():
+        assert file.read_bytes() == (made / "00000005" / file.name).read_bytes()
+    weights = [(folder / "model.safetensors").read_bytes() for folder in sorted(made.iterdir())]
+    assert len(set(weights)) == 3
+    assert {len(w) for w in weights} == {len(weights[0])}
 
 
 def check_answers(folder, capsys):

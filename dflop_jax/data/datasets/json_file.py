@@ -90,8 +90,7 @@ def _items(file: Path) -> Iterator[tuple[int, int, int]]:
         remedy = (
             "repair it, or name it .jsonl if each line is a record"
             if file.suffix == ".json"
-            else f"convert it to one, JSON lines (.jsonl) or Parquet, {file.suffix or 'this'} is "
-            "not read"
+            else f"give one, JSON lines (.jsonl) or Parquet, {file.suffix or 'this'} is not read"
         )
         raise ValueError(f"{file}: {e}, expected a JSON list of records; {remedy}") from None
     start = 0

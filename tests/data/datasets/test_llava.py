@@ -179,7 +179,7 @@ def test_an_unusable_file_is_one_line(folder, content, reason):
 
 @pytest.mark.parametrize(
     "name, remedy",
-    [("t.json", "repair it, or name it .jsonl if"), ("t.csv", "convert it to one, JSON lines"),
+    [("t.json", "repair it, or name it .jsonl if"), ("t.csv", "give one, JSON lines"),
      ("t", "this is not read")],
 )  # fmt: skip
 def test_a_file_of_another_kind_is_not_to_be_repaired(folder, name, remedy):

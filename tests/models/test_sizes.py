@@ -156,7 +156,6 @@ def test_qwen3_vl_32b_is_made_of_published_parts():
     assert model.modules["vision"].out_width == 5120
 
 
-@pytest.mark.slow(first=2)
 @pytest.mark.parametrize("name", QWEN3_VL)
 def test_every_native_size_fits_the_contract(name):
     model: MultimodalModel = qwen3_vl.build(name, "bfloat16")

@@ -28,8 +28,9 @@ SECTIONS = {
     "data": "Data", "weights": "Published weights", "plan": "Plans", "schedule": "Schedules",
     "profile": "Profiles", "pipeline": "Plans and models", "gpu_compile": "GPUs that are not here",
     "hardware": "GPUs that are not here", "train": "Runs", "checkpoint": "Checkpoints",
-    "report": "Run folders and reports", "record_files": "Files of records",
-    "cluster": "Many processes", "generate": "Answers", "evaluate": "Answers",
+    "report": "Run folders and reports", "folders": "Run folders and reports",
+    "record_files": "Files of records", "cluster": "Many processes", "generate": "Answers",
+    "evaluate": "Answers",
     "verify": "Verification",
 }  # fmt: skip
 

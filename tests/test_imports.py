@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 
 LEFT = {"records", "contract", "config", "config_fields", "config_texts", "children", "full_disk"}
+LEFT |= {"folders"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"tasks"}
@@ -30,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record_files": {"records"},
     "children": set(),
     "full_disk": set(),
+    "folders": {"full_disk"},
     "contract": {"records"},
     "config": {"records", "config_fields", "config_texts"},
     "config_fields": set(),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dflop_jax.cli.answering import add_sampling, add_ways, answering_config, sampling_of
 from dflop_jax.cli.experiment import end_together, overrides
 from dflop_jax.cli.terminal import show
+from dflop_jax.folders import made
 
 if TYPE_CHECKING:
     from dflop_jax.evaluate.run import Evaluated
@@ -84,9 +85,9 @@ def run(args: argparse.Namespace) -> Evaluated:
     else:
         scenes = place.source("eval")
         asked = questions.of_source(scenes, tokenizer, args.samples, config.data.seed)
+    made(folder, "choose another --out")  # before what takes its time
     result = evaluate(generator, asked, how, args.metrics, place.peers)
     if place.peers.is_hub:
-        folder.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in result.answers)
         (folder / ANSWERS).write_text("".join(lines), encoding="utf-8")
         facts = {"samples": result.samples, "metrics": result.metrics, "checkpoint": str(source),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflop_jax.cli.folder_config import add_factory, folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
+from dflop_jax.folders import made
 
 if TYPE_CHECKING:
     from dflop_jax.checkpoint.store import CheckpointReader
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
+    made(Path(args.out).parent, "choose another --out")
     if not Path(args.run_folder).is_dir():
         raise ValueError(
             f"{args.run_folder}: no such run folder; check the path, or train it first"

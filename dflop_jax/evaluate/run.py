@@ -85,7 +85,8 @@ def _scored(rows: Sequence[AnswerRow], metrics: Sequence[str]) -> Evaluated:
     asked = [row for row in rows if not row.trouble]
     if not asked:
         raise ValueError(
-            f"none of {len(rows)} questions can be asked: {rows[0].trouble}; check the data"
+            f"none of {len(rows)} questions can be asked: {rows[0].trouble}; name fields "
+            "that have other names (--data.columns), or look with dflop check --data"
         )
     answered = [ScoredAnswer(row.answer, row.references, row.choices) for row in asked]
     by_metric = {name: scores(name, answered) for name in metrics}

@@ -26,6 +26,7 @@ from dflop_jax.data.datasets.clip_samples import (
 )
 from dflop_jax.data.datasets.moving_scenes import SIDE, block_of, frames_of
 from dflop_jax.data.media.limits import Limits
+from dflop_jax.folders import made
 from dflop_jax.generate.programs import TOKEN_MULTIPLE
 from dflop_jax.generate.row import LLM, encode
 from dflop_jax.train.load_params import load_params
@@ -200,7 +201,7 @@ def flow(
 
 def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:
     """Write latents and, of an embedded clip, a strip of its frames and a moving picture."""
-    folder.mkdir(parents=True, exist_ok=True)
+    made(folder, "choose another --out")
     files = [folder / LATENTS]
     np.save(files[0], latents)
     if embedded:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from dflop_jax.folders import made
 from dflop_jax.full_disk import FULL, despite_full_disk
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
@@ -332,11 +333,7 @@ def answer_folder(run_dir: str | Path, question: str, out: str | None = None) ->
         raise ValueError(f"{folder}: is a file; {remedy}")
     if has_begun(folder):
         raise ValueError(f"{folder}: holds a run, whose records stay; {remedy}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(f"{folder}: cannot be written ({e.strerror}); {remedy}") from None
-    return folder
+    return made(folder, remedy)
 
 
 def check_answer_file(file: str | Path) -> None:

@@ -16,6 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from dflop_jax.folders import made
 from dflop_jax.weights.beside import copy_beside
 from dflop_jax.weights.contract import Tensor, WeightMap, by_name, shape_of
 from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
@@ -57,14 +58,14 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     """A folder to write to, which gets its name `path` when all is written.
 
     Raises:
-      ValueError: `path` exists.
+      ValueError: `path` exists or cannot be written.
     """
     path = Path(path)
     if path.exists():
         raise ValueError(f"{path}: exists already; choose another folder or remove it")
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    made(partial, "choose another folder")
     try:
         yield partial
         os.replace(partial, path)

@@ -50,8 +50,15 @@ ASKED = {
     "watch": [(("run", "other", "--port", "0"), 0, "")],
     "train": [(("nano.py", *PROFILE, *PLAN), 2, "")],
     "generate": [(("run", "--prompt", "What?", "--max-tokens", "2"), 0, "")],
-    "evaluate": [(("run", "--samples", "1", "--max-tokens", "2"), 0, "run/evaluated")],
-    "export": [(("run", "--out", "published"), 0, "published"), (("run", "--out", "run"), 2, "")],
+    "evaluate": [
+        (("run", "--samples", "1", "--max-tokens", "2"), 0, "run/evaluated"),
+        (("run", "--samples", "1", "--max-tokens", "2", "--out", "nano.py/said"), 2, ""),
+    ],
+    "export": [
+        (("run", "--out", "published"), 0, "published"),
+        (("run", "--out", "run"), 2, ""),
+        (("run", "--out", "nano.py/there"), 2, ""),
+    ],
     "verify": [(("published", "--json"), 0, "")],
     "check": [(("nano.py", "--page", "run/page.html"), 0, "run/page.html"),
               (("nano.py", "--page", "run/summary.md"), 2, "")],

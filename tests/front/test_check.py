@@ -19,7 +19,7 @@ from dflop_jax.front.place_check import Fact
 from dflop_jax.train.prepare import build_model
 from dflop_jax.weights import AdapterForm, write_adapter
 from models import llava
-from tests.cli.command_line import run
+from tests.cli.command_line import refused, run
 from tests.data.media_cases import made_dataset, talk
 from tests.front.made import llava_data, processor_files
 from tests.train.lora_cases import with_adapters
@@ -116,6 +116,15 @@ def test_what_cannot_be_read_at_all(capsys, content, says):
     assert (code, err.count("\n"), said["records"]) == (2, 1, 0)
     assert says in err
     assert sum(said["bad_by_reason"].values()) == 1
+
+
+def test_a_page_that_cannot_be_written(capsys):
+    Path("d.json").write_text("[]")
+    for file, says in (
+        ("d.json/p.html", "d.json: cannot be written (File exists); choose another --page"),
+        ("d.json/a/p.html", "d.json/a: cannot be written (Not a directory); choose"),
+    ):
+        assert says in refused(capsys, "check", "--data", "d.json", "--page", file)
 
 
 def test_all_bad_is_an_exit_code_too(capsys):

@@ -57,7 +57,7 @@ WRONG = {
     # Of the wrong kind.
     "train --model photos/train.json --data photos": "no such folder, nor OWNER/NAME",
     "train --model qwen --data qwen/config.json": "expected a JSON list of records",
-    "train --model qwen --data photos/p1-0.png": "expected a JSON list of records; give one, JSON lines",
+    "train --model qwen --data photos/p1-0.png": "JSON list of records; give one, JSON lines",
     f"train --model llama {ASK[13:]}": "is a language model alone",
     f"train --model clip {ASK[13:]}": "known: llava_onevision, internvl",
     f"train {ASK} --train.steps many": "got `str` - at `train.steps`; give a whole number",

@@ -134,7 +134,8 @@ def resolve(command: Sequence[str]) -> list[str]:
         return [*known[name], *arguments]
     program = shutil.which(name)
     if program is None:
-        hint = f"; did you mean: python {name}?" if os.path.isfile(name) else ""
+        is_file = os.path.isfile(name)
+        hint = f"; did you mean: python {name}?" if is_file else "; check its spelling, or PATH"
         raise ValueError(f"{name}: no such command{hint}")
     return [program, *arguments]
 

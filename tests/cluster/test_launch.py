@@ -208,7 +208,7 @@ def test_pinned_processes_run_on_their_share(program, tmp_path):
         (["--", "true"], "required: -n"),
         (["-n", "2"], "no command; give it after --, such as: dflop launch -n 2 -- dflop train"),
         (["-n", "2", "--"], "no command; give it after --"),
-        (["-n", "2", "--", "no-such-program"], "no-such-program: no such command"),
+        (["-n", "2", "--", "no-such-program"], "no such command; check its spelling"),
         (["-n", "2", "--", "./run.py"], "./run.py: no such command; did you mean: python ./run.py"),
         (
             ["-n", "2", "--devices-per-process", "0", "--", "true"],

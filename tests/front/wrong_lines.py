@@ -39,7 +39,7 @@ WRONG = {
     "train gone.py": "no such experiment file; give a path such as",
     f"train --model gone {ASK[13:]}": "no such folder, nor OWNER/NAME",
     "train --model qwen": "give --data PATH_OR_NAME",
-    "train --model qwen --data gone.json": "no such file or folder",
+    "train --model qwen --data gone.json": "no such file or folder; check --data: records in",
     "train --model qwen --data gone.yaml": "gone.yaml: no such file; give a mixture",
     f"train --model bare {ASK[13:]}": "give --data.tokenizer FOLDER",
     f"train {ASK} --data.tokenizer gone": "leave data.tokenizer empty for byte-level",

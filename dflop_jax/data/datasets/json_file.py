@@ -32,7 +32,10 @@ def find_file(path: Path) -> Path:
             )
         return files[0]
     if not path.is_file():
-        raise ValueError(f"{path}: no such file or folder; data.path names a LLaVA-format JSON")
+        raise ValueError(
+            f"{path}: no such file or folder; check --data: records in JSON or JSON lines, "
+            "Parquet, Arrow, .tar shards, or a YAML mixture of them"
+        )
     return path
 
 

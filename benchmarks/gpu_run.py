@@ -1,6 +1,6 @@
 """Whole runs on one GPU: what they were planned to take, and what they took.
 
-Command:  python benchmarks/gpu_run.py [--json FILE] [--only NAME ...] [--steps N]
+Command:  python benchmarks/gpu_run.py [--json FILE] [--only NAME ...] [--steps N] [--folder DIR]
           python benchmarks/gpu_run.py --tiny                        toy sizes, on any device
 Minutes:  5 to 10 a model on one H100, most of it compiling; --tiny about 4 a model on 2 cores
 Needs:    jax[cuda13] or jax[cuda12] and what the product needs, a GPU of 80 GB
@@ -11,7 +11,8 @@ Expected: steps within 15% of the planned, memory within 5% of the planned and n
 Each row is a process that trains with random weights on the embedded scenes as `dflop train` does:
 it profiles, plans, times the finalists' programs and trains, in bfloat16 with float32 masters.
 `planned_s` is what plan.json says of a step, `measured_s` the median of the steps after the third.
-`exact` is a nano model in float32, on the GPU and on its host's CPU.
+`exact` is a nano model in float32, on the GPU and on its host's CPU. With --folder each row's run,
+what it says (log.txt) and its cache stay, so that one that was ended begins where compiling was.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def config(case: Case, steps: int, run: Path, *, tiny: bool) -> Config:
         ),
         checkpoint=CheckpointConfig(every=0),
         run_dir=str(run),
-        cache_dir=str(run / "cache"),
+        cache_dir=str(run.parent / "cache"),
     )  # fmt: skip
 
 
@@ -139,7 +140,7 @@ def trained(
     name: str, steps: int, run: Path, tiny: bool, stop_after: int = 0, *, resume: bool = False,
     like: Path | str = "", on_cpu: bool = False,
 ) -> float:  # fmt: skip
-    """Run a child; its seconds.
+    """Run a child, which says what it does in a log beside its run; its seconds.
 
     Raises:
       RuntimeError: it failed; the message has the end of what it said.
@@ -149,12 +150,14 @@ def trained(
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path} | ({"JAX_PLATFORMS": "cpu"} if on_cpu else {})
     begun_s = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, __file__, CHILD, *map(str, words)],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(" ".join((done.stdout + done.stderr)[-1500:].split()))
+    with (run.parent / "log.txt").open("a+") as log:
+        done = subprocess.run(
+            [sys.executable, __file__, CHILD, *map(str, words)],
+            env=environment, stdout=log, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        log.seek(0)
+        if done.returncode:
+            raise RuntimeError(" ".join(log.read()[-1500:].split()))
     return time.perf_counter() - begun_s
 
 
@@ -226,12 +229,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=(*CASES, EXACT), default=(*CASES, EXACT))
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tiny", action="store_true", help="toy sizes, on any device")
+    parser.add_argument("--folder", type=Path, help="keep runs, logs and caches here")
     args = parser.parse_args()
     if args.steps <= WARM:
         parser.error(f"--steps {args.steps} leaves none to measure; give more than {WARM}")
     rows = Rows(args.json)
     for name in args.only:
-        folder = Path(tempfile.mkdtemp(prefix="gpu_run-"))
+        folder = args.folder / name if args.folder else Path(tempfile.mkdtemp(prefix="gpu_run-"))
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             rows.append(
                 exact_row(folder)
@@ -241,7 +246,8 @@ def main() -> int:
         except RuntimeError as e:
             rows.append({"name": name, "error": str(e)})
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not args.folder:
+                shutil.rmtree(folder, ignore_errors=True)
     Console(width=None if sys.stdout.isatty() else 160).print(show(rows))
     return 1 if any("error" in r for r in rows) else 0
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from dflop_jax.contract import Module, content_of
 from dflop_jax.pipeline.programs import GroupArrays, Programs
-from dflop_jax.records import Group
+from dflop_jax.records import Group, Shape
 from dflop_jax.tasks.graph import fed_by
 
 # Pieces in a row, where programs are timed and their number makes no difference.
@@ -50,6 +51,14 @@ def packed_field(
     }[name]
     row = row.reshape(tokens, *[1] * (len(shape) - 3)).astype(dtype)
     return np.broadcast_to(row, shape)
+
+
+def content_of_rows(module: Module, shape: Shape, pieces: int = PIECES_A_ROW) -> dict[str, int]:
+    """Content of rows that `packed_field` fills, by feature."""
+    length = -(-shape.tokens // pieces)
+    whole, rest = divmod(shape.tokens, length)
+    of_whole, of_rest = content_of(module, length), content_of(module, rest)
+    return {name: shape.rows * (whole * n + of_rest[name]) for name, n in of_whole.items()}
 
 
 def stand_in_groups(

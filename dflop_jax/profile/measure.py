@@ -37,7 +37,7 @@ from dflop_jax.contract import (
 )
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.stand_in import PIECES_A_ROW
+from dflop_jax.pipeline.stand_in import PIECES_A_ROW, content_of_rows
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.least_squares import nonnegative
@@ -209,10 +209,11 @@ def time_layer(
     tensor-parallel ranks. `sync` waits for their processes once all is compiled."""
     tp = len(devices)
     timed = of_kind(on_chip(model.modules[module], chip_of(devices[0])), kind)
-    flops = content_flops_of(timed)
+    # Rows of one piece each are all alike: their content goes by the shape.
+    flops = {} if module in model.piece_tokens else content_flops_of(timed)
     fillings = _FILLINGS[: len(flops) + 1] if flops else (PIECES_A_ROW,)
     pieces = [min(n, shape.tokens) for n in fillings]
-    contents = [_content(timed, shape, n) for n in pieces]
+    contents = [content_of_rows(timed, shape, n) for n in pieces]
     segments = [
         shallow_segment(model, module, d, devices, MeshShape(model=tp), kind=kind) for d in DEPTHS
     ]
@@ -269,14 +270,6 @@ def _with_policies(
             [t for t in timings if (t.module, t.kind, t.model) == (module, kind, tp)]
         )
     return with_policies
-
-
-def _content(module: Module, shape: Shape, pieces: int) -> dict[str, int]:
-    """Content of rows that `packed_rows` fills, by feature."""
-    length = -(-shape.tokens // pieces)
-    whole, rest = divmod(shape.tokens, length)
-    of_whole, of_rest = content_of(module, length), content_of(module, rest)
-    return {name: shape.rows * (whole * n + of_rest[name]) for name, n in of_whole.items()}
 
 
 def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]) -> float:

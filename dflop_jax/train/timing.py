@@ -14,6 +14,7 @@ import msgspec
 
 from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.stand_in import content_of_rows
 from dflop_jax.pipeline.state import TrainState
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.plan.predict import fullest_schedule
@@ -22,10 +23,13 @@ from dflop_jax.record_files import load, save
 from dflop_jax.records import (
     ModelProfile,
     Plan,
+    Price,
     PriceList,
     Prices,
     Profile,
+    ProgramId,
     Schedule,
+    content_s,
     from_json,
     to_json,
 )
@@ -78,7 +82,8 @@ class Timed:
 
     def prices(self, profile: ModelProfile) -> Prices:
         """Prices of the compiled programs, on process 0; what a group's content adds to them, how
-        many devices compute at once, and step ends that were not timed, are the profile's."""
+        many devices compute at once, and step ends that were not timed, are the profile's. The
+        rows that were timed had content, too, which the static seconds are to be without."""
         ex = self.executor
         measured = merged(
             ex.plan.layout,
@@ -87,10 +92,16 @@ class Timed:
             shares_cores=profile.shares_cores,
         )
         by_profile = plan_prices(ex.plan.layout, profile)
-        programs = {
-            key: dataclasses.replace(price, content_s=by_profile.programs.get(key, price).content_s)
-            for key, price in measured.programs.items()
-        }
+        module = {s.name: s.module for s in ex.plan.layout.segments}
+        n_microbatches = ex.plan.layout.group_size
+
+        def with_content(key: ProgramId, timed: Price) -> Price:
+            unit_s = by_profile.programs.get(key, timed).content_s
+            of_rows = content_of_rows(ex.model.modules[module[key.segment]], key.shape)
+            content = [n_microbatches * n for n in of_rows.values()]
+            return Price(max(timed.static_s - content_s(unit_s, content), 0.0), unit_s)
+
+        programs = {key: with_content(key, price) for key, price in measured.programs.items()}
         return dataclasses.replace(
             measured,
             programs=programs,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflop_jax.pipeline.stand_in import content_of_rows
 from dflop_jax.profile import measure
 from dflop_jax.profile.measure import DEPTHS, model_profile, profile_key, together
 from dflop_jax.profile.shallow import shallow_segment
@@ -174,7 +175,7 @@ def test_content_is_told_from_as_many_fillings_as_it_has_features():
     module = SimpleNamespace(
         content=lambda n, placed: {"none": 0, "piece": int(n > 0), "pair": n * n}
     )
-    contents = [measure._content(module, Shape(3, 48), n) for n in (1, 16, 5)]
+    contents = [content_of_rows(module, Shape(3, 48), n) for n in (1, 16, 5)]
     assert contents[2] == {"none": 0, "piece": 15, "pair": 3 * (4 * 10**2 + 8**2)}
     seconds = [2 + 1e-2 * c["pair"] + 0.5 * c["piece"] for c in contents]
     flops = {"pair": 2.0, "none": 4.0, "piece": 8.0}
@@ -194,7 +195,7 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     def fake(segment, shape, below, pieces):
         runs = []
         for n in pieces:
-            pairs = measure._content(segment.module, shape, n)["pair"]
+            pairs = content_of_rows(segment.module, shape, n)["pair"]
             depth = segment.plan.n_layers
             runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
         calls.append(tuple(pieces))
@@ -247,7 +248,7 @@ def test_rows_are_full_of_pieces(tokens, pieces):
     assert row[0] == 1
     assert min(lengths) >= 1
     assert len(lengths) <= pieces
-    assert (lengths**2).sum() * 3 == measure._content(None, Shape(3, tokens), pieces)["pair"]
+    assert (lengths**2).sum() * 3 == content_of_rows(None, Shape(3, tokens), pieces)["pair"]
     want = np.concatenate([np.arange(n) for n in lengths])
     assert (batch["positions"][0] == want[None, :, None]).all()
     assert (batch["weights"] == 1).all()

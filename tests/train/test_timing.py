@@ -15,7 +15,7 @@ from dflop_jax.cluster.peers import Peers, RunFailed
 from dflop_jax.cluster.sections import UNMEASURED, Sections
 from dflop_jax.pipeline.calibration import Calibration
 from dflop_jax.plan.on_devices import PlanTooLarge
-from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Task
+from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Shape, Task
 from dflop_jax.report.spent import TimeLog
 from dflop_jax.tasks.graph import links
 from dflop_jax.train import timing
@@ -311,13 +311,37 @@ def test_other_errors_are_raised_as_they_are():
 
 
 def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
+    """A row of 64 tokens, timed with 4 pieces of 16: 4 * 16**2 pairs at 0.5 ms, of 1 s and 2 s."""
     plan = PLANS[0]
     own, by_profile = prices_of(plan), programs(plan, 2.0)
-    by_profile = {k: replace(p, content_s=(0.5,)) for k, p in by_profile.items()}
+    by_profile = {k: replace(p, content_s=(5e-4,)) for k, p in by_profile.items()}
     monkeypatch.setattr(timing, "merged", lambda *_, **__: own)
     monkeypatch.setattr(timing, "plan_prices", lambda *_: Prices(by_profile, concurrency=1.5))
-    ex = SimpleNamespace(plan=plan, one_at_a_time=False)
+    modules = {"vision": SimpleNamespace(content=lambda n, placed: {}), "llm": SimpleNamespace()}
+    ex = SimpleNamespace(
+        plan=plan,
+        one_at_a_time=False,
+        model=SimpleNamespace(modules=modules, piece_tokens={"vision": 16}),
+    )
     got = timing.Timed(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
     assert got.concurrency == 1.5
     assert (got.step_end, got.sends) == (own.step_end, own.sends)
-    assert got.programs == {k: replace(p, content_s=(0.5,)) for k, p in own.programs.items()}
+    assert got.programs.keys() == own.programs.keys()
+    assert {key.shape for key in own.programs if key.segment == "l0"} == {Shape(1, 64)}
+    for key, price in got.programs.items():
+        pairs = 4 * 16**2 if key.segment == "l0" else 0
+        assert price.content_s == (5e-4,)
+        assert price.static_s == pytest.approx(own.programs[key].static_s - 5e-4 * pairs)
+        assert price.of([2 * pairs]) == pytest.approx(own.programs[key].static_s + 5e-4 * pairs)
+
+
+def test_a_program_takes_no_less_than_nothing_without_content(monkeypatch):
+    plan = PLANS[0]
+    by_profile = {k: replace(p, content_s=(1.0,)) for k, p in programs(plan, 2.0).items()}
+    monkeypatch.setattr(timing, "merged", lambda *_, **__: prices_of(plan))
+    monkeypatch.setattr(timing, "plan_prices", lambda *_: Prices(by_profile, concurrency=1.0))
+    modules = {m: SimpleNamespace() for m in plan.layout.modules}
+    model = SimpleNamespace(modules=modules, piece_tokens={})
+    ex = SimpleNamespace(plan=plan, one_at_a_time=False, model=model)
+    got = timing.Timed(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
+    assert {p.static_s for p in got.programs.values()} == {0.0}

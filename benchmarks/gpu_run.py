@@ -4,13 +4,16 @@ Command:  python benchmarks/gpu_run.py [--json FILE] [--only NAME ...] [--steps 
           python benchmarks/gpu_run.py --tiny                        toy sizes, on any device
 Minutes:  5 to 10 a model on one H100, most of it compiling; --tiny about 4 a model on 2 cores
 Needs:    jax[cuda13] or jax[cuda12] and what the product needs, a GPU of 80 GB
-Expected: steps within 15% of the planned, memory within 5% of the planned and never above; no
-          compile after the first step; of `exact` a stopped and resumed run has the losses of the
-          whole one bit for bit, and a CPU has them to 1e-4
+Expected: steps within 15% of the planned, memory within 5% of the planned and never above, the same
+          at every step; no compile after the first step; of `exact` a stopped and resumed run has
+          the losses of the whole one bit for bit, and a CPU has them to 1e-4
 
 Each row is a process that trains with random weights on the embedded scenes as `dflop train` does:
 it profiles, plans, times the finalists' programs and trains, in bfloat16 with float32 masters.
-`planned_s` is what plan.json says of a step, `measured_s` the median of the steps after the third.
+`planned_s` is what plan.json says of a step, `measured_s` the mean of the steps after the third,
+whose batches differ in size; `over_schedule` is the median of a step over its own schedule.
+`grows` are bytes that the device holds more after a step than after the one before, and of these
+what jax knows arrays of.
 `exact` is a nano model in float32, on the GPU and on its host's CPU. With --folder each row's run,
 what it says (log.txt) and its cache stay, so that one that was ended begins where compiling was.
 """
@@ -18,6 +21,7 @@ what it says (log.txt) and its cache stay, so that one that was ended begins whe
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -27,7 +31,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal
 
 from json_rows import Rows, add_json
@@ -54,6 +58,7 @@ GIB = 2**30
 WARM = 3  # steps that are not counted
 EXACT_STEPS, STOP_AFTER = 8, 4
 CHILD = "--child"
+ARRAYS = "arrays.json"  # bytes of the arrays that jax knows after each step
 Row = dict[str, Any]
 
 
@@ -111,10 +116,15 @@ def exact_config(run: Path) -> Config:
 def train(settings: Config, stop_after: int, like: str, *, resume: bool) -> None:
     """One run, under the plan of another where there is one; stopped after so many steps, where
     that is not 0, as a user's code would."""
+    import jax
+
     from dflop_jax import Callback, Trainer
+
+    known: list[int] = []
 
     class Stop(Callback):
         def after_step(self, done: Any) -> None:
+            known.append(sum(a.nbytes for a in jax.live_arrays()))
             if done.step + 1 == stop_after:
                 self.stop("as asked")
 
@@ -124,6 +134,7 @@ def train(settings: Config, stop_after: int, like: str, *, resume: bool) -> None
         given["profile"] = load(Profile, Path(like) / PROFILE)
     existing: Literal["resume", "overwrite"] = "resume" if resume else "overwrite"
     Trainer(settings, existing=existing, callbacks=[Stop()], **given).fit()
+    (Path(settings.run_dir) / ARRAYS).write_text(json.dumps(known))
 
 
 def child(arguments: Sequence[str]) -> None:
@@ -169,13 +180,16 @@ def run_row(name: str, steps: int, folder: Path, *, tiny: bool) -> Row:
     seconds = trained(name, steps, run, tiny)
     plan, rows, spent = read_plan(run), read_metrics(run), read_spent(run)
     assert spent is not None
-    measured_s = median(r["step_s"] for r in rows[WARM:])
+    measured_s = mean(r["step_s"] for r in rows[WARM:])
+    held = [(r["memory_bytes"] or {}).get("device", 0) for r in rows]
     peak = max((r["memory_bytes"] or {}).get("device_peak", 0) for r in rows)
+    arrays = json.loads((run / ARRAYS).read_text())
     planned_peak = max(plan.predicted.peak_bytes.values())
     return {
         "name": name, "policy": plan.policy, "buckets": [b.name for b in plan.layout.buckets],
         "planned_s": plan.predicted.makespan_s, "chosen_by_s": plan.predicted.chosen_by_s,
         "measured_s": measured_s, "measured_over_planned": measured_s / plan.predicted.makespan_s,
+        "over_schedule": median(r["step_s"] / r["makespan_s"] for r in rows[WARM:]),
         "steps_s": [r["step_s"] for r in rows],
         "phase_s": rows[-1]["phase_s"],
         "tokens_per_s": median(r["tokens_per_s"] for r in rows[WARM:]),
@@ -183,10 +197,16 @@ def run_row(name: str, steps: int, folder: Path, *, tiny: bool) -> Row:
         "mfu_by_module": rows[-1]["mfu_by_module"],
         "padding": rows[-1]["padding_fraction"],
         "planned_gib": planned_peak / GIB, "peak_gib": peak / GIB,
+        "grows": {"device": _growth(held), "arrays": _growth(arrays)},
         "compiles": sum(r["compiles"] for r in rows[1:]),
         "losses": [r["loss"] for r in rows],
         "seconds": seconds, "spent_s": spent.seconds,
     }  # fmt: skip
+
+
+def _growth(held: Sequence[float]) -> float:
+    """Of a step, without the last one, behind which there is none."""
+    return (held[-2] - held[0]) / max(len(held) - 2, 1)
 
 
 def exact_row(folder: Path) -> Row:

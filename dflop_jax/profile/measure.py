@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 
 from dflop_jax.contract import (
-    Module,
     MultimodalModel,
     chip_of,
     content_flops_of,
@@ -234,7 +233,8 @@ def time_layer(
     (_, ends_f), (_, ends_b) = split[0]
     layer_f, content_f = _apart([f for (f, _), _ in split], contents, flops)
     layer_b, content_b = _apart([b for _, (b, _) in split], contents, flops)
-    layer_m = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
+    layer_temp = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
+    layer_kept = (high.kept_bytes - low.kept_bytes) / (DEPTHS[1] - DEPTHS[0])
     timing = LayerTiming(
         module=module,
         model=tp,
@@ -248,7 +248,11 @@ def time_layer(
         content_backward_s=content_b,
         kind=kind,
     )
-    once = Recompute(temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_m, 0.0))
+    once = Recompute(
+        # A backward that runs forward itself has what it keeps among its temporaries.
+        layer_bytes=layer_kept if low.hands_over else layer_temp,
+        temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_temp, 0.0),
+    )
     return replace(timing, recompute={"none": once})
 
 

@@ -117,7 +117,8 @@ class Predictor:
 
     def beside(self, timings: Sequence[LayerTiming]) -> list[LayerTiming]:
         """Timings of programs that recompute nothing with every policy's cost: of forward's seconds
-        the share that it computes again here."""
+        the share that it computes again here, of what their layers keep beside what "layers" does
+        the share that it keeps here."""
         largest = max((t.shape for t in timings), key=lambda s: s.size)
         layer_s, ends_s = self.part_s("layers", FORWARD, largest), self.ends_s(FORWARD, largest)
         traced = self.at([t.shape for t in timings])
@@ -126,20 +127,29 @@ class Predictor:
         content_again = {r: self.attention_again(largest, r) for r in POLICIES}
         with_policies = []
         for t in timings:
-            costs = traced[t.shape]
-            base = t.recompute["none"].temp_bytes - costs["none"].temp_bytes
+            costs, compiled = traced[t.shape], t.recompute["none"]
+            base = compiled.temp_bytes - costs["none"].temp_bytes
+            least, most = (costs[r].layer_bytes for r in ("layers", "none"))
+            more = _share(compiled.layer_bytes - least, most - least)
+            if has_loss(self.module, t.shape):  # other temporaries may hide what layers keep
+                more = max(more, 1.0)
             recompute = {
                 r: replace(
                     cost,
                     layer_s=min(1.0, again[r]) * t.layer_forward_s,
                     ends_s=min(1.0, ends_again[r]) * t.ends_forward_s,
                     content_s=times(content_again[r], t.content_forward_s),
+                    layer_bytes=least + more * (cost.layer_bytes - least),
                     temp_bytes=max(0.0, base + cost.temp_bytes),
                 )
                 for r, cost in costs.items()
             }
             with_policies.append(replace(t, recompute=recompute))
         return with_policies
+
+
+def _share(part: float, whole: float) -> float:
+    return max(0.0, part) / whole if whole > 0 else 1.0
 
 
 def _told(shapes: Sequence[Shape]) -> list[Shape]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -40,11 +41,12 @@ class TimedPrograms:
     """A segment's compiled programs with arguments at hand, and the bytes that they need.
 
     `runs`: for each number of pieces in a row, calls of forward and of backward, which begins with
-    what forward hands over, or else runs forward itself.
+    what forward hands over (`kept_bytes`), or else runs forward itself.
     """
 
     runs: tuple[tuple[Run, Run], ...]
     temp_bytes: float
+    kept_bytes: float
     hidden_bytes: float
     hands_over: bool
 
@@ -107,8 +109,12 @@ def timed_programs(
     params, x, by_pieces = timed_backward(compiled.lowering, backward, shape, below, pieces)
     runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
+    *_, handed = compiled.lowering.argument_structs(shape, BACKWARD)
+    kept = sum(
+        prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(handed)
+    )
     hidden = hidden_bytes(segment.module, shape)
-    return TimedPrograms(runs, float(temp), hidden, segment.hands_over)
+    return TimedPrograms(runs, float(temp), float(kept), hidden, segment.hands_over)
 
 
 def timed_backward(

@@ -199,9 +199,8 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
             depth = segment.plan.n_layers
             runs.append((7 + depth * (2 + 1e-2 * pairs), 7 + depth * (3 + 3e-2 * pairs)))
         calls.append(tuple(pieces))
-        return TimedPrograms(
-            tuple(runs), 10.0 * segment.plan.n_layers + 5, 64.0, segment.name == "a"
-        )
+        n = segment.plan.n_layers
+        return TimedPrograms(tuple(runs), 10.0 * n + 5, 8.0 * n + 1, 64.0, segment.name == "a")
 
     monkeypatch.setattr(measure, "compiled_programs", lambda segments, shape: segments)
     monkeypatch.setattr(measure, "timed_programs", fake)
@@ -216,6 +215,8 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
         got = (t.layer_backward_s, t.content_backward_s["pair"], t.ends_backward_s)
         assert got == pytest.approx(own, abs=1e-9)
         assert (t.recompute["none"].temp_bytes, t.hidden_bytes) == (5.0, 64.0)
+        # What forward hands over, or the temporaries of a backward that runs forward.
+        assert t.recompute["none"].layer_bytes == (8.0 if t.module == "a" else 10.0)
     assert set(calls) == {(1, 16)}
     calls.clear()
     timings = timed(two(), shapes, jax.devices()[:1])

@@ -3,11 +3,16 @@
 import dataclasses
 
 import jax.numpy as jnp
+import pytest
 
+from dflop_jax.hardware import find_hardware
+from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.memory import kept_bytes, temporaries
 from dflop_jax.profile.parts import part_work
-from dflop_jax.records import BACKWARD, Shape
+from dflop_jax.profile.recompute import POLICIES, Predictor
+from dflop_jax.records import BACKWARD, LayerTiming, Recompute, Shape
 from models.decoder import DecoderModule
+from models.llava import build
 from models.sizes import DECODERS
 
 DEEP = DecoderModule(dataclasses.replace(DECODERS["nano"], n_layers=12, tied=False), jnp.float32)
@@ -36,3 +41,21 @@ def test_what_edges_place_is_alive_beside_the_entry():
         part_work(DEEP, "entry", BACKWARD, ROWS, 1, 2, names) for names in ((), ("visual",))
     )
     assert 0 < alone <= placed
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.4])
+def test_policies_keep_their_share_of_what_compiled_programs_keep(factor):
+    """Beside the input of a layer, which all keep; where temporaries tell, no less than traced."""
+    tower = build("nano").modules["vision"]
+    for module, shape in ((tower, Shape(2, tower.size.tokens_in_tower)), (DEEP, ROWS)):
+        predictor = Predictor(module, (), 1, find_hardware("h100"), Efficiency(), 4)
+        traced = {r: c.layer_bytes for r, c in predictor.at([shape])[shape].items()}
+        least, most = traced["layers"], traced["none"]
+        compiled = Recompute(layer_bytes=least + factor * (most - least))
+        timing = LayerTiming("m", 1, shape, 1.0, 2.0, 0.1, 0.1, 8.0, recompute={"none": compiled})
+        (beside,) = predictor.beside([timing])
+        got = {r: beside.recompute[r].layer_bytes for r in POLICIES}
+        more = max(factor, 1.0) if module is DEEP else factor
+        assert got["layers"] == least < most
+        for r in POLICIES:
+            assert got[r] == pytest.approx(least + more * (traced[r] - least))

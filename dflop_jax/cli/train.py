@@ -17,7 +17,7 @@ from dflop_jax.cli.experiment import (
 )
 from dflop_jax.cli.front_door import Asked, asked, asked_stages, said
 from dflop_jax.cli.terminal import show
-from dflop_jax.cluster.ending import PREEMPTED, end_now, is_command, on_signal, signal_name
+from dflop_jax.cluster.ending import FAILED, PREEMPTED, end_now, is_command, on_signal, signal_name
 from dflop_jax.config import Config
 from dflop_jax.full_disk import need_no_log
 
@@ -53,7 +53,8 @@ class StagesAnswer:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "SIGINT, SIGTERM or SIGHUP: the run saves what it has reached and ends with exit code "
-        f"{PREEMPTED} (1 without checkpoints); --resume auto goes on. A second one ends it at once."
+        f"{PREEMPTED} (1 without checkpoints); --resume auto goes on. A second one ends it at "
+        "once. A dry run saves nothing and ends with 1."
     )
     add_profile_file(parser)
     add_plan_file(parser)
@@ -97,11 +98,12 @@ def run(args: argparse.Namespace) -> TrainAnswer | StagesAnswer:
     def stop(signum: int) -> None:
         """End outside of the steps, where nothing is to be saved: all that was done is, already."""
         how = f"{signal_name(signum)} came while no step ran"
-        exit_code = PREEMPTED
+        exit_code = FAILED if args.dry_run else PREEMPTED
         for trainer in trainers:
-            exit_code = _preempted_code(trainer.config)
+            if not args.dry_run:
+                exit_code = _preempted_code(trainer.config)
             trainer.peers.fail(f"process {trainer.peers.process} ended: {how}", exit_code)
-        end_now(f"ended: {how}; --resume auto goes on", exit_code)
+        end_now(f"ended: {how}; {_goes_on(args, exit_code)}", exit_code)
 
     need_no_log()
     is_command.set()
@@ -110,6 +112,14 @@ def run(args: argparse.Namespace) -> TrainAnswer | StagesAnswer:
             return _train(args, trainers)
     finally:
         trainers.clear()
+
+
+def _goes_on(args: argparse.Namespace, exit_code: int) -> str:
+    """What to do after a run that a signal ended."""
+    if exit_code == PREEMPTED:
+        return "--resume auto goes on"
+    why = "a dry run" if args.dry_run else "a run without checkpoints"
+    return f"{why} saves nothing, give the command again"
 
 
 def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | StagesAnswer:

@@ -16,6 +16,7 @@ from dflop_jax.train import trainer
 
 LIMIT_S = 30.0
 DEMO = ["train", "experiments/demo.py"]
+NOTHING = "saves nothing, give the command again"
 
 
 @pytest.fixture
@@ -50,8 +51,15 @@ def test_a_preempted_run_has_an_exit_code_of_its_own(runs, capsys, every, code):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("every, code", [("50", 3), ("0", 1)])
-def test_a_signal_while_no_step_runs_ends_all_at_once(runs, monkeypatch, signum, every, code):
+@pytest.mark.parametrize(
+    "flags, code, says",
+    [
+        ("--checkpoint.every 50", 3, "--resume auto goes on"),
+        ("--checkpoint.every 0", 1, f"a run without checkpoints {NOTHING}"),
+        ("--dry-run", 1, f"a dry run {NOTHING}"),
+    ],
+)
+def test_a_signal_while_no_step_runs_ends_all_at_once(runs, monkeypatch, signum, flags, code, says):
     ended, over = [], threading.Event()
 
     def end_now(*words):
@@ -66,11 +74,11 @@ def test_a_signal_while_no_step_runs_ends_all_at_once(runs, monkeypatch, signum,
     monkeypatch.setattr(train, "end_now", end_now)
     monkeypatch.setattr(signal, "getsignal", lambda s: signal.SIG_DFL)  # under nohup, too
     told = runs(fit)
-    main([*DEMO, "--checkpoint.every", every])
+    main([*DEMO, *flags.split()])
     assert told == [(f"process 1 ended: {signum.name} came while no step ran", code)]
     ((why, its_code),) = ended
     assert its_code == code
-    assert "--resume auto" in why
+    assert why == f"ended: {signum.name} came while no step ran; {says}"
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

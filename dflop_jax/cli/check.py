@@ -61,7 +61,7 @@ class Checked:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit code 0, or 2 where nothing can be read. Without a model, pieces are those of a small "
-        "one that takes all media, and text is counted in bytes."
+        "one that takes all media, and text is counted in bytes unless --data.tokenizer is given."
     )
     parser.add_argument(
         "--records", type=int, default=2000, metavar="N", help="records read at most (2000)"
@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> Checked:
     names_model = any(s.name == "model.size" for s in ask.settings) or any(
         vars(args)[name] for name in MODEL_FIELDS
     )
-    if not (args.experiment or names_model):
+    is_named = bool(args.experiment or names_model)
+    if not is_named:
         factory, size = STAND_IN
         config = replace(config, model=replace(config.model, factory=factory, size=size))
     size = config.model.size if names_model else args.experiment or ""
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> Checked:
     made(file.parent, "choose another --page")
     facts = environment_facts(config)
     model, of_model = model_facts(config)
-    facts += of_model
+    facts += of_model if is_named or model is None else [_no_model(config)]
     data, why = None, ""
     if config.data.path and model is not None:
         left_s = max(LEAST_S, SECONDS - (time.monotonic() - begun_s))
@@ -129,6 +130,20 @@ def run(args: argparse.Namespace) -> Checked:
         seconds=round(time.monotonic() - begun_s, 2),
         exit_code=BAD_INPUT if unreadable or model is None else 0,
     )
+
+
+def _no_model(config: Config) -> Fact:
+    """What stands in for a model where none is named."""
+    from dflop_jax.data.text.pieces import BYTES
+    from dflop_jax.front.place_check import Fact
+
+    tokenizer = config.data.tokenizer or BYTES
+    text = "bytes" if tokenizer == BYTES else f"tokens of {tokenizer}"
+    counts = f"media are counted as by {' '.join(STAND_IN)}, text in {text}, and " * bool(
+        config.data.path
+    )
+    return Fact("model", f"none named: {counts}weights and memory are not looked at; give yours by "
+                "--model FOLDER_OR_NAME, or by --model.size NAME")  # fmt: skip
 
 
 def _look(

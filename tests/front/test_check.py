@@ -50,6 +50,10 @@ def test_every_record_of_sound_data_is_seen(capsys):
     file = made_dataset(Path("data"), 6)
     code, said, err = answer(capsys, "--data", str(file))
     assert (code, err) == (0, "")
+    counted = "counted as by models.omni:build omni-tiny, text in bytes"
+    assert counted in said["facts"]["model"]
+    assert counted in Path(said["page"]).read_text()
+    assert not said["facts"].keys() & {"weights", "needs"}  # of a model that nobody asked for
     assert {"records", "bad_by_reason", "page", "seconds"} <= said.keys()
     # One of the pictures is too thin for any grid: that is no fault of the file.
     assert (said["records"], said["listed"], said["bad_by_reason"]) == (6, 6, {})
@@ -173,6 +177,9 @@ def test_too_little_memory_is_wrong(capsys):
     assert said["records"] == 0
     _, said, _ = answer(capsys, "--plan.hardware", "h100", "--plan.devices", "8")
     assert "8 x h100" in said["facts"]["devices"]
+    assert said["facts"]["model"].endswith("give yours by --model FOLDER_OR_NAME, or by "
+                                           "--model.size NAME")  # fmt: skip
+    assert "counted" not in said["facts"]["model"]  # where there are no data
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.generate.chat import HELP, chat
     from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
-    from dflop_jax.generate.prompt import tagged
+    from dflop_jax.generate.prompt import check_media, tagged
     from dflop_jax.train.compile_cache import use_cache
 
     config, source = answering_config(args)
@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> Any:
     # Mistakes show before a model is loaded.
     if args.prompt is not None:
         tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
+    check_media(media)
     use_cache(config.cache_dir)
     generator = Generator(config, source, ways=args.ways, adapter=args.adapter)
     if args.chat:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -82,7 +83,7 @@ def talk_sample(
     """Return a talk, whose last turn is a user's, up to where the answer begins.
 
     Raises:
-      ValueError: media that the model does not take or that are none or too small, or more tokens
+      ValueError: media that the model does not take, that are broken or too small, or more tokens
         than `data.max_tokens`.
     """
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
@@ -130,24 +131,51 @@ def tagged(prompt: str, counts: Mapping[str, int], kinds: Kinds = BUILT_IN) -> s
     return prompt
 
 
+def check_media(media: Media) -> None:
+    """Read the headers of files by kind; ValueError: no such file, or one that is none of its kind.
+
+    So a mistake shows before a model is loaded.
+    """
+    for kind in BUILT_IN:
+        for file in media.get(kind.name, ()):
+            path = _file(kind, file)
+            with _readable():
+                header(kind.name, path)
+
+
 def _file(kind: Kind, file: str | Path) -> Path:
     path = Path(file)
     if not path.is_file():
-        raise ValueError(f"{path}: no such {kind.word}; check --{kind.name}")
+        what = f"is a folder, no {kind.word}" if path.is_dir() else f"no such {kind.word}"
+        raise ValueError(f"{path}: {what}; check --{kind.name}")
     return path
 
 
 def _decoded(
     media: tuple[tuple[str, MediaFile], ...], how: Preparation, kinds: Kinds
 ) -> DecodedMedia:
-    """Return the media as training prepares them; ValueError: the model cannot take one."""
-    table = _table(media, kinds)
+    """Return the media as training prepares them; ValueError: one is broken, or the model cannot
+    take it."""
+    with _readable():
+        table = _table(media, kinds)
     if not sample_counts(table, how)[1].all():
         alone = ((m, sample_counts(_table((m,), kinds), how)[1].all()) for m in media)
         kind, path = next((m for m, usable in alone if not usable), media[0])
         why = next(k.too_small for k in kinds if k.name == kind)
         raise ValueError(f"{path}: the model cannot take {why}; leave it out")
-    return decode_media(Record("the prompt", (), media), table, 0, how)
+    with _readable():
+        return decode_media(Record("the prompt", (), media), table, 0, how)
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """ValueError with what to do about a file that cannot be read."""
+    try:
+        yield
+    except ValueError as e:
+        raise ValueError(
+            f"{e}; save it anew in a common format (PNG, MP4, WAV), or give another file"
+        ) from None
 
 
 def _table(media: Sequence[tuple[str, MediaFile]], kinds: Kinds) -> ShapeTable:

@@ -61,6 +61,7 @@ def trained(tmp_path_factory):
         save(nano_profile(), "profile.json")
         Image.new("RGB", (60, 40), (220, 30, 30)).save("red.png")
         Image.new("RGB", (200, 30), (20, 170, 50)).save("wide.png")
+        write_wav(Path("a.wav"), np.ones((1, 9000)), 16000)
         files = ("--plan-file", "plan.json", "--profile-file", "profile.json")
         assert main(["train", "nano.py", "--json", *files]) == 0
     return folder
@@ -82,6 +83,7 @@ def run(capsys, *args):
     return code, out, err
 
 
+SAVE_ANEW = "save it anew in a common format (PNG, MP4, WAV), or give another file"
 ASK = ("--prompt", "What colour is it?")
 
 
@@ -120,9 +122,11 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         (["empty", *ASK], "empty: no config.json in it; give a run folder or an experiment file"),
         (["broken", *ASK], "broken/config.json: not a configuration"),
         (["nano.py", *ASK, "--image", "gone.png"], "gone.png: no such picture; check --image"),
-        (["nano.py", *ASK, "--image", "run"], "run: no such picture"),
+        (["nano.py", *ASK, "--image", "run"], "run: is a folder, no picture; check --im"),
         (["nano.py", *ASK, "--image", "nano.py"], "nano.py: not a readable picture"),
+        (["nano.py", *ASK, "--image", "nano.py"], f"file); {SAVE_ANEW}"),
         (["nano.py", *ASK, "--image", "cut.png"], "cut.png: "),
+        (["nano.py", *ASK, "--image", "cut.png"], f"); {SAVE_ANEW}"),
         (["nano.py", "--prompt", "<image> What?"], "the prompt says <image>; it may have no tag"),
         (
             ["nano.py", "--prompt", "<image><video>?", "--image", "red.png"],
@@ -133,8 +137,9 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
             "exceed data.max_tokens=128; shorten it, lower --data.max_tiles or raise",
         ),
         (["nano.py", *ASK, "--video", "gone.mp4"], "gone.mp4: no such clip; check --video"),
-        (["nano.py", *ASK, "--video", "red.png"], "red.png: "),
-        (["nano.py", *ASK, "--audio", "red.png"], "the model hears no sounds; leave out red.png"),
+        (["nano.py", *ASK, "--video", "red.png"], f"); {SAVE_ANEW}"),
+        (["nano.py", *ASK, "--audio", "a.wav"], "the model hears no sounds; leave out a.wav"),
+        (["nano.py", *ASK, "--audio", "red.png"], "red.png: not a readable sound"),
         (
             ["nano.py", "--prompt", "<image>?", "--image", "red.png", "--video", "red.png"],
             "one <image> for each of 1 pictures and one <video> for each of 1 clips, or no tag",

@@ -230,11 +230,15 @@ def decide(
       overhead_s: measured seconds that sampling adds to a step.
     """
     assert is_full(monitor)
-    unlearnt = gain_s * min(1.0, _moved_share(monitor.before, state))
-    if unlearnt > overhead_s:
+    if learnt_gain_s(gain_s, monitor.before, state) > overhead_s:
         return replace(monitor, steps=0, every=0, before=state)
     every = min(monitor.max_every, 2 * monitor.every) if monitor.every else monitor.recheck_every
     return replace(monitor, on=False, next_step=step + every, every=every, before=state)
+
+
+def learnt_gain_s(gain_s: float, before: Correction, now: Correction) -> float:
+    """How much of the gain that corrections bring is of what was learnt since `before`."""
+    return gain_s * min(1.0, _moved_share(before, now))
 
 
 def _moved_share(before: Correction, now: Correction) -> float:

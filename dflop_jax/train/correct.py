@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dflop_jax.records import Plan, Prices, Trace
 from dflop_jax.report.progress import Progress
 from dflop_jax.schedule.correction import (
+    Correction,
     corrected,
     expected_times,
     is_full,
+    learnt_gain_s,
     log_ratios,
     sampling,
     task_times,
@@ -69,6 +71,7 @@ class Corrector:
         self._gain_s = self._overhead_s = 0.0  # of the last full window
         self._spent_s = 0.0  # in this window
         self._asked = False  # what a full window gains
+        self._said: Correction | None = None  # the last that a line was about
 
     def learnt(self, step: int) -> Learnt:
         """What a run needs that goes on at a step, for its checkpoint."""
@@ -86,18 +89,33 @@ class Corrector:
 
     def after_step(self, trace: Trace, batch: ReadyBatch) -> None:
         """Learn from a finished step, if it is one to sample; later batches are scheduled by what
-        was learnt. A change of mind about sampling is logged with its reasons."""
-        before = self._learnt.monitor
-        if batch.step > self._learnt.last and sampling(before, batch.step):
+        was learnt. The first switches of sampling are said, and later corrections that pay."""
+        was_on = self._learnt.monitor.on
+        if batch.step > self._learnt.last and sampling(self._learnt.monitor, batch.step):
             self._sample(trace, batch)
         if is_full(self._learnt.monitor):
             self._decide(batch)
-        on = self._learnt.monitor.on
-        if on != before.on:
+        if self._learnt.monitor.on != was_on:
+            self._say(batch.step)
+
+    def _say(self, step: int) -> None:
+        """Say that sampling goes on for the first time; that it goes off where what was learnt
+        since the last such line gains more than sampling costs. All figures are in the metrics."""
+        state = self._learnt.state
+        if self._learnt.monitor.on:
+            if self._said is None:
+                self._progress.log(
+                    f"step {step}: task times are sampled, by which schedules are corrected"
+                )
+        elif (
+            self._said is None or learnt_gain_s(self._gain_s, self._said, state) > self._overhead_s
+        ):
+            self._said = state
             self._progress.log(
-                f"step {batch.step}: sampling of task times {'on' if on else 'off'}; "
-                f"farthest correction {1 + self._learnt.state.deviation:.2f}x, predicted gain "
-                f"{1e3 * self._gain_s:.1f} ms a step, overhead {1e3 * self._overhead_s:.1f} ms"
+                f"step {step}: schedules follow task times that are up to "
+                f"{1 + state.deviation:.2f}x off the predicted ones, which saves "
+                f"{1e3 * self._gain_s:.1f} ms a step by prediction; sampling took "
+                f"{1e3 * self._overhead_s:.1f} ms a step"
             )
 
     def _sample(self, trace: Trace, batch: ReadyBatch) -> None:

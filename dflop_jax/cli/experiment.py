@@ -109,6 +109,8 @@ def load_experiment(path: str) -> dict[str, Config]:
       ValueError: no such file, not Python, or no `config` function that returns one of these.
     """
     file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{path}: {_of_folder(path)}")
     if not file.is_file():
         raise ValueError(
             f"{path}: no such experiment file; give a path such as experiments/demo.py"
@@ -134,6 +136,21 @@ def load_experiment(path: str) -> dict[str, Config]:
             "the names of stages; add one"
         )
     return stages
+
+
+def _of_folder(path: str) -> str:
+    """What a folder in the place of an experiment file is, and where it belongs."""
+    from dflop_jax.generate.published import is_published
+    from dflop_jax.report.run_folder import has_begun
+
+    if is_published(path):
+        return f"is a model's folder, no experiment file; give it as --model {path}"
+    if has_begun(path):
+        return (
+            f"is a run's folder, no experiment file; dflop report {path} shows the run, and the "
+            "command that began it goes on with --resume auto"
+        )
+    return "is a folder, no experiment file; give --model for a model's, --data for one of data"
 
 
 @contextmanager

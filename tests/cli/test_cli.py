@@ -97,9 +97,29 @@ def test_experiment_files_that_are_wrong(capsys, text, says):
     assert says in refused(capsys, "train", "exp.py")
 
 
-def test_a_folder_is_no_experiment(capsys):
+@pytest.mark.parametrize(
+    "files, says",
+    [
+        ({}, "exp.py: is a folder, no experiment file; give --model for a model's, --data for"),
+        ({"config.json": '{"model_type": "clip"}'}, "a model's folder, no experiment file; give it "
+         "as --model exp.py"),
+        ({"config.json": "{}", "metrics.jsonl": ""}, "a run's folder, no experiment file; dflop "
+         "report exp.py shows the run, and the command that began it goes on with --resume auto"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_folder_is_no_experiment(capsys, command, files, says):
     Path("exp.py").mkdir()
-    assert "exp.py: no such experiment file" in refused(capsys, "train", "exp.py")
+    for name, text in files.items():
+        Path("exp.py", name).write_text(text)
+    assert says in refused(capsys, command, "exp.py")
+
+
+def test_a_runs_folder_is_no_published_model(capsys):
+    Path("begun").mkdir()
+    Path("begun/config.json").write_text('{"model": {}}')
+    said = refused(capsys, "train", "--model", "begun", "--data", "nano.py")
+    assert "begun: is a run's folder, no published model; dflop export begun --out NEW" in said
 
 
 # ---- mistakes in the files it is given ----

@@ -228,7 +228,9 @@ class TrainConfig:
         NonNegativeFloat,
         "hours from a process's start after which the run saves and ends, as by a signal; 0: none",
     ] = 0.0
-    global_batch: Annotated[PositiveInt, "samples per optimizer step"] = 64
+    global_batch: Annotated[
+        PositiveInt, "samples per optimizer step, at most as many as the data have"
+    ] = 64
     learning_rate: Annotated[PositiveFloat, "peak learning rate"] = 1e-3
     schedule: Annotated[
         LrSchedule,

@@ -241,7 +241,9 @@ def open_place(
         if profile is None:
             source = place.source()
             check_not_empty(source)
+            place = in_steps(place, len(source))
             if says:
-                notes.add(data_line(source, in_steps(place, len(source)).config.train))
+                asked_batch = ask.config.train.global_batch
+                notes.add(data_line(source, place.config.train, asked_batch))
         notes.show()
     return place, source

@@ -222,14 +222,13 @@ class Workplace:
 
 
 def in_steps(place: Workplace, n_samples: int) -> Workplace:
-    """The workplace with the steps that `train.epochs` of so many samples take in the place of
-    these epochs, if there are any. The last step is filled up with samples of the next epoch; no
-    batch has more samples than there are."""
+    """The workplace with batches of no more samples than there are, and with the steps that
+    `train.epochs` of so many samples take in the place of these epochs, if there are any. The last
+    step is filled up with samples of the next epoch."""
     train = place.config.train
-    if not train.epochs:
-        return place
-    batch = min(train.global_batch, n_samples)
-    steps = max(1, ceil(train.epochs * n_samples / batch))
+    batch, steps = min(train.global_batch, n_samples), train.steps
+    if train.epochs:
+        steps = max(1, ceil(train.epochs * n_samples / batch))
     train = replace(train, steps=steps, epochs=0.0, global_batch=batch)
     return replace(place, config=replace(place.config, train=train))
 

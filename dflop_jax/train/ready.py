@@ -100,12 +100,18 @@ def workplace_line(place: Workplace) -> str:
     )
 
 
-def data_line(source: Source, train: TrainConfig) -> str:
-    """Data and steps of a run, in a line."""
+def data_line(source: Source, train: TrainConfig, asked_batch: int) -> str:
+    """Data and steps of a run, in a line.
+
+    Args:
+      train: of the steps as they are run (`prepare.in_steps`).
+      asked_batch: the global batch before it was lowered to the samples that there are.
+    """
     n, batch = len(source), train.global_batch
+    lowered = f" (train.global_batch {asked_batch} is lowered, there are no more)"
     return (
-        f"data: {source.name}: {n:,} samples; {train.steps:,} steps of {batch} samples, "
-        f"{train.steps * batch / n:.3g} epochs"
+        f"data: {source.name}: {n:,} samples; {train.steps:,} steps of {batch} samples"
+        f"{lowered * (batch < asked_batch)}, {train.steps * batch / n:.3g} epochs"
     )
 
 

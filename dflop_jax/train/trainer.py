@@ -132,6 +132,7 @@ class Trainer:
                 check_trackers(config)
             self.source: Source = self.place.source()
             check_not_empty(self.source)
+            self._asked_batch = config.train.global_batch
             self.place = in_steps(self.place, len(self.source))
             self.config = config = self.place.config
             check_trainable(config)
@@ -288,7 +289,7 @@ class Trainer:
         meta, plan = resumed.meta if resumed else None, given.plan if given else None
         known = known_before(self.place, meta, plan, self.profile, progress.log)
         refuse(self.place, self.source, known.profile, known.plan)
-        self._tell(data_line(self.source, self.config.train), True)
+        self._tell(data_line(self.source, self.config.train, self._asked_batch), True)
         self._tell = lambda line, ready: None  # once, also where plans change
         chosen = choose(self.place, self.source, known, given, progress)
         layout = chosen.executor.plan.layout

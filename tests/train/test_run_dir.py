@@ -1,5 +1,6 @@
 """Folders named by the time, and steps that are said by epochs."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from dflop_jax.cluster.variables import RESTARTS_ENV, RUN_ENV
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train import run_dir
 from dflop_jax.train.prepare import Workplace, in_steps
+from dflop_jax.train.ready import data_line
 from dflop_jax.train.run_dir import settled_run_dir
 
 PATTERN = "runs[1]/a-{time}"  # what glob would take for letters
@@ -53,12 +55,34 @@ def test_a_restart_goes_on_in_the_folder_of_its_launch(settle, monkeypatch):
     assert settle("3") == "runs[1]/a-3"
 
 
+@dataclass
+class Rows:
+    """So many samples."""
+
+    name: str
+    n: int
+
+    def __len__(self):
+        return self.n
+
+
 @pytest.mark.parametrize(
     "epochs, n, steps, batch",
-    [(1, 64, 8, 8), (1, 65, 9, 8), (0.5, 64, 4, 8), (3, 1, 3, 1), (0, 6, 7, 8), (1e-6, 9, 1, 8)],
+    [
+        (1, 64, 8, 8),
+        (1, 65, 9, 8),
+        (0.5, 64, 4, 8),
+        (3, 1, 3, 1),
+        (0, 6, 7, 6),
+        (0, 9, 7, 8),
+        (1e-6, 9, 1, 8),
+    ],
 )
 def test_epochs_say_the_steps(epochs, n, steps, batch):
     config = Config(train=TrainConfig(steps=7, epochs=epochs, global_batch=8))
     model = SimpleNamespace()
     train = in_steps(Workplace(config, model, [], Peers(0, 1, {})), n).config.train
     assert (train.steps, train.epochs, train.global_batch) == (steps, 0, batch)
+    said = data_line(Rows("rows", n), train, 8)
+    assert said.startswith(f"data: rows: {n} samples; {steps} steps of {batch} samples")
+    assert ("(train.global_batch 8 is lowered, there are no more)" in said) == (n < 8)

@@ -76,10 +76,14 @@ def model_folder(name: str, tell: Callable[[str], None] = lambda line: None) -> 
                 "with config.json, safetensors and tokenizer.json"
             )
         return path
+    from dflop_jax.weights import adapter
+
     remedy = "or give a folder that transformers' save_pretrained wrote"
     wanted = Wanted(f"--model {name}", "model", match[1], match[2], FILES, remedy)
     folder = _folder(wanted, tell)
     if not is_whole(folder):
+        if (folder / adapter.CONFIG).is_file() and not (folder / CONFIG).is_file():
+            adapter.refuse_pickle(f"--model {name}")
         raise ValueError(
             f"--model {name}: {folder} has no {CONFIG} or lacks safetensors: it is published in "
             "another form; convert it with transformers' save_pretrained"

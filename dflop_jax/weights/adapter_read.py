@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dflop_jax.contract import Params
-from dflop_jax.weights.adapter import CONFIG, MODEL_PREFIX, WEIGHTS
+from dflop_jax.weights.adapter import CONFIG, MODEL_PREFIX, PICKLE, WEIGHTS, refuse_pickle
 from dflop_jax.weights.contract import Tensor, WeightMap
 from dflop_jax.weights.folder import CONFIG as MODEL_CONFIG
 
@@ -80,7 +80,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """A folder's adapter_config.json.
 
     Raises:
-      ValueError: there is none, or it is of adapters that are more than a product beside a matrix.
+      ValueError: there is none, or it is of adapters that are more than a product beside a matrix,
+        or they are in a pickle alone.
     """
     try:
         config = json.loads((folder / CONFIG).read_bytes())
@@ -95,6 +96,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{folder}: has {more[0] if more else 'bias'}, which is not read; merge it into its "
             "model by peft (merge_and_unload)"
         )
+    if (folder / PICKLE).is_file() and not (folder / WEIGHTS).is_file():
+        refuse_pickle(folder)
     return dict(config)
 
 
@@ -103,7 +106,7 @@ def adapter_base(folder: Path) -> str | None:
     where it is no folder of adapters alone.
 
     Raises:
-      ValueError: its adapters are of a kind that is not read.
+      ValueError: see `read_adapter_config`.
     """
     if not (folder / CONFIG).is_file() or (folder / MODEL_CONFIG).is_file():
         return None

@@ -16,7 +16,7 @@ from rich.table import Table
 from dflop_jax.cli.front_door import MODEL_FIELDS, asked
 from dflop_jax.cli.terminal import note, show
 from dflop_jax.cluster.ending import BAD_INPUT
-from dflop_jax.folders import made
+from dflop_jax.folders import made, writing
 
 if TYPE_CHECKING:
     from dflop_jax.config import Config
@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> Checked:
     size = config.model.size if names_model else args.experiment or ""
     file = Path(args.page or f"runs/{named(size, config.data.path, 'check')}.html")
     check_answer_file(file)
-    made(file.parent, "choose another --page")
+    another = "choose another --page"
+    made(file.parent, another)
     facts = environment_facts(config)
     model, of_model = model_facts(config)
     facts += of_model if is_named or model is None else [_no_model(config)]
@@ -105,7 +106,8 @@ def run(args: argparse.Namespace) -> Checked:
         left_s = max(LEAST_S, SECONDS - (time.monotonic() - begun_s))
         data, why = _look(config, model, args.records, left_s)
     limits = f"data.max_tokens {config.data.max_tokens:,}, data.oversize {config.data.oversize}"
-    file.write_text(page(facts, data, why, limits), encoding="utf-8")
+    with writing(file, another):
+        file.write_text(page(facts, data, why, limits), encoding="utf-8")
     seen = data or DataLook(config.data.path, bad_by_reason={why: 1} if why else {})
     unreadable = why or (data is not None and seen.read == sum(seen.bad_by_reason.values()))
     if not args.json:

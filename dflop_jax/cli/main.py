@@ -137,8 +137,9 @@ def _run(argv: Sequence[str] | None) -> int:
         if e.errno not in FULL:
             raise
         where = f"{e.filename}: " if e.filename else ""
-        print(f"dflop {args.command}: {where}{e.strerror}; make room, resume", file=sys.stderr)
-        return TRY_AGAIN
+        then = "go on with --resume auto" if args.command == "train" else "give the command again"
+        print(f"dflop {args.command}: {where}{e.strerror}; make room, then {then}", file=sys.stderr)
+        return exit_code_of(e)
     except KeyboardInterrupt:
         print(f"dflop {args.command}: interrupted", file=sys.stderr)
         return 1

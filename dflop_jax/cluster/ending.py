@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+from dflop_jax.full_disk import FULL
+
 # Exit codes beside 0 (done).
 FAILED = 1
 BAD_INPUT = 2
@@ -52,7 +54,7 @@ class BrokenDevice(TryAgain):
 
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a command that ends by an error."""
-    if isinstance(error, TryAgain):
+    if isinstance(error, TryAgain) or (isinstance(error, OSError) and error.errno in FULL):
         return TRY_AGAIN
     return BAD_INPUT if isinstance(error, ValueError) else FAILED
 

@@ -20,6 +20,7 @@ from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.config import DataConfig
 from dflop_jax.data.build import hub_datasets
 from dflop_jax.data.datasets.find_tables import hub_files
+from dflop_jax.folders import writing
 
 NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
 CONFIG, INDEX, ONE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -227,15 +228,9 @@ def _alone(wanted: Wanted) -> Iterator[None]:
     """Wait until no other process of this host fetches it."""
     from huggingface_hub import constants
 
-    folder = Path(constants.HF_HUB_CACHE)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / f"{wanted.mark}.lock").open("ab")
-    except OSError as e:
-        raise ValueError(
-            f"{folder}: the hub's cache cannot be written ({e.strerror}); set HF_HOME to a folder "
-            "that can"
-        ) from None
+    file = Path(constants.HF_HUB_CACHE, f"{wanted.mark}.lock")
+    with writing(file, "set HF_HOME to a folder for the hub's files that can be written"):
+        lock = file.open("ab")
     with lock:
         with suppress(OSError):  # a file system without locks: huggingface_hub has its own
             fcntl.flock(lock, fcntl.LOCK_EX)

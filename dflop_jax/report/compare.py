@@ -11,6 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from dflop_jax.folders import writing
 from dflop_jax.report.panels import Panel
 from dflop_jax.report.summary import RunSummary, figures, loss_curve, summarise, trace_panels
 from dflop_jax.report.wording import number
@@ -36,11 +37,8 @@ def compare(folders: Sequence[Path], out: Path, only: Sequence[str] = ()) -> Tab
     runs = _runs(folders)
     panels = [p for name, (folder, _) in runs.items() for p in _chosen(folder, name)]
     curves = {name: loss_curve(folder) for name, (folder, _) in runs.items()}
-    try:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        draw(panels, curves, out)
-    except OSError as e:
-        raise ValueError(f"{out}: cannot be written ({e.strerror}); choose another --out") from None
+    with writing(out, "choose another --out") as picture:
+        draw(panels, curves, picture)
 
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("figure")

@@ -19,6 +19,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from dflop_jax.folders import writing
 from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
 from dflop_jax.report.charts import drawing
 from dflop_jax.report.colours import DARK, INK, luminance, spent_colours
@@ -54,14 +55,8 @@ class _Run:
 def write_page(folders: Sequence[Path], out: str | Path, memory: Memory | None = None) -> Path:
     """Write the page about run folders to `out`; see `page`."""
     text = page(folders, memory)
-    path = Path(out)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out, "choose another --out") as path:
         path.write_text(text, encoding="utf-8")
-    except OSError as e:
-        raise ValueError(
-            f"{path}: cannot be written ({e.strerror}); choose another --out"
-        ) from None
     return path
 
 

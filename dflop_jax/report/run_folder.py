@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from dflop_jax.folders import made
+from dflop_jax.folders import made, writing
 from dflop_jax.full_disk import FULL, despite_full_disk
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
@@ -50,6 +50,7 @@ RESTARTS = "restarts.jsonl"  # of `dflop launch`, see `cluster.restarts`
 FINISHED = "finished.json"  # of a stage of a run, see `train.in_stages`
 _LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
 _LOCK = "lock"
+_ANOTHER = "choose another --run_dir"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system that knows no flock
 # What answers hold: a question asked of a run's folder is answered in a folder of its own.
 PAGE, PICTURE = "report.html", "report.png"
@@ -84,6 +85,7 @@ class RunFolder:
       FolderInUse: another run is writing to the folder.
       ValueError: it holds metrics and `existing` is "error", it cannot be written, or `path` is a
         file.
+      OSError: the disk is full.
     """
 
     def __init__(
@@ -98,15 +100,8 @@ class RunFolder:
         self.track_every = 1  # steps between those that trackers get
         full = FullDisk()
         self.rows = {name: RowFile(self.path / name, full) for name in _WRITTEN_BY_STEP}
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path}: is a file; choose another --run_dir")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / _LOCK).open("ab")
-        except OSError as e:
-            raise ValueError(
-                f"{self.path}: cannot be written ({e.strerror}); choose another --run_dir"
-            ) from None
+        with writing(made(self.path, _ANOTHER) / _LOCK, _ANOTHER) as lock:
+            self._lock = lock.open("ab")
         try:
             self._open(existing)
             if launch:  # last, since a folder that is named so is resumed
@@ -329,8 +324,6 @@ def answer_folder(run_dir: str | Path, question: str, out: str | None = None) ->
     folder = Path(out or run_dir)
     if not out and has_begun(folder):
         folder /= question
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: is a file; {remedy}")
     if has_begun(folder):
         raise ValueError(f"{folder}: holds a run, whose records stay; {remedy}")
     return made(folder, remedy)

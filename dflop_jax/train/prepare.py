@@ -26,6 +26,7 @@ from dflop_jax.cluster.self_check import check_host
 from dflop_jax.config import Config, ModelConfig
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
+from dflop_jax.folders import writing
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
 from dflop_jax.report.spent import (
@@ -246,13 +247,8 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     """
     if config.plan.hardware:
         return _set_up_elsewhere(config)
-    try:
-        Path(config.cache_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(
-            f"cache_dir={config.cache_dir}: cannot be made ({e.strerror}); choose another "
-            "--cache_dir"
-        ) from None
+    with writing(config.cache_dir, "choose another --cache_dir") as cache:
+        cache.mkdir(exist_ok=True)
     use_cache(config.cache_dir)
     noted = time_log()
     with noted.part(CONNECT):

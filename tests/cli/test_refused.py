@@ -34,7 +34,7 @@ CASES = [
     (PLAN, "--train.remat named", "train.remat=named: the layers of 'vision' name no value"),
     (TRAIN, "--train.remat named --plan-file nano_plan.json", "train.remat=named: the layers of"),
     (MEASURE, "--run_dir nano.py", "nano.py: is a file; choose another --run_dir"),
-    (MEASURE, "--cache_dir nano.py", "cache_dir=nano.py: cannot be made (File exists)"),
+    (MEASURE, "--cache_dir nano.py", "nano.py: is a file; choose another --cache_dir"),
     (ANSWERS, "--out nano.py", "nano.py: is a file; choose another --out"),
     (MEASURE, "--plan.devices 64", "plan.devices=64 but only 8 cpu devices exist"),
     (MEASURE, "--model.attention_kernel cudnn", "needs a GPU, the devices are cpu"),

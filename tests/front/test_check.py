@@ -125,8 +125,8 @@ def test_what_cannot_be_read_at_all(capsys, content, says):
 def test_a_page_that_cannot_be_written(capsys):
     Path("d.json").write_text("[]")
     for file, says in (
-        ("d.json/p.html", "d.json: cannot be written (File exists); choose another --page"),
-        ("d.json/a/p.html", "d.json/a: cannot be written (Not a directory); choose"),
+        ("d.json/p.html", "d.json: is a file; choose another --page"),
+        ("d.json/a/p.html", "d.json: is a file; choose another --page"),
     ):
         assert says in refused(capsys, "check", "--data", "d.json", "--page", file)
 

@@ -208,7 +208,7 @@ def test_bad_folders_and_files_are_named(make_run, tmp_path):
     with pytest.raises(ValueError, match="name at least one"):
         page([])
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"cannot be written .*choose another --out"):
+    with pytest.raises(ValueError, match=r"file: is a file; choose another --out"):
         write_page([run], tmp_path / "file" / "x.html")
     (run / SIMULATED).write_text("{}")
     with pytest.raises(ValueError, match=r"simulated\.json: not a trace"):

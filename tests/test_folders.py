@@ -1,0 +1,77 @@
+"""What cannot be written is said in one way, whatever it is."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from dflop_jax.cluster.ending import BAD_INPUT, TRY_AGAIN, exit_code_of
+from dflop_jax.folders import made, writing
+from dflop_jax.report.run_folder import RunFolder, answer_folder
+
+FULL = Path("/dev/full")
+REMEDY = "choose another"
+
+
+def write(path):
+    with writing(path, REMEDY) as file:
+        file.write_text("words")
+        return file
+
+
+def run_folder(path):
+    RunFolder(path).close()
+    return path
+
+
+def asked(path):
+    return answer_folder(path, "plan")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda p: made(p, REMEDY), write, run_folder, asked])
+@pytest.mark.parametrize("name", ["new", "deep/er/new"])
+def test_folders_are_made_as_far_as_they_are_missing(make, name):
+    assert Path(make(name)).exists()
+    assert Path(make(name)).exists()  # again
+
+
+@pytest.mark.parametrize("make", [lambda p: made(p, REMEDY), run_folder, asked])
+@pytest.mark.parametrize("name", ["file", "file/below", "file/far/below"])
+def test_a_file_in_a_folders_place_is_named(make, name):
+    Path("file").write_text("mine")
+    with pytest.raises(ValueError, match=r"^file: is a file; choose another") as refused:
+        make(name)
+    assert exit_code_of(refused.value) == BAD_INPUT
+    assert Path("file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["file/below", "file/far/below"])
+def test_a_file_is_not_written_below_one(name):
+    Path("file").write_text("mine")
+    with pytest.raises(ValueError, match=r"^file: is a file; choose another$"):
+        write(name)
+
+
+def test_what_is_not_allowed(monkeypatch):
+    Path("folder").mkdir()
+    with pytest.raises(ValueError, match=r"^folder: cannot be written \(Is a directory\); choose"):
+        write("folder")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for make in (lambda p: made(p, REMEDY), run_folder, asked):
+        with pytest.raises(ValueError, match=r"^folder: cannot be written \(Permission denied\)"):
+            make("folder")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+def test_a_full_disk_may_have_room_later():
+    Path("full").symlink_to(FULL)
+    with pytest.raises(OSError, match="No space left on device: 'full'") as refused:
+        write("full")
+    assert refused.value.errno == errno.ENOSPC
+    assert exit_code_of(refused.value) == TRY_AGAIN

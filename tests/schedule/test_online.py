@@ -18,7 +18,7 @@ from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
 from dflop_jax.schedule.dealing import dealt_answer
 from dflop_jax.schedule.groups import PackingSpace, greedy_answer, schedule_groups
-from dflop_jax.schedule.packing import pack
+from dflop_jax.schedule.packing import DEALT_PER_WORK, pack
 from dflop_jax.schedule.solver import improve, milp
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.fastest_order import with_order
@@ -428,6 +428,17 @@ def test_every_packing_meets_the_demand(seed):
     for modules in (None, ["a"], ["b"]):
         wanted = demand(batch, buckets, capacity, modules, is_bound=True)
         assert (wanted.room_DC @ counts >= wanted.need_D - 1e-6).all()
+
+
+def test_dealing_a_large_batch_leaves_work_for_exchanges(monkeypatch):
+    """What 2,000 samples cost to deal to 1,000 rows is little of what they cost by count."""
+    left = []
+    monkeypatch.setattr(improve.Improver, "run", lambda self: left.append(self.budget.left))
+    plan = make_plan([bucket(24, (1, 384))], {"a": 1, "b": 1})
+    batch = Batch(make_batch(np.random.default_rng(0), 2000), plan.layout.modules)
+    buckets = list(plan.layout.buckets) * 1000
+    pack(batch, buckets, capacity_of(plan.layout), Budget(400.0), np.random.default_rng(0))
+    assert left == [pytest.approx(400 - 2000 / DEALT_PER_WORK, abs=2)]
 
 
 def test_samples_without_pieces_of_a_module_run_without_its_group():

@@ -47,6 +47,7 @@ from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.state import float32_bytes
 from dflop_jax.profile.timed_programs import (
     MOST_RUNS,
+    TimedPrograms,
     compiled_programs,
     seconds_of,
     timed_backward,
@@ -85,7 +86,7 @@ def profile_key(
     ]
     facts = (
         programs,
-        [f.name for kind in (LayerTiming, Recompute) for f in fields(kind)],
+        [f.name for kind in (LayerTiming, Recompute, TimedPrograms) for f in fields(kind)],
         {m: list(content_of(module, 1)) for m, module in model.modules.items()},
         msgspec.to_builtins((shapes, more)),
         devices[0].platform,

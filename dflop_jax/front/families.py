@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.report.run_folder import has_begun
-
 FAMILIES: Mapping[str, str] = {
     "llava_onevision": "models.llava:build",
     "internvl": "models.internvl:build",
@@ -33,7 +31,7 @@ def factory_of(config: Mapping[str, Any], folder: Path) -> str:
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
-    if "model_type" not in config and has_begun(folder):
+    if "run_dir" in config:
         raise ValueError(
             f"{folder}: is a run's folder, no published model; dflop export {folder} --out NEW "
             f"writes one, or name the run's model and begin with --model.weights {folder}"

@@ -117,7 +117,7 @@ def test_a_folder_is_no_experiment(capsys, command, files, says):
 
 def test_a_runs_folder_is_no_published_model(capsys):
     Path("begun").mkdir()
-    Path("begun/config.json").write_text('{"model": {}}')
+    Path("begun/config.json").write_text('{"model": {}, "run_dir": "begun"}')
     said = refused(capsys, "train", "--model", "begun", "--data", "nano.py")
     assert "begun: is a run's folder, no published model; dflop export begun --out NEW" in said
 

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from json_rows import Rows, add_json
 from rich.console import Console
 from rich.table import Table
 
+from dflop_jax.pipeline.flow import device_bytes
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.parts import PARTS
@@ -113,16 +113,6 @@ def extrapolated_bytes(segment: Segment, shape: Shape, kind: Kind) -> ProgramByt
     along = (segment.plan.n_layers / segment.stages - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
     pairs = zip(astuple(low), astuple(high), strict=True)
     return ProgramBytes(*(a + (b - a) * along for a, b in pairs))
-
-
-def device_bytes(structs: Any) -> float:
-    """Bytes on one device of a tree of sharded structs."""
-    return float(
-        sum(
-            prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-            for a in jax.tree.leaves(structs)
-        )
-    )
 
 
 def quick_bytes(segment: Segment, shape: Shape, kind: Kind, *, half_bytes: int = 2) -> ProgramBytes:

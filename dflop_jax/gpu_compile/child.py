@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.compiling import jobs, learn, lowering_of
-from dflop_jax.pipeline.flow import field_structs, x_structs
+from dflop_jax.pipeline.flow import device_bytes, field_structs, x_structs
 from dflop_jax.pipeline.held import grad_structs, program_structs
 from dflop_jax.pipeline.programs import KEEPING, Programs, kinds
 from dflop_jax.pipeline.segment import EVALUATE
@@ -253,14 +252,6 @@ def segment_states(plan: Plan, programs: Programs) -> tuple[SegmentState, ...]:
             )
         )
     return tuple(states)
-
-
-def device_bytes(structs: Tree) -> float:
-    """Bytes that arrays of these structs take on one device."""
-    total = 0.0
-    for s in jax.tree.leaves(structs):
-        total += s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape))
-    return total
 
 
 def one_line(error: BaseException) -> str:

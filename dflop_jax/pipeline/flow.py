@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import jax
@@ -13,6 +14,14 @@ from dflop_jax.pipeline.token_split import rows_and_tokens, token_spec
 from dflop_jax.records import Edge, Shape
 
 Tree = Any
+
+
+def device_bytes(structs: Tree) -> float:
+    """Bytes that arrays of these structs take on one device."""
+    total = 0.0
+    for s in jax.tree.leaves(structs):
+        total += s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape))
+    return total
 
 
 def field_names(s: Segment) -> tuple[str, ...]:

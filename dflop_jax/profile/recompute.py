@@ -121,6 +121,7 @@ class Predictor:
         the share that it keeps here."""
         largest = max((t.shape for t in timings), key=lambda s: s.size)
         layer_s, ends_s = self.part_s("layers", FORWARD, largest), self.ends_s(FORWARD, largest)
+        ends_in_loss = has_loss(self.module, largest)
         traced = self.at([t.shape for t in timings])
         again = {r: self._again_s("layers", largest, r) / layer_s for r in POLICIES}
         ends_again = {r: c.ends_s / ends_s if ends_s else 0.0 for r, c in traced[largest].items()}
@@ -131,7 +132,7 @@ class Predictor:
             base = compiled.temp_bytes - costs["none"].temp_bytes
             least, most = (costs[r].layer_bytes for r in ("layers", "none"))
             more = _share(compiled.layer_bytes - least, most - least)
-            if has_loss(self.module, t.shape):  # other temporaries may hide what layers keep
+            if ends_in_loss:  # other temporaries may hide what layers keep
                 more = max(more, 1.0)
             recompute = {
                 r: replace(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from statistics import median
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.compiling import threads_for
+from dflop_jax.pipeline.flow import device_bytes
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.pipeline.stand_in import packed_field, random_values
@@ -109,12 +109,9 @@ def timed_programs(
     params, x, by_pieces = timed_backward(compiled.lowering, backward, shape, below, pieces)
     runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    *_, handed = compiled.lowering.argument_structs(shape, BACKWARD)
-    kept = sum(
-        prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(handed)
-    )
+    kept = device_bytes(compiled.lowering.residual_structs(shape))
     hidden = hidden_bytes(segment.module, shape)
-    return TimedPrograms(runs, float(temp), float(kept), hidden, segment.hands_over)
+    return TimedPrograms(runs, float(temp), kept, hidden, segment.hands_over)
 
 
 def timed_backward(

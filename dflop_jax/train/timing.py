@@ -84,21 +84,19 @@ class Timed:
         """Prices of the compiled programs, on process 0; what a group's content adds to them, how
         many devices compute at once, and step ends that were not timed, are the profile's. The
         rows that were timed had content, too, which the static seconds are to be without."""
-        ex = self.executor
+        ex, layout = self.executor, self.executor.plan.layout
         measured = merged(
-            ex.plan.layout,
+            layout,
             self.parts,
             one_at_a_time=ex.one_at_a_time,
             shares_cores=profile.shares_cores,
         )
-        by_profile = plan_prices(ex.plan.layout, profile)
-        module = {s.name: s.module for s in ex.plan.layout.segments}
-        n_microbatches = ex.plan.layout.group_size
+        by_profile = plan_prices(layout, profile)
 
         def with_content(key: ProgramId, timed: Price) -> Price:
             unit_s = by_profile.programs.get(key, timed).content_s
-            of_rows = content_of_rows(ex.model.modules[module[key.segment]], key.shape)
-            content = [n_microbatches * n for n in of_rows.values()]
+            module = ex.model.modules[layout.segment(key.segment).module]
+            content = [layout.group_size * n for n in content_of_rows(module, key.shape).values()]
             return Price(max(timed.static_s - content_s(unit_s, content), 0.0), unit_s)
 
         programs = {key: with_content(key, price) for key, price in measured.programs.items()}

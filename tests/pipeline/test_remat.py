@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from dflop_jax.config import Config, TrainConfig
-from dflop_jax.gpu_compile.child import device_bytes
 from dflop_jax.gpu_compile.hlo_cost import hlo_cost
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline import segment
+from dflop_jax.pipeline.flow import device_bytes
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.residuals import REMAT

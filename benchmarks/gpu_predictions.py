@@ -53,7 +53,8 @@ def predicted_bytes(plan: Plan, program: ProgramReport, costs: CostModel) -> flo
     segment, mesh = plan.layout.segment(program.segment), plan.layout.submesh(program.submesh).shape
     (shape,) = plan.layout.shapes(segment.module)
     figures = costs.at(segment.module, mesh.model, shape.rows, shape.tokens)
-    handed, taken = costs.task_bytes(segment, mesh, plan.layout.group_size, figures, trained=True)
+    state = costs.state_of(segment, mesh, trained=True)
+    handed, taken = costs.task_bytes(segment, mesh, plan.layout.group_size, figures, state)
     return float(taken if program.kind == BACKWARD else handed) or None
 
 

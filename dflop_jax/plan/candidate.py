@@ -101,6 +101,20 @@ class Candidate:
             steps=self.steps + 1,
         )
 
+    def by_all(self, evaluator: Evaluator) -> Candidate:
+        """The same, exact by all sampled batches."""
+        assert self.uniform is not None, "a baseline is exact"
+        every = range(len(evaluator.batches))
+        groups = tuple(evaluator.n_groups(self.plan.layout, batch) for batch in every)
+        bounds_s = tuple(map(self.uniform.makespan_s, groups))
+        return replace(
+            self,
+            groups=groups,
+            bounds_s=bounds_s,
+            bound_s=float(np.mean(bounds_s)),
+            steps=2 * len(groups),
+        )
+
     def with_figures(self, evaluator: Evaluator) -> Candidate:
         """The same, its plan with the figures of its uniform steps, in which memory holds as many
         groups as it ever may."""

@@ -300,7 +300,9 @@ def _costs(
     costs, trains = rules.costs, rules.spec.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
     profile = rules.profile
-    moved = {(o.zero, o.shard_devices): moved_by(o, mesh, profile) for o in options}
+    split = {(o.zero, o.shard_devices): o for o in options}  # one of each; policies beside are equal
+    moved = {key: moved_by(o, mesh, profile) for key, o in split.items()}
+    state = {key: costs.state_of(o, mesh, trained=trains) for key, o in split.items()}
 
     def task_s(s: SegmentPlan, direction: Direction) -> Array:
         static_s = costs.task_s(
@@ -325,11 +327,17 @@ def _costs(
     # Without hardware what is moved takes no time.
     shared = ("zero", "shard_devices")
     both = ("remat", *shared) if profile.hardware else ("remat",)
-    held = {o: costs.bytes_of(o, mesh, group_size, figures, trained=trains, backward=backward)
-            for o in options}  # fmt: skip
+    held = [
+        costs.bytes_of(
+            o, mesh, group_size, figures, state[o.zero, o.shard_devices], backward=backward
+        )
+        for o in options
+    ]
 
     def held_bytes(name: str) -> Array:
-        return each(lambda o: getattr(held[o], name), "remat", *shared)
+        return np.stack(
+            [np.broadcast_to(getattr(h, name), figures.is_there.shape) for h in held]
+        )
 
     return SegmentCosts(
         each(lambda o: task_s(o, FORWARD), *shared) if FORWARD in tasks else none,

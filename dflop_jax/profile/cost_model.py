@@ -16,6 +16,7 @@ from dflop_jax.profile.fit import Fits
 from dflop_jax.profile.state import (
     Array,
     SegmentBytes,
+    StateBytes,
     ShardSeconds,
     end_bytes,
     state_bytes,
@@ -222,7 +223,8 @@ class CostModel:
           backward: whether it has backward tasks.
         """
         figures = self.at(segment.module, mesh.model, rows, tokens)
-        return self.bytes_of(segment, mesh, group_size, figures, trained=trained, backward=backward)
+        state = self.state_of(segment, mesh, trained=trained)
+        return self.bytes_of(segment, mesh, group_size, figures, state, backward=backward)
 
     def largest_bytes(
         self,
@@ -248,27 +250,34 @@ class CostModel:
             self._largest[key] = SegmentBytes(float(each.state), kept_bytes, temporaries)
         return self._largest[key]
 
+    def state_of(self, segment: SegmentPlan, mesh: MeshShape, *, trained: bool) -> StateBytes:
+        """What a segment holds by its data ranks' shares, the same under every recompute policy."""
+        alone = not self.hands_over(segment)
+        return StateBytes(
+            held=state_bytes(segment, mesh, self.profile, trained=trained),
+            at_end=end_bytes(segment, mesh, self.profile) if trained else 0.0,
+            whole=whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone),
+        )
+
     def bytes_of(
         self,
         segment: SegmentPlan,
         mesh: MeshShape,
         group_size: Array,
         figures: Figures,
+        state: StateBytes,
         *,
-        trained: bool,
         backward: bool,
     ) -> SegmentBytes:
         """`segment_bytes` from figures at hand."""
         handed, temporaries = self.task_bytes(
-            segment, mesh, group_size, figures, trained=trained, backward=backward
+            segment, mesh, group_size, figures, state, backward=backward
         )
-        if trained:
-            temporaries = np.maximum(temporaries, end_bytes(segment, mesh, self.profile))
         whole, split = self.inputs_kept(segment)
         return SegmentBytes(
-            state=state_bytes(segment, mesh, self.profile, trained=trained),
+            state=state.held,
             kept=figures["hidden"] * group_size * (whole + split * figures.rank_share) + handed,
-            temporaries=temporaries,
+            temporaries=np.maximum(temporaries, state.at_end),
         )
 
     def task_bytes(
@@ -277,8 +286,8 @@ class CostModel:
         mesh: MeshShape,
         group_size: Array,
         figures: Figures,
+        state: StateBytes,
         *,
-        trained: bool,
         backward: bool = True,
     ) -> tuple[Array, Array]:
         """(bytes that a group's forward hands to its backward, bytes that the larger of these tasks
@@ -309,8 +318,7 @@ class CostModel:
                 work = np.maximum(work, figures.most(kinds, f"{again}.loss_bytes"))
             work = work + handed + 2 * group_size * figures.rank_share * figures["hidden"]
             handed = np.zeros_like(handed)
-        work = work + whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone)
-        return handed, np.where(figures.is_there, work, 0.0)
+        return handed, np.where(figures.is_there, work + state.whole, 0.0)
 
 
 def _ticks(segment: SegmentPlan, mesh: MeshShape, group_size: Array) -> Array:

@@ -75,6 +75,16 @@ def _trained_share(of_all: Mapping[str, tuple[ParamDims, ...]], key: str, model:
 
 
 @dataclass(frozen=True)
+class StateBytes:
+    """Of a segment on one device, by data degree. held: see `state_bytes`. at_end: see `end_bytes`.
+    whole: see `whole_bytes`."""
+
+    held: Array
+    at_end: Array
+    whole: Array
+
+
+@dataclass(frozen=True)
 class SegmentBytes:
     """state: parameters, gradients and optimizer state, as far as they are not split over the data
     ranks. kept: of one group in flight, its input and what forward hands to backward. temporaries:

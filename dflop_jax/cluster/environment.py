@@ -14,7 +14,7 @@ from pathlib import Path
 from dflop_jax.cluster.devices import jax_has_started, on_cpu
 from dflop_jax.records import USABLE_MEMORY
 
-CPU_FLAGS = {"xla_cpu_use_fusion_emitters": "false"}
+CPU_FLAGS = {"xla_cpu_use_fusion_emitters": "false", "xla_backend_optimization_level": "1"}
 GPU_FLAGS = {
     "xla_gpu_shard_autotuning": "false",
     "xla_gpu_enable_latency_hiding_scheduler": "true",

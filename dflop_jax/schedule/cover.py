@@ -163,49 +163,50 @@ def cheap_covers(wanted: Demand, cost_C: Floats, ceiling: float) -> tuple[Ints, 
     max_vectors = int(_MAX_VECTORS * min(1.0, _BUCKETS_OF_MOST_VECTORS / max(1, len(cost_C))) ** 2)
     counts_XC = np.zeros((1, len(cost_C)), np.int64)
     cost_X = np.zeros(1)
+    left_DX = need_D[:, None]  # below 0: more than is needed
     complete = True
     for c, cost in enumerate(cost_C):
-        most_X = _most(room_DC[:, c], need_D - counts_XC @ room_DC.T, cost, ceiling - cost_X)
+        most_X = _most(room_DC[:, c], left_DX, cost, ceiling - cost_X)
         rows = np.repeat(np.arange(len(counts_XC)), most_X + 1)
         start_X = np.cumsum(most_X + 1) - (most_X + 1)
         add = np.arange(len(rows)) - start_X[rows]
-        counts_XC = counts_XC[rows]
-        counts_XC[:, c] = add
         cost_X = cost_X[rows] + add * cost
-        left_XD = np.maximum(0.0, need_D - counts_XC @ room_DC.T)
-        promise_X = cost_X + _cheapest(left_XD, room_DC[:, c + 1 :], cost_C[c + 1 :])
+        left_DX = left_DX[:, rows] - np.multiply.outer(room_DC[:, c], add)
+        promise_X = cost_X + _cheapest(left_DX, room_DC[:, c + 1 :], cost_C[c + 1 :])
         keep = np.flatnonzero(promise_X <= ceiling * (1 + ROUNDING))
         if len(keep) > max_vectors:
             share_X = np.round(promise_X[keep] / max(ceiling, 1e-30), 9)
             keep = keep[np.argsort(share_X, kind="stable")[:max_vectors]]
             complete = False
-        counts_XC, cost_X = counts_XC[keep], cost_X[keep]
-    room_X = np.round((counts_XC @ room_DC.T).sum(axis=1), 3)
+        counts_XC, cost_X, left_DX = counts_XC[rows[keep]], cost_X[keep], left_DX[:, keep]
+        counts_XC[:, c] = add[keep]
+    room_X = np.round((need_D[:, None] - left_DX).sum(axis=0), 3)
     order = np.lexsort((-room_X, np.round(cost_X / max(ceiling, 1e-30), 9)))
     return counts_XC[order], complete
 
 
-def _most(room_D: Floats, left_XD: Floats, cost: float, budget_X: Floats) -> Ints:
+def _most(room_D: Floats, left_DX: Floats, cost: float, budget_X: Floats) -> Ints:
     """Groups of one bucket worth taking: until nothing is left to cover, or the budget is spent."""
     useful = room_D > 0
     if not useful.any():
-        return np.zeros(len(left_XD), np.int64)
-    until_X = np.ceil(np.maximum(0.0, left_XD[:, useful] / room_D[useful]).max(axis=1))
+        return np.zeros(left_DX.shape[1], np.int64)
+    until_X = np.ceil((left_DX[useful] / room_D[useful, None]).max(axis=0, initial=0.0))
     if cost > 0:
         until_X = np.minimum(until_X, np.floor(np.maximum(0.0, budget_X) / cost + 1e-6))
     return until_X.astype(np.int64)
 
 
-def _cheapest(left_XD: Floats, room_DC: Floats, cost_C: Floats) -> Floats:
+def _cheapest(left_DX: Floats, room_DC: Floats, cost_C: Floats) -> Floats:
     """A lower bound on the cost of covering what is left with the remaining buckets; beyond any
     ceiling if none of them can."""
     reach_DC = room_DC > 0
     price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, room_DC, 1.0), _UNREACHABLE_COST)
-    return (left_XD * price_DC.min(axis=1, initial=_UNREACHABLE_COST)).max(axis=1, initial=0.0)
+    price_D = price_DC.min(axis=1, initial=_UNREACHABLE_COST)
+    return (left_DX * price_D[:, None]).max(axis=0, initial=0.0)
 
 
 def fractional_cost(wanted: Demand, cost_C: Floats) -> float:
     """A lower bound on the cost of any cover: the dearest condition, met fractionally."""
     if len(wanted.need_D) == 0:
         return 0.0
-    return float(_cheapest(wanted.need_D[None], wanted.room_DC, cost_C)[0])
+    return float(_cheapest(wanted.need_D[:, None], wanted.room_DC, cost_C)[0])

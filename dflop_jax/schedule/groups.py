@@ -77,11 +77,11 @@ class PackingSpace:
 
     def shrunk(self, answer: BucketRun, budget: Budget) -> BucketRun:
         """The same microbatches in the cheapest bucket that holds them."""
-        width = len(answer.microbatches[0])
+        may_hold_C = self._may_hold(answer.microbatches)
         for b in self.by_cost:
             if b == answer.bucket:
                 return answer
-            if self._may_hold(b, answer.microbatches, width):
+            if may_hold_C[b]:
                 other = self.together(b, answer.microbatches, budget)
                 if other is not None:
                     return other
@@ -104,23 +104,32 @@ class PackingSpace:
         places = range(len(self.buckets))
         return sorted(places, key=lambda b: (cost.dearest_C[b], cost.sum_C[b], b))
 
-    def _may_hold(self, b: int, microbatches: Packed, width: int) -> bool:
-        """Whether volumes allow these microbatches of `width` rows in bucket b."""
-        bucket, batch = self.buckets[b], self.batch
-        if width_of(bucket, batch, self.capacity) != width:
-            return False
+    @cached_property
+    def _width_C(self) -> NDArray[np.int64]:
+        """[buckets]: rows of a microbatch."""
+        return np.array([width_of(b, self.batch, self.capacity) for b in self.buckets])
+
+    @cached_property
+    def _room_C(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Tokens [buckets] of a row and of a microbatch, of every module."""
+        batch, rooms = self.batch, {}
         for m in batch.modules:
-            shape = bucket.shape(m)
-            row, room = batch.row_room(shape, m), batch.room(bucket, m, self.capacity)
-            for rows in microbatches:
-                samples = [i for r in rows for i in r]
-                if batch.tokens[m][samples].sum() > room:
-                    return False
-                if batch.longest[m][samples].max(initial=0) > row:
-                    return False
-                if m == batch.anchor and any(batch.tokens[m][r].sum() > row for r in rows):
-                    return False
-        return True
+            row = [batch.row_room(b.shape(m), m) for b in self.buckets]
+            whole = [batch.room(b, m, self.capacity) for b in self.buckets]
+            rooms[m] = np.array(row), np.array(whole)
+        return rooms
+
+    def _may_hold(self, microbatches: Packed) -> NDArray[np.bool_]:
+        """[buckets]: whether volumes allow these microbatches."""
+        batch, able_C = self.batch, self._width_C == len(microbatches[0])
+        samples = [[i for row in rows for i in row] for rows in microbatches]
+        for m, (row_C, whole_C) in self._room_C.items():
+            tokens_N, longest_N = batch.tokens[m], batch.longest[m]
+            able_C &= whole_C >= max(tokens_N[i].sum() for i in samples)
+            able_C &= row_C >= max(longest_N[i].max(initial=0) for i in samples)
+            if m == batch.anchor:
+                able_C &= row_C >= max(tokens_N[r].sum() for rows in microbatches for r in rows)
+        return able_C
 
 
 def greedy_answer(room: PackingSpace, mains: int) -> list[BucketRun]:

@@ -30,17 +30,24 @@ Tree = Any
 
 
 class AloneRun:
-    """Samples by themselves."""
+    """Samples by themselves, by given parameters or by ones of which every entry is moved, up or
+    down at random, to the next number of its dtype: as far as that takes what comes out, rounding
+    alone may."""
 
     def __init__(self, model: MultimodalModel, params: Mapping[str, Tree], layout: Layout):
         self._model, self._params, self._layout = model, params, layout
+        self._moved = jax.tree.map(partial(_to_neighbours, np.random.default_rng(0)), params)
         cuts = {m: frozenset(s.stop for s in layout.segments_of(m) if not s.last)
                 for m in model.modules}  # fmt: skip
         run = jax.value_and_grad(partial(_loss, model, cuts), has_aux=True)
         self._run = jax.jit(run, compiler_options=QUICKLY)
 
-    def of(self, sample: Sample) -> Seen:
-        """What comes out of a sample that is packed with nothing."""
+    def of(self, sample: Sample, *, moved: bool = False) -> Seen:
+        """What comes out of a sample that is packed with nothing.
+
+        Args:
+          moved: whether by the moved parameters.
+        """
         packing, shapes = alone(self._model, sample)
         schedule = Schedule(0, packing.groups(self._model, shapes))
         packed = pack_all(self._model, self._layout, schedule, [sample])
@@ -53,7 +60,8 @@ class AloneRun:
             for source, where in p.places.items()
         }
         with jax.default_device(jax.devices("cpu")[0]):
-            (loss, given), gradients = self._run(self._params, fields, places)
+            params = self._moved if moved else self._params
+            (loss, given), gradients = self._run(params, fields, places)
         where = tokens_of(self._model, packing, 0, schedule, packed)
         outputs = {"loss": np.asarray(loss)}
         for name, array in given.items():
@@ -65,6 +73,11 @@ class AloneRun:
                 outputs[name] = flat.reshape(-1, flat.shape[-1])[where.features[module]]
         flat_gradients = {path: np.asarray(leaf) for path, leaf in leaves_of(gradients)}
         return Seen(outputs, flat_gradients)
+
+
+def _to_neighbours(rng: np.random.Generator, a: np.ndarray) -> np.ndarray:
+    ends = np.where(rng.random(a.shape) < 0.5, -np.inf, np.inf).astype(a.dtype)
+    return np.nextafter(a, ends)
 
 
 def _loss(

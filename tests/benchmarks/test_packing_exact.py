@@ -47,8 +47,9 @@ def test_packed_samples_leave_each_other_alone(monkeypatch, tmp_path):
         "gemma3_text": 3,
     }
     for family in said["families"].values():
-        assert family["leaks"] == 0
+        assert family["leaks"] == family["over"] == 0
         assert 0 < family["max_error_alone"] <= 1e-5
+        assert 1e-7 < family["max_rounding"] < 1e-4
 
 
 def test_a_row_that_is_one_piece_leaks(monkeypatch, tmp_path):
@@ -57,15 +58,23 @@ def test_a_row_that_is_one_piece_leaks(monkeypatch, tmp_path):
     assert code == 0
     assert said["families"]["small"]["leaks"] > 0
     assert said["families"]["small"]["max_error_alone"] > 1e-2
+    assert said["families"]["small"]["over"] > 0
 
 
-@pytest.mark.parametrize("resets, leaks, error, right", [
-    (True, 0, 1e-5, True), (True, 1, 1e-7, False), (True, 0, 2e-5, False),
-    (True, 0, float("nan"), False), (False, 0, 1.0, False), (False, 1, 0.0, True),
+@pytest.mark.parametrize("resets, leaks, over, right", [
+    (True, 0, 0, True), (True, 1, 0, False), (True, 0, 1, False), (True, 1, 1, False),
+    (False, 0, 1, False), (False, 1, 0, True),
 ])  # fmt: skip
-def test_what_is_expected(resets, leaks, error, right):
-    row = {"leaks": leaks, "max_error_alone": error, "dtype": "float32"}
-    assert script.as_expected(row, resets=resets) == right
+def test_what_is_expected(resets, leaks, over, right):
+    assert script.as_expected({"leaks": leaks, "over": over}, resets=resets) == right
+
+
+@pytest.mark.parametrize("error, rounding, over", [
+    (1e-5, 0.0, False), (2e-5, 1e-6, True), (2e-5, 1e-5, False), (4e-5, 1e-5, True),
+    (float("nan"), 1.0, True), (1e-6, float("nan"), False), (2e-5, float("nan"), True),
+])  # fmt: skip
+def test_rounding_excuses_three_times_itself(error, rounding, over):
+    assert script.is_over(error, rounding, "float32") == over
 
 
 def test_cases_are_dealt_out():

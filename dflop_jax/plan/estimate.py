@@ -300,7 +300,9 @@ def _costs(
     costs, trains = rules.costs, rules.spec.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
     profile = rules.profile
-    split = {(o.zero, o.shard_devices): o for o in options}  # one of each; policies beside are equal
+    split = {
+        (o.zero, o.shard_devices): o for o in options
+    }  # one of each; policies beside are equal
     moved = {key: moved_by(o, mesh, profile) for key, o in split.items()}
     state = {key: costs.state_of(o, mesh, trained=trains) for key, o in split.items()}
 
@@ -335,9 +337,7 @@ def _costs(
     ]
 
     def held_bytes(name: str) -> Array:
-        return np.stack(
-            [np.broadcast_to(getattr(h, name), figures.is_there.shape) for h in held]
-        )
+        return np.stack([np.broadcast_to(getattr(h, name), figures.is_there.shape) for h in held])
 
     return SegmentCosts(
         each(lambda o: task_s(o, FORWARD), *shared) if FORWARD in tasks else none,

@@ -16,8 +16,8 @@ from dflop_jax.profile.fit import Fits
 from dflop_jax.profile.state import (
     Array,
     SegmentBytes,
-    StateBytes,
     ShardSeconds,
+    StateBytes,
     end_bytes,
     state_bytes,
     whole_bytes,

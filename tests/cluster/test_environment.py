@@ -75,9 +75,9 @@ def test_known_flags_are_those_that_xla_takes():
 def test_on_the_cpu_programs_compile_quickly_where_jax_can():
     """jax 0.11 has no fusion emitters to turn off."""
     flags = "--xla_cpu_use_fusion_emitters=false", "--xla_backend_optimization_level=1"
-    both = " ".join(flags)
+    both, other = " ".join(flags), "--xla_a=1"
     assert cpu_settings({}, everything) == {"XLA_FLAGS": both}
-    assert cpu_settings({"XLA_FLAGS": "--xla_a=1"}, everything) == {"XLA_FLAGS": f"{both} --xla_a=1"}
+    assert cpu_settings({"XLA_FLAGS": other}, everything) == {"XLA_FLAGS": f"{both} {other}"}
     own = "--xla_cpu_use_fusion_emitters=true"
     assert cpu_settings({"XLA_FLAGS": own}, everything) == {"XLA_FLAGS": f"{flags[1]} {own}"}
     assert xla_knows("xla_cpu_use_fusion_emitters") == (jax.__version_info__ < (0, 11))

@@ -31,6 +31,8 @@ from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.feed import ReadyBatch
 from dflop_jax.train.sample_file import SampleFile
 
+_SAID_S = 5e-5  # a gain below it would be printed as 0.0 ms
+
 
 def take_up(prices: Prices, known: Learnt | None, samples: SampleFile, start: int) -> Learnt:
     """What is known of these prices before step `start`: what a checkpoint knew (`known`), and the
@@ -111,11 +113,11 @@ class Corrector:
             self._said is None or learnt_gain_s(self._gain_s, self._said, state) > self._overhead_s
         ):
             self._said = state
+            gain = f"{1e3 * self._gain_s:.1f} ms a step" if self._gain_s >= _SAID_S else "nothing"
             self._progress.log(
                 f"step {step}: schedules follow task times that are up to "
-                f"{1 + state.deviation:.2f}x off the predicted ones, which saves "
-                f"{1e3 * self._gain_s:.1f} ms a step by prediction; sampling took "
-                f"{1e3 * self._overhead_s:.1f} ms a step"
+                f"{1 + state.deviation:.2f}x off the predicted ones, which by prediction saves "
+                f"{gain}; sampling took {1e3 * self._overhead_s:.1f} ms a step"
             )
 
     def _sample(self, trace: Trace, batch: ReadyBatch) -> None:

@@ -30,6 +30,7 @@ from dflop_jax.schedule import (
     WORK_PER_S,
     capacity_of,
     schedule_batch,
+    scheduled_s,
 )
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.costs import directions
@@ -253,11 +254,7 @@ class Evaluator:
         self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices | None, work: int
     ) -> float:
         prices, trainable = prices or self.prices(plan.layout), self.rules.trainable(plan.layout)
-        steps = [
-            schedule_batch(b, plan, prices, trainable, step=i, work=work)
-            for i, b in enumerate(batches)
-        ]
-        return float(np.mean([s.makespan_s for s in steps]))
+        return float(np.mean([scheduled_s(b, plan, prices, trainable, work) for b in batches]))
 
     def _predicted(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]

@@ -11,6 +11,7 @@ import numpy as np
 
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.finalist import Finalist, fastest_of
+from dflop_jax.schedule.sample import LARGE_BATCH
 
 # Of the fastest plan's seconds, by which a plan may be behind and be a leader; with twice as much
 # the work ends after half as many rounds, and no choice of ten set-ups changed.
@@ -18,8 +19,8 @@ _MAY_LEAD = 0.02
 # Standard errors of the mean difference at which plans count as told apart, and a share of a step
 # that is too small to matter; with twice as many, or half of it, more rounds are needed.
 _SURE, _SAME = 2.0, 0.001
-# Units of the scheduler's work for a batch, and what a batch takes besides; all of them together,
-# about a second's, and that many times as many with effort "full".
+# Units of the scheduler's work for a batch, and what a batch takes besides, of larger ones as many
+# times; all of them together, about a second's, and that many times as many with effort "full".
 _BATCH_WORK, _BATCH_COST, _ALL_WORK, _FULL_TIMES = 300, 150, 6_000, 4
 
 
@@ -28,12 +29,13 @@ def fastest(evaluator: Evaluator, judged: Sequence[Finalist]) -> Finalist:
     best_s = fastest_of(judged).seconds
     leaders = [j for j in judged if j.seconds <= (1 + _MAY_LEAD) * best_s]
     rounds: list[list[float]] = [[] for _ in leaders]
-    left = _ALL_WORK * (_FULL_TIMES if evaluator.config.effort == "full" else 1)
+    left = float(_ALL_WORK) * (_FULL_TIMES if evaluator.config.effort == "full" else 1)
     for number in range(evaluator.n_rounds):
         if len(leaders) < 2:
             break
         batches = evaluator.round_batches(number)
-        left -= len(leaders) * len(batches) * (_BATCH_WORK + _BATCH_COST)
+        times = max(1.0, len(batches[0]) / LARGE_BATCH)
+        left -= len(leaders) * len(batches) * times * (_BATCH_WORK + _BATCH_COST)
         if left < 0:
             break
         for leader, spans in zip(leaders, rounds):

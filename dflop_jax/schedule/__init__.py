@@ -1,6 +1,6 @@
 from dflop_jax.schedule.batch import Capacity, capacity_of, oversize
 from dflop_jax.schedule.correction import Correction, Monitor
-from dflop_jax.schedule.online import WORK_PER_S, schedule_batch
+from dflop_jax.schedule.online import WORK_PER_S, schedule_batch, scheduled_s
 from dflop_jax.schedule.shapes.arrival import arrival_buckets
 from dflop_jax.schedule.shapes.choose import BucketChoice, choose_buckets, evaluate_buckets
 from dflop_jax.schedule.shapes.problem import ShapeProblem
@@ -23,4 +23,5 @@ __all__ = [
     "evaluate_buckets",
     "oversize",
     "schedule_batch",
+    "scheduled_s",
 ]

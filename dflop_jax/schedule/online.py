@@ -34,7 +34,7 @@ from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
-from dflop_jax.schedule.sub_microbatches import most_buckets, widened
+from dflop_jax.schedule.sub_microbatches import most_buckets, wide_buckets, widened
 from dflop_jax.sim.fastest_order import with_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
@@ -94,24 +94,16 @@ def schedule_batch(
     """
     start_s = time.perf_counter()
     work = (plan.scheduling.work_budget or DEFAULT_WORK) if work is None else work
-    batch = Batch(loads, plan.layout.modules)
-    wide, wide_prices = widened(plan, prices)
-    if plan.scheduling.grouping == "balanced":
-        check_fits(batch, wide.layout.buckets, capacity_of(plan.layout))
-    order_budget, memory_budget = Budget(_ORDER_SHARE * work), Budget(0)
-    if plan.scheduling.kept:
-        memory_budget = Budget(_MEMORY_SHARE * work)
-    rest = work - order_budget.left - memory_budget.left
-    solution = solve(batch, plan, prices, trainable, rest, seed, program)
+    batch, shares = _checked(loads, plan), _Shares.of(plan, work)
+    solution = solve(batch, plan, prices, trainable, shares.groups, seed, program)
     schedule = replace(solution.schedule, step=step)
     if plan.scheduling.grouping == "balanced":
         rename_ranks(solution.room, solution.answer, plan)
         bring_home(solution.room, solution.answer, plan)
         groups = schedule_groups(solution.room, solution.answer, plan.layout)
         schedule = replace(schedule, groups=groups)
-        if plan.scheduling.order == "1f1b":
-            schedule = with_searched_order(plan, schedule, prices, trainable, order_budget, seed)
-            schedule = with_memory_plan(plan, schedule, prices, trainable, memory_budget)
+    schedule = _ordered(schedule, plan, prices, trainable, shares, seed)
+    wide, wide_prices = widened(plan, prices)
     makespan_s = schedule.makespan_s
     bound_s = lower_bound_s(batch, wide.layout, capacity_of(plan.layout), wide_prices, trainable)
     bound_s = max(bound_s, solution.bound_s)
@@ -124,9 +116,56 @@ def schedule_batch(
         integer_bound_s=min(solution.bound_s, makespan_s),
         status=status,
         made_by=solution.made_by,
-        work=round(solution.work + order_budget.spent + memory_budget.spent),
+        work=round(solution.work + shares.order.spent + shares.memory.spent),
         elapsed_s=time.perf_counter() - start_s,
     )
+
+
+def scheduled_s(
+    loads: Sequence[Load], plan: Plan, prices: Prices, trainable: Collection[str], work: int
+) -> float:
+    """The makespan of `schedule_batch`'s schedule without what takes time and changes it little:
+    pieces of equal length stay where they are, and no bound is proved."""
+    shares = _Shares.of(plan, work)
+    solution = solve(_checked(loads, plan), plan, prices, trainable, shares.groups, seed=0)
+    return _ordered(solution.schedule, plan, prices, trainable, shares, seed=0).makespan_s
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Units of work for the groups, for the order of tasks and for the groups that keep more."""
+
+    groups: float
+    order: Budget
+    memory: Budget
+
+    @staticmethod
+    def of(plan: Plan, work: float) -> _Shares:
+        order, memory = _ORDER_SHARE * work, _MEMORY_SHARE * work * bool(plan.scheduling.kept)
+        return _Shares(work - order - memory, Budget(order), Budget(memory))
+
+
+def _checked(loads: Sequence[Load], plan: Plan) -> Batch:
+    """ValueError for a sample that fits no bucket."""
+    batch = Batch(loads, plan.layout.modules)
+    if plan.scheduling.grouping == "balanced":
+        check_fits(batch, wide_buckets(plan.layout), capacity_of(plan.layout))
+    return batch
+
+
+def _ordered(
+    schedule: Schedule,
+    plan: Plan,
+    prices: Prices,
+    trainable: Collection[str],
+    shares: _Shares,
+    seed: int,
+) -> Schedule:
+    """The schedule with the order of its tasks, and with what its groups keep."""
+    if plan.scheduling.grouping != "balanced" or plan.scheduling.order != "1f1b":
+        return schedule
+    schedule = with_searched_order(plan, schedule, prices, trainable, shares.order, seed)
+    return with_memory_plan(plan, schedule, prices, trainable, shares.memory)
 
 
 def solve(

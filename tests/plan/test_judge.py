@@ -18,16 +18,17 @@ def made_up(name, buckets=1):
 class Evaluator:
     """Plans take these seconds in a round, all times what the batches of the round bring."""
 
-    def __init__(self, seconds, *, apart=0.0, effort="quick", n_rounds=12):
+    def __init__(self, seconds, *, apart=0.0, effort="quick", n_rounds=12, samples=1):
         self.seconds, self.apart, self.n_rounds = seconds, apart, n_rounds
+        self.samples = samples
         self.config, self.unseen = SimpleNamespace(effort=effort), [[]] * BATCHES
         self.asked = []
 
     def round_batches(self, number):
-        return [number, number]  # a plain and a drifted one
+        return [[number] * self.samples] * 2  # a plain and a drifted one
 
     def round_s(self, plan, prices, batches, work):
-        number, _ = batches
+        (number, *_), _ = batches
         self.asked.append((plan.name, number))
         noise = np.random.default_rng([number, *plan.name.encode()]).normal() * self.apart
         return self.seconds[plan.name] * (1 + number % 3) * (1 + noise)
@@ -58,10 +59,17 @@ def test_more_batches_turn_what_few_said():
 
 
 @pytest.mark.parametrize("effort, times", [("quick", 1), ("full", 4)])
-def test_those_that_stay_together_cost_no_more_than_the_work(effort, times):
-    evaluator = Evaluator(dict.fromkeys("abc", 1.0), apart=0.02, effort=effort, n_rounds=99)
+@pytest.mark.parametrize("larger", [1, 2])
+def test_those_that_stay_together_cost_no_more_than_the_work(effort, times, larger):
+    evaluator = Evaluator(
+        dict.fromkeys("abc", 1.0),
+        apart=0.02,
+        effort=effort,
+        n_rounds=99,
+        samples=larger * judge.LARGE_BATCH,
+    )
     told(evaluator, dict.fromkeys("abc", 1.0))
-    cost = len(evaluator.asked) * 2 * (judge._BATCH_WORK + judge._BATCH_COST)
+    cost = len(evaluator.asked) * 2 * larger * (judge._BATCH_WORK + judge._BATCH_COST)
     assert 0.4 * times * judge._ALL_WORK <= cost <= times * judge._ALL_WORK
 
 

@@ -146,9 +146,10 @@ class Bounds:
             options |= zip(block, chosen, strict=True)
         return peak_bytes, options
 
-    def choices(self, p: int, c: int) -> list[OptionChoice]:
-        """The options of a candidate that fit and that no others undercut in everything; where
-        groups are divided those of the least bound."""
+    def choices(self, p: int, c: int, groups: Sequence[int]) -> list[OptionChoice]:
+        """The options of a candidate that fit and that no others undercut in everything, with what
+        batches of so many groups take at least; where groups are divided those of the least
+        bound."""
         space = self.space
         by_block = []
         for block in space.structure.blocks:
@@ -165,11 +166,11 @@ class Bounds:
             here = space.members[m].at(space.forms[m][p], c).seconds
             return tuple(tuple(a[numbers][:, None] for a in by_segment) for by_segment in here)
 
-        groups = self.groups[None, :, p, c, None, None]  # each batch is a mean of its own
+        each_batch = np.reshape(groups, (1, -1, 1, 1))  # is a mean of its own
         bounds_s = least_s(
             space.structure,
             {m: seconds(m) for m in space.tables},
-            np.repeat(groups, len(chosen), axis=2),
+            np.repeat(each_batch, len(chosen), axis=2),
             {m: n[p] for m, n in space.devices.items()},
             space.rules.profile.concurrency,
             _parts(space.divided, slice(c, c + 1)),

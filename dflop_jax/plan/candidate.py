@@ -20,9 +20,8 @@ class Candidate:
 
     bound_s: its mean makespan is at least that. largest: the bucket that memory holds with its
     options; None: any. uniform: simulates its groups; None: a baseline, whose batches were
-    scheduled. groups: of each sampled batch, at least. bounds_s: of each batch's makespan. steps:
-    taken towards exactness. The first ones simulate each batch with the least number of groups, the
-    others with the number that the scheduler makes.
+    scheduled. groups: that the scheduler makes of each sampled batch. bounds_s: of each batch's
+    makespan. steps: taken towards exactness, each of which simulates a batch.
     """
 
     plan: Plan
@@ -83,19 +82,15 @@ class Candidate:
 
     @property
     def exact(self) -> bool:
-        return self.uniform is None or self.steps == 2 * len(self.groups)
+        return self.uniform is None or self.steps == len(self.groups)
 
-    def refined(self, evaluator: Evaluator) -> Candidate:
+    def refined(self) -> Candidate:
         """The same a step nearer to exact."""
         assert self.uniform is not None, "a baseline is exact"
-        groups, bounds_s = list(self.groups), list(self.bounds_s)
-        counts, batch = divmod(self.steps, len(groups))
-        if counts:
-            groups[batch] = max(groups[batch], evaluator.n_groups(self.plan.layout, batch))
-        bounds_s[batch] = self.uniform.makespan_s(groups[batch])
+        bounds_s = list(self.bounds_s)
+        bounds_s[self.steps] = self.uniform.makespan_s(self.groups[self.steps])
         return replace(
             self,
-            groups=tuple(groups),
             bounds_s=tuple(bounds_s),
             bound_s=float(np.mean(bounds_s)),
             steps=self.steps + 1,
@@ -112,7 +107,7 @@ class Candidate:
             groups=groups,
             bounds_s=bounds_s,
             bound_s=float(np.mean(bounds_s)),
-            steps=2 * len(groups),
+            steps=len(groups),
         )
 
     def with_figures(self, evaluator: Evaluator) -> Candidate:

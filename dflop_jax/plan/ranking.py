@@ -30,11 +30,11 @@ from dflop_jax.schedule.shapes.evaluate import TIE
 
 # Microbatches into which a baseline cuts a batch, below the configured most; each is scheduled.
 _ARRIVAL_CUTS = (4, 8, 16, 32, 64)
-# Steps (a simulated batch each) towards exact candidates, after which what is near is taken: of a
-# whole search, where memory is tight and many combinations of options differ by little, and of a
-# look at one policy, which also ends after so many in a row that find nothing fast enough. Twice as
-# many cost up to twice the time, where they are reached.
-_MOST_STEPS, _MOST_LOOK_STEPS, _MOST_SLOW_STEPS = 1_500, 100, 30
+# Steps towards exact candidates (a candidate whose groups are counted, a batch that is simulated),
+# after which what is near is taken: of a whole search, where memory is tight and many combinations
+# of options differ by little, and of a look at one policy, which also ends after so many in a row
+# that find nothing fast enough. Twice as many cost up to twice the time, where they are reached.
+_MOST_STEPS, _MOST_LOOK_STEPS, _MOST_SLOW_STEPS = 1_500, 200, 60
 # Of those that are best by one batch, how many are compared by all: with twice as many none of
 # eleven set-ups got a faster plan, with one a plan can win by a batch that just fits its groups.
 _LOOKED = 4
@@ -131,28 +131,26 @@ class Ranking:
                 yield first
                 continue
             if upcoming and upcoming_s <= known_s:
-                for ranked in upcoming[1]():
-                    heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
+                nearer = upcoming[1]()
                 upcoming = next(waiting, None)
-                continue
-            ranked = heapq.heappop(heap)[-1]
-            self.n_evaluated += ranked.steps == 0
-            ranked = ranked.refined(self.evaluator)
-            n_steps += 1
-            n_slow = n_slow + 1 if ranked.bound_s > most_s else 0
-            if n_steps >= most_steps or n_slow == _MOST_SLOW_STEPS:
-                nearest = [ranked, *(r for *_, r in heapq.nsmallest(_NEAREST - 1, heap))]
-                exact += [self._made_exact(r) for r in nearest]
-                heap, upcoming = [], None
-                continue
-            if ranked.exact:
-                exact.append(ranked)
             else:
-                heapq.heappush(heap, (ranked.bound_s, ranked.key, ranked))
+                ranked = heapq.heappop(heap)[-1]
+                self.n_evaluated += ranked.steps == 0
+                nearer = [ranked.refined()]
+            exact += [r for r in nearer if r.exact]
+            for r in nearer:
+                if not r.exact:
+                    heapq.heappush(heap, (r.bound_s, r.key, r))
+            n_steps += 1
+            if nearer:  # else devices cannot form it
+                n_slow = n_slow + 1 if all(r.bound_s > most_s for r in nearer) else 0
+            if n_steps >= most_steps or n_slow >= _MOST_SLOW_STEPS:
+                exact += [self._made_exact(r) for *_, r in heapq.nsmallest(_NEAREST, heap)]
+                heap, upcoming = [], None
 
     def _made_exact(self, ranked: Candidate) -> Candidate:
         while not ranked.exact:
-            ranked = ranked.refined(self.evaluator)
+            ranked = ranked.refined()
         return ranked
 
     def _by_table(self) -> Iterator[_Upcoming]:
@@ -179,9 +177,14 @@ class Ranking:
             return []
         space = bounds.space
         bucket, content, cut = space.bucket(p, c), space.content(p, c), int(space.cuts[c])
-        groups = tuple(bounds.groups[:, p, c].astype(int).tolist())
+        shaped = as_plan(layout, policy, (bucket,), self.rules).with_layout(fan_in=space.fan_in(c))
+        # As many with any options, and often more than the volumes that the space is ranked by say.
+        groups = tuple(
+            max(int(least), self.evaluator.n_groups(shaped.layout, batch))
+            for batch, least in enumerate(bounds.groups[: self._n_batches, p, c])
+        )
         candidates = []
-        for choice in bounds.choices(p, c):
+        for choice in bounds.choices(p, c, groups):
             plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
             plan = plan.with_layout(fan_in=space.fan_in(c))
             largest = bounds.largest(p, c, choice.options) if self.rules.spec.memory_bytes else None
@@ -190,11 +193,11 @@ class Ranking:
                 Candidate(
                     plan,
                     cut,
-                    float(np.mean(choice.bounds_s[: self._n_batches])),
+                    float(np.mean(choice.bounds_s)),
                     largest,
                     uniform,
-                    groups[: self._n_batches],
-                    choice.bounds_s[: self._n_batches],
+                    groups,
+                    choice.bounds_s,
                 )
             )
         return candidates

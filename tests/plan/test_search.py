@@ -469,21 +469,27 @@ def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
     evaluator = search_module.evaluator_of(model_profile(), data_profile(), spec)
     ranking = Ranking(evaluator, list(searched(evaluator.rules)), ())
     best = ranking.about_best("dflop", np.inf)
-    steps = []
-    refined = Candidate.refined
+    steps, n_counted = [], 0
+    refined, first_known = Candidate.refined, Ranking._first_known
 
-    def counted(self, evaluator):
-        steps.append(refined(self, evaluator))
+    def kept(self):
+        steps.append(refined(self))
         return steps[-1]
 
-    monkeypatch.setattr(Candidate, "refined", counted)
+    def counted(self, *candidate):
+        nonlocal n_counted
+        n_counted += 1
+        return first_known(self, *candidate)
+
+    monkeypatch.setattr(Candidate, "refined", kept)
+    monkeypatch.setattr(Ranking, "_first_known", counted)
     assert ranking.about_best("dflop", 0.999 * best.bound_s) is None
-    needed = len(steps)
+    needed = n_counted
     monkeypatch.setattr(ranking_module, "_MOST_SLOW_STEPS", 2)
     for most_s in (0.999 * best.bound_s, 1.05 * best.bound_s):
-        steps.clear()
+        steps, n_counted = [], 0
         found = ranking.about_best("dflop", most_s)
-        assert len(steps) < needed
+        assert n_counted < needed
         within = [s for s in steps if s.exact and s.bound_s <= most_s]
         assert found == min(within, key=lambda s: s.bound_s, default=None)
 

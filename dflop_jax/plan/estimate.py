@@ -300,9 +300,7 @@ def _costs(
     costs, trains = rules.costs, rules.spec.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
     profile = rules.profile
-    split = {
-        (o.zero, o.shard_devices): o for o in options
-    }  # one of each; policies beside are equal
+    split = {(o.zero, o.shard_devices): o for o in options}  # one of each
     moved = {key: moved_by(o, mesh, profile) for key, o in split.items()}
     state = {key: costs.state_of(o, mesh, trained=trains) for key, o in split.items()}
 

@@ -35,8 +35,8 @@ _ARRIVAL_CUTS = (4, 8, 16, 32, 64)
 # of options differ by little, and of a look at one policy, which also ends after so many in a row
 # that find nothing fast enough. Twice as many cost up to twice the time, where they are reached.
 _MOST_STEPS, _MOST_LOOK_STEPS, _MOST_SLOW_STEPS = 1_500, 200, 60
-# Of those that are best by one batch, how many are compared by all: with twice as many none of
-# eleven set-ups got a faster plan, with one a plan can win by a batch that just fits its groups.
+# Of those that are best by one batch, how many are compared by all: alone, one can win by a batch
+# that just fits its groups (5% of a step were seen). Twice as many are simulated twice as often.
 _LOOKED = 4
 _NEAREST = 5  # candidates of least bounds that are made exact then; each simulates all batches
 

@@ -20,7 +20,7 @@ from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.options import Option, saving_words
+from dflop_jax.plan.options import Option, saving_words, with_options
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
@@ -185,8 +185,7 @@ class Ranking:
         )
         candidates = []
         for choice in bounds.choices(p, c, groups):
-            plan = as_plan(layout, policy, (bucket,), self.rules, choice.options)
-            plan = plan.with_layout(fan_in=space.fan_in(c))
+            plan = with_options(shaped, choice.options)
             largest = bounds.largest(p, c, choice.options) if self.rules.spec.memory_bytes else None
             uniform = self.evaluator.uniform(plan, content, space.parts(c))
             candidates.append(

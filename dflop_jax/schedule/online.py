@@ -125,7 +125,7 @@ def scheduled_s(
     loads: Sequence[Load], plan: Plan, prices: Prices, trainable: Collection[str], work: int
 ) -> float:
     """The makespan of `schedule_batch`'s schedule without what takes time and changes it little:
-    pieces of equal length stay where they are, and no bound is proved."""
+    what a rank was dealt stays with it, and no bound is proved."""
     shares = _Shares.of(plan, work)
     solution = solve(_checked(loads, plan), plan, prices, trainable, shares.groups, seed=0)
     return _ordered(solution.schedule, plan, prices, trainable, shares, seed=0).makespan_s

@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dflop_jax.cli.report import trace_memory
     from dflop_jax.report.compare import run_names
     from dflop_jax.report.reader import RunReader
+    from dflop_jax.report.run_folder import has_begun
     from dflop_jax.report.watch import Watch
 
     names = run_names([Path(f) for f in args.runs])
@@ -41,6 +42,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with _server(watch, args.port) as server:
         say = note if args.json else show
         say(f"{server.url} shows {', '.join(names)}; Ctrl-C ends it")
+        for folder in names.values():
+            if not has_begun(folder):
+                say(f"{folder}: no run has begun there; the page waits for one")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
         return {"url": server.url, "runs": [*names]}

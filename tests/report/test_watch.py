@@ -114,7 +114,7 @@ def test_mistakes_are_said_in_a_line(make_run, tmp_path, capsys):
     assert "give another" in said
 
 
-def test_the_command_serves_until_it_is_interrupted(make_run, capsys, monkeypatch):
+def test_the_command_serves_until_it_is_interrupted(make_run, tmp_path, capsys, monkeypatch):
     def interrupted(self, poll_s=0.5):
         raise KeyboardInterrupt
 
@@ -125,9 +125,12 @@ def test_the_command_serves_until_it_is_interrupted(make_run, capsys, monkeypatc
             taken.listen()
         except OSError:
             pass
-        assert main(["watch", str(make_run()), "--json"]) == 0
+        (tmp_path / "later").mkdir()
+        assert main(["watch", str(make_run()), str(tmp_path / "later"), "--json"]) == 0
     said = capsys.readouterr()
     answer = json.loads(said.out)
-    assert answer["runs"] == ["run"]
+    assert answer["runs"] == ["run", "later"]
+    (waits,) = [line for line in said.err.splitlines() if "no run has begun" in line]
+    assert "later" in waits
     assert not answer["url"].endswith(":8700/")
     assert answer["url"] in said.err

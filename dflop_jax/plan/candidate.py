@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,7 +19,7 @@ from dflop_jax.records import REMAT, Bucket, Plan, Predicted
 class Candidate:
     """A plan whose one bucket cuts a mean batch into `cut` groups, and what is known of it.
 
-    bound_s: its mean makespan is at least that. largest: the bucket that memory holds with its
+    bound_s: its mean makespan is at least that. find_largest: the bucket that memory holds with its
     options; None: any. uniform: simulates its groups; None: a baseline, whose batches were
     scheduled. groups: that the scheduler makes of each sampled batch. bounds_s: of each batch's
     makespan. steps: taken towards exactness, each of which simulates a batch.
@@ -27,7 +28,7 @@ class Candidate:
     plan: Plan
     cut: int
     bound_s: float
-    largest: Bucket | None = None
+    find_largest: Callable[[], Bucket] | None = field(default=None, compare=False, repr=False)
     uniform: Uniform | None = field(default=None, compare=False, repr=False)
     groups: tuple[int, ...] = ()
     bounds_s: tuple[float, ...] = ()
@@ -41,6 +42,11 @@ class Candidate:
     def name(self) -> str:
         """Where its modules lie, in short."""
         return name_of(self.plan.layout)
+
+    @cached_property
+    def largest(self) -> Bucket | None:
+        """The largest bucket that memory holds with its options; None: any."""
+        return self.find_largest() if self.find_largest else None
 
     @property
     def saving(self) -> str:

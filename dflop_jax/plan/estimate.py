@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from dflop_jax.plan.volume import (
     piece_rows,
 )
 from dflop_jax.profile.cost_model import CostModel, Figures
-from dflop_jax.profile.state import Array, SegmentBytes
+from dflop_jax.profile.state import Array, SegmentBytes, ShardSeconds, StateBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -58,6 +58,7 @@ _TRUSTED_GROWTH = 2.0
 # Microbatches of a group for each stage of a loop. A loop of S stages takes 1 + (S - 1) / (k S)
 # times what it needs: with 8, at most an eighth more, which 16 would halve.
 _FILLS = (1, 2, 4, 8)
+Record = TypeVar("Record", ShardSeconds, StateBytes)
 
 
 @dataclass(frozen=True)
@@ -299,48 +300,52 @@ def _costs(
     """What a segment takes with every option of its module."""
     costs, trains = rules.costs, rules.spec.trains(s)
     options = [o.of(s) for o in rules.options(s.module)]
-    profile = rules.profile
-    split = {(o.zero, o.shard_devices): o for o in options}  # one of each
-    moved = {key: moved_by(o, mesh, profile) for key, o in split.items()}
-    state = {key: costs.state_of(o, mesh, trained=trains) for key, o in split.items()}
+    shards = list({(o.zero, o.shard_devices): o for o in options}.values())
+    remats = list({o.remat: o for o in options}.values())
+    assert len(options) == len(shards) * len(remats), "every way to share state goes with every one"
+    shape = (len(shards), *figures.is_there.shape)
+    moved = _stacked([moved_by(o, mesh, rules.profile) for o in shards], mesh.data)
+    state = _stacked([costs.state_of(o, mesh, trained=trains) for o in shards], mesh.data)
+    backward = BACKWARD in tasks
+    held = {
+        o.remat: costs.bytes_of(o, mesh, group_size, figures, state, backward=backward)
+        for o in remats
+    }
 
     def task_s(s: SegmentPlan, direction: Direction) -> Array:
-        static_s = costs.task_s(
-            s, mesh, group_size, figures, direction, moved[s.zero, s.shard_devices]
-        )
+        """[shards, n_forms, n_cuts]."""
+        static_s = costs.task_s(s, mesh, group_size, figures, direction, moved)
         unit_s = costs.group_content_s(s, mesh, group_size, direction)
         return static_s + content_s(unit_s, content)
 
-    def each(of: Callable[[SegmentPlan], Array], *names: str) -> Array:
-        """A quantity by option, asked once for options that differ in nothing of these names."""
-        known: dict[tuple[object, ...], Array] = {}
-        by_option = []
-        for option in options:
-            key = tuple(getattr(option, n) for n in names)
-            if key not in known:
-                known[key] = np.broadcast_to(of(option), figures.is_there.shape)
-            by_option.append(known[key])
-        return np.stack(by_option)
+    def by_option(of: Callable[[SegmentPlan], Array]) -> Array:
+        """Of what is asked once for every recompute policy, [shards, n_forms, n_cuts]."""
+        by_remat = [np.broadcast_to(of(o), shape) for o in remats]
+        return np.stack(by_remat, axis=1).reshape(len(options), *shape[1:])
 
-    none = np.zeros((len(options), *figures.is_there.shape))
-    backward = BACKWARD in tasks
-    # Without hardware what is moved takes no time.
-    shared = ("zero", "shard_devices")
-    both = ("remat", *shared) if profile.hardware else ("remat",)
-    held = [
-        costs.bytes_of(
-            o, mesh, group_size, figures, state[o.zero, o.shard_devices], backward=backward
-        )
-        for o in options
-    ]
+    def alike(by_shards: Array) -> Array:
+        """Of what is the same under all recompute policies, by option."""
+        return np.repeat(np.broadcast_to(by_shards, shape), len(remats), axis=0)
+
+    def at_end_s(of: Callable[[SegmentPlan, MeshShape, ModelProfile], Array]) -> Array:
+        by_shards = [np.broadcast_to(of(o, mesh, rules.profile), shape[1:]) for o in shards]
+        return alike(np.stack(by_shards))
 
     def held_bytes(name: str) -> Array:
-        return np.stack([np.broadcast_to(getattr(h, name), figures.is_there.shape) for h in held])
+        return by_option(lambda o: getattr(held[o.remat], name))
 
+    none = np.zeros((len(options), *shape[1:]))
     return SegmentCosts(
-        each(lambda o: task_s(o, FORWARD), *shared) if FORWARD in tasks else none,
-        each(lambda o: task_s(o, BACKWARD), *both) if backward else none,
-        each(lambda o: reduce_s(o, mesh, profile), *shared) if trains else none,
-        each(lambda o: update_s(o, mesh, profile), *shared) if trains else none,
+        alike(task_s(shards[0], FORWARD)) if FORWARD in tasks else none,
+        by_option(lambda o: task_s(o, BACKWARD)) if backward else none,
+        at_end_s(reduce_s) if trains else none,
+        at_end_s(update_s) if trains else none,
         SegmentBytes(*(held_bytes(f.name) for f in fields(SegmentBytes))),
     )
+
+
+def _stacked(records: Sequence[Record], like: Array) -> Record:
+    """Records of arrays as one, whose arrays are [len(records), *like.shape]."""
+    kind = type(records[0])
+    each = ((getattr(r, f.name) for r in records) for f in fields(kind))
+    return kind(*(np.stack([np.broadcast_to(a, like.shape) for a in arrays]) for arrays in each))

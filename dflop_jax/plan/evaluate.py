@@ -105,9 +105,7 @@ class Evaluator:
         content: Mapping[str, tuple[int, ...]],
         parts: Mapping[str, int] | None = None,
     ) -> Uniform:
-        return Uniform(
-            plan, content, self.prices(plan.layout), self.rules.trainable(plan.layout), parts
-        )
+        return Uniform(plan, content, self.prices, self.rules.trainable(plan.layout), parts)
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""

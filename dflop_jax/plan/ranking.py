@@ -186,14 +186,14 @@ class Ranking:
         candidates = []
         for choice in bounds.choices(p, c, groups):
             plan = with_options(shaped, choice.options)
-            largest = bounds.largest(p, c, choice.options) if self.rules.spec.memory_bytes else None
+            find_largest = partial(bounds.largest, p, c, choice.options)
             uniform = self.evaluator.uniform(plan, content, space.parts(c))
             candidates.append(
                 Candidate(
                     plan,
                     cut,
                     float(np.mean(choice.bounds_s)),
-                    largest,
+                    find_largest if self.rules.spec.memory_bytes else None,
                     uniform,
                     groups,
                     choice.bounds_s,

@@ -3,8 +3,9 @@ scheduled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 from dflop_jax.plan.baselines import BASELINES
@@ -58,14 +59,19 @@ def uniform_groups(
 
 @dataclass
 class Uniform:
-    """Steps of a plan with one bucket by its number of groups; `parts` as for `uniform_groups`."""
+    """Steps of a plan with one bucket by its number of groups; `parts` as for `uniform_groups`.
+    `price` is asked once, and only for what is simulated, since a search has thousands."""
 
     plan: Plan
     content: Mapping[str, tuple[int, ...]]
-    prices: Prices
+    price: Callable[[Layout], Prices]
     trainable: Sequence[str]
     parts: Mapping[str, int] | None = None
     _makespans: dict[int, float] = field(default_factory=dict)
+
+    @cached_property
+    def prices(self) -> Prices:
+        return self.price(self.plan.layout)
 
     def trace(self, n: int) -> Trace:
         schedule = Schedule(0, uniform_groups(self.plan.layout, self.content, n, self.parts))

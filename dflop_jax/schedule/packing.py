@@ -122,8 +122,13 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
     for i in order:
         tokens, asks_M = tokens_N[i], asks_NM[i]
         for g, widest in enumerate(widest_G):
-            if widest >= tokens and all(a <= f for a, f in zip(asks_M, free_GM[g])):
-                break
+            if widest < tokens:
+                continue
+            for asked, free in zip(asks_M, free_GM[g]):
+                if asked > free:
+                    break
+            else:
+                break  # it holds the sample
         else:
             g = len(packed)
             packed.append([[] for _ in range(width)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from dflop_jax.schedule.cover import Demand, cheap_covers
 from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_answer
 from dflop_jax.schedule.packing import DEALT_PER_WORK, pack
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.problem import Floats, Ints
+from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.sub_microbatches import wide_buckets
 
 # Units for packing one set of buckets, beside dealing it; twice as many try half as many sets where
@@ -66,8 +67,20 @@ def fewest_groups(batch: Batch, layout: Layout, work: float) -> int:
     dearest_C = costs_CM.max(axis=1)
     room = PackingSpace(batch, every, capacity, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C))
     greedy = greedy_answer(room, len(wide))
-    answers = greedy, improved(room, greedy, Budget(work), 0)
-    return min(max(Counter(m for t in a for m in t.placed).values()) for a in answers)
+    known = _most_of_a_module(greedy)
+    if known <= _least_groups(room.demand):
+        return known
+    return min(known, _most_of_a_module(improved(room, greedy, Budget(work), 0)))
+
+
+def _most_of_a_module(answer: Sequence[BucketRun]) -> int:
+    return max(Counter(m for t in answer for m in t.placed).values())
+
+
+def _least_groups(wanted: Demand) -> int:
+    """Groups of any buckets that meet every condition at least."""
+    room_D = wanted.room_DC.max(axis=1)
+    return math.ceil((wanted.need_D / np.maximum(room_D, ROUNDING)).max(initial=0.0) - ROUNDING)
 
 
 def _textbook(layout: Layout, bucket: Bucket, module: str) -> int:

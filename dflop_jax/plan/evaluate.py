@@ -51,12 +51,16 @@ _JUDGED = 512  # samples by which plans are judged at least, in up to twice as m
 _GLANCED = 0.5  # of these batches for one that is looked at quickly
 _EVALUATE_WORK = 1_000  # most units for a batch of a plan that is looked at closely
 _STEP_END = (REDUCE, UPDATE)
-_SOLVER_SHARE = 0.5  # of a step, in which the solver of a later one shall be done
+# Of a step, in which the solver of a later one shall be done: where it has a core of its own, and
+# where it takes its seconds from a device, which is a core of the host.
+_SOLVER_SHARE, _SOLVER_SHARE_OF_DEVICE = 0.5, 0.1
 
 
-def work_budget(step_s: float) -> int:
-    """Units of the scheduler's work that a step of so many seconds hides."""
-    return max(1, int(_SOLVER_SHARE * step_s * WORK_PER_S))
+def work_budget(step_s: float, *, shares_cores: bool) -> int:
+    """Units of the scheduler's work that a step of so many seconds hides; `shares_cores` as in
+    `ModelProfile`."""
+    share = _SOLVER_SHARE_OF_DEVICE if shares_cores else _SOLVER_SHARE
+    return max(1, int(share * step_s * WORK_PER_S))
 
 
 class Evaluator:
@@ -189,7 +193,7 @@ class Evaluator:
         is_compiled = prices is not None
         prices = prices or self.prices(plan.layout)
         trainable = self.rules.trainable(plan.layout)
-        work = min(work_budget(about_s), _EVALUATE_WORK)
+        work = min(self._work_budget(about_s), _EVALUATE_WORK)
         schedules = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
             for i, b in enumerate(self.unseen)
@@ -211,7 +215,7 @@ class Evaluator:
             longer_traces = [simulate_step(longer, s, prices, trainable) for s in again]
             other = self._predicted(longer, again, longer_traces)
             best = other if other.predicted.makespan_s < worth_s else best
-        return best.with_scheduling(work_budget=work_budget(best.predicted.makespan_s))
+        return best.with_scheduling(work_budget=self._work_budget(best.predicted.makespan_s))
 
     def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
         """Seconds by which evaluated plans are compared: of a step, a share of which
@@ -247,6 +251,9 @@ class Evaluator:
         """About the seconds of a plan that was not evaluated, from few batches and little work."""
         n = max(2, round(_GLANCED * len(self.unseen)))
         return self._mean_s(plan, self.unseen[:n], None, _RANK_WORK)
+
+    def _work_budget(self, step_s: float) -> int:
+        return work_budget(step_s, shares_cores=self.rules.profile.shares_cores)
 
     def _mean_s(
         self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices | None, work: int

@@ -5,6 +5,7 @@ Long because all its cases share one way to search.
 
 import contextlib
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -229,10 +230,14 @@ def test_predictions_are_those_of_the_scheduled_batches(policy):
 
 
 def test_the_budget_of_the_solver_is_hidden_by_the_step():
-    plan = run().plan
-    assert plan.scheduling.work_budget == work_budget(plan.predicted.makespan_s) > 0
-    assert work_budget(2.0) == pytest.approx(2 * work_budget(1.0))
-    assert work_budget(1e-9) == 1  # 0 would be the scheduler's default
+    profile, plan = model_profile(), run().plan
+    hidden = work_budget(plan.predicted.makespan_s, shares_cores=profile.shares_cores)
+    assert plan.scheduling.work_budget == hidden > 0
+    for shares_cores in (False, True):
+        hidden = partial(work_budget, shares_cores=shares_cores)
+        assert hidden(2.0) == pytest.approx(2 * hidden(1.0))
+        assert hidden(1e-9) == 1  # 0 would be the scheduler's default
+    assert work_budget(1.0, shares_cores=True) < work_budget(1.0, shares_cores=False)
 
 
 def test_programs_of_finalists_are_timed_and_decide():
@@ -260,7 +265,8 @@ def test_programs_of_finalists_are_timed_and_decide():
     predicted = timed.plan.predicted
     assert predicted.chosen_by_s == predicted.makespan_s  # not the profile's, which chose no plan
     assert min(by_profile[1:]) < predicted.makespan_s < 1.5 * max(by_profile[1:])
-    assert timed.plan.scheduling.work_budget == work_budget(predicted.makespan_s)
+    hidden = work_budget(predicted.makespan_s, shares_cores=profile.shares_cores)
+    assert timed.plan.scheduling.work_budget == hidden
 
 
 @pytest.mark.parametrize("finalists", [0, 1])

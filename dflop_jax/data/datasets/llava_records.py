@@ -19,6 +19,7 @@ from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_NAME, MAX_TURNS, parse_
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
 from dflop_jax.data.datasets.chat_messages import Turns, turns_of_messages
 from dflop_jax.data.datasets.questions import (
+    ANSWERS,
     MOST_NUMBERED,
     QUESTION,
     SPELLINGS,
@@ -149,6 +150,8 @@ def parse_record(
         if not any(text in fields for text in TEXTS):
             raise ValueError(f"no {', '.join(TEXTS)}; there are {_listed_names(raw)}")
         if not any(fields.get(text) for text in TEXTS if text != QUESTION) and QUESTION in fields:
+            if ANSWERS not in fields and not records.unanswered:
+                raise ValueError(f"no {' or '.join(SPELLINGS[ANSWERS])} beside its question")
             media = media if any(media.values()) else {**media, **beside}
             question = asked(fields, media)
             media = {kind: [*values] for kind, values in question.media.items()}

@@ -14,8 +14,8 @@ from dflop_jax.data.bounds import MAX_TURNS
 QUESTION, ANSWERS, CHOICES = "question", "answers", "choices"
 # The fields, and the names that public sets give them.
 SPELLINGS = {
-    QUESTION: (QUESTION, "query"),
-    ANSWERS: (ANSWERS, "answer", "label"),
+    QUESTION: (QUESTION, "query", "prompt"),
+    ANSWERS: (ANSWERS, "answer", "label", "completion", "response"),
     CHOICES: (CHOICES, "options"),
 }
 MOST_NUMBERED = 9  # media that stand in columns of their own, image_1 and on

@@ -54,6 +54,9 @@ def test_public_sets(tmp_path, save):
     # The third is not named, then those that are in the order of the text.
     assert [f.name for _, f in mmmu.media] == ["4.png", "3.png", "2.png", "3.png"]
     assert mmmu.choices == ("the first", "the <image 2>", "none")
+    for answer in ("completion", "response"):
+        (plain,) = records([{"prompt": "Why?", answer: "So."}], tmp_path / answer, save)
+        assert plain.turns == (("human", "Why?"), ("gpt", "So."))
     (science,) = records([SCIENCEQA], tmp_path / "science", save)
     assert science.turns[0][1] == f"Which is hot?\nA. ice\nB. fire\n{BY_LETTER}"
     assert (science.answers, science.media) == (("B",), ())
@@ -70,6 +73,11 @@ def test_columns_of_other_names_and_questions_without_answers(tmp_path):
     assert second.turns[-1] == ("gpt", "So.")
     with pytest.raises(ValueError, match="do not alternate human, gpt up to an answer"):
         records(bare, tmp_path / "bare")
+
+
+def test_a_question_without_a_field_of_answers_says_which_are_read(tmp_path):
+    with pytest.raises(ValueError, match=r"no answers or answer or .* beside its question"):
+        records([{"prompt": "Why?", "reply": "So."}], tmp_path)
 
 
 def test_a_conversation_goes_before_a_question_beside_it(tmp_path):

@@ -99,7 +99,7 @@ def run(cases: Sequence[Case] = CASES) -> Result:
     for case in cases:
         made = answer(case, "orch")
         found: Mapping[str, float] = parts(case, made)
-        cells = [made.words, *(f"{100 * x:.1f}" for x in found.values())]
+        cells = [made.words, *(f"{round(100 * x, 1) + 0.0:.1f}" for x in found.values())]
         result.add(case.name, cells, **{name: 100 * x for name, x in found.items()})
     result.notes += [
         f"{NEEDED}: FLOPs of the samples at the peak, which is the MFU; {KERNELS}: what programs "

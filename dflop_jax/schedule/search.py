@@ -11,7 +11,7 @@ import numpy as np
 from dflop_jax.records import Bucket, Layout
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
 from dflop_jax.schedule.costs import Ticks, running_order
-from dflop_jax.schedule.cover import Demand, cheap_covers
+from dflop_jax.schedule.cover import Demand, cheap_covers, fractional_cost
 from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_answer
 from dflop_jax.schedule.packing import DEALT_PER_WORK, pack
 from dflop_jax.schedule.solver.budget import Budget
@@ -68,19 +68,14 @@ def fewest_groups(batch: Batch, layout: Layout, work: float) -> int:
     room = PackingSpace(batch, every, capacity, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C))
     greedy = greedy_answer(room, len(wide))
     known = _most_of_a_module(greedy)
-    if known <= _least_groups(room.demand):
+    least = fractional_cost(room.demand, np.ones(len(every)))  # groups, each of cost 1
+    if known <= math.ceil(least - ROUNDING):
         return known
     return min(known, _most_of_a_module(improved(room, greedy, Budget(work), 0)))
 
 
 def _most_of_a_module(answer: Sequence[BucketRun]) -> int:
     return max(Counter(m for t in answer for m in t.placed).values())
-
-
-def _least_groups(wanted: Demand) -> int:
-    """Groups of any buckets that meet every condition at least."""
-    room_D = wanted.room_DC.max(axis=1)
-    return math.ceil((wanted.need_D / np.maximum(room_D, ROUNDING)).max(initial=0.0) - ROUNDING)
 
 
 def _textbook(layout: Layout, bucket: Bucket, module: str) -> int:

@@ -6,7 +6,7 @@ Paper:    84B on 2,560 H100 at 41.6% MFU; where the rest goes is not said
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from dflop_jax.plan.options import Option, options_of, with_options
 from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Plan, ProgramId, Task
@@ -98,7 +98,7 @@ def run(cases: Sequence[Case] = CASES) -> Result:
     )
     for case in cases:
         made = answer(case, "orch")
-        found: Mapping[str, float] = parts(case, made)
+        found = parts(case, made)
         cells = [made.words, *(f"{round(100 * x, 1) + 0.0:.1f}" for x in found.values())]
         result.add(case.name, cells, **{name: 100 * x for name, x in found.items()})
     result.notes += [

@@ -100,6 +100,6 @@ def check_usable(index: Indexed, name: str, max_bad_fraction: float) -> None:
     if bad > max_bad_fraction * index.listed or not len(index.table):
         raise ValueError(
             f"{name}: {bad} of {index.listed} records are unusable ({'; '.join(index.bad[:3])}); "
-            f"repair them, name fields that have other names (--data.columns), or raise "
+            "repair them, name fields that have other names (--data.columns), or raise "
             f"data.max_bad_fraction={max_bad_fraction}"
         )

@@ -171,9 +171,9 @@ class Bench:
         if {"orch", LOOP} <= self.trained.keys():
             loop, whole = self.trained[LOOP], self.trained["orch"]
             (llm,) = loop.plan.layout.segments_of("llm")
-            needed = llm.rounds * loop.plan.layout.group_size  # ticks, of two stages one more
+            size = loop.plan.layout.group_size
             loop.row["over_needed"] = {
-                "planned": (needed + 1) / needed,
+                "planned": llm.ticks(2, size) / llm.ticks(1, size),
                 "measured": rate(loop.plan, loop.seconds, "llm")
                 / rate(whole.plan, whole.seconds, "llm"),
             }

@@ -105,7 +105,7 @@ class _Loop:
         self.x, self.fields = _enter(x), _enter(fields)
         self.m, self.s, self.rounds = segment.microbatches, segment.stages, segment.plan.rounds
         self.n_turns = self.rounds * self.m
-        self.n_ticks = self.n_turns + self.s - 1
+        self.n_ticks = segment.plan.ticks(self.s, self.m)
         self.stage = lax.axis_index("stage")
         # Forward a stage passes on to the next one, the last to the first in all rounds but the
         # last one.

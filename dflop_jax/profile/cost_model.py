@@ -123,7 +123,7 @@ class CostModel:
         all.
         """
         stages, slow = mesh.stage, self.slowdown(mesh)
-        ticks = _ticks(segment, mesh, group_size)
+        ticks = segment.ticks(mesh.stage, group_size)
         share = self.profile.entry_share[segment.module]
         share = share * segment.first * ticks + (1.0 - share) * segment.last * group_size / stages
         loops, again = self.loops(segment, direction), _again(segment)
@@ -171,7 +171,7 @@ class CostModel:
         what it computes while the pipeline inside the segment fills and drains.
         """
         loops = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
-        ticks = _ticks(segment, mesh, group_size)
+        ticks = segment.ticks(mesh.stage, group_size)
         alone_s: Array = 0.0
         for kind, n in self.profile.kinds_in(segment).items():
             layers = layer_key(segment.module, kind)
@@ -299,7 +299,7 @@ class CostModel:
         and their gradients; when its loss is computed, backward has not begun.
         """
         again, alone = _again(segment), not self.hands_over(segment)
-        ticks, kinds = _ticks(segment, mesh, group_size), self.profile.kinds_in(segment)
+        ticks, kinds = segment.ticks(mesh.stage, group_size), self.profile.kinds_in(segment)
 
         def every_layer(name: str) -> Array:
             visits = _visits(segment, mesh)
@@ -319,11 +319,6 @@ class CostModel:
             work = work + handed + 2 * group_size * figures.rank_share * figures["hidden"]
             handed = np.zeros_like(handed)
         return handed, np.where(figures.is_there, work + state.whole, 0.0)
-
-
-def _ticks(segment: SegmentPlan, mesh: MeshShape, group_size: Array) -> Array:
-    """Ticks of a group's loop over stages."""
-    return segment.rounds * group_size + mesh.stage - 1
 
 
 def _visits(segment: SegmentPlan, mesh: MeshShape) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -19,6 +19,7 @@ REMAT: tuple[str, ...] = get_args(Remat)
 Zero = Literal[1, 2, 3]
 ZERO: tuple[int, ...] = get_args(Zero)
 Grouping = Literal["balanced", "arrival"]
+Count = TypeVar("Count", int, np.ndarray)  # one, or of every cut
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ class SegmentPlan:
     @property
     def n_layers(self) -> int:
         return self.stop - self.start
+
+    def ticks(self, stages: int, microbatches: Count) -> Count:
+        """Ticks of a group's loop through its stages; a stage computes in all but `stages` - 1."""
+        return self.rounds * microbatches + stages - 1
 
     def shard_ranks(self, data: Any, model: int) -> Any:
         """Of so many data ranks, of `model` devices each, those that share a parameter among them;

@@ -84,8 +84,8 @@ def _fill(plan: Plan, module: str) -> float:
     """Share of a module's ticks in which a loop of stages fills and drains."""
     segment = plan.layout.segments_of(module)[0]
     stages = plan.layout.submesh(segment.submesh).stage
-    needed = segment.rounds * plan.layout.group_size
-    return 1 - needed / (needed + stages - 1)
+    size = plan.layout.group_size
+    return 1 - segment.ticks(1, size) / segment.ticks(stages, size)
 
 
 def run(cases: Sequence[Case] = CASES) -> Result:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -23,17 +23,9 @@ from dflop_jax.plan.options import Option
 from dflop_jax.plan.placement import Form
 from dflop_jax.plan.space import Family
 from dflop_jax.plan.structure import Structure, Tasks, least_s, structure_of
+from dflop_jax.plan.volume import group_content
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Bucket, Layout
-
-
-@dataclass(frozen=True)
-class OptionChoice:
-    """An option for every module of a candidate that fits, and what no schedule of each sampled
-    batch undercuts."""
-
-    options: Mapping[str, Option]
-    bounds_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -82,12 +74,17 @@ class Space:
         """Groups of a module that feed one at most."""
         return self.divided.fan_in[c] if self.divided else 1
 
-    def content(self, p: int, c: int) -> dict[str, tuple[int, ...]]:
-        """Content of a group of each module."""
-        return {
-            m: tuple(int(amount[self.forms[m][p], c]) for amount in t.content)
-            for m, t in self.tables.items()
-        }
+    def repeated(self) -> Array:
+        """Whether a cut has the groups of the one before it, [n_layouts, n_cuts]: where shapes are
+        at their least."""
+        same: Array = np.diff(self.group_sizes)[None] == 0
+        if self.divided:
+            same = same & [a == b for a, b in pairwise(self.divided.whole)]
+        else:
+            for m, t in self.tables.items():
+                for sizes in (t.rows, t.tokens):
+                    same = same & (np.diff(sizes[self.forms[m]]) == 0)
+        return np.pad(same, ((0, 0), (1, 0)))
 
     def members_at(self, block: Sequence[str], p: int, c: int) -> list[Member]:
         return [self.members[m].at(self.forms[m][p], c) for m in block]
@@ -102,9 +99,9 @@ class Bounds:
     """What no layout of a space undercuts at any cut, [n_layouts, n_cuts].
 
     bound_s: of the mean makespan over the sampled batches with any options; infinite where memory
-    is short, prices are not believed or nothing is to be tried. fits: whether memory holds it with
-    some options. least_bytes: of the device that needs most, at least. groups: that each sampled
-    batch takes at least, [n_batches, n_layouts, n_cuts].
+    is short, prices are not believed, a cut repeats the one before it or nothing is to be tried.
+    fits: whether memory holds it with some options. least_bytes: of the device that needs most, at
+    least. groups: that each sampled batch takes at least, [n_batches, n_layouts, n_cuts].
     """
 
     space: Space
@@ -112,6 +109,11 @@ class Bounds:
     fits: Array
     least_bytes: Array
     groups: Array
+
+    @property
+    def n_candidates(self) -> int:
+        """Layouts at cuts, those alike counted once."""
+        return int((~self.space.repeated()).sum())
 
     @staticmethod
     def of(space: Space, leasts: Mapping[tuple[str, ...], Least], tried: Array = True) -> Bounds:
@@ -121,7 +123,7 @@ class Bounds:
         groups = np.max([t.groups[:, forms[m]] for m, t in tables.items()], axis=0)
         trusted = np.logical_and.reduce([t.trusted[forms[m]] for m, t in tables.items()])
         fits = np.logical_and.reduce([x.fits for x in leasts.values()])
-        usable = trusted & fits & tried
+        usable = trusted & fits & tried & ~space.repeated()
         bound_s = np.full(usable.shape, np.inf)
         if usable.any():
             seconds = {
@@ -146,10 +148,21 @@ class Bounds:
             options |= zip(block, chosen, strict=True)
         return peak_bytes, options
 
-    def choices(self, p: int, c: int, groups: Sequence[int]) -> list[OptionChoice]:
-        """The options of a candidate that fit and that no others undercut in everything, with what
-        batches of so many groups take at least; where groups are divided those of the least
-        bound."""
+    def content(self, p: int, c: int) -> dict[str, tuple[int, ...]]:
+        """Content of a group of each module: of a mean batch in as many as its cut says, or fewer
+        where shapes are at their least."""
+        space = self.space
+        n = min(float(space.cuts[c]), float(self.groups[:, p, c].mean()))
+        parts, volumes = space.parts(c), space.rules.volumes
+        data = {m: t.data[space.forms[m][p]] for m, t in space.tables.items()}
+        return {
+            m: tuple(map(int, group_content(volumes[m], np.array(n * parts[m]), ranks)))
+            for m, ranks in data.items()
+        }
+
+    def fitting(self, p: int, c: int) -> list[dict[str, int]]:
+        """The options of a candidate, by number, that fit and that no others undercut in
+        everything."""
         space = self.space
         by_block = []
         for block in space.structure.blocks:
@@ -160,32 +173,34 @@ class Bounds:
             for combination in product(*by_block)
         ]
         assert chosen, "a candidate fits with some options"
+        return chosen
+
+    def batches_s(
+        self, p: int, c: int, options: Sequence[Mapping[str, int]], groups: Sequence[int]
+    ) -> Array:
+        """What no schedule of batches of so many groups undercuts with each of these options,
+        [n_batches, n_options]."""
+        space = self.space
 
         def seconds(m: str) -> tuple[tuple[Array, ...], ...]:
-            numbers = [options[m] for options in chosen]
+            numbers = [one[m] for one in options]
             here = space.members[m].at(space.forms[m][p], c).seconds
             return tuple(tuple(a[numbers][:, None] for a in by_segment) for by_segment in here)
 
         each_batch = np.reshape(groups, (1, -1, 1, 1))  # is a mean of its own
-        bounds_s = least_s(
+        found_s: Array = least_s(
             space.structure,
             {m: seconds(m) for m in space.tables},
-            np.repeat(each_batch, len(chosen), axis=2),
+            np.repeat(each_batch, len(options), axis=2),
             {m: n[p] for m, n in space.devices.items()},
             space.rules.profile.concurrency,
             _parts(space.divided, slice(c, c + 1)),
         )[..., 0]
-        choices = [
-            OptionChoice({m: space.tables[m].options[o] for m, o in options.items()}, tuple(each))
-            for options, each in zip(chosen, bounds_s.T.tolist(), strict=True)
-        ]
-        if space.divided:  # simulating is dear, and the others differ by little
-            return [min(choices, key=lambda choice: sum(choice.bounds_s))]
-        return choices
+        return found_s
 
-    def largest(self, p: int, cut: int, options: Mapping[str, Option]) -> Bucket:
-        """The largest bucket of a placement that memory holds with these options in groups of as
-        many microbatches as the cut has."""
+    def largest(self, p: int, cut: int, options: Mapping[str, Option] | None) -> Bucket:
+        """The largest bucket of a placement that memory holds with these options, None: any, in
+        groups of as many microbatches as the cut has."""
         space = self.space
         for c in np.flatnonzero(space.group_sizes == space.group_sizes[cut]).tolist():
             if not space.trusted(p, c):
@@ -193,10 +208,10 @@ class Bounds:
             peaks = []
             for block in space.structure.blocks:
                 members = space.members_at(block, p, c)
-                picked = [
-                    m.only(m.options.index(options[n])) for n, m in zip(block, members, strict=True)
-                ]
-                peaks.append(least_peak(picked)[0])
+                if options is not None:
+                    chosen = zip(block, members, strict=True)
+                    members = [m.only(m.options.index(options[n])) for n, m in chosen]
+                peaks.append(least_peak(members)[0])
             if max(peaks) <= space.rules.spec.memory_bytes:
                 return space.divided.whole[c] if space.divided else space.bucket(p, c)
         raise AssertionError("the options fit at no cut")

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.options import options_of, saving_words
+from dflop_jax.plan.options import Option, options_of, saving_words
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.uniform import Uniform
 from dflop_jax.records import REMAT, Bucket, Plan, Predicted
+
+# What decides between candidates that are equally fast: the least is the better.
+Key = tuple[object, ...]
+Options = Mapping[str, Option]  # of every module
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A plan whose one bucket cuts a mean batch into `cut` groups, and what is known of it.
 
-    bound_s: its mean makespan is at least that. find_largest: the bucket that memory holds with its
-    options; None: any. uniform: simulates its groups; None: a baseline, whose batches were
-    scheduled. groups: that the scheduler makes of each sampled batch. bounds_s: of each batch's
-    makespan. steps: taken towards exactness, each of which simulates a batch.
+    bound_s: its mean makespan is at least that. options: of its modules. find_largest: the bucket
+    that memory holds with such, None: with any; None where memory is not limited. uniform:
+    simulates its groups; None: a baseline, whose batches were scheduled. groups_of: counts those
+    that the scheduler makes of a batch. groups: of each batch that it is ranked by. bounds_s: of
+    each batch's makespan. steps: taken towards exactness, each of which simulates a batch.
     """
 
     plan: Plan
     cut: int
     bound_s: float
-    find_largest: Callable[[], Bucket] | None = field(default=None, compare=False, repr=False)
+    options: Options = field(default_factory=dict)
+    find_largest: Callable[[Options | None], Bucket] | None = field(
+        default=None, compare=False, repr=False
+    )
     uniform: Uniform | None = field(default=None, compare=False, repr=False)
+    groups_of: Callable[[int], int] | None = field(default=None, compare=False, repr=False)
     groups: tuple[int, ...] = ()
     bounds_s: tuple[float, ...] = ()
     steps: int = 0
@@ -46,7 +55,12 @@ class Candidate:
     @cached_property
     def largest(self) -> Bucket | None:
         """The largest bucket that memory holds with its options; None: any."""
-        return self.find_largest() if self.find_largest else None
+        return self.find_largest(self.options) if self.find_largest else None
+
+    @cached_property
+    def roomiest(self) -> Bucket | None:
+        """The largest bucket that memory holds with the options that need least; None: any."""
+        return self.find_largest(None) if self.find_largest else None
 
     @property
     def saving(self) -> str:
@@ -80,8 +94,7 @@ class Candidate:
         return self.plan.layout.group_size
 
     @cached_property
-    def key(self) -> tuple[str, str, int, int, tuple[tuple[int, int, int], ...]]:
-        """What decides between candidates that are equally fast: the least key is the better."""
+    def key(self) -> Key:
         options = options_of(self.plan.layout).values()
         simplest = tuple((o.zero, o.shard_devices, REMAT.index(o.remat)) for o in options)
         return self.policy, self.name, self.group_size, self.cut, simplest
@@ -90,23 +103,25 @@ class Candidate:
     def exact(self) -> bool:
         return self.uniform is None or self.steps == len(self.groups)
 
-    def refined(self) -> Candidate:
-        """The same a step nearer to exact."""
+    def nearer(self, _evaluator: Evaluator) -> list[Candidate]:
+        """The same with a batch more simulated."""
         assert self.uniform is not None, "a baseline is exact"
         bounds_s = list(self.bounds_s)
         bounds_s[self.steps] = self.uniform.makespan_s(self.groups[self.steps])
-        return replace(
-            self,
-            bounds_s=tuple(bounds_s),
-            bound_s=float(np.mean(bounds_s)),
-            steps=self.steps + 1,
-        )
+        return [
+            replace(
+                self,
+                bounds_s=tuple(bounds_s),
+                bound_s=float(np.mean(bounds_s)),
+                steps=self.steps + 1,
+            )
+        ]
 
-    def by_all(self, evaluator: Evaluator) -> Candidate:
-        """The same, exact by all sampled batches."""
+    def by_all(self, n_batches: int) -> Candidate:
+        """The same, exact by so many batches."""
         assert self.uniform is not None, "a baseline is exact"
-        every = range(len(evaluator.batches))
-        groups = tuple(evaluator.n_groups(self.plan.layout, batch) for batch in every)
+        assert self.groups_of is not None, "a baseline is exact"
+        groups = tuple(map(self.groups_of, range(n_batches)))
         bounds_s = tuple(map(self.uniform.makespan_s, groups))
         return replace(
             self,

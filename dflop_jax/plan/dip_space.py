@@ -109,7 +109,6 @@ def _table(
         rows,
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
-        content,
         least_groups(volume, rules.room(module, rows, tokens) * most_parts * rank.data),
         segment_costs(rules, segments, tasks, mesh, 1, figures, content),
     )

@@ -215,9 +215,8 @@ class Segments:
     """A module in forms of one kind, with every option, at the cuts of `Rules.cuts`.
 
     data: degree of each form, [n_forms]. rows, tokens: the shape of each form and cut, 0 rows where
-    the data has no piece. trusted: whether its prices are believed, or no cut is finer. content: of
-    a group, by feature. groups: that each sampled batch takes at least, [n_batches, n_forms,
-    n_cuts]. costs: of each segment.
+    the data has no piece. trusted: whether its prices are believed, or no cut is finer. groups:
+    that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. costs: of each segment.
     """
 
     options: tuple[Option, ...]
@@ -225,7 +224,6 @@ class Segments:
     rows: Array
     tokens: Array
     trusted: Array
-    content: tuple[Array, ...]
     groups: Array
     costs: list[SegmentCosts]
 
@@ -261,7 +259,6 @@ def module_table(
         rows,
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), smallest),
-        content,
         least_groups(volume, room),
         segment_costs(rules, segments, tasks, mesh, group_size, figures, content),
     )

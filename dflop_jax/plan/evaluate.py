@@ -29,6 +29,7 @@ from dflop_jax.records import (
 from dflop_jax.schedule import (
     WORK_PER_S,
     capacity_of,
+    reordered,
     schedule_batch,
     scheduled_s,
 )
@@ -47,7 +48,8 @@ from dflop_jax.tasks.order import most_in_flight
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
 _RANK_WORK = 100  # units for a batch of a plan that is ranked
-_JUDGED = 512  # samples by which plans are judged at least, in up to twice as many batches
+# Samples by which plans are judged at least, in up to so many batches or twice the sampled ones.
+_JUDGED, _JUDGED_BATCHES = 512, 8
 _GLANCED = 0.5  # of these batches for one that is looked at quickly
 _EVALUATE_WORK = 1_000  # most units for a batch of a plan that is looked at closely
 _STEP_END = (REDUCE, UPDATE)
@@ -66,8 +68,9 @@ def work_budget(step_s: float, *, shares_cores: bool) -> int:
 class Evaluator:
     """Schedules and simulates the same sampled batches on every plan.
 
-    Shapes are sized and candidates ranked by `batches`; what comes of that is judged by `unseen`
-    ones, of which `drifted` hold other shares of media, and by those of `n_rounds` more rounds.
+    Candidates are ranked by all batches, shapes sized by the first of them (`batches`); what comes
+    of that is judged by `unseen` ones, of which `drifted` hold other shares of media, and by those
+    of `n_rounds` more rounds.
     """
 
     n_rounds = 12
@@ -76,16 +79,18 @@ class Evaluator:
         self,
         rules: Rules,
         loads: Sequence[Load],
-        batches: Sequence[Sequence[Load]],
+        ranked: Sequence[Sequence[Load]],
+        n_sized: int,
     ):
-        self.rules, self.loads, self.batches = rules, loads, batches
-        global_batch = rules.spec.global_batch
+        self.rules, self.loads, self.batches = rules, loads, ranked[:n_sized]
+        batches, global_batch = self.batches, rules.spec.global_batch
         # Small batches differ most, and with them the number of groups.
-        n = min(max(len(batches), _JUDGED // global_batch), 2 * len(batches))
+        most = max(2 * len(batches), _JUDGED_BATCHES)
+        n = min(max(len(batches), _JUDGED // global_batch), most)
         n_drifted = max(2, n)  # one of each direction at least
         self.unseen = sample_batches(loads, global_batch, n, seed=1)
         self.drifted = drifted_batches(loads, tuple(rules.n_layers), global_batch, n_drifted)
-        self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
+        self._packed = [Batch(b, tuple(rules.n_layers)) for b in ranked]
         self._groups: dict[tuple[object, ...], int] = {}
 
     def with_less_memory(self, n_bytes: float) -> Evaluator:
@@ -94,6 +99,11 @@ class Evaluator:
         left = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
         less.rules = replace(self.rules, spec=replace(spec, memory_bytes=left))
         return less
+
+    @property
+    def n_ranked(self) -> int:
+        """Batches by which candidates are ranked."""
+        return len(self._packed)
 
     @property
     def config(self) -> PlanConfig:
@@ -204,18 +214,39 @@ class Evaluator:
             )
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         best = self._predicted(plan, schedules, traces)
-        # Where groups share out what memory is left, the lookahead is chosen already.
-        is_open = plan.scheduling.grouping == "balanced" and not plan.scheduling.kept
-        for lookahead in LOOKAHEADS if is_open else ():
-            longer = plan.with_scheduling(lookahead=lookahead)
+        longer = self._with_lookahead(plan, schedules, prices, _busiest_s(plan.layout, traces))
+        if longer != plan:
+            again = [reordered(s, longer, prices, trainable, work) for s in schedules]
+            traces = [simulate_step(longer, s, prices, trainable) for s in again]
+            other = self._predicted(longer, again, traces)
             worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
-            if _busiest_s(plan.layout, traces) >= worth_s or not self.fits(longer):
-                break
-            again = [with_order(longer, replace(s, order=()), prices, trainable) for s in schedules]
-            longer_traces = [simulate_step(longer, s, prices, trainable) for s in again]
-            other = self._predicted(longer, again, longer_traces)
             best = other if other.predicted.makespan_s < worth_s else best
         return best.with_scheduling(work_budget=self._work_budget(best.predicted.makespan_s))
+
+    def _with_lookahead(
+        self, plan: Plan, schedules: Sequence[Schedule], prices: Prices, busiest_s: float
+    ) -> Plan:
+        """The plan with the lookahead that makes it fastest by list scheduling, and that memory
+        holds: an order that was searched for one lookahead is no measure of the others. No order is
+        faster than `busiest_s`."""
+        # Where groups share out what memory is left, the lookahead is chosen already.
+        if plan.scheduling.grouping != "balanced" or plan.scheduling.kept:
+            return plan
+        trainable = self.rules.trainable(plan.layout)
+
+        def list_scheduled_s(plan: Plan) -> float:
+            each = (with_order(plan, replace(s, order=()), prices, trainable) for s in schedules)
+            return float(np.mean([s.makespan_s for s in each]))
+
+        best, best_s = plan, list_scheduled_s(plan)
+        for lookahead in LOOKAHEADS:
+            longer = plan.with_scheduling(lookahead=lookahead)
+            worth_s = (1 - _WORTH_MEMORY) * best_s
+            if busiest_s >= worth_s or not self.fits(longer):
+                break
+            if (longer_s := list_scheduled_s(longer)) < worth_s:
+                best, best_s = longer, longer_s
+        return best
 
     def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
         """Seconds by which evaluated plans are compared: of a step, a share of which

@@ -12,10 +12,9 @@ from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import readers_of, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.finalist import Finalist, fastest_of
-from dflop_jax.plan.ranking import Ranking
+from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
 from dflop_jax.plan.sizing import with_buckets
-from dflop_jax.plan.spec import SIZED_PLACEMENTS
-from dflop_jax.records import Bucket, Plan, Shape
+from dflop_jax.records import Bucket, Layout, Plan, Shape
 from dflop_jax.schedule import BucketChoice
 from dflop_jax.schedule.shapes.spare import beyond
 
@@ -26,6 +25,11 @@ _GRANULARITIES = (0.6, 1.0, 1.6)
 # their order: of plans at a glance, and of the first one of another policy, whose glance misses
 # other things, at a glance and by one bucket. Larger ones cost planning time and miss less.
 _CLOSE_TO_BEST, _OTHER_AT_A_GLANCE, _OTHER_BY_ONE_BUCKET = 1.05, 1.15, 1.2
+# Candidates whose buckets are chosen, besides the first of other policies, by effort; each takes a
+# second or so.
+_SIZED = {"quick": 2, "full": 3}
+# Candidates that the integer program of shapes is asked for, a second or two each.
+_ASKED = 2
 # Of a bucket's rows or tokens: the one beside it that takes what is too much. Twice as much is the
 # bucket itself.
 _SMALL_BUCKET_SHARE = 0.5
@@ -36,11 +40,11 @@ _MOST_MORE_GROUPS = 1.2
 Finish = Callable[[Plan], Plan]
 
 
-def _others(ranking: Ranking, best: Sequence[Candidate]) -> list[Candidate]:
-    """About the best of every policy that `best` holds none of, as far as it is not far behind:
+def _others(ranking: Ranking, near: Sequence[Candidate], best_s: float) -> list[Candidate]:
+    """About the best of every policy that `near` holds none of, as far as it is not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
-    others = sorted(ranking.policies - {r.policy for r in best[:SIZED_PLACEMENTS]})
-    nearly_best = (ranking.about_best(p, _OTHER_BY_ONE_BUCKET * best[0].bound_s) for p in others)
+    others = sorted(ranking.policies - {r.policy for r in near})
+    nearly_best = (ranking.about_best(p, _OTHER_BY_ONE_BUCKET * best_s) for p in others)
     return [r for r in nearly_best if r]
 
 
@@ -48,20 +52,18 @@ def refined(
     ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finish
 ) -> list[Finalist]:
     """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
-    as many: of the first of those that are ranked, of the first of other policies, and with effort
-    "full" of all that are close to it, with several granularities of buckets; the integer program
-    of shapes is then asked for the fastest. What `finish` adds to an evaluated plan is judged with
-    it."""
+    as many: of the fastest at a glance of those that are ranked and of the first of other policies,
+    with effort "full" with several granularities of buckets; the integer program of shapes is then
+    asked for the fastest. What `finish` adds to an evaluated plan is judged with it."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.scheduling.grouping == "arrival":
         return [Finalist(finish(r.plan), r, seconds=r.makespan_s) for r in ranked[:n]]
-    best = [*ranked[:SIZED_PLACEMENTS], *_others(ranking, ranked)]
     quick = evaluator.config.effort == "quick"
-    by_policy = {r.policy: r for r in reversed(best)}
-    close = [
-        r for r in best
-        if r is by_policy[r.policy] or (not quick and r.bound_s <= _CLOSE_TO_BEST * first.bound_s)
-    ]  # fmt: skip
+    in_order = _by_a_glance(evaluator, ranked)
+    others = _others(ranking, in_order, first.bound_s)
+    firsts = {r.policy: r for r in reversed([*in_order, *others])}
+    leading = in_order[: _SIZED[evaluator.config.effort]]
+    close = [*leading, *(r for r in firsts.values() if r not in leading)]
     tried: list[Finalist] = []
     for candidate in close:
         cut = candidate.microbatches
@@ -70,44 +72,68 @@ def refined(
             {max(1, min(max_microbatches, round(x * cut))) for x in _GRANULARITIES}, reverse=True
         )
         for at_most in finest[:1] if quick else finest:
-            tried += _with_buckets(evaluator, candidate, at_most, "quick", with_milp=False)
-        if candidate in by_policy.values():
-            alike = _with_one(candidate.plan, evaluator)
-            alike += _with_shorter_rows(alike[-1], evaluator)
-            tried += [Finalist(p, candidate, cut) for p in alike]
+            tried += _with_buckets(
+                evaluator, candidate, candidate.largest, at_most, "quick", with_milp=False
+            )
+        alike = _with_one(candidate.plan, evaluator)
+        alike += _with_shorter_rows(alike[-1], evaluator)
+        tried += [Finalist(p, candidate, cut) for p in alike]
     tried += [more for one in tried for more in _with_divided_readers(evaluator, one)]
     judged = _judged(evaluator, tried, n, finish)
     judged = _with_program(evaluator, judged, tried, finish)
-    in_order: list[Finalist] = []
+    fastest_first: list[Finalist] = []
     while judged:
-        in_order.append(fastest_of(judged))
-        judged = [j for j in judged if j.plan.layout != in_order[-1].plan.layout]
-    return in_order
+        fastest_first.append(fastest_of(judged))
+        judged = [j for j in judged if j.plan.layout != fastest_first[-1].plan.layout]
+    return fastest_first
+
+
+def _by_a_glance(evaluator: Evaluator, ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Of each placement that is close to the first by one bucket the fastest cut at a glance, the
+    fastest first: many just hold the batches that they are ranked by, and not others, for whose
+    rest a small bucket is beside."""
+    near = [r for r in ranked if r.bound_s <= CLOSE * ranked[0].bound_s][:MOST_CLOSE]
+    glances_s = [evaluator.glance_s(_with_one(r.plan, evaluator)[-1]) for r in near]
+    in_order = [near[i] for i in sorted(range(len(near)), key=glances_s.__getitem__)]
+    return placements(in_order)
 
 
 def _with_program(
     evaluator: Evaluator, judged: Sequence[Finalist], tried: Sequence[Finalist], finish: Finish
 ) -> list[Finalist]:
-    """The plans with what the integer program of shapes makes of the fastest, which says how its
-    own buckets compare; with effort "full" of a longer search, too."""
+    """The plans with what the integer program of shapes makes of the candidates of the fastest,
+    which says how their own buckets compare; with effort "full" of a longer search, too."""
     fastest = fastest_of(judged)
-    known = next((t for t in tried if t.of is fastest.of and t.choice), None)
-    if known is None or known.of is None or known.choice is None:
-        return list(judged)  # its candidate leaves no room for a choice
-    effort = evaluator.config.effort
-    start = known.choice.buckets if effort == "quick" else ()
-    asked = _with_buckets(evaluator, known.of, known.finest, effort, start=start)
-    asked += [more for a in asked for more in _with_divided_readers(evaluator, a)]
-    others = [a for a in asked if a.plan.layout not in (known.plan.layout, fastest.plan.layout)]
-    compared = [fastest, *_judged(evaluator, others, 1, finish)]
+    first: dict[int, Finalist] = {}  # of a candidate, that buckets were chosen for
+    for one in sorted(judged, key=lambda j: (j is not fastest, j.seconds)):
+        known = next((t for t in tried if t.of is one.of and t.choice), None)
+        if known:  # else the candidate leaves no room for a choice
+            first.setdefault(id(one.of), known)
+    asked = [a for known in list(first.values())[:_ASKED] for a in _by_program(evaluator, known)]
+    new = [a for a in asked if all(a.plan.layout != f.plan.layout for f in (*tried, fastest))]
+    compared = [fastest, *_judged(evaluator, new, 1, finish)]
     won = fastest_of(compared)
-    slowest_s = max(c.seconds for c in compared)
     rest = [f for f in [*compared, *judged] if f is not won]
-    choice = asked[0].choice if asked else None
-    if choice is None:  # what it chose does not fit
+    choices = [a.choice for a in asked if a.choice]
+    if not choices:
         return [won, *rest]
-    gain = 1 - won.seconds / slowest_s if others else choice.gain
+    choice = next((c for c in choices if c == won.choice), choices[0])
+    gain = 1 - won.seconds / max(c.seconds for c in compared) if new else choice.gain
     return [_told(won, choice, gain), *rest]
+
+
+def _by_program(evaluator: Evaluator, known: Finalist) -> list[Finalist]:
+    """What the program makes of a candidate, as large as memory holds with its options, and where
+    it is another answer with any: larger buckets may be worth these."""
+    candidate, effort = known.of, evaluator.config.effort
+    assert candidate is not None, "it was made of one"
+    assert known.choice is not None, "its buckets were chosen"
+    start = known.choice.buckets if effort == "quick" else ()
+    found: dict[Layout, Finalist] = {}
+    for largest in dict.fromkeys([candidate.largest, candidate.roomiest]):
+        for a in _with_buckets(evaluator, candidate, largest, known.finest, effort, start=start):
+            found.setdefault(a.plan.layout, a)
+    return [more for a in found.values() for more in (a, *_with_divided_readers(evaluator, a))]
 
 
 def _told(won: Finalist, asked: BucketChoice, gain: float) -> Finalist:
@@ -201,13 +227,16 @@ def _up(tokens: float, multiple: int) -> int:
 
 
 def _with_buckets(
-    evaluator: Evaluator, ranked: Candidate, finest: int, effort: str, **options: Any
+    evaluator: Evaluator,
+    ranked: Candidate,
+    largest: Bucket | None,
+    finest: int,
+    effort: str,
+    **options: Any,
 ) -> list[Finalist]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
-        plan, choice = with_buckets(
-            evaluator, ranked.plan, ranked.largest, finest, effort, **options
-        )
+        plan, choice = with_buckets(evaluator, ranked.plan, largest, finest, effort, **options)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     plan = evaluator.with_cheapest_options(plan)

@@ -15,12 +15,13 @@ from functools import partial
 import numpy as np
 
 from dflop_jax.plan.bounds import Bounds, all_bounds
-from dflop_jax.plan.candidate import Candidate
+from dflop_jax.plan.candidate import Candidate, Key
+from dflop_jax.plan.counted import Counted
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.options import Option, saving_words, with_options
+from dflop_jax.plan.options import Option, saving_words
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
@@ -30,7 +31,7 @@ from dflop_jax.schedule.shapes.evaluate import TIE
 
 # Microbatches into which a baseline cuts a batch, below the configured most; each is scheduled.
 _ARRIVAL_CUTS = (4, 8, 16, 32, 64)
-# Steps towards exact candidates (a candidate whose groups are counted, a batch that is simulated),
+# Steps towards exact candidates (a batch of one whose groups are counted, or that is simulated),
 # after which what is near is taken: of a whole search, where memory is tight and many combinations
 # of options differ by little, and of a look at one policy, which also ends after so many in a row
 # that find nothing fast enough. Twice as many cost up to twice the time, where they are reached.
@@ -38,11 +39,14 @@ _MOST_STEPS, _MOST_LOOK_STEPS, _MOST_SLOW_STEPS = 1_500, 200, 60
 # Of those that are best by one batch, how many are compared by all: alone, one can win by a batch
 # that just fits its groups (5% of a step were seen). Twice as many are simulated twice as often.
 _LOOKED = 4
+# Makespans over the best one's by one bucket, up to which a candidate is worth a closer look, and
+# how many get one; each takes some tenths of a second.
+CLOSE, MOST_CLOSE = 1.05, 8
 _NEAREST = 5  # candidates of least bounds that are made exact then; each simulates all batches
 
 
-# What no schedule of a candidate undercuts, and what makes it, with each choice of options.
-_Upcoming = tuple[float, Callable[[], list[Candidate]]]
+# What no schedule of a candidate undercuts, and what begins to count it.
+_Upcoming = tuple[float, Callable[[], list[Counted]]]
 
 
 def searched(rules: Rules) -> Iterator[tuple[str, Bounds]]:
@@ -59,7 +63,7 @@ def searched(rules: Rules) -> Iterator[tuple[str, Bounds]]:
 
 class Ranking:
     """Spaces of policies, (policy, bounds) of each, and a baseline's layouts, best-first, by
-    all sampled batches or by the first `n_batches`."""
+    all batches to rank by or by the first `n_batches`."""
 
     def __init__(
         self,
@@ -77,18 +81,23 @@ class Ranking:
         self._exact = self._arrivals(baseline)
 
     def ranked(self, on_progress: Callable[[int, int], None] | None = None) -> list[Candidate]:
-        """The best choice of each of the best placements, as many as are to be ranked, exact, best
-        first; fewer, and the best of what was looked at, where that takes too many steps."""
-        n = self.rules.spec.n_ranked
-        best: dict[tuple[str, str], Candidate] = {}
+        """The best options at each cut of the best placements, exact, best first: at least as many
+        placements as are to be ranked, and as many of both as are close to the first or enough of
+        these; fewer, and the best of what was looked at, where that takes too many steps."""
+        n, first_s = self.rules.spec.n_ranked, math.inf
+        best: dict[tuple[str, str, int, int], Candidate] = {}
+        names = set[tuple[str, str]]()
         for ranked in self._in_order(_MOST_STEPS):
             name = ranked.policy, ranked.name
-            if name not in best:
-                best[name] = ranked
-                if on_progress:
-                    on_progress(len(best), n)
-            if len(best) == n:
+            first_s = min(first_s, ranked.bound_s)
+            far = len(best) >= MOST_CLOSE or ranked.bound_s > CLOSE * first_s
+            if far and len(names) >= n:
                 break
+            best.setdefault((*name, ranked.group_size, ranked.cut), ranked)
+            if name not in names:
+                names.add(name)
+                if on_progress:
+                    on_progress(len(names), n)
         return list(best.values())
 
     @property
@@ -103,7 +112,7 @@ class Ranking:
         tables = [t for t in self._tables if t[0] == policy]
         alone = Ranking(self.evaluator, tables, (), n_batches=1)
         in_order = alone._in_order(_MOST_LOOK_STEPS, most_s)
-        by_all = (c.by_all(self.evaluator) for c in _unlike(in_order, _LOOKED))
+        by_all = (c.by_all(self.evaluator.n_ranked) for c in _unlike(in_order, _LOOKED))
         fast = (c for c in by_all if c.bound_s <= most_s)
         return min(fast, key=lambda c: (c.bound_s, c.key), default=None)
 
@@ -115,7 +124,7 @@ class Ranking:
         are all. Ends where all others take longer than `most_s`."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
-        heap: list[tuple[float, tuple[object, ...], Candidate]] = []
+        heap: list[tuple[float, Key, Counted | Candidate]] = []
         exact = list(self._exact)
         n_steps = n_slow = 0
         while exact or heap or upcoming:
@@ -130,16 +139,17 @@ class Ranking:
                 exact.remove(first)
                 yield first
                 continue
+            nearer: Sequence[Counted | Candidate]
             if upcoming and upcoming_s <= known_s:
                 nearer = upcoming[1]()
                 upcoming = next(waiting, None)
             else:
-                ranked = heapq.heappop(heap)[-1]
-                self.n_evaluated += ranked.steps == 0
-                nearer = [ranked.refined()]
-            exact += [r for r in nearer if r.exact]
+                nearer = heapq.heappop(heap)[-1].nearer(self.evaluator)
+                self.n_evaluated += sum(r.steps == 1 for r in nearer)
             for r in nearer:
-                if not r.exact:
+                if isinstance(r, Candidate) and r.exact:
+                    exact.append(r)
+                else:
                     heapq.heappush(heap, (r.bound_s, r.key, r))
             n_steps += 1
             if nearer:  # else devices cannot form it
@@ -148,10 +158,12 @@ class Ranking:
                 exact += [self._made_exact(r) for *_, r in heapq.nsmallest(_NEAREST, heap)]
                 heap, upcoming = [], None
 
-    def _made_exact(self, ranked: Candidate) -> Candidate:
-        while not ranked.exact:
-            ranked = ranked.refined()
-        return ranked
+    def _made_exact(self, one: Counted | Candidate) -> Candidate:
+        """It, or of its choices of options what seems best."""
+        while not (isinstance(one, Candidate) and one.exact):
+            nearer: Sequence[Counted | Candidate] = one.nearer(self.evaluator)
+            one = min(nearer, key=lambda r: (r.bound_s, r.key))
+        return one
 
     def _by_table(self) -> Iterator[_Upcoming]:
         """Candidates that memory holds, the least bound first."""
@@ -160,46 +172,20 @@ class Ranking:
         bounds = np.concatenate([np.zeros(0), *flat])
         table = np.repeat(np.arange(len(flat)), sizes)
         place = np.concatenate([np.zeros(0, int), *map(np.arange, sizes)])
-        self.n_candidates += len(bounds)
+        self.n_candidates += sum(b.n_candidates for _, b in self._tables)
         self.n_fit += int(np.isfinite(bounds).sum())
         for i in np.argsort(bounds, kind="stable").tolist():
             if not np.isfinite(bounds[i]):
                 return
             policy, of_space = self._tables[table[i]]
             p, c = divmod(int(place[i]), len(of_space.space.cuts))
-            yield float(bounds[i]), partial(self._first_known, policy, of_space, p, c)
+            yield float(bounds[i]), partial(self._begun, policy, of_space, p, c)
 
-    def _first_known(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Candidate]:
-        """A candidate with each choice of options, and what its bounds say; nothing where devices
-        cannot form its submeshes."""
-        layout = bounds.space.layout_at(p, c)
-        if not all(map(self.rules.spec.allowed, layout.submeshes)):
+    def _begun(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Counted]:
+        """A candidate that nothing is counted of; nothing where devices cannot form it."""
+        if not all(map(self.rules.spec.allowed, bounds.space.layout_at(p, c).submeshes)):
             return []
-        space = bounds.space
-        bucket, content, cut = space.bucket(p, c), space.content(p, c), int(space.cuts[c])
-        shaped = as_plan(layout, policy, (bucket,), self.rules).with_layout(fan_in=space.fan_in(c))
-        # As many with any options, and often more than the volumes that the space is ranked by say.
-        groups = tuple(
-            max(int(least), self.evaluator.n_groups(shaped.layout, batch))
-            for batch, least in enumerate(bounds.groups[: self._n_batches, p, c])
-        )
-        candidates = []
-        for choice in bounds.choices(p, c, groups):
-            plan = with_options(shaped, choice.options)
-            find_largest = partial(bounds.largest, p, c, choice.options)
-            uniform = self.evaluator.uniform(plan, content, space.parts(c))
-            candidates.append(
-                Candidate(
-                    plan,
-                    cut,
-                    float(np.mean(choice.bounds_s)),
-                    find_largest if self.rules.spec.memory_bytes else None,
-                    uniform,
-                    groups,
-                    choice.bounds_s,
-                )
-            )
-        return candidates
+        return [Counted.begun(policy, bounds, p, c, self._n_batches)]
 
     def nearest(self) -> tuple[float, str]:
         """(bytes of the device that needs most, placement and options) of what needs least."""
@@ -255,6 +241,14 @@ class Ranking:
         every = [self.rules.options(m) for m in self.rules.n_layers]
         both = [o for o in every[0] if all(o in options for options in every)]
         return [dict.fromkeys(self.rules.n_layers, o) for o in both]
+
+
+def placements(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each placement."""
+    first: dict[tuple[str, str], Candidate] = {}
+    for one in candidates:
+        first.setdefault((one.policy, one.name), one)
+    return list(first.values())
 
 
 def _unlike(candidates: Iterator[Candidate], n: int) -> list[Candidate]:

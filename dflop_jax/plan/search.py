@@ -21,7 +21,7 @@ from dflop_jax.plan.finalists import refined
 from dflop_jax.plan.judge import fastest
 from dflop_jax.plan.limits import LEAST, Limits, with_limits
 from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
-from dflop_jax.plan.ranking import Ranking, searched
+from dflop_jax.plan.ranking import Ranking, placements, searched
 from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.space import baseline
 from dflop_jax.plan.spare import with_spare
@@ -30,6 +30,10 @@ from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan, Prices
 from dflop_jax.schedule.sample import sample_batches
+
+# Batches by which candidates are ranked, over those that shapes are sized by: of thousands of
+# placements some suit two batches by chance. With twice as many, as many again are counted.
+_RANKED_TIMES = 2
 
 
 def _no_step(_plan: Plan, _prices: Prices) -> None:
@@ -96,14 +100,13 @@ def search_plan(
             return with_second_policies(with_spare(plan, data.tail, evaluator), evaluator)
 
         finalists = refined(ranking, best, n_wanted, finish)
+        plan = fastest(evaluator, finalists).plan
         if time_plan:
-            plans = [f.plan for f in finalists]
+            plans = [plan, *(f.plan for f in finalists if f.plan is not plan)]
             plan, n_timed = by_its_own(evaluator, plans, config.finalists, time_plan, try_step)
-        else:
-            plan = fastest(evaluator, finalists).plan
     return SearchResult(
         plan,
-        tuple(c.with_figures(evaluator) for c in best),
+        tuple(c.with_figures(evaluator) for c in placements(best)),
         n_placements=ranking.n_placements,
         n_candidates=ranking.n_candidates,
         n_fit=ranking.n_fit,
@@ -123,11 +126,11 @@ def what_memory_bought(
 def evaluator_of(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> Evaluator:
     """What judges plans for a spec, with the job's own limits where it gives none."""
     spec = with_limits(spec, profile, data.loads)
-    batches = sample_batches(data.loads, spec.global_batch, spec.n_batches)
+    batches = sample_batches(data.loads, spec.global_batch, _RANKED_TIMES * spec.n_batches)
     volumes = {
         m: volume_of(
             m, data.loads, batches, spec.global_batch, counts_pieces=m in profile.piece_tokens
         )
         for m in profile.n_layers
     }
-    return Evaluator(Rules(CostModel(profile), volumes, spec), data.loads, batches)
+    return Evaluator(Rules(CostModel(profile), volumes, spec), data.loads, batches, spec.n_batches)

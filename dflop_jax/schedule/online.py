@@ -131,6 +131,15 @@ def scheduled_s(
     return _ordered(solution.schedule, plan, prices, trainable, shares, seed=0).makespan_s
 
 
+def reordered(
+    schedule: Schedule, plan: Plan, prices: Prices, trainable: Collection[str], work: int
+) -> Schedule:
+    """The groups of a schedule in the order that another plan of the same layout has for them;
+    `work` as of `schedule_batch`."""
+    listed = with_order(plan, replace(schedule, order=()), prices, trainable)
+    return _ordered(listed, plan, prices, trainable, _Shares.of(plan, work), seed=0)
+
+
 @dataclass(frozen=True)
 class _Shares:
     """Units of work for the groups, for the order of tasks and for the groups that keep more."""

@@ -224,6 +224,17 @@ def counted(batch, bucket, ranks, group_size, profile):
     return min(max(sum(g.module == m for g in s.groups) for m in ranks) for s in (greedy, better))
 
 
+def by_volume(batch, bucket, ranks, group_size, profile):
+    """Groups that hold a batch if nothing is left over."""
+    least = [1]
+    for m, shape in bucket.shapes:
+        tile = m in profile.piece_tokens
+        amount = sum(len(x.lengths(m)) if tile else x.tokens(m) for x in batch)
+        room = (shape.rows if tile else shape.size) * ranks[m] * group_size
+        least.append(math.ceil(amount / room - 1e-9))
+    return max(least)
+
+
 def full_groups(plan, pairs, n):
     """`n` groups of every module that has a shape, the i-th of each feeding the i-th of others."""
     (bucket,) = plan.layout.buckets
@@ -254,7 +265,8 @@ def every_candidate(policy, n_devices, profile, data, config):
         both = (t.ends_forward_s + t.ends_backward_s) / (t.layer_forward_s + t.layer_backward_s)
         share = profile.entry_share[t.module]
         ends[t.module, t.model] = RunCosts(round(both * share, 6), round(both * (1 - share), 6))
-    batches = sample_batches(data.loads, BATCH, config.sampled_batches)
+    # Candidates are ranked by twice as many as shapes are sized by.
+    batches = sample_batches(data.loads, BATCH, 2 * config.sampled_batches)
     hardware = profile.hardware
     n_groups = {}  # it does not depend on seconds
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
@@ -282,17 +294,22 @@ def every_candidate(policy, n_devices, profile, data, config):
         tops = {size: max(1, finest // size) for size in sizes}
         smallest = bucket_of(max(size * top for size, top in tops.items()))
         timed = {m: max(r * t for r, t in shapes_timed(m)) for m in ranks}
-        each = ((c, size) for size, top in tops.items() for c in {*CUTS, top} if c <= top)
-        for cut, size in sorted(each):
+        each = ((size, c) for size, top in tops.items() for c in {*CUTS, top} if c <= top)
+        before = None
+        for size, cut in sorted(each):
             bucket = bucket_of(cut * size)
+            if (size, bucket) == before:
+                continue  # the same groups
+            before = size, bucket
             if not profile.computed and any(
                 s.size > max(2 * timed[m], smallest.tokens(m)) for m, s in bucket.shapes
             ):
                 continue  # far beyond what was timed
+            n = min(cut, np.mean([by_volume(b, bucket, ranks, size, profile) for b in batches]))
             pairs = {
                 m: math.ceil(
                     sum(n**2 for load in data.loads for n in load.lengths(m))
-                    * BATCH / len(data.loads) * 1.05 / (cut * r) - 1e-9
+                    * BATCH / len(data.loads) * 1.05 / (n * r) - 1e-9
                 )
                 for m, r in ranks.items()
             }  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 import dflop_jax.plan.search as search_module
 import dflop_jax.plan.space as space_module
 from dflop_jax.plan.bounds import all_bounds
+from dflop_jax.plan.counted import Counted
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import families
@@ -113,13 +114,21 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     every, _ = everything(graph, seed, "dflop", config, **plain)
     took = {(name, m): seconds for name, m, seconds, _ in every}
     spec = SearchSpec(n_devices, BATCH, config)
-    rules = search_module.evaluator_of(profile, data, spec).rules
-    shares = []
+    evaluator = search_module.evaluator_of(profile, data, spec)
+    rules, shares = evaluator.rules, []
     for bounds in all_bounds(families(rules.extent)["dflop"], rules):
         for p, c in np.ndindex(bounds.bound_s.shape):
+            if bounds.space.repeated()[p, c]:
+                continue
             layout = bounds.space.layout_at(p, c)
             exact_s = took[name_of(layout), (int(bounds.space.cuts[c]), layout.group_size)]
             assert bounds.bound_s[p, c] <= exact_s * (1 + 1e-9)
+            counted = Counted.begun("dflop", bounds, p, c, None)
+            bounds_s = [bounds.bound_s[p, c], counted.bound_s]
+            for _ in range(evaluator.n_ranked):
+                (counted,) = counted.nearer(evaluator)
+                bounds_s.append(counted.bound_s)
+            assert (np.diff([*bounds_s, exact_s]) >= -1e-9 * exact_s).all()
             shares.append(bounds.bound_s[p, c] / exact_s)
     assert len(shares) == len(took)
     assert np.mean(shares) > 0.5  # a bound of nothing would leave everything to be simulated

@@ -14,7 +14,7 @@ from dflop_jax.sim.memory import byte_table
 from .cases import BATCH, CONFIG, data_profile, run
 from .test_search import keeps_little
 
-SHARES = (0.55, 0.65, 0.75, 0.85)
+SHARES = (0.35, 0.45, 0.55, 0.75)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from dflop_jax.schedule.shapes.spare import beyond
 from .cases import TILE, data_profile, run
 from .test_dip import deep_profile
 
-LARGE = Load({"vision": (TILE,) * 40, "llm": (900,)})
+LARGE = Load({"vision": (TILE,) * 60, "llm": (900,)})
 
 
 def test_the_tail_gets_a_bucket_beside_those_that_were_chosen():
@@ -35,7 +35,7 @@ def test_memory_that_is_short_leaves_the_spare_bucket_out():
 
 def test_divided_groups_have_one_shape_and_the_tail_gets_as_many_as_may_feed_one():
     profile = replace(deep_profile(llm=0.3), task_overhead_s=1e-5)
-    loads = tuple(Load({"vision": (TILE,) * n, "llm": (4 * n + 20,)}) for n in (2, 9, 30, 40) * 5)
+    loads = tuple(Load({"vision": (TILE,) * n, "llm": (4 * n + 20,)}) for n in (2, 9, 30, 60) * 5)
     data = replace(data_profile(), loads=loads, n_total=20)
     long = Load({"vision": (TILE,) * 2, "llm": (900,)})
     plain, plan = (

@@ -57,7 +57,8 @@ def refined(
     asked for the fastest. What `finish` adds to an evaluated plan is judged with it."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.scheduling.grouping == "arrival":
-        return [Finalist(finish(r.plan), r, seconds=r.makespan_s) for r in ranked[:n]]
+        alone = placements(ranked)[:n]
+        return [Finalist(finish(r.plan), r, seconds=r.makespan_s) for r in alone]
     quick = evaluator.config.effort == "quick"
     in_order = _by_a_glance(evaluator, ranked)
     others = _others(ranking, in_order, first.bound_s)

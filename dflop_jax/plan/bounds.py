@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise, product
 from typing import Any
 
@@ -74,6 +74,7 @@ class Space:
         """Groups of a module that feed one at most."""
         return self.divided.fan_in[c] if self.divided else 1
 
+    @cached_property
     def repeated(self) -> Array:
         """Whether a cut has the groups of the one before it, [n_layouts, n_cuts]: where shapes are
         at their least."""
@@ -113,7 +114,7 @@ class Bounds:
     @property
     def n_candidates(self) -> int:
         """Layouts at cuts, those alike counted once."""
-        return int((~self.space.repeated()).sum())
+        return int((~self.space.repeated).sum())
 
     @staticmethod
     def of(space: Space, leasts: Mapping[tuple[str, ...], Least], tried: Array = True) -> Bounds:
@@ -123,7 +124,7 @@ class Bounds:
         groups = np.max([t.groups[:, forms[m]] for m, t in tables.items()], axis=0)
         trusted = np.logical_and.reduce([t.trusted[forms[m]] for m, t in tables.items()])
         fits = np.logical_and.reduce([x.fits for x in leasts.values()])
-        usable = trusted & fits & tried & ~space.repeated()
+        usable = trusted & fits & tried & ~space.repeated
         bound_s = np.full(usable.shape, np.inf)
         if usable.any():
             seconds = {

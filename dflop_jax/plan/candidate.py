@@ -23,17 +23,16 @@ Options = Mapping[str, Option]  # of every module
 class Candidate:
     """A plan whose one bucket cuts a mean batch into `cut` groups, and what is known of it.
 
-    bound_s: its mean makespan is at least that. options: of its modules. find_largest: the bucket
-    that memory holds with such, None: with any; None where memory is not limited. uniform:
-    simulates its groups; None: a baseline, whose batches were scheduled. groups_of: counts those
-    that the scheduler makes of a batch. groups: of each batch that it is ranked by. bounds_s: of
-    each batch's makespan. steps: taken towards exactness, each of which simulates a batch.
+    bound_s: its mean makespan is at least that. find_largest: the bucket that memory holds with
+    these options of modules, None: with any; None where memory is not limited. uniform: simulates
+    its groups; None: a baseline, whose batches were scheduled. groups_of: counts those that the
+    scheduler makes of a batch. groups: of each batch that it is ranked by. bounds_s: of each
+    batch's makespan. steps: taken towards exactness, each of which simulates a batch.
     """
 
     plan: Plan
     cut: int
     bound_s: float
-    options: Options = field(default_factory=dict)
     find_largest: Callable[[Options | None], Bucket] | None = field(
         default=None, compare=False, repr=False
     )
@@ -55,7 +54,9 @@ class Candidate:
     @cached_property
     def largest(self) -> Bucket | None:
         """The largest bucket that memory holds with its options; None: any."""
-        return self.find_largest(self.options) if self.find_largest else None
+        if self.find_largest is None:
+            return None
+        return self.find_largest({s.module: Option.held_by(s) for s in self.plan.layout.segments})
 
     @cached_property
     def roomiest(self) -> Bucket | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar
 
 from dflop_jax.plan.bounds import Bounds
 from dflop_jax.plan.candidate import Candidate, Key
@@ -37,8 +36,6 @@ class Counted:
     groups: tuple[int, ...]
     by_batch_s: Array = field(compare=False, repr=False)
     n_counted: int = 0
-
-    steps: ClassVar = 0  # no batch is simulated
 
     @staticmethod
     def begun(policy: str, bounds: Bounds, p: int, c: int, n_batches: int | None) -> Counted:
@@ -108,7 +105,6 @@ class Counted:
                     plan,
                     self.cut,
                     float(self.by_batch_s[:, i].mean()),
-                    options,
                     partial(self.bounds.largest, *self.place)
                     if space.rules.spec.memory_bytes
                     else None,

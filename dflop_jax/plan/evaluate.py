@@ -68,9 +68,8 @@ def work_budget(step_s: float, *, shares_cores: bool) -> int:
 class Evaluator:
     """Schedules and simulates the same sampled batches on every plan.
 
-    Candidates are ranked by all batches, shapes sized by the first of them (`batches`); what comes
-    of that is judged by `unseen` ones, of which `drifted` hold other shares of media, and by those
-    of `n_rounds` more rounds.
+    Candidates are ranked by `batches`; what comes of that is judged by `unseen` ones, of which
+    `drifted` hold other shares of media, and by those of `n_rounds` more rounds.
     """
 
     n_rounds = 12
@@ -79,18 +78,17 @@ class Evaluator:
         self,
         rules: Rules,
         loads: Sequence[Load],
-        ranked: Sequence[Sequence[Load]],
-        n_sized: int,
+        batches: Sequence[Sequence[Load]],
     ):
-        self.rules, self.loads, self.batches = rules, loads, ranked[:n_sized]
-        batches, global_batch = self.batches, rules.spec.global_batch
+        self.rules, self.loads, self.batches = rules, loads, batches
+        global_batch, n_sampled = rules.spec.global_batch, rules.spec.n_batches
         # Small batches differ most, and with them the number of groups.
-        most = max(2 * len(batches), _JUDGED_BATCHES)
-        n = min(max(len(batches), _JUDGED // global_batch), most)
+        most = max(2 * n_sampled, _JUDGED_BATCHES)
+        n = min(max(n_sampled, _JUDGED // global_batch), most)
         n_drifted = max(2, n)  # one of each direction at least
         self.unseen = sample_batches(loads, global_batch, n, seed=1)
         self.drifted = drifted_batches(loads, tuple(rules.n_layers), global_batch, n_drifted)
-        self._packed = [Batch(b, tuple(rules.n_layers)) for b in ranked]
+        self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], int] = {}
 
     def with_less_memory(self, n_bytes: float) -> Evaluator:
@@ -99,11 +97,6 @@ class Evaluator:
         left = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
         less.rules = replace(self.rules, spec=replace(spec, memory_bytes=left))
         return less
-
-    @property
-    def n_ranked(self) -> int:
-        """Batches by which candidates are ranked."""
-        return len(self._packed)
 
     @property
     def config(self) -> PlanConfig:

@@ -218,9 +218,10 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
 
 
 def _groups(evaluator: Evaluator, plan: Plan) -> int:
-    """Groups of the largest bucket that hold the sampled batches."""
+    """Groups of the largest bucket that hold the first batches of the ranking."""
     whole = plan.with_layout(buckets=plan.layout.buckets[:1])
-    return sum(evaluator.n_groups(whole.layout, i) for i in range(len(evaluator.batches)))
+    first = evaluator.batches[: evaluator.rules.spec.n_batches]
+    return sum(evaluator.n_groups(whole.layout, i) for i in range(len(first)))
 
 
 def _up(tokens: float, multiple: int) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -42,6 +43,8 @@ _LOOKED = 4
 # Makespans over the best one's by one bucket, up to which a candidate is worth a closer look, and
 # how many get one; each takes some tenths of a second.
 CLOSE, MOST_CLOSE = 1.05, 8
+# Parts of a key that name the policy and placement, and these with the cut; the last, options.
+_PLACEMENT, _CUT = 2, 4
 _NEAREST = 5  # candidates of least bounds that are made exact then; each simulates all batches
 
 
@@ -85,17 +88,16 @@ class Ranking:
         placements as are to be ranked, and as many of both as are close to the first or enough of
         these; fewer, and the best of what was looked at, where that takes too many steps."""
         n, first_s = self.rules.spec.n_ranked, math.inf
-        best: dict[tuple[str, str, int, int], Candidate] = {}
-        names = set[tuple[str, str]]()
+        best: dict[Key, Candidate] = {}
+        names = set[Key]()
         for ranked in self._in_order(_MOST_STEPS):
-            name = ranked.policy, ranked.name
             first_s = min(first_s, ranked.bound_s)
             far = len(best) >= MOST_CLOSE or ranked.bound_s > CLOSE * first_s
             if far and len(names) >= n:
                 break
-            best.setdefault((*name, ranked.group_size, ranked.cut), ranked)
-            if name not in names:
-                names.add(name)
+            best.setdefault(ranked.key[:_CUT], ranked)
+            if ranked.key[:_PLACEMENT] not in names:
+                names.add(ranked.key[:_PLACEMENT])
                 if on_progress:
                     on_progress(len(names), n)
         return list(best.values())
@@ -112,7 +114,8 @@ class Ranking:
         tables = [t for t in self._tables if t[0] == policy]
         alone = Ranking(self.evaluator, tables, (), n_batches=1)
         in_order = alone._in_order(_MOST_LOOK_STEPS, most_s)
-        by_all = (c.by_all(self.evaluator.n_ranked) for c in _unlike(in_order, _LOOKED))
+        unlike = islice(_distinct(in_order, _CUT), _LOOKED)
+        by_all = (c.by_all(len(self.evaluator.batches)) for c in unlike)
         fast = (c for c in by_all if c.bound_s <= most_s)
         return min(fast, key=lambda c: (c.bound_s, c.key), default=None)
 
@@ -145,7 +148,7 @@ class Ranking:
                 upcoming = next(waiting, None)
             else:
                 nearer = heapq.heappop(heap)[-1].nearer(self.evaluator)
-                self.n_evaluated += sum(r.steps == 1 for r in nearer)
+                self.n_evaluated += sum(isinstance(r, Candidate) and r.steps == 1 for r in nearer)
             for r in nearer:
                 if isinstance(r, Candidate) and r.exact:
                     exact.append(r)
@@ -243,22 +246,18 @@ class Ranking:
         return [dict.fromkeys(self.rules.n_layers, o) for o in both]
 
 
-def placements(candidates: Sequence[Candidate]) -> list[Candidate]:
+def placements(candidates: Iterable[Candidate]) -> list[Candidate]:
     """The first of each placement."""
-    first: dict[tuple[str, str], Candidate] = {}
-    for one in candidates:
-        first.setdefault((one.policy, one.name), one)
-    return list(first.values())
+    return list(_distinct(candidates, _PLACEMENT))
 
 
-def _unlike(candidates: Iterator[Candidate], n: int) -> list[Candidate]:
-    """The first `n` that differ in more than in how they save memory."""
-    first: dict[tuple[str, int, int], Candidate] = {}
+def _distinct(candidates: Iterable[Candidate], n_parts: int) -> Iterator[Candidate]:
+    """The first of those whose keys are alike in so many parts."""
+    known = set[Key]()
     for one in candidates:
-        first.setdefault((one.name, one.group_size, one.cut), one)
-        if len(first) == n:
-            break
-    return list(first.values())
+        if one.key[:n_parts] not in known:
+            known.add(one.key[:n_parts])
+            yield one
 
 
 def _words(layout: Layout) -> str:

@@ -31,8 +31,8 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan, Prices
 from dflop_jax.schedule.sample import sample_batches
 
-# Batches by which candidates are ranked, over those that shapes are sized by: of thousands of
-# placements some suit two batches by chance. With twice as many, as many again are counted.
+# Batches by which candidates are ranked, over `SearchSpec.n_batches`: of thousands of placements
+# some suit two batches by chance. With twice as many, as many again are counted.
 _RANKED_TIMES = 2
 
 
@@ -133,4 +133,4 @@ def evaluator_of(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> 
         )
         for m in profile.n_layers
     }
-    return Evaluator(Rules(CostModel(profile), volumes, spec), data.loads, batches, spec.n_batches)
+    return Evaluator(Rules(CostModel(profile), volumes, spec), data.loads, batches)

@@ -10,7 +10,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.records import ModelProfile, Remat, SegmentPlan, SubmeshPlan, Zero
 from dflop_jax.schedule.sample import LARGE_BATCH
 
-SIZED_PLACEMENTS = 3  # whose buckets are chosen; twice as many cost about twice the time
+_RANKED = 3  # placements at least, of which a plan is chosen
 
 
 def _always(_: object) -> bool:
@@ -41,7 +41,7 @@ class SearchSpec:
     token_multiple: int = 32
     trains: Callable[[SegmentPlan], bool] = _always
     allowed: Callable[[SubmeshPlan], bool] = _always
-    shown: int = SIZED_PLACEMENTS
+    shown: int = _RANKED
     refine: bool = True
 
     def __post_init__(self) -> None:
@@ -64,4 +64,4 @@ class SearchSpec:
     @property
     def n_ranked(self) -> int:
         """Placements that are ranked exactly."""
-        return max(self.shown, SIZED_PLACEMENTS) if self.refine else self.shown
+        return max(self.shown, _RANKED) if self.refine else self.shown

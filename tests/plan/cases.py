@@ -265,7 +265,7 @@ def every_candidate(policy, n_devices, profile, data, config):
         both = (t.ends_forward_s + t.ends_backward_s) / (t.layer_forward_s + t.layer_backward_s)
         share = profile.entry_share[t.module]
         ends[t.module, t.model] = RunCosts(round(both * share, 6), round(both * (1 - share), 6))
-    # Candidates are ranked by twice as many as shapes are sized by.
+    # Candidates are ranked by twice as many.
     batches = sample_batches(data.loads, BATCH, 2 * config.sampled_batches)
     hardware = profile.hardware
     n_groups = {}  # it does not depend on seconds

@@ -171,7 +171,7 @@ def every_candidate_s(evaluator):
             plan, costs = ranked.plan, rules.costs
             names = rules.trainable(plan.layout)
             spans = []
-            for b in range(evaluator.n_ranked):
+            for b in range(len(evaluator.batches)):
                 groups = []
                 for _ in range(max(ranked.groups[b], evaluator.n_groups(plan.layout, b))):
                     (bucket,) = plan.layout.buckets

@@ -118,14 +118,14 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     rules, shares = evaluator.rules, []
     for bounds in all_bounds(families(rules.extent)["dflop"], rules):
         for p, c in np.ndindex(bounds.bound_s.shape):
-            if bounds.space.repeated()[p, c]:
+            if bounds.space.repeated[p, c]:
                 continue
             layout = bounds.space.layout_at(p, c)
             exact_s = took[name_of(layout), (int(bounds.space.cuts[c]), layout.group_size)]
             assert bounds.bound_s[p, c] <= exact_s * (1 + 1e-9)
             counted = Counted.begun("dflop", bounds, p, c, None)
             bounds_s = [bounds.bound_s[p, c], counted.bound_s]
-            for _ in range(evaluator.n_ranked):
+            for _ in evaluator.batches:
                 (counted,) = counted.nearer(evaluator)
                 bounds_s.append(counted.bound_s)
             assert (np.diff([*bounds_s, exact_s]) >= -1e-9 * exact_s).all()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,13 +122,20 @@ class PackingSpace:
     def _may_hold(self, microbatches: Packed) -> NDArray[np.bool_]:
         """[buckets]: whether volumes allow these microbatches."""
         batch, able_C = self.batch, self._width_C == len(microbatches[0])
-        samples = [[i for row in rows for i in row] for rows in microbatches]
+        rows = [row for rows in microbatches for row in rows]
+        row_N = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        sample_N = np.fromiter(chain.from_iterable(rows), np.int64, len(row_N))
+        microbatch_N = row_N // len(microbatches[0])
+
+        def most(tokens_N: NDArray[np.int64], where_N: NDArray[np.int64]) -> float:
+            return np.bincount(where_N, tokens_N).max(initial=0.0)
+
         for m, (row_C, whole_C) in self._room_C.items():
-            tokens_N, longest_N = batch.tokens[m], batch.longest[m]
-            able_C &= whole_C >= max(tokens_N[i].sum() for i in samples)
-            able_C &= row_C >= max(longest_N[i].max(initial=0) for i in samples)
+            tokens_N = batch.tokens[m][sample_N]
+            able_C &= whole_C >= most(tokens_N, microbatch_N)
+            able_C &= row_C >= batch.longest[m][sample_N].max(initial=0)
             if m == batch.anchor:
-                able_C &= row_C >= max(tokens_N[r].sum() for rows in microbatches for r in rows)
+                able_C &= row_C >= most(tokens_N, row_N)
         return able_C
 
 
@@ -166,7 +173,8 @@ def _first_fitted(
         whole = batch.room(bucket, m, capacity)
         whole = batch.row_room(bucket.shape(m), m) if m == batch.anchor else whole
         np.maximum(fill_N, batch.tokens[m] / max(whole, 1), out=fill_N)
-    waiting = sorted(members, key=lambda i: (-fill_N[i], i))
+    waiting = sorted(members)
+    waiting = [waiting[i] for i in np.argsort(-fill_N[waiting], kind="stable").tolist()]
     microbatches: Packed = []
     while waiting:
         packed = first_fit(batch, waiting, bucket, capacity)

@@ -118,6 +118,7 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
     packed: Packed = []
     free_GR: list[Ints] = []
     free_GM: list[list[int]] = []
+    used_G: list[int] = []  # rows that hold something, the first ones
     widest_G: list[int] = []  # room of the emptiest row
     for i in order:
         tokens, asks_M = tokens_N[i], asks_NM[i]
@@ -134,10 +135,17 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
             packed.append([[] for _ in range(width)])
             free_GR.append(np.full(width, row_room))
             free_GM.append(list(room_M))
+            used_G.append(0)
             widest_G.append(row_room)
-        row = int((free_GR[g] >= tokens).argmax())
-        free_GR[g][row] -= tokens
+        free_R, row = free_GR[g], used_G[g]
+        fits_R = free_R[:row] >= tokens
+        if row and fits_R[first := int(fits_R.argmax())]:
+            row = first
+        else:
+            used_G[g] += 1
+        free_R[row] -= tokens
         free_GM[g] = [f - a for a, f in zip(asks_M, free_GM[g])]
-        widest_G[g] = int(free_GR[g].max())
+        if used_G[g] == width:
+            widest_G[g] = int(free_R.max())
         packed[g][row].append(i)
     return packed

@@ -26,39 +26,65 @@ def lpt(
     if start is None and only is None and _is_plain(problem):
         return _to_lightest(sizes_RN[0], order, problem.n_bins)
     bins = np.full(problem.n, -1) if start is None else start.copy()
-    loads_RB = problem.loads(bins)
-    closed_B = np.zeros(problem.n_bins)
-    if only is not None:
-        closed_B[:] = np.inf
-        closed_B[only] = 0.0
+    loads_RB, own = problem.loads(bins), _resource_of_a_bin(problem)
+    open_B = np.arange(problem.n_bins) if only is None else np.sort(only)
+    first_K = _kinds(problem, open_B) if own is not None else open_B
+    group_K = first_K // problem.group
+    lo_K = np.searchsorted(group_K, group_K).tolist()
+    hi_K = np.searchsorted(group_K, group_K, "right").tolist()
+    load_RK = loads_RB[:, first_K]
+    heaps: list[list[tuple[float, int]]] = []
+    if own is not None:
+        each = np.split(open_B, np.searchsorted(open_B, first_K[1:]))
+        heaps = [sorted(zip(loads_RB[own, j].tolist(), j.tolist())) for j in each]
+        load_RK[own] = [heap[0][0] for heap in heaps]
+    scale_RK = None if problem.scale_RB is None else problem.scale_RB[:, first_K]
     limits_R1 = (problem.limits_R * (1 + ROUNDING))[:, None]
     limited = len(sizes_RN) > c
     spread = any(problem.grouped_R) and problem.group > 1
-    after_RB, score_B = np.empty_like(loads_RB), np.empty(problem.n_bins)
-    cost_RB, scale_RB = np.empty((c, problem.n_bins)), problem.scale_RB
+    after_RK, score_K = np.empty_like(load_RK), np.empty(len(first_K))
+    cost_RK = np.empty((c, len(first_K)))
     sizes_NR1 = np.ascontiguousarray(sizes_RN.T)[:, :, None]
     for i in order.tolist():
-        np.add(loads_RB, sizes_NR1[i], out=after_RB)
-        if scale_RB is None:
-            np.maximum.reduce(after_RB[:c], axis=0, out=score_B, initial=0.0)
+        np.add(load_RK, sizes_NR1[i], out=after_RK)
+        if scale_RK is None:
+            np.maximum.reduce(after_RK[:c], axis=0, out=score_K, initial=0.0)
         else:
-            np.multiply(after_RB[:c], scale_RB, out=cost_RB)
-            np.maximum.reduce(cost_RB, axis=0, out=score_B, initial=0.0)
-        score_B += closed_B
+            np.multiply(after_RK[:c], scale_RK, out=cost_RK)
+            np.maximum.reduce(cost_RK, axis=0, out=score_K, initial=0.0)
         if limited:
-            score_B[(after_RB[c:] > limits_R1[c:]).any(axis=0)] = np.inf
-        j = int(score_B.argmin())
-        if score_B[j] == np.inf:
+            score_K[(after_RK[c:] > limits_R1[c:]).any(axis=0)] = np.inf
+        k = int(score_K.argmin())
+        if score_K[k] == np.inf:
             continue
         if spread:  # bins of one group tie on the load they share: take the least loaded of them
-            tied = np.flatnonzero(score_B <= score_B[j] * (1 + ROUNDING))
-            j = int(tied[after_RB[:, tied].sum(axis=0).argmin()])
-        bins[i] = j
-        first = j - j % problem.group
+            tied = np.flatnonzero(score_K <= score_K[k] * (1 + ROUNDING))
+            k = int(tied[after_RK[:, tied].sum(axis=0).argmin()])
         for r, grouped in enumerate(problem.grouped_R):
-            where = slice(first, first + problem.group) if grouped else slice(j, j + 1)
-            loads_RB[r, where] = after_RB[r, j]
+            where = slice(lo_K[k], hi_K[k]) if grouped else k
+            load_RK[r, where] = after_RK[r, k]
+        if own is None:
+            bins[i] = first_K[k]
+        else:
+            bins[i] = j = heaps[k][0][1]
+            heapreplace(heaps[k], (float(after_RK[own, k]), j))
+            load_RK[own, k] = heaps[k][0][0]
     return bins
+
+
+def _resource_of_a_bin(problem: Problem) -> int | None:
+    """The one resource that bins of a group do not share; None if there is none or several."""
+    own = [r for r, grouped in enumerate(problem.grouped_R) if not grouped]
+    return own[0] if len(own) == 1 else None
+
+
+def _kinds(problem: Problem, open_B: Ints) -> Ints:
+    """The first of each run of open bins of one group and size: these differ in the one load that
+    is their own, so that the least loaded is the best of them."""
+    apart = np.diff(open_B // problem.group) > 0
+    if problem.scale_RB is not None:
+        apart |= (np.diff(problem.scale_RB[:, open_B], axis=1) != 0).any(axis=0)
+    return open_B[np.append(True, apart)]
 
 
 def _is_plain(problem: Problem) -> bool:

@@ -16,7 +16,7 @@ from dflop_jax.schedule.solver.balance import balance
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
 from dflop_jax.schedule.solver.local_search import State
-from dflop_jax.schedule.solver.problem import make_problem
+from dflop_jax.schedule.solver.problem import Problem, make_problem
 
 
 def heavy_tailed(rng, n, modules=2):
@@ -196,6 +196,47 @@ def test_lpt_is_grahams():
         loads[loads.index(min(loads))] += cost
     problem = make_problem(costs, 7)
     assert problem.makespan(lpt(problem)) == pytest.approx(max(loads))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lpt_looks_at_every_bin(seed):
+    """Against the rule over all bins in plain Python: groups that share a load, bins of several
+    sizes, what they carry already, limits, and some bins only."""
+    rng = np.random.default_rng(seed)
+    group, n_groups, n_costs, n = (int(x) for x in rng.integers((1, 1, 1, 0), (5, 5, 4, 30)))
+    n_bins, limited = group * n_groups, bool(rng.integers(2))
+    grouped = tuple(bool(r) for r in rng.integers(0, 2, n_costs + limited))
+
+    def by_bin(values, r):
+        return values[::group].repeat(group) if grouped[r] else values
+
+    sizes = rng.integers(0, 6, (n_costs + limited, n)).astype(float)
+    scale = np.array([by_bin(rng.choice([0.1, 0.2], n_bins), r) for r in range(n_costs)])
+    base = [by_bin(rng.integers(0, 9, n_bins), r) for r in range(n_costs + limited)]
+    limits = np.array([np.inf] * n_costs + [20.0] * limited)
+    given = (limits, n_bins, group, grouped, scale, np.array(base, float))
+    problem = Problem(sizes, n_costs, *given)
+    only = rng.permutation(n_bins)[: int(rng.integers(1, n_bins + 1))]
+    order = rng.permutation(n)
+
+    want, loads = np.full(n, -1), np.array(base, float)
+    for i in order:
+        best = None
+        for j in sorted(only.tolist()):
+            after = loads[:, j] + sizes[:, i]
+            score = (after[:n_costs] * scale[:, j]).max()
+            if (after[n_costs:] > limits[n_costs:]).any():
+                continue
+            tie = after.sum() if any(grouped) and group > 1 else 0.0
+            if best is None or (round(score, 6), tie) < best[0]:
+                best = (round(score, 6), tie), j
+        if best:
+            want[i] = best[1]
+            first = best[1] - best[1] % group
+            for r, shared in enumerate(grouped):
+                where = slice(first, first + group) if shared else best[1]
+                loads[r, where] += sizes[r, i]
+    np.testing.assert_array_equal(lpt(problem, order, np.full(n, -1), only), want)
 
 
 @pytest.mark.parametrize("seed", range(40))

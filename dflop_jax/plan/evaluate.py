@@ -52,6 +52,7 @@ _RANK_WORK = 100  # units for a batch of a plan that is ranked
 _JUDGED, _JUDGED_BATCHES = 512, 8
 _GLANCED = 0.5  # of these batches for one that is looked at quickly
 _EVALUATE_WORK = 1_000  # most units for a batch of a plan that is looked at closely
+COMPARED_WORK = 300  # and for a batch by which such plans are only compared
 _STEP_END = (REDUCE, UPDATE)
 # Of a step, in which the solver of a later one shall be done: where it has a core of its own, and
 # where it takes its seconds from a device, which is a core of the host.
@@ -247,7 +248,7 @@ class Evaluator:
         share = self.config.drift
         if not share:
             return plan.predicted.makespan_s
-        work = min(plan.scheduling.work_budget, _EVALUATE_WORK)
+        work = min(plan.scheduling.work_budget, COMPARED_WORK)
         drifted_s = self._mean_s(plan, self.drifted, prices, work)
         return (1 - share) * plan.predicted.makespan_s + share * drifted_s
 
@@ -264,10 +265,10 @@ class Evaluator:
         return batches
 
     def round_s(
-        self, plan: Plan, prices: Prices | None, batches: Sequence[Sequence[Load]], work: int
+        self, plan: Plan, prices: Prices | None, batches: Sequence[Sequence[Load]]
     ) -> float:
         """Seconds of a step by the batches of a round, as `judged_s`."""
-        plain_s, *drifted_s = (self._mean_s(plan, [b], prices, work) for b in batches)
+        plain_s, *drifted_s = (self._mean_s(plan, [b], prices, COMPARED_WORK) for b in batches)
         share = self.config.drift
         return (1 - share) * plain_s + share * sum(drifted_s)
 

@@ -18,14 +18,15 @@ class Finalist:
 
     of: the candidate that it was made of, None: not known. finest: microbatches into which its
     buckets cut a mean batch at most. choice: how they were chosen, None: they follow from the
-    candidate. seconds: by which evaluated plans are compared. prices: of its own programs, once
-    they are timed.
+    candidate. glance_s: its seconds at a glance. seconds: by which evaluated plans are compared.
+    prices: of its own programs, once they are timed.
     """
 
     plan: Plan
     of: Candidate | None = None
     finest: int = 0
     choice: BucketChoice | None = None
+    glance_s: float = math.inf
     seconds: float = math.inf
     prices: Prices | None = None
 

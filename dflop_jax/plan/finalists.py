@@ -3,6 +3,7 @@ own, and what comes of them is judged by batches that no shape was sized for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,7 +38,7 @@ _SMALL_BUCKET_SHARE = 0.5
 # with twice as many, plans win by chance whose groups just hold the batches that judge.
 _MOST_MORE_GROUPS = 1.2
 
-Finish = Callable[[Plan], Plan]
+Finish = Callable[[Plan], tuple[Plan, float]]
 
 
 def _others(ranking: Ranking, near: Sequence[Candidate], best_s: float) -> list[Candidate]:
@@ -54,11 +55,12 @@ def refined(
     """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
     as many: of the fastest at a glance of those that are ranked and of the first of other policies,
     with effort "full" with several granularities of buckets; the integer program of shapes is then
-    asked for the fastest. What `finish` adds to an evaluated plan is judged with it."""
+    asked for the fastest. What `finish` adds to an evaluated plan is judged with it: it returns the
+    plan and its seconds."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.scheduling.grouping == "arrival":
         alone = placements(ranked)[:n]
-        return [Finalist(finish(r.plan), r, seconds=r.makespan_s) for r in alone]
+        return [Finalist(finish(r.plan)[0], r, seconds=r.makespan_s) for r in alone]
     quick = evaluator.config.effort == "quick"
     in_order = _by_a_glance(evaluator, ranked)
     others = _others(ranking, in_order, first.bound_s)
@@ -112,7 +114,7 @@ def _with_program(
             first.setdefault(id(one.of), known)
     asked = [a for known in list(first.values())[:_ASKED] for a in _by_program(evaluator, known)]
     new = [a for a in asked if all(a.plan.layout != f.plan.layout for f in (*tried, fastest))]
-    compared = [fastest, *_judged(evaluator, new, 1, finish)]
+    compared = [fastest, *_judged(evaluator, new, 1, finish, known=[fastest])]
     won = fastest_of(compared)
     rest = [f for f in [*compared, *judged] if f is not won]
     choices = [a.choice for a in asked if a.choice]
@@ -149,23 +151,28 @@ def _told(won: Finalist, asked: BucketChoice, gain: float) -> Finalist:
 
 
 def _judged(
-    evaluator: Evaluator, plans: Sequence[Finalist], n: int, finish: Finish
+    evaluator: Evaluator,
+    plans: Sequence[Finalist],
+    n: int,
+    finish: Finish,
+    known: Sequence[Finalist] = (),
 ) -> list[Finalist]:
     """All that are close to the fastest at a glance, looked at closely; the first of a policy even
     where it is less close, since a glance misses other things of each; and `n` of the fastest's, so
-    that it is as well searched as alone."""
-    glances_s = [evaluator.glance_s(f.plan) for f in plans]
-    judged: list[Finalist] = []
-    for i in sorted(range(len(plans)), key=glances_s.__getitem__):
-        one, policy = plans[i], plans[i].plan.policy
+    that it is as well searched as alone. `known` are judged already."""
+    glanced = [replace(f, glance_s=evaluator.glance_s(f.plan)) for f in plans]
+    least_s = min((f.glance_s for f in (*glanced, *known)), default=math.inf)
+    judged = list(known)
+    for one in sorted(glanced, key=lambda f: f.glance_s):
+        policy = one.plan.policy
         alike = sum(j.plan.policy == policy for j in judged)
         wanted = n if not judged or policy == judged[0].plan.policy else 0
         near = _CLOSE_TO_BEST if alike else _OTHER_AT_A_GLANCE
-        if alike < wanted or glances_s[i] <= near * min(glances_s):
+        if alike < wanted or one.glance_s <= near * least_s:
             assert one.of is not None
-            plan = finish(evaluator.evaluate(one.plan, one.of.bound_s))
-            judged.append(replace(one, plan=plan, seconds=evaluator.judged_s(plan)))
-    return judged
+            plan, seconds = finish(evaluator.evaluate(one.plan, one.of.bound_s))
+            judged.append(replace(one, plan=plan, seconds=seconds))
+    return judged[len(known) :]
 
 
 def _with_divided_readers(evaluator: Evaluator, one: Finalist) -> list[Finalist]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.plan.evaluate import Evaluator
+from dflop_jax.plan.evaluate import COMPARED_WORK, Evaluator
 from dflop_jax.plan.finalist import Finalist, fastest_of
 from dflop_jax.schedule.sample import LARGE_BATCH
 
@@ -19,9 +19,9 @@ _MAY_LEAD = 0.02
 # Standard errors of the mean difference at which plans count as told apart, and a share of a step
 # that is too small to matter; with twice as many, or half of it, more rounds are needed.
 _SURE, _SAME = 2.0, 0.001
-# Units of the scheduler's work for a batch, and what a batch takes besides, of larger ones as many
+# Units of work that a batch takes besides what the scheduler may spend on it, of larger ones as many
 # times; all of them together, about a second's, and that many times as many with effort "full".
-_BATCH_WORK, _BATCH_COST, _ALL_WORK, _FULL_TIMES = 300, 150, 6_000, 4
+_BATCH_COST, _ALL_WORK, _FULL_TIMES = 150, 6_000, 4
 
 
 def fastest(evaluator: Evaluator, judged: Sequence[Finalist]) -> Finalist:
@@ -35,11 +35,11 @@ def fastest(evaluator: Evaluator, judged: Sequence[Finalist]) -> Finalist:
             break
         batches = evaluator.round_batches(number)
         times = max(1.0, len(batches[0]) / LARGE_BATCH)
-        left -= len(leaders) * len(batches) * times * (_BATCH_WORK + _BATCH_COST)
+        left -= len(leaders) * len(batches) * times * (COMPARED_WORK + _BATCH_COST)
         if left < 0:
             break
         for leader, spans in zip(leaders, rounds):
-            spans.append(evaluator.round_s(leader.plan, leader.prices, batches, _BATCH_WORK))
+            spans.append(evaluator.round_s(leader.plan, leader.prices, batches))
         first = fastest_of(_with_rounds(evaluator, leaders, rounds))
         place = next(i for i, leader in enumerate(leaders) if leader.plan is first.plan)
         in_race = [i for i, r in enumerate(rounds) if i == place or not _slower(r, rounds[place])]

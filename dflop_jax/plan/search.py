@@ -96,7 +96,7 @@ def search_plan(
     if rules.spec.refine:
         n_wanted = max(1, config.finalists if time_plan else 1)
 
-        def finish(plan: Plan) -> Plan:
+        def finish(plan: Plan) -> tuple[Plan, float]:
             return with_second_policies(with_spare(plan, data.tail, evaluator), evaluator)
 
         finalists = refined(ranking, best, n_wanted, finish)

@@ -17,21 +17,21 @@ from dflop_jax.tasks.graph import with_backward
 _WORTH_PROGRAMS = 0.005
 
 
-def with_second_policies(plan: Plan, evaluator: Evaluator) -> Plan:
-    """The plan with the second policies that make its steps fastest, evaluated; as it is where no
-    segment computes anything again, or none is worth its programs."""
-    candidates = _candidates(plan, evaluator)
+def with_second_policies(plan: Plan, evaluator: Evaluator) -> tuple[Plan, float]:
+    """The plan with the second policies that make its steps fastest, evaluated, and its seconds by
+    `judged_s`; as it is where no segment computes anything again, or none is worth its programs."""
+    candidates, seconds = _candidates(plan, evaluator), evaluator.judged_s(plan)
     if not candidates:
-        return plan
+        return plan, seconds
     glance_s = evaluator.glance_s(plan)
-    best, least_s = plan, (1 - _WORTH_PROGRAMS) * evaluator.judged_s(plan)
+    best, best_s, least_s = plan, seconds, (1 - _WORTH_PROGRAMS) * seconds
     for candidate in candidates:
         if evaluator.glance_s(candidate) >= glance_s * (1 - TIE):
             continue
         evaluated = evaluator.evaluate(candidate, plan.predicted.makespan_s)
         if (judged_s := evaluator.judged_s(evaluated)) < least_s:
-            least_s, best = judged_s, evaluated
-    return best
+            best, best_s = evaluated, (least_s := judged_s)
+    return best, best_s
 
 
 def _candidates(plan: Plan, evaluator: Evaluator) -> list[Plan]:

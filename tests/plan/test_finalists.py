@@ -16,22 +16,22 @@ from ..plans import TILE_TOKENS, bucket, chain, load
 ORCH, DFLOP, DIP = "orch", "dflop", "dip"
 
 
-def looked_at(glances, n):
-    """Indices of the candidates (policy, seconds at a glance) that are evaluated, in order; each is
-    finished."""
+def looked_at(glances, n, known=()):
+    """Indices of the candidates (policy, seconds at a glance) that are evaluated, in order, beside
+    those that are `known`; each is finished."""
     plans = [SimpleNamespace(policy=p, seconds=s, at=i) for i, (p, s) in enumerate(glances)]
     candidate = SimpleNamespace(bound_s=0.0)
     evaluator = SimpleNamespace(
         glance_s=lambda plan: plan.seconds,
         evaluate=lambda plan, bound_s: plan,
-        judged_s=lambda plan: plan.seconds,
     )
 
     def finish(plan):
-        return SimpleNamespace(**vars(plan), finished=True)
+        return SimpleNamespace(**vars(plan), finished=True), plan.seconds
 
     tried = [Finalist(p, candidate, 1) for p in plans]
-    judged = finalists._judged(evaluator, tried, n, finish)
+    before = [Finalist(SimpleNamespace(policy=p), glance_s=s, seconds=s) for p, s in known]
+    judged = finalists._judged(evaluator, tried, n, finish, before)
     assert all(j.plan.finished and j.of is candidate for j in judged)
     return [j.plan.at for j in judged]
 
@@ -52,6 +52,13 @@ def looked_at(glances, n):
 )  # fmt: skip
 def test_the_first_the_close_and_the_first_of_other_policies(glances, n, expected):
     assert looked_at(glances, n) == expected
+
+
+def test_what_is_known_is_not_looked_at_again_nor_what_is_far_behind_it():
+    known = [(ORCH, 1.0)]
+    assert looked_at([(ORCH, 1.06), (DIP, 1.16)], 1, known) == []
+    assert looked_at([(ORCH, 1.04), (DIP, 1.14), (ORCH, 0.9)], 1, known) == [2]
+    assert looked_at([(ORCH, 1.04), (DIP, 1.14)], 1, known) == [0, 1]
 
 
 def shortened(plan, loads, batch_tokens=(0,)):

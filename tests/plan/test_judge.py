@@ -27,7 +27,7 @@ class Evaluator:
     def round_batches(self, number):
         return [[number] * self.samples] * 2  # a plain and a drifted one
 
-    def round_s(self, plan, prices, batches, work):
+    def round_s(self, plan, prices, batches):
         (number, *_), _ = batches
         self.asked.append((plan.name, number))
         noise = np.random.default_rng([number, *plan.name.encode()]).normal() * self.apart
@@ -69,7 +69,7 @@ def test_those_that_stay_together_cost_no_more_than_the_work(effort, times, larg
         samples=larger * judge.LARGE_BATCH,
     )
     told(evaluator, dict.fromkeys("abc", 1.0))
-    cost = len(evaluator.asked) * 2 * larger * (judge._BATCH_WORK + judge._BATCH_COST)
+    cost = len(evaluator.asked) * 2 * larger * (judge.COMPARED_WORK + judge._BATCH_COST)
     assert 0.4 * times * judge._ALL_WORK <= cost <= times * judge._ALL_WORK
 
 

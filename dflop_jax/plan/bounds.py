@@ -177,7 +177,7 @@ class Bounds:
         return chosen
 
     def batches_s(
-        self, p: int, c: int, options: Sequence[Mapping[str, int]], groups: Sequence[int]
+        self, p: int, c: int, options: Sequence[Mapping[str, int]], groups: Sequence[float]
     ) -> Array:
         """What no schedule of batches of so many groups undercuts with each of these options,
         [n_batches, n_options]."""

@@ -37,8 +37,8 @@ class Candidate:
         default=None, compare=False, repr=False
     )
     uniform: Uniform | None = field(default=None, compare=False, repr=False)
-    groups_of: Callable[[int], int] | None = field(default=None, compare=False, repr=False)
-    groups: tuple[int, ...] = ()
+    groups_of: Callable[[int], float] | None = field(default=None, compare=False, repr=False)
+    groups: tuple[float, ...] = ()
     bounds_s: tuple[float, ...] = ()
     steps: int = 0
 
@@ -137,9 +137,10 @@ class Candidate:
         groups as it ever may."""
         plan, busy = self.plan, dict(self.plan.predicted.busy_fraction)
         if self.uniform is not None:
-            traces = {n: self.uniform.trace(n) for n in set(self.groups)}
-            took_s = sum(traces[n].makespan_s for n in self.groups)
-            each = [(traces[n].makespan_s, traces[n].busy_fraction()) for n in self.groups]
+            around = [int(whole) for n in self.groups for whole in (np.floor(n), np.ceil(n))]
+            traces = {n: self.uniform.trace(n) for n in set(around)}
+            took_s = sum(traces[n].makespan_s for n in around)
+            each = [(traces[n].makespan_s, traces[n].busy_fraction()) for n in around]
             names = [m.name for m in plan.layout.submeshes]
             busy = {m: sum(s * b.get(m, 0.0) for s, b in each) / took_s for m in names}
         figures = Predicted(self.bound_s, busy, evaluator.most_by_submesh(plan), self.bound_s)

@@ -33,7 +33,7 @@ class Counted:
     place: tuple[int, int]
     plan: Plan
     options: Sequence[Mapping[str, int]]
-    groups: tuple[int, ...]
+    groups: tuple[float, ...]
     by_batch_s: Array = field(compare=False, repr=False)
     n_counted: int = 0
 
@@ -42,7 +42,7 @@ class Counted:
         """With what volumes say of the first `n_batches`; None: of all."""
         space = bounds.space
         plan = as_plan(space.layout_at(p, c), policy, (space.bucket(p, c),), space.rules)
-        groups = tuple(map(int, bounds.groups[:n_batches, p, c]))
+        groups = tuple(bounds.groups[:n_batches, p, c].tolist())
         options = bounds.fitting(p, c)
         return Counted(
             bounds,
@@ -85,10 +85,10 @@ class Counted:
             by_batch_s[batch] = one[0]
         return [replace(self, groups=tuple(groups), by_batch_s=by_batch_s, n_counted=batch + 1)]
 
-    def _groups_of(self, evaluator: Evaluator, batch: int) -> int:
+    def _groups_of(self, evaluator: Evaluator, batch: int) -> float:
         """Groups of a batch, the same with any options: as counted, or as volumes say: counting
         divides a group into as many parts as may go together, on average these are fewer."""
-        least = int(self.bounds.groups[batch][self.place])
+        least = float(self.bounds.groups[batch][self.place])
         return max(least, evaluator.n_groups(self.plan.layout, batch))
 
     def _candidates(self, evaluator: Evaluator) -> list[Candidate]:

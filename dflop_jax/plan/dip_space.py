@@ -109,7 +109,9 @@ def _table(
         rows,
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
-        least_groups(volume, rules.room(module, rows, tokens) * most_parts * rank.data),
+        least_groups(
+            volume, rules.room(module, rows, tokens) * most_parts * rank.data, rules.least_group
+        ),
         segment_costs(rules, segments, tasks, mesh, 1, figures, content),
     )
 

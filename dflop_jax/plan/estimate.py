@@ -154,6 +154,11 @@ class Rules:
         """What a module's ends and layers cost at a tensor-parallel degree."""
         return self.cut_costs.get((module, model), BY_NUMBER)
 
+    @property
+    def least_group(self) -> float:
+        """What counts as a group at least: half of one, where plans may have several buckets."""
+        return 0.5 if self.spec.config.buckets > 1 else 1.0
+
     def row_tokens(self, module: str) -> int:
         """Tokens of a packed row that holds the longest piece."""
         longest = max(1, self.volumes[module].longest)
@@ -259,7 +264,7 @@ def module_table(
         rows,
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), smallest),
-        least_groups(volume, room),
+        least_groups(volume, room, rules.least_group),
         segment_costs(rules, segments, tasks, mesh, group_size, figures, content),
     )
 

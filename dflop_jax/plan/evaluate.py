@@ -10,6 +10,7 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.half import with_half
 from dflop_jax.plan.options import with_options
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.uniform import Uniform
@@ -29,9 +30,9 @@ from dflop_jax.records import (
 from dflop_jax.schedule import (
     WORK_PER_S,
     capacity_of,
+    quick_schedule,
     reordered,
     schedule_batch,
-    scheduled_s,
 )
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.costs import directions
@@ -90,7 +91,7 @@ class Evaluator:
         self.unseen = sample_batches(loads, global_batch, n, seed=1)
         self.drifted = drifted_batches(loads, tuple(rules.n_layers), global_batch, n_drifted)
         self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
-        self._groups: dict[tuple[object, ...], int] = {}
+        self._groups: dict[tuple[object, ...], float] = {}
 
     def with_less_memory(self, n_bytes: float) -> Evaluator:
         """The same for devices with so many bytes less to fill, where their memory is limited."""
@@ -177,10 +178,11 @@ class Evaluator:
     def _with_each_option(self, plan: Plan, module: str) -> list[Plan]:
         return [with_options(plan, {module: o}) for o in self.rules.options(module)]
 
-    def n_groups(self, layout: Layout, batch: int) -> int:
-        """Groups that the scheduler makes of a batch in a layout of one bucket; those that feed one
-        together count once. It is the same for all layouts of the same data ranks."""
-        capacity = capacity_of(layout)
+    def n_groups(self, layout: Layout, batch: int) -> float:
+        """Groups that the scheduler makes of a batch in a layout of one bucket, those of half of it
+        as halves; those that feed one together count once. It is the same for all layouts of the
+        same data ranks."""
+        layout, capacity = with_half(layout, self.rules), capacity_of(layout)
         key = (capacity, layout.buckets, layout.fan_in, batch)
         if key not in self._groups:
             self._groups[key] = fewest_groups(self._packed[batch], layout, _RANK_WORK)
@@ -223,8 +225,10 @@ class Evaluator:
         """The plan with the lookahead that makes it fastest by list scheduling, and that memory
         holds: an order that was searched for one lookahead is no measure of the others. No order is
         faster than `busiest_s`."""
-        # Where groups share out what memory is left, the lookahead is chosen already.
-        if plan.scheduling.grouping != "balanced" or plan.scheduling.kept:
+        # Where groups share out what memory is left, the lookahead is chosen already; on one set of
+        # devices no order is faster.
+        scheduling, alone = plan.scheduling, len(set(resources(plan.layout).values())) == 1
+        if scheduling.grouping != "balanced" or scheduling.kept or alone:
             return plan
         trainable = self.rules.trainable(plan.layout)
 
@@ -273,9 +277,15 @@ class Evaluator:
         return (1 - share) * plain_s + share * sum(drifted_s)
 
     def glance_s(self, plan: Plan) -> float:
-        """About the seconds of a plan that was not evaluated, from few batches and little work."""
+        """About the seconds of a plan that was not evaluated, with the lookahead that suits it,
+        from few batches and little work."""
         n = max(2, round(_GLANCED * len(self.unseen)))
-        return self._mean_s(plan, self.unseen[:n], None, _RANK_WORK)
+        prices, trainable = self.prices(plan.layout), self.rules.trainable(plan.layout)
+        schedules = self._quick(plan, self.unseen[:n], prices, _RANK_WORK)
+        longer = self._with_lookahead(plan, schedules, prices, busiest_s=0.0)
+        if longer != plan:
+            schedules = [reordered(s, longer, prices, trainable, _RANK_WORK) for s in schedules]
+        return float(np.mean([s.makespan_s for s in schedules]))
 
     def _work_budget(self, step_s: float) -> int:
         return work_budget(step_s, shares_cores=self.rules.profile.shares_cores)
@@ -283,8 +293,14 @@ class Evaluator:
     def _mean_s(
         self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices | None, work: int
     ) -> float:
-        prices, trainable = prices or self.prices(plan.layout), self.rules.trainable(plan.layout)
-        return float(np.mean([scheduled_s(b, plan, prices, trainable, work) for b in batches]))
+        schedules = self._quick(plan, batches, prices or self.prices(plan.layout), work)
+        return float(np.mean([s.makespan_s for s in schedules]))
+
+    def _quick(
+        self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices, work: int
+    ) -> list[Schedule]:
+        trainable = self.rules.trainable(plan.layout)
+        return [quick_schedule(b, plan, prices, trainable, work) for b in batches]
 
     def _predicted(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]

@@ -13,6 +13,7 @@ from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import readers_of, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.finalist import Finalist, fastest_of
+from dflop_jax.plan.half import with_half
 from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
 from dflop_jax.plan.sizing import with_buckets
 from dflop_jax.records import Bucket, Layout, Plan, Shape
@@ -31,9 +32,6 @@ _CLOSE_TO_BEST, _OTHER_AT_A_GLANCE, _OTHER_BY_ONE_BUCKET = 1.05, 1.15, 1.2
 _SIZED = {"quick": 2, "full": 3}
 # Candidates that the integer program of shapes is asked for, a second or two each.
 _ASKED = 2
-# Of a bucket's rows or tokens: the one beside it that takes what is too much. Twice as much is the
-# bucket itself.
-_SMALL_BUCKET_SHARE = 0.5
 # Groups of plans with shorter rows, over those with longer ones, up to which the plan is judged;
 # with twice as many, plans win by chance whose groups just hold the batches that judge.
 _MOST_MORE_GROUPS = 1.2
@@ -189,19 +187,9 @@ def _with_divided_readers(evaluator: Evaluator, one: Finalist) -> list[Finalist]
 
 
 def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
-    """The plan with its one bucket, and, where several are allowed, with a small one beside it for
-    what does not fit: a second group of the same size would double the step."""
-    rules, (bucket,) = evaluator.rules, plan.layout.buckets
-    shapes: dict[str, Shape | None] = {}
-    for m, shape in bucket.shapes:
-        rows, tokens = max(1, round(_SMALL_BUCKET_SHARE * shape.rows)), shape.tokens
-        if shape.rows == 1 and m not in rules.profile.piece_tokens:
-            tokens = _up(_SMALL_BUCKET_SHARE * tokens, rules.spec.token_multiple)
-        shapes[m] = shape if m in plan.layout.divided else Shape(rows, tokens)
-    small = Bucket.of(shapes)
-    if small == bucket or evaluator.config.buckets < 2:
-        return [plan]
-    return [plan, plan.with_layout(buckets=(bucket, small))]
+    """The plan with its one bucket, and with half of it beside, where there may be."""
+    both = replace(plan, layout=with_half(plan.layout, evaluator.rules))
+    return [plan] if both == plan else [plan, both]
 
 
 def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
@@ -224,15 +212,11 @@ def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     return [shorter] if after <= _MOST_MORE_GROUPS * before else []
 
 
-def _groups(evaluator: Evaluator, plan: Plan) -> int:
+def _groups(evaluator: Evaluator, plan: Plan) -> float:
     """Groups of the largest bucket that hold the first batches of the ranking."""
     whole = plan.with_layout(buckets=plan.layout.buckets[:1])
     first = evaluator.batches[: evaluator.rules.spec.n_batches]
     return sum(evaluator.n_groups(whole.layout, i) for i in range(len(first)))
-
-
-def _up(tokens: float, multiple: int) -> int:
-    return -(-int(tokens) // multiple) * multiple
 
 
 def _with_buckets(

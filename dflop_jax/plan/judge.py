@@ -19,7 +19,7 @@ _MAY_LEAD = 0.02
 # Standard errors of the mean difference at which plans count as told apart, and a share of a step
 # that is too small to matter; with twice as many, or half of it, more rounds are needed.
 _SURE, _SAME = 2.0, 0.001
-# Units of work that a batch takes besides what the scheduler may spend on it, of larger ones as many
+# Units of work that a batch takes besides what the scheduler may spend, of larger ones as many
 # times; all of them together, about a second's, and that many times as many with effort "full".
 _BATCH_COST, _ALL_WORK, _FULL_TIMES = 150, 6_000, 4
 

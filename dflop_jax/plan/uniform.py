@@ -67,7 +67,7 @@ class Uniform:
     price: Callable[[Layout], Prices]
     trainable: Sequence[str]
     parts: Mapping[str, int] | None = None
-    _makespans: dict[int, float] = field(default_factory=dict)
+    _makespans: dict[float, float] = field(default_factory=dict)
 
     @cached_property
     def prices(self) -> Prices:
@@ -77,11 +77,14 @@ class Uniform:
         schedule = Schedule(0, uniform_groups(self.plan.layout, self.content, n, self.parts))
         return simulate_step(self.plan, schedule, self.prices, self.trainable)
 
-    def makespan_s(self, n: int) -> float:
-        """Simulated once; no trace is kept, since a search has hundreds."""
+    def makespan_s(self, n: float) -> float:
+        """Simulated once; no trace is kept, since a search has hundreds. Of a half group more than
+        a whole number: halfway to the next."""
+        if n % 1:
+            return (self.makespan_s(n // 1) + self.makespan_s(n // 1 + 1)) / 2
         if n not in self._makespans:
             layout = self.plan.layout
-            groups = uniform_groups(layout, self.content, n, self.parts)
+            groups = uniform_groups(layout, self.content, int(n), self.parts)
             graph = step_graph(layout, groups, self.trainable)
             order = textbook_order(self.plan, graph, groups)
             step = makespan_by(self.plan, Schedule(0, groups), graph, self.prices)

@@ -119,11 +119,11 @@ def group_content(volume: Volume, cut: Array, data: Array) -> tuple[Array, ...]:
     return tuple(_ceil(amount * ROOM / (cut * data)) for amount in volume.content)
 
 
-def least_groups(volume: Volume, room: Array) -> Array:
+def least_groups(volume: Volume, room: Array, size: float = 1.0) -> Array:
     """Groups that each sampled batch needs at least, [n_batches, *room.shape]; `room` is what one
-    holds."""
+    holds, and of the smallest there is a share of `size`."""
     sums = volume.batches.reshape(-1, *(1 for _ in np.shape(room)))
-    return np.maximum(1.0, _ceil(sums / np.maximum(room, 1)))
+    return np.maximum(size, _ceil(sums / np.maximum(room, 1) / size) * size)
 
 
 def _up(x: Array, multiple: int) -> Array:

@@ -1,6 +1,6 @@
 from dflop_jax.schedule.batch import Capacity, capacity_of, oversize
 from dflop_jax.schedule.correction import Correction, Monitor
-from dflop_jax.schedule.online import WORK_PER_S, reordered, schedule_batch, scheduled_s
+from dflop_jax.schedule.online import WORK_PER_S, quick_schedule, reordered, schedule_batch
 from dflop_jax.schedule.shapes.arrival import arrival_buckets
 from dflop_jax.schedule.shapes.choose import BucketChoice, choose_buckets, evaluate_buckets
 from dflop_jax.schedule.shapes.problem import ShapeProblem
@@ -22,7 +22,7 @@ __all__ = [
     "choose_buckets",
     "evaluate_buckets",
     "oversize",
+    "quick_schedule",
     "reordered",
     "schedule_batch",
-    "scheduled_s",
 ]

@@ -121,14 +121,14 @@ def schedule_batch(
     )
 
 
-def scheduled_s(
+def quick_schedule(
     loads: Sequence[Load], plan: Plan, prices: Prices, trainable: Collection[str], work: int
-) -> float:
-    """The makespan of `schedule_batch`'s schedule without what takes time and changes it little:
-    what a rank was dealt stays with it, and no bound is proved."""
+) -> Schedule:
+    """`schedule_batch`'s schedule without what takes time and changes its makespan little: what a
+    rank was dealt stays with it, and no bound is proved."""
     shares = _Shares.of(plan, work)
     solution = solve(_checked(loads, plan), plan, prices, trainable, shares.groups, seed=0)
-    return _ordered(solution.schedule, plan, prices, trainable, shares, seed=0).makespan_s
+    return _ordered(solution.schedule, plan, prices, trainable, shares, seed=0)
 
 
 def reordered(

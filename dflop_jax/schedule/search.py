@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,13 +54,29 @@ def improved(
     return room.in_order([room.shrunk(t, budget) for t in best])
 
 
-def fewest_groups(batch: Batch, layout: Layout, work: float) -> int:
+def fewest_groups(batch: Batch, layout: Layout, work: float) -> float:
     """About the least number of groups of a module that hold a batch, by textbook prices; those
-    that feed one together count once.
+    that feed one together count once. In a layout of two buckets the second is half of the first,
+    and so counts the last group where it will do.
 
     Raises:
-      ValueError: a sample that no bucket holds.
+      ValueError: a sample that the first bucket does not hold.
     """
+    whole, half = replace(layout, buckets=layout.buckets[:1]), layout.buckets[1:]
+    n = _fewest_of_one(batch, whole, work)
+    if not half:
+        return n
+    buckets, capacity = wide_buckets(layout)[:2], capacity_of(layout)  # those with most parts
+    counts_C, none = np.array([n - 1, 1]), np.zeros(2, np.int64)
+    room = PackingSpace(batch, buckets, capacity, Ticks(none, none))
+    if _slack(counts_C[None], room.demand)[0] < 0:
+        return n
+    chosen, rng = [0] * (n - 1) + [1], np.random.default_rng(0)
+    return n if packed_into(room, chosen, Budget(work), rng) is None else n - 0.5
+
+
+def _fewest_of_one(batch: Batch, layout: Layout, work: float) -> int:
+    """The same in a layout of one bucket."""
     capacity, wide = capacity_of(layout), wide_buckets(layout)
     check_fits(batch, wide, capacity)
     every = variants(wide, batch, len(wide) + _MAX_PARTIAL_BUCKETS)

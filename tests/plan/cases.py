@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 
 import numpy as np
 
@@ -40,8 +41,12 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.schedule import BucketChoice, schedule_batch
+from dflop_jax.schedule import BucketChoice, capacity_of, schedule_batch
+from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.groups import PackingSpace
 from dflop_jax.schedule.sample import sample_batches
+from dflop_jax.schedule.search import packed_into
+from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit
@@ -208,8 +213,19 @@ def in_nodes(place, size):
     return all(d // size == (d + m.model - 1) // size for m, d in starts)
 
 
+def half_of(bucket, profile):
+    """Half the rows of every module, or half the tokens of one packed row."""
+    shapes = {}
+    for m, s in bucket.shapes:
+        shapes[m] = Shape(max(1, math.floor(s.rows / 2)), s.tokens)
+        if s.rows == 1 and m not in profile.piece_tokens:
+            shapes[m] = Shape(1, max(32 * math.floor(s.tokens / 64), min(32, s.tokens)))
+    return Bucket.of(shapes)
+
+
 def counted(batch, bucket, ranks, group_size, profile):
-    """Groups that the scheduler makes of a batch on whole modules at textbook prices."""
+    """Groups that the scheduler makes of a batch on whole modules at textbook prices; half a group
+    less where it packs into one of half the bucket and one whole less."""
     submeshes, segments, first, programs = [], [], 0, {}
     for m, n in profile.n_layers.items():
         submeshes.append(SubmeshPlan(m, first, 1, ranks[m], 1))
@@ -221,17 +237,42 @@ def counted(batch, bucket, ranks, group_size, profile):
     layout = Layout(tuple(submeshes), tuple(segments), (bucket,), profile.edges, group_size)
     plan = Plan("t", layout)
     greedy, better = (schedule_batch(batch, plan, Prices(programs), (), work=w) for w in (0, 200))
-    return min(max(sum(g.module == m for g in s.groups) for m in ranks) for s in (greedy, better))
+    n = min(max(sum(g.module == m for g in s.groups) for m in ranks) for s in (greedy, better))
+    half = half_of(bucket, profile)
+    if half == bucket:
+        return n
+    room = PackingSpace(Batch(batch, list(ranks)), (bucket, half), capacity_of(layout), None)
+    into = [0] * (n - 1) + [1]
+    return n - packs(room, into, Budget(100), np.random.default_rng(0)) / 2
+
+
+def packs(room, into, budget, rng):
+    """Whether a batch packs into these groups; each sample is in one of them and none is overfull,
+    if so."""
+    answer = packed_into(room, into, budget, rng)
+    if answer is None:
+        return False
+    held = [i for t in answer for rows in t.microbatches for row in rows for i in row]
+    assert sorted(held) == list(range(room.batch.n))
+    assert len(answer) <= len(into)
+    for t in answer:
+        for m, places in t.placed.items():
+            shape, tokens = room.buckets[t.bucket].shape(m), Counter()
+            for piece, *at in places.columns.T.tolist():
+                tokens[tuple(at)] += room.batch.lengths[m][piece]
+            assert max(tokens.values()) <= shape.tokens
+            assert places.row.max() < shape.rows
+    return True
 
 
 def by_volume(batch, bucket, ranks, group_size, profile):
-    """Groups that hold a batch if nothing is left over."""
-    least = [1]
+    """Groups that hold a batch if nothing is left over, in halves."""
+    least = [0.5]
     for m, shape in bucket.shapes:
         tile = m in profile.piece_tokens
         amount = sum(len(x.lengths(m)) if tile else x.tokens(m) for x in batch)
         room = (shape.rows if tile else shape.size) * ranks[m] * group_size
-        least.append(math.ceil(amount / room - 1e-9))
+        least.append(math.ceil(2 * amount / room - 1e-9) / 2)
     return max(least)
 
 
@@ -360,13 +401,15 @@ def exhaustive(
         prices = prices_of(plan.layout, costs)
         key = name, m, repr((prices.programs, prices.step_end, prices.sends))
         if key not in known:
+            # Half a group takes half of what a group more takes.
+            around = [f(n) for n in n_groups for f in (math.floor, math.ceil)]
             took = {
                 n: simulate_step(
                     plan, Schedule(0, full_groups(plan, pairs, n)), prices, names
                 ).makespan_s
-                for n in set(n_groups)
+                for n in set(around)
             }
-            known[key] = float(np.mean([took[n] for n in n_groups]))
+            known[key] = float(np.mean([took[n] for n in around]))
         rows.append((name, m, known[key], peak))
     return rows, memory_bytes
 

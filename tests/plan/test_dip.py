@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -172,22 +173,20 @@ def every_candidate_s(evaluator):
             names = rules.trainable(plan.layout)
             spans = []
             for b in range(len(evaluator.batches)):
-                groups = []
-                for _ in range(max(ranked.groups[b], evaluator.n_groups(plan.layout, b))):
-                    (bucket,) = plan.layout.buckets
-                    counts = [ranked.uniform.parts[m] for m, _ in bucket.shapes]
-                    stop = len(groups) + sum(counts)
-                    read = tuple(range(stop - counts[-1], stop))
-                    for (m, shape), n in zip(bucket.shapes, counts, strict=True):
-                        feeds = () if m == "llm" else read
-                        groups += [Group(m, shape, feeds, ranked.uniform.content[m])] * n
-                trace = simulate_step(
-                    plan,
-                    Schedule(0, tuple(groups)),
-                    prices_of(plan.layout, costs),
-                    names,
-                )
-                spans.append(trace.makespan_s)
+                n_groups = max(ranked.groups[b], evaluator.n_groups(plan.layout, b))
+                for whole in (math.floor(n_groups), math.ceil(n_groups)):
+                    groups = []
+                    for _ in range(whole):
+                        (bucket,) = plan.layout.buckets
+                        counts = [ranked.uniform.parts[m] for m, _ in bucket.shapes]
+                        stop = len(groups) + sum(counts)
+                        read = tuple(range(stop - counts[-1], stop))
+                        for (m, shape), n in zip(bucket.shapes, counts, strict=True):
+                            feeds = () if m == "llm" else read
+                            groups += [Group(m, shape, feeds, ranked.uniform.content[m])] * n
+                    prices = prices_of(plan.layout, costs)
+                    trace = simulate_step(plan, Schedule(0, tuple(groups)), prices, names)
+                    spans.append(trace.makespan_s)
             assert bound_s <= np.mean(spans) * (1 + 1e-9)
             found[ranked.name, ranked.cut] = float(np.mean(spans))
     return found

@@ -319,8 +319,8 @@ def test_a_heavier_encoder_gets_more_devices():
 
 
 def test_what_the_host_does_for_a_task_makes_groups_fewer():
-    """Four, or where the host needs half of what a step took for each task one of twice the
-    size."""
+    """Four, or where the host needs half of what a step took for each task one of half as much
+    again at least."""
     profile = model_profile()
     free = run(profile=profile)
     step_s = free.plan.predicted.makespan_s
@@ -328,7 +328,7 @@ def test_what_the_host_does_for_a_task_makes_groups_fewer():
     assert [r.candidates[0].cut for r in (free, bound)] == [4, 1]
     layouts = [r.plan.layout for r in (free, bound)]
     sizes = [max(s.size for s in x.shapes("llm")) * x.group_size for x in layouts]
-    assert sizes[1] >= 2 * sizes[0]
+    assert sizes[1] >= 1.5 * sizes[0]
     # A group of both modules keeps the host at work three times, one segment after the other.
     assert bound.plan.predicted.makespan_s >= 3 * step_s / 2
     prices = plan_prices(bound.plan.layout, dataclasses.replace(profile, host_s=step_s / 2))
@@ -472,7 +472,7 @@ def test_a_look_at_one_policy_finds_its_best(policy):
 
 def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
     config = dataclasses.replace(CONFIG, policy="auto", sampled_batches=1)
-    spec = SearchSpec(4, BATCH, config)
+    spec = SearchSpec(6, BATCH, config)
     evaluator = search_module.evaluator_of(model_profile(), data_profile(), spec)
     ranking = Ranking(evaluator, list(searched(evaluator.rules)), ())
     best = ranking.about_best("dflop", np.inf)
@@ -496,8 +496,9 @@ def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
     for most_s in (0.999 * best.bound_s, 1.05 * best.bound_s):
         steps, n_begun = [], 0
         found = ranking.about_best("dflop", most_s)
-        assert n_begun < needed
-        within = [s for s in steps if s.exact and s.bound_s <= most_s]
+        assert n_begun < needed or found
+        by_all = [s.by_all(len(evaluator.batches)) for s in steps if s.bound_s <= most_s]
+        within = [s for s in by_all if s.bound_s <= most_s]
         assert found == min(within, key=lambda s: s.bound_s, default=None)
 
 

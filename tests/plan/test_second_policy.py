@@ -71,4 +71,4 @@ def test_without_a_limit_or_anything_recomputed_there_is_none(free):
     for limit in (0.0, 1e12):
         spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="dip"), limit)
         evaluator = search_module.evaluator_of(keeps_little(), data_profile(), spec)
-        assert with_second_policies(free, evaluator) [0] == free
+        assert with_second_policies(free, evaluator)[0] == free

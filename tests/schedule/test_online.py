@@ -11,7 +11,7 @@ import pytest
 from scipy import optimize
 
 from dflop_jax.records import REDUCE, UPDATE, Bucket, Load, Schedule, Shape, Task
-from dflop_jax.schedule import Capacity, oversize, schedule_batch, scheduled_s
+from dflop_jax.schedule import Capacity, oversize, quick_schedule, schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
@@ -63,7 +63,7 @@ def test_every_piece_once_over_random_plans(seed):
     assert got.makespan_s <= greedy.makespan_s * (1 + 1e-9)
     again = simulate_step(plan, got, prices, plan.layout.modules).makespan_s
     assert got.makespan_s == pytest.approx(again)
-    unnamed = scheduled_s(loads, plan, prices, plan.layout.modules, 300)
+    unnamed = quick_schedule(loads, plan, prices, plan.layout.modules, 300).makespan_s
     assert unnamed == pytest.approx(again)  # whichever ranks hold it
 
 

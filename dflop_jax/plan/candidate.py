@@ -11,7 +11,7 @@ import numpy as np
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import Option, options_of, saving_words
 from dflop_jax.plan.placement import name_of
-from dflop_jax.plan.uniform import Uniform
+from dflop_jax.plan.uniform import Uniform, around
 from dflop_jax.records import REMAT, Bucket, Plan, Predicted
 
 # What decides between candidates that are equally fast: the least is the better.
@@ -137,10 +137,10 @@ class Candidate:
         groups as it ever may."""
         plan, busy = self.plan, dict(self.plan.predicted.busy_fraction)
         if self.uniform is not None:
-            around = [int(whole) for n in self.groups for whole in (np.floor(n), np.ceil(n))]
-            traces = {n: self.uniform.trace(n) for n in set(around)}
-            took_s = sum(traces[n].makespan_s for n in around)
-            each = [(traces[n].makespan_s, traces[n].busy_fraction()) for n in around]
+            whole = [n for groups in self.groups for n in around(groups)]
+            traces = {n: self.uniform.trace(n) for n in set(whole)}
+            took_s = sum(traces[n].makespan_s for n in whole)
+            each = [(traces[n].makespan_s, traces[n].busy_fraction()) for n in whole]
             names = [m.name for m in plan.layout.submeshes]
             busy = {m: sum(s * b.get(m, 0.0) for s, b in each) / took_s for m in names}
         figures = Predicted(self.bound_s, busy, evaluator.most_by_submesh(plan), self.bound_s)

@@ -15,6 +15,7 @@ from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.finalist import Finalist, fastest_of
 from dflop_jax.plan.half import with_half
 from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
+from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.sizing import with_buckets
 from dflop_jax.records import Bucket, Layout, Plan, Shape
 from dflop_jax.schedule import BucketChoice
@@ -36,7 +37,7 @@ _ASKED = 2
 # with twice as many, plans win by chance whose groups just hold the batches that judge.
 _MOST_MORE_GROUPS = 1.2
 
-Finish = Callable[[Plan], tuple[Plan, float]]
+Spared = Callable[[Plan], Plan]
 
 
 def _others(ranking: Ranking, near: Sequence[Candidate], best_s: float) -> list[Candidate]:
@@ -48,17 +49,17 @@ def _others(ranking: Ranking, near: Sequence[Candidate], best_s: float) -> list[
 
 
 def refined(
-    ranking: Ranking, ranked: Sequence[Candidate], n: int, finish: Finish
+    ranking: Ranking, ranked: Sequence[Candidate], n: int, spared: Spared
 ) -> list[Finalist]:
     """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
     as many: of the fastest at a glance of those that are ranked and of the first of other policies,
     with effort "full" with several granularities of buckets; the integer program of shapes is then
-    asked for the fastest. What `finish` adds to an evaluated plan is judged with it: it returns the
-    plan and its seconds."""
+    asked for the fastest. What `spared` adds to an evaluated plan is judged with it, as are second
+    recompute policies."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.scheduling.grouping == "arrival":
         alone = placements(ranked)[:n]
-        return [Finalist(finish(r.plan)[0], r, seconds=r.makespan_s) for r in alone]
+        return [Finalist(spared(r.plan), r, seconds=r.makespan_s) for r in alone]
     quick = evaluator.config.effort == "quick"
     in_order = _by_a_glance(evaluator, ranked)
     others = _others(ranking, in_order, first.bound_s)
@@ -80,8 +81,8 @@ def refined(
         alike += _with_shorter_rows(alike[-1], evaluator)
         tried += [Finalist(p, candidate, cut) for p in alike]
     tried += [more for one in tried for more in _with_divided_readers(evaluator, one)]
-    judged = _judged(evaluator, tried, n, finish)
-    judged = _with_program(evaluator, judged, tried, finish)
+    judged = _judged(evaluator, tried, n, spared)
+    judged = _with_program(evaluator, judged, tried, spared)
     fastest_first: list[Finalist] = []
     while judged:
         fastest_first.append(fastest_of(judged))
@@ -100,7 +101,7 @@ def _by_a_glance(evaluator: Evaluator, ranked: Sequence[Candidate]) -> list[Cand
 
 
 def _with_program(
-    evaluator: Evaluator, judged: Sequence[Finalist], tried: Sequence[Finalist], finish: Finish
+    evaluator: Evaluator, judged: Sequence[Finalist], tried: Sequence[Finalist], spared: Spared
 ) -> list[Finalist]:
     """The plans with what the integer program of shapes makes of the candidates of the fastest,
     which says how their own buckets compare; with effort "full" of a longer search, too."""
@@ -112,7 +113,7 @@ def _with_program(
             first.setdefault(id(one.of), known)
     asked = [a for known in list(first.values())[:_ASKED] for a in _by_program(evaluator, known)]
     new = [a for a in asked if all(a.plan.layout != f.plan.layout for f in (*tried, fastest))]
-    compared = [fastest, *_judged(evaluator, new, 1, finish, known=[fastest])]
+    compared = [fastest, *_judged(evaluator, new, 1, spared, known=[fastest])]
     won = fastest_of(compared)
     rest = [f for f in [*compared, *judged] if f is not won]
     choices = [a.choice for a in asked if a.choice]
@@ -152,7 +153,7 @@ def _judged(
     evaluator: Evaluator,
     plans: Sequence[Finalist],
     n: int,
-    finish: Finish,
+    spared: Spared,
     known: Sequence[Finalist] = (),
 ) -> list[Finalist]:
     """All that are close to the fastest at a glance, looked at closely; the first of a policy even
@@ -168,7 +169,8 @@ def _judged(
         near = _CLOSE_TO_BEST if alike else _OTHER_AT_A_GLANCE
         if alike < wanted or one.glance_s <= near * least_s:
             assert one.of is not None
-            plan, seconds = finish(evaluator.evaluate(one.plan, one.of.bound_s))
+            plan = spared(evaluator.evaluate(one.plan, one.of.bound_s))
+            plan, seconds = with_second_policies(plan, evaluator)
             judged.append(replace(one, plan=plan, seconds=seconds))
     return judged[len(known) :]
 

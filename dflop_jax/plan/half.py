@@ -22,6 +22,6 @@ def with_half(layout: Layout, rules: Rules) -> Layout:
             tokens = tokens // 2 // multiple * multiple
         shapes[m] = shape if m in layout.divided else Shape(rows, tokens)
     half = Bucket.of(shapes)
-    if half == bucket or rules.spec.config.buckets < 2:
+    if half == bucket or rules.least_group == 1.0:
         return layout
     return replace(layout, buckets=(bucket, half))

@@ -22,7 +22,6 @@ from dflop_jax.plan.judge import fastest
 from dflop_jax.plan.limits import LEAST, Limits, with_limits
 from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.ranking import Ranking, placements, searched
-from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.space import baseline
 from dflop_jax.plan.spare import with_spare
 from dflop_jax.plan.spec import SearchSpec
@@ -96,10 +95,10 @@ def search_plan(
     if rules.spec.refine:
         n_wanted = max(1, config.finalists if time_plan else 1)
 
-        def finish(plan: Plan) -> tuple[Plan, float]:
-            return with_second_policies(with_spare(plan, data.tail, evaluator), evaluator)
+        def spared(plan: Plan) -> Plan:
+            return with_spare(plan, data.tail, evaluator)
 
-        finalists = refined(ranking, best, n_wanted, finish)
+        finalists = refined(ranking, best, n_wanted, spared)
         plan = fastest(evaluator, finalists).plan
         if time_plan:
             plans = [plan, *(f.plan for f in finalists if f.plan is not plan)]

@@ -24,13 +24,13 @@ def with_second_policies(plan: Plan, evaluator: Evaluator) -> tuple[Plan, float]
     if not candidates:
         return plan, seconds
     glance_s = evaluator.glance_s(plan)
-    best, best_s, least_s = plan, seconds, (1 - _WORTH_PROGRAMS) * seconds
+    best, best_s, worth_s = plan, seconds, (1 - _WORTH_PROGRAMS) * seconds
     for candidate in candidates:
         if evaluator.glance_s(candidate) >= glance_s * (1 - TIE):
             continue
         evaluated = evaluator.evaluate(candidate, plan.predicted.makespan_s)
-        if (judged_s := evaluator.judged_s(evaluated)) < least_s:
-            best, best_s = evaluated, (least_s := judged_s)
+        if (judged_s := evaluator.judged_s(evaluated)) < min(worth_s, best_s):
+            best, best_s = evaluated, judged_s
     return best, best_s
 
 

@@ -3,6 +3,7 @@ scheduled."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -57,6 +58,11 @@ def uniform_groups(
     return tuple(groups)
 
 
+def around(n: float) -> tuple[int, int]:
+    """The whole numbers of groups that a number with a half is between, or twice itself."""
+    return math.floor(n), math.ceil(n)
+
+
 @dataclass
 class Uniform:
     """Steps of a plan with one bucket by its number of groups; `parts` as for `uniform_groups`.
@@ -67,7 +73,7 @@ class Uniform:
     price: Callable[[Layout], Prices]
     trainable: Sequence[str]
     parts: Mapping[str, int] | None = None
-    _makespans: dict[float, float] = field(default_factory=dict)
+    _makespans: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def prices(self) -> Prices:
@@ -78,13 +84,14 @@ class Uniform:
         return simulate_step(self.plan, schedule, self.prices, self.trainable)
 
     def makespan_s(self, n: float) -> float:
-        """Simulated once; no trace is kept, since a search has hundreds. Of a half group more than
-        a whole number: halfway to the next."""
-        if n % 1:
-            return (self.makespan_s(n // 1) + self.makespan_s(n // 1 + 1)) / 2
+        """Of a half group more than a whole number: halfway to the next."""
+        return sum(map(self._whole_s, around(n))) / 2
+
+    def _whole_s(self, n: int) -> float:
+        """Simulated once; no trace is kept, since a search has hundreds."""
         if n not in self._makespans:
             layout = self.plan.layout
-            groups = uniform_groups(layout, self.content, int(n), self.parts)
+            groups = uniform_groups(layout, self.content, n, self.parts)
             graph = step_graph(layout, groups, self.trainable)
             order = textbook_order(self.plan, graph, groups)
             step = makespan_by(self.plan, Schedule(0, groups), graph, self.prices)

@@ -119,7 +119,7 @@ def group_content(volume: Volume, cut: Array, data: Array) -> tuple[Array, ...]:
     return tuple(_ceil(amount * ROOM / (cut * data)) for amount in volume.content)
 
 
-def least_groups(volume: Volume, room: Array, size: float = 1.0) -> Array:
+def least_groups(volume: Volume, room: Array, size: float) -> Array:
     """Groups that each sampled batch needs at least, [n_batches, *room.shape]; `room` is what one
     holds, and of the smallest there is a share of `size`."""
     sums = volume.batches.reshape(-1, *(1 for _ in np.shape(room)))

@@ -155,14 +155,14 @@ def greedy_answer(room: PackingSpace, mains: int) -> list[BucketRun]:
         tried.add(home_N.tobytes())
         answer: list[BucketRun] = []
         for b in np.unique(home_N).tolist():
-            answer += _first_fitted(room, b, np.flatnonzero(home_N == b).tolist(), budget)
+            answer += _first_fitted(room, b, np.flatnonzero(home_N == b), budget)
         if best is None or room.cost(answer) < room.cost(best):
             best = answer
     return room.in_order(best or [])
 
 
 def _first_fitted(
-    room: PackingSpace, b: int, members: Sequence[int], budget: Budget
+    room: PackingSpace, b: int, members: NDArray[np.int64], budget: Budget
 ) -> list[BucketRun]:
     """Groups of a bucket that hold the samples, by first fit, fullest first. Samples whose pieces
     then fit no row are packed again."""
@@ -173,8 +173,7 @@ def _first_fitted(
         whole = batch.room(bucket, m, capacity)
         whole = batch.row_room(bucket.shape(m), m) if m == batch.anchor else whole
         np.maximum(fill_N, batch.tokens[m] / max(whole, 1), out=fill_N)
-    waiting = sorted(members)
-    waiting = [waiting[i] for i in np.argsort(-fill_N[waiting], kind="stable").tolist()]
+    waiting = members[np.argsort(-fill_N[members], kind="stable")].tolist()
     microbatches: Packed = []
     while waiting:
         packed = first_fit(batch, waiting, bucket, capacity)

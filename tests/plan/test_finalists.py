@@ -24,10 +24,12 @@ def looked_at(glances, n, known=()):
     evaluator = SimpleNamespace(
         glance_s=lambda plan: plan.seconds,
         evaluate=lambda plan, bound_s: plan,
+        judged_s=lambda plan: plan.seconds,
+        rules=SimpleNamespace(spec=SimpleNamespace(memory_bytes=0)),
     )
 
     def finish(plan):
-        return SimpleNamespace(**vars(plan), finished=True), plan.seconds
+        return SimpleNamespace(**vars(plan), finished=True)
 
     tried = [Finalist(p, candidate, 1) for p in plans]
     before = [Finalist(SimpleNamespace(policy=p), glance_s=s, seconds=s) for p, s in known]

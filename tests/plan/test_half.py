@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.config import PlanConfig
+from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.half import with_half
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import Bucket, Shape
@@ -16,7 +17,8 @@ from ..plans import chain
 def rules(buckets=2, multiple=32):
     config = PlanConfig(buckets=buckets)
     spec = SearchSpec(1, 8, config, token_multiple=multiple)
-    return SimpleNamespace(profile=SimpleNamespace(piece_tokens={"vision": 16}), spec=spec)
+    costs = SimpleNamespace(profile=SimpleNamespace(piece_tokens={"vision": 16}))
+    return Rules(costs, {}, spec)
 
 
 def halves(vision, llm, **options):

@@ -42,6 +42,9 @@ from models.sizes import VISION
 
 KINDS = ("single image", "several images", "video", "audio")
 SPREAD, DRAWS = 0.05, 2  # of log-normal factors on predicted seconds
+# Batches by which plans are judged, as many as have so many samples: of those of a few, some just
+# fit the groups of one plan.
+MOST, SAMPLES = 16, 8_192
 POLICIES: tuple[Policy, ...] = ("auto", *policies.SEARCHED)
 
 
@@ -86,19 +89,17 @@ def perturbed(profile: ModelProfile, seed: int) -> ModelProfile:
     )
 
 
-def judged(case: Case, found: Answer) -> float:
-    """Mean seconds of the reported batches under perturbed prices; infinite without a plan."""
+def judged(case: Case, found: Answer) -> np.ndarray:
+    """Seconds of each reported batch, over all draws of perturbed prices; infinite without plan."""
     if found.plan is None:
-        return math.inf
+        return np.full(case.n_reported, math.inf)
     names = [s.name for s in found.plan.layout.segments]
-    seconds = []
+    seconds = np.zeros((DRAWS, case.n_reported))
     for draw in range(DRAWS):
         prices = plan_prices(found.plan.layout, perturbed(profile_of(case), draw))
-        seconds += [
-            simulate_step(found.plan, step.schedule, prices, names).makespan_s
-            for step in found.steps
-        ]
-    return float(np.mean(seconds))
+        for i, step in enumerate(found.steps):
+            seconds[draw, i] = simulate_step(found.plan, step.schedule, prices, names).makespan_s
+    return seconds.mean(axis=0)
 
 
 @dataclass(frozen=True)
@@ -109,32 +110,38 @@ class Row:
     chosen: str
     step_s: dict[Policy, float]
     behind: float
+    error: float
     planning_s: float
 
 
 def measure(case: Case) -> Row:
+    case = replace(case, batches=max(case.batches, min(MOST, SAMPLES // case.global_batch)))
     found = {p: answer(case, p) for p in POLICIES}
-    step_s = {p: judged(case, a) for p, a in found.items()}
-    auto = found["auto"]
+    each_s = {p: judged(case, a) for p, a in found.items()}
+    step_s = {p: float(s.mean()) for p, s in each_s.items()}
+    auto, best = found["auto"], min(POLICIES, key=lambda p: step_s[p])
+    behind_s, n = each_s["auto"] - each_s[best], case.n_reported
+    error_s = float(np.std(behind_s, ddof=1)) / math.sqrt(n) if n > 1 else 0.0
     return Row(
         case.name,
         case.n_devices,
         case.global_batch,
         auto.plan.policy if auto.plan else "none",
         step_s,
-        step_s["auto"] / min(step_s.values()) - 1,
+        step_s["auto"] / step_s[best] - 1,
+        error_s / step_s[best],
         auto.search_s,
     )
 
 
 def show(rows: Sequence[Row]) -> None:
     print(f"{'set-up':34}{'devices':>8}{'batch':>7}" + "".join(f"{p:>9}" for p in POLICIES)
-          + f"{'takes':>8}{'behind':>8}{'planning':>10}")  # fmt: skip
+          + f"{'takes':>8}{'behind':>16}{'planning':>10}")  # fmt: skip
     for r in rows:
         each = "".join(f"{r.step_s[p]:8.2f}s" for p in POLICIES)
         print(
             f"{r.setup:34}{r.devices:8}{r.batch:7}{each}{r.chosen:>8}"
-            f"{100 * r.behind:7.1f}%{r.planning_s:9.1f}s"
+            f"{100 * r.behind:7.1f} +-{100 * r.error:4.1f}%{r.planning_s:9.1f}s"
         )
     worst = max(rows, key=lambda r: r.behind)
     print(f"worst: {worst.setup}, {100 * worst.behind:.1f}% behind")

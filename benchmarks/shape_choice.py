@@ -172,7 +172,7 @@ def measured(case: Case, folder: Path, seed: int) -> Iterator[Row]:
         start_s = time.process_time()
         search = choose_buckets(seen, wanted, effort=effort, seed=seed, with_milp=False)
         middle_s = time.process_time()
-        choice = choose_buckets(seen, wanted, effort=effort, seed=seed, start=search.buckets)
+        choice = choose_buckets(seen, wanted, effort=effort, seed=seed, start=search)
         both_s = time.process_time() - start_s
         yield Row(
             case.name, case.shapes, seed, effort,

@@ -130,7 +130,7 @@ def _by_program(evaluator: Evaluator, known: Finalist) -> list[Finalist]:
     candidate, effort = known.of, evaluator.config.effort
     assert candidate is not None, "it was made of one"
     assert known.choice is not None, "its buckets were chosen"
-    start = known.choice.buckets if effort == "quick" else ()
+    start = known.choice if effort == "quick" else None
     found: dict[Layout, Finalist] = {}
     for largest in dict.fromkeys([candidate.largest, candidate.roomiest]):
         for a in _with_buckets(evaluator, candidate, largest, known.finest, effort, start=start):

@@ -115,15 +115,14 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
     row_room = batch.row_room(bucket.shape(batch.anchor), batch.anchor) if batch.anchor else 0
     tokens_N = (batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n, int)).tolist()
     asks_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n).T.tolist()
+    empty_T = _tournament(row_room, width)
     packed: Packed = []
-    free_GR: list[Ints] = []
+    free_GT: list[list[int]] = []
     free_GM: list[list[int]] = []
-    used_G: list[int] = []  # rows that hold something, the first ones
-    widest_G: list[int] = []  # room of the emptiest row
     for i in order:
         tokens, asks_M = tokens_N[i], asks_NM[i]
-        for g, widest in enumerate(widest_G):
-            if widest < tokens:
+        for g, free_T in enumerate(free_GT):
+            if free_T[1] < tokens:
                 continue
             for asked, free in zip(asks_M, free_GM[g]):
                 if asked > free:
@@ -131,21 +130,38 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
             else:
                 break  # it holds the sample
         else:
-            g = len(packed)
+            g, free_T = len(packed), empty_T.copy()
             packed.append([[] for _ in range(width)])
-            free_GR.append(np.full(width, row_room))
+            free_GT.append(free_T)
             free_GM.append(list(room_M))
-            used_G.append(0)
-            widest_G.append(row_room)
-        free_R, row = free_GR[g], used_G[g]
-        fits_R = free_R[:row] >= tokens
-        if row and fits_R[first := int(fits_R.argmax())]:
-            row = first
-        else:
-            used_G[g] += 1
-        free_R[row] -= tokens
+        packed[g][_put_first(free_T, tokens)].append(i)
         free_GM[g] = [f - a for a, f in zip(asks_M, free_GM[g])]
-        if used_G[g] == width:
-            widest_G[g] = int(free_R.max())
-        packed[g][row].append(i)
     return packed
+
+
+def _tournament(room: int, width: int) -> list[int]:
+    """The most that is free in any row below each node of a binary tree, whose root is 1 and whose
+    last half are the rows (Johnson 1973)."""
+    n_leaves = 1 << (width - 1).bit_length()
+    free_T = [-1] * n_leaves + [room] * width + [-1] * (n_leaves - width)
+    for node in range(n_leaves - 1, 0, -1):
+        free_T[node] = max(free_T[2 * node : 2 * node + 2])
+    return free_T
+
+
+def _put_first(free_T: list[int], tokens: int) -> int:
+    """The first row with so many tokens free, of which it then has fewer; some row has."""
+    node, n_leaves = 1, len(free_T) // 2
+    while node < n_leaves:
+        node *= 2
+        if free_T[node] < tokens:
+            node += 1
+    row = node - n_leaves
+    free_T[node] -= tokens
+    while node > 1:
+        node //= 2
+        most = max(free_T[2 * node], free_T[2 * node + 1])
+        if free_T[node] == most:
+            break
+        free_T[node] = most
+    return row

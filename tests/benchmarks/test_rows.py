@@ -70,7 +70,7 @@ class Tiny:
 def answers_of_nothing(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Planning of a 7B on a hundred devices takes minutes: no policy finds a plan."""
     patch.setattr(script, "answer", lambda case, policy: script.Answer("nothing fits"))
-    patch.setattr(script, "judged", lambda case, answer: 1.0)
+    patch.setattr(script, "judged", lambda case, answer: script.np.ones(case.n_reported))
     patch.setattr(script, "on_all_cores", map)
 
 

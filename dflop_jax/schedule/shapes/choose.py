@@ -100,7 +100,7 @@ def choose_buckets(
     effort: str = "full",
     seed: int = 0,
     with_milp: bool = True,
-    start: Buckets = (),
+    start: BucketChoice | None = None,
 ) -> BucketChoice:
     """At most `problem.n_buckets` buckets that minimise the expected step on these loads (a
     DataProfile's). The answer depends on the arguments alone.
@@ -109,7 +109,7 @@ def choose_buckets(
       effort: "full" (seconds), or "quick" (a fifth of it: fewer batches, a smaller integer
         program), good enough to rank plans. Either does a fixed amount of work.
       with_milp: False leaves the integer program out.
-      start: the answer of a choice without it, to go on from.
+      start: the answer of the same choice without it, to go on from.
 
     Raises:
       ValueError: a sample that no bucket within the limits can hold, or an unknown effort.
@@ -125,33 +125,33 @@ def choose_buckets(
     budget = round(work.budget * max(0.3, share))
     evaluator = BucketEvaluator(batches, problem, work=work.work, budget=budget)
     chained = chains(sizes, problem)[: work.starts]
-    best = start
-    if not start:
+    if start is None:
         starts = [_holding(one, front, sizes, problem.capacity) for one in chained]
         best = _best_start(starts, evaluator, few, work.finalists)
-        best = _refined(best, sizes, evaluator, front, problem)
+        start = _choice(_refined(best, sizes, evaluator, front, problem), evaluator)
     if not with_milp:
-        return _choice(roomiest_first(best), evaluator)
+        return start
     answers = solve_choices(
-        _candidates((*chained, best), sizes, problem, work.milp),
+        _candidates((*chained, start.buckets), sizes, problem, work.milp),
         evaluator.batches[: work.milp.batches],
         problem,
         must_hold=front,
-        start=best,
+        start=start.buckets,
         slacks=work.milp.slacks,
         max_nodes=work.milp.nodes,
     )
-    others = [a.buckets for a in answers if a.buckets != roomiest_first(best)]
+    others = [a.buckets for a in answers if a.buckets != start.buckets]
     evaluator.left = round(_MILP_SHARE * budget)
-    n, other = len(batches), best
+    other = start
     if others:
-        other = _refined(_best_start(others, evaluator, n, 1), sizes, evaluator, front, problem)
-    best_s, other_s = evaluator.mean_s(best, n), evaluator.mean_s(other, n)
-    wins = less(other_s, best_s)
+        best = _best_start(others, evaluator, len(batches), 1)
+        other = _choice(_refined(best, sizes, evaluator, front, problem), evaluator)
+    wins = less(other.expected_s, start.expected_s)
+    slower, faster = (start, other) if wins else (other, start)
     return replace(
-        _choice(roomiest_first(other if wins else best), evaluator),
+        faster,
         made_by="integer" if wins else "search",
-        gain=1 - min(best_s, other_s) / max(best_s, other_s),
+        gain=1 - faster.expected_s / slower.expected_s,
         gap=min((a.gap for a in answers), default=1.0),
     )
 
@@ -175,7 +175,7 @@ def _choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:
         room = sum(evaluator.rooms[buckets, i][m] for i in range(n))
         used = sum(int(b.tokens[m].sum()) for b in evaluator.batches)
         padding[m] = 1 - used / room if room else 0.0
-    return BucketChoice(buckets, expected_s, padding)
+    return BucketChoice(roomiest_first(buckets), expected_s, padding)
 
 
 def _drawn(loads: Sequence[Load], problem: ShapeProblem, usual: int, seed: int) -> list[list[Load]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from heapq import heapreplace
 
 import numpy as np
@@ -38,31 +39,33 @@ def lpt(
         each = np.split(open_B, np.searchsorted(open_B, first_K[1:]))
         heaps = [sorted(zip(loads_RB[own, j].tolist(), j.tolist())) for j in each]
         load_RK[own] = [heap[0][0] for heap in heaps]
-    scale_RK = None if problem.scale_RB is None else problem.scale_RB[:, first_K]
+    scale_CK = 1.0 if problem.scale_RB is None else problem.scale_RB[:, first_K]
     limits_R1 = (problem.limits_R * (1 + ROUNDING))[:, None]
     limited = len(sizes_RN) > c
     spread = any(problem.grouped_R) and problem.group > 1
-    after_RK, score_K = np.empty_like(load_RK), np.empty(len(first_K))
-    cost_RK = np.empty((c, len(first_K)))
+    shared = [r for r, grouped in enumerate(problem.grouped_R) if grouped]
+    after_RK, cost_CK = np.empty_like(load_RK), np.zeros((max(1, c), len(first_K)))
+    score_K, *others = cost_CK  # the largest is made in the first
+    after_CK, written_CK = after_RK[:c], cost_CK[:c]
     sizes_NR1 = np.ascontiguousarray(sizes_RN.T)[:, :, None]
     for i in order.tolist():
         np.add(load_RK, sizes_NR1[i], out=after_RK)
-        if scale_RK is None:
-            np.maximum.reduce(after_RK[:c], axis=0, out=score_K, initial=0.0)
-        else:
-            np.multiply(after_RK[:c], scale_RK, out=cost_RK)
-            np.maximum.reduce(cost_RK, axis=0, out=score_K, initial=0.0)
+        np.multiply(after_CK, scale_CK, out=written_CK)
+        for cost_K in others:
+            np.maximum(score_K, cost_K, out=score_K)
         if limited:
             score_K[(after_RK[c:] > limits_R1[c:]).any(axis=0)] = np.inf
         k = int(score_K.argmin())
-        if score_K[k] == np.inf:
+        least = float(score_K[k])
+        if least == math.inf:
             continue
         if spread:  # bins of one group tie on the load they share: take the least loaded of them
-            tied = np.flatnonzero(score_K <= score_K[k] * (1 + ROUNDING))
-            k = int(tied[after_RK[:, tied].sum(axis=0).argmin()])
-        for r, grouped in enumerate(problem.grouped_R):
-            where = slice(lo_K[k], hi_K[k]) if grouped else k
-            load_RK[r, where] = after_RK[r, k]
+            (tied,) = (score_K <= least * (1 + ROUNDING)).nonzero()
+            if len(tied) > 1:
+                k = int(tied[after_RK[:, tied].sum(axis=0).argmin()])
+        load_RK[:, k] = after_RK[:, k]
+        if hi_K[k] - lo_K[k] > 1:
+            load_RK[shared, lo_K[k] : hi_K[k]] = after_RK[shared, k : k + 1]
         if own is None:
             bins[i] = first_K[k]
         else:

@@ -109,14 +109,14 @@ def test_the_milp_sees_the_lengths_that_several_modes_need(monkeypatch, effort):
     problem = problem_of(64, {"b": 2}, seconds=quadratic_seconds, n_buckets=3)
     alone = choose_buckets(loads, problem, effort=effort, with_milp=False)
     assert (alone.made_by, alone.gain, alone.gap) == ("search", 0.0, 1.0)
-    start = alone.buckets if effort == "quick" else ()
+    start = alone if effort == "quick" else None
     both = choose_buckets(loads, problem, effort=effort, start=start)
     assert both.expected_s < 0.99 * alone.expected_s
     assert both.made_by == "integer"
     assert both.gain == pytest.approx(1 - both.expected_s / alone.expected_s)
     assert 0 <= both.gap <= 1
     if effort == "quick":  # on the same batches
-        again = choose_buckets(loads, problem, effort=effort, start=both.buckets)
+        again = choose_buckets(loads, problem, effort=effort, start=both)
         assert again.expected_s <= both.expected_s
 
 

@@ -110,7 +110,7 @@ def _table(
         tokens,
         sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
         least_groups(
-            volume, rules.room(module, rows, tokens) * most_parts * rank.data, rules.least_group
+            volume, rules.room(module, rows, tokens) * most_parts * rank.data, rules.shares[0]
         ),
         segment_costs(rules, segments, tasks, mesh, 1, figures, content),
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.half import with_half
+from dflop_jax.plan.ladder import ladder_of
 from dflop_jax.plan.options import with_options
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.uniform import Uniform
@@ -179,13 +179,14 @@ class Evaluator:
         return [with_options(plan, {module: o}) for o in self.rules.options(module)]
 
     def n_groups(self, layout: Layout, batch: int) -> float:
-        """Groups that the scheduler makes of a batch in a layout of one bucket, those of half of it
-        as halves; those that feed one together count once. It is the same for all layouts of the
-        same data ranks."""
-        layout, capacity = with_half(layout, self.rules), capacity_of(layout)
-        key = (capacity, layout.buckets, layout.fan_in, batch)
+        """Groups that the scheduler makes of a batch in a layout of one bucket, the last as the
+        part of it that will do; those that feed one together count once. It is the same for all
+        layouts of the same data ranks."""
+        ladder, capacity = ladder_of(layout, self.rules), capacity_of(layout)
+        key = (capacity, tuple(ladder), layout.fan_in, batch)
         if key not in self._groups:
-            self._groups[key] = fewest_groups(self._packed[batch], layout, _RANK_WORK)
+            layout, shares = replace(layout, buckets=tuple(ladder)), list(ladder.values())
+            self._groups[key] = fewest_groups(self._packed[batch], layout, shares, _RANK_WORK)
         return self._groups[key]
 
     def evaluate(self, plan: Plan, about_s: float, prices: Prices | None = None) -> Plan:
@@ -277,15 +278,19 @@ class Evaluator:
         return (1 - share) * plain_s + share * sum(drifted_s)
 
     def glance_s(self, plan: Plan) -> float:
-        """About the seconds of a plan that was not evaluated, with the lookahead that suits it,
-        from few batches and little work."""
+        """About `judged_s` of a plan that was not evaluated, with the lookahead that suits it, from
+        few batches and little work."""
         n = max(2, round(_GLANCED * len(self.unseen)))
         prices, trainable = self.prices(plan.layout), self.rules.trainable(plan.layout)
         schedules = self._quick(plan, self.unseen[:n], prices, _RANK_WORK)
         longer = self._with_lookahead(plan, schedules, prices, busiest_s=0.0)
         if longer != plan:
             schedules = [reordered(s, longer, prices, trainable, _RANK_WORK) for s in schedules]
-        return float(np.mean([s.makespan_s for s in schedules]))
+        plain_s, share = float(np.mean([s.makespan_s for s in schedules])), self.config.drift
+        if not share:
+            return plain_s
+        drifted_s = self._mean_s(longer, self.drifted[:n], prices, _RANK_WORK)
+        return (1 - share) * plain_s + share * drifted_s
 
     def _work_budget(self, step_s: float) -> int:
         return work_budget(step_s, shares_cores=self.rules.profile.shares_cores)

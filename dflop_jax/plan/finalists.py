@@ -13,7 +13,7 @@ from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import readers_of, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.finalist import Finalist, fastest_of
-from dflop_jax.plan.half import with_half
+from dflop_jax.plan.ladder import with_ladder
 from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
 from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.sizing import with_buckets
@@ -40,46 +40,42 @@ _MOST_MORE_GROUPS = 1.2
 Spared = Callable[[Plan], Plan]
 
 
-def _others(ranking: Ranking, near: Sequence[Candidate], best_s: float) -> list[Candidate]:
+def _others(ranking: Ranking, near: Sequence[Finalist], best_s: float) -> list[Finalist]:
     """About the best of every policy that `near` holds none of, as far as it is not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
-    others = sorted(ranking.policies - {r.policy for r in near})
+    others = sorted(ranking.policies - {f.plan.policy for f in near})
     nearly_best = (ranking.about_best(p, _OTHER_BY_ONE_BUCKET * best_s) for p in others)
-    return [r for r in nearly_best if r]
+    return [_with_ladder(ranking.evaluator, r) for r in nearly_best if r]
 
 
 def refined(
     ranking: Ranking, ranked: Sequence[Candidate], n: int, spared: Spared
 ) -> list[Finalist]:
     """Plans of candidates with suitable buckets, the fastest first, and about `n` where there are
-    as many: of the fastest at a glance of those that are ranked and of the first of other policies,
-    with effort "full" with several granularities of buckets; the integer program of shapes is then
-    asked for the fastest. What `spared` adds to an evaluated plan is judged with it, as are second
-    recompute policies."""
+    as many, some of them less suitable: of the fastest at a glance of those that are ranked and of
+    the first of other policies, with effort "full" with several granularities of buckets; the
+    integer program of shapes is then asked for the fastest. What `spared` adds to an evaluated plan
+    is judged with it, as are second recompute policies."""
     evaluator, first = ranking.evaluator, ranked[0]
     if first.plan.scheduling.grouping == "arrival":
         alone = placements(ranked)[:n]
         return [Finalist(spared(r.plan), r, seconds=r.makespan_s) for r in alone]
     quick = evaluator.config.effort == "quick"
-    in_order = _by_a_glance(evaluator, ranked)
-    others = _others(ranking, in_order, first.bound_s)
-    firsts = {r.policy: r for r in reversed([*in_order, *others])}
-    leading = in_order[: _SIZED[evaluator.config.effort]]
-    close = [*leading, *(r for r in firsts.values() if r not in leading)]
-    tried: list[Finalist] = []
-    for candidate in close:
-        cut = candidate.microbatches
-        max_microbatches = evaluator.config.max_microbatches
-        finest = sorted(
-            {max(1, min(max_microbatches, round(x * cut))) for x in _GRANULARITIES}, reverse=True
-        )
-        for at_most in finest[:1] if quick else finest:
-            tried += _with_buckets(
-                evaluator, candidate, candidate.largest, at_most, "quick", with_milp=False
-            )
-        alike = _with_one(candidate.plan, evaluator)
-        alike += _with_shorter_rows(alike[-1], evaluator)
-        tried += [Finalist(p, candidate, cut) for p in alike]
+    near = _by_a_glance(evaluator, ranked, n)
+    others = _others(ranking, near, first.bound_s)
+    firsts = {f.plan.policy: f for f in reversed([*near, *others])}
+    leading = _placements(near)[: _SIZED[evaluator.config.effort]]
+    close = [*leading, *(f for f in firsts.values() if f not in leading)]
+    least_s = min(f.glance_s for f in close)
+    tried = [f for f in near[:n] if n > 1 and f not in close]
+    for one in close:
+        assert one.of is not None, "it was made of one"
+        alike = _with_shorter_rows(one.plan, evaluator)
+        if n > 1 and one.of.plan != one.plan:
+            alike.append(one.of.plan)
+        tried += [one, *(replace(one, plan=p, glance_s=math.inf) for p in alike)]
+        if one in leading or one.glance_s <= _CLOSE_TO_BEST * least_s:
+            tried += _sized(evaluator, one, _GRANULARITIES[-1:] if quick else _GRANULARITIES)
     tried += [more for one in tried for more in _with_divided_readers(evaluator, one)]
     judged = _judged(evaluator, tried, n, spared)
     judged = _with_program(evaluator, judged, tried, spared)
@@ -90,14 +86,35 @@ def refined(
     return fastest_first
 
 
-def _by_a_glance(evaluator: Evaluator, ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Of each placement that is close to the first by one bucket the fastest cut at a glance, the
-    fastest first: many just hold the batches that they are ranked by, and not others, for whose
-    rest a small bucket is beside."""
-    near = [r for r in ranked if r.bound_s <= CLOSE * ranked[0].bound_s][:MOST_CLOSE]
-    glances_s = [evaluator.glance_s(_with_one(r.plan, evaluator)[-1]) for r in near]
-    in_order = [near[i] for i in sorted(range(len(near)), key=glances_s.__getitem__)]
-    return placements(in_order)
+def _by_a_glance(evaluator: Evaluator, ranked: Sequence[Candidate], n: int) -> list[Finalist]:
+    """What is close to the first by one bucket, `n` at least, the fastest at a glance first: many
+    just hold the batches that they are ranked by, and not others, for whose rest smaller buckets
+    are beside."""
+    close = CLOSE * ranked[0].bound_s
+    near = [r for i, r in enumerate(ranked) if i < n or r.bound_s <= close][:MOST_CLOSE]
+    return sorted((_with_ladder(evaluator, r) for r in near), key=lambda f: f.glance_s)
+
+
+def _placements(finalists: Sequence[Finalist]) -> list[Finalist]:
+    """The first of each placement."""
+    first = placements([f.of for f in finalists if f.of])
+    return [f for f in finalists if any(f.of is candidate for candidate in first)]
+
+
+def _with_ladder(evaluator: Evaluator, candidate: Candidate) -> Finalist:
+    plan = replace(candidate.plan, layout=with_ladder(candidate.plan.layout, evaluator.rules))
+    return Finalist(plan, candidate, candidate.microbatches, glance_s=evaluator.glance_s(plan))
+
+
+def _sized(evaluator: Evaluator, one: Finalist, granularities: Sequence[float]) -> list[Finalist]:
+    """The candidate's plan with chosen buckets, of each granularity."""
+    most = evaluator.config.max_microbatches
+    finest = {max(1, min(most, round(x * one.finest))) for x in granularities}
+    assert one.of is not None, "it was made of one"
+    found = []
+    for at_most in sorted(finest, reverse=True):
+        found += _with_buckets(evaluator, one.of, one.of.largest, at_most, "quick", with_milp=False)
+    return found
 
 
 def _with_program(
@@ -159,7 +176,10 @@ def _judged(
     """All that are close to the fastest at a glance, looked at closely; the first of a policy even
     where it is less close, since a glance misses other things of each; and `n` of the fastest's, so
     that it is as well searched as alone. `known` are judged already."""
-    glanced = [replace(f, glance_s=evaluator.glance_s(f.plan)) for f in plans]
+    glanced = [
+        f if f.glance_s < math.inf else replace(f, glance_s=evaluator.glance_s(f.plan))
+        for f in plans
+    ]
     least_s = min((f.glance_s for f in (*glanced, *known)), default=math.inf)
     judged = list(known)
     for one in sorted(glanced, key=lambda f: f.glance_s):
@@ -183,15 +203,9 @@ def _with_divided_readers(evaluator: Evaluator, one: Finalist) -> list[Finalist]
     if plan.policy != DIP or plan.layout.divided:
         return []
     layout = with_sub_microbatches(plan.layout, evaluator.rules, readers_of(plan.layout))
-    divided = replace(one, plan=replace(plan, layout=layout))
+    divided = replace(one, plan=replace(plan, layout=layout), glance_s=math.inf)
     known = layout == plan.layout or not evaluator.fits(divided.plan)
     return [] if known else [divided]
-
-
-def _with_one(plan: Plan, evaluator: Evaluator) -> list[Plan]:
-    """The plan with its one bucket, and with half of it beside, where there may be."""
-    both = replace(plan, layout=with_half(plan.layout, evaluator.rules))
-    return [plan] if both == plan else [plan, both]
 
 
 def _with_shorter_rows(plan: Plan, evaluator: Evaluator) -> list[Plan]:

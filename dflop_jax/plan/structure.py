@@ -103,6 +103,7 @@ def least_s(
     )
     before, after = ends_s(structure.sources, forward, back, reduce)
     mean: Array = groups.mean(axis=0)
+    begun = np.minimum(groups, 1.0).mean(axis=0)  # part of a group takes that part of one's seconds
     took_s = [
         mean * (forward[i] + back[i]) * (parts[m] if parts else 1)
         for i, (m, _) in enumerate(structure.modules)
@@ -112,9 +113,12 @@ def least_s(
     ]
     least = step_s(
         [sum(took_s[i] for i in on) for on in by_resource],
-        [np.minimum.reduce(np.broadcast_arrays(*(before[i] for i in on))) for on in by_resource],
         [
-            np.minimum.reduce([np.where(back[i] > 0, after[i], 0.0) for i in on])
+            begun * np.minimum.reduce(np.broadcast_arrays(*(before[i] for i in on)))
+            for on in by_resource
+        ],
+        [
+            begun * np.minimum.reduce([np.where(back[i] > 0, after[i], 0.0) for i in on])
             for on in by_resource
         ],
         [sum(reduce[i] for i in on) for on in by_resource],

@@ -59,7 +59,7 @@ def uniform_groups(
 
 
 def around(n: float) -> tuple[int, int]:
-    """The whole numbers of groups that a number with a half is between, or twice itself."""
+    """The whole numbers of groups that a number with a part is between, or twice itself."""
     return math.floor(n), math.ceil(n)
 
 
@@ -84,8 +84,9 @@ class Uniform:
         return simulate_step(self.plan, schedule, self.prices, self.trainable)
 
     def makespan_s(self, n: float) -> float:
-        """Of a half group more than a whole number: halfway to the next."""
-        return sum(map(self._whole_s, around(n))) / 2
+        """Of a part of a group more than a whole number: as far on the way to the next."""
+        below_s, above_s = map(self._whole_s, around(n))
+        return below_s + (n - math.floor(n)) * (above_s - below_s)
 
     def _whole_s(self, n: int) -> float:
         """Simulated once; no trace is kept, since a search has hundreds."""

@@ -119,11 +119,12 @@ def group_content(volume: Volume, cut: Array, data: Array) -> tuple[Array, ...]:
     return tuple(_ceil(amount * ROOM / (cut * data)) for amount in volume.content)
 
 
-def least_groups(volume: Volume, room: Array, size: float) -> Array:
+def least_groups(volume: Volume, room: Array, smallest: float) -> Array:
     """Groups that each sampled batch needs at least, [n_batches, *room.shape]; `room` is what one
-    holds, and of the smallest there is a share of `size`."""
+    holds, of which the smallest has a share: 1 where all are whole."""
     sums = volume.batches.reshape(-1, *(1 for _ in np.shape(room)))
-    return np.maximum(size, _ceil(sums / np.maximum(room, 1) / size) * size)
+    needed = sums / np.maximum(room, 1)
+    return np.maximum(smallest, needed if smallest < 1 else _ceil(needed))
 
 
 def _up(x: Array, multiple: int) -> Array:

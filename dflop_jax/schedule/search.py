@@ -54,25 +54,25 @@ def improved(
     return room.in_order([room.shrunk(t, budget) for t in best])
 
 
-def fewest_groups(batch: Batch, layout: Layout, work: float) -> float:
+def fewest_groups(batch: Batch, layout: Layout, shares: Sequence[float], work: float) -> float:
     """About the least number of groups of a module that hold a batch, by textbook prices; those
-    that feed one together count once. In a layout of two buckets the second is half of the first,
-    and so counts the last group where it will do.
+    that feed one together count once. The buckets after the first are smaller ones, as what
+    `shares` of it say, which fall from 1; so counts the last group where such a bucket will do.
 
     Raises:
       ValueError: a sample that the first bucket does not hold.
     """
-    whole, half = replace(layout, buckets=layout.buckets[:1]), layout.buckets[1:]
-    n = _fewest_of_one(batch, whole, work)
-    if not half:
-        return n
-    buckets, capacity = wide_buckets(layout)[:2], capacity_of(layout)  # those with most parts
-    counts_C, none = np.array([n - 1, 1]), np.zeros(2, np.int64)
+    n = _fewest_of_one(batch, replace(layout, buckets=layout.buckets[:1]), work)
+    n_buckets, capacity = len(layout.buckets), capacity_of(layout)
+    buckets, none = wide_buckets(layout)[:n_buckets], np.zeros(n_buckets, np.int64)  # of most parts
     room = PackingSpace(batch, buckets, capacity, Ticks(none, none))
-    if _slack(counts_C[None], room.demand)[0] < 0:
-        return n
-    chosen, rng = [0] * (n - 1) + [1], np.random.default_rng(0)
-    return n if packed_into(room, chosen, Budget(work), rng) is None else n - 0.5
+    for last in range(n_buckets - 1, 0, -1):
+        chosen, rng = [0] * (n - 1) + [last], np.random.default_rng(0)
+        if _slack(np.bincount(chosen, minlength=n_buckets)[None], room.demand)[0] < 0:
+            continue
+        if packed_into(room, chosen, Budget(work), rng) is not None:
+            return n - 1 + shares[last]
+    return n
 
 
 def _fewest_of_one(batch: Batch, layout: Layout, work: float) -> int:

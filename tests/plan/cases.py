@@ -213,19 +213,25 @@ def in_nodes(place, size):
     return all(d // size == (d + m.model - 1) // size for m, d in starts)
 
 
-def half_of(bucket, profile):
-    """Half the rows of every module, or half the tokens of one packed row."""
-    shapes = {}
+SMALLER = 0.6  # what the smaller of two buckets has of the other
+
+
+def smaller_than(bucket, profile, longest):
+    """So much of the rows of every module, or of the tokens of one packed row, which still holds
+    the longest piece; and the largest share that is left of what is cut."""
+    shapes, shares = {}, []
     for m, s in bucket.shapes:
-        shapes[m] = Shape(max(1, math.floor(s.rows / 2)), s.tokens)
+        rows, tokens = math.ceil(s.rows * SMALLER), s.tokens
         if s.rows == 1 and m not in profile.piece_tokens:
-            shapes[m] = Shape(1, max(32 * math.floor(s.tokens / 64), min(32, s.tokens)))
-    return Bucket.of(shapes)
+            tokens = min(tokens, 32 * math.ceil(max(tokens * SMALLER, longest[m]) / 32))
+        shapes[m] = Shape(rows, tokens)
+        shares += [rows * tokens / s.size] * (shapes[m] != s)
+    return Bucket.of(shapes), max(shares, default=1.0)
 
 
-def counted(batch, bucket, ranks, group_size, profile):
-    """Groups that the scheduler makes of a batch on whole modules at textbook prices; half a group
-    less where it packs into one of half the bucket and one whole less."""
+def counted(batch, bucket, ranks, group_size, profile, longest):
+    """Groups that the scheduler makes of a batch on whole modules at textbook prices; the last is
+    a part of one where the batch packs into a smaller bucket in its place."""
     submeshes, segments, first, programs = [], [], 0, {}
     for m, n in profile.n_layers.items():
         submeshes.append(SubmeshPlan(m, first, 1, ranks[m], 1))
@@ -238,12 +244,13 @@ def counted(batch, bucket, ranks, group_size, profile):
     plan = Plan("t", layout)
     greedy, better = (schedule_batch(batch, plan, Prices(programs), (), work=w) for w in (0, 200))
     n = min(max(sum(g.module == m for g in s.groups) for m in ranks) for s in (greedy, better))
-    half = half_of(bucket, profile)
-    if half == bucket:
+    smaller, share = smaller_than(bucket, profile, longest)
+    if smaller == bucket:
         return n
-    room = PackingSpace(Batch(batch, list(ranks)), (bucket, half), capacity_of(layout), None)
+    room = PackingSpace(Batch(batch, list(ranks)), (bucket, smaller), capacity_of(layout), None)
     into = [0] * (n - 1) + [1]
-    return n - packs(room, into, Budget(100), np.random.default_rng(0)) / 2
+    saved = packs(room, into, Budget(100), np.random.default_rng(0)) * (1 - share)
+    return n - saved
 
 
 def packs(room, into, budget, rng):
@@ -266,13 +273,13 @@ def packs(room, into, budget, rng):
 
 
 def by_volume(batch, bucket, ranks, group_size, profile):
-    """Groups that hold a batch if nothing is left over, in halves."""
-    least = [0.5]
+    """Groups that hold a batch if nothing is left over, the last of them as small as need be."""
+    least = [SMALLER]
     for m, shape in bucket.shapes:
         tile = m in profile.piece_tokens
         amount = sum(len(x.lengths(m)) if tile else x.tokens(m) for x in batch)
         room = (shape.rows if tile else shape.size) * ranks[m] * group_size
-        least.append(math.ceil(2 * amount / room - 1e-9) / 2)
+        least.append(amount / room)
     return max(least)
 
 
@@ -346,7 +353,8 @@ def every_candidate(policy, n_devices, profile, data, config):
                 s.size > max(2 * timed[m], smallest.tokens(m)) for m, s in bucket.shapes
             ):
                 continue  # far beyond what was timed
-            n = min(cut, np.mean([by_volume(b, bucket, ranks, size, profile) for b in batches]))
+            volumes = [by_volume(b, bucket, ranks, size, profile) for b in batches]
+            n = min(cut, np.mean(volumes))
             pairs = {
                 m: math.ceil(
                     sum(n**2 for load in data.loads for n in load.lengths(m))
@@ -356,7 +364,10 @@ def every_candidate(policy, n_devices, profile, data, config):
             }  # fmt: skip
             key = (size, bucket, *ranks.values())
             if key not in n_groups:
-                n_groups[key] = [counted(b, bucket, ranks, size, profile) for b in batches]
+                lengths = {m: [n for x in data.loads for n in x.lengths(m)] for m in ranks}
+                longest = {m: max(each, default=0) for m, each in lengths.items()}
+                groups = (counted(b, bucket, ranks, size, profile, longest) for b in batches)
+                n_groups[key] = list(map(max, volumes, groups))
             layout = Layout(
                 place.submeshes, place.segments, (bucket,), profile.edges, size, tied=profile.tied
             )
@@ -401,15 +412,16 @@ def exhaustive(
         prices = prices_of(plan.layout, costs)
         key = name, m, repr((prices.programs, prices.step_end, prices.sends))
         if key not in known:
-            # Half a group takes half of what a group more takes.
-            around = [f(n) for n in n_groups for f in (math.floor, math.ceil)]
+            around = {f(n) for n in n_groups for f in (math.floor, math.ceil)}
             took = {
                 n: simulate_step(
                     plan, Schedule(0, full_groups(plan, pairs, n)), prices, names
                 ).makespan_s
-                for n in set(around)
+                for n in around
             }
-            known[key] = float(np.mean([took[n] for n in around]))
+            # Part of a group takes that part of what a group more takes.
+            each = [np.interp(n, sorted(took), [took[k] for k in sorted(took)]) for n in n_groups]
+            known[key] = float(np.mean(each))
         rows.append((name, m, known[key], peak))
     return rows, memory_bytes
 

@@ -174,7 +174,8 @@ def every_candidate_s(evaluator):
             spans = []
             for b in range(len(evaluator.batches)):
                 n_groups = max(ranked.groups[b], evaluator.n_groups(plan.layout, b))
-                for whole in (math.floor(n_groups), math.ceil(n_groups)):
+                around, took_s = (math.floor(n_groups), math.ceil(n_groups)), []
+                for whole in around:
                     groups = []
                     for _ in range(whole):
                         (bucket,) = plan.layout.buckets
@@ -186,7 +187,8 @@ def every_candidate_s(evaluator):
                             groups += [Group(m, shape, feeds, ranked.uniform.content[m])] * n
                     prices = prices_of(plan.layout, costs)
                     trace = simulate_step(plan, Schedule(0, tuple(groups)), prices, names)
-                    spans.append(trace.makespan_s)
+                    took_s.append(trace.makespan_s)
+                spans.append(np.interp(n_groups, around, took_s))
             assert bound_s <= np.mean(spans) * (1 + 1e-9)
             found[ranked.name, ranked.cut] = float(np.mean(spans))
     return found

@@ -1,5 +1,7 @@
 """What a plan seems to take at a glance: with the lookahead that suits it and memory holds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,10 +17,11 @@ from .cases import BATCH, CONFIG, data_profile, model_profile, run
 def test_a_glance_looks_as_far_ahead_as_pays(vision, pays):
     """Against schedules with every lookahead: one is not worth memory for half a percent."""
     profile = model_profile(vision)
-    plan = run("dflop", 4, profile=profile).plan.with_scheduling(lookahead=0)
+    plan = run("dflop", 4, profile=profile, refine=False).plan.with_scheduling(lookahead=0)
+    config = replace(CONFIG, drift=0.0)
 
     def evaluator(memory_bytes):
-        return evaluator_of(profile, data_profile(), SearchSpec(4, BATCH, CONFIG, memory_bytes))
+        return evaluator_of(profile, data_profile(), SearchSpec(4, BATCH, config, memory_bytes))
 
     free = evaluator(0.0)
     names = free.rules.trainable(plan.layout)
@@ -34,4 +37,7 @@ def test_a_glance_looks_as_far_ahead_as_pays(vision, pays):
     assert (least_s < 0.995 * without_s) == pays
     assert free.glance_s(plan) <= 1.005 * least_s
     just = evaluator(free.most_bytes(plan))
-    assert just.glance_s(plan) == pytest.approx(without_s)
+    held = [n for n in LOOKAHEADS if just.fits(plan.with_scheduling(lookahead=n))]
+    assert len(held) < len(LOOKAHEADS)
+    least_s = min([without_s, *map(mean_s, held)])
+    assert just.glance_s(plan) == pytest.approx(least_s, rel=0.005)

@@ -2,7 +2,7 @@
 
 Command:  python benchmarks/planner.py [--json FILE] [--full]
 Minutes:  about 8 on 2 cores with nothing else running (more with --full)
-Expected: 64 devices in at most 5 s and 1,024 in at most 30 s, with plan.effort quick.
+Expected: `auto` in about 20 s for 8 to 1,024 devices, with plan.effort quick (docs/results.md)
 
 LLaVA-OneVision with Qwen2.5-7B on A100-80s from the roofline, policies auto, dflop and dip, tensor
 parallelism and pipelines up to 8, up to 64 microbatches, the embedded samples. Profiling is not

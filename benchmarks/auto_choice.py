@@ -95,12 +95,12 @@ def judged(case: Case, found: Answer) -> np.ndarray:
     if found.plan is None:
         return np.full(case.n_reported, math.inf)
     names = [s.name for s in found.plan.layout.segments]
-    seconds = np.zeros((DRAWS, case.n_reported))
+    seconds = []
     for draw in range(DRAWS):
         prices = plan_prices(found.plan.layout, perturbed(profile_of(case), draw))
-        for i, step in enumerate(found.steps):
-            seconds[draw, i] = simulate_step(found.plan, step.schedule, prices, names).makespan_s
-    return seconds.mean(axis=0)
+        traces = [simulate_step(found.plan, step.schedule, prices, names) for step in found.steps]
+        seconds.append([t.makespan_s for t in traces])
+    return np.mean(seconds, axis=0)
 
 
 @dataclass(frozen=True)

@@ -250,12 +250,9 @@ class Evaluator:
     def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
         """Seconds by which evaluated plans are compared: of a step, a share of which
         (`plan.drift`) have drifted."""
-        share = self.config.drift
-        if not share:
-            return plan.predicted.makespan_s
+        plain_s = plan.predicted.makespan_s
         work = min(plan.scheduling.work_budget, COMPARED_WORK)
-        drifted_s = self._mean_s(plan, self.drifted, prices, work)
-        return (1 - share) * plan.predicted.makespan_s + share * drifted_s
+        return self._with_drifted(plain_s, plan, self.drifted, prices, work)
 
     def round_batches(self, number: int) -> list[list[Load]]:
         """The batches of one of `n_rounds` more rounds: one as the data are and, where `plan.drift`
@@ -273,9 +270,8 @@ class Evaluator:
         self, plan: Plan, prices: Prices | None, batches: Sequence[Sequence[Load]]
     ) -> float:
         """Seconds of a step by the batches of a round, as `judged_s`."""
-        plain_s, *drifted_s = (self._mean_s(plan, [b], prices, COMPARED_WORK) for b in batches)
-        share = self.config.drift
-        return (1 - share) * plain_s + share * sum(drifted_s)
+        plain_s = self._mean_s(plan, batches[:1], prices, COMPARED_WORK)
+        return self._with_drifted(plain_s, plan, batches[1:], prices, COMPARED_WORK)
 
     def glance_s(self, plan: Plan) -> float:
         """About `judged_s` of a plan that was not evaluated, with the lookahead that suits it, from
@@ -286,14 +282,25 @@ class Evaluator:
         longer = self._with_lookahead(plan, schedules, prices, busiest_s=0.0)
         if longer != plan:
             schedules = [reordered(s, longer, prices, trainable, _RANK_WORK) for s in schedules]
-        plain_s, share = float(np.mean([s.makespan_s for s in schedules])), self.config.drift
-        if not share:
-            return plain_s
-        drifted_s = self._mean_s(longer, self.drifted[:n], prices, _RANK_WORK)
-        return (1 - share) * plain_s + share * drifted_s
+        plain_s = float(np.mean([s.makespan_s for s in schedules]))
+        return self._with_drifted(plain_s, longer, self.drifted[:n], prices, _RANK_WORK)
 
     def _work_budget(self, step_s: float) -> int:
         return work_budget(step_s, shares_cores=self.rules.profile.shares_cores)
+
+    def _with_drifted(
+        self,
+        plain_s: float,
+        plan: Plan,
+        drifted: Sequence[Sequence[Load]],
+        prices: Prices | None,
+        work: int,
+    ) -> float:
+        """Seconds of a step, a share of which (`plan.drift`) are those of drifted batches."""
+        share = self.config.drift
+        if not share:
+            return plain_s
+        return (1 - share) * plain_s + share * self._mean_s(plan, drifted, prices, work)
 
     def _mean_s(
         self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices | None, work: int

@@ -60,7 +60,6 @@ def refined(
     if first.plan.scheduling.grouping == "arrival":
         alone = placements(ranked)[:n]
         return [Finalist(spared(r.plan), r, seconds=r.makespan_s) for r in alone]
-    quick = evaluator.config.effort == "quick"
     near = _by_a_glance(evaluator, ranked, n)
     others = _others(ranking, near, first.bound_s)
     firsts = {f.plan.policy: f for f in reversed([*near, *others])}
@@ -75,7 +74,7 @@ def refined(
             alike.append(one.of.plan)
         tried += [one, *(replace(one, plan=p, glance_s=math.inf) for p in alike)]
         if one in leading or one.glance_s <= _CLOSE_TO_BEST * least_s:
-            tried += _sized(evaluator, one, _GRANULARITIES[-1:] if quick else _GRANULARITIES)
+            tried += _sized(evaluator, one)
     tried += [more for one in tried for more in _with_divided_readers(evaluator, one)]
     judged = _judged(evaluator, tried, n, spared)
     judged = _with_program(evaluator, judged, tried, spared)
@@ -97,8 +96,8 @@ def _by_a_glance(evaluator: Evaluator, ranked: Sequence[Candidate], n: int) -> l
 
 def _placements(finalists: Sequence[Finalist]) -> list[Finalist]:
     """The first of each placement."""
-    first = placements([f.of for f in finalists if f.of])
-    return [f for f in finalists if any(f.of is candidate for candidate in first)]
+    made_of = {id(f.of): f for f in finalists}
+    return [made_of[id(candidate)] for candidate in placements(f.of for f in finalists if f.of)]
 
 
 def _with_ladder(evaluator: Evaluator, candidate: Candidate) -> Finalist:
@@ -106,9 +105,10 @@ def _with_ladder(evaluator: Evaluator, candidate: Candidate) -> Finalist:
     return Finalist(plan, candidate, candidate.microbatches, glance_s=evaluator.glance_s(plan))
 
 
-def _sized(evaluator: Evaluator, one: Finalist, granularities: Sequence[float]) -> list[Finalist]:
-    """The candidate's plan with chosen buckets, of each granularity."""
-    most = evaluator.config.max_microbatches
+def _sized(evaluator: Evaluator, one: Finalist) -> list[Finalist]:
+    """The candidate's plan with chosen buckets, of each granularity that the effort allows."""
+    most, quick = evaluator.config.max_microbatches, evaluator.config.effort == "quick"
+    granularities = _GRANULARITIES[-1:] if quick else _GRANULARITIES
     finest = {max(1, min(most, round(x * one.finest))) for x in granularities}
     assert one.of is not None, "it was made of one"
     found = []

@@ -85,8 +85,9 @@ class Uniform:
 
     def makespan_s(self, n: float) -> float:
         """Of a part of a group more than a whole number: as far on the way to the next."""
-        below_s, above_s = map(self._whole_s, around(n))
-        return below_s + (n - math.floor(n)) * (above_s - below_s)
+        below, above = around(n)
+        below_s, above_s = self._whole_s(below), self._whole_s(above)
+        return below_s + (n - below) * (above_s - below_s)
 
     def _whole_s(self, n: int) -> float:
         """Simulated once; no trace is kept, since a search has hundreds."""

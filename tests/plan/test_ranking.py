@@ -14,6 +14,7 @@ import dflop_jax.plan.space as space_module
 from dflop_jax.plan.bounds import all_bounds
 from dflop_jax.plan.counted import Counted
 from dflop_jax.plan.placement import name_of
+from dflop_jax.plan.ranking import CLOSE
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import families
 from dflop_jax.plan.spec import SearchSpec
@@ -87,7 +88,9 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
     ranked = sorted((took, name) for name, took in best.items())
     got = [(c.makespan_s, c.name) for c in result.candidates]
     assert [t for t, _ in got] == pytest.approx([t for t, _ in ranked[: len(got)]], rel=2e-6)
+    # More than are shown only where these are close to the first.
     assert len(got) >= min(5, len(ranked))
+    assert all(t <= CLOSE * got[0][0] for t, _ in got[5:])
     for c in result.candidates:
         assert c.makespan_s == pytest.approx(best[c.name], rel=1e-9)
         peaks = [p for name, _, took, p in fit if (name, took) == (c.name, best[c.name])]
@@ -131,7 +134,8 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
             assert (np.diff([*bounds_s, exact_s]) >= -1e-9 * exact_s).all()
             shares.append(bounds.bound_s[p, c] / exact_s)
     assert len(shares) == len(took)
-    assert np.mean(shares) > 0.45  # a bound of nothing would leave everything to be simulated
+    # A bound of nothing would leave everything to be simulated.
+    assert np.mean(shares) > (0.45 if graph == "taps" else 0.5)
 
 
 @pytest.mark.parametrize("frozen", ["vision", "llm"])

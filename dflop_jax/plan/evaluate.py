@@ -49,11 +49,13 @@ from dflop_jax.tasks.order import most_in_flight
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
 _RANK_WORK = 100  # units for a batch of a plan that is ranked
-# Samples by which plans are judged at least, in up to so many batches or twice the sampled ones.
-_JUDGED, _JUDGED_BATCHES = 512, 8
-_GLANCED = 0.5  # of these batches for one that is looked at quickly
-_EVALUATE_WORK = 1_000  # most units for a batch of a plan that is looked at closely
-COMPARED_WORK = 300  # and for a batch by which such plans are only compared
+# Samples that give a plan's figures at least, in up to so many batches or twice the sampled ones.
+_FIGURED, _FIGURED_BATCHES = 512, 8
+_EVALUATE_WORK = 1_000  # most units for a batch that gives a plan's figures
+# And for one by which plans are compared: with 300 schedules of 256 samples are up to 8% longer
+# than with 4,000, those of other plans less, and another plan seems the fastest.
+TRIAL_WORK = 1_000
+_GLANCED = 0.5  # of the unseen batches, by which the lookahead is chosen that a plan runs with
 _STEP_END = (REDUCE, UPDATE)
 # Of a step, in which the solver of a later one shall be done: where it has a core of its own, and
 # where it takes its seconds from a device, which is a core of the host.
@@ -70,11 +72,9 @@ def work_budget(step_s: float, *, shares_cores: bool) -> int:
 class Evaluator:
     """Schedules and simulates the same sampled batches on every plan.
 
-    Candidates are ranked by `batches`; what comes of that is judged by `unseen` ones, of which
-    `drifted` hold other shares of media, and by those of `n_rounds` more rounds.
+    Candidates are ranked by `batches`; what comes of that is compared by those of trials, some of
+    which hold other shares of media, and gets its figures from `unseen` ones.
     """
-
-    n_rounds = 12
 
     def __init__(
         self,
@@ -85,13 +85,12 @@ class Evaluator:
         self.rules, self.loads, self.batches = rules, loads, batches
         global_batch, n_sampled = rules.spec.global_batch, rules.spec.n_batches
         # Small batches differ most, and with them the number of groups.
-        most = max(2 * n_sampled, _JUDGED_BATCHES)
-        n = min(max(n_sampled, _JUDGED // global_batch), most)
-        n_drifted = max(2, n)  # one of each direction at least
+        most = max(2 * n_sampled, _FIGURED_BATCHES)
+        n = min(max(n_sampled, _FIGURED // global_batch), most)
         self.unseen = sample_batches(loads, global_batch, n, seed=1)
-        self.drifted = drifted_batches(loads, tuple(rules.n_layers), global_batch, n_drifted)
         self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], float] = {}
+        self._trials: dict[int, list[list[Load]]] = {}
 
     def with_less_memory(self, n_bytes: float) -> Evaluator:
         """The same for devices with so many bytes less to fill, where their memory is limited."""
@@ -226,10 +225,7 @@ class Evaluator:
         """The plan with the lookahead that makes it fastest by list scheduling, and that memory
         holds: an order that was searched for one lookahead is no measure of the others. No order is
         faster than `busiest_s`."""
-        # Where groups share out what memory is left, the lookahead is chosen already; on one set of
-        # devices no order is faster.
-        scheduling, alone = plan.scheduling, len(set(resources(plan.layout).values())) == 1
-        if scheduling.grouping != "balanced" or scheduling.kept or alone:
+        if not self._may_look_ahead(plan):
             return plan
         trainable = self.rules.trainable(plan.layout)
 
@@ -247,72 +243,52 @@ class Evaluator:
                 best, best_s = longer, longer_s
         return best
 
-    def judged_s(self, plan: Plan, prices: Prices | None = None) -> float:
-        """Seconds by which evaluated plans are compared: of a step, a share of which
-        (`plan.drift`) have drifted."""
-        plain_s = plan.predicted.makespan_s
-        work = min(plan.scheduling.work_budget, COMPARED_WORK)
-        return self._with_drifted(plain_s, plan, self.drifted, prices, work)
-
-    def round_batches(self, number: int) -> list[list[Load]]:
-        """The batches of one of `n_rounds` more rounds: one as the data are and, where `plan.drift`
-        counts, a drifted one."""
-        n = self.rules.spec.global_batch
-        batches = sample_batches(self.loads, n, 1, seed=2 + number)
-        if self.config.drift:
-            modules, seed = tuple(self.rules.n_layers), 1 + number // 2
-            # Both directions of a drift come from one seed.
-            both = drifted_batches(self.loads, modules, n, 2, seed=seed)
-            batches.append(both[number % 2])
-        return batches
-
-    def round_s(
-        self, plan: Plan, prices: Prices | None, batches: Sequence[Sequence[Load]]
-    ) -> float:
-        """Seconds of a step by the batches of a round, as `judged_s`."""
-        plain_s = self._mean_s(plan, batches[:1], prices, COMPARED_WORK)
-        return self._with_drifted(plain_s, plan, batches[1:], prices, COMPARED_WORK)
-
-    def glance_s(self, plan: Plan) -> float:
-        """About `judged_s` of a plan that was not evaluated, with the lookahead that suits it, from
-        few batches and little work."""
-        n = max(2, round(_GLANCED * len(self.unseen)))
+    def with_lookahead(self, plan: Plan) -> Plan:
+        """The plan with the lookahead that suits it, at a glance."""
+        if not self._may_look_ahead(plan):
+            return plan
         prices, trainable = self.prices(plan.layout), self.rules.trainable(plan.layout)
-        schedules = self._quick(plan, self.unseen[:n], prices, _RANK_WORK)
-        longer = self._with_lookahead(plan, schedules, prices, busiest_s=0.0)
-        if longer != plan:
-            schedules = [reordered(s, longer, prices, trainable, _RANK_WORK) for s in schedules]
-        plain_s = float(np.mean([s.makespan_s for s in schedules]))
-        return self._with_drifted(plain_s, longer, self.drifted[:n], prices, _RANK_WORK)
+        batches = self.unseen[: max(2, round(_GLANCED * len(self.unseen)))]
+        schedules = [quick_schedule(b, plan, prices, trainable, _RANK_WORK) for b in batches]
+        return self._with_lookahead(plan, schedules, prices, busiest_s=0.0)
+
+    @staticmethod
+    def _may_look_ahead(plan: Plan) -> bool:
+        """Not where groups share out what memory is left, for which the lookahead is chosen
+        already, nor on one set of devices, where no order is faster."""
+        scheduling, alone = plan.scheduling, len(set(resources(plan.layout).values())) == 1
+        return scheduling.grouping == "balanced" and not scheduling.kept and not alone
+
+    def trial(self, number: int) -> list[list[Load]]:
+        """The batches of a trial, of any number: one as the data are and, where `plan.drift`
+        counts, a drifted one."""
+        if number not in self._trials:
+            n = self.rules.spec.global_batch
+            batches = sample_batches(self.loads, n, 1, seed=2 + number)
+            if self.config.drift:
+                modules, seed = tuple(self.rules.n_layers), number // 2
+                # Both directions of a drift come from one seed.
+                both = drifted_batches(self.loads, modules, n, 2, seed=seed)
+                batches.append(both[number % 2])
+            self._trials[number] = batches
+        return self._trials[number]
+
+    def trial_s(self, plan: Plan, number: int, prices: Prices | None = None) -> float:
+        """Seconds of a step by the batches of a trial, a share of which (`plan.drift`) are those of
+        the drifted one.
+
+        Args:
+          prices: of the plan's own programs; None: by the profile.
+        """
+        prices, trainable = prices or self.prices(plan.layout), self.rules.trainable(plan.layout)
+        plain_s, *drifted_s = (
+            quick_schedule(b, plan, prices, trainable, TRIAL_WORK).makespan_s
+            for b in self.trial(number)
+        )
+        return (1 - self.config.drift) * plain_s + self.config.drift * sum(drifted_s)
 
     def _work_budget(self, step_s: float) -> int:
         return work_budget(step_s, shares_cores=self.rules.profile.shares_cores)
-
-    def _with_drifted(
-        self,
-        plain_s: float,
-        plan: Plan,
-        drifted: Sequence[Sequence[Load]],
-        prices: Prices | None,
-        work: int,
-    ) -> float:
-        """Seconds of a step, a share of which (`plan.drift`) are those of drifted batches."""
-        share = self.config.drift
-        if not share:
-            return plain_s
-        return (1 - share) * plain_s + share * self._mean_s(plan, drifted, prices, work)
-
-    def _mean_s(
-        self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices | None, work: int
-    ) -> float:
-        schedules = self._quick(plan, batches, prices or self.prices(plan.layout), work)
-        return float(np.mean([s.makespan_s for s in schedules]))
-
-    def _quick(
-        self, plan: Plan, batches: Sequence[Sequence[Load]], prices: Prices, work: int
-    ) -> list[Schedule]:
-        trainable = self.rules.trainable(plan.layout)
-        return [quick_schedule(b, plan, prices, trainable, work) for b in batches]
 
     def _predicted(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]

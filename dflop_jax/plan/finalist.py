@@ -1,15 +1,18 @@
-"""A plan in the last round of the search, and which of them is the fastest."""
+"""A plan in the last round of the search, and what its trials took."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.records import Plan, Prices
 from dflop_jax.schedule import BucketChoice
-from dflop_jax.schedule.shapes.evaluate import TIE
+
+# Share of a step that second recompute policies must save, since they double the programs to be
+# compiled; twice as much leaves some of them out.
+WORTH_PROGRAMS = 0.005
 
 
 @dataclass(frozen=True)
@@ -18,21 +21,30 @@ class Finalist:
 
     of: the candidate that it was made of, None: not known. finest: microbatches into which its
     buckets cut a mean batch at most. choice: how they were chosen, None: they follow from the
-    candidate. glance_s: its seconds at a glance. seconds: by which evaluated plans are compared.
-    prices: of its own programs, once they are timed.
+    candidate. trials_s: its seconds in the first trials, which are the same for all. prices: of its
+    own programs, once they are timed.
     """
 
     plan: Plan
     of: Candidate | None = None
     finest: int = 0
     choice: BucketChoice | None = None
-    glance_s: float = math.inf
-    seconds: float = math.inf
+    trials_s: tuple[float, ...] = ()
     prices: Prices | None = None
 
+    def seconds(self, n: int) -> float:
+        """By which it is compared after `n` trials."""
+        taken_s = float(np.mean(self.trials_s[:n]))
+        return taken_s * (1 + WORTH_PROGRAMS) if self.plan.scheduling.kept else taken_s
 
-def fastest_of(judged: Sequence[Finalist]) -> Finalist:
-    """The plan of least seconds; of equals that of fewer buckets, then the first."""
-    least_s = min(j.seconds for j in judged)
-    equal = [j for j in judged if j.seconds <= least_s * (1 + TIE)]
-    return min(equal, key=lambda j: len(j.plan.layout.buckets))
+    def gain_over(self, other: Finalist) -> float:
+        """Share of the other's seconds that it saves, by the trials that both ran."""
+        n = min(len(self.trials_s), len(other.trials_s))
+        return 1 - self.seconds(n) / other.seconds(n)
+
+    def with_about_s(self) -> Plan:
+        """The plan with about its makespan, which its trials took, or its candidate by one
+        bucket."""
+        assert self.of is not None, "it was made of one"
+        about_s = float(np.mean(self.trials_s)) if self.trials_s else self.of.bound_s
+        return replace(self.plan, predicted=replace(self.plan.predicted, makespan_s=about_s))

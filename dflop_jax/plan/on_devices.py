@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.finalist import Finalist
-from dflop_jax.plan.judge import fastest
+from dflop_jax.plan.race import race
 from dflop_jax.records import Plan, Prices
 
 TimePlan = Callable[[Plan], Prices]
@@ -54,7 +54,7 @@ def by_its_own(
             plan = others.pop(0)
             judged = devices.timed(plan, alone=True) if n else devices.by_profile(plan)
             continue
-        best = fastest(evaluator, judged)
+        best, *_ = race(evaluator, judged)
         if taken := devices.after_a_step(best):
             return taken, devices.n_timed
         judged = [j for j in judged if j.plan is not best.plan and devices.hold(j.plan)]
@@ -83,7 +83,7 @@ class _Devices:
 
     def by_profile(self, plan: Plan) -> list[Finalist]:
         """The plan as the profile has it; nothing where the devices do not hold it."""
-        return [Finalist(plan, seconds=plan.predicted.makespan_s)] if self.hold(plan) else []
+        return [Finalist(self._figured(plan))] if self.hold(plan) else []
 
     def timed(self, plan: Plan, *, alone: bool) -> list[Finalist]:
         """The plan, judged by its own times; nothing where the devices do not hold it. `alone`: the
@@ -91,6 +91,7 @@ class _Devices:
         if not self.hold(plan):
             return []
         try:
+            plan = self._figured(plan)
             prices, by_profile_s = self._time_plan(plan), plan.predicted.makespan_s
         except PlanTooLarge as e:
             self._drop(e)
@@ -100,8 +101,11 @@ class _Devices:
         timed = self._evaluator.evaluate(free, by_profile_s, prices)
         if alone:
             timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
-        seconds = self._evaluator.judged_s(timed, prices)
-        return [Finalist(timed, seconds=seconds, prices=prices)]
+        return [Finalist(timed, prices=prices)]
+
+    def _figured(self, plan: Plan) -> Plan:
+        """With the figures that the profile gives."""
+        return self._evaluator.evaluate(plan, plan.predicted.makespan_s)
 
     def after_a_step(self, judged: Finalist) -> Plan | None:
         """The plan once it has run a step; None where the devices do not hold that."""

@@ -18,7 +18,6 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
 from dflop_jax.plan.finalists import refined
-from dflop_jax.plan.judge import fastest
 from dflop_jax.plan.limits import LEAST, Limits, with_limits
 from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.ranking import Ranking, placements, searched
@@ -93,16 +92,15 @@ def search_plan(
         raise ValueError(why_nothing_fits(rules, *ranking.nearest()))
     plan, n_timed = best[0].plan, 0
     if rules.spec.refine:
-        n_wanted = max(1, config.finalists if time_plan else 1)
 
         def spared(plan: Plan) -> Plan:
             return with_spare(plan, data.tail, evaluator)
 
-        finalists = refined(ranking, best, n_wanted, spared)
-        plan = fastest(evaluator, finalists).plan
+        plans = refined(ranking, best, spared)
         if time_plan:
-            plans = [plan, *(f.plan for f in finalists if f.plan is not plan)]
             plan, n_timed = by_its_own(evaluator, plans, config.finalists, time_plan, try_step)
+        else:
+            plan = evaluator.evaluate(plans[0], plans[0].predicted.makespan_s)
     return SearchResult(
         plan,
         tuple(c.with_figures(evaluator) for c in placements(best)),

@@ -8,38 +8,17 @@ from typing import get_args
 
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.records import REMAT, Kept, Plan, Remat, SegmentPlan
-from dflop_jax.schedule.shapes.evaluate import TIE
 from dflop_jax.sim.memory import kept_bytes
 from dflop_jax.tasks.graph import with_backward
 
-# Share of the step that second policies must save, since they double the programs to be compiled;
-# twice as much leaves some of them out.
-_WORTH_PROGRAMS = 0.005
 
-
-def with_second_policies(plan: Plan, evaluator: Evaluator) -> tuple[Plan, float]:
-    """The plan with the second policies that make its steps fastest, evaluated, and its seconds by
-    `judged_s`; as it is where no segment computes anything again, or none is worth its programs."""
-    candidates, seconds = _candidates(plan, evaluator), evaluator.judged_s(plan)
-    if not candidates:
-        return plan, seconds
-    glance_s = evaluator.glance_s(plan)
-    best, best_s, worth_s = plan, seconds, (1 - _WORTH_PROGRAMS) * seconds
-    for candidate in candidates:
-        if evaluator.glance_s(candidate) >= glance_s * (1 - TIE):
-            continue
-        evaluated = evaluator.evaluate(candidate, plan.predicted.makespan_s)
-        if (judged_s := evaluator.judged_s(evaluated)) < min(worth_s, best_s):
-            best, best_s = evaluated, judged_s
-    return best, best_s
-
-
-def _candidates(plan: Plan, evaluator: Evaluator) -> list[Plan]:
-    """Plans in which every segment that can may keep as much as one policy does."""
+def with_second_policies(plan: Plan, evaluator: Evaluator) -> list[Plan]:
+    """Plans in which every segment that can may keep as much as one policy does, as far as memory
+    holds them; none where no segment computes anything again."""
     if not evaluator.rules.spec.memory_bytes or plan.scheduling.grouping != "balanced":
         return []
     backward = set(with_backward(plan.layout, evaluator.rules.trainable(plan.layout)))
-    candidates = []
+    found = []
     for less in get_args(Remat):
         segments = tuple(
             replace(s, remat_less=less) if _may(s, less, backward, evaluator) else s
@@ -47,8 +26,8 @@ def _candidates(plan: Plan, evaluator: Evaluator) -> list[Plan]:
         )
         second = plan.with_layout(segments=segments)
         if second != plan and evaluator.fits(second):
-            candidates.append(_with_room(second, backward, evaluator))
-    return candidates
+            found.append(_with_room(second, backward, evaluator))
+    return found
 
 
 def _may(s: SegmentPlan, less: Remat, backward: set[str], evaluator: Evaluator) -> bool:

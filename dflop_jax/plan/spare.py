@@ -27,6 +27,4 @@ def with_spare(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
     parts = {m: plan.layout.shapes(m)[0] for m in plan.layout.divided if plan.layout.shapes(m)}
     spare = Bucket(tuple((m, parts.get(m, shape)) for m, shape in spare.shapes))
     spared = plan.with_layout(buckets=roomiest_first((*plan.layout.buckets, spare)))
-    if not evaluator.fits(spared):
-        return plan
-    return evaluator.evaluate(spared, plan.predicted.makespan_s)
+    return spared if evaluator.fits(spared) else plan

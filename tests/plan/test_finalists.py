@@ -1,4 +1,4 @@
-"""Which candidates are looked at closely after a glance at all, and what is made of them."""
+"""What is made of candidates before they race."""
 
 from types import SimpleNamespace
 
@@ -13,55 +13,6 @@ from dflop_jax.records import Load
 
 from ..plans import TILE_TOKENS, bucket, chain, load
 
-ORCH, DFLOP, DIP = "orch", "dflop", "dip"
-
-
-def looked_at(glances, n, known=()):
-    """Indices of the candidates (policy, seconds at a glance) that are evaluated, in order, beside
-    those that are `known`; each is finished."""
-    plans = [SimpleNamespace(policy=p, seconds=s, at=i) for i, (p, s) in enumerate(glances)]
-    candidate = SimpleNamespace(bound_s=0.0)
-    evaluator = SimpleNamespace(
-        glance_s=lambda plan: plan.seconds,
-        evaluate=lambda plan, bound_s: plan,
-        judged_s=lambda plan: plan.seconds,
-        rules=SimpleNamespace(spec=SimpleNamespace(memory_bytes=0)),
-    )
-
-    def finish(plan):
-        return SimpleNamespace(**vars(plan), finished=True)
-
-    tried = [Finalist(p, candidate, 1) for p in plans]
-    before = [Finalist(SimpleNamespace(policy=p), glance_s=s, seconds=s) for p, s in known]
-    judged = finalists._judged(evaluator, tried, n, finish, before)
-    assert all(j.plan.finished and j.of is candidate for j in judged)
-    return [j.plan.at for j in judged]
-
-
-@pytest.mark.parametrize(
-    "glances, n, expected",
-    [
-        ([], 3, []),
-        ([(ORCH, 1.0)], 0, [0]),  # the fastest always
-        ([(ORCH, 2.0), (ORCH, 1.0), (ORCH, 3.0)], 2, [1, 0]),  # as many as asked for, in order
-        ([(ORCH, 1.0), (ORCH, 1.04), (ORCH, 1.06)], 1, [0, 1]),  # and all that are close
-        ([(ORCH, 1.0), (DIP, 1.14), (DIP, 1.145)], 1, [0, 1]),  # another policy's first
-        ([(ORCH, 1.0), (DIP, 1.16)], 1, [0]),  # unless it is far behind
-        ([(ORCH, 1.0), (DIP, 1.1), (DIP, 1.12), (ORCH, 1.2), (ORCH, 1.3)], 2, [0, 1, 3]),
-        ([(ORCH, 1.0), (DIP, 1.2)], 2, [0]),  # which takes no place of the fastest's policy
-        ([(ORCH, 1.0), (DFLOP, 1.1), (DIP, 1.12), (ORCH, 1.1)], 1, [0, 1, 2]),
-    ],
-)  # fmt: skip
-def test_the_first_the_close_and_the_first_of_other_policies(glances, n, expected):
-    assert looked_at(glances, n) == expected
-
-
-def test_what_is_known_is_not_looked_at_again_nor_what_is_far_behind_it():
-    known = [(ORCH, 1.0)]
-    assert looked_at([(ORCH, 1.06), (DIP, 1.16)], 1, known) == []
-    assert looked_at([(ORCH, 1.04), (DIP, 1.14), (ORCH, 0.9)], 1, known) == [2]
-    assert looked_at([(ORCH, 1.04), (DIP, 1.14)], 1, known) == [0, 1]
-
 
 def shortened(plan, loads, batch_tokens=(0,)):
     """The plans with shorter rows that are made of a plan for these samples, in batches of so many
@@ -74,8 +25,12 @@ def shortened(plan, loads, batch_tokens=(0,)):
         (one,) = layout.buckets
         return max(1, -(-batch_tokens[batch] // one.shape("llm").size))
 
-    evaluator = SimpleNamespace(rules=rules, loads=loads, batches=batch_tokens, n_groups=n_groups)
-    return [p.layout.buckets for p in finalists._with_shorter_rows(plan, evaluator)]
+    evaluator = SimpleNamespace(
+        rules=rules, loads=loads, batches=batch_tokens, n_groups=n_groups, fits=lambda plan: True
+    )
+    found = finalists._with_shorter_rows(evaluator, Finalist(plan, trials_s=(1.0,)))
+    assert not any(f.trials_s for f in found)
+    return [f.plan.layout.buckets for f in found]
 
 
 def with_buckets(*buckets):

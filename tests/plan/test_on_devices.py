@@ -30,7 +30,7 @@ class Evaluator:
     def __init__(self, needed, limit=10.0):
         self.needed = needed
         self.rules = SimpleNamespace(spec=SimpleNamespace(memory_bytes=limit * GIB))
-        self.config, self.unseen, self.n_rounds = SimpleNamespace(effort="quick"), [[]], 0
+        self.config = SimpleNamespace(effort="quick")
 
     def with_less_memory(self, n_bytes):
         return Evaluator(self.needed, (self.rules.spec.memory_bytes - n_bytes) / GIB)
@@ -38,10 +38,14 @@ class Evaluator:
     def fits(self, plan):
         return self.needed.get(plan.policy, 0.0) * GIB <= self.rules.spec.memory_bytes
 
-    def evaluate(self, plan, about_s, prices):
-        return replace(plan, predicted=Predicted(prices.concurrency))
+    def evaluate(self, plan, about_s, prices=None):
+        by_profile_s = plan.predicted.makespan_s
+        return replace(plan, predicted=Predicted(prices.concurrency if prices else by_profile_s))
 
-    def judged_s(self, plan, prices):
+    def trial(self, number):
+        return [[]]
+
+    def trial_s(self, plan, number, prices):
         return prices.concurrency
 
 

@@ -1,91 +1,158 @@
-"""The fastest of a few plans, told apart by as many batches as it takes."""
+"""The fastest of some plans, told apart by as many trials as it takes."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dflop_jax.plan import judge
-from dflop_jax.plan.finalist import Finalist
+from dflop_jax.plan import race
+from dflop_jax.plan.finalist import WORTH_PROGRAMS, Finalist
 
-BATCHES = 4  # that have judged the plans before
+FIRST = race._FIRST
 
 
-def made_up(name, buckets=1):
-    return SimpleNamespace(name=name, layout=SimpleNamespace(buckets=(None,) * buckets))
+def finalist(name, buckets=1, kept=(), **known):
+    layout = SimpleNamespace(buckets=(None,) * buckets)
+    plan = SimpleNamespace(name=name, layout=layout, scheduling=SimpleNamespace(kept=kept))
+    return Finalist(plan, **known)
 
 
 class Evaluator:
-    """Plans take these seconds in a round, all times what the batches of the round bring."""
+    """Plans take these seconds in a trial, all times what the batches of the trial bring."""
 
-    def __init__(self, seconds, *, apart=0.0, effort="quick", n_rounds=12, samples=1):
-        self.seconds, self.apart, self.n_rounds = seconds, apart, n_rounds
-        self.samples = samples
-        self.config, self.unseen = SimpleNamespace(effort=effort), [[]] * BATCHES
-        self.asked = []
+    def __init__(self, seconds, *, apart=0.0, effort="quick", samples=1):
+        self.seconds, self.apart, self.samples = seconds, apart, samples
+        self.config = SimpleNamespace(effort=effort)
+        self.asked, self.looked = Counter(), Counter()
 
-    def round_batches(self, number):
+    def with_lookahead(self, plan):
+        self.looked[plan.name] += 1
+        return plan
+
+    def trial(self, number):
         return [[number] * self.samples] * 2  # a plain and a drifted one
 
-    def round_s(self, plan, prices, batches):
-        (number, *_), _ = batches
-        self.asked.append((plan.name, number))
+    def trial_s(self, plan, number, prices):
+        assert number == self.asked[plan.name]  # each once, in order
+        self.asked[plan.name] += 1
         noise = np.random.default_rng([number, *plan.name.encode()]).normal() * self.apart
         return self.seconds[plan.name] * (1 + number % 3) * (1 + noise)
 
 
-def told(evaluator, before):
-    plans = [Finalist(made_up(name), seconds=s) for name, s in before.items()]
-    return judge.fastest(evaluator, plans)
+def raced(evaluator, **plans):
+    plans = {name: plans.get(name, finalist(name)) for name in evaluator.seconds}
+    return [f.plan.name for f in race.race(evaluator, list(plans.values()))]
 
 
-def test_one_plan_or_one_that_leads_runs_no_more():
-    evaluator = Evaluator({})
-    assert told(evaluator, {"a": 2.0}).plan.name == "a"
-    assert told(evaluator, {"a": 2.0, "b": 1.0, "c": 1.03}).plan.name == "b"
+def test_one_plan_or_none_runs_nothing():
+    assert raced(Evaluator({"a": 1.0})) == ["a"]
+    assert raced(Evaluator({})) == []
+    evaluator = Evaluator({"a": 1.0})
+    raced(evaluator)
     assert not evaluator.asked
 
 
-def test_more_batches_turn_what_few_said():
-    """Rounds differ threefold, but the plans run the same ones."""
-    evaluator = Evaluator({"a": 1.01, "b": 1.0}, apart=1e-4)
-    best = told(evaluator, {"a": 1.0, "b": 1.001})
-    assert best.plan.name == "b"
-    rounds = [number for name, number in evaluator.asked if name == "b"]
-    assert rounds == list(range(len(rounds)))
-    assert len(rounds) == 2  # the least that tell
-    spans = [1.0 * (1 + r % 3) for r in rounds]
-    assert best.seconds == pytest.approx((BATCHES * 1.001 + sum(spans)) / (BATCHES + 2), rel=1e-3)
+def test_those_far_behind_leave_after_the_first_trials():
+    evaluator = Evaluator({"a": 1.3, "b": 1.0, "c": 1.2})
+    assert raced(evaluator) == ["b", "c", "a"]
+    assert evaluator.asked == dict.fromkeys("abc", FIRST)
+    assert evaluator.looked == dict.fromkeys("abc", 1)
 
 
-@pytest.mark.parametrize("effort, times", [("quick", 1), ("full", 4)])
-@pytest.mark.parametrize("larger", [1, 2])
-def test_those_that_stay_together_cost_no_more_than_the_work(effort, times, larger):
-    evaluator = Evaluator(
-        dict.fromkeys("abc", 1.0),
-        apart=0.02,
-        effort=effort,
-        n_rounds=99,
-        samples=larger * judge.LARGE_BATCH,
-    )
-    told(evaluator, dict.fromkeys("abc", 1.0))
-    cost = len(evaluator.asked) * 2 * larger * (judge.COMPARED_WORK + judge._BATCH_COST)
-    assert 0.4 * times * judge._ALL_WORK <= cost <= times * judge._ALL_WORK
+def test_the_slower_half_leaves_and_the_others_go_on_until_they_are_told_apart():
+    """Trials differ threefold, but the plans run the same ones."""
+    evaluator = Evaluator({n: 1 + 0.01 * i for i, n in enumerate("abcdefg")}, apart=1e-4)
+    assert raced(evaluator) == list("abcdefg")
+    four = dict.fromkeys("abcd", race._TELLING)  # of six others three stay
+    assert evaluator.asked == four | dict.fromkeys("efg", FIRST)
 
 
 def test_equal_plans_are_not_compared_for_long():
     evaluator = Evaluator({"a": 1.0, "b": 1.0})
-    assert told(evaluator, {"a": 1.0, "b": 1.0}).plan.name == "a"
-    assert len(evaluator.asked) == 4
+    assert raced(evaluator) == ["a", "b"]
+    assert evaluator.asked == dict.fromkeys("ab", race._TELLING)
 
 
-def test_it_is_right_more_often_than_few_batches_alone():
-    """Of pairs that are 0.5% apart, judged with an error of 1% each before."""
-    rng = np.random.default_rng(0)
+def test_what_has_run_is_not_run_again():
+    evaluator = Evaluator({"a": 1.0, "b": 1.2})
+    assert raced(evaluator, a=finalist("a", trials_s=(1.0, 2.0))) == ["a", "b"]
+    assert evaluator.asked == {"b": FIRST}
+    assert evaluator.looked == {"b": 1}
+
+
+def test_prices_of_its_own_come_with_the_lookahead_that_suits_them():
+    evaluator = Evaluator({"a": 1.0, "b": 1.2})
+    raced(evaluator, a=finalist("a", prices="its own"))
+    assert evaluator.looked == {"b": 1}
+
+
+@pytest.mark.parametrize("effort, times", [("quick", 1), ("full", 4)])
+@pytest.mark.parametrize("larger", [1, 4])
+def test_those_that_stay_together_cost_no_more_than_the_work(effort, times, larger):
+    names = [f"p{i}" for i in range(24 * times // larger)]
+    samples = larger * race.LARGE_BATCH
+    evaluator = Evaluator(dict.fromkeys(names, 1.0), apart=0.02, effort=effort, samples=samples)
+    raced(evaluator)
+    assert all(evaluator.asked[n] >= FIRST for n in names)
+    beyond = sum(evaluator.asked.values()) - FIRST * len(names)
+    cost = beyond * 2 * larger * (race.TRIAL_WORK + race._BATCH_COST)
+    assert 0.4 * times * race._ALL_WORK <= cost <= times * race._ALL_WORK
+
+
+def test_no_plan_runs_more_than_the_most_trials():
+    evaluator = Evaluator({"c": 1.0, "d": 1.001}, apart=0.03)
+    raced(evaluator)
+    assert evaluator.asked == dict.fromkeys("cd", race._MOST)
+
+
+@pytest.mark.parametrize("faster", [1e-9, 1e-2])
+def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
+    for names in ("fm", "mf"):
+        evaluator = Evaluator({n: 1 - faster * (n == "m") for n in names})
+        order = raced(evaluator, f=finalist("f", 2), m=finalist("m", 3))
+        assert order[0] == ("f" if faster < 1e-6 else "m")
+
+
+@pytest.mark.parametrize("saved, worth", [(0.9, False), (1.1, True)])
+def test_second_policies_are_worth_their_programs(saved, worth):
+    evaluator = Evaluator({"plain": 1.0, "second": 1 - saved * WORTH_PROGRAMS})
+    order = raced(evaluator, second=finalist("second", kept=("some",)))
+    assert order[0] == ("second" if worth else "plain")
+
+
+def test_new_plans_race_the_fastest_alone():
+    evaluator = Evaluator({"a": 1.0, "b": 1.05, "new": 1.02, "best": 0.9})
+    before = race.race(evaluator, [finalist("a"), finalist("b")])
+    assert race.joined(evaluator, before, []) == before
+    asked = evaluator.asked["b"]
+    after = race.joined(evaluator, before, [finalist("new"), finalist("best")])
+    assert [f.plan.name for f in after] == ["best", "a", "new", "b"]
+    assert evaluator.asked["b"] == asked
+
+
+def test_a_glance_sorts_by_the_first_trials_and_tells_what_is_close():
+    evaluator = Evaluator({"a": 1.06, "b": 1.0, "c": 1.04})
+    seen = race.at_a_glance(evaluator, [finalist(n) for n in "abc"])
+    assert [f.plan.name for f in seen] == ["b", "c", "a"]
+    assert {len(f.trials_s) for f in seen} == {FIRST}
+    assert race.close_to_best(seen) == seen[:2]
+    assert race.at_a_glance(evaluator, []) == []
+
+
+def test_gains_count_the_trials_that_both_ran():
+    one, other = finalist("a", trials_s=(1.0, 3.0)), finalist("b", trials_s=(2.0,))
+    assert one.gain_over(other) == pytest.approx(0.5)
+    assert other.gain_over(one) == pytest.approx(-1.0)
+
+
+def test_it_is_right_more_often_than_the_first_trials_alone():
+    """Of eight plans half a percent apart, whose trials differ by 1%."""
     right, alone = 0, 0
-    for k in range(40):
-        before = {f"a{k}": 1.0 + 0.01 * rng.normal(), f"b{k}": 1.005 + 0.01 * rng.normal()}
-        truth = {f"a{k}": 1.0, f"b{k}": 1.005}
-        right += told(Evaluator(truth, apart=0.002), before).plan.name[0] == "a"
-        alone += min(before, key=before.get)[0] == "a"
-    assert right >= alone + 4
+    for k in range(80):
+        evaluator = Evaluator({f"{i}{k}": 1 + 0.005 * i for i in range(8)}, apart=0.01)
+        right += raced(evaluator)[0] == f"0{k}"
+        evaluator.asked.clear()
+        seen = race.at_a_glance(evaluator, [finalist(n) for n in evaluator.seconds])
+        alone += seen[0].plan.name == f"0{k}"
+    assert right >= alone + 8, (right, alone)

@@ -77,11 +77,11 @@ def _near(evaluator: Evaluator, ranked: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _others(ranking: Ranking, near: Sequence[Finalist], best_s: float) -> list[Finalist]:
-    """About the best of every policy that `near` holds none of, as far as it is not far behind:
+    """About the best of every policy that `near` holds none of, as far as these are not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
-    others = sorted(ranking.policies - {f.plan.policy for f in near})
-    nearly_best = (ranking.about_best(p, _OTHER_BY_ONE_BUCKET * best_s) for p in others)
-    return [_with_ladder(ranking.evaluator, r) for r in nearly_best if r]
+    others, most_s = ranking.policies - {f.plan.policy for f in near}, _OTHER_BY_ONE_BUCKET * best_s
+    found = [c for policy in sorted(others) for c in ranking.nearly_best(policy, most_s)]
+    return [_with_ladder(ranking.evaluator, c) for c in found]
 
 
 def _placements(finalists: Sequence[Finalist]) -> list[Finalist]:

@@ -107,17 +107,17 @@ class Ranking:
         """Those that are searched."""
         return {policy for policy, _ in self._tables}
 
-    def about_best(self, policy: str, most_s: float) -> Candidate | None:
-        """About the best candidate of a policy: by all sampled batches, of the few that are best by
-        one of them, after some simulations; None where none fits or takes at most `most_s`
-        seconds."""
+    def nearly_best(self, policy: str, most_s: float) -> list[Candidate]:
+        """About the best candidates of a policy, best first: those close to the first by all
+        sampled batches, of the few that are best by one of them, after some simulations; none
+        where none fits or takes at most `most_s` seconds."""
         tables = [t for t in self._tables if t[0] == policy]
         alone = Ranking(self.evaluator, tables, (), n_batches=1)
         in_order = alone._in_order(_MOST_LOOK_STEPS, most_s)
         unlike = islice(_distinct(in_order, _CUT), _LOOKED)
-        by_all = (c.by_all(len(self.evaluator.batches)) for c in unlike)
-        fast = (c for c in by_all if c.bound_s <= most_s)
-        return min(fast, key=lambda c: (c.bound_s, c.key), default=None)
+        by_all = [c.by_all(len(self.evaluator.batches)) for c in unlike]
+        by_all.sort(key=lambda c: (c.bound_s, c.key))
+        return [c for c in by_all if c.bound_s <= min(most_s, CLOSE * by_all[0].bound_s)]
 
     def _in_order(
         self, most_steps: float = math.inf, most_s: float = math.inf

@@ -27,8 +27,8 @@ _GRANULARITIES = (0.6, 1.0, 1.6)
 # Makespan by one bucket over the best one's, up to which another policy gets a look; a larger one
 # costs planning time and misses less.
 _OTHER_BY_ONE_BUCKET = 1.2
-# Candidates whose buckets are chosen, besides the first of other policies, by effort; each takes a
-# second or so.
+# Candidates, and placements of them, whose buckets are chosen, besides the first of other policies,
+# by effort; each takes a second or so.
 _SIZED = {"quick": 2, "full": 3}
 # Candidates that the integer program of shapes is asked for, a second or two each.
 _ASKED = 2
@@ -49,7 +49,8 @@ def refined(
         return [spared(r.plan) for r in placements(ranked)]
     near = at_a_glance(evaluator, [_with_ladder(evaluator, c) for c in _near(evaluator, ranked)])
     others = at_a_glance(evaluator, _others(ranking, near, first.bound_s))
-    leading = _placements(near)[: _SIZED[evaluator.config.effort]]
+    n_sized = _SIZED[evaluator.config.effort]
+    leading = [f for f in near if f in near[:n_sized] or f in _placements(near)[:n_sized]]
     firsts = {f.plan.policy: f for f in reversed([*near, *others])}
     close = close_to_best([*near, *others])
     tried = [*near, *others]

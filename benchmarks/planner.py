@@ -3,7 +3,7 @@
 Command:  python benchmarks/planner.py [--json FILE] [--full]
 Minutes:  about 8 on 2 cores with nothing else running (more with --full)
 Expected: `auto` in about 20 s for 8 to 1,024 devices with plan.effort quick, on 2026-11-28 and a
-          VM without AVX-512 in 41 to 52 s (docs/results.md)
+          VM without AVX-512 in 43 to 52 s (docs/results.md)
 
 LLaVA-OneVision with Qwen2.5-7B on A100-80s from the roofline, policies auto, dflop and dip, tensor
 parallelism and pipelines up to 8, up to 64 microbatches, the embedded samples. Profiling is not

@@ -52,7 +52,7 @@ _RANK_WORK = 100  # units for a batch of a plan that is ranked
 # Samples that give a plan's figures at least, in up to so many batches or twice the sampled ones.
 _FIGURED, _FIGURED_BATCHES = 512, 8
 _EVALUATE_WORK = 1_000  # most units for a batch that gives a plan's figures
-# And for one by which plans are compared: with 300 schedules of 256 samples are up to 8% longer
+# And for one by which plans are compared: with 300 schedules of 256 samples are up to 7% longer
 # than with 4,000, those of other plans less, and another plan seems the fastest.
 TRIAL_WORK = 1_000
 _GLANCED = 0.5  # of the unseen batches, by which the lookahead is chosen that a plan runs with

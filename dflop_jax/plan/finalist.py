@@ -43,8 +43,6 @@ class Finalist:
         return 1 - self.seconds(n) / other.seconds(n)
 
     def with_about_s(self) -> Plan:
-        """The plan with about its makespan, which its trials took, or its candidate by one
-        bucket."""
-        assert self.of is not None, "it was made of one"
-        about_s = float(np.mean(self.trials_s)) if self.trials_s else self.of.bound_s
+        """The plan with about its makespan, which its trials took."""
+        about_s = float(np.mean(self.trials_s))
         return replace(self.plan, predicted=replace(self.plan.predicted, makespan_s=about_s))

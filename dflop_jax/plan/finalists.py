@@ -50,7 +50,8 @@ def refined(
     near = at_a_glance(evaluator, [_with_ladder(evaluator, c) for c in _near(evaluator, ranked)])
     others = at_a_glance(evaluator, _others(ranking, near, first.bound_s))
     n_sized = _SIZED[evaluator.config.effort]
-    leading = [f for f in near if f in near[:n_sized] or f in _placements(near)[:n_sized]]
+    leading = near[:n_sized]
+    leading += [f for f in _placements(near)[:n_sized] if f not in leading]
     firsts = {f.plan.policy: f for f in reversed([*near, *others])}
     close = close_to_best([*near, *others])
     tried = [*near, *others]
@@ -64,10 +65,15 @@ def refined(
     tried += [divided for one in tried for divided in _with_divided_readers(evaluator, one)]
     raced = _with_program(evaluator, race(evaluator, tried))
     raced = [replace(f, plan=spared(f.plan)) for f in raced]
-    second = [s for one in close_to_best(raced) for s in _with_second_policies(evaluator, one)]
-    fastest_first = joined(evaluator, raced, second)
-    unlike = {f.plan.layout: f for f in reversed(fastest_first)}
-    return [f.with_about_s() for f in fastest_first if f is unlike[f.plan.layout]]
+    second = [
+        replace(one, plan=plan, trials_s=())
+        for one in close_to_best(raced)
+        for plan in with_second_policies(one.plan, evaluator)
+    ]
+    unlike: dict[Layout, Finalist] = {}
+    for one in joined(evaluator, raced, second):
+        unlike.setdefault(one.plan.layout, one)
+    return [one.with_about_s() for one in unlike.values()]
 
 
 def _near(evaluator: Evaluator, ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -153,11 +159,6 @@ def _told(won: Finalist, asked: BucketChoice, gain: float) -> Finalist:
         shapes_gap=asked.gap,
     )
     return replace(won, plan=replace(won.plan, predicted=predicted))
-
-
-def _with_second_policies(evaluator: Evaluator, one: Finalist) -> list[Finalist]:
-    plans = with_second_policies(one.plan, evaluator)
-    return [replace(one, plan=plan, trials_s=()) for plan in plans]
 
 
 def _with_divided_readers(evaluator: Evaluator, one: Finalist) -> list[Finalist]:

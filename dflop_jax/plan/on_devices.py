@@ -54,10 +54,10 @@ def by_its_own(
             plan = others.pop(0)
             judged = devices.timed(plan, alone=True) if n else devices.by_profile(plan)
             continue
-        best, *_ = race(evaluator, judged)
+        best, *slower = race(evaluator, judged)
         if taken := devices.after_a_step(best):
             return taken, devices.n_timed
-        judged = [j for j in judged if j.plan is not best.plan and devices.hold(j.plan)]
+        judged = [j for j in slower if devices.hold(j.plan)]
     raise ValueError(devices.why_none())
 
 
@@ -90,9 +90,10 @@ class _Devices:
         profile chose it."""
         if not self.hold(plan):
             return []
+        plan = self._figured(plan)
+        by_profile_s = plan.predicted.makespan_s
         try:
-            plan = self._figured(plan)
-            prices, by_profile_s = self._time_plan(plan), plan.predicted.makespan_s
+            prices = self._time_plan(plan)
         except PlanTooLarge as e:
             self._drop(e)
             return []

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
@@ -53,9 +54,9 @@ def race(evaluator: Evaluator, finalists: Sequence[Finalist]) -> list[Finalist]:
             break
         best, *others = _fastest_first([_run(evaluator, f, n) for f in running], n)
         half = max(1, len(others) // 2)
-        staying = [f for f in others[:half] if not _told_apart(f, best, n)]
-        left = [f for f in others if all(f is not s for s in staying)] + left
-        running = [best, *staying]
+        stay = [i < half and not _told_apart(f, best, n) for i, f in enumerate(others)]
+        left = [f for f, stays in zip(others, stay) if not stays] + left
+        running = [best, *compress(others, stay)]
         n *= 2
     return running + left
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dflop_jax.plan.candidate import Candidate
@@ -92,10 +93,7 @@ def search_plan(
         raise ValueError(why_nothing_fits(rules, *ranking.nearest()))
     plan, n_timed = best[0].plan, 0
     if rules.spec.refine:
-
-        def spared(plan: Plan) -> Plan:
-            return with_spare(plan, data.tail, evaluator)
-
+        spared = partial(with_spare, tail=data.tail, evaluator=evaluator)
         plans = refined(ranking, best, spared)
         if time_plan:
             plan, n_timed = by_its_own(evaluator, plans, config.finalists, time_plan, try_step)

@@ -34,8 +34,7 @@ def test_groups_keep_more_where_there_is_room(free, share):
     plain = plan.with_layout(segments=one).with_scheduling(kept=(), free_bytes={})
     assert bool(plan.scheduling.kept) == (one != plan.layout.segments)
     if plan.scheduling.kept:
-        by_trials = (sum(evaluator.trial_s(p, i) for i in range(2)) for p in (plan, plain))
-        with_s, without_s = by_trials
+        with_s, without_s = (sum(evaluator.trial_s(p, i) for i in range(2)) for p in (plan, plain))
         assert with_s < without_s
     table, prices = byte_table(plan.layout, profile), evaluator.prices(plan.layout)
     trainable = [s.name for s in plan.layout.segments]

@@ -12,7 +12,6 @@ from functools import lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
@@ -48,17 +47,19 @@ class State:
             self.bins[samples] = j
         for first in {j - j % p.group for j in changed}:
             span = slice(first, first + p.group)
+            samples = np.concatenate(self.members[span])
+            bin_of, n_bins = self.bins[samples] - first, len(self.members[span])
             for r, grouped in enumerate(p.grouped_R):
-                load_b = [p.sizes_RN[r, samples].sum() for samples in self.members[span]]
-                self.loads_RB[r, span] = sum(load_b) if grouped else load_b
+                load_b = np.bincount(bin_of, p.sizes_RN[r, samples], n_bins)
+                self.loads_RB[r, span] = sum(load_b.tolist()) if grouped else load_b
             if p.base_RB is not None:
                 self.loads_RB[:, span] += p.base_RB[:, span]
             self.score_B[span] = p.scores(self.loads_RB[:, span], span)
 
 
 @lru_cache(maxsize=256)
-def subsets(m: int, most: int) -> NDArray[np.bool_]:
-    """[S, m] membership masks of the subsets of m samples up to the largest size that keeps
+def subsets(m: int, most: int) -> Floats:
+    """[m, S] memberships, 0 or 1, of the subsets of m samples up to the largest size that keeps
     S <= most (size 1 in any case), the empty one first."""
     chosen: list[tuple[int, ...]] = [(), *((i,) for i in range(m))]
     for size in range(2, m + 1):
@@ -66,46 +67,47 @@ def subsets(m: int, most: int) -> NDArray[np.bool_]:
         if len(chosen) + len(more) > most:
             break
         chosen += more
-    mask_SM = np.zeros((len(chosen), m), bool)
-    for row, subset in enumerate(chosen):
-        mask_SM[row, list(subset)] = True
-    return mask_SM
+    member_MS = np.zeros((m, len(chosen)))
+    for column, subset in enumerate(chosen):
+        member_MS[list(subset), column] = 1
+    return member_MS
 
 
 def exchange(state: State, a: int, b: int) -> bool:
     """Make the best exchange between bins a and b if it lowers the larger score of the two."""
-    p = state.problem
-    in_a, in_b = state.members[a], state.members[b]
-    mask_a, mask_b = subsets(len(in_a), _MAX_SUBSETS), subsets(len(in_b), _MAX_SUBSETS)
-    together = a // p.group == b // p.group
-    price: Floats = np.zeros((len(mask_a), len(mask_b)))
+    p, in_a, in_b = state.problem, state.members[a], state.members[b]
+    worth = max(state.score_B[a], state.score_B[b]) * (1 - ROUNDING)
+    member_a_MS, member_b_MS = subsets(len(in_a), _MAX_SUBSETS), subsets(len(in_b), _MAX_SUBSETS)
+    out_a_RS, out_b_RS = p.sizes_RN[:, in_a] @ member_a_MS, p.sizes_RN[:, in_b] @ member_b_MS
+    together = p.group > 1 and a // p.group == b // p.group
+    price_SS: Floats = np.zeros((out_a_RS.shape[1], out_b_RS.shape[1]))
     for r, grouped in enumerate(p.grouped_R):
-        load_a, load_b = state.loads_RB[r, a], state.loads_RB[r, b]
-        is_cost = r < p.n_costs
-        scale_a, scale_b = (1.0, 1.0) if p.scale_RB is None else p.scale_RB[r, [a, b]]
+        load_a, load_b = float(state.loads_RB[r, a]), float(state.loads_RB[r, b])
+        is_cost, scale_a, scale_b = r < p.n_costs, 1.0, 1.0
+        if is_cost and p.scale_RB is not None:
+            scale_a, scale_b = float(p.scale_RB[r, a]), float(p.scale_RB[r, b])
         if grouped and together:  # the group's load does not change
             if is_cost:
-                np.maximum(price, load_a * scale_a, out=price)
-            continue
-        if scale_a != scale_b:
-            out = np.subtract.outer(mask_a @ p.sizes_RN[r, in_a], mask_b @ p.sizes_RN[r, in_b])
-            np.maximum(price, (load_a - out) * scale_a, out=price)
-            np.maximum(price, (load_b + out) * scale_b, out=price)
-            continue
-        out_a = mask_a @ p.sizes_RN[r, in_a] - (load_a - load_b) / 2
-        out_b = mask_b @ p.sizes_RN[r, in_b]
-        load_SS = np.subtract.outer(out_a, out_b)
-        np.abs(load_SS, out=load_SS)
-        load_SS += (load_a + load_b) / 2
-        if is_cost:
-            np.maximum(price, load_SS * scale_a if scale_a != 1.0 else load_SS, out=price)
+                np.maximum(price_SS, load_a * scale_a, out=price_SS)
+        elif scale_a != scale_b:
+            moved_SS = np.subtract.outer(out_a_RS[r], out_b_RS[r])
+            np.maximum(price_SS, (load_a - moved_SS) * scale_a, out=price_SS)
+            np.maximum(price_SS, (load_b + moved_SS) * scale_b, out=price_SS)
         else:
-            price[load_SS > p.limits_R[r] * (1 + ROUNDING)] = np.inf
-    best = int(price.argmin())
-    if not price.flat[best] < max(state.score_B[a], state.score_B[b]) * (1 - ROUNDING):
+            load_SS = np.subtract.outer(out_a_RS[r] - (load_a - load_b) / 2, out_b_RS[r])
+            np.abs(load_SS, out=load_SS)
+            load_SS += (load_a + load_b) / 2
+            if not is_cost:
+                price_SS[load_SS > p.limits_R[r] * (1 + ROUNDING)] = np.inf
+                continue
+            np.maximum(price_SS, load_SS * scale_a if scale_a != 1 else load_SS, out=price_SS)
+        if is_cost and not price_SS.min() < worth:
+            return False
+    best = int(price_SS.argmin())
+    if not price_SS.flat[best] < worth:
         return False
-    row, column = divmod(best, len(mask_b))
-    go_a, go_b = mask_a[row], mask_b[column]
+    row, column = divmod(best, price_SS.shape[1])
+    go_a, go_b = member_a_MS[:, row] > 0, member_b_MS[:, column] > 0
     new_a = np.concatenate([in_a[~go_a], in_b[go_b]])
     new_b = np.concatenate([in_b[~go_b], in_a[go_a]])
     state.refill((a, b), (new_a, new_b))

@@ -169,8 +169,11 @@ def on_all_cores(work: Callable[[Job], Done], jobs: Sequence[Job]) -> Iterator[D
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, spawn, take_costs, (costs(),)) as pool:
-        for done in as_completed([pool.submit(work, job) for job in jobs]):
-            yield done.result()
+        try:
+            for done in as_completed([pool.submit(work, job) for job in jobs]):
+                yield done.result()
+        finally:  # where one failed the others would run on unread before it is said
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _answers(job: tuple[Case, list[str]]) -> dict[Key, Answer]:

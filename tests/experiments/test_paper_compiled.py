@@ -1,6 +1,7 @@
 """Costs from compiled programs: which models are asked for, and who is told to take them."""
 
 import os
+import uuid
 
 import pytest
 
@@ -53,6 +54,19 @@ def test_processes_take_costs_from_where_their_parent_does(monkeypatch):
     told = list(answers.on_all_cores(_told, [1, 2]))
     assert {name for _, name in told} == {"compiled"}
     assert os.getpid() not in {process for process, _ in told}
+
+
+def _fail(folder):
+    (folder / uuid.uuid4().hex).touch()
+    raise OSError("no room")
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_ends_the_others(monkeypatch, tmp_path):
+    monkeypatch.setattr(answers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    with pytest.raises(OSError, match="no room"):
+        list(answers.on_all_cores(_fail, [tmp_path] * 2_000))
+    assert len(list(tmp_path.iterdir())) < 2_000
 
 
 def test_without_the_compiler_a_line_says_what_is_missing(monkeypatch, tmp_path, capsys):

@@ -42,6 +42,8 @@ def test_packed_rows_are_tried_as_short_as_the_longest_piece():
     found = shortened(plan, [load(2, 337), load(0, 40)])
     assert found == [(bucket(8, 352, 4), bucket(4, 352, 2), bucket(0, 256))]
     assert shortened(plan, [load(1, 353)]) == []  # as short as can be
+    unlike = with_buckets(bucket(8, 384, 4), bucket(8, 368, 4))
+    assert shortened(unlike, [load(2, 337)]) == [(bucket(8, 352, 4),)]
     assert shortened(with_buckets(bucket(4, 32)), [load(0, 1)]) == []
 
 

@@ -43,10 +43,28 @@ def refined(
     """Plans of candidates with suitable buckets, the fastest first, with about their makespans: of
     the fastest of those that are ranked and of the first of other policies, with effort "full" with
     several granularities of buckets; the integer program of shapes is then asked for the fastest,
-    and second recompute policies are tried for plans with what `spared` adds."""
-    evaluator, first = ranking.evaluator, ranked[0]
-    if first.plan.scheduling.grouping == "arrival":
+    and second recompute policies are tried for plans with what `spared` adds. Where the fastest is
+    of a policy that none of the best ranked is of, few of its candidates had a look: all are ranked
+    then."""
+    evaluator = ranking.evaluator
+    if ranked[0].plan.scheduling.grouping == "arrival":
         return [spared(r.plan) for r in placements(ranked)]
+    raced = _raced(ranking, ranked, spared)
+    fastest = raced[0].plan.policy
+    if all(c.policy != fastest for c in _near(evaluator, ranked)):
+        alone = ranking.of(fastest)
+        raced = joined(evaluator, raced, _raced(alone, alone.ranked(), spared))
+    unlike: dict[Layout, Finalist] = {}
+    for one in raced:
+        unlike.setdefault(one.plan.layout, one)
+    return [one.with_about_s() for one in unlike.values()]
+
+
+def _raced(
+    ranking: Ranking, ranked: Sequence[Candidate], spared: Callable[[Plan], Plan]
+) -> list[Finalist]:
+    """What is made of candidates of balanced batches, the fastest first."""
+    evaluator, first = ranking.evaluator, ranked[0]
     near = at_a_glance(evaluator, [_with_ladder(evaluator, c) for c in _near(evaluator, ranked)])
     others = at_a_glance(evaluator, _others(ranking, near, first.bound_s))
     n_sized = _SIZED[evaluator.config.effort]
@@ -70,10 +88,7 @@ def refined(
         for one in close_to_best(raced)
         for plan in with_second_policies(one.plan, evaluator)
     ]
-    unlike: dict[Layout, Finalist] = {}
-    for one in joined(evaluator, raced, second):
-        unlike.setdefault(one.plan.layout, one)
-    return [one.with_about_s() for one in unlike.values()]
+    return joined(evaluator, raced, second)
 
 
 def _near(evaluator: Evaluator, ranked: Sequence[Candidate]) -> list[Candidate]:

@@ -107,12 +107,16 @@ class Ranking:
         """Those that are searched."""
         return {policy for policy, _ in self._tables}
 
+    def of(self, policy: str, n_batches: int | None = None) -> Ranking:
+        """The ranking of a policy's candidates alone."""
+        tables = [t for t in self._tables if t[0] == policy]
+        return Ranking(self.evaluator, tables, (), n_batches)
+
     def nearly_best(self, policy: str, most_s: float) -> list[Candidate]:
         """About the best candidates of a policy, best first: those close to the first by all
         sampled batches, of the few that are best by one of them, after some simulations; none
         where none fits or takes at most `most_s` seconds."""
-        tables = [t for t in self._tables if t[0] == policy]
-        alone = Ranking(self.evaluator, tables, (), n_batches=1)
+        alone = self.of(policy, n_batches=1)
         in_order = alone._in_order(_MOST_LOOK_STEPS, most_s)
         unlike = islice(_distinct(in_order, _CUT), _LOOKED)
         by_all = [c.by_all(len(self.evaluator.batches)) for c in unlike]

@@ -511,6 +511,24 @@ def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
     assert all_s["auto"] == pytest.approx(min(all_s.values()), rel=1e-6)
 
 
+@pytest.mark.slow
+def test_a_policy_that_wins_by_a_look_is_searched_whole(monkeypatch):
+    """Though the ranking's first are of another, and the look at it shows its second candidate."""
+    alone = run("orch", 4).plan
+    ranked, look = Ranking.ranked, Ranking.nearly_best
+
+    def of_another(self, *told):
+        return ranked(self.of("dflop") if len(self.policies) > 1 else self, *told)
+
+    def second(self, policy, most_s):
+        return look(self, policy, most_s)[1:2]
+
+    monkeypatch.setattr(ranking_module, "CLOSE", 10.0)
+    monkeypatch.setattr(Ranking, "ranked", of_another)
+    monkeypatch.setattr(Ranking, "nearly_best", second)
+    assert searched_anew("auto", 4).plan.layout == alone.layout
+
+
 def test_trials_hold_other_batches_some_of_them_drifted():
     spec = SearchSpec(4, BATCH, CONFIG)
     evaluator = search_module.evaluator_of(model_profile(), data_profile(), spec)

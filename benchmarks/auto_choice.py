@@ -2,9 +2,9 @@
 
 Command:  python benchmarks/auto_choice.py [--json FILE] [--papers] [--random N] [--first K]
 Minutes:  20 to 80 on 2 cores with nothing else running, for all 30
-Expected: never more than 2% behind; on 2026-11-27, by two batches, so in 26 of 30, others by 2.1 to
-          10.8%, and in 16 of 20 further ones, others by 3.8 to 24%, of data that drift far; by
-          sixteen on 2026-11-28 in 22 of the 24 that were run (docs/results.md)
+Expected: never more than 2% behind; by sixteen batches on 2026-11-28 so in 27 of the 28 that were
+          run, random 13, of data that drift far, 36% behind; by two on 2026-11-27 in 16 of 20
+          further ones (docs/results.md)
 
 The set-ups of the three papers (experiments/paper), and random ones: a tower, an LLM and perhaps an
 encoder of sounds on 8 to 128 devices, and data that drift, so that the kinds of samples come in

@@ -202,11 +202,11 @@ def _with_shorter_rows(evaluator: Evaluator, one: Finalist) -> list[Finalist]:
     rules, plan = evaluator.rules, one.plan
     packed = set(plan.layout.modules) - set(rules.profile.piece_tokens) - set(plan.layout.divided)
     shortest = {m: rules.row_tokens(m) for m in packed}
-    each = [
+    shortened = (
         Bucket.of({m: Shape(s.rows, min(s.tokens, shortest.get(m, s.tokens))) for m, s in b.shapes})
         for b in plan.layout.buckets
-    ]
-    buckets = tuple(dict.fromkeys(each))  # those that differed in tokens only are one now
+    )
+    buckets = tuple(dict.fromkeys(shortened))  # those that differed in tokens only are one now
     shorter = plan.with_layout(buckets=buckets)
     if buckets == plan.layout.buckets or beyond(evaluator.loads, shorter):
         return []

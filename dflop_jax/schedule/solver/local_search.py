@@ -83,25 +83,25 @@ def exchange(state: State, a: int, b: int) -> bool:
     price_SS: Floats = np.zeros((out_a_RS.shape[1], out_b_RS.shape[1]))
     for r, grouped in enumerate(p.grouped_R):
         load_a, load_b = float(state.loads_RB[r, a]), float(state.loads_RB[r, b])
-        is_cost, scale_a, scale_b = r < p.n_costs, 1.0, 1.0
-        if is_cost and p.scale_RB is not None:
+        stays = grouped and together  # the group's load does not change
+        if r >= p.n_costs:
+            if not stays:
+                load_SS = _larger_after(load_a, load_b, out_a_RS[r], out_b_RS[r])
+                price_SS[load_SS > p.limits_R[r] * (1 + ROUNDING)] = np.inf
+            continue
+        scale_a, scale_b = 1.0, 1.0
+        if p.scale_RB is not None:
             scale_a, scale_b = float(p.scale_RB[r, a]), float(p.scale_RB[r, b])
-        if grouped and together:  # the group's load does not change
-            if is_cost:
-                np.maximum(price_SS, load_a * scale_a, out=price_SS)
+        if stays:
+            np.maximum(price_SS, load_a * scale_a, out=price_SS)
         elif scale_a != scale_b:
             moved_SS = np.subtract.outer(out_a_RS[r], out_b_RS[r])
             np.maximum(price_SS, (load_a - moved_SS) * scale_a, out=price_SS)
             np.maximum(price_SS, (load_b + moved_SS) * scale_b, out=price_SS)
         else:
-            load_SS = np.subtract.outer(out_a_RS[r] - (load_a - load_b) / 2, out_b_RS[r])
-            np.abs(load_SS, out=load_SS)
-            load_SS += (load_a + load_b) / 2
-            if not is_cost:
-                price_SS[load_SS > p.limits_R[r] * (1 + ROUNDING)] = np.inf
-                continue
+            load_SS = _larger_after(load_a, load_b, out_a_RS[r], out_b_RS[r])
             np.maximum(price_SS, load_SS * scale_a if scale_a != 1 else load_SS, out=price_SS)
-        if is_cost and not price_SS.min() < worth:
+        if not price_SS.min() < worth:
             return False
     best = int(price_SS.argmin())
     if not price_SS.flat[best] < worth:
@@ -112,6 +112,14 @@ def exchange(state: State, a: int, b: int) -> bool:
     new_b = np.concatenate([in_b[~go_b], in_a[go_a]])
     state.refill((a, b), (new_a, new_b))
     return True
+
+
+def _larger_after(load_a: float, load_b: float, out_a_S: Floats, out_b_S: Floats) -> Floats:
+    """[S, S]: the larger of two loads after every exchange of what leaves them."""
+    load_SS = np.subtract.outer(out_a_S - (load_a - load_b) / 2, out_b_S)
+    np.abs(load_SS, out=load_SS)
+    load_SS += (load_a + load_b) / 2
+    return load_SS
 
 
 def descend(state: State, target: float, budget: Budget, only: Ints | None = None) -> None:

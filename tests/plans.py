@@ -49,7 +49,8 @@ def chain(
 ) -> Plan:
     """`n` segments in a row, the first `vision` of the encoder, each on a device of its own.
 
-    `first` places them by hand; equal devices make segments share them. Bucket 1 has no tiles.
+    `first` places them by hand; equal devices make segments share them. Bucket 1 has no tiles, and
+    without an encoder longer rows than bucket 0.
     """
     first = first or tuple(range(n))
     names = [f"v{i}" if i < vision else f"l{i - vision}" for i in range(n)]
@@ -60,7 +61,7 @@ def chain(
         k = i - start
         segments.append(SegmentPlan(name, module, k, k + 1, name, i == start, i == stop - 1))
     submeshes = tuple(SubmeshPlan(m, f, 1, 1, 1) for m, f in zip(names, first, strict=True))
-    buckets = (bucket(tiles if vision else 0, 64), bucket(0, 64))
+    buckets = (bucket(tiles, 64), bucket(0, 64)) if vision else (bucket(0, 64), bucket(0, 128))
     edges = (EDGE,) if 0 < vision < n else ()
     return Plan(
         "test", Layout(submeshes, tuple(segments), buckets, edges=edges), Scheduling(order=order)

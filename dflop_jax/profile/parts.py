@@ -29,7 +29,8 @@ from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, token_
 
 Tree = Any
 ENDS = ("entry", "exit")
-
+# Jaxprs held: those of a shape are asked for together, so that more would spare no tracing.
+_TRACED = 64
 
 Names = tuple[str, ...]
 Dims = tuple[int | None, ...]
@@ -76,7 +77,7 @@ def _traced_ways(module: Module, part: str, shape: Shape, ways: int) -> int:
     return 2 if ways > 2 and laid_out(2) == laid_out(ways) else ways
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_TRACED)
 def _recorded(
     module: Module, part: str, shape: Shape, placed: Names, ways: int, remat: Remat
 ) -> tuple[Recorded, Tree, core.ClosedJaxpr, Tree]:
@@ -101,7 +102,7 @@ def has_loss(module: Module, shape: Shape) -> bool:
     return isinstance(exit_struct(module, shape), dict)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_TRACED)
 def _traced_forward(
     module: Module, part: str, shape: Shape, placed: Names, ways: int
 ) -> tuple[core.ClosedJaxpr, Tree]:
@@ -110,7 +111,7 @@ def _traced_forward(
     return jax.make_jaxpr(partial(_forward, module, part, ways))(*args), args
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_TRACED)
 def _traced_backward(
     module: Module, part: str, shape: Shape, placed: Names, ways: int, remat: Remat
 ) -> tuple[core.ClosedJaxpr, Tree]:
@@ -167,7 +168,7 @@ def _dims_of(args: Tree, module: Module, shape: Shape, ways: int) -> Dims:
     return tuple(dim if a.shape in hidden else None for a in jax.tree.leaves(args))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_TRACED)
 def _kept_region(
     module: Module, part: str, shape: Shape, placed: Names, ways: int, remat: Remat
 ) -> Region:
@@ -207,7 +208,7 @@ def _forward(module: Module, part: str, ways: int, params: Tree, x: Tree, fields
     return run_part(module, part, ways, params, x.get("hidden"), placed, fields)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_TRACED)
 def traced_forward(
     module: Module, part: str, shape: Shape, placed: Names = ()
 ) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:

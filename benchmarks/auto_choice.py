@@ -1,10 +1,10 @@
 """How far `auto` is behind the best of its policies, on data and costs that no plan was made for.
 
 Command:  python benchmarks/auto_choice.py [--json FILE] [--papers] [--random N] [--first K]
-Minutes:  20 to 80 on 2 cores with nothing else running, for all 30
-Expected: never more than 2% behind; by sixteen batches on 2026-11-28 so in 27 of the 28 that were
-          run, random 13, of data that drift far, 36% behind; by two on 2026-11-27 in 16 of 20
-          further ones (docs/results.md)
+Minutes:  20 to 90 on 2 cores, for all 30
+Expected: never more than 2% behind; on 2026-11-28 so in 29 of the 30, random 13, of data that
+          drift far, 36% behind, and in 18 of 20 further ones (--first 25 --random 20), the others
+          3 and 7% (docs/results.md)
 
 The set-ups of the three papers (experiments/paper), and random ones: a tower, an LLM and perhaps an
 encoder of sounds on 8 to 128 devices, and data that drift, so that the kinds of samples come in

@@ -224,7 +224,7 @@ BAD_LAYOUTS = {
         "edges": (),
     },
     "modules .'llm'. that the plan lacks": {"segments": (VISION,), "edges": ()},
-    "buckets repeat: .*; give each once": {"buckets": PLAN.layout.buckets[:1] * 2},
+    "buckets repeat; give each once": {"buckets": PLAN.layout.buckets[:1] * 2},
     "2 stages and an edge between its layers": {"edges": (EDGE, TAP)},
     "group_size 0 must be": {"group_size": 0},
     "fan_in 0 must be": {"fan_in": 0},

@@ -243,8 +243,7 @@ class Layout:
                 f"edge {e.source} -> {e.target} must join modules of the plan, the source first; "
                 f"it has {runs}",
             )
-        once = len(set(self.buckets)) == len(self.buckets)
-        require(once, f"buckets repeat: {[b.name for b in self.buckets]}; give each once")
+        require(len(set(self.buckets)) == len(self.buckets), "buckets repeat; give each once")
         for b in self.buckets:
             unknown = {m for m, _ in b.shapes} - set(runs)
             require(not unknown, f"bucket {b.name} has modules {unknown} that the plan lacks")

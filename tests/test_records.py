@@ -197,13 +197,14 @@ def llm_parts(*cuts, first=0, last=-1):
     )
 
 
+IN_ROUNDS = changed(LLM, rounds=3)
 BAD_LAYOUTS = {
     "submesh names repeat": {"submeshes": (ENC, changed(DEC, name="enc"))},
     "a plan needs segments": {"segments": ()},
     "segment names repeat": {"segments": (changed(VISION, name="llm"), LLM)},
     "lies on unknown submesh 'gone'": {"segments": (VISION, changed(LLM, submesh="gone"))},
     "3 layers do not divide into 2 stages": {"segments": (VISION, changed(LLM, stop=3))},
-    "3 rounds need .* stage=2 and 8 layers: choose": {"segments": (VISION, changed(LLM, rounds=3))},
+    "3 rounds need .* it has stage=2 and 8 layers: choose": {"segments": (VISION, IN_ROUNDS)},
     "3 rounds need several stages.* stage=1": {"segments": (changed(VISION, rounds=3), LLM)},
     "must be a multiple of stage=2": {"group_size": 3},
     "do not join end to end": {"segments": (VISION, changed(LLM, last=False))},

@@ -104,10 +104,11 @@ def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
 
 
 def _processor(folder: Path, file: str, key: str) -> tuple[Mapping[str, Any], str]:
-    """A processor's settings and the file that has them: its own, or that of all processors."""
-    if alone := read_json(folder / file):
-        return alone, file
-    return _mapping(read_json(folder / ALL).get(key)), ALL
+    """A processor's settings and the file that has them: that of all processors, which transformers
+    writes since version 5 and reads first, or else its own."""
+    if nested := _mapping(read_json(folder / ALL).get(key)):
+        return nested, ALL
+    return read_json(folder / file), file
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -37,8 +37,8 @@ class BatchLoss:
 
     @property
     def scales(self) -> dict[str, float]:
-        """What every token's loss of a module is multiplied by; a batch without any counts one."""
-        return {m: self.factors[m] / max(n, 1.0) for m, n in self.denominators.items()}
+        """What every token's loss of a module is multiplied by; any where no token has a weight."""
+        return {m: self.factors[m] / (n or 1.0) for m, n in self.denominators.items()}
 
     @property
     def supervised_tokens(self) -> int:
@@ -47,7 +47,7 @@ class BatchLoss:
 
     def means(self, sums: Mapping[str, float], name: str = "loss_sum") -> dict[str, float]:
         """A sum of the batch (`StepResult.sums`), by module, over its denominator."""
-        return {m: sums.get(f"{m}.{name}", 0.0) / max(n, 1.0) for m, n in self.denominators.items()}
+        return {m: sums.get(f"{m}.{name}", 0.0) / (n or 1.0) for m, n in self.denominators.items()}
 
     def total(self, sums: Mapping[str, float]) -> float:
         """The loss that is trained on."""

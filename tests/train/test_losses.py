@@ -43,3 +43,15 @@ def test_a_batch_without_a_supervised_token_divides_by_one():
     assert loss.scales == {"text": 1.0, "generator": 0.25}
     assert loss.total({}) == 0.0
     assert BatchLoss.of(MODEL, {}).supervised_tokens == 0
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1, 0.001])
+def test_small_weights_do_not_scale_the_loss(weight):
+    loss = BatchLoss.of(MODEL, {"text": 9 * weight})
+    assert loss.means({"text.loss_sum": 9 * weight * 7}) == {"text": pytest.approx(7)}
+    assert loss.scales["text"] * 9 * weight == pytest.approx(1)
+
+
+def test_a_batch_without_weights_has_no_loss():
+    loss = BatchLoss.of(MODEL, {"text": 0.0})
+    assert loss.means({"text.loss_sum": 0.0}) == {"text": 0.0}

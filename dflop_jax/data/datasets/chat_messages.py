@@ -14,9 +14,12 @@ SPEAKERS = {name: role for role, name in ROLES.items()} | {role: role for role i
 Turns = tuple[tuple[str, str], ...]
 
 
-def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> tuple[Turns, dict[int, Any]]:
-    """Return (role, text) turns, where a tag stands for each medium, and the media that parts name
-    themselves (a path, bytes, or {"bytes", "path"}), by the number of their tag among all tags.
+def turns_of_messages(
+    raw: Any, kinds: tuple[str, ...]
+) -> tuple[Turns, dict[int, Any], frozenset[int]]:
+    """Return (role, text) turns, where a tag stands for each medium, the media that parts name
+    themselves (a path, bytes, or {"bytes", "path"}), by the number of their tag among all tags, and
+    the numbers of those that stand in typed parts of text.
 
     A part is {"type": "text", "text": ...} or {"type": KIND} with the medium under its kind, "path"
     or "url"; without one, it is the next of the record's own field. ValueError: it is neither.
@@ -27,6 +30,7 @@ def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> tuple[Turns, dict[int
         raise ValueError(f"more than {MAX_TURNS} turns in one record")
     turns: list[tuple[str, str]] = []
     media: dict[int, Any] = {}
+    in_text: set[int] = set()
     n_tags = 0
     for k, message in enumerate(raw):
         if not isinstance(message, dict):
@@ -42,13 +46,16 @@ def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> tuple[Turns, dict[int
             text, medium = _part(part, kinds, k)
             if medium is not None:
                 media[n_tags] = medium
-            n_tags += _tags(text, kinds)
+            n = _tags(text, kinds)
+            if isinstance(part, dict) and part.get("type") == "text":
+                in_text.update(range(n_tags, n_tags + n))
+            n_tags += n
             texts.append(text)
         whole = "".join(texts)
         if _tags(whole, kinds) != sum(_tags(text, kinds) for text in texts):
             raise ValueError(f"message {k} spells a tag across its parts")
         turns.append((SPEAKERS[role], whole))
-    return tuple(turns), media
+    return tuple(turns), media, frozenset(in_text)
 
 
 def _tags(text: str, kinds: tuple[str, ...]) -> int:

@@ -28,7 +28,7 @@ from dflop_jax.data.datasets.questions import (
 )
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.pieces import ROLES
+from dflop_jax.data.text.pieces import BREAK, ROLES, as_text
 from dflop_jax.data.text.weighting import WEIGHT, answer_weights
 
 TEXTS = ("conversations", "messages", QUESTION)
@@ -155,7 +155,7 @@ def parse_record(
             media = media if any(media.values()) else {**media, **beside}
             question = asked(fields, media)
             media = {kind: [*values] for kind, values in question.media.items()}
-        turns, inline, weights = _turns(fields, records, question)
+        turns, inline, in_text, weights = _turns(fields, records, question)
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         if lacking and (question or len(inline) < len(tags)):
             records.chosen(raw)  # which names the column
@@ -167,6 +167,9 @@ def parse_record(
             # as LLaVA-NeXT writes videos
             tags = ["video" if t == "image" else t for t in tags]
             turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
+        given_by_kind = {kind: len(values) for kind, values in media.items()}
+        turns = _with_text_tags(turns, given_by_kind, inline, in_text, records.kinds)
+        tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         for kind, values in media.items():
             wanted = sum(tag == kind and k not in inline for k, tag in enumerate(tags))
             if wanted != len(values):
@@ -212,10 +215,10 @@ def _listed_names(names: Collection[str]) -> str:
 
 def _turns(
     fields: Mapping[str, Any], records: RecordFormat, question: TableQuestion | None
-) -> tuple[Turns, dict[int, Any], tuple[float, ...]]:
-    """Turns, media that the text itself names by the number of their tag, and the answers'
-    weights."""
-    kinds, inline = records.kinds, dict[int, Any]()
+) -> tuple[Turns, dict[int, Any], frozenset[int], tuple[float, ...]]:
+    """Turns, media that the text itself names by the number of their tag, numbers of the tags in
+    typed parts of text, and the answers' weights."""
+    kinds, inline, in_text = records.kinds, dict[int, Any](), frozenset[int]()
     raw: Any = ()
     if question is not None:
         answer = [("gpt", text) for text in question.answers[:1]]
@@ -231,9 +234,11 @@ def _turns(
         if by_column and field != "messages":
             raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
         if field == "messages":
-            turns, inline = turns_of_messages(raw, tuple(kind.name for kind in kinds))
+            turns, inline, in_text = turns_of_messages(raw, tuple(kind.name for kind in kinds))
         else:
             turns = _conversation(raw)
+    if any(BREAK in text.replace(f"<{BREAK}", "") for _, text in turns):
+        raise ValueError("text holds U+FDD2, which is no character")
     talk = turns[1:] if turns[0][0] == "system" else turns
     if not talk or talk[0][0] != "human":
         raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")
@@ -244,7 +249,41 @@ def _turns(
         raise ValueError("turns do not alternate human, gpt up to an answer")
     if any(role == "gpt" and not tag_of(kinds).sub("", text).strip() for role, text in talk):
         raise ValueError("an answer is empty")
-    return turns, inline, answer_weights(raw, [role for role, _ in turns], fields.get(WEIGHT))
+    weights = answer_weights(raw, [role for role, _ in turns], fields.get(WEIGHT))
+    return turns, inline, in_text, weights
+
+
+def _with_text_tags(
+    turns: Turns,
+    given: Mapping[str, int],
+    inline: Collection[int],
+    in_text: Collection[int],
+    kinds: Kinds,
+) -> Turns:
+    """The turns with those tags of answers and of typed parts of text as plain text for which no
+    medium is left, the last first.
+
+    Args:
+      given: media by kind that the record names beside its text.
+      inline: numbers of the tags whose media the text itself names.
+      in_text: numbers of the tags in typed parts of text.
+    """
+    tag = tag_of(kinds)
+    tags = [t for _, text in turns for t in tag.findall(text)]
+    surplus = {kind: tags.count(kind) - n for kind, n in given.items()}
+    for k in inline:
+        surplus[tags[k]] -= 1
+    number, out = len(tags), []
+    for role, text in reversed(turns):
+        for found in reversed([*tag.finditer(text)]):
+            number -= 1
+            may_be_text = (role == "gpt" or number in in_text) and number not in inline
+            if may_be_text and surplus[found[1]] > 0:
+                surplus[found[1]] -= 1
+                plain = as_text(found[0], found.groups())
+                text = text[: found.start()] + plain + text[found.end() :]
+        out.append((role, text))
+    return tuple(reversed(out))
 
 
 def _conversation(raw: Any) -> Turns:

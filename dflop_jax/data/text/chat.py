@@ -18,7 +18,7 @@ from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, Span
 from dflop_jax.data.text.picture_frames import PictureFrame
-from dflop_jax.data.text.pieces import ROLES, TextPiece
+from dflop_jax.data.text.pieces import BREAK, ROLES, TextPiece
 from dflop_jax.data.text.tokenizer_files import (
     check_embedding,
     encoded,
@@ -32,8 +32,7 @@ from dflop_jax.data.text.tokenizer_files import (
 
 log = logging.getLogger(__name__)
 
-BREAK = "\ufdd2"  # put into what spells a special token, taken out again before encoding
-MARKS = re.compile(f"[{BEGIN}{END}{BREAK}]")
+MARKS = re.compile(f"[{BEGIN}{END}]")
 LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 
 
@@ -130,9 +129,12 @@ class ChatTokenizer:
         """(ids int32 [t], supervised bool [t]) of messages as templates take them ("role" and
         "content", which may be a list of parts). Media are one placeholder token each."""
         text, spans = self._render(messages)
-        if not spans:
-            spans = tuple(self._answer_spans(messages, text))
         ids, characters = self._encode_rendered(text)
+        self._check_texts(messages, text)
+        if spans:
+            spans = tuple(self._with_ends(text, spans))
+        else:
+            spans = tuple(self._answer_spans(messages, text))
         begins, ends = characters.T
         supervised = np.zeros(len(ids), bool)
         for begin, end in spans:
@@ -187,7 +189,7 @@ class ChatTokenizer:
 
     def _message(self, role: str, text: str) -> Message:
         if MARKS.search(text):
-            raise ValueError("text holds U+FDD0, U+FDD1 or U+FDD2, which are no characters")
+            raise ValueError("text holds U+FDD0 or U+FDD1, which are no characters")
         parts: list[dict[str, str]] = []
         for k, part in enumerate(self._tag.split(text)):
             if k % 2:
@@ -197,7 +199,8 @@ class ChatTokenizer:
             elif part:
                 broken = self._spelled.sub(lambda m: m[0][0] + BREAK + m[0][1:], part)
                 parts.append({"type": "text", "text": broken})
-        if self._template.takes_parts and any(p["type"] != "text" for p in parts):
+        needs_parts = any(p["type"] != "text" for p in parts) or not self._template.takes_texts
+        if self._template.takes_parts and needs_parts:
             return {"role": ROLES[role], "content": parts}
         words = [p.get("text") or self._tokens[p["type"]] or "" for p in parts]
         return {"role": ROLES[role], "content": "".join(words)}
@@ -208,6 +211,31 @@ class ChatTokenizer:
         """As the template has it, pictures framed."""
         rendered = self._template.render(messages, add_generation_prompt=add_generation_prompt)
         return self._frame.around(*rendered)
+
+    def _check_texts(self, messages: Sequence[Message], rendered: str) -> None:
+        """ValueError: the template leaves out the text of a message. Templates of models that think
+        may leave out the thoughts."""
+        placeholders = "|".join(re.escape(t) for t in self._tokens.values() if t)
+        for message in messages:
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
+            text = re.sub(placeholders or "(?!)", " ", " ".join(parts))
+            if text in rendered or "</think>" in text:
+                continue
+            if any(word not in rendered for word in set(re.findall(r"\w+", text))):
+                raise ValueError(
+                    f"{self.folder}: chat template leaves out text of the {message['role']}, "
+                    f"{text.strip()[:40]!r}; use the chat_template.jinja of this model"
+                )
+
+    def _with_ends(self, text: str, spans: Sequence[Span]) -> list[Span]:
+        """The template's own spans of answers, each with the token that ends it: the special token
+        behind the last answer of the text, where it follows an answer at once."""
+        last = self._special.match(text, spans[-1][1])
+        if last is None:
+            return list(spans)
+        token = last[last.lastindex or 0]
+        return [(b, e + len(token) if text.startswith(token, e) else e) for b, e in spans]
 
     def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
         """Answers by the difference that each makes to the text, up to its end-of-turn token.
@@ -220,6 +248,11 @@ class ChatTokenizer:
         for k in answers:
             before, _ = self._render(messages[:k], add_generation_prompt=True)
             through, _ = self._render(messages[: k + 1])
+            if not through.startswith(before):  # the prompt holds a thought that answers lack
+                asked, _ = self._render(messages[:k])
+                n = next(k for k, (a, b) in enumerate(zip(before, through + "\0")) if a != b)
+                before = before[:n]
+                before = before if len(before) > len(asked) else asked + before + "\0"
             if not text.startswith(through) and through.startswith(before) and k < answers[-1]:
                 self._say_that_answers_change()
                 continue

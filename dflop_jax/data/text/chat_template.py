@@ -39,7 +39,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as e:
             raise ValueError(f"{name}: chat template is no valid jinja ({_line(e)})") from None
-        self.takes_parts = self._probe()
+        self.takes_parts = self._shows([{"type": "text", "text": "probe"}])
+        self.takes_texts = self._shows("probe")
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
@@ -56,11 +57,10 @@ class ChatTemplate:
             raise ValueError(f"{self._name}: chat template fails ({_line(e)})") from None
         return _take_marks(text)
 
-    def _probe(self) -> bool:
-        """Whether messages may be lists of parts, so that media stand where the template wants."""
-        part = {"type": "text", "text": "probe"}
+    def _shows(self, content: Any) -> bool:
+        """Whether the text of a message with this content, a text or parts, is rendered."""
         try:
-            text, _ = self.render([{"role": "user", "content": [part]}])
+            text, _ = self.render([{"role": "user", "content": content}])
         except ValueError:
             return False
         return "probe" in text and "'type'" not in text

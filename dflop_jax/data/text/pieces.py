@@ -13,6 +13,7 @@ from dflop_jax.data.media.kinds import BUILT_IN, PLACEHOLDERS
 from dflop_jax.data.text.tokenizer_files import encoded, load_tokenizer, n_ids
 
 TAG = tag_of(BUILT_IN)
+BREAK = "\ufdd2"  # inside what spells a tag or a special token and is text; encoding leaves it out
 BYTES = "bytes"  # the tokenizer that needs no file
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 # what the template needs of a tokenizer.json, and the names it may have there
@@ -140,9 +141,16 @@ def chat_pieces(
                 pieces.append(TextPiece(medium=n_media))
                 n_media += 1
             if part:
-                pieces.append(TextPiece(tuple(tokenizer.encode(part)), answer))
+                pieces.append(TextPiece(tuple(tokenizer.encode(part.replace(BREAK, ""))), answer))
         pieces.append(TextPiece((tokenizer.im_end_id,), answer))
     return tuple(pieces)
+
+
+def as_text(text: str, kinds: Iterable[str]) -> str:
+    """The text with the tags of these kinds as plain text, which stand for no media."""
+    for kind in kinds:
+        text = text.replace(f"<{kind}>", f"<{BREAK}{kind}>")
+    return text
 
 
 def text_counts(pieces: Sequence[TextPiece]) -> dict[str, int]:

@@ -84,7 +84,8 @@ def listed_tokens(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def template_source(folder: Path, config: Mapping[str, Any]) -> str:
-    """The chat template of a folder: of a file of its own, or else of the configuration.
+    """The chat template of a folder: chat_template.jinja, or else chat_template.json (the
+    processor's), or else the tokenizer's configuration.
 
     ValueError when there is none.
     """
@@ -92,9 +93,8 @@ def template_source(folder: Path, config: Mapping[str, Any]) -> str:
     if file.is_file():
         with named(f"{file}: not a template"):
             return read_bounded(file, MAX_TOKENIZER_BYTES).decode("utf-8")
-    template = config.get("chat_template") or read_json(folder / "chat_template.json").get(
-        "chat_template"
-    )
+    processors = read_json(folder / "chat_template.json")
+    template = processors.get("chat_template") or config.get("chat_template")
     if isinstance(template, list):  # several named ones
         template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
     if isinstance(template, dict):

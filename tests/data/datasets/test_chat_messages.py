@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from functools import partial
 
 import pytest
@@ -31,6 +32,10 @@ def text(value):
 def messages(*contents):
     roles = ["system", *["user", "assistant"] * 2]
     return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+
+
+def answered(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 SAME = {
@@ -168,3 +173,26 @@ def test_bad_messages_are_one_line(folder, raw, why):
     with pytest.raises(ValueError, match=rf"^d\.json\[3\]: .*{why}") as error:
         record(raw, folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "question, answer, media",
+    [
+        ("In HTML?", "Write <video>.", {}),
+        ([text("The <audio> element?")], [text("It plays.")], {}),
+        ("<image>\nWhich?", "An <image> of SVG.", {"image": "a.png"}),
+    ],
+)
+def test_tags_for_which_no_medium_is_left_are_text(folder, question, answer, media):
+    n_media = len(media)
+    found = record({"messages": answered(question, answer), **media}, folder)
+    assert len(found.media) == n_media
+    pieces = chat_pieces(found.turns, ByteTokenizer())
+    assert sum(p.medium >= 0 for p in pieces) == n_media
+    spelled = "".join(ByteTokenizer().decode(p.ids) for p in pieces)
+    assert re.search("<video>|<audio>|An <image>", spelled)
+
+
+def test_the_tag_of_a_question_needs_its_medium(folder):
+    with pytest.raises(ValueError, match="1 <image> tags for 0 images"):
+        record({"messages": answered("<image>\nWhich?", "This.")}, folder)

@@ -271,7 +271,8 @@ REFUSED = {
     "fails .*unsafe": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "fails .*division": "{{ 1 / 0 }}",
     "does not only append": "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
-    "leaves out media": "{{ messages[0].role }}",
+    "leaves out media": "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}",
+    "leaves out text of the user": "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}",
     "repeats a medium": "{% for m in messages %}{{ m.content + m.content }}{% endfor %}",
 }
 
@@ -305,3 +306,43 @@ def test_embedding_sizes(tmp_path):
         check_embedding(ids, rows, "a")
     with pytest.raises(ValueError, match="of this model"):
         check_embedding(50257, 151936, "a")
+
+
+def test_an_answer_ends_with_the_token_behind_its_generation_mark(tmp_path):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "<|im_end|>{% endfor %}"
+    )
+    chat = ChatTokenizer(write(tmp_path, template))
+    pieces = chat.pieces([("human", "2+2?"), ("gpt", "4"), ("human", "Sure?"), ("gpt", "Yes")])
+    assert [chat.spelled(p.ids) for p in pieces if p.supervised] == ["4<|im_end|>", "Yes<|im_end|>"]
+
+
+def test_answers_need_not_begin_with_the_thought_of_their_prompt(tmp_path):
+    template = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n\\n</think>\\n\\n' }}")
+    assert template != CHATML
+    chat = ChatTokenizer(write(tmp_path, template))
+    pieces = chat.pieces([("human", "2+2?"), ("gpt", "4"), ("human", "Sure?"), ("gpt", "Yes")])
+    assert [chat.spelled(p.ids) for p in pieces if p.supervised] == ["4<|im_end|>", "Yes<|im_end|>"]
+
+
+def test_templates_that_take_parts_only_are_given_parts(tmp_path):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {% for c in m.content %}"
+        "{% if c.type == 'text' %}{{ c.text }}{% else %}<image>{% endif %}{% endfor %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    )
+    chat = ChatTokenizer(write(tmp_path, template))
+    turns = [("human", "<image>What?"), ("gpt", "A cat."), ("human", "Sure?"), ("gpt", "Yes.")]
+    text = "".join(chat.spelled(p.ids) if p.medium < 0 else "#" for p in chat.pieces(turns))
+    head = "<|im_start|>user #What?<|im_end|><|im_start|>assistant A cat.<|im_end|>"
+    assert text == f"{head}<|im_start|>user Sure?<|im_end|><|im_start|>assistant Yes.<|im_end|>"
+
+
+def test_the_processors_template_goes_before_the_tokenizers(tmp_path):
+    folder = write(tmp_path, CHATML)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    assert ChatTokenizer(folder).template == PARTS
+    (folder / "chat_template.jinja").write_text(MARKED)
+    assert ChatTokenizer(folder).template == MARKED

@@ -49,9 +49,10 @@ def clip_header(path: MediaFile) -> dict[str, int]:
         total, duration_s = _extent(container)
         stream = container.streams.video[0]
         rate = _rate(stream)
-        sides = stream.codec_context.width, stream.codec_context.height
+        stored = stream.codec_context.width, stream.codec_context.height
     with opened(path, "video") as container:  # anew: the packets may have been counted
-        clip = Clip(*sides[:: _order(container)], total, rate.numerator, rate.denominator)
+        width, height = stored[:: _order(container)]
+        clip = Clip(width, height, total, rate.numerator, rate.denominator)
     return {"frames": max(1, min(total, ceil(duration_s * FRAMES_PER_S))), **clip._asdict()}
 
 

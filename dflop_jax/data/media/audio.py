@@ -30,6 +30,7 @@ from dflop_jax.data.media.kind import Kind, below_one
 # A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
 CROSSINGS, PASSED, KAISER_BETA = 64, 0.94, 9.0
 INDEX_HZ = 16000  # rate at which an index counts samples: that of all encoders so far
+ESTIMATED = ("aac", "amr", "mp3")  # formats whose length FFmpeg guesses by the first bit rate
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -106,10 +107,11 @@ def _stream(container: InputContainer, rate_hz: int) -> AudioStream:
 
 
 def _length_s(container: InputContainer, stream: AudioStream) -> Fraction:
-    if stream.duration and stream.time_base:
-        return stream.duration * stream.time_base
-    if container.duration:
-        return Fraction(container.duration, av.time_base)
+    if container.format.name not in ESTIMATED or stream.start_time:  # a Xing header's delay
+        if stream.duration and stream.time_base:
+            return stream.duration * stream.time_base
+        if container.duration:
+            return Fraction(container.duration, av.time_base)
     ticks = sum(packet.duration or 0 for packet in container.demux(stream))
     return ticks * (stream.time_base or Fraction(1, stream.rate))
 

@@ -151,10 +151,18 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """First frame as RGB; transparency shows white; 16-bit grey keeps its upper bits."""
+    """First frame as RGB; transparency shows white; integers of 16 bits are divided by 257, floats
+    of 0 to 1 multiplied by 255. ValueError: values beyond."""
     image.load()
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode[0] in "IF":
+        top, values = 1 if image.mode == "F" else 65535, np.asarray(image)
+        low, high = float(values.min()), float(values.max())
+        if not 0 <= low <= high <= top:
+            raise ValueError(
+                f"pixels of {low:g} to {high:g} have no known range; save them as 0 to {top}"
+            )
+        grey = np.round(values.astype(np.float64) * (255 / top)).astype(np.uint8)
+        return Image.fromarray(grey).convert("RGB")
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")

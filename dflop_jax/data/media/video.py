@@ -28,7 +28,7 @@ logger = logging.getLogger("dflop_jax.data")
 
 
 class Clip(NamedTuple):
-    """What a clip's header says: pixels of a frame as stored, frames in all, frames a second."""
+    """What a clip's header says: pixels of an upright frame, frames in all, frames a second."""
 
     width: int
     height: int
@@ -41,24 +41,27 @@ def clip_header(path: MediaFile) -> dict[str, int]:
     """Read a clip's header: the fields of `Clip`, and "frames", FRAMES_PER_S over the duration, at
     most what is there.
 
-    Reads stream metadata; a container without them has its packets counted, not decoded.
+    Reads stream metadata and the first frame, which says how it is turned; a container without
+    them has its packets counted, not decoded.
     Raises ValueError when the file is no video, or one without frames.
     """
     with opened(path, "video") as container:
         total, duration_s = _extent(container)
         stream = container.streams.video[0]
         rate = _rate(stream)
-        context = stream.codec_context
-        clip = Clip(context.width, context.height, total, rate.numerator, rate.denominator)
+        stored = stream.codec_context.width, stream.codec_context.height
+    with opened(path, "video") as container:  # anew: the packets may have been counted
+        width, height = stored[:: _order(container)]
+        clip = Clip(width, height, total, rate.numerator, rate.denominator)
     return {"frames": max(1, min(total, ceil(duration_s * FRAMES_PER_S))), **clip._asdict()}
 
 
 def read_numbered(
     path: MediaFile, numbers: Sequence[int], convert: Callable[[Image.Image], np.ndarray]
 ) -> np.ndarray:
-    """`convert` of the RGB frames of these ascending numbers, as they are stored, stacked; a number
-    may come several times. A clip that breaks off is treated as by `read_frames`."""
-    sought_ones = _sought_tiles(path, numbered(numbers), lambda f: convert(f.to_image()))
+    """`convert` of the upright RGB frames of these ascending numbers, stacked; a number may come
+    several times. A clip that breaks off is treated as by `read_frames`."""
+    sought_ones = _sought_tiles(path, numbered(numbers), lambda f: convert(_upright(f)))
     if sought_ones is not None:
         return np.stack(sought_ones)
     frames: list[np.ndarray] = []
@@ -69,7 +72,7 @@ def read_numbered(
         try:
             for number, frame in enumerate(container.decode(stream)):
                 if times := sum(n == number for n in numbers[len(frames) :]):
-                    frames += [convert(frame.to_image())] * times
+                    frames += [convert(_upright(frame))] * times
                 if len(frames) == len(numbers):
                     break
         except av.FFmpegError as e:
@@ -208,11 +211,23 @@ def _start_s(stream: VideoStream) -> float:
     return float(stream.start_time * stream.time_base)
 
 
+def _turns(frame: VideoFrame) -> int:
+    """Quarter turns to the left that stand a frame upright: phones store clips lying down."""
+    return round(frame.rotation / 90) % 4
+
+
+def _order(container: InputContainer) -> int:
+    """-1 where upright frames have the stored width as their height, else 1."""
+    try:
+        frame = next(container.decode(video=0), None)
+    except av.FFmpegError:
+        return 1  # reading its frames says why
+    return -1 if frame is not None and _turns(frame) % 2 else 1
+
+
 def _upright(frame: VideoFrame) -> Image.Image:
-    image = frame.to_image()
-    if frame.rotation:  # phones store upright clips lying down
-        image = image.rotate(frame.rotation, expand=True)
-    return image
+    image, turns = frame.to_image(), _turns(frame)
+    return image.rotate(90 * turns, expand=True) if turns else image
 
 
 class Frames(NamedTuple):

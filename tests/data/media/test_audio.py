@@ -64,6 +64,23 @@ def test_every_shared_sound_decodes_as_its_header_says(caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("name, options", [("a.aac", {}), ("a.mp3", {"write_xing": "0"}),
+                                           ("b.mp3", {})])  # fmt: skip
+def test_length_is_what_decodes_where_the_header_is_a_guess(tmp_path, name, options):
+    path, rng = tmp_path / name, np.random.default_rng(0)
+    with av.open(str(path), "w", options=options) as out:
+        stream = out.add_stream("aac" if name.endswith("aac") else "mp3", rate=16000)
+        stream.layout = "mono"
+        loud = np.repeat([0.001, 0.5], 32000) * rng.standard_normal(64000)
+        frame = av.AudioFrame.from_ndarray(loud[None].astype(np.float32), "fltp", "mono")
+        frame.sample_rate = 16000
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode())
+    with av.open(str(path)) as container:
+        decoded = sum(f.samples for f in container.decode(audio=0))
+    assert abs(count_samples(path, 16000) - decoded) < 10
+
+
 def test_sound_of_a_clip_is_read_too():
     for path in shared_files("videos"):
         with av.open(str(path)) as container:

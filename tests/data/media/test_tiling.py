@@ -119,7 +119,15 @@ def test_modes_become_rgb(tmp_path):
     assert one(Image.new("RGBA", (8, 8), (255, 0, 0, 0))) == [255, 255, 255]
     assert one(Image.new("RGBA", (8, 8), (255, 0, 0, 255))) == [255, 0, 0]
     assert one(Image.new("L", (8, 8), 77)) == [77] * 3
-    assert one(Image.fromarray(np.full((8, 8), 40000, np.uint16))) == [40000 >> 8] * 3
+    for value in (0, 200, 40000, 65535):
+        assert one(Image.fromarray(np.full((8, 8), value, np.uint16))) == [round(value / 257)] * 3
+        whole = Image.fromarray(np.full((8, 8), value, np.int32))
+        assert one(whole, "a.tif") == [round(value / 257)] * 3
+        part = Image.fromarray(np.full((8, 8), value / 65535, np.float32))
+        assert one(part, "a.tif") == [round(value / 257)] * 3
+    for value in (np.int32(65536), np.int32(-1), np.float32(1.5), np.float32("nan")):
+        with pytest.raises(ValueError, match=r"a\.tif.*no known range"):
+            one(Image.fromarray(np.full((8, 8), value)), "a.tif")
     assert one(Image.new("P", (8, 8), 0), "a.gif", transparency=0) == [255, 255, 255]
     frames = [Image.new("RGB", (8, 8), c) for c in ("red", "blue")]
     first = one(frames[0], "b.gif", save_all=True, append_images=frames[1:])

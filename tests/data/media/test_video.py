@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.media.anyres import frame_tile
-from dflop_jax.data.media.video import read_frames
-from tests.data.media_cases import count_frames
+from dflop_jax.data.media.video import read_frames, read_numbered
+from tests.data.media_cases import clip_of, count_frames
 
 
 def read_clip(path, n):
@@ -61,6 +61,11 @@ def test_a_clip_lying_down_is_stood_up(tmp_path):
     tile = read_clip(path, 1)[0]
     assert tile[:6].mean() < 20  # the black half, left as stored, is on top
     assert tile[-6:].mean() > 235
+    assert clip_of(path)[:2] == (48, 64)
+    (frame,) = read_numbered(path, [1], np.asarray)
+    assert frame.shape == (64, 48, 3)
+    assert frame[:24].mean() < 20
+    assert frame[-24:].mean() > 235
 
 
 def test_a_clip_that_breaks_off(tmp_path, shared_data, caplog):

@@ -12,6 +12,8 @@ Rates are those of the published last stage: 1e-5, and 2e-6 in the vision tower.
 
 from __future__ import annotations
 
+import sys
+
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 
 
@@ -31,3 +33,9 @@ def config() -> Config:
         checkpoint=CheckpointConfig(every=250, keep=2),  # 90 GiB each
         run_dir="runs/llava_onevision_7b",
     )
+
+
+if __name__ == "__main__":
+    from dflop_jax.cli import main
+
+    sys.exit(main(["train", __file__, *sys.argv[1:]]))

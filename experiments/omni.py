@@ -11,6 +11,8 @@ windows of two seconds, sixteen of a sound.
 
 from __future__ import annotations
 
+import sys
+
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 
 
@@ -24,3 +26,9 @@ def config() -> Config:
         ),
         run_dir="runs/omni",
     )
+
+
+if __name__ == "__main__":
+    from dflop_jax.cli import main
+
+    sys.exit(main(["train", __file__, *sys.argv[1:]]))

@@ -12,6 +12,8 @@ of the embedded scenes, from 16 to 324 a picture.
 
 from __future__ import annotations
 
+import sys
+
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 
 
@@ -27,3 +29,9 @@ def config() -> Config:
         train=TrainConfig(steps=20, global_batch=16, warmup_steps=5),
         run_dir="runs/qwen3vl",
     )
+
+
+if __name__ == "__main__":
+    from dflop_jax.cli import main
+
+    sys.exit(main(["train", __file__, *sys.argv[1:]]))

@@ -11,6 +11,7 @@ Killed at any step, `--resume auto` goes on there. `--only all` and any other co
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
@@ -37,3 +38,9 @@ def config() -> dict[str, Config]:
         connector.train, steps=60, stage="full", learning_rate=5e-4, learning_rates=("vision=1e-4",)
     )
     return {"connector": connector, "all": replace(connector, train=everything)}
+
+
+if __name__ == "__main__":
+    from dflop_jax.cli import main
+
+    sys.exit(main(["train", __file__, *sys.argv[1:]]))

@@ -14,6 +14,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
 from types import ModuleType
 from typing import Literal, NamedTuple
 
@@ -180,6 +181,8 @@ def _parser() -> Parser:
         "a model and data of yours: dflop train --model FOLDER_OR_NAME --data PATH. "
         f"{EXIT_CODES}",
     )
+    version = f"dflop_jax {metadata.version('dflop_jax')}, jax {metadata.version('jax')}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as JSON")

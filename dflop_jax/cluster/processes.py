@@ -139,11 +139,21 @@ def _from_slurm() -> Processes | None:
     return Processes(
         number,
         _number("SLURM_PROCID"),
-        _cluster_address(lambda port: SlurmCluster.get_coordinator_address(None, port)),
+        _cluster_address(_slurm_address),
         "Slurm",
         _slurm_tasks_here(),
         _number("SLURM_LOCALID"),
     )
+
+
+def _slurm_address(port: str | None) -> str:
+    """The step's first node, at the port that jax derives from the job's number."""
+    from jax._src.clusters import SlurmCluster
+
+    port = SlurmCluster.get_coordinator_address(None, port).rpartition(":")[2]
+    # jax takes `rack[1-2]n[01-02]` for `rack1`. The first name ends at a comma outside brackets.
+    nodes = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+    return f"{nodes.partition(',')[0]}:{port}"
 
 
 def _slurm_tasks_here() -> int:

@@ -7,6 +7,7 @@ one line that names the file.
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 from collections.abc import Iterator
@@ -74,8 +75,18 @@ def read_bounded(file: Path, limit: int) -> bytes:
     return data
 
 
+def without_mark(text: bytes) -> bytes:
+    """UTF-8 without its byte order mark; ValueError where it is another encoding."""
+    if b"\0" in text[:4] or text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("UTF-16 or UTF-32; save it as UTF-8")
+    return text.removeprefix(codecs.BOM_UTF8)
+
+
 def parse_json(data: bytes, kind: Any = Any) -> Any:
     """What JSON holds. ValueError when it is not JSON, not of `kind`, or nested too deeply."""
+    data = without_mark(data)
+    if not data or data.isspace():
+        raise ValueError("empty")
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as e:

@@ -24,7 +24,7 @@ from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.generate.programs import TOKEN_MULTIPLE, AnswerPrograms
 from dflop_jax.generate.prompt import NO_MEDIA, Media, Talk, asked, talk_sample
-from dflop_jax.generate.published import published_params
+from dflop_jax.generate.published import end_ids, published_params
 from dflop_jax.generate.replica import least_ways, param_structs, replica_of
 from dflop_jax.generate.row import LLM, AnswerRows, rows_of
 from dflop_jax.generate.sampling import Sampling
@@ -113,6 +113,7 @@ class Generator:
         self.programs = AnswerPrograms(self.model, self.replica)
         kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
         self.tokenizer = any_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
+        self.ends = end_ids(self.tokenizer, run)
         self._structs = {
             m: param_structs(module, self.replica) for m, module in self.model.modules.items()
         }
@@ -218,7 +219,8 @@ class Generator:
         """
         rows, number, at = self._rows(samples, range(len(samples)) if numbers is None else numbers)
         answers = [
-            _Answer(self.tokenizer, how, on_text if k == 0 else None) for k in range(len(at))
+            _Answer(self.tokenizer, self.ends, how, on_text if k == 0 else None)
+            for k in range(len(at))
         ]
         for tokens in self.programs.tokens(self.loaded.params, rows, number, how):
             if times is not None:
@@ -267,9 +269,13 @@ class _Answer:
     may begin a stop text, waits for its rest."""
 
     def __init__(
-        self, tokenizer: Tokenizer | ChatTokenizer, how: Sampling, on_text: OnText | None = None
+        self,
+        tokenizer: Tokenizer | ChatTokenizer,
+        ends: frozenset[int],
+        how: Sampling,
+        on_text: OnText | None = None,
     ):
-        self._tokenizer, self._how, self._on_text = tokenizer, how, on_text
+        self._tokenizer, self._ends, self._how, self._on_text = tokenizer, ends, how, on_text
         self._tokens = list[int]()
         self._shown = 0
         self.stopped = ""
@@ -279,7 +285,7 @@ class _Answer:
         """Take the next token, unless the answer has ended."""
         if self.stopped:
             return
-        if token == self._tokenizer.im_end_id:
+        if token in self._ends:
             self._end("end")
             return
         self._tokens.append(token)

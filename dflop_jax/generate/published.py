@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dflop_jax.contract import MultimodalModel, Params
+from dflop_jax.data import Tokenizer
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.pieces import TextPiece
+from dflop_jax.data.text.tokenizer_files import read_json
 from dflop_jax.train.load_params import Loaded
 from dflop_jax.weights import Folder, read_params
 from dflop_jax.weights.folder import CONFIG
+
+GENERATION = "generation_config.json"
 
 
 def is_published(folder: str | Path) -> bool:
@@ -39,3 +46,22 @@ def published_params(
     opened.check()
     params = {m: read_params(opened, m, structs[m]) for m in model.modules}
     return Loaded(params, 0, Path(folder))
+
+
+def end_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path | None) -> frozenset[int]:
+    """Tokens that end an answer: the tokenizer's, the one that ends supervised answers, and every
+    eos_token_id of the generation_config.json of the tokenizer's folder or of published weights."""
+    ids = {tokenizer.im_end_id}
+    folders = [Path(run)] if run is not None else []
+    if isinstance(tokenizer, ChatTokenizer):
+        folders.append(tokenizer.folder)
+        pieces: Sequence[TextPiece] = ()
+        with suppress(ValueError):  # a template whose answers cannot be told apart
+            pieces = tokenizer.pieces([("human", "?"), ("gpt", "!")])
+        supervised = [i for p in pieces if p.supervised for i in p.ids]
+        if supervised and not tokenizer.decode(supervised[-1:]):  # a special token, no text
+            ids.add(supervised[-1])
+    for folder in folders:
+        named = read_json(folder / GENERATION).get("eos_token_id")
+        ids.update(named if isinstance(named, list) else [] if named is None else [named])
+    return frozenset(ids)

@@ -65,6 +65,9 @@ class Folder:
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Files of the checkpoint and the tensors to take of each, None for all."""
+        whole = self.path / f"{self.map.stem}.safetensors"
+        if whole.is_file():  # it goes before an index, as in transformers: that may be of before
+            return {whole: None}
         if (self.path / self._index).is_file():
             index = _read_json(self.path / self._index).get("weight_map")
             if not isinstance(index, Mapping) or not all(

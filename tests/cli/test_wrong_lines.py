@@ -1,5 +1,9 @@
 """Wrong command lines end in one line with the remedy, before anything is measured."""
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 
 from dflop_jax.gpu_compile import chip_profile
@@ -29,3 +33,13 @@ def test_one_line_says_what_and_how(careless, line, capsys, monkeypatch):
     monkeypatch.chdir(careless)
     assert WRONG[line] in refused(capsys, *line.split())
     assert not (careless / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["omni", "qwen3vl", "two_stages", "llava_onevision_7b"])
+def test_an_experiment_runs_as_a_script(monkeypatch, capsys, name):
+    file = Path(__file__).parents[2] / "experiments" / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(file), "--train.steps", "many"])
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(file), run_name="__main__")
+    assert e.value.code == 2
+    assert "dflop train: Expected `int`" in capsys.readouterr().err

@@ -83,6 +83,18 @@ def environment(monkeypatch):
             SLURM | {"SLURM_NODEID": "2", "SLURM_PROCID": "4", "SLURM_LOCALID": "0"},
             Processes(5, 4, Address("node05", 61441), "Slurm", 1, 0),
         ),
+        *(
+            (
+                DistributedConfig(),
+                SLURM | {"SLURM_STEP_NODELIST": nodes},
+                Processes(5, 3, Address(first, 61441), "Slurm", 2, 1),
+            )
+            for nodes, first in {
+                "rack[1-2]n[01-02]": "rack1n01",
+                "r[2,4]-n[007,9-12]-ib,login": "r2-n007-ib",
+                "a-1,b[1-3]": "a-1",
+            }.items()
+        ),
         (
             DistributedConfig(),
             SLURM | {"JAX_COORDINATOR_PORT": "5000"},

@@ -1,11 +1,14 @@
 """Which token is drawn, and where an answer ends."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.generate.generate import _Answer
+from dflop_jax.generate.published import end_ids
 from dflop_jax.generate.sampling import Draw, Sampling, next_tokens
 
 
@@ -71,10 +74,13 @@ def test_what_was_said_is_said_less():
     assert next_tokens(draw, below, *args).tolist() == [0, 1, 0]
 
 
+ENDS = frozenset({ByteTokenizer.im_end_id})
+
+
 def answer(text, how=None, end=False, step=1):
     """(what was said, what was shown) of an answer of these bytes, then the end token."""
     shown = []
-    said = _Answer(ByteTokenizer(), how or Sampling(99), shown.append)
+    said = _Answer(ByteTokenizer(), ENDS, how or Sampling(99), shown.append)
     for token in [*text.encode(), *[ByteTokenizer.im_end_id] * end]:
         said.add(token)
     return said.said, shown
@@ -102,7 +108,14 @@ def test_half_a_character_is_not_shown():
 def test_an_answer_ends_before_a_stop_text(text, stop, says, why):
     said, shown = answer(text, Sampling(99, stop=stop), end=True)
     assert (said.text, said.stopped, "".join(shown)) == (says, why, says)
-    silent = _Answer(ByteTokenizer(), Sampling(99, stop=stop))
+    silent = _Answer(ByteTokenizer(), ENDS, Sampling(99, stop=stop))
     for token in [*text.encode(), ByteTokenizer.im_end_id]:
         silent.add(token)
     assert silent.said == said
+
+
+@pytest.mark.parametrize("named, ends", [([7, 9], {7, 9}), (7, {7}), (None, set())])
+def test_generation_config_names_ends(tmp_path, named, ends):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert end_ids(ByteTokenizer(), tmp_path) == ENDS | ends
+    assert end_ids(ByteTokenizer(), None) == ENDS

@@ -116,6 +116,8 @@ def test_what_is_not_there(single, tmp_path):
 
 def test_two_files_without_an_index(single):
     shutil.copyfile(single / "model.safetensors", single / "adapter.safetensors")
+    Folder(single, MODEL.weights).check()  # adapters beside the whole file
+    (single / "model.safetensors").rename(single / "weights.safetensors")
     assert "2 safetensors but no model.safetensors.index.json" in said(single)
 
 
@@ -123,7 +125,7 @@ def test_two_files_without_an_index(single):
     "weight_map, words",
     [
         ({NORM: "gone.safetensors"}, ["gone.safetensors", "no such file"]),
-        ({"gone": "model.safetensors"}, ["'gone'", "index"]),
+        ({"gone": "part.safetensors"}, ["'gone'", "index"]),
         ({NORM: "../model.safetensors"}, ["same folder"]),
         ({NORM: 3}, ["weight_map"]),
         ([], ["weight_map"]),
@@ -132,5 +134,7 @@ def test_two_files_without_an_index(single):
 def test_a_wrong_index(single, weight_map, words):
     index = single / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
+    Folder(single, MODEL.weights).check()  # the whole file goes before an index
+    (single / "model.safetensors").rename(single / "part.safetensors")
     text = said(single)
     assert all(w in text for w in words), text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded
+from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded, without_mark
 from dflop_jax.data.datasets.blob import Blob
 from dflop_jax.data.datasets.llava_records import USUAL, Record, RecordFormat, parse_record
 from dflop_jax.data.datasets.located import Located
@@ -54,6 +54,10 @@ class FileReader:
 
     def locate(self) -> Iterator[Located]:
         (file,) = self.files
+        with named(f"{file}: cannot be read"), file.open("rb") as opened:
+            head = without_mark(opened.read(4))
+        if not head:
+            raise ValueError(f"{file}: empty; name a file that holds records")
         number = -1
         for number, start, size in (_lines if file.suffix == ".jsonl" else _items)(file):
             yield Located(self.place(0, number), number, 0, start, size)

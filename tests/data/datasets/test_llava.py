@@ -167,7 +167,8 @@ def test_sound_is_left_out_in_one_line_by_a_model_without_it(folder, caplog):
 @pytest.mark.parametrize(
     "content, reason",
     [("[{", "not JSON"), ('{"a": 1}', "expected a JSON list"), ("[]", "holds no records"),
-     ('[{"id": 1}]', "1 of 1 records"), ("\xff", "not JSON")],
+     ('[{"id": 1}]', "1 of 1 records"), ("\xff", "not JSON"), ("", "d.json: empty"),
+     (" \n", "empty, expected"), ("\xff\xfe[\0]\0", "UTF-16"), ("[\0]\0", "UTF-16")],
 )  # fmt: skip
 def test_an_unusable_file_is_one_line(folder, content, reason):
     (folder / "d.json").write_text(content, encoding="latin-1")

@@ -78,11 +78,12 @@ def test_media_names_when_a_record_names_none(tmp_path):
         assert expected in reason
 
 
-def test_jsonl_and_json_are_read_by_offset(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])  # -sig: with a byte order mark
+def test_jsonl_and_json_are_read_by_offset(tmp_path, encoding):
     items = [{"id": k, "conversations": talk("é" * k, "å\n")} for k in range(5)]
     lines = [json.dumps(i, ensure_ascii=False) for i in items]
-    (tmp_path / "a.jsonl").write_text("\n\n".join([*lines[:2], '{"id": 3, ', *lines[2:]]))
-    (tmp_path / "b.json").write_text(json.dumps([items[1], *items, {}], indent=2))
+    (tmp_path / "a.jsonl").write_text("\n\n".join([*lines[:2], '{"id": 3, ', *lines[2:]]), encoding)
+    (tmp_path / "b.json").write_text(json.dumps([items[1], *items, {}], indent=2), encoding)
     one, other = (records(open_reader(tmp_path / f)) for f in ("a.jsonl", "b.json"))
     assert "not JSON" in one.pop(2)
     assert "no conversations" in other.pop()

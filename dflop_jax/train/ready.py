@@ -115,7 +115,7 @@ def data_line(source: Source, train: TrainConfig, asked_batch: int) -> str:
     lowered = f" (train.global_batch {asked_batch} is lowered, there are no more)"
     return (
         f"data: {source.name}: {n:,} samples; {train.steps:,} steps of {batch} samples"
-        f"{lowered * (batch < asked_batch)}, {train.steps * batch / n:.3g} epochs"
+        f"{lowered * (batch < asked_batch)}, {number(train.steps * batch / n)} epochs"
     )
 
 

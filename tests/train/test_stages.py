@@ -17,7 +17,7 @@ from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train.load_params import shapes_of
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import set_up, trained_model
-from dflop_jax.train.ready import workplace_line
+from dflop_jax.train.ready import data_line, workplace_line
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 from dflop_jax.train.trainer import Trainer
 from models import llava, qwen2_audio
@@ -104,6 +104,15 @@ def test_only_a_stages_parts_change_and_frozen_segments_run_no_backward(stage):
 # ---- what a configuration means ----
 
 
+class Named(list):
+    """So many samples with a name."""
+
+    name = "four"
+
+    def __init__(self, n):
+        super().__init__(range(n))
+
+
 def parts(m=None, **train) -> TrainedParts:
     config = TrainConfig(**({"learning_rate": 1e-3} | train))
     return trained_parts(config, adapted(m or llava.build("nano"), config))
@@ -121,6 +130,12 @@ def test_the_start_line_counts_trained_and_frozen_parameters_by_part():
     frozen = ", ".join(f"{g} {counts[g]:,}" for g in ("vision", "connector", "llm"))
     says = f"; parameters: trained lora {counts['lora']:,}; frozen {frozen}"
     assert workplace_line(place).endswith(says)
+
+
+def test_the_data_line_writes_epochs_without_exponents():
+    four = Named(4)
+    train = TrainConfig(steps=2000, global_batch=2)
+    assert data_line(four, train, 2).endswith("2,000 steps of 2 samples, 1,000 epochs")
 
 
 def test_stages_are_shorthands_for_what_is_frozen():

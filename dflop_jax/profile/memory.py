@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from dflop_jax.contract import Module
+from dflop_jax.profile.fit import DEPTHS
+from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.parts import Names, end_names, part_kept, part_names, part_work
 from dflop_jax.records import BACKWARD, Remat, Shape
 
@@ -57,3 +59,14 @@ def temporaries(
         return part_work(module, part, BACKWARD, shape, ways, half_bytes, fields, at_once)
 
     return max(map(alive, part_names(module) if parts is None else parts))
+
+
+def probe_bytes(module: Module, shape: Shape, half_bytes: int = 4) -> float:
+    """Bytes of activations of the largest program that times a shape on one device, parameters
+    aside; `half_bytes` as for `kept_bytes`."""
+
+    def of_kind(apart: Module) -> float:
+        layer, ends = kept_bytes(apart, shape, 1, half_bytes=half_bytes)
+        return max(DEPTHS) * layer + ends + temporaries(apart, shape, 1, half_bytes=half_bytes)
+
+    return max(map(of_kind, kinds_apart(module).values()))

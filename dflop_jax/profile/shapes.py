@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dflop_jax.contract import MultimodalModel
+from dflop_jax.data.media.medium import TEXT_MODULE
+from dflop_jax.hardware import GIB
 from dflop_jax.records import DataProfile, Shape
 
 # Of the largest sample's tokens or pieces, in the largest shape that is timed; prices are believed
 # only up to a multiple of that.
 LARGEST_OVER_SAMPLE = 4
+
+# Bytes of XLA's CPU programs over those that traces count: 1.7 to 3.8 were measured of attention
+# that masks a square.
+_LEAST_OVER_TRACE, _MOST_OVER_TRACE = 1.7, 4.0
 
 
 def shapes_to_time(
@@ -49,3 +57,34 @@ def _shapes(
     largest = Shape(max(2, -(-LARGEST_OVER_SAMPLE * largest_sample // longest)), longest)
     shapes += [Shape(4, capacities[0]), largest]
     return shapes
+
+
+def shapes_within(
+    shapes: dict[str, list[Shape]], memory_bytes: float, bytes_of: Callable[[str, Shape], float]
+) -> dict[str, list[Shape]]:
+    """The shapes whose CPU programs need no more than `memory_bytes`, and of each module the least
+    one and a row of the longest piece.
+
+    Args:
+      bytes_of: what a trace of a module's program counts at a shape.
+
+    Raises:
+      ValueError: a row of the longest piece needs more.
+    """
+    return {m: _within(m, of_module, memory_bytes, bytes_of) for m, of_module in shapes.items()}
+
+
+def _within(
+    module: str, shapes: list[Shape], memory_bytes: float, bytes_of: Callable[[str, Shape], float]
+) -> list[Shape]:
+    longest = Shape(1, shapes[-1].tokens)
+    needed = _LEAST_OVER_TRACE * bytes_of(module, longest)
+    if needed > memory_bytes:
+        flag = "--data.max_tokens or --data.max_pixels" if module == TEXT_MODULE else ""
+        raise ValueError(
+            f"the largest sample has {longest.tokens:,} tokens of {module!r} in a row, for which "
+            f"training needs about {needed / GIB:.1f} GiB; {memory_bytes / GIB:.1f} GiB of host "
+            f"memory are free for a device; lower {flag or '--data.max_pixels'}"
+        )
+    largest = memory_bytes / _MOST_OVER_TRACE
+    return [s for s in shapes if s in (min(shapes), longest) or bytes_of(module, s) <= largest]

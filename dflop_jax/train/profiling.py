@@ -15,6 +15,7 @@ from typing import TypeVar
 import jax
 import msgspec
 
+from dflop_jax.cluster.host_memory import free_bytes
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import PlanConfig
 from dflop_jax.contract import (
@@ -31,10 +32,11 @@ from dflop_jax.pipeline.layout import can_join
 from dflop_jax.plan.limits import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
 from dflop_jax.profile.measure import model_profile, profile_key, together
+from dflop_jax.profile.memory import probe_bytes
 from dflop_jax.profile.optimizer_state import with_optimizer
 from dflop_jax.profile.parts import param_dims
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.profile.shapes import shapes_to_time
+from dflop_jax.profile.shapes import shapes_to_time, shapes_within
 from dflop_jax.profile.state import float32_bytes
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.record_files import load, save
@@ -125,7 +127,7 @@ def profile_model(
     devices compute at once is measured by all together.
     """
     model = place.model
-    shapes, degrees = shapes_to_time(data, model, place.token_multiple), tensor_degrees(place)
+    shapes, degrees = probe_shapes(place, data), tensor_degrees(place)
     if place.hardware:
         profile = roofline_profile(
             model, place.hardware, shapes, degrees, n_devices=place.n_devices
@@ -135,6 +137,25 @@ def profile_model(
         profile = replace(profile, hardware=measured_hardware(place))
     tx = make_optimizer(place.config.train)
     return with_optimizer(profile, model, tx, place.trained.frozen)
+
+
+def probe_shapes(place: Workplace, data: DataProfile) -> dict[str, list[Shape]]:
+    """The shapes to time, on CPU devices those whose programs the host's memory holds; all
+    processes call this together.
+
+    Raises:
+      ValueError: the largest sample alone needs more memory.
+    """
+    model = place.model
+    shapes = shapes_to_time(data, model, place.token_multiple)
+    if place.hardware or place.devices[0].platform != "cpu":
+        return shapes
+    free = place.peers.share("profile/free", msgspec.json.encode(free_bytes()))
+    free_of_host = msgspec.json.decode(free, type=int | None)
+    if free_of_host is None:
+        return shapes
+    a_device = free_of_host / max(map(len, place.by_host))
+    return shapes_within(shapes, a_device, lambda m, shape: probe_bytes(model.modules[m], shape))
 
 
 def _timed_profile(

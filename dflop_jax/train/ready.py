@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from statistics import mean
@@ -86,17 +87,20 @@ def workplace_line(place: Workplace) -> str:
         hosts = len(set(place.hosts)) or 1
         devices = f"{place.n_devices} x {', '.join(kinds)}"
         devices += f" of {place.peers.count} processes on {hosts} hosts" * (place.peers.count > 1)
-    frozen, sizes = place.trained.frozen, []
-    for name, module in place.model.modules.items():
-        parts = {p: n / FLOAT32_BYTES for p, n in parameter_bytes(module).items()}
-        trained = sum(n for p, n in parts.items() if module.freeze_groups[p] not in frozen)
-        total = sum(parts.values())
-        said = "" if trained == total else f", {number(trained)} of them trained" * bool(trained)
-        sizes.append(f"{name} {number(total)}{said or ', frozen' * (not trained)}")
+    sizes: Counter[str] = Counter()
+    for module in place.model.modules.values():
+        for part, n_bytes in parameter_bytes(module).items():
+            sizes[module.freeze_groups[part]] += round(n_bytes / FLOAT32_BYTES)
+    by_use = {"trained": place.trained.rates, "frozen": place.trained.frozen}
+    parameters = "; ".join(
+        f"{use} " + ", ".join(f"{group} {number(sizes[group])}" for group in groups)
+        for use, groups in by_use.items()
+        if groups
+    )
     config = place.config.model
     return (
-        f"devices: {devices}; model: {config.factory} {config.size}, parameters of "
-        f"{', '.join(sizes)}, {config.dtype}"
+        f"devices: {devices}; model: {config.factory} {config.size}, "
+        f"{config.dtype}; parameters: {parameters}"
     )
 
 
@@ -111,7 +115,7 @@ def data_line(source: Source, train: TrainConfig, asked_batch: int) -> str:
     lowered = f" (train.global_batch {asked_batch} is lowered, there are no more)"
     return (
         f"data: {source.name}: {n:,} samples; {train.steps:,} steps of {batch} samples"
-        f"{lowered * (batch < asked_batch)}, {train.steps * batch / n:.3g} epochs"
+        f"{lowered * (batch < asked_batch)}, {number(train.steps * batch / n)} epochs"
     )
 
 

@@ -84,7 +84,8 @@ def _method(model: MultimodalModel, signature: str, asked: str) -> Callable[...,
 
 
 def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
-    """What trains of a model, already `adapted`.
+    """What trains of a model, already `adapted`: with LoRA the adapters, and under the stage `full`
+    the parts that `train.learning_rates` names.
 
     Raises:
       ValueError: a part that the model does not have, choices that contradict each other, or
@@ -93,6 +94,7 @@ def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
     known, stage = trained_groups(model, ()), f"train.stage={config.stage}"
     trained_groups(model, config.freeze)  # whether the names are right
     wanted = _of_stage(config.stage, model, known)
+    rates = named_numbers(config.learning_rates, RATES)
     if LORA in known:
         groups = _adapted_groups(model)
         if frozen := sorted(groups - wanted):
@@ -101,13 +103,14 @@ def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
                 "set train.lora_rank=0, choose the stage full, or leave them out of "
                 "train.lora_targets"
             )
+        if config.stage == "full":  # beside adapters, parts with a rate of their own
+            wanted &= set(rates)
         wanted = (wanted - groups) | {LORA}
     insisted = wanted if config.stage != "full" else wanted & {LORA}
     for name in sorted(insisted & set(config.freeze)):
         why = "train.lora_rank" if name == LORA else stage
         raise ValueError(f"train.freeze names {name!r}, which {why} trains; drop one of the two")
     trained = [g for g in known if g in wanted and g not in config.freeze]
-    rates = named_numbers(config.learning_rates, RATES)
     for field, names in ((RATES, rates), (DECAYS, named_numbers(config.weight_decays, DECAYS))):
         for name in names:
             if name not in trained:

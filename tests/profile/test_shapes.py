@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dflop_jax.profile.shapes import shapes_to_time
+from dflop_jax.profile.shapes import shapes_to_time, shapes_within
 from dflop_jax.records import DataProfile, Load, Shape
 
 
@@ -57,3 +57,21 @@ def test_every_piece_fits_and_sizes_spread(multiple):
         assert max(s.size for s in got) >= max(sum(load) for load in loads)
         assert got[-1].size >= max(s.size for s in got) / 2
         assert len(set(got)) > 1
+
+
+def test_shapes_beyond_memory_are_left_out_and_a_sample_beyond_it_is_refused():
+    """A square of attention of 4 bytes an element, as programs that mask have."""
+    shapes = {"vision": shapes_of((300,), (100,))}
+
+    def bytes_of(module, shape):
+        return 4.0 * shape.rows * shape.tokens**2
+
+    row = bytes_of("vision", Shape(1, 320))
+    assert shapes_within(shapes, 16 * row, bytes_of) == shapes  # 640 tokens are four such rows
+    got = shapes_within(shapes, 15.9 * row, bytes_of)
+    assert got == {"vision": [Shape(1, 96), Shape(1, 320), Shape(4, 96)]}
+    assert shapes_within(shapes, 1.71 * row, bytes_of)["vision"][1] == Shape(1, 320)
+    with pytest.raises(ValueError, match=r"320 tokens of 'vision' in a row.* --data\.max_pixels$"):
+        shapes_within(shapes, 1.69 * row, bytes_of)
+    with pytest.raises(ValueError, match=r"'llm' in a row.*lower --data\.max_tokens or --data\.m"):
+        shapes_within({"llm": shapes["vision"]}, 1.0, bytes_of)

@@ -14,8 +14,10 @@ from dflop_jax.config import Config, ModelConfig, TrainConfig
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import BACKWARD, Plan, SegmentPlan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.train.load_params import shapes_of
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import set_up, trained_model
+from dflop_jax.train.ready import data_line, workplace_line
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 from dflop_jax.train.trainer import Trainer
 from models import llava, qwen2_audio
@@ -102,9 +104,38 @@ def test_only_a_stages_parts_change_and_frozen_segments_run_no_backward(stage):
 # ---- what a configuration means ----
 
 
+class Named(list):
+    """So many samples with a name."""
+
+    name = "four"
+
+    def __init__(self, n):
+        super().__init__(range(n))
+
+
 def parts(m=None, **train) -> TrainedParts:
     config = TrainConfig(**({"learning_rate": 1e-3} | train))
     return trained_parts(config, adapted(m or llava.build("nano"), config))
+
+
+def test_the_start_line_counts_trained_and_frozen_parameters_by_part():
+    train = TrainConfig(lora_rank=2)
+    place = set_up(dataclasses.replace(CONFIG, model=NANO_MODEL, train=train))
+    counts: dict[str, int] = {}
+    for module in place.model.modules.values():
+        for part, tree in shapes_of(module).items():
+            n = sum(leaf.size for leaf in jax.tree.leaves(tree))
+            group = module.freeze_groups[part]
+            counts[group] = counts.get(group, 0) + n
+    frozen = ", ".join(f"{g} {counts[g]:,}" for g in ("vision", "connector", "llm"))
+    says = f"; parameters: trained lora {counts['lora']:,}; frozen {frozen}"
+    assert workplace_line(place).endswith(says)
+
+
+def test_the_data_line_writes_epochs_without_exponents():
+    four = Named(4)
+    train = TrainConfig(steps=2000, global_batch=2)
+    assert data_line(four, train, 2).endswith("2,000 steps of 2 samples, 1,000 epochs")
 
 
 def test_stages_are_shorthands_for_what_is_frozen():
@@ -122,11 +153,13 @@ def test_each_part_has_a_rate():
     got = parts(learning_rates=("vision=2e-6", "connector = 1e-5")).rates
     assert got == {"vision": 2e-6, "connector": 1e-5, "llm": 1e-3}
     lora = parts(lora_rank=2, learning_rates=("lora=1e-4",))
-    assert lora == TrainedParts(("llm",), {"vision": 1e-3, "connector": 1e-3, "lora": 1e-4})
+    assert lora == TrainedParts(("vision", "connector", "llm"), {"lora": 1e-4})
+    more = parts(lora_rank=2, learning_rates=("connector=1e-5",))
+    assert more == TrainedParts(("vision", "llm"), {"connector": 1e-5, "lora": 1e-3})
     assert parts(lora_rank=2, stage="llm").rates == {"lora": 1e-3}
     assert parts(lora_rank=2, stage="llm", freeze=("llm",)).rates == {"lora": 1e-3}
     tower = parts(lora_rank=2, lora_targets=("llm", "vision.*"), lora_ranks=("vision=1",))
-    assert tower == TrainedParts(("vision", "llm"), {"connector": 1e-3, "lora": 1e-3})
+    assert tower == TrainedParts(("vision", "connector", "llm"), {"lora": 1e-3})
     connector = parts(lora_rank=2, lora_targets=("connector",), stage="connector")
     assert connector == TrainedParts(("vision", "connector", "llm"), {"lora": 1e-3})
 
@@ -172,7 +205,8 @@ def test_a_model_without_a_connector_or_adapters_says_so():
 
 def test_matrices_in_8_bits_are_what_is_frozen_beside_adapters():
     held = ModelConfig(size="nano", quantize_frozen="int8")
-    config = Config(model=held, train=TrainConfig(lora_rank=2, freeze=("vision",)))
+    rate = ("connector=1e-3",)
+    config = Config(model=held, train=TrainConfig(lora_rank=2, learning_rates=rate))
     modules = trained_model(config).modules
     by_part = {m: set(modules[m].module.matrices) for m in ("llm",)} | {
         "vision": set(modules["vision"].matrices)  # which has no adapters

@@ -264,6 +264,7 @@ def test_answers_that_lose_their_thinking_are_not_supervised(tmp_path, caplog):
     assert chat.spelled(alone.ids) == "t1\n</think>\na1<|im_end|>"
 
 
+ANSWERS_ALONE = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
 REFUSED = {
     "writes <|start|>": "{{ '<|start|>' }}",
     "fails .roles": "{{ raise_exception('roles') }}",
@@ -271,8 +272,8 @@ REFUSED = {
     "fails .*unsafe": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "fails .*division": "{{ 1 / 0 }}",
     "does not only append": "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
-    "leaves out media": "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}",
-    "leaves out text of the user": "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}",
+    "leaves out media": ANSWERS_ALONE,
+    "leaves out text of the user": ANSWERS_ALONE,
     "repeats a medium": "{% for m in messages %}{{ m.content + m.content }}{% endfor %}",
 }
 

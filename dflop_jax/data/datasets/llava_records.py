@@ -31,6 +31,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.pieces import BREAK, ROLES, as_text
 from dflop_jax.data.text.weighting import WEIGHT, answer_weights
 
+SYSTEM = "system"  # the field of a record whose conversation has no system turn
 TEXTS = ("conversations", "messages", QUESTION)
 
 
@@ -77,7 +78,7 @@ class RecordFormat:
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
-        own = {name: (name,) for name in ("id", WEIGHT)}
+        own = {name: (name,) for name in ("id", WEIGHT, SYSTEM)}
         return {**own, **{text: (text,) for text in TEXTS}, **SPELLINGS, **self._media_names}
 
     @cached_property
@@ -237,8 +238,13 @@ def _turns(
             turns, inline, in_text = turns_of_messages(raw, tuple(kind.name for kind in kinds))
         else:
             turns = _conversation(raw)
-    if any(BREAK in text.replace(f"<{BREAK}", "") for _, text in turns):
+    if any(BREAK in text for _, text in turns):
         raise ValueError("text holds U+FDD2, which is no character")
+    if (system := fields.get(SYSTEM)) and isinstance(system, str):
+        if turns[0][0] == "system":
+            raise ValueError("it has a system field and a system turn; leave one out")
+        plain = as_text(system, (kind.name for kind in kinds))
+        turns, raw = (("system", plain), *turns), [{}, *raw]
     talk = turns[1:] if turns[0][0] == "system" else turns
     if not talk or talk[0][0] != "human":
         raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")

@@ -23,6 +23,7 @@ from dflop_jax.data.media.kind import Columns, Kind, below_one
 from dflop_jax.data.media.seek import Choose, at_moments, numbered, seek_plan, sought
 
 FRAMES_PER_S = 2.0  # that are taken of a clip
+TURNED_FORMATS = ("mov", "matroska")  # containers that have a display matrix
 USUAL_RATE = Fraction(25)  # frames a second of a clip that does not say
 logger = logging.getLogger("dflop_jax.data")
 
@@ -41,18 +42,20 @@ def clip_header(path: MediaFile) -> dict[str, int]:
     """Read a clip's header: the fields of `Clip`, and "frames", FRAMES_PER_S over the duration, at
     most what is there.
 
-    Reads stream metadata and the first frame, which says how it is turned; a container without
-    them has its packets counted, not decoded.
+    Reads stream metadata and, where clips may be turned, the first frame, which says how; a
+    container without metadata has its packets counted, not decoded.
     Raises ValueError when the file is no video, or one without frames.
     """
     with opened(path, "video") as container:
         total, duration_s = _extent(container)
         stream = container.streams.video[0]
         rate = _rate(stream)
-        stored = stream.codec_context.width, stream.codec_context.height
-    with opened(path, "video") as container:  # anew: the packets may have been counted
-        width, height = stored[:: _order(container)]
-        clip = Clip(width, height, total, rate.numerator, rate.denominator)
+        sides = stream.codec_context.width, stream.codec_context.height
+        may_be_turned = any(name in container.format.name for name in TURNED_FORMATS)
+    if may_be_turned:
+        with opened(path, "video") as container:  # anew: the packets may have been counted
+            sides = sides[:: _order(container)]
+    clip = Clip(*sides, total, rate.numerator, rate.denominator)
     return {"frames": max(1, min(total, ceil(duration_s * FRAMES_PER_S))), **clip._asdict()}
 
 

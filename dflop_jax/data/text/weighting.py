@@ -10,14 +10,15 @@ from typing import Any
 from dflop_jax.data.text.pieces import TextPiece
 
 WEIGHT = "weight"  # the field of a turn, and of a record
+SWITCHES = ("loss", "train")  # fields of a turn: false means weight 0
 
 
 def answer_weights(turns: Sequence[Any], roles: Sequence[str], of_all: Any) -> tuple[float, ...]:
     """The weight of every answer of a record: its turn's times the record's own, 1 where none is
-    given; () where all are 1.
+    given, 0 where `loss` or `train` of the turn is false; () where all are 1.
 
     Args:
-      turns: mappings, of which those of answers may have a weight.
+      turns: mappings, of which those of answers may have a weight, or one of `SWITCHES`.
       roles: human, gpt or system, of each.
 
     Raises:
@@ -26,9 +27,11 @@ def answer_weights(turns: Sequence[Any], roles: Sequence[str], of_all: Any) -> t
     whole = _weight(of_all, "the record")
     weights = []
     for k, (turn, role) in enumerate(zip(turns, roles, strict=True)):
-        given = turn.get(WEIGHT) if isinstance(turn, Mapping) else None
+        fields = turn if isinstance(turn, Mapping) else {}
+        given = fields.get(WEIGHT)
         if role == "gpt":
-            weights.append(whole * _weight(given, f"turn {k}"))
+            is_trained = not any(fields.get(name) is False for name in SWITCHES)
+            weights.append(whole * _weight(given, f"turn {k}") * is_trained)
         elif given is not None:
             raise ValueError(f"turn {k} has a weight and is no answer")
     return () if all(w == 1.0 for w in weights) else tuple(weights)

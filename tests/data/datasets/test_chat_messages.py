@@ -196,3 +196,29 @@ def test_tags_for_which_no_medium_is_left_are_text(folder, question, answer, med
 def test_the_tag_of_a_question_needs_its_medium(folder):
     with pytest.raises(ValueError, match="1 <image> tags for 0 images"):
         record({"messages": answered("<image>\nWhich?", "This.")}, folder)
+
+
+@pytest.mark.parametrize("switch", ["loss", "train"])
+def test_an_answer_may_be_left_out_of_the_loss(folder, switch):
+    turns = [*answered("Hi", "Bad"), *answered("Again", "Good")]
+    turns[1][switch], turns[3][switch] = False, True
+    assert record({"messages": turns}, folder).weights == (0.0, 1.0)
+    conversation = talk("Hi", "Bad", "Again", "Good")
+    conversation[1][switch] = False
+    assert record({"conversations": conversation}, folder).weights == (0.0, 1.0)
+
+
+def test_a_system_prompt_may_stand_beside_the_conversation(folder):
+    raw = {"conversations": talk("Hello?", "Arr!"), "system": "No <image>, be a pirate."}
+    found = record(raw, folder)
+    assert [role for role, _ in found.turns] == ["system", "human", "gpt"]
+    assert found.media == ()
+    ids = [i for p in chat_pieces(found.turns, ByteTokenizer()) for i in p.ids]
+    assert "No <image>, be a pirate." in ByteTokenizer().decode(ids)
+    with pytest.raises(ValueError, match="a system field and a system turn"):
+        record({"messages": messages("Be brief.", *TEXTS), "system": "Be long."}, folder)
+
+
+def test_text_holds_no_mark_of_ours(folder):
+    with pytest.raises(ValueError, match=r"U\+FDD2"):
+        record({"conversations": talk("<\ufdd2image>", "x")}, folder)

@@ -54,7 +54,7 @@ def clip_header(path: MediaFile) -> dict[str, int]:
         may_be_turned = any(name in container.format.name for name in TURNED_FORMATS)
     if may_be_turned:
         with opened(path, "video") as container:  # anew: the packets may have been counted
-            sides = sides[:: _order(container)]
+            sides = sides if _order(container) > 0 else sides[::-1]
     clip = Clip(*sides, total, rate.numerator, rate.denominator)
     return {"frames": max(1, min(total, ceil(duration_s * FRAMES_PER_S))), **clip._asdict()}
 

@@ -304,7 +304,9 @@ class TrainConfig:
         "what trains: full, connector (encoders and LLM frozen) or llm (all else frozen)",
     ] = "full"
     freeze: Annotated[tuple[str, ...], "parts to freeze: vision, audio, connector, llm"] = ()
-    lora_rank: Annotated[NonNegativeInt, "rank of LoRA, what it adapts being frozen; 0: off"] = 0
+    lora_rank: Annotated[
+        NonNegativeInt, "rank of LoRA, which freezes parts without a rate; 0: off"
+    ] = 0
     lora_targets: Annotated[
         tuple[str, ...],
         "matrices that LoRA adapts, as llm,vision.up,conn*.out (* stands for any); empty: llm",

@@ -114,7 +114,7 @@ def _check_only_adapters(config: Config, model: Any) -> None:
     if others:
         raise ValueError(
             f"--adapter: the run also trained {', '.join(others)}, which adapters do not hold; "
-            "leave out --adapter, or train with these among train.freeze or train.lora_targets"
+            "leave out --adapter, or train under train.stage=full without rates of theirs"
         )
 
 

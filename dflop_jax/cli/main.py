@@ -7,6 +7,7 @@ gone or did not come, a port in use, a lock that is held): try again.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import gc
 import json
@@ -173,6 +174,14 @@ def _reject(extra: list[str], parser: Parser, command: str) -> None:
     raise ValueError(f"unknown {what}; {hint}")
 
 
+class _ShowVersion(argparse.Action):
+    """`--version`, whose lookup of installed packages no other command waits for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"dflop_jax {metadata.version('dflop_jax')}, jax {metadata.version('jax')}")
+        parser.exit()
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="dflop",
@@ -181,8 +190,7 @@ def _parser() -> Parser:
         "a model and data of yours: dflop train --model FOLDER_OR_NAME --data PATH. "
         f"{EXIT_CODES}",
     )
-    version = f"dflop_jax {metadata.version('dflop_jax')}, jax {metadata.version('jax')}"
-    parser.add_argument("--version", action="version", version=version)
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the result as JSON")

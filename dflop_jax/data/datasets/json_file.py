@@ -54,10 +54,6 @@ class FileReader:
 
     def locate(self) -> Iterator[Located]:
         (file,) = self.files
-        with named(f"{file}: cannot be read"), file.open("rb") as opened:
-            head = without_mark(opened.read(4))
-        if not head:
-            raise ValueError(f"{file}: empty; name a file that holds records")
         number = -1
         for number, start, size in (_lines if file.suffix == ".jsonl" else _items)(file):
             yield Located(self.place(0, number), number, 0, start, size)
@@ -78,6 +74,9 @@ def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
     """Yield (number, offset, size) of the lines that are not blank; the first is number 1."""
     number, start, size, blank = 1, 0, 0, True
     with named(f"{file}: cannot be read"), file.open("rb") as opened:
+        if not without_mark(opened.read(4)):
+            raise ValueError("empty; name a file that holds records")
+        opened.seek(0)
         while part := opened.readline(CHUNK_BYTES):  # a line may have no end
             size, blank = size + len(part), blank and not part.strip()
             if part.endswith(b"\n"):

@@ -78,8 +78,9 @@ class RecordFormat:
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
-        own = {name: (name,) for name in ("id", WEIGHT, SYSTEM)}
-        return {**own, **{text: (text,) for text in TEXTS}, **SPELLINGS, **self._media_names}
+        own = {name: (name,) for name in ("id", WEIGHT)}
+        texts = {name: (name,) for name in (*TEXTS, SYSTEM)}
+        return {**own, **texts, **SPELLINGS, **self._media_names}
 
     @cached_property
     def _media_names(self) -> Mapping[str, tuple[str, ...]]:
@@ -166,7 +167,6 @@ def parse_record(
             raise ValueError(f"more than {MAX_MEDIA} media in one record")
         if media["video"] and not media["image"] and "video" not in tags and not inline:
             # as LLaVA-NeXT writes videos
-            tags = ["video" if t == "image" else t for t in tags]
             turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
         given_by_kind = {kind: len(values) for kind, values in media.items()}
         turns = _with_text_tags(turns, given_by_kind, inline, in_text, records.kinds)

@@ -54,7 +54,7 @@ def clip_header(path: MediaFile) -> dict[str, int]:
         may_be_turned = any(name in container.format.name for name in TURNED_FORMATS)
     if may_be_turned:
         with opened(path, "video") as container:  # anew: the packets may have been counted
-            sides = sides if _order(container) > 0 else sides[::-1]
+            sides = sides[::-1] if _lies_down(container) else sides
     clip = Clip(*sides, total, rate.numerator, rate.denominator)
     return {"frames": max(1, min(total, ceil(duration_s * FRAMES_PER_S))), **clip._asdict()}
 
@@ -219,13 +219,13 @@ def _turns(frame: VideoFrame) -> int:
     return round(frame.rotation / 90) % 4
 
 
-def _order(container: InputContainer) -> int:
-    """-1 where upright frames have the stored width as their height, else 1."""
+def _lies_down(container: InputContainer) -> bool:
+    """Whether upright frames have the stored width as their height."""
     try:
         frame = next(container.decode(video=0), None)
     except av.FFmpegError:
-        return 1  # reading its frames says why
-    return -1 if frame is not None and _turns(frame) % 2 else 1
+        return False  # reading its frames says why
+    return frame is not None and _turns(frame) % 2 == 1
 
 
 def _upright(frame: VideoFrame) -> Image.Image:

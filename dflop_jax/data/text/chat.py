@@ -10,6 +10,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -215,11 +216,10 @@ class ChatTokenizer:
     def _check_texts(self, messages: Sequence[Message], rendered: str) -> None:
         """ValueError: the template leaves out the text of a message. Templates of models that think
         may leave out the thoughts."""
-        placeholders = "|".join(re.escape(t) for t in self._tokens.values() if t)
         for message in messages:
             content = message["content"]
             parts = [content] if isinstance(content, str) else [p.get("text", "") for p in content]
-            text = re.sub(placeholders or "(?!)", " ", " ".join(parts))
+            text = self._placeholders.sub(" ", " ".join(parts))
             if text in rendered or "</think>" in text:
                 continue
             if any(word not in rendered for word in set(re.findall(r"\w+", text))):
@@ -246,24 +246,30 @@ class ChatTokenizer:
         spans = []
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         for k in answers:
-            before, _ = self._render(messages[:k], add_generation_prompt=True)
             through, _ = self._render(messages[: k + 1])
-            if not through.startswith(before):  # the prompt holds a thought that answers lack
-                asked, _ = self._render(messages[:k])
-                n = next(k for k, (a, b) in enumerate(zip(before, through + "\0")) if a != b)
-                before = before[:n]
-                before = before if len(before) > len(asked) else asked + before + "\0"
-            if not text.startswith(through) and through.startswith(before) and k < answers[-1]:
+            begin = self._answer_start(messages[:k], through)
+            is_appended = text.startswith(through)
+            if not is_appended and begin is not None and k < answers[-1]:
                 self._say_that_answers_change()
                 continue
-            if not (text.startswith(through) and through.startswith(before)):
+            if not is_appended or begin is None:
                 raise ValueError(
                     f"{self.folder}: chat template does not only append; mark its answers with "
                     "{% generation %} ... {% endgeneration %}"
                 )
-            marks = list(self._special.finditer(through, len(before)))
-            spans.append((len(before), marks[-1].end() if marks else len(through)))
+            marks = list(self._special.finditer(through, begin))
+            spans.append((begin, marks[-1].end() if marks else len(through)))
         return spans
+
+    def _answer_start(self, messages: Sequence[Message], through: str) -> int | None:
+        """Where the answer to `messages` begins in the text up to its end: behind what the prompt
+        for an answer shares with that text, as a prompt may hold a thought that answers lack. None:
+        the prompt shares nothing of its own."""
+        prompt, _ = self._render(messages, add_generation_prompt=True)
+        if through.startswith(prompt):
+            return len(prompt)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, through)))
+        return shared if shared > len(self._render(messages)[0]) else None
 
     def _say_that_answers_change(self) -> None:
         if not self._has_said:
@@ -307,6 +313,7 @@ class ChatTokenizer:
     def _collect_special(self) -> None:
         """Patterns of the special tokens: as encoding finds them, and as text spells them."""
         placeholders = {t for t in self._tokens.values() if t}
+        self._placeholders = re.compile("|".join(map(re.escape, placeholders)) or "(?!)")
         special = [
             (i, token)
             for i, token in self._tokenizer.get_added_tokens_decoder().items()

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from av.container import InputContainer
 from PIL import Image
 
 from dflop_jax.data import ByteTokenizer
@@ -174,8 +175,16 @@ def test_nothing_is_decoded(dataset, monkeypatch):
         raise AssertionError("decoded")
 
     monkeypatch.setattr(Image.Image, "load", fail)
-    monkeypatch.setattr("dflop_jax.data.media.video._upright", fail)
-    monkeypatch.setattr("dflop_jax.data.media.audio._decoded", fail)
+    decode = InputContainer.decode
+
+    def one_frame(container, *streams, **kinds):
+        """The first frame of a clip, which says how it is turned; nothing else may be decoded."""
+        assert not streams
+        assert kinds == {"video": 0}
+        yield next(decode(container, **kinds))
+        fail()
+
+    monkeypatch.setattr("av.container.InputContainer.decode", one_frame, raising=False)
     assert len(index_of(open_reader(dataset)).table) == 12
 
 

@@ -124,7 +124,8 @@ def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Decoder
     kinds = a.spec.kinds
     tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
     to_pieces = _to_pieces(tokenizer, kinds)
-    return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds).answer
+    readers, shows = open_readers(_parts(a.config), kinds), _shows(tokenizer)
+    return RowsHere(readers, to_pieces, kinds, shows=shows).answer
 
 
 def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
@@ -141,7 +142,8 @@ def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object],
             decode_media(record, table, 0, how)
 
     to_pieces = _to_pieces(tokenizer, kinds)
-    return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds, decode).answer
+    readers, shows = open_readers(_parts(a.config), kinds), _shows(tokenizer)
+    return RowsHere(readers, to_pieces, kinds, decode, shows).answer
 
 
 @dataclass(frozen=True)
@@ -224,14 +226,19 @@ def _mixture(
     place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
     setup = DecoderSetup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
+    parts, to_pieces = _parts(config), _to_pieces(tokenizer, kinds)
+    reads: Callable[[], RowReader] = partial(RowsApart, setup, config.sample_timeout_s, kinds)
+    if not apart:
+        readers = open_readers(parts, kinds)
+        reads = partial(RowsHere, readers, to_pieces, kinds, shows=_shows(tokenizer))
     source = MixtureSource(
-        _parts(config),
+        parts,
         made.spec.prepared(limits, tokenizer),
-        _to_pieces(tokenizer, kinds),
+        to_pieces,
         IndexRules(
             Path(made.index_dir) / f"index-{name}.npz",
             settings,
-            partial(RowsApart, setup, config.sample_timeout_s, kinds) if apart else None,
+            reads,
             config.max_bad_fraction,
             config.workers,
         ),
@@ -311,7 +318,12 @@ def _parts(config: DataConfig) -> Mixture:
 def _to_pieces(tokenizer: Tokenizer | ChatTokenizer, kinds: Kinds) -> ToPieces:
     if isinstance(tokenizer, ChatTokenizer):
         return tokenizer.pieces
-    return partial(chat_pieces, tokenizer=tokenizer, tag=tag_of(kinds))
+    return lambda turns, _: chat_pieces(turns, tokenizer, tag_of(kinds))
+
+
+def _shows(tokenizer: Tokenizer | ChatTokenizer) -> Callable[[str], bool]:
+    """What says whether fields of records go into the text."""
+    return tokenizer.shows if isinstance(tokenizer, ChatTokenizer) else lambda _: False
 
 
 def _digest(tokenizer: str) -> str:

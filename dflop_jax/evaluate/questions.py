@@ -113,7 +113,7 @@ def _of_record(
         references = references or (turns[-1][1],)
         turns = turns[:-1]
     try:
-        sample = talk_sample(Talk(turns, record.media), data, model, tokenizer)
+        sample = talk_sample(Talk(turns, record.media, record.fields), data, model, tokenizer)
     except ValueError as e:
         raise ValueError(f"{record.name}: {e}") from None
     return PreparedQuestion(turns[-1][1], references, record.choices, sample)

@@ -24,9 +24,9 @@ from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.pool.processes import TRIES, Workers
-from dflop_jax.data.text.pieces import TextPiece, text_counts
+from dflop_jax.data.text.pieces import TemplateFields, TextPiece, text_counts
 
-ToPieces = Callable[[Sequence[tuple[str, str]]], tuple[TextPiece, ...]]
+ToPieces = Callable[[Sequence[tuple[str, str]], TemplateFields], tuple[TextPiece, ...]]
 
 
 class RowReader(Protocol):
@@ -47,6 +47,7 @@ class RowsHere:
       kinds: of media that the records may have.
       decode: decodes the media of a record with its row, to see whether that goes; None: headers
         alone are read.
+      shows: whether the chat template asks for a field of this name.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class RowsHere:
         to_pieces: ToPieces,
         kinds: Kinds = BUILT_IN,
         decode: Callable[[Record, Row], None] | None = None,
+        shows: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._readers, self._to_pieces, self._decode = readers, to_pieces, decode
+        self._shows = shows
         self._headers = _MediaHeaders(kinds)
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
@@ -77,8 +80,10 @@ class RowsHere:
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(str(e) or f"{located.place}: {one_line(e)}")
         try:
-            fields = _fields(located, record, self._to_pieces(record.turns))
-            row = fields, tuple(self._headers(*medium) for medium in record.media)
+            fields = _fields(located, record, self._to_pieces(record.turns, record.fields))
+            unread = {*record.unread, *(n for n in record.fields.names if not self._shows(n))}
+            headers = tuple(self._headers(*medium) for medium in record.media)
+            row = fields, headers, tuple(sorted(unread))
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}")
         if self._decode:

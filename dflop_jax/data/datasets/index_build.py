@@ -6,6 +6,7 @@ Only what changed is made anew.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -74,6 +75,7 @@ def _index_of(
     """Make the index of a dataset. Unusable records are left out, counted and logged by name."""
     tables: list[ShapeTable] = []
     bad: list[str] = []
+    unread: Counter[str] = Counter()
     listed = 0
     places = reader.locate()
     with ThreadPoolExecutor(workers) as pool:
@@ -81,12 +83,12 @@ def _index_of(
             listed += sum(map(len, chunks))
             read = [r for part in pool.map(lambda c: rows.rows(name, c), chunks) for r in part]
             usable = [r for r in read if not isinstance(r, BadSample)]
-            records, media = [record for record, _ in usable], [m for _, m in usable]
-            tables.append(table_of(records, media, kinds))
+            tables.append(table_of([r[0] for r in usable], [r[1] for r in usable], kinds))
+            unread.update(key for r in usable for key in r[2])
             for b in (r for r in read if isinstance(r, BadSample)):
                 bad = [*bad, b.reason][:KEPT_REASONS]
                 logger.warning("left out %s", b.reason)
-    return Indexed(key, joined(tables, kinds), listed, tuple(bad))
+    return Indexed(key, joined(tables, kinds), listed, tuple(bad), unread)
 
 
 def _chunks(places: Iterator[Located]) -> Iterator[list[Located]]:

@@ -11,7 +11,7 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from dflop_jax.data.bounds import named, parse_json
 from dflop_jax.data.media.kind import Kind, Kinds, columns_of
 from dflop_jax.data.media.kinds import BUILT_IN
 
-VERSION = 6  # of an index file; one more makes every index anew
+VERSION = 7  # of an index file; one more makes every index anew
 # Column -> dtype of a record; those of its media are their kind and what headers say of it.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
            "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
-Row = tuple[dict[str, int], tuple[dict[str, int], ...]]  # a record's columns and each medium's
+# A record's columns, each medium's, and the record's keys that are not read.
+Row = tuple[dict[str, int], tuple[dict[str, int], ...], tuple[str, ...]]
 
 
 @lru_cache
@@ -128,12 +129,20 @@ class Indexed:
 
     key: what the table was made from; another key means that it must be made anew.
     listed: records of the dataset, the unusable among them; bad: reasons of the first of those.
+    unread: keys of usable records that are not read, each with the number of its records.
     """
 
     key: str
     table: ShapeTable
     listed: int
     bad: tuple[str, ...]
+    unread: Mapping[str, int] = field(default_factory=dict)
+
+
+def counted_keys(unread: Mapping[str, int]) -> str:
+    """Keys of records in words, each with the number of its records, the most frequent first."""
+    ordered = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{key} ({n:,} record{'s' * (n != 1)})" for key, n in ordered)
 
 
 def make_key(files: Sequence[Path], settings: str) -> str:
@@ -147,7 +156,8 @@ def save_index(file: Path, datasets: Mapping[str, Indexed], kinds: Kinds = BUILT
     meta: dict[str, Any] = {"version": _version(kinds), "datasets": {}}
     arrays: dict[str, np.ndarray] = {}
     for k, (name, d) in enumerate(datasets.items()):
-        meta["datasets"][name] = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "at": k}
+        said = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "unread": {**d.unread}}
+        meta["datasets"][name] = {**said, "at": k}
         columns = {c: getattr(d.table, c) for c in (*RECORDS, "media_start")} | {**d.table.media}
         arrays |= {f"{k}.{c}": column for c, column in columns.items()}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
@@ -187,7 +197,8 @@ def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, Indexed]:
             table = ShapeTable(**columns, media_start=starts, media=media, kinds=kinds)
             listed = int(d["listed"])
             _check_values(table, listed)
-            index[name] = Indexed(str(d["key"]), table, listed, tuple(map(str, d["bad"])))
+            unread = {str(key): int(n) for key, n in d["unread"].items()}
+            index[name] = Indexed(str(d["key"]), table, listed, tuple(map(str, d["bad"])), unread)
         return index
 
 

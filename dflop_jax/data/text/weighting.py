@@ -53,21 +53,18 @@ def trained_on(
     text supervised, too, if `prompts`.
 
     Raises:
-      ValueError: weights of another number of answers than the template has.
+      ValueError: weights where the template does not tell the answers apart.
     """
-    out, answer, inside = [], -1, False
+    out = []
     for p in pieces:
-        if p.medium < 0:  # a medium in an answer does not end it
-            answer += p.supervised and not inside
-            inside = p.supervised
-            if p.supervised and answer < len(weights):
-                p = replace(p, weight=weights[answer])
-            elif prompts and not p.supervised:
-                p = replace(p, supervised=True)
+        if weights and p.supervised:
+            if p.answer < 0:
+                raise ValueError(
+                    f"the chat template marks other text than its {len(weights)} answers as "
+                    "generated, so these cannot have weights"
+                )
+            p = replace(p, weight=weights[p.answer])
+        elif prompts and p.medium < 0:
+            p = replace(p, supervised=True)
         out.append(p)
-    if weights and answer + 1 != len(weights):
-        raise ValueError(
-            f"the chat template supervises {answer + 1} runs of text in {len(weights)} answers, so "
-            "these cannot have weights"
-        )
     return tuple(out)

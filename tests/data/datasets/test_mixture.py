@@ -28,7 +28,7 @@ SMALL = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56), (
 TILED = DynamicTiling(tile_px=28, tokens_per_tile=4)
 
 
-def pieces(turns):
+def pieces(turns, _=None):
     return chat_pieces(turns, ByteTokenizer())
 
 

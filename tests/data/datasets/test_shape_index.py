@@ -30,7 +30,7 @@ from dflop_jax.data.text.pieces import chat_pieces
 from tests.data.media_cases import SHARED, made_dataset, make_shards
 
 
-def pieces(turns):
+def pieces(turns, _=None):
     return chat_pieces(turns, ByteTokenizer())
 
 
@@ -109,7 +109,7 @@ def test_tables_are_joined(dataset, tmp_path):
 def test_only_what_changed_is_made_anew(dataset, tmp_path):
     calls = []
 
-    def counted(turns):
+    def counted(turns, _=None):
         calls.append(turns)
         return pieces(turns)
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -87,7 +86,7 @@ def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
 def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """As `data.build.open_rows`, of a dataset file; records of `harm` do what it says."""
     reader = open_reader(arguments["path"])
-    here = RowsHere({"a": reader}, partial(chat_pieces, tokenizer=ByteTokenizer()))
+    here = RowsHere({"a": reader}, lambda turns, _: chat_pieces(turns, ByteTokenizer()))
 
     def answer(line: bytes, _: object) -> DecoderReply:
         rows = list(here.answer(line, None).rows)

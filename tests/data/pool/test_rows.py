@@ -28,8 +28,7 @@ MEMORY = 256 << 20
 
 
 def here(reader):
-    tokens = partial(chat_pieces, tokenizer=ByteTokenizer())
-    return RowsHere({"a": reader}, tokens)
+    return RowsHere({"a": reader}, lambda turns, _: chat_pieces(turns, ByteTokenizer()))
 
 
 def hostile(path, harm):
@@ -116,11 +115,12 @@ def test_rows_are_not_believed(tmp_path):
     reply = here(reader).answer(msgspec.json.encode(("a", places)), None)
     assert _rows(3, BUILT_IN, reply, None) == list(reply.rows)
     assert _rows(1, BUILT_IN, DecoderReply(rows=("why",)), None) == [BadSample("why")]
-    record, media = reply.rows[1]
+    record, media, unread = reply.rows[1]
+    assert unread == ()
     for wrong in ({**record, "file": 1 << 31}, {**record, "lot": -1}, {**record, "more": 1}, {}):
         with pytest.raises(ValueError, match="a row"):
-            _rows(1, BUILT_IN, DecoderReply(rows=((wrong, media),)), None)
+            _rows(1, BUILT_IN, DecoderReply(rows=((wrong, media, ()),)), None)
     with pytest.raises(ValueError, match="a row"):
-        _rows(1, BUILT_IN, DecoderReply(rows=((record, ({"kind": 1},)),)), None)
+        _rows(1, BUILT_IN, DecoderReply(rows=((record, ({"kind": 1},), ()),)), None)
     with pytest.raises(ValueError, match="3 rows of 2 records"):
         _rows(2, BUILT_IN, reply, None)

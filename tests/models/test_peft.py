@@ -24,8 +24,8 @@ from dflop_jax.weights import AdapterForm, fold_adapter, read_adapters, write_ad
 from dflop_jax.weights.contract import by_name, shape_of
 from models import internvl, llava, qwen2_audio, qwen3_5, qwen3_vl
 from models.composed import Published
+from models.processors import MEAN, STD
 from models.sizes import DecoderSize, ModelSize, VisionSize
-from models.vit import MEAN, STD
 from tests.pipeline.plain import run_module
 from tests.train.lora_cases import with_adapters
 

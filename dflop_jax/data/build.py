@@ -36,6 +36,7 @@ from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.sample import OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import BYTES, Tokenizer, chat_pieces, make_tokenizer
+from dflop_jax.data.text.tokenizer_files import FolderTokenizer
 from dflop_jax.data.text.weighting import trained_on
 
 # Of what is one file; names on the hub have none.
@@ -52,6 +53,7 @@ def make_source(
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
     apart: bool = True,
+    resolved: FolderTokenizer | None = None,
 ) -> Source:
     """Return the embedded scenes when `config.path` is empty, else what is there.
 
@@ -61,6 +63,9 @@ def make_source(
     held out for the eval split; scenes have an eval split of their own, of as many (of the same
     size, for 0).
 
+    Args:
+      resolved: see `ChatTokenizer`.
+
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
         ids than the model's `vocab_size`.
@@ -68,10 +73,17 @@ def make_source(
     limits = Limits.of(config)
     if not config.path and _is_chat(config):
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
-    tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
+    tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds, resolved)
     if config.path:
         made = _Arguments(
-            config, spec, split, n_held_out, vocab_size, str(index_dir), held_out_share
+            config,
+            spec,
+            split,
+            n_held_out,
+            vocab_size,
+            str(index_dir),
+            held_out_share,
+            _resolved(tokenizer),
         )
         return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
     if config.loss_on_prompts:
@@ -102,6 +114,11 @@ class _Arguments:
     vocab_size: int | None
     index_dir: str
     held_out_share: float = 0.0
+    resolved: FolderTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | ChatTokenizer:
+        return any_tokenizer(self.config.tokenizer, self.vocab_size, self.spec.kinds, self.resolved)
 
 
 def open_source(arguments: Mapping[str, Any]) -> Source:
@@ -115,6 +132,7 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
         held_out_share=a.held_out_share,
         vocab_size=a.vocab_size,
         index_dir=a.index_dir,
+        resolved=a.resolved,
     )
 
 
@@ -122,7 +140,7 @@ def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], Decoder
     """Return what answers for the index of that source, in another process."""
     a = msgspec.convert(arguments, _Arguments)
     kinds = a.spec.kinds
-    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
+    tokenizer = a.tokenizer
     to_pieces = _to_pieces(tokenizer, kinds)
     readers, shows = open_readers(_parts(a.config), kinds), _shows(tokenizer)
     return RowsHere(readers, to_pieces, kinds, shows=shows).answer
@@ -133,7 +151,7 @@ def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object],
     too."""
     a = msgspec.convert(arguments, _Arguments)
     kinds = a.spec.kinds
-    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
+    tokenizer = a.tokenizer
     how = a.spec.prepared(Limits.of(a.config), tokenizer)
 
     def decode(record: Record, row: Row) -> None:
@@ -171,7 +189,9 @@ def looks(config: DataConfig, spec: MediaSpec, vocab_size: int | None = None) ->
       ValueError: no such data, or no such tokenizer.
     """
     kinds, tokenizer = spec.kinds, any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
-    arguments = msgspec.to_builtins(_Arguments(config, spec, "train", 0, vocab_size, "."))
+    arguments = msgspec.to_builtins(
+        _Arguments(config, spec, "train", 0, vocab_size, ".", resolved=_resolved(tokenizer))
+    )
 
     def apart(opens: str) -> Callable[[], RowReader]:
         setup = DecoderSetup(f"{__name__}:{opens}", arguments, int(config.sample_memory_bytes))
@@ -201,7 +221,10 @@ def _is_chat(config: DataConfig) -> bool:
 
 
 def any_tokenizer(
-    path: str, vocab_size: int | None, kinds: Kinds = BUILT_IN
+    path: str,
+    vocab_size: int | None,
+    kinds: Kinds = BUILT_IN,
+    resolved: FolderTokenizer | None = None,
 ) -> Tokenizer | ChatTokenizer:
     """Return that of a model's folder with its chat template, a tokenizer.json, or (empty) bytes.
 
@@ -209,7 +232,7 @@ def any_tokenizer(
       ValueError: it cannot be read, or does not fit an embedding of `vocab_size` rows.
     """
     if path and Path(path).is_dir():
-        return ChatTokenizer(path, embedding_size=vocab_size, kinds=kinds)
+        return ChatTokenizer(path, embedding_size=vocab_size, kinds=kinds, resolved=resolved)
     return make_tokenizer(path, vocab_size)
 
 
@@ -319,6 +342,10 @@ def _to_pieces(tokenizer: Tokenizer | ChatTokenizer, kinds: Kinds) -> ToPieces:
     if isinstance(tokenizer, ChatTokenizer):
         return tokenizer.pieces
     return lambda turns, _: chat_pieces(turns, tokenizer, tag_of(kinds))
+
+
+def _resolved(tokenizer: Tokenizer | ChatTokenizer) -> FolderTokenizer | None:
+    return tokenizer.resolved if isinstance(tokenizer, ChatTokenizer) else None
 
 
 def _shows(tokenizer: Tokenizer | ChatTokenizer) -> Callable[[str], bool]:

@@ -22,14 +22,12 @@ from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message,
 from dflop_jax.data.text.picture_frames import PictureFrame
 from dflop_jax.data.text.pieces import BREAK, NO_FIELDS, ROLES, TemplateFields, TextPiece
 from dflop_jax.data.text.tokenizer_files import (
+    FolderTokenizer,
     check_embedding,
     encoded,
-    listed_tokens,
-    load_tokenizer,
     n_ids,
-    named_tokens,
-    read_json,
-    template_source,
+    parse_tokenizer,
+    resolve_tokenizer,
 )
 
 log = logging.getLogger(__name__)
@@ -45,10 +43,11 @@ class ChatTokenizer:
     Args:
       embedding_size: rows of the model's token embedding, to tell a foreign tokenizer.
       kinds: of media that conversations may have.
+      resolved: what `transformers` made of the folder, where another process has asked it.
 
     Raises:
-      ValueError: a missing or unreadable file, no chat template, a special token that the
-        configuration names and tokenizer.json lacks, or an embedding of another size.
+      ValueError: see `resolve_tokenizer`; a template that is no jinja, or an embedding of another
+        size.
     """
 
     def __init__(
@@ -57,25 +56,17 @@ class ChatTokenizer:
         *,
         embedding_size: int | None = None,
         kinds: Kinds = BUILT_IN,
+        resolved: FolderTokenizer | None = None,
     ) -> None:
         self.folder, self._tag = Path(folder), tag_of(kinds)
         self._kinds = {kind.name: kind for kind in kinds}
-        file = self.folder / "tokenizer.json"
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file; data.tokenizer names a model's folder")
-        self._tokenizer = load_tokenizer(file)
-        config = read_json(self.folder / "tokenizer_config.json")
-        named = named_tokens(config)
-        for name, token in [*named.items(), *listed_tokens(config)]:
-            if self._tokenizer.token_to_id(token) is None:
-                raise ValueError(
-                    f"{self.folder}: tokenizer_config.json gives {name}={token!r}, which "
-                    "tokenizer.json lacks; take both files from one model"
-                )
+        self.resolved = resolved or resolve_tokenizer(self.folder)
+        named, source = self.resolved.named, self.resolved.template
+        backend = self.resolved.backend.encode()
+        self._tokenizer = parse_tokenizer(backend)
         self.vocab_size = n_ids(self._tokenizer)
         if embedding_size is not None:
             check_embedding(self.vocab_size, embedding_size, str(self.folder))
-        source = template_source(self.folder, config)
         self.template = source
         self._template = ChatTemplate(source, named, str(self.folder))
         self._has_said = False
@@ -96,9 +87,7 @@ class ChatTokenizer:
         self.pad_id = self._id(pad) if pad else 0
         self.placeholder_id = self.pad_id  # stands where media are; none is embedded
         self.im_end_id = self._id(named["eos_token"]) if "eos_token" in named else -1
-        self.digest = hashlib.blake2b(
-            file.read_bytes() + source.encode(), digest_size=8
-        ).hexdigest()
+        self.digest = hashlib.blake2b(backend + source.encode(), digest_size=8).hexdigest()
 
     def media_id(self, kind: str) -> int:
         """Id of the token that stands for a kind of media; ValueError if there is none."""

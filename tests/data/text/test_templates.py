@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
 
+from dflop_jax.config import DataConfig
+from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.llava_records import parse_record
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.weighting import trained_on
@@ -143,3 +148,24 @@ def test_what_a_template_does_not_ask_for_is_not_shown(tmp_path):
     assert [n for n in ("tools", "tool_calls", "reasoning_content") if chat.shows(n)] == [
         "tools", "tool_calls",
     ]  # fmt: skip
+
+
+def test_processes_that_read_records_do_not_import_transformers(tmp_path):
+    """They are given what the main process made of the folder."""
+    folder = write(tmp_path / "t", TEMPLATES["either"], special=SPECIAL)
+    (tmp_path / "d.json").write_text(json.dumps([SHAPES["tools"]]))
+    config = DataConfig(path=str(tmp_path / "d.json"), tokenizer=str(folder))
+    spec = MediaSpec.of({}, {})
+    source = make_source(config, spec, index_dir=tmp_path, apart=False)
+    program = (
+        "import json, sys\nfrom dflop_jax.data.build import open_rows, open_source\n"
+        "arguments = json.load(sys.stdin)\nopen_rows(arguments)\n"
+        "print(open_source(arguments).sample(0).fields['llm']['tokens'].tolist())\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    arguments = json.dumps(source.opened_by.arguments)
+    run = subprocess.run(
+        [sys.executable, "-c", program], input=arguments, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == source.sample(0).fields["llm"]["tokens"].tolist()

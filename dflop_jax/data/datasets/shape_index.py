@@ -22,7 +22,7 @@ from dflop_jax.data.bounds import named, parse_json
 from dflop_jax.data.media.kind import Kind, Kinds, columns_of
 from dflop_jax.data.media.kinds import BUILT_IN
 
-VERSION = 6  # of an index file; one more makes every index anew
+VERSION = 7  # of an index file; one more makes every index anew
 # Column -> dtype of a record; those of its media are their kind and what headers say of it.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
            "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip

@@ -17,6 +17,7 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 CLOSED = ("h264", "mjpeg", "mpeg4", "vp8", "vp9")
+VP8_SHOWN = 16  # a bit of a packet's first byte: not only others refer to its frame
 H264_IDR = 5  # a NAL unit's type: nothing after it refers to what was before
 # Frames that are decoded without seeking over those with it, from which on it is worth its cost.
 LEAST_GAIN = 1.5
@@ -76,7 +77,9 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
     for packet in container.demux(stream):
         if not packet.size:
             continue  # the end
-        if packet.pts is None or packet.pts in order or packet.is_corrupt or packet.is_discard:
+        if packet.pts is None or packet.pts in order or packet.is_corrupt:
+            return None
+        if is_hidden(packet, stream):
             return None
         if packet.is_keyframe and _closed(stream, packet):
             keys.append(packet.pts)
@@ -102,6 +105,13 @@ def seek_plan(container: InputContainer, stream: VideoStream, choose: Choose) ->
     if LEAST_GAIN * decoded > 1 + order[shown[-1]]:
         return None
     return SeekPlan(shown, tuple(runs), frozenset(keys))
+
+
+def is_hidden(packet: Packet, stream: VideoStream) -> bool:
+    """Whether a decoder shows no frame of a packet that is not empty: an edit list hides it, or it
+    is only referred to."""
+    is_vp8 = stream.codec_context.name == "vp8"
+    return packet.is_discard or (is_vp8 and not memoryview(packet)[0] & VP8_SHOWN)
 
 
 def sought(

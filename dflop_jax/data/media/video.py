@@ -1,35 +1,38 @@
-"""Video clips to frames: uniform samples in time, counted from the header alone."""
+"""Video clips to frames: uniform samples in time, counted by the header or by its packets."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from functools import partial
-from math import ceil, floor
-from typing import NamedTuple
+from itertools import islice
+from math import ceil
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
 from av.container import InputContainer
 from av.video.frame import VideoFrame
-from av.video.stream import VideoStream
 from PIL import Image
+from PIL.Image import Transpose
 
 from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import checked_duration, opened
 from dflop_jax.data.media.kind import Columns, Kind, below_one
-from dflop_jax.data.media.seek import Choose, at_moments, numbered, seek_plan, sought
+from dflop_jax.data.media.seek import Choose, at_moments, is_hidden, numbered, seek_plan, sought
 
 FRAMES_PER_S = 2.0  # that are taken of a clip
-TURNED_FORMATS = ("mov", "matroska")  # containers that have a display matrix
 USUAL_RATE = Fraction(25)  # frames a second of a clip that does not say
+MIRRORED = Transpose.TRANSPOSE, Transpose.FLIP_LEFT_RIGHT, Transpose.FLIP_TOP_BOTTOM
+MAX_RATE_DEN = 10_000  # of a counted rate, whose parts then fit int32
 logger = logging.getLogger("dflop_jax.data")
 
 
 class Clip(NamedTuple):
-    """What a clip's header says: pixels of an upright frame, frames in all, frames a second."""
+    """Pixels of an upright frame, number of frames that are shown, frames a second on average."""
 
     width: int
     height: int
@@ -37,26 +40,23 @@ class Clip(NamedTuple):
     rate_num: int
     rate_den: int
 
+    @property
+    def frame_s(self) -> float:
+        return self.rate_den / self.rate_num
+
 
 def clip_header(path: MediaFile) -> dict[str, int]:
-    """Read a clip's header: the fields of `Clip`, and "frames", FRAMES_PER_S over the duration, at
-    most what is there.
+    """Read the fields of `Clip`, and "frames", FRAMES_PER_S over the duration, at most what is
+    there.
 
-    Reads stream metadata and, where clips may be turned, the first frame, which says how; a
-    container without metadata has its packets counted, not decoded.
+    Decodes one frame, which says how the clip is turned. Reads the whole file where its metadata do
+    not list the packets, see `_scanned`.
     Raises ValueError when the file is no video, or one without frames.
     """
     with opened(path, "video") as container:
-        total, duration_s = _extent(container)
-        stream = container.streams.video[0]
-        rate = _rate(stream)
-        sides = stream.codec_context.width, stream.codec_context.height
-        may_be_turned = any(name in container.format.name for name in TURNED_FORMATS)
-    if may_be_turned:
-        with opened(path, "video") as container:  # anew: the packets may have been counted
-            sides = sides[::-1] if _lies_down(container) else sides
-    clip = Clip(*sides, total, rate.numerator, rate.denominator)
-    return {"frames": max(1, min(total, ceil(duration_s * FRAMES_PER_S))), **clip._asdict()}
+        clip, _ = _scanned(container)
+    frames = min(clip.total, ceil(clip.total * clip.frame_s * FRAMES_PER_S))
+    return {"frames": frames, **clip._asdict()}
 
 
 def read_numbered(
@@ -64,130 +64,82 @@ def read_numbered(
 ) -> np.ndarray:
     """`convert` of the upright RGB frames of these ascending numbers, stacked; a number may come
     several times. A clip that breaks off is treated as by `read_frames`."""
-    sought_ones = _sought_tiles(path, numbered(numbers), lambda f: convert(_upright(f)))
-    if sought_ones is not None:
-        return np.stack(sought_ones)
-    frames: list[np.ndarray] = []
+
+    def shown(frames: Iterator[VideoFrame]) -> Iterator[tuple[VideoFrame, int]]:
+        for number, frame in enumerate(islice(frames, numbers[-1] + 1)):
+            yield frame, numbers.count(number)
+
     reason = "it has fewer frames than it states"
-    with opened(path, "video") as container:
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        try:
-            for number, frame in enumerate(container.decode(stream)):
-                if times := sum(n == number for n in numbers[len(frames) :]):
-                    frames += [convert(_upright(frame))] * times
-                if len(frames) == len(numbers):
-                    break
-        except av.FFmpegError as e:
-            reason = one_line(e)
-    return _filled(path, frames, len(numbers), reason)
+    return _read(path, numbered(numbers), shown, len(numbers), reason, convert)
 
 
 def read_frames(
     path: MediaFile, n_frames: int, convert: Callable[[Image.Image], np.ndarray]
 ) -> np.ndarray:
-    """`convert` of `n_frames` upright RGB frames spread evenly over the clip, stacked.
+    """`convert` of `n_frames` upright RGB frames, those on show in the middles of as many equal
+    parts of the clip, stacked.
 
     Where the clip breaks off, the last good frame is repeated, with a warning. ValueError when
     more than half of the frames are missing that way.
     """
     with opened(path, "video") as container:
-        duration_s = _extent(container)[1]
-        stream = container.streams.video[0]
-        choose = at_moments(_moments(stream, n_frames, duration_s), float(2 / _rate(stream)))
-    tiles = _sought_tiles(path, choose, lambda frame: convert(_upright(frame)))
-    if tiles is not None:
-        return np.stack(tiles)
-    tiles, reason = [], "it ends before its stated duration"
-    with opened(path, "video") as container:  # anew: the packets may have been counted
-        try:
-            for frame, times in _shown(container, n_frames, duration_s):
-                tiles += [convert(_upright(frame))] * times
-        except av.FFmpegError as e:
-            reason = one_line(e)
-    return _filled(path, tiles, n_frames, reason)
+        clip, start_s = _scanned(container)
+    part_s = clip.total * clip.frame_s / n_frames
+    moments = [start_s + (k + 0.5) * part_s for k in range(n_frames)]
+    choose = at_moments(moments, 2 * clip.frame_s)
+    shown = partial(_shown, moments, start_s, clip.frame_s)
+    return _read(path, choose, shown, n_frames, "it ends before its stated duration", convert)
 
 
-def _filled(path: MediaFile, tiles: list[np.ndarray], n: int, reason: str) -> np.ndarray:
-    """n frames, the last one repeated for those that are missing; ValueError: most are."""
-    missing = n - len(tiles)
-    if 2 * missing > n or not tiles:
-        raise ValueError(f"{path}: only {len(tiles)} of {n} frames decode ({reason})")
-    if missing:
-        logger.warning("%s: repeated the last frame %d times (%s)", path, missing, reason)
-    return np.stack(tiles + tiles[-1:] * missing)
+def _read(
+    path: MediaFile,
+    choose: Choose,
+    shown: Callable[[Iterator[VideoFrame]], Iterator[tuple[VideoFrame, int]]],
+    n: int,
+    reason: str,
+    convert: Callable[[Image.Image], np.ndarray],
+) -> np.ndarray:
+    """`convert` of n frames: those chosen, by seeking, where that gains something and surely gives
+    the same, else those that are `shown` of all, each so many times. `reason`: why some would be
+    missing."""
 
+    def converted(frames: Iterator[tuple[VideoFrame, int]]) -> Iterator[np.ndarray]:
+        for frame, times in frames:
+            if times:
+                yield from [convert(_upright(frame))] * times
 
-def _extent(container: InputContainer) -> tuple[int, float]:
-    """(number of frames, duration in seconds); counts packets where the header is silent."""
-    if not container.streams.video:
-        raise ValueError("it holds no video stream")
-    stream = container.streams.video[0]
-    context = stream.codec_context
-    if context is None:
-        raise ValueError("its codec is unknown")
-    if not 1 <= context.width * context.height <= MAX_PIXELS:
-        raise ValueError(
-            f"frames of {context.width}x{context.height} pixels are none, or too large"
-        )
-    duration_s = 0.0
-    if stream.duration and stream.time_base:
-        duration_s = float(stream.duration * stream.time_base)
-    elif container.duration:
-        duration_s = container.duration / av.time_base
-    total = stream.frames or floor(duration_s * _rate(stream))
-    if total <= 0:
-        total = sum(1 for packet in container.demux(stream) if packet.size)
-    if total <= 0:
-        raise ValueError("it holds no frames")
-    duration_s = duration_s if duration_s > 0 else float(total / _rate(stream))
-    return min(total, MAX_CLIP_FRAMES), checked_duration(duration_s)
-
-
-def _rate(stream: VideoStream) -> Fraction:
-    """Frames a second, by the header where that is to be believed."""
-    rate = stream.average_rate or stream.guessed_rate or USUAL_RATE
-    return rate if 0.001 <= rate <= 100_000 else USUAL_RATE
-
-
-def _sought_tiles(
-    path: MediaFile, choose: Choose, convert: Callable[[VideoFrame], np.ndarray]
-) -> list[np.ndarray] | None:
-    """`convert` of the chosen frames by seeking; None where it gains nothing, or not surely the
-    same."""
-    tiles: list[np.ndarray] = []
     with opened(path, "video") as container:
         stream = container.streams.video[0]
         plan = seek_plan(container, stream, choose)
-        if plan is None:
-            return None
+        if plan is not None:
+            with suppress(av.FFmpegError, LookupError):
+                return np.stack([*converted(sought(container, stream, plan))])
+    found: list[np.ndarray] = []
+    with opened(path, "video") as container:  # anew: its packets were read
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
         try:
-            for frame, times in sought(container, stream, plan):
-                tiles += [convert(frame)] * times
-        except (av.FFmpegError, LookupError):
-            return None
-    return tiles
-
-
-def _moments(stream: VideoStream, n: int, duration_s: float) -> list[float]:
-    """Seconds at which the clip is looked at: the middles of n equal parts."""
-    start_s = _start_s(stream)
-    return [start_s + (k + 0.5) * duration_s / n for k in range(n)]
+            for one in converted(shown(container.decode(stream))):
+                found.append(one)
+        except av.FFmpegError as e:
+            reason = one_line(e)
+    missing = n - len(found)
+    if 2 * missing > n or not found:
+        raise ValueError(f"{path}: only {len(found)} of {n} frames decode ({reason})")
+    if missing:
+        logger.warning("%s: repeated the last frame %d times (%s)", path, missing, reason)
+    return np.stack(found + found[-1:] * missing)
 
 
 def _shown(
-    container: InputContainer, n: int, duration_s: float
+    moments: Sequence[float], start_s: float, frame_s: float, frames: Iterator[VideoFrame]
 ) -> Iterator[tuple[VideoFrame, int]]:
-    """Yield the frames on show at n evenly spaced moments, each with how many of the moments show
-    it; those of fewer moments if the clip ends before. An error while decoding is raised after the
-    last good frame."""
-    stream = container.streams.video[0]
-    stream.thread_type = "AUTO"
-    frame_s, moments = float(1 / _rate(stream)), _moments(stream, n, duration_s)
-    done, shown, shown_s = 0, None, _start_s(stream)
+    """Yield the frames on show at ascending moments, each with how many of the moments show it;
+    those of fewer moments if the clip ends before. An error while decoding is raised after the last
+    good frame."""
+    done, shown, shown_s = 0, None, start_s
     error: av.FFmpegError | None = None
-    frames = container.decode(stream)
-    while done < n:
+    while done < len(moments):
         try:
             frame = next(frames, None)
         except av.FFmpegError as e:
@@ -208,29 +160,82 @@ def _shown(
         raise error
 
 
-def _start_s(stream: VideoStream) -> float:
-    if stream.start_time is None or stream.time_base is None:
-        return 0.0
-    return float(stream.start_time * stream.time_base)
+def _scanned(container: InputContainer) -> tuple[Clip, float]:
+    """A clip, and the second at which its first frame begins. MP4 lists its packets: where its
+    counts agree, no edit list hides any, and they are taken. All else only estimates, and has its
+    packets counted, undecoded."""
+    if not container.streams.video:
+        raise ValueError("it holds no video stream")
+    stream = container.streams.video[0]
+    context = stream.codec_context
+    if context is None:
+        raise ValueError("its codec is unknown")
+    sides = context.width, context.height
+    if not 1 <= sides[0] * sides[1] <= MAX_PIXELS:
+        raise ValueError(f"frames of {sides[0]}x{sides[1]} pixels are none, or too large")
+    rate = _believed(stream.average_rate or stream.guessed_rate or USUAL_RATE)
+    tick_s = stream.time_base or Fraction(1, av.time_base)
+    total, start, ticks = stream.frames, stream.start_time or 0, stream.duration or 0
+    is_listed = total > 0 and start == 0 and "mov" in container.format.name
+    is_listed = is_listed and abs(total - ticks * tick_s * rate) <= 1
+    first: VideoFrame | None = None
+    packets: list[tuple[int | None, int]] = []  # begin and duration in ticks
+    with suppress(av.FFmpegError):  # decoding says why
+        for packet in container.demux(stream):
+            if packet.size and not is_hidden(packet, stream):
+                begin = packet.dts if packet.pts is None else packet.pts
+                packets.append((begin, packet.duration or 0))
+            if first is None:
+                with suppress(av.FFmpegError):
+                    first = next(iter(packet.decode()), None)
+            elif is_listed:
+                break
+    if not is_listed:
+        if first is not None and first.pts is not None:  # those before it cannot be decoded
+            packets = [p for p in packets if p[0] is None or p[0] >= first.pts]
+        total, (start, ticks) = len(packets), _span(packets, int(1 / (USUAL_RATE * tick_s)))
+    if total <= 0:
+        raise ValueError("it holds no frames")
+    if ticks and abs(total - ticks * tick_s * rate) > 1:  # it varies, or is wrong
+        rate = _believed((total / (ticks * tick_s)).limit_denominator(MAX_RATE_DEN))
+    checked_duration(float(total / rate))
+    if first is not None and _orientation(first)[0]:
+        sides = sides[::-1]
+    clip = Clip(*sides, min(total, MAX_CLIP_FRAMES), rate.numerator, rate.denominator)
+    return clip, float(start * tick_s)
 
 
-def _turns(frame: VideoFrame) -> int:
-    """Quarter turns to the left that stand a frame upright: phones store clips lying down."""
-    return round(frame.rotation / 90) % 4
+def _believed(rate: Fraction) -> Fraction:
+    """Frames a second, the usual number where those are none that a camera takes."""
+    return rate if 0.001 <= rate <= 100_000 else USUAL_RATE
 
 
-def _lies_down(container: InputContainer) -> bool:
-    """Whether upright frames have the stored width as their height."""
-    try:
-        frame = next(container.decode(video=0), None)
-    except av.FFmpegError:
-        return False  # reading its frames says why
-    return frame is not None and _turns(frame) % 2 == 1
+def _span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[int, int]:
+    """(the first one's begin, duration of all). A last one that does not say how long it lasts does
+    so as the others on average, `usual_ticks` at most."""
+    timed = [(begin, duration) for begin, duration in packets if begin is not None]
+    first, (last, last_ticks) = min(timed, default=(0, 0))[0], max(timed, default=(0, 0))
+    last_ticks = max(last_ticks, min((last - first) // max(len(timed) - 1, 1), usual_ticks))
+    return first, last + last_ticks - first
+
+
+def _orientation(frame: VideoFrame) -> tuple[bool, bool, bool]:
+    """How a stored frame is made upright, as its display matrix says: whether its rows become
+    columns, and then whether it is mirrored left to right, and top to bottom."""
+    matrix: Any = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return False, False, False
+    across, down, _, back, up = np.frombuffer(matrix, np.int32)[:5].tolist()
+    if abs(down) > abs(across):
+        return True, back < 0, down < 0
+    return False, across < 0, up < 0
 
 
 def _upright(frame: VideoFrame) -> Image.Image:
-    image, turns = frame.to_image(), _turns(frame)
-    return image.rotate(90 * turns, expand=True) if turns else image
+    image = frame.to_image()
+    for is_needed, how in zip(_orientation(frame), MIRRORED, strict=True):
+        image = image.transpose(how) if is_needed else image
+    return image
 
 
 class Frames(NamedTuple):

@@ -12,24 +12,26 @@ from dflop_jax.data.media.anyres import frame_tile
 from dflop_jax.data.media.video import read_frames, read_numbered
 from tests.data.media_cases import clip_of, count_frames
 
+CODECS = {".webm": "libvpx", ".ts": "libx264"}
+VARIABLE = [*range(30), *range(30, 330, 10)]  # when 60 frames begin
+
 
 def read_clip(path, n):
     return read_frames(path, n, partial(frame_tile, tile_px=16))
 
 
-def write_clip(path, n, rate=10, size=(64, 48), split=False):
-    """A clip whose frame k is a flat grey of 255 * k / n; `split`: its left half is black."""
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream("mpeg4", rate=rate)
+def write_clip(path, n, rate=10, size=(64, 48), times=None, drawn=None, **options):
+    """A clip whose frame k is a flat grey of 255 * k / n, or as `drawn`, and shown at `times`[k] of
+    1 / rate seconds."""
+    with av.open(str(path), "w", options=options) as out:
+        stream = out.add_stream(CODECS.get(path.suffix, "mpeg4"), rate=rate)
+        stream.codec_context.gop_size = 12
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
         stream.codec_context.time_base = Fraction(1, rate)
         for k in range(n):
-            pixels = np.full((size[1], size[0], 3), 255 * k // n, np.uint8)
-            if split:
-                pixels[:] = 255
-                pixels[:, : size[0] // 2] = 0
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            frame.pts = k
+            grey = np.full((size[1], size[0], 3), 255 * k // n, np.uint8)
+            frame = av.VideoFrame.from_ndarray(grey if drawn is None else drawn, format="rgb24")
+            frame.pts = times[k] if times else k
             out.mux(stream.encode(frame))
         out.mux(stream.encode())
     return path
@@ -49,28 +51,104 @@ def test_frames_follow_the_duration_up_to_the_cap(tmp_path, suffix, n, count):
         assert np.abs(clip.mean((1, 2, 3)) - shown).max() < 255 / n + 6
 
 
-def test_a_clip_lying_down_is_stood_up(tmp_path):
-    path = write_clip(tmp_path / "a.mp4", 3, split=True)
-    data = path.read_bytes()
-    matrix = [0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000]
-    turned = [0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000]  # shown a quarter turn clockwise
-    plain, quarter = (b"".join(v.to_bytes(4, "big", signed=True) for v in m)
-                      for m in (matrix, turned))  # fmt: skip
-    at = data.index(plain, data.index(b"tkhd"))
-    path.write_bytes(data[:at] + quarter + data[at + 36 :])
-    tile = read_clip(path, 1)[0]
-    assert tile[:6].mean() < 20  # the black half, left as stored, is on top
-    assert tile[-6:].mean() > 235
-    assert clip_of(path)[:2] == (48, 64)
+def patched(path, name, change):
+    """The file with the first box of this name changed in place, from behind its name on."""
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name)
+    change(memoryview(data)[at:])
+    path.write_bytes(data)
+    return path
+
+
+def numbers_at(box, at, *numbers):
+    box[at : at + 4 * len(numbers)] = np.array(numbers, ">i4").tobytes()
+
+
+def hidden_start(folder):
+    """60 frames of 10 a second, the first 25 hidden by an edit list."""
+    with av.open(str(write_clip(folder / "a.mp4", 60))) as clip:
+        ticks = int(2.5 / clip.streams.video[0].time_base)
+    return patched(folder / "a.mp4", b"elst", lambda box: numbers_at(box, 8, 3500, ticks))
+
+
+def wrong_avi(folder):
+    """An AVI of 30 frames that says 50."""
+    path = write_clip(folder / "a.avi", 30)
+    patched(path, b"avih", lambda box: box.__setitem__(20, 50))
+    return patched(path, b"strh", lambda box: box.__setitem__(36, 50))
+
+
+def reshaped(path, change):
+    """The clip with the bytes that `change` makes of packet k, which is left out for None."""
+    target = path.with_stem("changed")
+    with av.open(str(path)) as clip, av.open(str(target), "w") as out:
+        stream = out.add_stream_from_template(clip.streams.video[0])
+        for k, packet in enumerate(clip.demux(video=0)):
+            data = change(k, bytes(packet)) if packet.size else None
+            if data is not None:
+                made = av.Packet(data)
+                made.pts, made.dts, made.time_base = packet.pts, packet.dts, packet.time_base
+                made.stream, made.is_keyframe = stream, packet.is_keyframe
+                out.mux(made)
+    return target
+
+
+def referred_to(folder):
+    """VP8 of which every tenth frame is not shown, others only refer to it."""
+    path = write_clip(folder / "a.webm", 60)
+    return reshaped(
+        path, lambda k, data: bytes([data[0] & 239]) + data[1:] if k % 10 == 5 else data
+    )
+
+
+def cut_before_a_key_frame(folder):
+    return reshaped(write_clip(folder / "a.ts", 60), lambda k, data: data if k > 7 else None)
+
+
+@pytest.mark.parametrize(
+    "make, total, seconds",
+    [(hidden_start, 35, 3.5), (wrong_avi, 30, 3.0), (referred_to, 54, 6.0),
+     (lambda folder: write_clip(folder / "a.mkv", 60, times=VARIABLE), 60, 32.1),
+     (lambda folder: write_clip(folder / "a.webm", 60, times=VARIABLE, live="1"), 60, 32.1),
+     (lambda folder: write_clip(folder / "a.mp4", 60, movflags="frag_keyframe"), 60, 6.0),
+     (cut_before_a_key_frame, 48, 4.8)],
+)  # fmt: skip
+def test_frames_are_those_that_a_decoder_shows(tmp_path, make, total, seconds):
+    path = make(tmp_path)
+    with av.open(str(path)) as clip:
+        expected = [np.asarray(frame.to_image()) for frame in clip.decode(video=0)]
+    found = clip_of(path)
+    assert (found.total, len(expected)) == (total, total)
+    assert found.total * found.rate_den / found.rate_num == pytest.approx(seconds, abs=0.1)
+    np.testing.assert_array_equal(read_numbered(path, range(total), np.asarray), expected)
+    few = [total - 9, total - 1]  # by seeking, where that may be
+    np.testing.assert_array_equal(read_numbered(path, few, np.asarray), [expected[k] for k in few])
+
+
+# matrix: the upper left of a display matrix; corner: where it puts the stored upper left
+@pytest.mark.parametrize(
+    "matrix, corner",
+    [((0, 1, -1, 0), (0, -1)), ((-1, 0, 0, -1), (-1, -1)), ((0, -1, 1, 0), (-1, 0)),
+     ((-1, 0, 0, 1), (0, -1)), ((1, 0, 0, -1), (-1, 0)), ((0, 1, 1, 0), (0, 0))],
+)  # fmt: skip
+def test_a_clip_is_stood_up_and_mirrored(tmp_path, matrix, corner):
+    pixels = np.full((48, 64, 3), 235, np.uint8)
+    pixels[:24, :32] = 20
+    a, b, c, d = (k << 16 for k in matrix)
+    path = write_clip(tmp_path / "a.mp4", 3, drawn=pixels)
+    patched(path, b"tkhd", lambda box: numbers_at(box, 40, a, b, 0, c, d))
+    sides = (48, 64) if b else (64, 48)
+    assert clip_of(path)[:2] == sides
     (frame,) = read_numbered(path, [1], np.asarray)
-    assert frame.shape == (64, 48, 3)
-    assert frame[:24].mean() < 20
-    assert frame[-24:].mean() > 235
+    assert frame.shape == (*sides[::-1], 3)
+    dark = frame.mean(-1) < 100
+    assert dark[corner]
+    assert dark.mean() == pytest.approx(0.25, abs=0.02)
 
 
 def test_a_clip_that_breaks_off(tmp_path, shared_data, caplog):
-    whole = write_clip(tmp_path / "a.mkv", 60).read_bytes()
-    broken = tmp_path / "b.mkv"
+    whole = write_clip(tmp_path / "a.mp4", 60, movflags="faststart").read_bytes()
+    broken = tmp_path / "b.mp4"
     broken.write_bytes(whole[: int(len(whole) * 0.8)])
     with caplog.at_level(logging.WARNING):
         clip = read_clip(broken, 8)

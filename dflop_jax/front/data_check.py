@@ -219,7 +219,7 @@ def _figures(
     opened: Looks, good: dict[Place, Row], limits: Limits, spec: MediaSpec
 ) -> dict[str, Any]:
     """The figures of a `DataLook` that are of usable records."""
-    records, media = [r for r, _ in good.values()], [m for _, m in good.values()]
+    records, media = [row.record for row in good.values()], [row.media for row in good.values()]
     table, names = table_of(records, media, spec.kinds), [p for _, p in good]
     counts, usable = sample_counts(table, opened.how)
     kept, places = np.flatnonzero(usable), list(good)

@@ -182,7 +182,7 @@ def parse_record(
         given_media = tuple(zip(tags, opened, strict=True))
         return Record(name, turns, given_media, weights, answers, choices)
     except (ValueError, OSError) as e:
-        raise ValueError(f"{name}: {e}") from None
+        raise ValueError(f"{name}: {e}") from e.__cause__  # a `NoFile`
 
 
 def record_name(place: str, raw: Any) -> str:

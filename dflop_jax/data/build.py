@@ -53,7 +53,7 @@ def make_source(
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
     apart: bool = True,
-    resolved: FolderTokenizer | None = None,
+    check_media: bool = True,
 ) -> Source:
     """Return the embedded scenes when `config.path` is empty, else what is there.
 
@@ -61,10 +61,7 @@ def make_source(
     an index of headers, kept in `index_dir`; it is made in processes of their own (see `pool`), or
     here unless `apart`. So many records of it, or where it is above 0 such a share of them, are
     held out for the eval split; scenes have an eval split of their own, of as many (of the same
-    size, for 0).
-
-    Args:
-      resolved: see `ChatTokenizer`.
+    size, for 0). `check_media`: see `update_index`; one process of a run does.
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
@@ -73,7 +70,7 @@ def make_source(
     limits = Limits.of(config)
     if not config.path and _is_chat(config):
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
-    tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds, resolved)
+    tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     if config.path:
         made = _Arguments(
             config,
@@ -85,7 +82,7 @@ def make_source(
             held_out_share,
             _resolved(tokenizer),
         )
-        return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
+        return _mixture(made, tokenizer, apart and hasattr(os, "fork"), check_media)
     if config.loss_on_prompts:
         raise ValueError(
             "data.loss_on_prompts is of records: give data.path, or leave it out for the scenes"
@@ -124,16 +121,7 @@ class _Arguments:
 def open_source(arguments: Mapping[str, Any]) -> Source:
     """Make the source that `make_source` made in another process."""
     a = msgspec.convert(arguments, _Arguments)
-    return make_source(
-        a.config,
-        a.spec,
-        a.split,
-        n_held_out=a.n_held_out,
-        held_out_share=a.held_out_share,
-        vocab_size=a.vocab_size,
-        index_dir=a.index_dir,
-        resolved=a.resolved,
-    )
+    return _mixture(a, a.tokenizer, hasattr(os, "fork"), check_media=False)
 
 
 def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
@@ -155,7 +143,7 @@ def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object],
     how = a.spec.prepared(Limits.of(a.config), tokenizer)
 
     def decode(record: Record, row: Row) -> None:
-        table = table_of([row[0]], [row[1]], kinds)
+        table = table_of([row.record], [row.media], kinds)
         if sample_counts(table, how)[1].all():  # what the model takes none of is not bad
             decode_media(record, table, 0, how)
 
@@ -237,9 +225,9 @@ def any_tokenizer(
 
 
 def _mixture(
-    made: _Arguments, limits: Limits, tokenizer: Tokenizer | ChatTokenizer, apart: bool
+    made: _Arguments, tokenizer: Tokenizer | ChatTokenizer, apart: bool, check_media: bool
 ) -> MixtureSamples:
-    config, arguments = made.config, msgspec.to_builtins(made)
+    config, arguments, limits = made.config, msgspec.to_builtins(made), Limits.of(made.config)
     if isinstance(tokenizer, ChatTokenizer):
         settings = tokenizer.digest
     else:
@@ -264,6 +252,7 @@ def _mixture(
             reads,
             config.max_bad_fraction,
             config.workers,
+            check_media,
         ),
         kinds=kinds,
         share=Share(made.split, made.n_held_out, config.seed, made.held_out_share),

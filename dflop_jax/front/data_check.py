@@ -151,7 +151,7 @@ def look(
         is_cut=len(rows) < len(places) or len(decoded) < len(usable),
         bad_by_reason=dict(Counter(reasons.values()).most_common()),
         examples={reason: names[:SHOWN] for reason, names in examples.items()},
-        unread=dict(Counter(key for row in good.values() for key in row[2]).most_common()),
+        unread=dict(Counter(key for row in good.values() for key in row.unread).most_common()),
         template=getattr(opened.tokenizer, "template", "ChatML, text as bytes"),
         **_figures(opened, good, Limits.of(config), spec),
     )
@@ -222,7 +222,7 @@ def _figures(
     opened: Looks, good: dict[Place, Row], limits: Limits, spec: MediaSpec
 ) -> dict[str, Any]:
     """The figures of a `DataLook` that are of usable records."""
-    records, media = [row[0] for row in good.values()], [row[1] for row in good.values()]
+    records, media = [row.record for row in good.values()], [row.media for row in good.values()]
     table, names = table_of(records, media, spec.kinds), [p for _, p in good]
     counts, usable = sample_counts(table, opened.how)
     kept, places = np.flatnonzero(usable), list(good)

@@ -192,7 +192,7 @@ def parse_record(
         unread = tuple(sorted(others))
         return Record(name, turns, given_media, weights, answers, choices, further, unread)
     except (ValueError, OSError) as e:
-        raise ValueError(f"{name}: {e}") from None
+        raise ValueError(f"{name}: {e}") from e.__cause__  # a `NoFile`
 
 
 def record_name(place: str, raw: Any) -> str:

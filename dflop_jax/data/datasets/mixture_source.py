@@ -52,6 +52,7 @@ class IndexRules:
       row_reader: makes what reads records; None: they are read here.
       max_bad_fraction: of a dataset's records that may be unusable.
       workers: threads that read headers.
+      check_media: see `update_index`.
     """
 
     file: Path
@@ -59,6 +60,7 @@ class IndexRules:
     row_reader: Callable[[], RowReader] | None = None
     max_bad_fraction: float = 0.1
     workers: int = 2
+    check_media: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,9 @@ class MixtureSource:
         readers = open_readers(mixture, kinds)
         reads = rules.row_reader or partial(RowsHere, readers, to_pieces, kinds)
         index = update_index(
-            rules.file, readers, reads, rules.settings, kinds=kinds, workers=rules.workers
-        )
+            rules.file, readers, reads, rules.settings,
+            kinds=kinds, workers=rules.workers, check_media=rules.check_media,
+        )  # fmt: skip
         for key, reader in readers.items():
             check_usable(index[key], reader.name, rules.max_bad_fraction)
             if unread := index[key].unread:

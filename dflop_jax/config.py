@@ -171,7 +171,8 @@ class PlanConfig:
         "layers: more rounds keep it fuller and pass more on; 0: the faster of 1 and 2",
     ] = 0
     memory_bytes: Annotated[
-        NonNegativeFloat, "memory of a device that a plan may fill; 0: 95% of what jax takes"
+        NonNegativeFloat,
+        "memory of a device that a plan may fill, such as 80GB; 0: 95% of what jax takes",
     ] = 0.0
     zero: Annotated[
         Zero,

@@ -147,6 +147,7 @@ def test_booleans(text, value):
             "Expected `float`, got `str` - at `train.learning_rate`; give a n",
         ),
         ({"data.blank_images": "maybe"}, "`data.blank_images`"),
+        ({"model.dtype": "fp16"}, "model.dtype='float16' is not one of float32, bfloat16"),
         ({"model.dtype": "float16"}, "model.dtype='float16' is not one of float32, bfloat16"),
         ({"data.oversize": "cut"}, "data.oversize='cut' is not one of drop, truncate, error"),
         ({"plan.policy": "best"}, "plan.policy='best' is not one of auto, dflop, orch, "),

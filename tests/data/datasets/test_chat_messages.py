@@ -199,13 +199,23 @@ def test_the_tag_of_a_question_needs_its_medium(folder):
 
 
 @pytest.mark.parametrize("switch", ["loss", "train"])
-def test_an_answer_may_be_left_out_of_the_loss(folder, switch):
-    turns = [*answered("Hi", "Bad"), *answered("Again", "Good")]
-    turns[1][switch], turns[3][switch] = False, True
-    assert record({"messages": turns}, folder).weights == (0.0, 1.0)
+@pytest.mark.parametrize("off, on", [(False, True), (0, 1), (0.0, 1.0), ("false", "true")])
+def test_an_answer_may_be_left_out_of_the_loss(folder, switch, off, on):
+    turns = [*answered("Hi", "Bad"), *answered("Again", "Good"), *answered("And", "so")]
+    turns[1][switch], turns[3][switch], turns[5][switch] = off, on, None
+    assert record({"messages": turns}, folder).weights == (0.0, 1.0, 1.0)
     conversation = talk("Hi", "Bad", "Again", "Good")
-    conversation[1][switch] = False
+    conversation[1][switch] = off
     assert record({"conversations": conversation}, folder).weights == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("value", ["no", "", 2, 0.5, []])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_what_leaves_an_answer_out_is_true_or_false(folder, turn, value):
+    turns = answered("Hi", "Bad")
+    turns[turn]["loss"] = value
+    with pytest.raises(ValueError, match=rf"loss of turn {turn} is .*; give true or false"):
+        record({"messages": turns}, folder)
 
 
 def test_a_system_prompt_may_stand_beside_the_conversation(folder):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SECONDS = 14.0  # for all, of which the data have what the rest leaves
 LEAST_S = 4.0  # for the data
+EXAMPLES = 3  # of what is wrong with records
 SAMPLE_S = 4.0  # for a sample that hurts its decoder
 STAND_IN = ("models.omni:build", "omni-tiny")  # takes every kind of media, where no model is named
 
@@ -46,6 +47,7 @@ class Checked:
     decoded: int
     bad_by_reason: dict[str, int]
     unread: dict[str, int]
+    compared: str
     left_out: int
     cut_text: int
     cut_media: int
@@ -61,8 +63,9 @@ class Checked:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Exit code 0, or 2 where nothing can be read. Without a model, pieces are those of a small "
-        "one that takes all media, and text is counted in bytes unless --data.tokenizer is given."
+        "Exit code 0, or 2 where training would refuse the data or the model. Without a model, "
+        "pieces are those of a small one that takes all media, and text is counted in bytes unless "
+        "--data.tokenizer is given."
     )
     parser.add_argument(
         "--records", type=int, default=2000, metavar="N", help="records read at most (2000)"
@@ -110,18 +113,26 @@ def run(args: argparse.Namespace) -> Checked:
     with writing(file, another):
         file.write_text(page(facts, data, why, limits), encoding="utf-8")
     seen = data or DataLook(config.data.path, bad_by_reason={why: 1} if why else {})
-    unreadable = why or (data is not None and seen.read == sum(seen.bad_by_reason.values()))
+    n_bad = sum(seen.bad_by_reason.values())
+    unreadable = why or (data is not None and seen.read == n_bad)
+    too_many = n_bad > config.data.max_bad_fraction * seen.read
     if not args.json:
         _show(facts, data, ask.settings)
         show(f"wrote {file}")
     if unreadable:
         note(f"dflop check: {why or f'no record of {seen.source} can be used; {file} says why'}")
+    elif too_many:
+        note(
+            f"dflop check: {n_bad} of {seen.read} records are unusable, which training refuses; "
+            f"repair them, or raise data.max_bad_fraction={config.data.max_bad_fraction}"
+        )
     return Checked(
         records=seen.read,
         listed=seen.listed,
         decoded=seen.decoded,
         bad_by_reason=seen.bad_by_reason,
         unread=seen.unread,
+        compared=seen.compared,
         left_out=seen.left_out,
         cut_text=seen.cut_text,
         cut_media=seen.cut_media,
@@ -132,7 +143,7 @@ def run(args: argparse.Namespace) -> Checked:
         wrong={f.name: f.value for f in facts if f.wrong},
         page=str(file),
         seconds=round(time.monotonic() - begun_s, 2),
-        exit_code=BAD_INPUT if unreadable or model is None else 0,
+        exit_code=BAD_INPUT if unreadable or too_many or model is None else 0,
     )
 
 
@@ -166,6 +177,7 @@ def _look(
 
 
 def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setting]) -> None:
+    from dflop_jax.data.datasets.reasons import remedy_of
     from dflop_jax.data.datasets.shape_index import counted_keys
 
     table = Table("here", "", show_header=False)
@@ -181,11 +193,13 @@ def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setti
         f"{data.cut_media:,}, {data.too_long:,} too long"
     )
     for reason, n in data.bad_by_reason.items():
-        show(escape(f"  {n:,} {reason}: {data.examples[reason][0]}"))
+        show(escape(f"  {n:,} {reason}: {'; '.join(data.examples[reason][:EXAMPLES])}"))
+    if data.compared:
+        show(escape(f"  {data.compared}"))
     if data.unread:
         show(escape(f"  not read: {counted_keys(data.unread)}"))
-    if data.remedy:
-        show(escape(f"  {data.remedy}"))
+    if remedy := remedy_of(data.bad_by_reason):
+        show(escape(f"  {remedy}"))
     for name, values in data.tokens.items():
         if len(values):
             show(f"  {name}: {values.min():,} to {values.max():,} tokens, median "

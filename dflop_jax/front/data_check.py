@@ -5,10 +5,9 @@ large they are, what limits cut, and how some read when tokenized. It takes so m
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,18 +21,20 @@ from dflop_jax.data import MediaSpec
 from dflop_jax.data.build import Looks, looks
 from dflop_jax.data.datasets.fitting import fit, preparations
 from dflop_jax.data.datasets.header_rows import RowReader
-from dflop_jax.data.datasets.llava_records import TEXTS
 from dflop_jax.data.datasets.located import Located
+from dflop_jax.data.datasets.reasons import by_reason
 from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.counts import described, sample_counts
+from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import module_of
+from dflop_jax.data.text.chat import ChatTokenizer
 
+COMPARED = 10  # samples that transformers prepares, too
 SHOWN = 10  # samples, longest samples, and examples of a reason
 HEADER_CHUNK = 16  # records of one request
 LISTING, HEADERS = 0.25, 0.6  # shares of the time, by whose end each of these stops
-_FILE = re.compile(r"(?:\w+://|\.{0,2}/)?[^\s:'\"(]*/[^\s:'\"(]+")
-_DETAIL, _NUMBER = re.compile(r"\s*\(.*$"), re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class DataLook:
       examples: by reason, the first few in full.
       left_out: records with media that the model does not take.
       tokens: of each usable sample, and by module its pieces and their tokens, int64 [n].
+      compared: whether transformers prepares some samples alike, "" where it is not asked.
       unread: keys of usable records that are not read, with the number of their records.
       longest: (name, tokens, media in words), the longest first.
       cut_text, cut_media, too_long: samples whose text is cut, whose media are made smaller, and
@@ -90,6 +92,7 @@ class DataLook:
     samples: tuple[ShownSample, ...] = ()
     template: str = ""
     unread: dict[str, int] = field(default_factory=dict)
+    compared: str = ""
 
     @property
     def words(self) -> str:
@@ -101,23 +104,6 @@ class DataLook:
             f"decoded{cut}: {sum(self.bad_by_reason.values()):,} bad, {self.left_out:,} with media "
             "that the model does not take"
         )
-
-    @property
-    def remedy(self) -> str:
-        """What may be done about missing files or columns, "" where none are."""
-        said = {
-            "missing file": "missing files are looked for in the folder of the JSON file, or in "
-            "those of --data.root; name theirs if it is another",
-            f"no {', '.join(TEXTS)}": "fields of other names are said by --data.columns, such as "
-            "messages=chat,image=pictures",
-            "no column": "--data.columns FIELD=COLUMN names a column that is not there; mend it",
-        }
-        found = (
-            remedy
-            for begin, remedy in said.items()
-            if any(reason.startswith(begin) for reason in self.bad_by_reason)
-        )
-        return "; ".join(found)
 
 
 def look(
@@ -136,11 +122,7 @@ def look(
     usable = [p for p, row in rows.items() if not isinstance(row, BadSample)]
     decoded = _read(opened.decoded, usable, 1, workers, begun_s + seconds, config.sample_timeout_s)
     rows |= decoded
-    bad = {p: row.reason for p, row in rows.items() if isinstance(row, BadSample)}
-    reasons = {p: reason_of(why, p[1].place) for p, why in bad.items()}
-    examples: dict[str, list[str]] = {}
-    for place, reason in reasons.items():
-        examples.setdefault(reason, []).append(bad[place])
+    bad = by_reason(row.reason for row in rows.values() if isinstance(row, BadSample))
     good = {p: row for p, row in rows.items() if not isinstance(row, BadSample)}
     return DataLook(
         source=config.path,
@@ -149,12 +131,31 @@ def look(
         read=len(rows),
         decoded=len(decoded),
         is_cut=len(rows) < len(places) or len(decoded) < len(usable),
-        bad_by_reason=dict(Counter(reasons.values()).most_common()),
-        examples={reason: names[:SHOWN] for reason, names in examples.items()},
+        bad_by_reason={reason: len(names) for reason, names in bad.items()},
+        examples={reason: names[:SHOWN] for reason, names in bad.items()},
         unread=dict(Counter(key for row in good.values() for key in row.unread).most_common()),
+        compared=_compared(opened, {p: row for p, row in decoded.items() if p in good}, spec),
         template=getattr(opened.tokenizer, "template", "ChatML, text as bytes"),
         **_figures(opened, good, Limits.of(config), spec),
     )
+
+
+def _compared(opened: Looks, good: Mapping[Place, Row | BadSample], spec: MediaSpec) -> str:
+    if not isinstance(opened.tokenizer, ChatTokenizer):
+        return ""
+    from dflop_jax.front.both_ways import compare_preparations
+
+    rows = [(p, row) for p, row in good.items() if isinstance(row, Row)]
+    samples = [
+        (opened.readers[name].read(located), row)
+        for (name, located), row in rows[:: max(1, len(rows) // COMPARED)][:COMPARED]
+        if all(module_of(opened.how, kind.name) for kind in _kinds_of(row, spec))
+    ]
+    return compare_preparations(opened.tokenizer, opened.how, spec.kinds, samples)
+
+
+def _kinds_of(row: Row, spec: MediaSpec) -> list[Kind]:
+    return [spec.kinds[medium["kind"]] for medium in row.media]
 
 
 Place = tuple[str, Located]  # a dataset's name and a record of it
@@ -206,16 +207,6 @@ def _read(
             for rows in pool.map(one, chunks):
                 found |= rows
     return {p: found[p] for p in places if p in found}
-
-
-def reason_of(why: str, place: str) -> str:
-    """What is wrong with a record, without what is its own: name, files, numbers, details."""
-    text = why.removeprefix(place)
-    if text.startswith(" id="):
-        text = text.partition(": ")[2] or text
-    text = _FILE.sub("FILE", text.removeprefix(": "))
-    text = _NUMBER.sub("N", _DETAIL.sub("", text.removeprefix("FILE: ")))
-    return text.strip().removesuffix(" FILE")[:100] or "unreadable"
 
 
 def _figures(

@@ -82,7 +82,7 @@ def test_a_column_that_is_missing(capsys):
 def test_fields_and_columns_that_are_named_wrongly(capsys):
     data = write(ask("What?"))
     line = refused(capsys, "profile", "nano.py", *data, "--data.columns", "chat=messages")
-    assert "'chat' as a field; write FIELD=COLUMN, fields are id, weight, conversations" in line
+    assert "'chat' as a field; write FIELD=COLUMN, fields are id, weight, " in line
     Path("m.yaml").write_text("parts:\n  - {path: d.json, wieght: 2.0}\n")
     line = refused(capsys, "profile", "nano.py", "--data.path", "m.yaml")
     assert "part d.json: unknown field 'wieght'; known: path, weight, subset, root" in line

@@ -192,7 +192,9 @@ def gemma3(folder: Path) -> Path:
 
     gemma_folders.gemma3(folder, vocab_size=VOCAB, num_hidden_layers=3, tokens=SQUARE_TOKENS)
     size = {"height": SIDE, "width": SIDE}
-    return _gemma_files(folder, BEGIN, {"image_processor_type": "Gemma3", "size": size})
+    return _gemma_files(
+        folder, BEGIN, {"image_processor_type": "Gemma3ImageProcessor", "size": size}
+    )
 
 
 def gemma4(folder: Path) -> Path:
@@ -201,7 +203,7 @@ def gemma4(folder: Path) -> Path:
 
     kinds = gemma_folders.text4()["layer_types"][:3]
     gemma_folders.gemma4(folder, vocab_size=VOCAB, num_hidden_layers=3, layer_types=kinds)
-    return _gemma_files(folder, PICTURE, {"image_processor_type": "Gemma4", **FITTED})
+    return _gemma_files(folder, PICTURE, {"image_processor_type": "Gemma4ImageProcessor", **FITTED})
 
 
 def _gemma_processor(name: str, folder: Path, images: Sequence[Image.Image]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from dflop_jax.data.datasets.header_rows import RowReader
 from dflop_jax.data.datasets.located import RecordReader
+from dflop_jax.data.datasets.reasons import by_reason, remedy_of
 from dflop_jax.data.datasets.shape_index import (
     Indexed,
     ShapeTable,
@@ -33,6 +34,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 RECORDS_AT_ONCE = 4096  # under way with all workers: twice as many take twice the memory
 CHUNK = 64  # records with one worker
 STATS_AT_ONCE = 8  # of files, which a network answers late
+SHOWN_REASONS = 3  # of each kind, in the log
 KEPT_REASONS = 20  # why records cannot be taken, in a message
 T = TypeVar("T")
 logger = logging.getLogger("dflop_jax.data")
@@ -71,16 +73,24 @@ def update_index(
         return {name: known[name] for name in readers}
     made: dict[str, Indexed] = {}
     with closing(row_reader()) as rows:
-        for name in stale:
-            made[name] = _index_of(name, readers[name], keys[name], rows, kinds, workers)
+        for k, name in enumerate(stale):
+            unusable = file.with_suffix(f".{k}.unusable.txt")
+            made[name] = _index_of(name, readers[name], keys[name], rows, kinds, workers, unusable)
     save_index(file, {**known, **made}, kinds)
     return {name: made.get(name) or known[name] for name in readers}
 
 
 def _index_of(
-    name: str, reader: RecordReader, key: str, rows: RowReader, kinds: Kinds, workers: int
+    name: str,
+    reader: RecordReader,
+    key: str,
+    rows: RowReader,
+    kinds: Kinds,
+    workers: int,
+    file: Path,
 ) -> Indexed:
-    """Make the index of a dataset. Unusable records are left out, counted and logged by name."""
+    """Make the index of a dataset. Unusable records are left out; some of each reason are logged,
+    all are written to `file`."""
     tables: list[ShapeTable] = []
     bad: list[str] = []
     unread: Counter[str] = Counter()
@@ -96,9 +106,17 @@ def _index_of(
             for r in read:
                 files |= r.files
                 if isinstance(r, BadSample):
-                    bad = [*bad, r.reason][:KEPT_REASONS]
-                    logger.warning("left out %s", r.reason)
-    return Indexed(key, joined(tables, kinds), listed, tuple(bad), files, unread)
+                    bad.append(r.reason)
+    reasons = by_reason(bad)
+    for reason, whys in reasons.items():
+        shown = "; ".join(whys[:SHOWN_REASONS])
+        logger.warning("left out %d records (%s): %s", len(whys), reason, shown)
+    if len(bad) > SHOWN_REASONS:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"{why}\n" for why in bad), encoding="utf-8")
+        logger.warning("%s lists all that are left out. %s", file, remedy_of(reasons))
+    kept = tuple(bad[:KEPT_REASONS])
+    return Indexed(key, joined(tables, kinds), listed, kept, files, unread)
 
 
 def _has_changed(index: Indexed, reader: RecordReader) -> bool:
@@ -126,6 +144,6 @@ def check_usable(index: Indexed, name: str, max_bad_fraction: float) -> None:
     if bad > max_bad_fraction * index.listed or not len(index.table):
         raise ValueError(
             f"{name}: {bad} of {index.listed} records are unusable ({'; '.join(index.bad[:3])}); "
-            "repair them, name fields that have other names (--data.columns), or raise "
+            f"repair them, {remedy_of(by_reason(index.bad))} or raise "
             f"data.max_bad_fraction={max_bad_fraction}"
         )

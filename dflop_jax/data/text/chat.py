@@ -159,7 +159,7 @@ class ChatTokenizer:
         the template; the k-th tag of all becomes medium k, wherever the template puts it.
         ValueError when the template leaves out a medium."""
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
-        messages, variables = self._messages(turns, fields)
+        messages, variables = self.messages(turns, fields)
         return self._split(kinds, *self._encoded(messages, variables))
 
     def question_pieces(
@@ -167,10 +167,14 @@ class ChatTokenizer:
     ) -> tuple[TextPiece, ...]:
         """Pieces of turns, the last of them a user's, up to where the template has the answer
         begin."""
-        text, _ = self._render(*self._messages(turns, fields), add_generation_prompt=True)
+        text, _ = self._render(*self.messages(turns, fields), add_generation_prompt=True)
         ids, _ = self._encode_rendered(text)
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
         return self._split(kinds, ids, np.full(len(ids), UNANSWERED))
+
+    def rendered(self, messages: Sequence[Message], variables: Message) -> str:
+        """The template's text, as it stands before pictures are framed."""
+        return self._template.render(messages, variables)[0]
 
     def shows(self, name: str) -> bool:
         """Whether the template asks for a field of messages, or a variable, of this name."""
@@ -206,7 +210,7 @@ class ChatTokenizer:
             )
         return tuple(pieces)
 
-    def _messages(
+    def messages(
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields
     ) -> tuple[list[Message], Message]:
         """The turns as templates take them, and the variables."""

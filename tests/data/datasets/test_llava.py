@@ -216,7 +216,7 @@ def test_a_broken_line_is_named_by_file_and_line(folder, caplog):
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         source = open_path(folder / "d.jsonl")
     assert len(source) == 11
-    assert "left out d.jsonl:3: not JSON" in caplog.text
+    assert "left out 1 records (not JSON): d.jsonl:3: not JSON" in caplog.text
     assert source.label(10) == f"{folder}/d.jsonl:13"
     (folder / "a.png").unlink()
     with pytest.raises(ValueError, match=r"d\.jsonl:13 id=r11: missing file .*a\.png"):
@@ -302,12 +302,14 @@ def test_all_shared_bad_records(shared_data, tmp_path, caplog):
 
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         kept = source(max_bad_fraction=1.0)
+    (unusable,) = tmp_path.glob("*.unusable.txt")
+    assert str(unusable) in caplog.text
     listed = json.loads(file.read_text())
     ids = [listed[int(kept.label(i).split("[")[1][:-1])]["id"] for i in range(len(kept))]
     assert set(ids) == USABLE
     assert kept.counts["left out"] == 1  # a sound that can be read as far as its header goes
     for raw in listed:
-        named = raw["id"] in ids or f"id={raw['id']}" in caplog.text
+        named = raw["id"] in ids or f"id={raw['id']}" in unusable.read_text()
         assert named or raw.get("audio")
     for i, name in enumerate(ids):
         if name.startswith("bad"):  # only the pixels are broken

@@ -1,0 +1,115 @@
+"""Some samples prepared here and by `transformers`, beside each other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflop_jax.data.bounds import one_line
+from dflop_jax.data.datasets.llava_records import Record
+from dflop_jax.data.datasets.shape_index import Row, table_of
+from dflop_jax.data.media.audio import AUDIO, read_sound
+from dflop_jax.data.media.decode import decode_media
+from dflop_jax.data.media.kind import Kinds
+from dflop_jax.data.media.medium import Decoded, Preparation
+from dflop_jax.data.media.tiling import IMAGE, read_scaled
+from dflop_jax.data.media.video import VIDEO
+from dflop_jax.data.text.chat import ChatTokenizer
+
+SOUND_TOLERANCE = 1e-3  # of log-mel features, which differ by the order of sums
+
+
+def compare_preparations(
+    tokenizer: ChatTokenizer,
+    how: Preparation,
+    kinds: Kinds,
+    samples: Sequence[tuple[Record, Row]],
+) -> str:
+    """Return in words whether text, pixels and sounds of the samples equal what `transformers`
+    makes of them with the files of the tokenizer's folder, or the first difference."""
+    theirs = _Published(tokenizer.folder)
+    counts = dict.fromkeys(("texts", "pictures", "sounds", "clips"), 0)
+    for record, row in samples:
+        messages, variables = tokenizer.messages(record.turns, record.fields)
+        if tokenizer.rendered(messages, variables) != theirs.rendered(messages, variables):
+            return f"{record.name}: its text differs from that of transformers"
+        counts["texts"] += 1
+        table = table_of([row.record], [row.media], kinds)
+        decoded = decode_media(record, table, 0, how) if record.media else ()
+        alone = sum(kind == IMAGE.name for kind, _ in record.media) == 1
+        for (kind, source), (_, mine) in zip(record.media, decoded, strict=True):
+            name = {IMAGE.name: "pictures", AUDIO.name: "sounds", VIDEO.name: "clips"}.get(kind, "")
+            if name == "clips" or not name or (name == "pictures" and not alone):
+                counts["clips"] += name == "clips"
+                continue
+            try:
+                differs = theirs.differs(kind, source, mine)
+            except Exception as e:  # of a processor of any family
+                return (
+                    f"{record.name}: transformers cannot prepare its {kind} ({one_line(e)[:120]})"
+                )
+            if differs:
+                return f"{record.name}: {differs}"
+            counts[name] += 1
+    clips = counts.pop("clips")
+    same = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+    return f"transformers prepares {same} alike" + (
+        f"; {clips} clips are not compared, that needs torchvision" if clips else ""
+    )
+
+
+class _Published:
+    """The processors of a folder, without torch."""
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformers
+        self._hf: Any = transformers
+        self._folder, self._loaded = str(folder), dict[str, Any]()
+
+    def _load(self, name: str, **options: Any) -> Any:
+        if name not in self._loaded:
+            auto = getattr(self._hf, name)
+            self._loaded[name] = auto.from_pretrained(
+                self._folder, local_files_only=True, trust_remote_code=False, **options
+            )
+        return self._loaded[name]
+
+    def rendered(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
+        from dflop_jax.data.text.tokenizer_files import resolve_tokenizer
+
+        tokenizer = self._load("AutoTokenizer")
+        template = resolve_tokenizer(Path(self._folder)).template
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, **variables
+        )
+
+    def differs(self, kind: str, source: Any, mine: Decoded) -> str:
+        """How a picture or a sound differs, "" where it does not. Pixels are compared as sorted
+        colours: towers take them in orders of their own."""
+        if kind == AUDIO.name:
+            extractor = self._load("AutoFeatureExtractor")
+            rate = extractor.sampling_rate
+            sound = read_sound(source, extractor.n_samples, rate)
+            features = extractor(sound, sampling_rate=rate, return_tensors="np")["input_features"]
+            near = np.allclose(features, mine.fields["mel"], atol=SOUND_TOLERANCE)
+            return "" if near else "its sound has other features than in transformers"
+        processor = self._load("AutoImageProcessor", backend="pil")
+        picture, _ = read_scaled(source, None)
+        crops = {"crop_to_patches": True} if hasattr(processor, "crop_to_patches") else {}
+        given = processor(
+            [picture], do_rescale=False, do_normalize=False, return_tensors="np", **crops
+        )
+        colours = np.asarray(given["pixel_values"])
+        if "image_position_ids" in given:  # padded to one length
+            colours = colours[np.asarray(given["image_position_ids"])[..., 0] >= 0]
+        (own,) = (mine.fields[name] for name in ("pixels", "patches") if name in mine.fields)
+        if colours.size != own.size:
+            return f"its picture has {own.size} colours here, {colours.size} in transformers"
+        same = np.array_equal(np.sort(colours, axis=None), np.sort(own, axis=None))
+        return "" if same else "its picture has other pixels than in transformers"

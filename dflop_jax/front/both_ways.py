@@ -39,15 +39,15 @@ def compare_preparations(
             return f"{record.name}: its text differs from that of transformers"
         counts["texts"] += 1
         table = table_of([row.record], [row.media], kinds)
-        decoded = decode_media(record, table, 0, how) if record.media else ()
+        decoded = decode_media(record, table, 0, how)
         alone = sum(kind == IMAGE.name for kind, _ in record.media) == 1
-        for (kind, source), (_, mine) in zip(record.media, decoded, strict=True):
+        for number, (kind, source) in enumerate(record.media):
             name = {IMAGE.name: "pictures", AUDIO.name: "sounds", VIDEO.name: "clips"}.get(kind, "")
             if name == "clips" or not name or (name == "pictures" and not alone):
                 counts["clips"] += name == "clips"
                 continue
             try:
-                differs = theirs.differs(kind, source, mine)
+                differs = theirs.differs(kind, source, decoded[number][1])
             except Exception as e:  # of a processor of any family
                 return (
                     f"{record.name}: transformers cannot prepare its {kind} ({one_line(e)[:120]})"

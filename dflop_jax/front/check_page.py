@@ -69,7 +69,7 @@ def _data(data: DataLook, limits: str) -> list[str]:
     remedy = remedy_of(data.bad_by_reason)
     bad += f"<p>{escape(remedy[0].upper() + remedy[1:])}.</p>" if remedy else ""
     cut = (
-        f"<p>{escape(limits)}: text is cut of {data.cut_text:,} samples, media are made smaller of "
+        f"<p>{escape(limits)}: text is cut of {data.cut_text:,} samples, media are gone from "
         f"{data.cut_media:,}, {data.too_long:,} are left out.</p>"
     )
     pictures = [_bars(f"tokens: {name}", values) for name, values in data.tokens.items()]

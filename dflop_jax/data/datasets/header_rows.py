@@ -86,10 +86,12 @@ class RowsHere:
         paths = [source for _, source in record.media if isinstance(source, Path)]
         files = {str(path): self._state(path) for path in paths}
         try:
-            fields = _fields(located, record, self._to_pieces(record.turns, record.fields))
+            of_text, places = text_counts(self._to_pieces(record.turns, record.fields))
             unread = {*record.unread, *(n for n in record.fields.names if not self._shows(n))}
-            headers = tuple(self._header_of(*medium) for medium in record.media)
-            row = Row(fields, headers, files, tuple(sorted(unread)))
+            media = zip(record.media, places, strict=True)
+            headers = tuple(self._header_of(*medium) | place for medium, place in media)
+            of_record = _fields(located, record) | of_text
+            row = Row(of_record, headers, files, tuple(sorted(unread)))
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}", files)
         if self._decode:
@@ -165,15 +167,15 @@ def _check(numbers: Mapping[str, int], largest: Mapping[str, int]) -> None:
         raise ValueError(f"a row {numbers}")
 
 
-def _fields(located: Located, record: Record, pieces: Sequence[TextPiece]) -> dict[str, int]:
-    """The columns of a record."""
-    place = {
+def _fields(located: Located, record: Record) -> dict[str, int]:
+    """The columns of a record but those of its text."""
+    return {
         "number": located.number,
         "file": located.file,
         "offset": located.offset,
         "size_bytes": located.size_bytes,
+        "lot": lot(record.name, located.place),
     }
-    return {**place, "lot": lot(record.name, located.place), **text_counts(pieces)}
 
 
 def header(kind: str, source: MediaFile, kinds: Kinds = BUILT_IN) -> dict[str, int]:

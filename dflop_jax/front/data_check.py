@@ -26,7 +26,7 @@ from dflop_jax.data.datasets.llava_records import TEXTS
 from dflop_jax.data.datasets.located import Located
 from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
 from dflop_jax.data.decoder import BadSample
-from dflop_jax.data.media.counts import described, sample_counts
+from dflop_jax.data.media.counts import cut_media, described, sample_counts
 from dflop_jax.data.media.limits import Limits
 
 SHOWN = 10  # samples, longest samples, and examples of a reason
@@ -67,6 +67,7 @@ class DataLook:
       left_out: records with media that the model does not take.
       tokens: of each usable sample, and by module its pieces and their tokens, int64 [n].
       longest: (name, tokens, media in words), the longest first.
+      beginnings: how many media the model takes only the beginning of, "" for none.
       cut_text, cut_media, too_long: samples whose text is cut, whose media are made smaller, and
         that are left out, by data.max_tokens.
     """
@@ -83,6 +84,7 @@ class DataLook:
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
     pieces: dict[str, np.ndarray] = field(default_factory=dict)
     longest: tuple[tuple[str, int, str], ...] = ()
+    beginnings: str = ""
     cut_text: int = 0
     cut_media: int = 0
     too_long: int = 0
@@ -102,7 +104,8 @@ class DataLook:
 
     @property
     def remedy(self) -> str:
-        """What may be done about missing files or columns, "" where none are."""
+        """What may be done about missing files or columns and media that are too long, "" where
+        none are."""
         said = {
             "missing file": "missing files are looked for in the folder of the JSON file, or in "
             "those of --data.root; name theirs if it is another",
@@ -115,7 +118,7 @@ class DataLook:
             for begin, remedy in said.items()
             if any(reason.startswith(begin) for reason in self.bad_by_reason)
         )
-        return "; ".join(found)
+        return "; ".join([*found, *filter(None, [self.beginnings])])
 
 
 def look(
@@ -244,6 +247,7 @@ def _figures(
             )
             for i in longest
         ),
+        "beginnings": cut_media(table, opened.how),
         "cut_text": int((fitted.fits & (fitted.text_tokens < counts.text_tokens)).sum()),
         "cut_media": int((fitted.fits & (fitted.way > 0)).sum()),
         "too_long": int((~fitted.fits).sum()),

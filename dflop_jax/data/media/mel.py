@@ -158,6 +158,12 @@ class MelMedium(Medium):
         windows, _, tokens = sound_counts(np.maximum(headers["samples"], shortest), self.spec)
         return Counted(usable, windows, tokens)
 
+    def cut(self, kind: str, headers: Columns) -> str:
+        n = int((headers["samples"] > self.spec.max_samples).sum())
+        seconds = self.spec.max_samples / self.spec.sample_rate
+        said = f"sounds longer than the {seconds:g} s that the model hears: {n:,}; split them"
+        return said if n else ""
+
     def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
         n = min(header["samples"], self.spec.max_samples)
         (windows,), (frames,), (tokens,) = sound_counts(np.array([n]), self.spec)

@@ -31,7 +31,7 @@ from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, op
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.tiles import TileMedium
 from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
-from dflop_jax.data.text.pieces import TextPiece, chat_pieces
+from dflop_jax.data.text.pieces import TemplateFields, TextPiece, chat_pieces
 
 PICTURES = 200
 TOKENIZER = ByteTokenizer()
@@ -56,7 +56,7 @@ def write_records(folder: Path, n: int) -> Path:
     return file
 
 
-def pieces(turns: Sequence[tuple[str, str]]) -> tuple[TextPiece, ...]:
+def pieces(turns: Sequence[tuple[str, str]], _: TemplateFields) -> tuple[TextPiece, ...]:
     return chat_pieces(turns, TOKENIZER)
 
 

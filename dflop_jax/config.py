@@ -8,7 +8,7 @@ Long because every flag of a run stands here, with its help line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -171,7 +171,8 @@ class PlanConfig:
         "layers: more rounds keep it fuller and pass more on; 0: the faster of 1 and 2",
     ] = 0
     memory_bytes: Annotated[
-        NonNegativeFloat, "memory of a device that a plan may fill; 0: 95% of what jax takes"
+        NonNegativeFloat,
+        "memory of a device that a plan may fill, such as 80GB; 0: 95% of what jax takes",
     ] = 0.0
     zero: Annotated[
         Zero,
@@ -500,6 +501,59 @@ def fields() -> tuple[Field, ...]:
 INSTEAD = {"train.steps": "train.epochs", "train.warmup_steps": "train.warmup_ratio"}
 
 
+# A field -> the field beside which alone it has an effect, and the values of that which give it one
+# (none: any but 0, false and empty).
+BESIDE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        [f"train.lora_{name}" for name in ("alpha", "dropout", "ranks", "targets")],
+        ("train.lora_rank", ()),
+    ),
+    "train.decay_steps": ("train.schedule", ("wsd",)),
+    "train.final_lr_fraction": ("train.schedule", ("linear", "cosine", "wsd")),
+    "train.beta1": ("train.optimizer", ("adamw", "lion", "muon")),
+    "train.beta2": ("train.optimizer", ("adamw", "lion", "muon")),
+    "train.momentum": ("train.optimizer", ("muon",)),
+    "train.eps": ("train.optimizer", ("adamw", "muon")),
+    **dict.fromkeys(
+        [f"train.wandb_{name}" for name in ("entity", "name", "tags")], ("train.wandb_project", ())
+    ),
+    "train.eval_metrics": ("train.eval_generate_every", ()),
+    "train.eval_max_tokens": ("train.eval_generate_every", ()),
+    "checkpoint.best_by": ("checkpoint.keep_best", ()),
+    "data.n_samples": ("data.path", ("",)),
+}
+
+
+def check_effective(config: Config, requested: Container[str]) -> None:
+    """Raise ValueError where a requested field, by its dotted name, has no effect in `config`, or
+    the warm-up is longer than the run."""
+    values = {leaf.name: leaf.value(config) for leaf in fields()}
+    for name, (other, allowed) in BESIDE.items():
+        if name not in requested or not values[name]:
+            continue
+        if values[other] not in allowed if allowed else not values[other]:
+            needed = f"{other} {' or '.join(allowed) or 'empty'}" if allowed else other
+            raise ValueError(
+                f"{name}={values[name]} has an effect only with {needed}; set that, or leave "
+                f"{name} out"
+            )
+    train = config.train
+    if "train.warmup_steps" in requested and not (train.epochs or train.warmup_ratio):
+        check_warmup(train)
+
+
+def check_warmup(train: TrainConfig) -> None:
+    """Raise ValueError for a warm-up of more steps than the run has."""
+    if train.warmup_steps > train.steps:
+        raise ValueError(
+            f"train.warmup_steps={train.warmup_steps} is longer than the run of {train.steps} "
+            f"steps; set train.warmup_steps to {train.steps - 1} at most, or give more steps"
+        )
+
+
 def override(config: Config, values: Mapping[str, str | Sequence[str]]) -> Config:
-    """`config` with dotted fields replaced; see `config_fields.overridden`."""
-    return overridden(config, values, INSTEAD)
+    """`config` with dotted fields replaced; see `config_fields.overridden` and `check_effective`,
+    which is about the fields that are replaced."""
+    changed = overridden(config, values, INSTEAD)
+    check_effective(changed, values)
+    return changed

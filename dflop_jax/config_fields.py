@@ -6,12 +6,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_SIZE = re.compile(r"([\d.]+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?", re.ASCII | re.IGNORECASE)
+_SIZES = {"bytes": 1, "gib": 2**30}  # bytes of the unit that ends the name of a field of sizes
 
 
 class Field(NamedTuple):
@@ -48,14 +53,36 @@ class Field(NamedTuple):
           ValueError: text that is no value of this kind.
         """
         if self.choices:
-            return value
+            return dtype_name(value) if isinstance(value, str) else value
+        unit = _SIZES.get(self.name.rpartition("_")[2])
+        if unit and isinstance(value, str) and (size := size_bytes(value)) is not None:
+            return size / unit
         if get_origin(self.kind) is tuple and isinstance(value, str):
             value = [entry for entry in value.split(",") if entry]
         try:
             return msgspec.convert(value, self.kind, strict=False)
         except msgspec.ValidationError as e:
             why = str(e).split(" - at ")[0]
-            raise ValueError(f"{why} - at `{self.name}`; give {_wanted(self.kind)}") from None
+            wanted = _wanted(self.kind) + ", or a size such as 80GB" * bool(unit)
+            raise ValueError(f"{why} - at `{self.name}`; give {wanted}") from None
+
+
+def dtype_name(text: str) -> str:
+    """The name that numpy has for bf16, fp16 and fp32; any other text as it is."""
+    return _DTYPES.get(text.lower(), text)
+
+
+def size_bytes(text: str) -> float | None:
+    """Bytes of a size such as 80GB (10^9 bytes each), 80 GiB (2^30) or 80G; None for a text
+    without a unit, or that is no size."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[0][-1].isdecimal():
+        return None
+    number, prefix, binary = match.groups()
+    try:
+        return float(number) * (1024 if binary else 1000) ** " kmgtp".index(prefix.lower() or " ")
+    except ValueError:
+        return None
 
 
 def _wanted(kind: Any) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from models.hf_config import Config
 from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
 from models.media import audio_facts, vision_facts
+from models.processors import picture_processing, sound_facts
 from models.sizes import ModelSize, SizeFamily
 from models.vit import VisionModule
 
@@ -127,6 +129,13 @@ def made(
     """
     found = folder_size(size, family.kind, read) if family.kind else None
     kernel = known_kernel(attention_kernel)
+    if found and getattr(found, "vision", None):
+        processing = picture_processing(Path(size), family.kind, found.vision)
+        vision = replace(found.vision, **({"processing": processing} if processing else {}))
+        found = replace(found, vision=vision)
+    if found and getattr(found, "audio", None):
+        facts = sound_facts(Path(size), found.audio.mel_bins, found.audio.frames)
+        found = replace(found, audio=replace(found.audio, facts=tuple(facts.items())))
     return cls(found or family.find(size), known_dtype(dtype), attention_kernel=kernel)
 
 

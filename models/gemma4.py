@@ -12,10 +12,8 @@ A piece of p patches gives p / 9 features, one for each block, in order.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from models import gemma4_hf
@@ -43,7 +41,8 @@ class Gemma4(TowerModel):
         if v is None:
             return {}
         tokens = {"soft_tokens": v.soft_tokens, "frame_tokens": v.frame_tokens}
-        return {"vision": {"form": "fitted", "patch_px": v.patch_px, "merge": v.merge, **tokens}}
+        facts = {"form": "fitted", "patch_px": v.patch_px, "merge": v.merge, **tokens}
+        return {"vision": {**facts, **dict(v.processing.facts)}}
 
     @property
     def weights(self) -> HfWeightMap:
@@ -54,34 +53,7 @@ class Gemma4(TowerModel):
 def _made(family: SizeFamily, size: str, dtype: str, attention_kernel: str) -> Gemma4:
     read = gemma4_hf.READERS[family.kind]
     model = made(Gemma4, family, size, dtype, attention_kernel, read)
-    of_size: Any = model.size
-    if of_size.vision:
-        of_size = replace(of_size, vision=replace(of_size.vision, **_budgets(Path(size))))
-    return replace(model, size=of_size, alone=family is GEMMA4_TEXT_FAMILY)
-
-
-def _budgets(folder: Path) -> dict[str, int]:
-    """Most tokens of a picture and of a frame, of those that a folder's processors state."""
-    found: dict[str, int] = {}
-    for name, alone, key in (
-        ("soft_tokens", "preprocessor_config.json", "image_processor"),
-        ("frame_tokens", "video_preprocessor_config.json", "video_processor"),
-    ):
-        own, both = _json(folder / alone), _json(folder / "processor_config.json")
-        value = (own or both.get(key) or {}).get("max_soft_tokens")
-        if isinstance(value, int) and value > 0:
-            found[name] = value
-    return found
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise ValueError(f"{file}: not JSON ({e}); download it again") from None
-    return found if isinstance(found, dict) else {}
+    return replace(model, alone=family is GEMMA4_TEXT_FAMILY)
 
 
 def build(

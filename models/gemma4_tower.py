@@ -34,7 +34,7 @@ class Gemma4VisionEntry(nn.Module):
     @nn.compact
     def __call__(self, patches: Array, grid: Array) -> Array:
         s = self.size
-        x = (patches.astype(jnp.float32) / 127.5 - 1.0).astype(self.dtype)
+        x = s.processing.normalised(patches, innermost=False).astype(self.dtype)
         x = Linear((s.patch_values,), (s.width,), (None,), ("embed",), self.dtype, name="patch")(x)
         init = named(normal(s.width**-0.5), None, None, "embed")
         table = self.param("position", init, (2, s.side, s.width), jnp.float32).astype(self.dtype)

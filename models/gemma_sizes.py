@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from models.processors import HALVES, Processing
 from models.sizes import SizeFamily, VisionSize
 
 SLIDING, GLOBAL = "sliding", "global"  # kinds of layers
@@ -142,8 +143,8 @@ class Gemma4VisionSize:
       merge: `merge` squared neighbouring patches are averaged to one token.
       clipped: whether what goes in and out of a layer's matrices is clipped, at fixed bounds.
       standardized: whether tokens are shifted and scaled, by fixed numbers.
-      soft_tokens, frame_tokens: of a picture and of a frame of a clip at most, as the processors
-        have it.
+      soft_tokens, frame_tokens: of a picture and of a frame of a clip at most, as published.
+      processing: of a folder's processors, or as published.
     """
 
     width: int
@@ -161,6 +162,7 @@ class Gemma4VisionSize:
     standardized: bool = False
     soft_tokens: int = 280
     frame_tokens: int = 70
+    processing: Processing = HALVES
 
     def __post_init__(self) -> None:
         if self.head_dim % 4 or self.n_heads % self.n_kv_heads:

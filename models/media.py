@@ -16,6 +16,7 @@ def vision_facts(size: VisionSize, layout: TileLayout) -> dict[str, Any]:
         "tile_px": size.tile_px,
         "tokens_per_tile": size.tokens_per_tile,
         "sources": 4 if layout == "anyres" else 1,
+        **dict(size.processing.facts if size.processing else ()),
     }
 
 
@@ -25,4 +26,5 @@ def audio_facts(size: AudioSize, max_windows: int) -> dict[str, Any]:
         "n_mels": size.mel_bins,
         "window_s": size.frames / FRAMES_PER_S,
         "max_windows": max_windows,
+        **dict(size.facts),
     }

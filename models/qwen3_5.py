@@ -34,7 +34,7 @@ class Qwen35(TowerModel):
         if v is None:
             return {}
         facts = {"form": "native", "patch_px": v.patch_px, "merge": v.merge, "frames": v.frames}
-        return {"vision": facts}
+        return {"vision": {**facts, **dict(v.processing.facts)}}
 
     @property
     def weights(self) -> HfWeightMap:

@@ -81,7 +81,7 @@ class Qwen3VL(DecoderModel):
     def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
         v = self.size.vision
         facts = {"form": "native", "patch_px": v.patch_px, "merge": v.merge, "frames": v.frames}
-        return {"vision": facts}
+        return {"vision": {**facts, **dict(v.processing.facts)}}
 
     @property
     def weights(self) -> HfWeightMap:

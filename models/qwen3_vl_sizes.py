@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from models.processors import HALVES, Processing
 from models.sizes import DecoderSize, SizeFamily
 
 
@@ -17,6 +18,7 @@ class NativeVisionSize:
       frames: of a clip that one patch holds.
       merge: `merge` x `merge` neighbouring patches become one feature.
       side: learnt positions along a side of the square that is resampled to a picture's grid.
+      processing: of a folder's processors, or as published.
       deepstack: layers, from 0, after which features leave for the LLM, lowest first.
     """
 
@@ -30,6 +32,7 @@ class NativeVisionSize:
     merge: int = 2
     side: int = 48
     norm_eps: float = 1e-6
+    processing: Processing = HALVES
 
     def __post_init__(self) -> None:
         if self.width % (4 * self.n_heads):

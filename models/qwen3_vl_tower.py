@@ -50,7 +50,7 @@ class NativeVisionEntry(nn.Module):
     @nn.compact
     def __call__(self, patches: Array, grid: Array) -> Array:
         s = self.size
-        x = (patches.astype(jnp.float32) / 127.5 - 1.0).astype(self.dtype)  # mean 0.5, std 0.5
+        x = s.processing.normalised(patches, innermost=False).astype(self.dtype)
         fan_in, width = (s.patch_values,), (s.width,)
         x = Linear(fan_in, width, (None,), ("embed",), self.dtype, bias=True, name="patch")(x)
         init = named(normal(s.width**-0.5), None, "embed")

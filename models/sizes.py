@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from models.processors import Processing
+
 
 @dataclass(frozen=True)
 class VisionSize:
@@ -22,7 +24,8 @@ class VisionSize:
     a norm of the merged features. `merge` x `merge` neighbouring patches become one visual token
     (their features side by side). `post_norm` says whether a LayerNorm follows the last layer;
     LLaVA-OneVision takes the hidden states without it. `qkv_bias`, `qk_norm` (over all heads) and
-    `rms_norm` (instead of LayerNorm) are choices of the internvit form.
+    `rms_norm` (instead of LayerNorm) are choices of the internvit form. `processing`: of a folder's
+    processors; None: that which the form was published with.
     """
 
     tile_px: int
@@ -38,6 +41,7 @@ class VisionSize:
     qkv_bias: bool = True
     qk_norm: bool = False
     rms_norm: bool = False
+    processing: Processing | None = None
 
     def __post_init__(self) -> None:
         if self.width % self.n_heads or self.grid % self.merge:
@@ -73,7 +77,7 @@ class AudioSize:
     """A Whisper-form encoder: chunks of `frames` mel frames, of which `mel_frames` may be real.
 
     The conv stem halves the frames, an average over two the positions: a chunk gives
-    frames / 4 tokens.
+    frames / 4 tokens. `facts`: of a folder's feature extractor, for whoever prepares the data.
     """
 
     frames: int
@@ -83,6 +87,7 @@ class AudioSize:
     n_heads: int
     mlp: int
     norm_eps: float = 1e-5
+    facts: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.width % self.n_heads or self.width % 2 or self.frames % 4:
@@ -181,7 +186,7 @@ class ModelSize:
 
 
 def _internvit(
-    width: int, n_layers: int, n_heads: int, mlp: int, tile_px: int = 448, **choices: bool
+    width: int, n_layers: int, n_heads: int, mlp: int, tile_px: int = 448, **choices: Any
 ) -> VisionSize:
     patch_px = 14 if tile_px == 448 else 8
     return VisionSize(

@@ -12,18 +12,14 @@ from dataclasses import dataclass
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from models.connector import Connector
 from models.encoder import BlockForm, Encoder
 from models.layers import LayerNorm, Linear, RMSNorm, exact_gelu, named, normal
+from models.processors import HALVES, IMAGENET
 from models.sizes import VisionSize
 
 Array = jax.Array
-
-# Of ImageNet's pixels, red, green, blue.
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
 
 
 def patchify(pixels: Array, patch_px: int) -> Array:
@@ -39,18 +35,6 @@ def patchify(pixels: Array, patch_px: int) -> Array:
     return x.reshape(items, rows * cols, patch_px * patch_px * channels)
 
 
-def _normalised(patches: Array, size: VisionSize) -> Array:
-    """Float32 colours, as the tower was trained on them."""
-    x = patches.astype(jnp.float32)
-    if size.form == "siglip":
-        return x / 127.5 - 1.0  # mean 0.5, std 0.5
-    # Colours are the innermost of a patch's features.
-    mean, std = (
-        np.tile(np.array(c, np.float32), size.patch_px**2)[None, None] for c in (MEAN, STD)
-    )
-    return (x / 255.0 - mean) / std
-
-
 class VisionEntry(nn.Module):
     """uint8 pixels -> patch embeddings, behind a class token in the internvit form, plus learned
     positions."""
@@ -61,7 +45,9 @@ class VisionEntry(nn.Module):
     @nn.compact
     def __call__(self, pixels: Array) -> Array:
         s = self.size
-        x = _normalised(patchify(pixels, s.patch_px), s).astype(self.dtype)
+        published = HALVES if s.form == "siglip" else IMAGENET
+        patches = patchify(pixels, s.patch_px)
+        x = (s.processing or published).normalised(patches, innermost=True).astype(self.dtype)
         fan_in, width = (x.shape[-1],), (s.width,)
         x = Linear(fan_in, width, (None,), ("embed",), self.dtype, bias=True, name="patch")(x)
         init = normal(s.width**-0.5)

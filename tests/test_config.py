@@ -5,13 +5,27 @@ import dataclasses
 import msgspec
 import pytest
 
-from dflop_jax.config import Config, DataConfig, PlanConfig, TrainConfig, fields, override
+from dflop_jax.config import (
+    BESIDE,
+    Config,
+    DataConfig,
+    PlanConfig,
+    TrainConfig,
+    fields,
+    override,
+)
 
 
 def get(config, name):
     for part in name.split("."):
         config = getattr(config, part)
     return config
+
+
+def usable(name):
+    """A configuration in which a field has an effect."""
+    other, values = BESIDE.get(name, ("", ()))
+    return override(Config(), {other: (values or ("1",))[0]}) if other else Config()
 
 
 def other_value(leaf):
@@ -46,13 +60,36 @@ def test_every_field_takes_an_override_and_has_help(leaf):
     assert len(leaf.help) > 10
     said, value = other_value(leaf)
     assert get(Config(), name) != value
-    changed = override(Config(), {name: said})
+    changed = override(usable(name), {name: said})
     assert get(changed, name) == value
     assert type(get(changed, name)) is type(value)
     # Nothing else changed.
     default = str(get(Config(), name)) if kind is not tuple else ""
     back = override(changed, {name: [*get(Config(), name)] if "tuple" in str(kind) else default})
-    assert back == Config()
+    assert back == usable(name)
+
+
+@pytest.mark.parametrize("leaf", [f for f in fields() if f.name in BESIDE], ids=lambda f: f.name)
+def test_a_field_without_effect_is_refused_beside_what_gives_it_one(leaf):
+    other, values = BESIDE[leaf.name]
+    without = {f.name: f.choices for f in fields()}[other]
+    value = next((c for c in without if c not in values), "some" if "" in values else "0")
+    value = "" if other == "train.wandb_project" else value
+    said, _ = other_value(leaf)
+    with pytest.raises(ValueError, match=f"an effect only with {other}") as failed:
+        override(Config(), {other: value, leaf.name: said})
+    assert f"set that, or leave {leaf.name} out" in str(failed.value)
+    override(override(usable(leaf.name), {leaf.name: said}), {other: value})  # a file's may stay
+
+
+def test_a_warm_up_that_is_requested_ends_within_the_run():
+    asked = {"train.steps": "5"}
+    assert override(Config(), asked).train.steps == 5  # the default is shortened
+    assert override(Config(), {**asked, "train.warmup_steps": "5"}).train.warmup_steps == 5
+    with pytest.raises(ValueError, match=r"10 is longer than the run of 5 steps; set .* to 4 at"):
+        override(Config(), {**asked, "train.warmup_steps": "10"})
+    epochs = {"train.epochs": "1", "train.warmup_steps": "10"}
+    assert override(Config(), epochs).train.warmup_steps == 10  # how many steps is not known yet
 
 
 def test_fields_are_the_leaves_of_the_configuration():
@@ -110,6 +147,7 @@ def test_booleans(text, value):
             "Expected `float`, got `str` - at `train.learning_rate`; give a n",
         ),
         ({"data.blank_images": "maybe"}, "`data.blank_images`"),
+        ({"model.dtype": "fp16"}, "model.dtype='float16' is not one of float32, bfloat16"),
         ({"model.dtype": "float16"}, "model.dtype='float16' is not one of float32, bfloat16"),
         ({"data.oversize": "cut"}, "data.oversize='cut' is not one of drop, truncate, error"),
         ({"plan.policy": "best"}, "plan.policy='best' is not one of auto, dflop, orch, "),
@@ -260,7 +298,7 @@ def test_checkpoints_come_as_often_as_pays_or_by_steps():
 @pytest.mark.parametrize("name", AT_LEAST_ONE)
 @pytest.mark.parametrize("value", ["0", "-3"])
 def test_counts_are_at_least_one(name, value):
-    assert get(override(Config(), {name: "1"}), name) == 1
+    assert get(override(usable(name), {name: "1"}), name) == 1
     with pytest.raises(ValueError, match=f"{name}={value} must be at least 1"):
         override(Config(), {name: value})
 
@@ -289,7 +327,7 @@ def test_shares_are_from_nothing_to_all(name):
 
 @pytest.mark.parametrize("name", DECAYS)
 def test_decays_are_below_one(name):
-    assert get(override(Config(), {name: "0.5"}), name) == 0.5
+    assert get(override(usable(name), {name: "0.5"}), name) == 0.5
     for value in ("-0.1", "1.0", "nan", "inf"):
         with pytest.raises(ValueError, match=rf"{name}={value} must be a number from 0 to below 1"):
             override(Config(), {name: value})

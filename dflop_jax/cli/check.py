@@ -45,6 +45,7 @@ class Checked:
     listed: int
     decoded: int
     bad_by_reason: dict[str, int]
+    unread: dict[str, int]
     left_out: int
     cut_text: int
     cut_media: int
@@ -120,6 +121,7 @@ def run(args: argparse.Namespace) -> Checked:
         listed=seen.listed,
         decoded=seen.decoded,
         bad_by_reason=seen.bad_by_reason,
+        unread=seen.unread,
         left_out=seen.left_out,
         cut_text=seen.cut_text,
         cut_media=seen.cut_media,
@@ -164,6 +166,8 @@ def _look(
 
 
 def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setting]) -> None:
+    from dflop_jax.data.datasets.shape_index import counted_keys
+
     table = Table("here", "", show_header=False)
     for f in facts:
         table.add_row(f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
@@ -178,6 +182,8 @@ def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setti
     )
     for reason, n in data.bad_by_reason.items():
         show(escape(f"  {n:,} {reason}: {data.examples[reason][0]}"))
+    if data.unread:
+        show(escape(f"  not read: {counted_keys(data.unread)}"))
     if data.remedy:
         show(escape(f"  {data.remedy}"))
     for name, values in data.tokens.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.terminal import Parser
-from dflop_jax.config import Config, Field, fields, override
+from dflop_jax.config import Config, Field, check_effective, fields, override
 
 if TYPE_CHECKING:
     from dflop_jax.cluster.peers import Peers
@@ -135,6 +135,10 @@ def load_experiment(path: str) -> dict[str, Config]:
             f"{path}: defines no config() that returns a dflop_jax.Config, or a dict of them by "
             "the names of stages; add one"
         )
+    with _at_fault(file, path):
+        for config in stages.values():
+            changed = {f.name for f in fields() if f.value(config) != f.value(Config())}
+            check_effective(config, changed)
     return stages
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflop_jax.cli.folder_config import add_factory, folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
+from dflop_jax.config_fields import dtype_name
 from dflop_jax.folders import made
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "dflop export RUN --out FOLDER [--dtype NAME] [options]"
     parser.add_argument("run_folder", metavar="RUN", help="run folder, for its newest checkpoint")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="folder to make")
-    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as it began)")
+    parser.add_argument(
+        "--dtype", type=dtype_name, help="float32, bfloat16 or float16 (default: as it began)"
+    )
     parser.add_argument(
         "--module", metavar="NAME", help="one module alone, such as llm or generator"
     )

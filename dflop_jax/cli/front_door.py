@@ -151,7 +151,7 @@ def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) ->
             from dflop_jax.front.adapter_folder import adapter_settings
 
             model = override(with_settings(Config(), settings), given).model
-            settings += adapter_settings(Path(adapters), model, flag, given)
+            settings += adapter_settings(Path(adapters), model, flag)
         if not by_file:
             from dflop_jax.cluster.devices import on_cpu  # with jax, which takes seconds
 

@@ -14,8 +14,32 @@ HELD_S = 8.0  # seconds that notes wait for a mistake to be found
 LINE_S = 10.0  # seconds between lines of progress where they stay, as in a log
 
 
+class _StoreOnce(argparse.Action):
+    """Stores a flag's value; an error where the command line gives the flag twice."""
+
+    _seen_in: argparse.Namespace | None = None
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string and self._seen_in is namespace:
+            raise argparse.ArgumentError(self, "is given twice; give it once")
+        self._seen_in = namespace
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports an error in one line, with exit code 2."""
+    """An argument parser that reports an error in one line, with exit code 2, also for a flag of
+    one value that is given twice."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

@@ -81,7 +81,7 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
 
     Raises:
       ValueError: the description is incomplete or wrong, the run has no secret or not all have
-        the same, devices cannot be shared, or jax has started already.
+        the same, devices cannot be shared, or jax has started or is connected already.
       TryAgain: not all processes came within `connect_timeout_s`, or the port is in use.
     """
     global _joined
@@ -89,6 +89,11 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     processes = find_processes(config)
     planned = processes.devices(plan_devices)
     each = devices_each(processes, planned)
+    if _joined is None and jax.distributed.is_initialized():
+        raise ValueError(
+            "this program has called jax.distributed.initialize(), which dflop_jax does itself; "
+            "leave the call out, and start its processes with dflop launch"
+        )
     if processes.number == 1:
         if processes.devices_each and not jax_has_started():
             limit_devices(processes, each)
@@ -100,10 +105,10 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
                 "another one"
             )
         return _joined.member
-    if jax.distributed.is_initialized() or jax_has_started():
+    if jax_has_started():
         raise ValueError(
             "jax is in use already, so it cannot connect to other processes any more; call nothing "
-            "of jax before (neither jax.devices() nor jax.distributed.initialize())"
+            "of jax before, such as jax.devices()"
         )
     coordinator = processes.coordinator
     assert coordinator is not None

@@ -36,6 +36,7 @@ from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.sample import OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import BYTES, Tokenizer, chat_pieces, make_tokenizer
+from dflop_jax.data.text.tokenizer_files import FolderTokenizer
 from dflop_jax.data.text.weighting import trained_on
 
 # Of what is one file; names on the hub have none.
@@ -52,6 +53,7 @@ def make_source(
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
     apart: bool = True,
+    check_media: bool = True,
 ) -> Source:
     """Return the embedded scenes when `config.path` is empty, else what is there.
 
@@ -59,7 +61,7 @@ def make_source(
     an index of headers, kept in `index_dir`; it is made in processes of their own (see `pool`), or
     here unless `apart`. So many records of it, or where it is above 0 such a share of them, are
     held out for the eval split; scenes have an eval split of their own, of as many (of the same
-    size, for 0).
+    size, for 0). `check_media`: see `update_index`; one process of a run does.
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
@@ -71,9 +73,16 @@ def make_source(
     tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     if config.path:
         made = _Arguments(
-            config, spec, split, n_held_out, vocab_size, str(index_dir), held_out_share
+            config,
+            spec,
+            split,
+            n_held_out,
+            vocab_size,
+            str(index_dir),
+            held_out_share,
+            _resolved(tokenizer),
         )
-        return _mixture(made, limits, tokenizer, apart and hasattr(os, "fork"))
+        return _mixture(made, tokenizer, apart and hasattr(os, "fork"), check_media)
     if config.loss_on_prompts:
         raise ValueError(
             "data.loss_on_prompts is of records: give data.path, or leave it out for the scenes"
@@ -102,29 +111,27 @@ class _Arguments:
     vocab_size: int | None
     index_dir: str
     held_out_share: float = 0.0
+    resolved: FolderTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | ChatTokenizer:
+        return any_tokenizer(self.config.tokenizer, self.vocab_size, self.spec.kinds, self.resolved)
 
 
 def open_source(arguments: Mapping[str, Any]) -> Source:
     """Make the source that `make_source` made in another process."""
     a = msgspec.convert(arguments, _Arguments)
-    return make_source(
-        a.config,
-        a.spec,
-        a.split,
-        n_held_out=a.n_held_out,
-        held_out_share=a.held_out_share,
-        vocab_size=a.vocab_size,
-        index_dir=a.index_dir,
-    )
+    return _mixture(a, a.tokenizer, hasattr(os, "fork"), check_media=False)
 
 
 def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """Return what answers for the index of that source, in another process."""
     a = msgspec.convert(arguments, _Arguments)
     kinds = a.spec.kinds
-    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
+    tokenizer = a.tokenizer
     to_pieces = _to_pieces(tokenizer, kinds)
-    return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds).answer
+    readers, shows = open_readers(_parts(a.config), kinds), _shows(tokenizer)
+    return RowsHere(readers, to_pieces, kinds, shows=shows).answer
 
 
 def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
@@ -132,16 +139,17 @@ def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object],
     too."""
     a = msgspec.convert(arguments, _Arguments)
     kinds = a.spec.kinds
-    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
+    tokenizer = a.tokenizer
     how = a.spec.prepared(Limits.of(a.config), tokenizer)
 
     def decode(record: Record, row: Row) -> None:
-        table = table_of([row[0]], [row[1]], kinds)
+        table = table_of([row.record], [row.media], kinds)
         if sample_counts(table, how)[1].all():  # what the model takes none of is not bad
             decode_media(record, table, 0, how)
 
     to_pieces = _to_pieces(tokenizer, kinds)
-    return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds, decode).answer
+    readers, shows = open_readers(_parts(a.config), kinds), _shows(tokenizer)
+    return RowsHere(readers, to_pieces, kinds, decode, shows).answer
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,9 @@ def looks(config: DataConfig, spec: MediaSpec, vocab_size: int | None = None) ->
       ValueError: no such data, or no such tokenizer.
     """
     kinds, tokenizer = spec.kinds, any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
-    arguments = msgspec.to_builtins(_Arguments(config, spec, "train", 0, vocab_size, "."))
+    arguments = msgspec.to_builtins(
+        _Arguments(config, spec, "train", 0, vocab_size, ".", resolved=_resolved(tokenizer))
+    )
 
     def apart(opens: str) -> Callable[[], RowReader]:
         setup = DecoderSetup(f"{__name__}:{opens}", arguments, int(config.sample_memory_bytes))
@@ -199,7 +209,10 @@ def _is_chat(config: DataConfig) -> bool:
 
 
 def any_tokenizer(
-    path: str, vocab_size: int | None, kinds: Kinds = BUILT_IN
+    path: str,
+    vocab_size: int | None,
+    kinds: Kinds = BUILT_IN,
+    resolved: FolderTokenizer | None = None,
 ) -> Tokenizer | ChatTokenizer:
     """Return that of a model's folder with its chat template, a tokenizer.json, or (empty) bytes.
 
@@ -207,14 +220,14 @@ def any_tokenizer(
       ValueError: it cannot be read, or does not fit an embedding of `vocab_size` rows.
     """
     if path and Path(path).is_dir():
-        return ChatTokenizer(path, embedding_size=vocab_size, kinds=kinds)
+        return ChatTokenizer(path, embedding_size=vocab_size, kinds=kinds, resolved=resolved)
     return make_tokenizer(path, vocab_size)
 
 
 def _mixture(
-    made: _Arguments, limits: Limits, tokenizer: Tokenizer | ChatTokenizer, apart: bool
+    made: _Arguments, tokenizer: Tokenizer | ChatTokenizer, apart: bool, check_media: bool
 ) -> MixtureSamples:
-    config, arguments = made.config, msgspec.to_builtins(made)
+    config, arguments, limits = made.config, msgspec.to_builtins(made), Limits.of(made.config)
     if isinstance(tokenizer, ChatTokenizer):
         settings = tokenizer.digest
     else:
@@ -224,16 +237,22 @@ def _mixture(
     place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
     setup = DecoderSetup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
+    parts, to_pieces = _parts(config), _to_pieces(tokenizer, kinds)
+    reads: Callable[[], RowReader] = partial(RowsApart, setup, config.sample_timeout_s, kinds)
+    if not apart:
+        readers = open_readers(parts, kinds)
+        reads = partial(RowsHere, readers, to_pieces, kinds, shows=_shows(tokenizer))
     source = MixtureSource(
-        _parts(config),
+        parts,
         made.spec.prepared(limits, tokenizer),
-        _to_pieces(tokenizer, kinds),
+        to_pieces,
         IndexRules(
             Path(made.index_dir) / f"index-{name}.npz",
             settings,
-            partial(RowsApart, setup, config.sample_timeout_s, kinds) if apart else None,
+            reads,
             config.max_bad_fraction,
             config.workers,
+            check_media,
         ),
         kinds=kinds,
         share=Share(made.split, made.n_held_out, config.seed, made.held_out_share),
@@ -311,7 +330,16 @@ def _parts(config: DataConfig) -> Mixture:
 def _to_pieces(tokenizer: Tokenizer | ChatTokenizer, kinds: Kinds) -> ToPieces:
     if isinstance(tokenizer, ChatTokenizer):
         return tokenizer.pieces
-    return partial(chat_pieces, tokenizer=tokenizer, tag=tag_of(kinds))
+    return lambda turns, _: chat_pieces(turns, tokenizer, tag_of(kinds))
+
+
+def _resolved(tokenizer: Tokenizer | ChatTokenizer) -> FolderTokenizer | None:
+    return tokenizer.resolved if isinstance(tokenizer, ChatTokenizer) else None
+
+
+def _shows(tokenizer: Tokenizer | ChatTokenizer) -> Callable[[str], bool]:
+    """What says whether fields of records go into the text."""
+    return tokenizer.shows if isinstance(tokenizer, ChatTokenizer) else lambda _: False
 
 
 def _digest(tokenizer: str) -> str:

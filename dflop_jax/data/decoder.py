@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dflop_jax.data.sample import EMPTY, DecodesParts, Sample, Source, fits_in
@@ -23,9 +23,10 @@ logger = logging.getLogger("dflop_jax.data")
 
 @dataclass(frozen=True)
 class BadSample:
-    """A sample that cannot be decoded: why, in one line that names it."""
+    """A sample that cannot be decoded: why, in one line that names it; `files` as of a `Row`."""
 
     reason: str
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 Decoded = Sample | BadSample

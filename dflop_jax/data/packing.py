@@ -53,7 +53,7 @@ class PackedGroup:
     reads: by the same, how many features each rank of this group reads from each of that group's,
       int64 [ranks of the source, D].
     lengths, content: tokens of each of its pieces, and what it asks beside; the rest is padding.
-    loss_weight: sum of the field "weights", 0 without one.
+    loss_weights: the field "weights", zeros without one.
 
     With `ranks` only their rows are filled, and only those that they count are counted.
     """
@@ -63,7 +63,7 @@ class PackedGroup:
     reads: dict[int, np.ndarray]
     lengths: tuple[int, ...]
     content: Content
-    loss_weight: float
+    loss_weights: np.ndarray
 
     @property
     def used_tokens(self) -> int:
@@ -168,7 +168,7 @@ def _packed(
         reads=join.reads,
         lengths=tuple(p.length for p in own),
         content=tuple(asked[p.place][p.order] for p in own),
-        loss_weight=float(of_counted.sum(dtype=np.float64)),
+        loss_weights=of_counted,
     )
 
 

@@ -17,6 +17,7 @@ from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.sample import Places
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.generate.prompt import Talk, talk_sample
+from dflop_jax.generate.published import end_ids
 from dflop_jax.generate.row import LLM
 from dflop_jax.records import Load
 
@@ -90,9 +91,8 @@ def of_held_out(
 def _of_samples(
     source: Source, tokenizer: AnyTokenizer, chosen: Sequence[int]
 ) -> list[PendingQuestion]:
-    return [
-        PendingQuestion(source.label(i), partial(_of_sample, source, tokenizer, i)) for i in chosen
-    ]
+    make = partial(_of_sample, source, tokenizer, end_ids(tokenizer, None))
+    return [PendingQuestion(source.label(i), partial(make, i)) for i in chosen]
 
 
 def _drawn(of: int, n: int, seed: int) -> list[int]:
@@ -113,13 +113,15 @@ def _of_record(
         references = references or (turns[-1][1],)
         turns = turns[:-1]
     try:
-        sample = talk_sample(Talk(turns, record.media), data, model, tokenizer)
+        sample = talk_sample(Talk(turns, record.media, record.fields), data, model, tokenizer)
     except ValueError as e:
         raise ValueError(f"{record.name}: {e}") from None
     return PreparedQuestion(turns[-1][1], references, record.choices, sample)
 
 
-def _of_sample(source: Source, tokenizer: AnyTokenizer, index: int) -> PreparedQuestion:
+def _of_sample(
+    source: Source, tokenizer: AnyTokenizer, ends: frozenset[int], index: int
+) -> PreparedQuestion:
     sample = source.sample(index)
     llm = sample.fields[LLM]
     # Token t is answered by what follows it.
@@ -128,7 +130,7 @@ def _of_sample(source: Source, tokenizer: AnyTokenizer, index: int) -> PreparedQ
         raise ValueError(f"{source.label(index)}: no text of it is supervised; leave it out")
     first = int(supervised[np.flatnonzero(np.diff(supervised, prepend=-2) > 1)[-1]])
     answer = [int(t) for t in llm["targets"][first : supervised[-1] + 1]]
-    answer = [t for t in answer if t != tokenizer.im_end_id]
+    answer = [t for t in answer if t not in ends]
     said = [int(t) for t, seen in zip(llm["tokens"], llm["is_visual"], strict=True) if not seen]
     question = tokenizer.decode(said[: first + 1 - int(llm["is_visual"][: first + 1].sum())])
     return PreparedQuestion(

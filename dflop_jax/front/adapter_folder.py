@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 from dflop_jax.config import ModelConfig
 from dflop_jax.front.setting import Setting
-from dflop_jax.pipeline.layout import trained_groups
 from dflop_jax.train.initial import map_of
 from dflop_jax.train.prepare import build_model
 from dflop_jax.weights import read_adapters
 from dflop_jax.weights.adapter import CONFIG, WEIGHTS
 
 
-def adapter_settings(
-    folder: Path, model: ModelConfig, flag: str, given: Collection[str] = ()
-) -> list[Setting]:
-    """The settings under which a model has the adapters of a folder, and trains nothing else.
+def adapter_settings(folder: Path, model: ModelConfig, flag: str) -> list[Setting]:
+    """The settings under which a model has the adapters of a folder.
 
     Args:
       model: that they adapt.
       flag: that names the folder.
-      given: fields that the user gives.
 
     Raises:
       ValueError: see `weights.read_adapters`.
@@ -40,7 +35,4 @@ def adapter_settings(
     ]
     if others:
         settings.append(Setting("train.lora_ranks", others, matrices))
-    frozen = tuple(g for g in trained_groups(plain, ()) if g not in found.groups)
-    if frozen and "train.stage" not in given:
-        settings.append(Setting("train.freeze", frozen, f"{flag} adapts nothing of it"))
     return settings

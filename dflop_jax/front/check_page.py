@@ -8,6 +8,7 @@ from importlib import resources
 
 import numpy as np
 
+from dflop_jax.data.datasets.shape_index import counted_keys
 from dflop_jax.front.data_check import DataLook, ShownSample
 from dflop_jax.front.place_check import Fact
 
@@ -63,6 +64,7 @@ def _data(data: DataLook, limits: str) -> list[str]:
         for reason, n in data.bad_by_reason.items()
     )
     bad = f"<table><tr><th>n</th><th>reason</th><th>records</th></tr>{rows}</table>" if rows else ""
+    bad += f"<p>Not read: {escape(counted_keys(data.unread))}.</p>" if data.unread else ""
     bad += f"<p>{escape(data.remedy[0].upper() + data.remedy[1:])}.</p>" if data.remedy else ""
     cut = (
         f"<p>{escape(limits)}: text is cut of {data.cut_text:,} samples, media are made smaller of "

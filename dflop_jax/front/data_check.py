@@ -66,6 +66,7 @@ class DataLook:
       examples: by reason, the first few in full.
       left_out: records with media that the model does not take.
       tokens: of each usable sample, and by module its pieces and their tokens, int64 [n].
+      unread: keys of usable records that are not read, with the number of their records.
       longest: (name, tokens, media in words), the longest first.
       beginnings: how many media the model takes only the beginning of, "" for none.
       cut_text, cut_media, too_long: samples whose text is cut, whose media are made smaller, and
@@ -90,6 +91,7 @@ class DataLook:
     too_long: int = 0
     samples: tuple[ShownSample, ...] = ()
     template: str = ""
+    unread: dict[str, int] = field(default_factory=dict)
 
     @property
     def words(self) -> str:
@@ -152,6 +154,7 @@ def look(
         is_cut=len(rows) < len(places) or len(decoded) < len(usable),
         bad_by_reason=dict(Counter(reasons.values()).most_common()),
         examples={reason: names[:SHOWN] for reason, names in examples.items()},
+        unread=dict(Counter(key for row in good.values() for key in row.unread).most_common()),
         template=getattr(opened.tokenizer, "template", "ChatML, text as bytes"),
         **_figures(opened, good, Limits.of(config), spec),
     )
@@ -222,7 +225,7 @@ def _figures(
     opened: Looks, good: dict[Place, Row], limits: Limits, spec: MediaSpec
 ) -> dict[str, Any]:
     """The figures of a `DataLook` that are of usable records."""
-    records, media = [r for r, _ in good.values()], [m for _, m in good.values()]
+    records, media = [row.record for row in good.values()], [row.media for row in good.values()]
     table, names = table_of(records, media, spec.kinds), [p for _, p in good]
     counts, usable = sample_counts(table, opened.how)
     kept, places = np.flatnonzero(usable), list(good)
@@ -268,7 +271,7 @@ def _shown(opened: Looks, place: Place, table: ShapeTable, row: int, tokens: int
             Passage(f"[{media[p.medium]}]", medium=True)
             if p.medium >= 0
             else Passage(opened.tokenizer.spelled(p.ids), p.supervised)
-            for p in opened.to_pieces(record.turns)
+            for p in opened.to_pieces(record.turns, record.fields)
         ),
         tokens,
     )

@@ -93,9 +93,10 @@ def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
     clips, source = _processor(folder, CLIPS, "video_processor")
     if "merge_size" in clips:
         pixels = clips.get("max_pixels") or _mapping(clips.get("size")).get("longest_edge")
+        frames = "num_frames" if clips.get("num_frames") else "max_frames"
         for name, key, value in (
             ("data.max_clip_pixels", "longest_edge", pixels),
-            ("data.max_frames", "max_frames", clips.get("max_frames")),
+            ("data.max_frames", frames, clips.get(frames)),
             ("data.frames_per_s", "fps", clips.get("fps")),
         ):
             if _is_count(value) or (key == "fps" and isinstance(value, float) and value > 0):
@@ -108,7 +109,8 @@ def _processor(folder: Path, file: str, key: str) -> tuple[Mapping[str, Any], st
     writes since version 5 and reads first, or else its own."""
     if nested := _mapping(read_json(folder / ALL).get(key)):
         return nested, ALL
-    return read_json(folder / file), file
+    alone = file if (folder / file).is_file() else PICTURES  # which older folders have for clips
+    return read_json(folder / alone), alone
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

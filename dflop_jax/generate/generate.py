@@ -113,7 +113,7 @@ class Generator:
         self.programs = AnswerPrograms(self.model, self.replica)
         kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
         self.tokenizer = any_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
-        self.ends = end_ids(self.tokenizer, run)
+        self.ends = end_ids(self.tokenizer, None)
         self._structs = {
             m: param_structs(module, self.replica) for m, module in self.model.modules.items()
         }
@@ -141,6 +141,7 @@ class Generator:
     def load(self, run: str | Path, *, average: bool = False) -> None:
         """Answer with the parameters of `run` from now on, as for the constructor; `average`: of
         what trains, with its average over steps."""
+        self.ends = end_ids(self.tokenizer, run)
         self._loaded = published_params(run, self.model, self._structs)
         if self._loaded is None:
             saved = load_params(run, self.model, self._structs, average=average, fold=False)

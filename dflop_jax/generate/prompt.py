@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -25,7 +25,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation, module_of
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer, chat_pieces
+from dflop_jax.data.text.pieces import NO_FIELDS, TemplateFields, Tokenizer, chat_pieces
 from dflop_jax.generate.row import LLM
 
 # Files by kind (image, video, audio, a model's own), each in the order of its tags.
@@ -35,14 +35,16 @@ NO_MEDIA: Media = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Talk:
-    """Turns of (role, text) so far, and their media (kind, where) in the order of their tags."""
+    """Turns of (role, text) so far, their media (kind, where) in the order of their tags, and what
+    else the chat template is given."""
 
     turns: Turns = ()
     media: tuple[tuple[str, MediaFile], ...] = ()
+    fields: TemplateFields = NO_FIELDS
 
     def answered(self, text: str) -> Talk:
         """The talk after an answer."""
-        return Talk((*self.turns, ("gpt", text)), self.media)
+        return replace(self, turns=(*self.turns, ("gpt", text)))
 
 
 def prompt_sample(
@@ -94,7 +96,7 @@ def talk_sample(
             raise ValueError(f"the model {kind.taken} no {kind.word}s; leave out {where}")
     decoded = _decoded(talk.media, how, kinds)
     if isinstance(tokenizer, ChatTokenizer):
-        pieces = tokenizer.question_pieces(talk.turns)
+        pieces = tokenizer.question_pieces(talk.turns, talk.fields)
     else:  # without the end of the empty answer
         pieces = chat_pieces([*talk.turns, ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
     sample = compose(pieces, decoded, how, placeholder=tokenizer.placeholder_id)

@@ -62,6 +62,9 @@ _OUTPUTS = (*_WRITTEN_BY_STEP, *_OF_LAUNCH, FINISHED, TRACE, *_OF_REPORT)
 _NUMBERS = {*SCALARS, *KEYED}
 Unwritten = Mapping[str, Sequence[str]]
 _Numbers = dict[str, float | dict[str, float | None] | None]
+# A folder without any of these is nobody's run folder; others write such as config.json, too.
+_MARKS = (METRICS, PROFILE, PLAN, _LOCK, RESTARTS, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
+_BESIDE = {".log", ".out", ".err"}  # of what a shell or Slurm writes to a folder before its run
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 
 
@@ -83,8 +86,8 @@ class RunFolder:
 
     Raises:
       FolderInUse: another run is writing to the folder.
-      ValueError: it holds metrics and `existing` is "error", it cannot be written, or `path` is a
-        file.
+      ValueError: it holds metrics and `existing` is "error", it cannot be written, `path` is a
+        file, or see `check_own`.
       OSError: the disk is full.
     """
 
@@ -100,6 +103,7 @@ class RunFolder:
         self.track_every = 1  # steps between those that trackers get
         full = FullDisk()
         self.rows = {name: RowFile(self.path / name, full) for name in _WRITTEN_BY_STEP}
+        check_own(self.path)
         with writing(made(self.path, _ANOTHER) / _LOCK, _ANOTHER) as lock:
             self._lock = lock.open("ab")
         try:
@@ -312,6 +316,24 @@ def has_begun(folder: str | Path) -> bool:
     return any((Path(folder) / name).exists() for name in names)
 
 
+def check_own(folder: str | Path, also: Sequence[str] = ()) -> None:
+    """ValueError where a folder holds something, and nothing that this program writes to run
+    folders: what a run writes and replaces does not go among other files.
+
+    Args:
+      also: names that make it a run's folder, too.
+    """
+    path = Path(folder)
+    if not path.is_dir() or any(any(path.glob(mark)) for mark in (*_MARKS, *also)):
+        return
+    for file in path.iterdir():
+        is_empty = file.name.startswith(".") or file.name == "lost+found"  # to who lists it
+        if not is_empty and file.suffix not in _BESIDE:
+            raise ValueError(
+                f"{path}: holds {file.name} and no run; choose a new or empty folder as --run_dir"
+            )
+
+
 def answer_folder(run_dir: str | Path, question: str, out: str | None = None) -> Path:
     """Return the folder that the answer to a question is written to, made where it is missing:
     `out`, or `run_dir`, where a run has begun there `run_dir`/`question`. So no run's record is
@@ -322,6 +344,8 @@ def answer_folder(run_dir: str | Path, question: str, out: str | None = None) ->
     """
     remedy = "choose another --out" if out else "choose another --run_dir, or give --out"
     folder = Path(out or run_dir)
+    if not out:
+        check_own(folder)
     if not out and has_begun(folder):
         folder /= question
     if has_begun(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -28,8 +29,8 @@ PACKED_BYTES = 1 << 30  # of held-out batches that stay in host memory between e
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Loss of some held-out samples, and mean accuracy of the supervised tokens of the last module
-    with a loss; None where that predicts no tokens."""
+    """Loss of some held-out samples, nan where no token of theirs is supervised, and mean accuracy
+    of the supervised tokens of the last module with a loss; None where that predicts no tokens."""
 
     loss: float
     accuracy: float | None
@@ -215,6 +216,8 @@ def _held_out_loss(
     model: MultimodalModel, sums: Mapping[str, float], denominators: Mapping[str, float]
 ) -> HeldOutLoss:
     losses = BatchLoss.of(model, denominators)
+    if not losses.is_supervised:
+        return HeldOutLoss(math.nan, None)
     accuracy = None
     if f"{list(denominators)[-1]}.correct" in sums:
         accuracy = list(losses.means(sums, "correct").values())[-1]

@@ -84,6 +84,7 @@ class _Counts:
     used_tokens: dict[str, int]
     flops: dict[str, float]
     loss_weights: dict[str, float]
+    supervised_tokens: int
     moved: BatchTraffic
 
 
@@ -154,7 +155,7 @@ class Packer:
                 GroupArrays(p.fields, p.places, total.moved.of_group(g, p.places))
                 for g, p in enumerate(packed)
             ),
-            loss=BatchLoss.of(self.model, total.loss_weights),
+            loss=BatchLoss.of(self.model, total.loss_weights, total.supervised_tokens),
             used_tokens=total.used_tokens,
             flops=total.flops,
             padding_fraction={
@@ -170,15 +171,17 @@ class Packer:
         """This process's part of what is counted."""
         modules = self.plan.layout.modules
         used, flops = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0.0)
-        weights = dict.fromkeys(modules_with_loss(self.model), 0.0)
+        weights, supervised = dict.fromkeys(modules_with_loss(self.model), 0.0), 0
         for group, arrays in zip(schedule.groups, packed, strict=True):
             used[group.module] += arrays.used_tokens
             asked = map(self.needed[group.module], arrays.lengths, arrays.content)
             flops[group.module] += sum(asked)
             if group.module in weights:
-                weights[group.module] += arrays.loss_weight
+                weights[group.module] += float(arrays.loss_weights.sum(dtype=np.float64))
+            if group.module in [*weights][-1:]:
+                supervised += int(np.count_nonzero(arrays.loss_weights))
         moved_here = moved(self.plan, self.model, schedule, packed, self.ranks.counts)
-        return _Counts(n_bad, used, flops, weights, moved_here)
+        return _Counts(n_bad, used, flops, weights, supervised, moved_here)
 
 
 def digest(schedule: Schedule) -> str:
@@ -208,6 +211,7 @@ def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Coun
             {m: sum(c.used_tokens[m] for c in every) for m in counts.used_tokens},
             {m: sum(c.flops[m] for c in every) for m in counts.flops},
             {m: sum(c.loss_weights[m] for c in every) for m in counts.loss_weights},
+            sum(c.supervised_tokens for c in every),
             BatchTraffic.total([c.moved for c in every]),
         )
     shared = peers.share(f"{key}/total", msgspec.json.encode(total))

@@ -13,7 +13,7 @@ import msgspec
 
 from dflop_jax.cluster.told import is_restart
 from dflop_jax.config import Config
-from dflop_jax.report.run_folder import FINISHED, has_begun
+from dflop_jax.report.run_folder import FINISHED, check_own, has_begun
 from dflop_jax.train.callbacks import Callback
 from dflop_jax.train.results import FitResult
 from dflop_jax.train.run_dir import is_of_launch
@@ -97,6 +97,8 @@ def _over(configs: Sequence[Config], existing: str) -> tuple[int, str]:
     """How many stages are over, as their folders tell, and why the others cannot be run in theirs;
     "" if they can."""
     try:
+        folders = [Path(config.run_dir) for config in configs]
+        check_own(folders[0].parent, [folder.name for folder in folders])
         over = [_is_over(config, existing) for config in configs]
     except ValueError as e:
         return 0, str(e)

@@ -150,6 +150,8 @@ class Loop:
         if evaluations and not preempted and not self._goes_on:
             evaluation = evaluations.at_end(done, self._saves, self._checkpoint)
         self.log.write_trace()
+        if n := self.log.n_unsupervised:
+            self.progress.log(f"{n} of {done - start} steps had no supervised token")
         if preempted:
             saved = "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
             self.progress.log(f"preempted at step {done}; {saved}")

@@ -26,14 +26,19 @@ class BatchLoss:
     Attributes:
       denominators: by module with a loss, the sum of its token weights over the whole batch.
       factors: by the same, what its mean is multiplied by in the sum of all losses.
+      supervised_tokens: those of the last of them that have a weight above 0.
     """
 
     denominators: dict[str, float]
     factors: dict[str, float]
+    supervised_tokens: int = 0
 
     @classmethod
-    def of(cls, model: MultimodalModel, denominators: Mapping[str, float]) -> BatchLoss:
-        return cls(dict(denominators), {m: loss_weight_of(model.modules[m]) for m in denominators})
+    def of(
+        cls, model: MultimodalModel, denominators: Mapping[str, float], supervised_tokens: int = 0
+    ) -> BatchLoss:
+        factors = {m: loss_weight_of(model.modules[m]) for m in denominators}
+        return cls(dict(denominators), factors, supervised_tokens)
 
     @property
     def scales(self) -> dict[str, float]:
@@ -41,9 +46,9 @@ class BatchLoss:
         return {m: self.factors[m] / (n or 1.0) for m, n in self.denominators.items()}
 
     @property
-    def supervised_tokens(self) -> int:
-        """Denominator of the last module with a loss."""
-        return round(list(self.denominators.values())[-1]) if self.denominators else 0
+    def is_supervised(self) -> bool:
+        """Whether some token has a weight above 0."""
+        return any(self.denominators.values())
 
     def means(self, sums: Mapping[str, float], name: str = "loss_sum") -> dict[str, float]:
         """A sum of the batch (`StepResult.sums`), by module, over its denominator."""

@@ -23,7 +23,7 @@ from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.processes import Processes, find_processes
 from dflop_jax.cluster.sections import Sections
 from dflop_jax.cluster.self_check import check_host
-from dflop_jax.config import Config, ModelConfig
+from dflop_jax.config import Config, ModelConfig, TrainConfig, check_warmup
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
 from dflop_jax.folders import writing
@@ -219,17 +219,23 @@ class Workplace:
             return make()
         first = make() if self.peers.is_hub else None
         self.peers.barrier(f"source/{barrier}")  # the others find the index that process 0 made
-        return first or make()
+        return first or make(check_media=False)
 
 
 def in_steps(place: Workplace, n_samples: int) -> Workplace:
     """The workplace with batches of no more samples than there are, and with the steps that
     `train.epochs` of so many samples take in the place of these epochs, if there are any. The last
-    step is filled up with samples of the next epoch."""
+    step is filled up with samples of the next epoch.
+
+    Raises:
+      ValueError: a warm-up that was set is longer than these epochs.
+    """
     train = place.config.train
     batch, steps = min(train.global_batch, n_samples), train.steps
     if train.epochs:
         steps = max(1, ceil(train.epochs * n_samples / batch))
+        if not train.warmup_ratio and train.warmup_steps != TrainConfig.warmup_steps:
+            check_warmup(replace(train, steps=steps))
     train = replace(train, steps=steps, epochs=0.0, global_batch=batch)
     return replace(place, config=replace(place.config, train=train))
 

@@ -14,6 +14,7 @@ from dflop_jax.contract import MultimodalModel, adapter_of
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.pipeline.layout import trained_groups
 
+ADAPTER_FIELDS = ("lora_targets", "lora_ranks", "lora_dropout", "lora_alpha")
 LORA = "lora"  # the freeze group of a model's adapters
 
 
@@ -45,10 +46,10 @@ def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
             ranks=adapter_ranks(config.lora_ranks),
             dropout=config.lora_dropout,
         )
-    elif config.lora_ranks or config.lora_targets or config.lora_dropout:
+    elif given := [n for n in ADAPTER_FIELDS if getattr(config, n) != getattr(TrainConfig, n)]:
         raise ValueError(
-            "train.lora_targets, lora_ranks and lora_dropout are about adapters, which "
-            "train.lora_rank=0 turns off; set a rank, or leave them out"
+            f"train.{given[0]} is about adapters, which train.lora_rank=0 turns off; set a rank, "
+            f"or leave {given[0]} out"
         )
     return model
 

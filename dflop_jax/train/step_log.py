@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,10 @@ from dflop_jax.train.skips import Skipping, reason
 from dflop_jax.train.step_figures import memory_in_use, most_of, phase_seconds
 from dflop_jax.train.stragglers import Stragglers, slowness
 from dflop_jax.train.utilisation import Peaks, utilisation
+
+log = logging.getLogger("dflop_jax")
+# Samples after which a run is refused that has had no supervised token; a run may be shorter.
+FEWEST_SAMPLES = 256
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,7 @@ class StepLog:
         self._last_step = config.steps - 1
         self._ended_s: float | None = None
         self._kept: tuple[Trace, ReadyBatch] | None = None
+        self.n_unsupervised = 0  # steps without a supervised token, on process 0
 
     def finish(
         self,
@@ -133,7 +139,11 @@ class StepLog:
     ) -> Verdict:
         """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
         run. `due` is asked on process 0 whether to save, and told the longest that any process
-        waited for a save."""
+        waited for a save.
+
+        Raises:
+          ValueError: no step of the run so far had a supervised token.
+        """
         part = handle.local(self.peers.offset_s)
         compiled = self._counter.read()
         stops_for = self._facts.callbacks.stops_for
@@ -249,6 +259,21 @@ class StepLog:
         # The last step but one: steady, and not the one that drains the pipeline.
         if self._kept is None or batch.step < self._last_step:
             self._kept = (result.trace, batch)
+        if not batch.loss.is_supervised:
+            self._note_unsupervised(batch.step)
+
+    def _note_unsupervised(self, step: int) -> None:
+        self.n_unsupervised += 1
+        done = step + 1
+        if self.n_unsupervised == 1:
+            log.warning("step %d has no supervised token; others are counted at the end", step)
+        n_samples = done * self._facts.config.global_batch
+        if self.n_unsupervised == done and (n_samples >= FEWEST_SAMPLES or step == self._last_step):
+            raise ValueError(
+                f"none of the first {n_samples} samples has a supervised token; give answers a "
+                "weight above 0 (weight, loss and train of their turns), or raise data.max_tokens "
+                "where it cuts them away"
+            )
 
     def pause(self) -> None:
         """Something other than steps ran (an evaluation): do not count it as step time."""

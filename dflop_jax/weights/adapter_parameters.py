@@ -33,7 +33,6 @@ class FolderAdapters:
     Attributes:
       rank, alpha, dropout: as in `AdapterForm`.
       ranks: of every adapted matrix, GROUP.MATRIX, of which some may have other ones than `rank`.
-      groups: of the parts that are adapted.
       arrays: "MODULE/PART/MATRIX/a" [*in, rank] and ".../b" [rank, *out], in parts of layers one of
         each layer, [layers, ...]; float32, dims of the inputs or outputs perhaps joined.
     """
@@ -42,7 +41,6 @@ class FolderAdapters:
     alpha: float
     dropout: float
     ranks: Mapping[str, int]
-    groups: tuple[str, ...]
     arrays: Mapping[str, np.ndarray]
 
 
@@ -68,7 +66,6 @@ def read_adapters(
                 "be trained on; merge it into its model by peft (merge_and_unload)"
             )
     ranks: dict[str, int] = {}
-    groups: dict[str, None] = {}
     arrays: dict[str, np.ndarray] = {}
     for fused in _fused(map_, pairs):
         for key, layers in _of_parameters(folder, map_, pairs, fused).items():
@@ -80,15 +77,13 @@ def read_adapters(
                     "and all or none can be trained on; merge it into its model by peft "
                     "(merge_and_unload)"
                 )
-            group = modules[module].freeze_groups[part]
-            groups[group] = None
             where = f"{module}/{adapter_of(part)}/{matrix}"
             for side, values in zip("ab", zip(*layers, strict=True), strict=True):
                 is_stacked = part in stacked_parts(modules[module])
                 arrays[f"{where}/{side}"] = np.stack(values) if is_stacked else values[0]
-            ranks[f"{group}.{matrix}"] = layers[0][0].shape[-1]
+            ranks[f"{modules[module].freeze_groups[part]}.{matrix}"] = layers[0][0].shape[-1]
     dropout = float(config.get("lora_dropout") or 0)
-    return FolderAdapters(rank, alpha, dropout, ranks, tuple(groups), arrays)
+    return FolderAdapters(rank, alpha, dropout, ranks, arrays)
 
 
 def _fused(map_: WeightMap, pairs: Mapping[str, Pair]) -> Iterator[list[list[Tensor]]]:

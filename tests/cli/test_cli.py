@@ -32,6 +32,12 @@ COMMANDS = ("profile", "plan", "simulate", "train", "report")
         (["--plan.policy", "best"], "plan.policy='best' is not one of auto, dflop, orch, "),
         (["stray"], "unexpected argument 'stray'"),
         (["--train.steps"], "expected one argument"),
+        (["--train.steps", "3", "--train.steps=4"], "--train.steps: is given twice; give it once"),
+        (["--train.freeze", "llm", "--train.freeze", "vision"], "--train.freeze: is given twice;"),
+        (["--train.lora_alpha", "16"], "has an effect only with train.lora_rank; set that, or lea"),
+        (["--train.warmup_steps", "4"], "is longer than the run of 3 steps; set train.warmup_st"),
+        (["--run_dir", "full"], "full: holds thesis.tex and no run; choose a new or empty folder"),
+        (["--run_dir", "/"], "and no run; choose a new or empty folder as --run_dir"),
         (["--plan.devices", "64"], "plan.devices=64 but only 8 cpu devices exist; lower it"),
         (["--model.size", "huge"], "unknown model size 'huge'"),
         (["--model.factory", "nowhere:build"], "model.factory='nowhere:build': No module named"),
@@ -49,6 +55,8 @@ COMMANDS = ("profile", "plan", "simulate", "train", "report")
     ],
 )
 def test_overrides_that_are_wrong(capsys, command, args, says):
+    Path("full").mkdir()
+    Path("full/thesis.tex").touch()
     assert says in refused(capsys, command, "nano.py", *args)
     assert not Path("run/metrics.jsonl").exists()
 
@@ -84,6 +92,11 @@ def test_command_lines_that_are_wrong(capsys, args, says):
             "from dflop_jax import Config, TrainConfig\n"
             "def config():\n    return Config(train=TrainConfig(steps=0))\n",
             "exp.py, line 3: train.steps=0 must be at least 1; mend it there",
+        ),
+        (
+            "from dflop_jax import Config, TrainConfig\n"
+            "def config():\n    return Config(train=TrainConfig(decay_steps=9))\n",
+            "exp.py: train.decay_steps=9 has an effect only with train.schedule wsd; set that, or",
         ),
         (
             "from dflop_jax import TrainConfig\ndef config():\n    return TrainConfig(step=1)\n",

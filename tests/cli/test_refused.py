@@ -114,7 +114,8 @@ def test_nothing_is_measured_for_what_is_refused(
         save(NANO.with_layout(**changes), tmp_path / file)
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "metrics.jsonl").write_text('{"step":0,"step_s":1.0}\n')
-    assert says in refused(capsys, command, "nano.py", *SMALL, *flags.split())
+    small = () if SMALL[0] in flags else SMALL
+    assert says in refused(capsys, command, "nano.py", *small, *flags.split())
     assert not (tmp_path / "run" / "profile.json").exists()
 
 

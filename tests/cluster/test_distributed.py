@@ -145,6 +145,24 @@ def test_jax_in_use_is_said_before_anything_waits():
         initialise(FLAGS)
 
 
+CONNECTED = """
+import sys, jax
+jax.distributed.initialize(sys.argv[1], 1, 0)
+from dflop_jax import Config
+from dflop_jax.train.prepare import set_up
+set_up(Config(cache_dir=sys.argv[2]))
+"""
+
+
+def test_a_program_that_has_connected_jax_itself_is_refused(tmp_path):
+    code = [sys.executable, "-c", CONNECTED, f"127.0.0.1:{free_port()}", str(tmp_path / "cache")]
+    cpu = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    got = subprocess.run(code, capture_output=True, text=True, timeout=120, env=cpu, check=False)
+    last = got.stderr.splitlines()[-1]
+    assert last.startswith("ValueError: this program has called jax.distributed.initialize()")
+    assert "dflop launch" in last
+
+
 JOIN = """
 import faulthandler, os, signal, sys, threading, time
 faulthandler.enable()

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 
 from dflop_jax.data.media.tiling import read_scaled
 from dflop_jax.data.media.video import Clip, clip_header
-from models.vit import MEAN, STD
+from models.processors import MEAN, STD
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 

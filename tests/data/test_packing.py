@@ -155,7 +155,7 @@ def test_every_token_and_feature_is_where_it_belongs(seed, group_size, smaller):
             assert packed.fields[name].dtype == array.dtype
         assert packed.used_tokens == used
         weights = fields.get("weights", np.zeros(1))
-        assert packed.loss_weight == pytest.approx(weights.sum(dtype=float))
+        assert packed.loss_weights.sum(dtype=float) == pytest.approx(weights.sum(dtype=float))
         sources = case.plan.layout.sources(g.module)
         assert set(packed.places) == {f for m in sources for f in case.schedule.fed_by(i, m)}
         check_places(case, i, packed)
@@ -245,7 +245,7 @@ def test_the_parts_of_processes_make_the_whole(seed):
             own = own_samples(case.plan.layout, case.schedule, case.loads, ranks)
             part = pack_group(case.plan.layout, case.schedule, i, {s: case.samples[s] for s in own},
                               case.loads, model=case.model, ranks=ranks)  # fmt: skip
-            total += part.used_tokens, part.loss_weight
+            total += part.used_tokens, part.loss_weights.sum(dtype=float)
             mine = [r * g.shape.rows + k for r in ranks.fills[g.module]
                     for k in range(g.shape.rows)]  # fmt: skip
             for name, array in part.fields.items():
@@ -253,7 +253,7 @@ def test_the_parts_of_processes_make_the_whole(seed):
             for feeder, arrays in part.places.items():
                 for array, other in zip(arrays, whole.places[feeder], strict=True):
                     np.testing.assert_array_equal(array[:, mine], other[:, mine])
-        assert total == pytest.approx((whole.used_tokens, whole.loss_weight))
+        assert total == pytest.approx((whole.used_tokens, whole.loss_weights.sum()))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -284,7 +284,7 @@ def pack_row(row, tokens, samples, loads, module="c"):
 def test_an_empty_row_and_a_sample_that_nothing_replaces(row, loads):
     packed = pack_row(row, 5, [EMPTY] * len(loads), loads)
     assert packed.fields["token"].shape == (1, 1, 5)
-    assert (packed.places, packed.used_tokens, packed.loss_weight) == ({}, 0, 0.0)
+    assert (packed.places, packed.used_tokens, packed.loss_weights.any()) == ({}, 0, False)
     assert not any(a.any() for a in packed.fields.values())
 
 

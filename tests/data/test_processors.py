@@ -16,7 +16,7 @@ from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.tiles import between_frames
 from dflop_jax.data.text.chat import ChatTokenizer
-from models.vit import MEAN, STD
+from models.processors import MEAN, STD
 from tests.data.media_cases import made_dataset, normalized, upright
 from tests.data.text.test_chat import CHATML, PARTS, SPECIAL, write
 from tests.data.views import from_pictures, mel, mel_frames, prepared, tiles, tokens

@@ -173,6 +173,17 @@ def test_a_sample_s_question_is_what_stands_before_its_answer():
             np.testing.assert_array_equal(places.index, question.sample.places[pair].index)
 
 
+def test_no_end_token_is_in_a_reference(monkeypatch):
+    tokenizer = ByteTokenizer()
+    model = build_model(CONFIG.model)
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    source = SceneSource(12, 3, spec, tokenizer, Limits(2, 8, 1024), split="eval")
+    ends = frozenset({tokenizer.im_end_id, ord("e")})
+    monkeypatch.setattr(questions, "end_ids", lambda of, run: ends)
+    for k, asked in enumerate(questions.of_source(source, tokenizer, 0, 0)):
+        assert asked.make().references == (source.scene(k).answer.replace("e", ""),)
+
+
 class Together(Peers):
     """Process 0 of two, that is given what the other one gathered."""
 

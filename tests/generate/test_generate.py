@@ -352,6 +352,17 @@ def test_the_end_token_ends_the_answer():
     assert (answer.tokens, answer.stopped, answer.answer, shown) == ((), "end", "", [])
 
 
+def test_end_tokens_are_those_of_the_folder_that_is_loaded():
+    shutil.copytree("run", "other")
+    Path("other/generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    generator = Generator(Config(model=ModelConfig(size="nano")), "run")
+    before = generator.ends
+    generator.load("other")
+    assert generator.ends == before | {7, 9}
+    generator.load("run")
+    assert generator.ends == before
+
+
 @pytest.mark.parametrize("tokens, why", [((), "ended its turn at once"), ((9,), "1 tokens are no")])
 def test_an_empty_answer_is_said_to_be_one(capsys, monkeypatch, tokens, why):
     answer = ChatAnswer("?", " ", tokens, "end", 0, 3, 2, "run", 0.1, 0.0)

@@ -47,6 +47,19 @@ def test_a_loss_that_is_not_finite_survives_as_nan(tmp_path):
     assert math.isnan(read_columns(tmp_path).loss_last)
 
 
+@pytest.mark.parametrize("existing", ["error", "overwrite", "resume"])
+def test_a_folder_of_other_files_is_refused(tmp_path, existing):
+    for name in ("slurm-7.out", ".cache", "lost+found"):  # what may be there before a run
+        (tmp_path / name).mkdir()
+    RunFolder(tmp_path, existing=existing).close()
+    others = tmp_path / "others"
+    (others / "plans").mkdir(parents=True)
+    (others / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"others: holds .* and no run; choose a new or empty"):
+        RunFolder(others, existing=existing)
+    assert sorted(p.name for p in others.iterdir()) == ["config.json", "plans"]
+
+
 def test_another_runs_metrics_are_kept_unless_asked(make_run):
     path = make_run(n_steps=5)
     with pytest.raises(ValueError, match=r"another run; choose another --run_dir"):

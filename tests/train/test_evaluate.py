@@ -102,6 +102,13 @@ def test_every_dataset_has_a_loss_of_its_own(mixture):
     assert len({own.loss for own in row.by_source.values()}) == 3
 
 
+def test_samples_without_a_supervised_token_have_no_loss():
+    sums = {"llm.loss_sum": 0.0, "llm.correct": 0.0}
+    none = evaluate._held_out_loss(MODEL, sums, {"llm": 0.0})
+    assert (str(none.loss), none.accuracy) == ("nan", None)
+    assert evaluate._held_out_loss(MODEL, {**sums, "llm.loss_sum": 3.0}, {"llm": 0.5}).loss == 6.0
+
+
 def test_packed_batches_that_stay_are_bounded(mixture, monkeypatch):
     """The others are packed anew for every evaluation, which gives the same."""
     source, packed = opened(mixture), []

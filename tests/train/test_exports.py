@@ -193,7 +193,7 @@ def test_a_run_exports_what_it_saved(compiled_once, capsys, monkeypatch):
     for file in Path("out").iterdir():
         assert file.read_bytes() == Path("runs/run/exports/00000003", file.name).read_bytes()
     assert Path("out/preprocessor_config.json").is_file()
-    assert main(["export", "runs/run", "--out", "exact", "--dtype", "float32"]) == 0
+    assert main(["export", "runs/run", "--out", "exact", "--dtype", "fp32"]) == 0
     if not reference.missing():
         check_answers("exact", capsys)
     after = on_host("runs/run/exports/00000002")

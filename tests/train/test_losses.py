@@ -26,7 +26,7 @@ def test_a_module_that_reads_weights_has_a_loss():
 
 
 def test_every_module_has_a_denominator_of_its_own():
-    loss = BatchLoss.of(MODEL, {"text": 30.0, "generator": 2.5})
+    loss = BatchLoss.of(MODEL, {"text": 30.0, "generator": 2.5}, 9)
     sums = {"text.loss_sum": 60.0, "text.correct": 15.0, "generator.loss_sum": 20.0}
     assert loss.means(sums) == {"text": 2.0, "generator": 8.0}
     assert loss.total(sums) == 2.0 + 0.25 * 8.0
@@ -35,14 +35,16 @@ def test_every_module_has_a_denominator_of_its_own():
     total = sum(scale * sums[f"{m}.loss_sum"] for m, scale in loss.scales.items())
     assert total == pytest.approx(loss.total(sums))
     assert loss.means(sums, "correct") == {"text": 0.5, "generator": 0.0}
-    assert loss.supervised_tokens == 2
+    assert loss.supervised_tokens == 9  # whatever their weights
+    assert loss.is_supervised
 
 
 def test_a_batch_without_a_supervised_token_divides_by_one():
     loss = BatchLoss.of(MODEL, {"text": 0.0, "generator": 0.0})
     assert loss.scales == {"text": 1.0, "generator": 0.25}
     assert loss.total({}) == 0.0
-    assert BatchLoss.of(MODEL, {}).supervised_tokens == 0
+    assert not loss.is_supervised
+    assert BatchLoss.of(MODEL, {"text": 0.0, "generator": 0.1}).is_supervised
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, 0.001])

@@ -86,3 +86,14 @@ def test_epochs_say_the_steps(epochs, n, steps, batch):
     said = data_line(Rows("rows", n), train, 8)
     assert said.startswith(f"data: rows: {n} samples; {steps} steps of {batch} samples")
     assert ("(train.global_batch 8 is lowered, there are no more)" in said) == (n < 8)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+def test_a_warm_up_that_was_set_is_no_longer_than_the_epochs(ratio):
+    train = TrainConfig(epochs=1, global_batch=8, warmup_steps=9, warmup_ratio=ratio)
+    place = Workplace(Config(train=train), SimpleNamespace(), [], Peers(0, 1, {}))
+    if ratio:
+        assert in_steps(place, 64).config.train.steps == 8
+        return
+    with pytest.raises(ValueError, match="warmup_steps=9 is longer than the run of 8 steps"):
+        in_steps(place, 64)

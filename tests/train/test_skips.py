@@ -135,8 +135,8 @@ def poisoned(monkeypatch):
     """Every run begins with a parameter that is no number."""
     init = Executor.init
 
-    def poison(self, *args):
-        init(self, *args)
+    def poison(self, *args, **more):
+        init(self, *args, **more)
         params = self.state.params["llm"]
         params["exit"] = jax.tree.map(lambda a: a * jnp.nan, params["exit"])
 

@@ -178,6 +178,7 @@ def test_each_part_has_a_rate():
         ({"lora_rank": 2, "lora_targets": ("q_proj",)}, "'q_proj' matches no matrix"),
         ({"lora_targets": ("vision",)}, "train.lora_rank=0 turns off; set a rank"),
         ({"lora_dropout": 0.1}, "train.lora_rank=0 turns off; set a rank"),
+        ({"lora_alpha": 8.0}, "train.lora_rank=0 turns off; set a rank, or leave lora_alpha out"),
         ({"learning_rates": ("audio=1e-5",)}, "'audio', which the model does not have; what train"),
         (
             {"learning_rates": ("vision=1e-5",), "freeze": ("vision",)},

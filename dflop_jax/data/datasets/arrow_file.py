@@ -59,7 +59,7 @@ class ArrowFile:
     def row(self, number: int) -> dict[str, Any]:
         """Return a row's fields. ValueError: they are not as they should be."""
         if not 0 <= number < len(self):
-            raise ValueError(f"there are {len(self):,} rows now; delete the index")
+            raise ValueError(f"there are {len(self):,} rows now; start the run again")
         place = bisect_right(self._starts, number) - 1
         message = self._batches[place]
         with named("its record batch cannot be read"):

@@ -7,7 +7,7 @@ each record within a deadline and a memory limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,15 +18,16 @@ from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.datasets.llava_records import Record, lot
 from dflop_jax.data.datasets.located import Located, RecordReader
-from dflop_jax.data.datasets.shape_index import RECORDS, Row, media_columns
+from dflop_jax.data.datasets.roots import NoFile
+from dflop_jax.data.datasets.shape_index import RECORDS, Row, file_state, media_columns
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.pool.processes import TRIES, Workers
-from dflop_jax.data.text.pieces import TextPiece, text_counts
+from dflop_jax.data.text.pieces import TemplateFields, TextPiece, text_counts
 
-ToPieces = Callable[[Sequence[tuple[str, str]]], tuple[TextPiece, ...]]
+ToPieces = Callable[[Sequence[tuple[str, str]], TemplateFields], tuple[TextPiece, ...]]
 
 
 class RowReader(Protocol):
@@ -47,6 +48,7 @@ class RowsHere:
       kinds: of media that the records may have.
       decode: decodes the media of a record with its row, to see whether that goes; None: headers
         alone are read.
+      shows: whether the chat template asks for a field of this name.
     """
 
     def __init__(
@@ -55,9 +57,12 @@ class RowsHere:
         to_pieces: ToPieces,
         kinds: Kinds = BUILT_IN,
         decode: Callable[[Record, Row], None] | None = None,
+        shows: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._readers, self._to_pieces, self._decode = readers, to_pieces, decode
-        self._headers = _MediaHeaders(kinds)
+        self._shows = shows
+        # Of files, each read once: several records may show one picture.
+        self._state, self._header = cache(file_state), cache(partial(header, kinds=kinds))
 
     def rows(self, dataset: str, places: Sequence[Located]) -> list[Row | BadSample]:
         return [self._row(self._readers[dataset], located) for located in places]
@@ -65,8 +70,7 @@ class RowsHere:
     def answer(self, line: bytes, _: object) -> DecoderReply:
         """Reply to a request of `RowsApart`."""
         dataset, places = msgspec.json.decode(line, type=tuple[str, list[Located]])
-        rows = self.rows(dataset, places)
-        return DecoderReply(rows=tuple(r.reason if isinstance(r, BadSample) else r for r in rows))
+        return DecoderReply(rows=tuple(self.rows(dataset, places)))
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -75,18 +79,29 @@ class RowsHere:
         try:
             record = reader.read(located)
         except (ValueError, OSError, MemoryError) as e:
-            return BadSample(str(e) or f"{located.place}: {one_line(e)}")
+            missing = e.__cause__.args if isinstance(e.__cause__, NoFile) else ()
+            files = dict.fromkeys(missing, "")
+            return BadSample(str(e) or f"{located.place}: {one_line(e)}", files)
+        # Before the headers are read: a file that changes meanwhile is then read anew.
+        paths = [source for _, source in record.media if isinstance(source, Path)]
+        files = {str(path): self._state(path) for path in paths}
         try:
-            fields = _fields(located, record, self._to_pieces(record.turns))
-            row = fields, tuple(self._headers(*medium) for medium in record.media)
+            fields = _fields(located, record, self._to_pieces(record.turns, record.fields))
+            unread = {*record.unread, *(n for n in record.fields.names if not self._shows(n))}
+            headers = tuple(self._header_of(*medium) for medium in record.media)
+            row = Row(fields, headers, files, tuple(sorted(unread)))
         except (ValueError, OSError, MemoryError) as e:
-            return BadSample(f"{record.name}: {str(e) or one_line(e)}")
+            return BadSample(f"{record.name}: {str(e) or one_line(e)}", files)
         if self._decode:
             try:
                 self._decode(record, row)
             except Exception as e:  # other people's files may fail in any way
-                return BadSample(f"{record.name}: {one_line(e)}")
+                return BadSample(f"{record.name}: {one_line(e)}", files)
         return row
+
+    def _header_of(self, kind: str, source: MediaFile) -> dict[str, int]:
+        read = self._header if isinstance(source, Path) else self._header.__wrapped__
+        return read(kind, source)
 
 
 class RowsApart:
@@ -126,11 +141,11 @@ def _rows(n: int, kinds: Kinds, reply: DecoderReply, _: object) -> list[Row | Ba
         raise ValueError(f"{len(reply.rows)} rows of {n} records")
     of_record, of_medium = _largest_numbers(kinds)
     for row in reply.rows:
-        if not isinstance(row, str):
-            _check(row[0], of_record)
-            for medium in row[1]:
+        if isinstance(row, Row):
+            _check(row.record, of_record)
+            for medium in row.media:
                 _check(medium, of_medium)
-    return [BadSample(row) if isinstance(row, str) else row for row in reply.rows]
+    return [*reply.rows]
 
 
 @lru_cache
@@ -159,21 +174,6 @@ def _fields(located: Located, record: Record, pieces: Sequence[TextPiece]) -> di
         "size_bytes": located.size_bytes,
     }
     return {**place, "lot": lot(record.name, located.place), **text_counts(pieces)}
-
-
-class _MediaHeaders:
-    """Headers of media, each file read once: several records may show one picture."""
-
-    def __init__(self, kinds: Kinds) -> None:
-        self._kinds = kinds
-        self._known: dict[tuple[str, Path], dict[str, int]] = {}
-
-    def __call__(self, kind: str, source: MediaFile) -> dict[str, int]:
-        if not isinstance(source, Path):
-            return header(kind, source, self._kinds)
-        if (kind, source) not in self._known:
-            self._known[kind, source] = header(kind, source, self._kinds)
-        return self._known[kind, source]
 
 
 def header(kind: str, source: MediaFile, kinds: Kinds = BUILT_IN) -> dict[str, int]:

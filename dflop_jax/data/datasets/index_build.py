@@ -6,17 +6,20 @@ Only what changed is made anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from dflop_jax.data.datasets.header_rows import RowReader
-from dflop_jax.data.datasets.located import Located, RecordReader
+from dflop_jax.data.datasets.located import RecordReader
 from dflop_jax.data.datasets.shape_index import (
     Indexed,
     ShapeTable,
+    file_state,
     joined,
     load_index,
     make_key,
@@ -29,7 +32,9 @@ from dflop_jax.data.media.kinds import BUILT_IN
 
 RECORDS_AT_ONCE = 4096  # under way with all workers: twice as many take twice the memory
 CHUNK = 64  # records with one worker
+STATS_AT_ONCE = 8  # of files, which a network answers late
 KEPT_REASONS = 20  # why records cannot be taken, in a message
+T = TypeVar("T")
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -41,6 +46,7 @@ def update_index(
     *,
     kinds: Kinds = BUILT_IN,
     workers: int = 2,
+    check_media: bool = True,
 ) -> dict[str, Indexed]:
     """Return the index of all `readers`, from `file` where that is up to date; else it is written,
     as it is where that is damaged: a bit on a disk is to end no run.
@@ -50,6 +56,7 @@ def update_index(
       settings: the tokenizer's name or digest; another one makes every table anew.
       kinds: of media that records may have; the index has all of them.
       workers: records read at once.
+      check_media: look whether files of media changed since they were indexed, too.
     """
     try:
         known = load_index(file, kinds)
@@ -58,6 +65,8 @@ def update_index(
         known = {}
     keys = {name: make_key(reader.files, settings) for name, reader in readers.items()}
     stale = [name for name, key in keys.items() if name not in known or known[name].key != key]
+    if check_media:
+        stale += [n for n, r in readers.items() if n not in stale and _has_changed(known[n], r)]
     if not stale:
         return {name: known[name] for name in readers}
     made: dict[str, Indexed] = {}
@@ -74,23 +83,40 @@ def _index_of(
     """Make the index of a dataset. Unusable records are left out, counted and logged by name."""
     tables: list[ShapeTable] = []
     bad: list[str] = []
-    listed = 0
+    unread: Counter[str] = Counter()
+    listed, files = 0, dict[str, str]()
     places = reader.locate()
     with ThreadPoolExecutor(workers) as pool:
         while chunks := list(islice(_chunks(places), RECORDS_AT_ONCE // CHUNK)):
             listed += sum(map(len, chunks))
             read = [r for part in pool.map(lambda c: rows.rows(name, c), chunks) for r in part]
             usable = [r for r in read if not isinstance(r, BadSample)]
-            records, media = [record for record, _ in usable], [m for _, m in usable]
-            tables.append(table_of(records, media, kinds))
-            for b in (r for r in read if isinstance(r, BadSample)):
-                bad = [*bad, b.reason][:KEPT_REASONS]
-                logger.warning("left out %s", b.reason)
-    return Indexed(key, joined(tables, kinds), listed, tuple(bad))
+            tables.append(table_of([r.record for r in usable], [r.media for r in usable], kinds))
+            unread.update(key for r in usable for key in r.unread)
+            for r in read:
+                files |= r.files
+                if isinstance(r, BadSample):
+                    bad = [*bad, r.reason][:KEPT_REASONS]
+                    logger.warning("left out %s", r.reason)
+    return Indexed(key, joined(tables, kinds), listed, tuple(bad), files, unread)
 
 
-def _chunks(places: Iterator[Located]) -> Iterator[list[Located]]:
-    while chunk := list(islice(places, CHUNK)):
+def _has_changed(index: Indexed, reader: RecordReader) -> bool:
+    """Whether files of media of a dataset have changed since its index was made; says which."""
+
+    def changed(files: Sequence[str]) -> list[str]:
+        return [file for file in files if file_state(file) != index.files[file]]
+
+    with ThreadPoolExecutor(STATS_AT_ONCE) as pool:
+        found = [file for part in pool.map(changed, _chunks(iter(index.files))) for file in part]
+    if found:
+        text = "%s: %d files of media changed since they were indexed (%s); all are read again"
+        logger.warning(text, reader.name, len(found), found[0])
+    return bool(found)
+
+
+def _chunks(items: Iterator[T]) -> Iterator[list[T]]:
+    while chunk := list(islice(items, CHUNK)):
         yield chunk
 
 

@@ -11,13 +11,14 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_NAME, MAX_TURNS, parse_json
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
-from dflop_jax.data.datasets.chat_messages import Turns, turns_of_messages
+from dflop_jax.data.datasets.chat_messages import OWN, Turns, turns_of_messages
 from dflop_jax.data.datasets.questions import (
     ANSWERS,
     MOST_NUMBERED,
@@ -28,10 +29,13 @@ from dflop_jax.data.datasets.questions import (
 )
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.pieces import BREAK, ROLES, as_text
+from dflop_jax.data.text.pieces import BREAK, NO_FIELDS, ROLES, TemplateFields, as_text
 from dflop_jax.data.text.weighting import WEIGHT, answer_weights
 
 SYSTEM = "system"  # the field of a record whose conversation has no system turn
+OPTIONS = "chat_template_kwargs"  # the field of a record with further variables of its template
+VARIABLES = ("tools", "documents", "enable_thinking")
+BEFORE = {"human": ("", "gpt"), "gpt": ("human", "tool"), "tool": ("gpt", "tool")}  # a turn's
 TEXTS = ("conversations", "messages", QUESTION)
 
 
@@ -39,7 +43,8 @@ TEXTS = ("conversations", "messages", QUESTION)
 class Record:
     """One conversation. `media` are (kind, where) in the order of their tags in the turns;
     `weights` those of the loss of every answer, () where all are 1; `answers` are those that are
-    right where the last turn is one of several, `choices` what it chooses from by letters."""
+    right where the last turn is one of several, `choices` what it chooses from by letters. `fields`
+    go to the chat template; `unread` are keys of the record whose values are not read."""
 
     name: str
     turns: Turns
@@ -47,6 +52,8 @@ class Record:
     weights: tuple[float, ...] = ()
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    fields: TemplateFields = NO_FIELDS
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class RecordFormat:
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
-        own = {name: (name,) for name in ("id", WEIGHT)}
+        own = {name: (name,) for name in ("id", WEIGHT, OPTIONS, *VARIABLES)}
         texts = {name: (name,) for name in (*TEXTS, SYSTEM)}
         return {**own, **texts, **SPELLINGS, **self._media_names}
 
@@ -157,7 +164,9 @@ def parse_record(
             media = media if any(media.values()) else {**media, **beside}
             question = asked(fields, media)
             media = {kind: [*values] for kind, values in question.media.items()}
-        turns, inline, in_text, weights = _turns(fields, records, question)
+        turns, inline, in_text, weights, further, others = _turns(fields, records, question)
+        read = set(records.chosen(raw, lacking).values())
+        others |= {str(k) for k, v in raw.items() if k not in read and v not in (None, "", [])}
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         if lacking and (question or len(inline) < len(tags)):
             records.chosen(raw)  # which names the column
@@ -180,9 +189,10 @@ def parse_record(
         opened = [_found(tag, value, k, find) for k, (tag, value) in enumerate(zip(tags, given))]
         answers, choices = (question.answers, question.choices) if question else ((), ())
         given_media = tuple(zip(tags, opened, strict=True))
-        return Record(name, turns, given_media, weights, answers, choices)
+        unread = tuple(sorted(others))
+        return Record(name, turns, given_media, weights, answers, choices, further, unread)
     except (ValueError, OSError) as e:
-        raise ValueError(f"{name}: {e}") from None
+        raise ValueError(f"{name}: {e}") from e.__cause__  # a `NoFile`
 
 
 def record_name(place: str, raw: Any) -> str:
@@ -216,10 +226,12 @@ def _listed_names(names: Collection[str]) -> str:
 
 def _turns(
     fields: Mapping[str, Any], records: RecordFormat, question: TableQuestion | None
-) -> tuple[Turns, dict[int, Any], frozenset[int], tuple[float, ...]]:
+) -> tuple[Turns, dict[int, Any], frozenset[int], tuple[float, ...], TemplateFields, set[str]]:
     """Turns, media that the text itself names by the number of their tag, numbers of the tags in
-    typed parts of text, and the answers' weights."""
+    typed parts of text, the answers' weights, what the template is given, and keys of parts that
+    are not read."""
     kinds, inline, in_text = records.kinds, dict[int, Any](), frozenset[int]()
+    unread: set[str] = set()
     raw: Any = ()
     if question is not None:
         answer = [("gpt", text) for text in question.answers[:1]]
@@ -235,12 +247,15 @@ def _turns(
         if by_column and field != "messages":
             raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
         if field == "messages":
-            turns, inline, in_text = turns_of_messages(raw, tuple(kind.name for kind in kinds))
+            names = tuple(kind.name for kind in kinds)
+            turns, inline, in_text, unread = turns_of_messages(raw, names)
         else:
             turns = _conversation(raw)
     if any(BREAK in text for _, text in turns):
         raise ValueError("text holds U+FDD2, which is no character")
-    if (system := fields.get(SYSTEM)) and isinstance(system, str):
+    if system := fields.get(SYSTEM):
+        if not isinstance(system, str):
+            raise ValueError(f"its {SYSTEM} is {system!r:.50}, not text")
         if turns[0][0] == "system":
             raise ValueError("it has a system field and a system turn; leave one out")
         plain = as_text(system, (kind.name for kind in kinds))
@@ -248,15 +263,47 @@ def _turns(
     talk = turns[1:] if turns[0][0] == "system" else turns
     if not talk or talk[0][0] != "human":
         raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")
-    is_answered = len(talk) % 2 == 0
-    if any(role != ("human", "gpt")[k % 2] for k, (role, _) in enumerate(talk)) or not (
-        is_answered or records.unanswered
+    roles = [role for role, _ in turns]
+    before = ["", *roles[len(turns) - len(talk) :]]
+    if any(last not in BEFORE.get(role, ()) for last, role in pairwise(before)) or not (
+        roles[-1] == "gpt" or records.unanswered
     ):
         raise ValueError("turns do not alternate human, gpt up to an answer")
-    if any(role == "gpt" and not tag_of(kinds).sub("", text).strip() for role, text in talk):
-        raise ValueError("an answer is empty")
-    weights = answer_weights(raw, [role for role, _ in turns], fields.get(WEIGHT))
-    return turns, inline, in_text, weights
+    messages = tuple(_further(turn) for turn in raw)
+    for (role, text), more in zip(turns, messages, strict=True):
+        is_empty = not tag_of(kinds).sub("", text).strip()
+        if role == "gpt" and is_empty and not more.get("tool_calls"):
+            raise ValueError("an answer is empty")
+    weights = answer_weights(raw, roles, fields.get(WEIGHT))
+    further = TemplateFields(messages if any(messages) else (), _variables(fields))
+    return turns, inline, in_text, weights, further, unread
+
+
+def _further(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a turn that are the template's."""
+    own = OWN if "role" in turn else OWN | {"from", "value"}
+    return {name: v for name, v in turn.items() if name not in own and v is not None}
+
+
+def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that a record gives its template.
+
+    Raises:
+      ValueError: they are no object, or two fields give one.
+    """
+    given = {}
+    for name in (OPTIONS, *VARIABLES):
+        value = fields.get(name)
+        if isinstance(value, str):  # a column of JSON
+            value = parse_json(value.encode()) if value else None
+        given[name] = value
+    options = given.pop(OPTIONS)
+    found = {name: value for name, value in given.items() if value is not None}
+    if options is None:
+        return found
+    if not isinstance(options, dict) or options.keys() & {*found, "messages"}:
+        raise ValueError(f"its {OPTIONS} are no object, or repeat a field of the record")
+    return {**found, **{name: value for name, value in options.items() if value is not None}}
 
 
 def _with_text_tags(

@@ -18,7 +18,7 @@ from dflop_jax.data.datasets.llava_records import Record, check_split
 from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, short_names, shown
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.datasets.shape_index import joined
+from dflop_jax.data.datasets.shape_index import counted_keys, joined
 from dflop_jax.data.media.counts import SampleCounts, cut_media, described, load_of, sample_counts
 from dflop_jax.data.media.decode import DecodedMedia, decode_media
 from dflop_jax.data.media.kind import Kinds
@@ -52,6 +52,7 @@ class IndexRules:
       row_reader: makes what reads records; None: they are read here.
       max_bad_fraction: of a dataset's records that may be unusable.
       workers: threads that read headers.
+      check_media: see `update_index`.
     """
 
     file: Path
@@ -59,6 +60,7 @@ class IndexRules:
     row_reader: Callable[[], RowReader] | None = None
     max_bad_fraction: float = 0.1
     workers: int = 2
+    check_media: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,13 @@ class MixtureSource:
         readers = open_readers(mixture, kinds)
         reads = rules.row_reader or partial(RowsHere, readers, to_pieces, kinds)
         index = update_index(
-            rules.file, readers, reads, rules.settings, kinds=kinds, workers=rules.workers
-        )
+            rules.file, readers, reads, rules.settings,
+            kinds=kinds, workers=rules.workers, check_media=rules.check_media,
+        )  # fmt: skip
         for key, reader in readers.items():
             check_usable(index[key], reader.name, rules.max_bad_fraction)
+            if unread := index[key].unread:
+                logger.warning("%s: not read: %s", reader.name, counted_keys(unread))
         self._readers = list(readers.values())
         self._table = joined([index[key].table for key in readers], kinds)
         starts = np.cumsum([0, *(len(index[key].table) for key in readers)])
@@ -211,7 +216,7 @@ class MixtureSource:
 
     def pieces(self, record: Record) -> tuple[TextPiece, ...]:
         """Return the tokenized conversation, with the places of its media."""
-        return self._to_pieces(record.turns)
+        return self._to_pieces(record.turns, record.fields)
 
     def media(self, index: int, record: Record, how: Preparation | None = None) -> DecodedMedia:
         """Return the decoded media of the sample's record in the order of their tags, prepared as

@@ -70,7 +70,7 @@ class ParquetFile:
     def row(self, number: int) -> dict[str, Any]:
         """Return a row's fields. ValueError: it cannot be decoded, or the file has changed."""
         if not 0 <= number < len(self):
-            raise ValueError(f"there are {len(self):,} rows now; delete the index")
+            raise ValueError(f"there are {len(self):,} rows now; start the run again")
         group = bisect_right(self._starts, number) - 1
         window, place = divmod(number - self._starts[group], self._at_once[group])
         with named("its row group cannot be decoded"):

@@ -9,24 +9,37 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from dflop_jax.data.bounds import named, parse_json
 from dflop_jax.data.media.kind import Kind, Kinds, columns_of
 from dflop_jax.data.media.kinds import BUILT_IN
 
-VERSION = 7  # of an index file; one more makes every index anew
+VERSION = 9  # of an index file; one more makes every index anew
 # Column -> dtype of a record; those of its media are their kind and what headers say of it.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
            "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
-Row = tuple[dict[str, int], tuple[dict[str, int], ...]]  # a record's columns and each medium's
+
+
+class Row(NamedTuple):
+    """A record's columns, those of each of its media, the `file_state` of the files that these lie
+    in, by path (what holds the records themselves is none of them), and the record's keys that are
+    not read."""
+
+    record: dict[str, int]
+    media: tuple[dict[str, int], ...]
+    files: Mapping[str, str]
+    unread: tuple[str, ...] = ()
 
 
 @lru_cache
@@ -128,18 +141,36 @@ class Indexed:
 
     key: what the table was made from; another key means that it must be made anew.
     listed: records of the dataset, the unusable among them; bad: reasons of the first of those.
+    files: the `file_state` of every file of media, by path.
+    unread: keys of usable records that are not read, each with the number of its records.
     """
 
     key: str
     table: ShapeTable
     listed: int
     bad: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, int] = field(default_factory=dict)
+
+
+def counted_keys(unread: Mapping[str, int]) -> str:
+    """Keys of records in words, each with the number of its records, the most frequent first."""
+    ordered = sorted(unread.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{key} ({n:,} record{'s' * (n != 1)})" for key, n in ordered)
+
+
+def file_state(file: str | Path) -> str:
+    """Return the size of a file in bytes and the time of its last change in ns, "" for none."""
+    with suppress(OSError):
+        found = os.stat(file)
+        if stat.S_ISREG(found.st_mode):
+            return f"{found.st_size} {found.st_mtime_ns}"
+    return ""
 
 
 def make_key(files: Sequence[Path], settings: str) -> str:
     """Names, sizes and times of the files that hold the records, and what else tables depend on."""
-    stats = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return json.dumps([stats, settings], separators=(",", ":"))
+    return json.dumps([[(str(f.resolve()), file_state(f)) for f in files], settings])
 
 
 def save_index(file: Path, datasets: Mapping[str, Indexed], kinds: Kinds = BUILT_IN) -> None:
@@ -147,8 +178,10 @@ def save_index(file: Path, datasets: Mapping[str, Indexed], kinds: Kinds = BUILT
     meta: dict[str, Any] = {"version": _version(kinds), "datasets": {}}
     arrays: dict[str, np.ndarray] = {}
     for k, (name, d) in enumerate(datasets.items()):
-        meta["datasets"][name] = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "at": k}
+        said = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "unread": {**d.unread}}
+        meta["datasets"][name] = {**said, "at": k}
         columns = {c: getattr(d.table, c) for c in (*RECORDS, "media_start")} | {**d.table.media}
+        columns["files"] = np.frombuffer(msgspec.json.encode(d.files), np.uint8)
         arrays |= {f"{k}.{c}": column for c, column in columns.items()}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +220,10 @@ def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, Indexed]:
             table = ShapeTable(**columns, media_start=starts, media=media, kinds=kinds)
             listed = int(d["listed"])
             _check_values(table, listed)
-            index[name] = Indexed(str(d["key"]), table, listed, tuple(map(str, d["bad"])))
+            unread = {str(key): int(n) for key, n in d["unread"].items()}
+            files = _array(arrays, f"{d['at']}.files", np.uint8).tobytes()
+            states, bad = parse_json(files, dict[str, str]), tuple(map(str, d["bad"]))
+            index[name] = Indexed(str(d["key"]), table, listed, bad, states, unread)
         return index
 
 

@@ -35,6 +35,7 @@ class TableReader:
     ) -> None:
         self.files, self._records = files, records
         self._renamed = replace(records, columns={})  # rows as they are read
+        self._unread: tuple[str, ...] = ()
         rest = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self.name = f"{files[0]}{rest}"
         self._roots = Roots(roots or [files[0].parent])
@@ -58,7 +59,8 @@ class TableReader:
             row = self._opened(located.file).row(located.number)
         except (ValueError, OSError) as e:
             raise ValueError(f"{located.place}: {e}") from None
-        return parse_record(located.place, row, self._roots.find, self._renamed)
+        record = parse_record(located.place, row, self._roots.find, self._renamed)
+        return replace(record, unread=(*record.unread, *self._unread))
 
     def _open(self, file: int) -> ParquetFile | ArrowFile:
         path = self.files[file]
@@ -73,4 +75,5 @@ class TableReader:
                 f"no column {' or '.join(TEXTS)}, there are {', '.join(names)}; say which it is: "
                 f"--data.columns {TEXTS[0]}=NAME, or in a mixture columns: {{{TEXTS[0]}: NAME}}"
             )
+        self._unread = tuple(name for name in names if name not in chosen.values())
         return chosen

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, isqrt
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -233,9 +234,12 @@ def _squared(image: Image.Image, mean: tuple[float, float, float]) -> Image.Imag
     return out
 
 
-def _layout(tile_px: int, tokens_per_tile: int, max_tiles: int) -> AnyRes:
-    grids = tuple((tile_px * r, tile_px * c) for r in GRID for c in GRID)
-    return AnyRes(tile_px, isqrt(tokens_per_tile), max_tiles, grids)
+def _layout(
+    tile_px: int, tokens_per_tile: int, max_tiles: int, pinpoints: Any = (), mean: Any = AnyRes.mean
+) -> AnyRes:
+    usual = tuple((tile_px * r, tile_px * c) for r in GRID for c in GRID)
+    grids = tuple((int(height), int(width)) for height, width in pinpoints or usual)
+    return AnyRes(tile_px, isqrt(tokens_per_tile), max_tiles, grids, tuple(mean))
 
 
-FORM = tile_form(_layout)
+FORM = tile_form(_layout, "pinpoints", "mean")

@@ -28,8 +28,12 @@ from dflop_jax.data.text.pieces import Tokenizer
 MAX_RATIO = 200  # of a picture's sides
 MIN_FRAMES = 4  # sampled from a clip that has them
 MIN_CLIP_PIXELS = 4096  # of all frames of a clip
+CAP_SLACK = 1.05  # least pixels of a frame, over those of a clip, where each frame is capped
 GREY = 128  # of blank pictures, in 0 to 255
 VISION_ENDS = ("<|vision_start|>", "<|vision_end|>")  # tokens around a pair of frames
+CLIP_FACTS = (
+    "min_frames", "num_frames", "min_clip_pixels", "cap_pixels_per_frame", "max_video_tokens"
+)  # fmt: skip
 UNIT_BLOCKS = 3  # sides of the smallest picture that is worth drawing
 FRAME = (640, 360)  # pixels of a growing clip's frames
 
@@ -57,7 +61,11 @@ class Native:
       merge: `merge` x `merge` patches are a block, which becomes one LLM token.
       frames: of a clip in one patch; a picture is repeated so often.
       min_pixels, max_pixels: of a resized picture; max_clip_pixels: of all frames of a clip.
-      max_frames: sampled from a clip, at `frames_per_s`.
+      max_frames: sampled from a clip, at `frames_per_s`, at least `min_frames` where it has them;
+        `num_frames`: always so many instead, where it is not 0.
+      min_clip_pixels: of all frames of a clip.
+      max_video_tokens: of a frame at most under `cap_pixels_per_frame`, which gives every frame an
+        equal share of `max_clip_pixels`.
     """
 
     patch_px: int = 16
@@ -68,6 +76,11 @@ class Native:
     max_clip_pixels: int = CLIP_PIXELS
     max_frames: int = 768
     frames_per_s: float = 2.0
+    min_frames: int = MIN_FRAMES
+    num_frames: int = 0
+    min_clip_pixels: int = MIN_CLIP_PIXELS
+    cap_pixels_per_frame: bool = False
+    max_video_tokens: int = 768
 
     def __post_init__(self) -> None:
         if not self.block_px**2 <= self.min_pixels <= self.max_pixels:
@@ -75,12 +88,19 @@ class Native:
                 f"data.min_pixels={self.min_pixels} is not between {self.block_px**2}, a block, "
                 f"and data.max_pixels={self.max_pixels}"
             )
-        if self.max_clip_pixels < MIN_CLIP_PIXELS:
-            raise ValueError(f"data.max_clip_pixels must be at least {MIN_CLIP_PIXELS}")
+        if self.max_clip_pixels < self.min_clip_pixels:
+            raise ValueError(f"data.max_clip_pixels must be at least {self.min_clip_pixels}")
 
     @property
     def block_px(self) -> int:
         return self.patch_px * self.merge
+
+    def most_pixels(self, n: int) -> int:
+        """Of all n frames of a clip."""
+        if not self.cap_pixels_per_frame:
+            return self.max_clip_pixels
+        most = min(self.max_video_tokens * self.block_px**2, self.max_clip_pixels // n)
+        return n * max(most, int(self.min_clip_pixels * CAP_SLACK))
 
     def tokens(self, grid: Grid) -> int:
         """LLM tokens of a piece."""
@@ -141,7 +161,9 @@ class Native:
 def _clip_layout(native: Native, clip: Clip) -> ClipLayout | None:
     rate = clip.rate_num / clip.rate_den
     wanted = int(clip.total / rate * native.frames_per_s)
-    n = min(max(wanted, MIN_FRAMES), native.max_frames, clip.total)
+    n = min(max(wanted, native.min_frames), native.max_frames, clip.total)
+    if native.num_frames:
+        n = min(native.num_frames, native.max_frames)
     grid = clip_grid(native, n, clip.width, clip.height)
     if grid is None:
         return None
@@ -165,11 +187,11 @@ def clip_grid(native: Native, n: int, width: int, height: int) -> Grid | None:
     sides = (height, width)
     blocks = [round(side / px) for side in sides]
     pixels = round(n / native.frames) * native.frames * blocks[0] * blocks[1] * px * px
-    if pixels > native.max_clip_pixels:
-        shrink = sqrt(n * height * width / native.max_clip_pixels)
+    if pixels > (most := native.most_pixels(n)):
+        shrink = sqrt(n * height * width / most)
         blocks = [max(1, floor(side / shrink / px)) for side in sides]
-    elif pixels < MIN_CLIP_PIXELS:
-        grow = sqrt(MIN_CLIP_PIXELS / (n * height * width))
+    elif pixels < native.min_clip_pixels:
+        grow = sqrt(native.min_clip_pixels / (n * height * width))
         blocks = [ceil(side * grow / px) for side in sides]
     return blocks[0] * native.merge, blocks[1] * native.merge
 
@@ -308,7 +330,7 @@ class NativeMedium(Medium):
             n,
             max_frames=max(n.frames, -(-n.max_frames // 2)),
             max_pixels=max(n.min_pixels, n.max_pixels // 2),
-            max_clip_pixels=max(MIN_CLIP_PIXELS, n.max_clip_pixels // 2),
+            max_clip_pixels=max(n.min_clip_pixels, n.max_clip_pixels // 2),
         ))  # fmt: skip
 
     def growing(self, kind: str) -> dict[str, np.ndarray]:
@@ -344,7 +366,9 @@ def stamp_of(tokenizer: Tokenizer | ChatTokenizer | None) -> Stamp:
 def _build(
     facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
 ) -> NativeMedium:
-    patch_px, merge, frames = numbers(facts, patch_px=None, merge=1, frames=1)
+    of_clips = {name: facts[name] for name in CLIP_FACTS if name in facts}
+    sizes = {name: value for name, value in facts.items() if name not in of_clips}
+    patch_px, merge, frames = numbers(sizes, patch_px=None, merge=1, frames=1)
     native = Native(
         patch_px,
         merge,
@@ -354,6 +378,7 @@ def _build(
         limits.max_clip_pixels,
         max(frames, limits.max_frames),
         limits.frames_per_s,
+        **of_clips,
     )
     return NativeMedium(native, stamp_of(tokenizer))
 

@@ -217,19 +217,22 @@ class TileMedium(Medium):
         return {"width": widths, "height": heights}
 
 
-def tile_form(make: Callable[[int, int, int], VisionLayout]) -> Form:
-    """Return the form of a layout, which `make` makes of (tile_px, tokens_per_tile, max_tiles); the
-    tokenizer's text stands between frames."""
+def tile_form(make: Callable[..., VisionLayout], *further: str) -> Form:
+    """Return the form of a layout, which `make` makes of (tile_px, tokens_per_tile, max_tiles) and
+    those of the `further` facts that a model states; the tokenizer's text stands between frames."""
 
     def build(
         facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
     ) -> TileMedium:
+        own = {name: facts[name] for name in further if name in facts}
+        sizes = {name: value for name, value in facts.items() if name not in own}
         px, tokens, sources, inside = numbers(
-            facts, tile_px=None, tokens_per_tile=None, sources=1, piece_tokens=0
+            sizes, tile_px=None, tokens_per_tile=None, sources=1, piece_tokens=0
         )
         n = limits.max_frames
         between = between_frames(tokenizer, n) if isinstance(tokenizer, ChatTokenizer) else ()
-        return TileMedium(make(px, tokens, limits.max_tiles), sources, inside, n, between)
+        layout = make(px, tokens, limits.max_tiles, **own)
+        return TileMedium(layout, sources, inside, n, between)
 
     return Form(TileMedium.kinds, build)
 

@@ -181,7 +181,7 @@ def read_sized(
     """The picture as `read_scaled` gives it. ValueError: it is broken, or no longer of `size`."""
     image, true_size = read_scaled(path, least)
     if true_size != size:
-        raise ValueError(f"{path}: {true_size} pixels, {size} when indexed; delete the index")
+        raise ValueError(f"{path}: {true_size} pixels, {size} when indexed; start the run again")
     return image
 
 

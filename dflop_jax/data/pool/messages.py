@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.data.datasets.shape_index import Row
+from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.sample import Places, Sample
 from dflop_jax.records import Load
 
@@ -74,7 +75,7 @@ class DecoderReply:
 
     arrays: tuple[ArrayAt, ...] = ()
     load: Load | None = None
-    rows: tuple[Row | str, ...] = ()
+    rows: tuple[Row | BadSample, ...] = ()
     reason: str = ""
     fault: str = ""
     warnings: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,21 +20,20 @@ from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, Span
 from dflop_jax.data.text.picture_frames import PictureFrame
-from dflop_jax.data.text.pieces import BREAK, ROLES, TextPiece
+from dflop_jax.data.text.pieces import BREAK, NO_FIELDS, ROLES, TemplateFields, TextPiece
 from dflop_jax.data.text.tokenizer_files import (
+    FolderTokenizer,
     check_embedding,
     encoded,
-    listed_tokens,
-    load_tokenizer,
     n_ids,
-    named_tokens,
-    read_json,
-    template_source,
+    parse_tokenizer,
+    resolve_tokenizer,
 )
 
 log = logging.getLogger(__name__)
 
 MARKS = re.compile(f"[{BEGIN}{END}]")
+UNANSWERED = -2  # of text that is no answer
 LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 
 
@@ -43,10 +43,11 @@ class ChatTokenizer:
     Args:
       embedding_size: rows of the model's token embedding, to tell a foreign tokenizer.
       kinds: of media that conversations may have.
+      resolved: what `transformers` made of the folder, where another process has asked it.
 
     Raises:
-      ValueError: a missing or unreadable file, no chat template, a special token that the
-        configuration names and tokenizer.json lacks, or an embedding of another size.
+      ValueError: see `resolve_tokenizer`; a template that is no jinja, or an embedding of another
+        size.
     """
 
     def __init__(
@@ -55,25 +56,17 @@ class ChatTokenizer:
         *,
         embedding_size: int | None = None,
         kinds: Kinds = BUILT_IN,
+        resolved: FolderTokenizer | None = None,
     ) -> None:
         self.folder, self._tag = Path(folder), tag_of(kinds)
         self._kinds = {kind.name: kind for kind in kinds}
-        file = self.folder / "tokenizer.json"
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file; data.tokenizer names a model's folder")
-        self._tokenizer = load_tokenizer(file)
-        config = read_json(self.folder / "tokenizer_config.json")
-        named = named_tokens(config)
-        for name, token in [*named.items(), *listed_tokens(config)]:
-            if self._tokenizer.token_to_id(token) is None:
-                raise ValueError(
-                    f"{self.folder}: tokenizer_config.json gives {name}={token!r}, which "
-                    "tokenizer.json lacks; take both files from one model"
-                )
+        self.resolved = resolved or resolve_tokenizer(self.folder)
+        named, source = self.resolved.named, self.resolved.template
+        backend = self.resolved.backend.encode()
+        self._tokenizer = parse_tokenizer(backend)
         self.vocab_size = n_ids(self._tokenizer)
         if embedding_size is not None:
             check_embedding(self.vocab_size, embedding_size, str(self.folder))
-        source = template_source(self.folder, config)
         self.template = source
         self._template = ChatTemplate(source, named, str(self.folder))
         self._has_said = False
@@ -94,9 +87,7 @@ class ChatTokenizer:
         self.pad_id = self._id(pad) if pad else 0
         self.placeholder_id = self.pad_id  # stands where media are; none is embedded
         self.im_end_id = self._id(named["eos_token"]) if "eos_token" in named else -1
-        self.digest = hashlib.blake2b(
-            file.read_bytes() + source.encode(), digest_size=8
-        ).hexdigest()
+        self.digest = hashlib.blake2b(backend + source.encode(), digest_size=8).hexdigest()
 
     def media_id(self, kind: str) -> int:
         """Id of the token that stands for a kind of media; ValueError if there is none."""
@@ -126,40 +117,67 @@ class ChatTokenizer:
         number = self._tokenizer.token_to_id(token)
         return () if number is None else (number,)
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+    def encode_chat(
+        self, messages: Sequence[Message], variables: Message = NO_FIELDS.variables
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 [t], supervised bool [t]) of messages as templates take them ("role" and
-        "content", which may be a list of parts). Media are one placeholder token each."""
-        text, spans = self._render(messages)
+        "content", which may be a list of parts). Media are one placeholder token each.
+
+        Args:
+          variables: of the template, such as tools.
+        """
+        ids, answers = self._encoded(messages, variables)
+        return ids, answers > UNANSWERED
+
+    def _encoded(
+        self, messages: Sequence[Message], variables: Message
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, the answer that each is of, int [t], counted from 0; -1 where the template does not
+        tell them apart, `UNANSWERED` of what is no answer)."""
+        text, spans = self._render(messages, variables)
         ids, characters = self._encode_rendered(text)
         self._check_texts(messages, text)
         if spans:
-            spans = tuple(self._with_ends(text, spans))
+            n_answers = sum(message["role"] == "assistant" for message in messages)
+            told_apart = len(spans) == n_answers
+            numbered = {k if told_apart else k - len(spans): span
+                        for k, span in enumerate(self._with_ends(text, spans))}  # fmt: skip
         else:
-            spans = tuple(self._answer_spans(messages, text))
+            numbered = self._answer_spans(messages, variables, text)
         begins, ends = characters.T
-        supervised = np.zeros(len(ids), bool)
-        for begin, end in spans:
+        answers = np.full(len(ids), UNANSWERED)
+        for number, (begin, end) in numbered.items():
             inside = np.flatnonzero((ends > begin) & (begins < end))
             if len(inside):
-                supervised[inside[0] : inside[-1] + 1] = True
-        return ids, supervised
+                answers[inside[0] : inside[-1] + 1] = max(-1, number)
+        return ids, answers
 
-    def pieces(self, turns: Sequence[tuple[str, str]]) -> tuple[TextPiece, ...]:
-        """Pieces of LLaVA-format turns (human, gpt, system); the k-th tag of all becomes medium k,
-        wherever the template puts it. ValueError when the template leaves out a medium."""
+    def pieces(
+        self, turns: Sequence[tuple[str, str]], fields: TemplateFields = NO_FIELDS
+    ) -> tuple[TextPiece, ...]:
+        """Pieces of LLaVA-format turns (human, gpt, system, tool) with what else the record gives
+        the template; the k-th tag of all becomes medium k, wherever the template puts it.
+        ValueError when the template leaves out a medium."""
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
-        return self._split(kinds, *self.encode_chat([self._message(*turn) for turn in turns]))
+        messages, variables = self._messages(turns, fields)
+        return self._split(kinds, *self._encoded(messages, variables))
 
-    def question_pieces(self, turns: Sequence[tuple[str, str]]) -> tuple[TextPiece, ...]:
+    def question_pieces(
+        self, turns: Sequence[tuple[str, str]], fields: TemplateFields = NO_FIELDS
+    ) -> tuple[TextPiece, ...]:
         """Pieces of turns, the last of them a user's, up to where the template has the answer
         begin."""
-        messages = [self._message(*turn) for turn in turns]
-        ids, _ = self._encode_rendered(self._render(messages, add_generation_prompt=True)[0])
+        text, _ = self._render(*self._messages(turns, fields), add_generation_prompt=True)
+        ids, _ = self._encode_rendered(text)
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
-        return self._split(kinds, ids, np.zeros(len(ids), bool))
+        return self._split(kinds, ids, np.full(len(ids), UNANSWERED))
+
+    def shows(self, name: str) -> bool:
+        """Whether the template asks for a field of messages, or a variable, of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", self.template) is not None
 
     def _split(
-        self, kinds: Sequence[str], ids: np.ndarray, supervised: np.ndarray
+        self, kinds: Sequence[str], ids: np.ndarray, answers: np.ndarray
     ) -> tuple[TextPiece, ...]:
         """Pieces of a rendered conversation with media of these kinds."""
         places: dict[int, list[int]] = {}
@@ -169,7 +187,7 @@ class ChatTokenizer:
         pieces: list[TextPiece] = []
         start = 0
         for place in [*np.flatnonzero(np.isin(ids, list(places))).tolist(), len(ids)]:
-            pieces += _runs(ids[start:place], supervised[start:place])
+            pieces += _runs(ids[start:place], answers[start:place])
             start = place + 1
             if place < len(ids):
                 medium = next(queues[int(ids[place])], -1)
@@ -188,6 +206,25 @@ class ChatTokenizer:
             )
         return tuple(pieces)
 
+    def _messages(
+        self, turns: Sequence[tuple[str, str]], fields: TemplateFields
+    ) -> tuple[list[Message], Message]:
+        """The turns as templates take them, and the variables."""
+        further = fields.of_turns(len(turns))
+        messages: list[Message] = [
+            {**self._plain(f), **self._message(*t)} for t, f in zip(turns, further)
+        ]
+        variables: Message = self._plain(fields.variables)
+        return messages, variables
+
+    def _plain(self, value: Any) -> Any:
+        """A value of a record whose texts spell no special token."""
+        if isinstance(value, str):
+            return self._spelled.sub(lambda m: m[0][0] + BREAK + m[0][1:], value)
+        if isinstance(value, Mapping):
+            return {name: self._plain(v) for name, v in value.items()}
+        return [self._plain(v) for v in value] if isinstance(value, list | tuple) else value
+
     def _message(self, role: str, text: str) -> Message:
         if MARKS.search(text):
             raise ValueError("text holds U+FDD0 or U+FDD1, which are no characters")
@@ -198,8 +235,7 @@ class ChatTokenizer:
                     parts.append({"type": "text", "text": self._kinds[part].preface})
                 parts.append({"type": part})
             elif part:
-                broken = self._spelled.sub(lambda m: m[0][0] + BREAK + m[0][1:], part)
-                parts.append({"type": "text", "text": broken})
+                parts.append({"type": "text", "text": self._plain(part)})
         needs_parts = any(p["type"] != "text" for p in parts) or not self._template.takes_texts
         if self._template.takes_parts and needs_parts:
             return {"role": ROLES[role], "content": parts}
@@ -207,10 +243,16 @@ class ChatTokenizer:
         return {"role": ROLES[role], "content": "".join(words)}
 
     def _render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        variables: Message,
+        *,
+        add_generation_prompt: bool = False,
     ) -> tuple[str, tuple[Span, ...]]:
         """As the template has it, pictures framed."""
-        rendered = self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        rendered = self._template.render(
+            messages, variables, add_generation_prompt=add_generation_prompt
+        )
         return self._frame.around(*rendered)
 
     def _check_texts(self, messages: Sequence[Message], rendered: str) -> None:
@@ -237,17 +279,20 @@ class ChatTokenizer:
         token = last[last.lastindex or 0]
         return [(b, e + len(token) if text.startswith(token, e) else e) for b, e in spans]
 
-    def _answer_spans(self, messages: Sequence[Message], text: str) -> list[Span]:
-        """Answers by the difference that each makes to the text, up to its end-of-turn token.
+    def _answer_spans(
+        self, messages: Sequence[Message], variables: Message, text: str
+    ) -> dict[int, Span]:
+        """The answers by their number: the difference that each makes to the text, up to its
+        end-of-turn token.
 
         Templates of models that think show an answer otherwise once another question follows:
         without its thoughts. Nobody would give it so, and it is not among the spans.
         """
-        spans = []
+        spans = {}
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        for k in answers:
-            through, _ = self._render(messages[: k + 1])
-            begin = self._answer_start(messages[:k], through)
+        for number, k in enumerate(answers):
+            through, _ = self._render(messages[: k + 1], variables)
+            begin = self._answer_start(messages[:k], variables, through)
             is_appended = text.startswith(through)
             if not is_appended and begin is not None and k < answers[-1]:
                 self._say_that_answers_change()
@@ -258,18 +303,20 @@ class ChatTokenizer:
                     "{% generation %} ... {% endgeneration %}"
                 )
             marks = list(self._special.finditer(through, begin))
-            spans.append((begin, marks[-1].end() if marks else len(through)))
+            spans[number] = (begin, marks[-1].end() if marks else len(through))
         return spans
 
-    def _answer_start(self, messages: Sequence[Message], through: str) -> int | None:
+    def _answer_start(
+        self, messages: Sequence[Message], variables: Message, through: str
+    ) -> int | None:
         """Where the answer to `messages` begins in the text up to its end: behind what the prompt
         for an answer shares with that text, as a prompt may hold a thought that answers lack. None:
         the prompt shares nothing of its own."""
-        prompt, _ = self._render(messages, add_generation_prompt=True)
+        prompt, _ = self._render(messages, variables, add_generation_prompt=True)
         if through.startswith(prompt):
             return len(prompt)
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, through)))
-        return shared if shared > len(self._render(messages)[0]) else None
+        return shared if shared > len(self._render(messages, variables)[0]) else None
 
     def _say_that_answers_change(self) -> None:
         if not self._has_said:
@@ -340,8 +387,12 @@ class ChatTokenizer:
         return number
 
 
-def _runs(ids: np.ndarray, supervised: np.ndarray) -> list[TextPiece]:
-    """Pieces of consecutive tokens that are equally supervised."""
-    cuts = np.flatnonzero(np.diff(supervised)) + 1
-    parts = zip(np.split(ids, cuts), np.split(supervised, cuts), strict=True)
-    return [TextPiece(tuple(i.tolist()), bool(s[0])) for i, s in parts if len(i)]
+def _runs(ids: np.ndarray, answers: np.ndarray) -> list[TextPiece]:
+    """Pieces of consecutive tokens that are of one answer, or of none."""
+    cuts = np.flatnonzero(np.diff(answers)) + 1
+    parts = zip(np.split(ids, cuts), np.split(answers, cuts), strict=True)
+    return [
+        TextPiece(tuple(i.tolist()), a[0] > UNANSWERED, answer=max(-1, int(a[0])))
+        for i, a in parts
+        if len(i)
+    ]

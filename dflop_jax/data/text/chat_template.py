@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -43,15 +44,24 @@ class ChatTemplate:
         self.takes_texts = self._shows("probe")
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        variables: Message = MappingProxyType({}),
+        *,
+        add_generation_prompt: bool = False,
     ) -> tuple[str, tuple[Span, ...]]:
         """The text, and the spans of characters that the template itself calls generated.
+
+        Args:
+          variables: of this conversation, such as its tools.
 
         ValueError when the template refuses the messages.
         """
         try:
             text = self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._variables
+                **{"tools": None, "documents": None, **self._variables, **variables},
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as e:  # a template may fail in any way on what it was not written for
             raise ValueError(f"{self._name}: chat template fails ({_line(e)})") from None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dflop_jax.data.media.kind import tag_of
 from dflop_jax.data.media.kinds import BUILT_IN, PLACEHOLDERS
@@ -15,7 +15,7 @@ from dflop_jax.data.text.tokenizer_files import encoded, load_tokenizer, n_ids
 TAG = tag_of(BUILT_IN)
 BREAK = "\ufdd2"  # inside what spells a tag or a special token and is text; encoding leaves it out
 BYTES = "bytes"  # the tokenizer that needs no file
-ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 # what the template needs of a tokenizer.json, and the names it may have there
 SPECIAL_TOKENS = {
     "im_start_id": ("<|im_start|>",),
@@ -112,14 +112,37 @@ def make_tokenizer(path: str = "", vocab_size: int | None = None) -> Tokenizer:
 
 
 @dataclass(frozen=True)
+class TemplateFields:
+    """What a record gives its chat template beside the turns: `messages`, of each turn further
+    fields of its message (reasoning_content, tool_calls), () where no turn has any; `variables` of
+    the whole template (tools, enable_thinking)."""
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self.variables).union(*self.messages)
+
+    def of_turns(self, n: int) -> Sequence[Mapping[str, Any]]:
+        """Return the fields of the first n turns."""
+        return self.messages[:n] or ({},) * n
+
+
+NO_FIELDS = TemplateFields()
+
+
+@dataclass(frozen=True)
 class TextPiece:
     """A run of text tokens, or (medium >= 0) the place of a medium's tokens. `weight` is that of
-    each token's loss, where they are supervised."""
+    each token's loss, where they are supervised, and `answer` counts the record's answers up to the
+    one that they are of; -1: that is not known."""
 
     ids: tuple[int, ...] = ()
     supervised: bool = False
     medium: int = -1
     weight: float = 1.0
+    answer: int = -1
 
 
 def chat_pieces(
@@ -127,13 +150,14 @@ def chat_pieces(
 ) -> tuple[TextPiece, ...]:
     """ChatML of (role, text) turns; answers and their end-of-turn token are supervised.
 
-    Roles are human, gpt and system. The k-th match of `tag` (see `kind.tag_of`) becomes medium k.
+    Roles are those of `ROLES`. The k-th match of `tag` (see `kind.tag_of`) becomes medium k.
     """
     pieces: list[TextPiece] = []
-    n_media = 0
+    n_media = n_answers = 0
     newline = tuple(tokenizer.encode("\n"))
     for t, (role, text) in enumerate(turns):
         answer = role == "gpt"
+        number = n_answers if answer else -1
         head = (tokenizer.im_start_id, *tokenizer.encode(ROLES[role] + "\n"))
         pieces.append(TextPiece((newline if t else ()) + head))
         for k, part in enumerate(tag.split(text)[::2]):
@@ -141,8 +165,10 @@ def chat_pieces(
                 pieces.append(TextPiece(medium=n_media))
                 n_media += 1
             if part:
-                pieces.append(TextPiece(tuple(tokenizer.encode(part.replace(BREAK, ""))), answer))
-        pieces.append(TextPiece((tokenizer.im_end_id,), answer))
+                ids = tuple(tokenizer.encode(part.replace(BREAK, "")))
+                pieces.append(TextPiece(ids, answer, answer=number))
+        pieces.append(TextPiece((tokenizer.im_end_id,), answer, answer=number))
+        n_answers += answer
     return tuple(pieces)
 
 

@@ -1,8 +1,13 @@
-"""What stands beside a tokenizer.json: named special tokens, the chat template, the right size."""
+"""Tokenizers in files, and those of a model's folder as `transformers` resolves them."""
 
 from __future__ import annotations
 
+import json
+import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,69 @@ import tokenizers
 
 from dflop_jax.data.bounds import MAX_TOKENIZER_BYTES, named, parse_json, read_bounded
 
+TOKENIZER = "tokenizer.json"
 SPARE_ROWS = 1024  # embeddings are padded to round sizes, by so many rows or 1/64 of them
+
+
+@dataclass(frozen=True)
+class FolderTokenizer:
+    """What `transformers` makes of a folder's tokenizer files.
+
+    Attributes:
+      backend: the tokenizer as the text of a tokenizer.json.
+      named: special tokens by the names that chat templates know them by, such as image_token.
+      template: the processor's chat template, or else the tokenizer's.
+    """
+
+    backend: str
+    named: Mapping[str, str]
+    template: str
+
+
+def resolve_tokenizer(folder: Path) -> FolderTokenizer:
+    """Return the tokenizer and chat template of a folder.
+
+    Raises:
+      ValueError: no tokenizer.json, one that cannot be read, no chat template, or a special token
+        that the configuration names and tokenizer.json lacks.
+    """
+    file = folder / TOKENIZER
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; data.tokenizer names a model's folder")
+    changed = tuple(sorted((f.name, f.stat().st_mtime_ns) for f in folder.glob("*.j*")))
+    return _resolved(folder, changed)
+
+
+@lru_cache(8)
+def _resolved(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderTokenizer:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it would say that torch is missing
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import AutoTokenizer
+        from transformers.processing_utils import ProcessorMixin
+
+        with named(f"{folder}: its tokenizer cannot be read", "; download its files again"):
+            load_tokenizer(folder / TOKENIZER)
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+            processor, _unused = ProcessorMixin.get_processor_dict(str(folder))
+    template = processor.get("chat_template") or tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"{folder}: no chat template; put the model's chat_template.jinja beside {TOKENIZER}"
+        )
+    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    here = (folder / TOKENIZER).read_text(encoding="utf-8")
+    for token in [*tokens.values(), *map(str, tokenizer.all_special_tokens)]:
+        if not any(json.dumps(token, ensure_ascii=ascii) in here for ascii in (False, True)):
+            raise ValueError(
+                f"{folder}: tokenizer_config.json names {token!r}, which {TOKENIZER} lacks; take "
+                "both files from one model"
+            )
+    return FolderTokenizer(tokenizer.backend_tokenizer.to_str(), tokens, template)
 
 
 def load_tokenizer(file: str | Path) -> tokenizers.Tokenizer:
@@ -19,12 +86,17 @@ def load_tokenizer(file: str | Path) -> tokenizers.Tokenizer:
     ValueError when it is something else.
     """
     with named(f"{file}: not a tokenizer.json", "; name one, or the model's folder"):
-        tokenizer = tokenizers.Tokenizer.from_buffer(read_bounded(Path(file), MAX_TOKENIZER_BYTES))
-        tokenizer.encode_special_tokens = True
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        if not tokenizer.get_vocab_size(with_added_tokens=True):
-            raise ValueError("it has no tokens")
+        return parse_tokenizer(read_bounded(Path(file), MAX_TOKENIZER_BYTES))
+
+
+def parse_tokenizer(text: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer of such a file's text; an error of the library, or a ValueError, for others."""
+    tokenizer = tokenizers.Tokenizer.from_buffer(text)
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if not tokenizer.get_vocab_size(with_added_tokens=True):
+        raise ValueError("it has no tokens")
     return tokenizer
 
 
@@ -58,49 +130,3 @@ def read_json(file: Path) -> dict[str, Any]:
         return parse_json(data, dict[str, Any])
     except ValueError as e:
         raise ValueError(f"{file}: not a JSON object ({e})") from None
-
-
-def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text of the special tokens that a tokenizer_config.json gives."""
-    extra = config.get("extra_special_tokens")
-    everything = {**config, **extra} if isinstance(extra, dict) else config
-    tokens = {}
-    for name, value in everything.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str) and text:
-            tokens[name] = text
-    return tokens
-
-
-def listed_tokens(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(field, text) of the special tokens that a tokenizer_config.json gives no names."""
-    tokens = []
-    for field in ("additional_special_tokens", "extra_special_tokens"):
-        listed = config.get(field)
-        for value in listed if isinstance(listed, list) else []:
-            text = value.get("content") if isinstance(value, dict) else value
-            tokens += [(field, text)] if isinstance(text, str) else []
-    return tokens
-
-
-def template_source(folder: Path, config: Mapping[str, Any]) -> str:
-    """The chat template of a folder: chat_template.jinja, or else chat_template.json (the
-    processor's), or else the tokenizer's configuration.
-
-    ValueError when there is none.
-    """
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        with named(f"{file}: not a template"):
-            return read_bounded(file, MAX_TOKENIZER_BYTES).decode("utf-8")
-    processors = read_json(folder / "chat_template.json")
-    template = processors.get("chat_template") or config.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if not isinstance(template, str):
-        raise ValueError(
-            f"{folder}: no chat template; put the model's chat_template.jinja beside tokenizer.json"
-        )
-    return template

@@ -10,27 +10,31 @@ from typing import Any
 from dflop_jax.data.text.pieces import TextPiece
 
 WEIGHT = "weight"  # the field of a turn, and of a record
-SWITCHES = ("loss", "train")  # fields of a turn: false means weight 0
+SWITCHES = ("loss", "train")  # fields of a turn: off means weight 0
+_ON, _OFF = (None, True, "true"), (False, "false")  # 1 equals True, 0 False
 
 
 def answer_weights(turns: Sequence[Any], roles: Sequence[str], of_all: Any) -> tuple[float, ...]:
     """The weight of every answer of a record: its turn's times the record's own, 1 where none is
-    given, 0 where `loss` or `train` of the turn is false; () where all are 1.
+    given, 0 where `loss` or `train` of the turn is false, 0 or "false"; () where all are 1.
 
     Args:
       turns: mappings, of which those of answers may have a weight, or one of `SWITCHES`.
       roles: human, gpt or system, of each.
 
     Raises:
-      ValueError: a weight that is none, or one of a turn that is no answer.
+      ValueError: a weight or switch that is none, or a weight of a turn that is no answer.
     """
     whole = _weight(of_all, "the record")
     weights = []
     for k, (turn, role) in enumerate(zip(turns, roles, strict=True)):
         fields = turn if isinstance(turn, Mapping) else {}
-        given = fields.get(WEIGHT)
+        given, switches = fields.get(WEIGHT), {name: fields.get(name) for name in SWITCHES}
+        for name, value in switches.items():
+            if value not in _ON + _OFF:
+                raise ValueError(f"{name} of turn {k} is {value!r:.50}; give true or false")
         if role == "gpt":
-            is_trained = not any(fields.get(name) is False for name in SWITCHES)
+            is_trained = not any(value in _OFF for value in switches.values())
             weights.append(whole * _weight(given, f"turn {k}") * is_trained)
         elif given is not None:
             raise ValueError(f"turn {k} has a weight and is no answer")
@@ -53,21 +57,18 @@ def trained_on(
     text supervised, too, if `prompts`.
 
     Raises:
-      ValueError: weights of another number of answers than the template has.
+      ValueError: weights where the template does not tell the answers apart.
     """
-    out, answer, inside = [], -1, False
+    out = []
     for p in pieces:
-        if p.medium < 0:  # a medium in an answer does not end it
-            answer += p.supervised and not inside
-            inside = p.supervised
-            if p.supervised and answer < len(weights):
-                p = replace(p, weight=weights[answer])
-            elif prompts and not p.supervised:
-                p = replace(p, supervised=True)
+        if weights and p.supervised:
+            if p.answer < 0:
+                raise ValueError(
+                    f"the chat template marks other text than its {len(weights)} answers as "
+                    "generated, so these cannot have weights"
+                )
+            p = replace(p, weight=weights[p.answer])
+        elif prompts and p.medium < 0:
+            p = replace(p, supervised=True)
         out.append(p)
-    if weights and answer + 1 != len(weights):
-        raise ValueError(
-            f"the chat template supervises {answer + 1} runs of text in {len(weights)} answers, so "
-            "these cannot have weights"
-        )
     return tuple(out)

@@ -150,7 +150,7 @@ def test_tokenizers_that_do_not_fit(form, tmp_path):
     small = DataConfig(path=str(tmp_path / "d.json"), tokenizer=str(whole))
     with pytest.raises(ValueError, match=r"whole: the tokenizer has \d+ ids, .* 128 rows"):
         make_source(small, SPECS[form], index_dir=tmp_path, vocab_size=128)
-    with pytest.raises(ValueError, match=r"lacks: .*eos_token='<eos>', which .*lacks"):
+    with pytest.raises(ValueError, match=r"lacks: .*'<eos>', which .*lacks"):
         make_source(
             DataConfig(path=small.path, tokenizer=str(lacks)), SPECS[form], index_dir=tmp_path
         )

@@ -154,7 +154,7 @@ def ask(content, answer="a", **more):
         ({"messages": []}, "no conversations or messages"),
         ({"messages": "{"}, "not JSON"),
         ({"messages": ["hi"]}, "message 0 is not"),
-        (ask("q") | {"messages": [{"role": "tool", "content": "x"}]}, "from 'tool', not user"),
+        (ask("q") | {"messages": [{"role": "critic", "content": "x"}]}, "from 'critic', not user"),
         (ask("<image> q"), "1 <image> tags for 0 images"),
         (ask("q", images=["a.png"]), "0 <image> tags for 1 images"),
         (ask([{"type": "image"}, text("q")]), "1 <image> tags for 0 images"),
@@ -199,13 +199,23 @@ def test_the_tag_of_a_question_needs_its_medium(folder):
 
 
 @pytest.mark.parametrize("switch", ["loss", "train"])
-def test_an_answer_may_be_left_out_of_the_loss(folder, switch):
-    turns = [*answered("Hi", "Bad"), *answered("Again", "Good")]
-    turns[1][switch], turns[3][switch] = False, True
-    assert record({"messages": turns}, folder).weights == (0.0, 1.0)
+@pytest.mark.parametrize("off, on", [(False, True), (0, 1), (0.0, 1.0), ("false", "true")])
+def test_an_answer_may_be_left_out_of_the_loss(folder, switch, off, on):
+    turns = [*answered("Hi", "Bad"), *answered("Again", "Good"), *answered("And", "so")]
+    turns[1][switch], turns[3][switch], turns[5][switch] = off, on, None
+    assert record({"messages": turns}, folder).weights == (0.0, 1.0, 1.0)
     conversation = talk("Hi", "Bad", "Again", "Good")
-    conversation[1][switch] = False
+    conversation[1][switch] = off
     assert record({"conversations": conversation}, folder).weights == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("value", ["no", "", 2, 0.5, []])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_what_leaves_an_answer_out_is_true_or_false(folder, turn, value):
+    turns = answered("Hi", "Bad")
+    turns[turn]["loss"] = value
+    with pytest.raises(ValueError, match=rf"loss of turn {turn} is .*; give true or false"):
+        record({"messages": turns}, folder)
 
 
 def test_a_system_prompt_may_stand_beside_the_conversation(folder):
@@ -222,3 +232,25 @@ def test_a_system_prompt_may_stand_beside_the_conversation(folder):
 def test_text_holds_no_mark_of_ours(folder):
     with pytest.raises(ValueError, match=r"U\+FDD2"):
         record({"conversations": talk("<\ufdd2image>", "x")}, folder)
+
+
+def test_keys_that_are_not_read_are_named(folder):
+    part = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a", "mood": 1}]
+    raw = {"messages": turns, "split": "train", "note": "", "tools": '[{"name": "f"}]'}
+    found = record(raw, folder)
+    assert found.unread == ("max_pixels", "split")
+    assert found.fields.names == {"mood", "tools"}
+    assert found.fields.variables == {"tools": [{"name": "f"}]}
+    for wrong in ({"chat_template_kwargs": "[]"}, {"system": 3}, {"tools": "{"}):
+        with pytest.raises(ValueError, match=r"no object|not text|JSON"):
+            record({**raw, **wrong}, folder)
+
+
+def test_an_answer_may_be_a_call_of_a_tool_alone(folder):
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    turns = [{"role": "user", "content": "q"}, calls, {"role": "tool", "content": "3"}]
+    found = record({"messages": [*turns, {"role": "assistant", "content": "a"}]}, folder)
+    assert [role for role, _ in found.turns] == ["human", "gpt", "tool", "gpt"]
+    with pytest.raises(ValueError, match="alternate"):
+        record({"messages": [turns[0], turns[2], calls]}, folder)

@@ -93,7 +93,7 @@ def test_every_kind_of_sample_is_as_large_as_its_count(tmp_path):
     found = MixtureSource(
         Mixture((MixturePart(str(made_dataset(tmp_path))),)),
         MEDIA,
-        lambda turns: chat_pieces(turns, tokenizer),
+        lambda turns, _: chat_pieces(turns, tokenizer),
         IndexRules(tmp_path / "index.npz", "bytes"),
     )
     counts = found.counts()

@@ -28,7 +28,7 @@ SMALL = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56), (
 TILED = DynamicTiling(tile_px=28, tokens_per_tile=4)
 
 
-def pieces(turns):
+def pieces(turns, _=None):
     return chat_pieces(turns, ByteTokenizer())
 
 
@@ -254,7 +254,7 @@ def test_a_picture_that_changed_since(tmp_path):
     file = made_dataset(tmp_path / "a", 2)
     found = source(Mixture((MixturePart(str(file)),)), tmp_path)
     (tmp_path / "a" / "exact.png").write_bytes((tmp_path / "a" / "thin.png").read_bytes())
-    with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*delete the index"):
+    with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*start the run again"):
         media(found, 1)
     (tmp_path / "a" / "exact.png").unlink()
     with pytest.raises(ValueError, match="missing file"):

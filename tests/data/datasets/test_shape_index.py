@@ -27,10 +27,10 @@ from dflop_jax.data.datasets.shape_index import (
     table_of,
 )
 from dflop_jax.data.text.pieces import chat_pieces
-from tests.data.media_cases import SHARED, made_dataset, make_shards
+from tests.data.media_cases import SHARED, made_dataset, make_shards, write_clip, write_wav
 
 
-def pieces(turns):
+def pieces(turns, _=None):
     return chat_pieces(turns, ByteTokenizer())
 
 
@@ -109,7 +109,7 @@ def test_tables_are_joined(dataset, tmp_path):
 def test_only_what_changed_is_made_anew(dataset, tmp_path):
     calls = []
 
-    def counted(turns):
+    def counted(turns, _=None):
         calls.append(turns)
         return pieces(turns)
 
@@ -132,6 +132,44 @@ def test_only_what_changed_is_made_anew(dataset, tmp_path):
     os.utime(other, ns=(1, 1))  # the same time, another size
     assert update() == 2
     assert update("another tokenizer") == 14
+
+
+def test_media_that_changed_under_their_names_are_read_again(tmp_path, caplog):
+    """And those that were missing or broken when the index was made."""
+    path = made_dataset(tmp_path, 5)
+    records = json.loads(path.read_text())
+    records[2]["image"][2] = "late.png"
+    path.write_text(json.dumps(records))
+    (tmp_path / "exact.png").write_bytes(b"cut")
+    (later := tmp_path / "later").mkdir()
+    file, readers = tmp_path / "index.npz", {"a": open_reader(path, [tmp_path, later])}
+
+    def found(**how):
+        made = partial(RowsHere, readers, pieces)
+        return rows(update_index(file, readers, made, "bytes", **how)["a"].table)
+
+    def picture(name, width):
+        Image.new("RGB", (width, 9)).save(tmp_path / name)
+
+    assert [r[0] for r in found()] == [0, 3, 4]
+    picture("exact.png", 20)
+    assert "id=r1" in caplog.text
+    assert [r[0] for r in found(check_media=False)] == [0, 3, 4]
+    assert found()[1][3] == [("image", 20, 9, 0, 0)]
+    picture("later/late.png", 30)
+    assert found()[2][3][2] == ("image", 30, 9, 0, 0)
+    write_wav(tmp_path / "a.wav", np.zeros((1, 8000)), 8000)
+    assert found()[4][3] == [("audio", 0, 0, 0, 16_000)]
+    state = os.stat(tmp_path / "a.mp4")
+    write_clip(tmp_path / "a.mp4", 3)
+    os.utime(tmp_path / "a.mp4", ns=(1, state.st_mtime_ns))  # the same time, another size
+    assert found()[3][3] == [("video", 64, 48, 2, 0)]
+    assert "1 files of media changed since they were indexed" in caplog.text
+    written = file.stat().st_mtime_ns
+    found()
+    assert file.stat().st_mtime_ns == written
+    (tmp_path / "a.wav").unlink()
+    assert [r[0] for r in found()] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK", None])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.media.internvl_tiles import DynamicTiling, tile_counts, tile_grids
-from models.vit import MEAN, STD
+from models.processors import MEAN, STD
 
 SIZES = [(1, 1), (448, 448), (449, 448), (896, 448), (20000, 1), (1, 20000), (1250, 1000),
          (634, 634), (633, 633), (700, 350), (3000, 1000), (20000, 20000)]  # fmt: skip

@@ -8,13 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from dflop_jax.data import ByteTokenizer
+from dflop_jax.data import BadSample, ByteTokenizer
 from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.pool.messages import DecoderReply
@@ -87,7 +86,7 @@ def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
 def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """As `data.build.open_rows`, of a dataset file; records of `harm` do what it says."""
     reader = open_reader(arguments["path"])
-    here = RowsHere({"a": reader}, partial(chat_pieces, tokenizer=ByteTokenizer()))
+    here = RowsHere({"a": reader}, lambda turns, _: chat_pieces(turns, ByteTokenizer()))
 
     def answer(line: bytes, _: object) -> DecoderReply:
         rows = list(here.answer(line, None).rows)
@@ -96,9 +95,9 @@ def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object],
             try:
                 hurt(at["number"], harm, argument)
             except ValueError as e:
-                rows[k] = f"{at['place']}: {e}"
+                rows[k] = BadSample(f"{at['place']}: {e}")
             if harm == "lie":
-                rows[k] = ({**rows[k][0], "text_tokens": -1}, rows[k][1])
+                rows[k] = rows[k]._replace(record={**rows[k].record, "text_tokens": -1})
             elif harm == "warn":
                 logging.getLogger("dflop_jax.data").warning("odd")
         return DecoderReply(rows=tuple(rows))

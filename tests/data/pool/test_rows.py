@@ -12,6 +12,7 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import BadSample, ByteTokenizer, make_source
+from dflop_jax.data.build import open_source
 from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere, _rows
 from dflop_jax.data.datasets.index_build import update_index
 from dflop_jax.data.datasets.readers import open_reader
@@ -28,8 +29,7 @@ MEMORY = 256 << 20
 
 
 def here(reader):
-    tokens = partial(chat_pieces, tokenizer=ByteTokenizer())
-    return RowsHere({"a": reader}, tokens)
+    return RowsHere({"a": reader}, lambda turns, _: chat_pieces(turns, ByteTokenizer()))
 
 
 def hostile(path, harm):
@@ -78,6 +78,18 @@ def test_the_same_index_as_made_here(tmp_path, shards):
     assert indexes[0] == indexes[1]
 
 
+def test_processes_that_decode_take_the_index_as_it_is(tmp_path):
+    """Whoever made the source has looked for media that changed; others could come to another."""
+    path = made_dataset(tmp_path / "d", 5)
+    config, spec = DataConfig(path=str(path), max_tokens=4096), media_spec(32, 4, sound=MelSpec())
+    made = make_source(config, spec, index_dir=tmp_path / "i", vocab_size=512, apart=False)
+    (file,) = (tmp_path / "i").iterdir()
+    before = file.read_bytes()
+    (tmp_path / "d" / "a.wav").write_bytes(b"")
+    assert len(open_source(made.opened_by.arguments)) == 5
+    assert file.read_bytes() == before
+
+
 @pytest.mark.slow
 def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
     path = made_dataset(tmp_path / "d", 80)
@@ -115,12 +127,13 @@ def test_rows_are_not_believed(tmp_path):
     places = list(reader.locate())
     reply = here(reader).answer(msgspec.json.encode(("a", places)), None)
     assert _rows(3, BUILT_IN, reply, None) == list(reply.rows)
-    assert _rows(1, BUILT_IN, DecoderReply(rows=("why",)), None) == [BadSample("why")]
-    record, media = reply.rows[1]
+    assert _rows(1, BUILT_IN, DecoderReply(rows=(BadSample("why"),)), None) == [BadSample("why")]
+    row = reply.rows[1]
+    record = row.record
     for wrong in ({**record, "file": 1 << 31}, {**record, "lot": -1}, {**record, "more": 1}, {}):
         with pytest.raises(ValueError, match="a row"):
-            _rows(1, BUILT_IN, DecoderReply(rows=((wrong, media),)), None)
+            _rows(1, BUILT_IN, DecoderReply(rows=(row._replace(record=wrong),)), None)
     with pytest.raises(ValueError, match="a row"):
-        _rows(1, BUILT_IN, DecoderReply(rows=((record, ({"kind": 1},)),)), None)
+        _rows(1, BUILT_IN, DecoderReply(rows=(row._replace(media=({"kind": 1},)),)), None)
     with pytest.raises(ValueError, match="3 rows of 2 records"):
         _rows(2, BUILT_IN, reply, None)

@@ -205,15 +205,16 @@ def test_text_cannot_spell_a_special_token(tmp_path, template, text):
     assert chat.decode([i for p in other if p.supervised for i in p.ids]) == text
 
 
+ADDED = {"__type": "AddedToken", "special": True}
 BAD = {
     "no chat template": lambda f: write(f, None),
     "no valid jinja": lambda f: write(f, "{% for"),
-    "eos_token='<eos>', which": lambda f: write(f, config={"eos_token": "<eos>"}),
-    "pad_token='<p>', which": lambda f: write(f, config={"pad_token": {"content": "<p>"}}),
-    "additional_special_tokens='<z>', which": lambda f: write(
-        f, config={"additional_special_tokens": ["<image>", {"content": "<z>"}]}
+    "'<eos>', which": lambda f: write(f, config={"eos_token": "<eos>"}),
+    "'<p>', which": lambda f: write(f, config={"pad_token": {**ADDED, "content": "<p>"}}),
+    "'<z>', which": lambda f: write(
+        f, config={"additional_special_tokens": ["<image>", {**ADDED, "content": "<z>"}]}
     ),
-    "not a JSON object": lambda f: (write(f) / "tokenizer_config.json").write_text("[1"),
+    "tokenizer cannot be read": lambda f: (write(f) / "tokenizer_config.json").write_text("[1"),
     "not a tokenizer.json": lambda f: (write(f) / "tokenizer.json").write_text("{}"),
     "no such file": lambda f: (write(f) / "tokenizer.json").unlink(),
 }
@@ -346,4 +347,6 @@ def test_the_processors_template_goes_before_the_tokenizers(tmp_path):
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
     assert ChatTokenizer(folder).template == PARTS
     (folder / "chat_template.jinja").write_text(MARKED)
+    assert ChatTokenizer(folder).template == PARTS  # as transformers has it
+    (folder / "chat_template.json").unlink()
     assert ChatTokenizer(folder).template == MARKED

@@ -1,0 +1,242 @@
+"""What the processor files of a published folder ask for: how colours become numbers, and facts for
+whoever prepares the data.
+
+A value that the code here cannot honour is refused by its name, so that nothing is prepared
+otherwise than the published processor does. What a file leaves out is as in the published class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Colours = tuple[float, float, float]  # of red, green and blue
+Settings = Mapping[str, Any]
+
+# Files with the settings of a processor, the published order; a newer folder has them all in ALL.
+ALL = "processor_config.json"
+FILES: Mapping[str, tuple[str, ...]] = {
+    "image_processor": ("preprocessor_config.json",),
+    "video_processor": ("video_preprocessor_config.json", "preprocessor_config.json"),
+    "feature_extractor": ("preprocessor_config.json",),
+}
+
+
+@dataclass(frozen=True)
+class Processing:
+    """Colours of 0 to 255 times `scale` plus `shift` are what a tower reads; `facts` are further
+    ones of `MultimodalModel.preprocessing`."""
+
+    scale: Colours
+    shift: Colours
+    facts: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, mean: Sequence[float], std: Sequence[float], factor: float = 1 / 255) -> Processing:
+        """Return that of colours which are scaled by a factor, less their mean, over `std`."""
+        scale = [factor / s for s in std]
+        shift = [-m / s for m, s in zip(mean, std, strict=True)]
+        return cls((scale[0], scale[1], scale[2]), (shift[0], shift[1], shift[2]))
+
+    def normalised(self, colours: jax.Array, *, innermost: bool) -> jax.Array:
+        """Return uint8 [..., n] as float32; of the n values colours come by turns (`innermost`), or
+        all of one and then all of the next."""
+        spread: Callable[..., np.ndarray] = np.tile if innermost else np.repeat
+        scale, shift = (
+            spread(np.array(c, np.float32), colours.shape[-1] // 3).reshape(
+                (1,) * (colours.ndim - 1) + (-1,)
+            )
+            for c in (self.scale, self.shift)
+        )
+        return colours.astype(jnp.float32) * scale + shift
+
+
+HALVES = Processing.of((0.5,) * 3, (0.5,) * 3)  # -1 to 1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours
+IMAGENET = Processing.of(MEAN, STD)
+
+_COLOURS = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+_CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+_NONE = {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+_USUAL = {"do_resize": True, "resample": 3, **_COLOURS}
+_NATIVE = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+_QWEN_CLIPS = {
+    **_USUAL, **_HALF, **_NATIVE, "do_sample_frames": True, "max_duration": None, "fps": 2,
+    "size": {"shortest_edge": 131072, "longest_edge": 786432}, "min_frames": 4, "max_frames": 768,
+    "num_frames": None, "cap_pixels_per_frame": None, "max_video_tokens": 768,
+}  # fmt: skip
+_TILED_CLIPS = {
+    **_USUAL, **_CLIP, "size": {"height": 384, "width": 384}, "do_center_crop": None,
+    "do_sample_frames": False,
+}  # fmt: skip
+# By model_type, what the published classes say of pictures and clips where a file does not.
+PICTURES: Mapping[str, Settings] = {
+    "qwen3_vl": {**_USUAL, **_CLIP, **_NATIVE, "patch_size": 14},
+    "llava_onevision": {**_USUAL, **_CLIP, "do_pad": True, "image_grid_pinpoints": None,
+                        "size": {"height": 384, "width": 384}},
+    "internvl": {**_USUAL, **_CLIP, "min_patches": 1, "size": {"height": 384, "width": 384}},
+    "gemma3": {**_USUAL, **_HALF, "resample": 2, "size": {"height": 224, "width": 224}},
+    "gemma4": {**_USUAL, **_NONE, "do_normalize": False, "patch_size": 16,
+               "pooling_kernel_size": 3, "max_soft_tokens": 280},
+}  # fmt: skip
+CLIPS: Mapping[str, Settings] = {
+    "qwen3_vl": _QWEN_CLIPS,
+    "llava_onevision": _TILED_CLIPS,
+    "internvl": {**_TILED_CLIPS, "initial_shift": True},
+    "gemma4": {**_USUAL, **_NONE, "do_sample_frames": True, "num_frames": 32, "patch_size": 16,
+               "pooling_kernel_size": 3, "max_soft_tokens": 70},
+}  # fmt: skip
+SOUNDS: Settings = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400,
+                    "chunk_length": 30, "padding_value": 0.0, "dither": 0.0}  # fmt: skip
+_SAME = {"qwen3_5": "qwen3_vl"}  # families with the processors of another
+# Settings of clips at native resolution that are facts of `native`, and their names there.
+_CLIP_FACTS = ("min_frames", "num_frames", "cap_pixels_per_frame", "max_video_tokens")
+
+
+def picture_processing(folder: Path, kind: str, size: Any) -> Processing | None:
+    """Return how a folder's processors prepare pictures and clips of a tower; None: it has no file
+    of them.
+
+    Args:
+      kind: model_type of the folder.
+      size: of the tower, which the files have to fit.
+
+    Raises:
+      ValueError: a file that is not JSON, or a value that is not honoured here.
+    """
+    kind = _SAME.get(kind, kind)
+    pictures, file = _settings(folder, "image_processor", PICTURES.get(kind))
+    clips, clip_file = _settings(folder, "video_processor", CLIPS.get(kind))
+    if pictures is None:
+        return None
+    fixed = {**PICTURES[kind], **_of_tower(kind, size)}
+    honoured = {*_COLOURS, "image_mean", "image_std", "image_grid_pinpoints", "max_soft_tokens"}
+    if kind == "qwen3_vl":
+        honoured.add("size")
+    _check(pictures, fixed, honoured, file)
+    processing = _colours(pictures, file, twice=kind == "gemma4")
+    facts: dict[str, Any] = {}
+    if kind == "llava_onevision":
+        grids = pictures["image_grid_pinpoints"]
+        facts = {"pinpoints": tuple(map(tuple, grids))} if grids else {}
+        facts["mean"] = tuple(pictures["image_mean"])
+    elif kind == "gemma4":
+        facts["soft_tokens"] = pictures["max_soft_tokens"]
+    if clips is not None and clip_file != file:
+        fixed = {**CLIPS[kind], **_of_tower(kind, size)}
+        own = {"size", "fps", "max_frames", *_CLIP_FACTS} if kind == "qwen3_vl" else {"num_frames"}
+        _check(clips, fixed, {*_COLOURS, "image_mean", "image_std", "max_soft_tokens", *own},
+               clip_file)  # fmt: skip
+        of_clips = _colours(clips, clip_file, twice=kind == "gemma4")
+        if of_clips != processing:
+            raise ValueError(
+                f"{clip_file}: image_mean, image_std or rescale_factor differ from those of "
+                f"{file.name}; one tower reads both: give both files the same"
+            )
+    if clips is not None and kind == "qwen3_vl":
+        facts |= {name: clips[name] for name in _CLIP_FACTS if clips[name] is not None}
+        facts["min_clip_pixels"] = clips["size"]["shortest_edge"]
+    if clips is not None and kind == "gemma4":
+        facts["frame_tokens"] = clips["max_soft_tokens"]
+    return Processing(processing.scale, processing.shift, tuple(sorted(facts.items())))
+
+
+def sound_facts(folder: Path, mel_bins: int, frames: int) -> dict[str, Any]:
+    """Return facts of `mel` of a folder's feature extractor; {}: it has no file of one.
+
+    Raises:
+      ValueError: a file that is not JSON, a value that is not honoured here, or one that the
+        encoder of so many bins and frames cannot take.
+    """
+    sounds, file = _settings(folder, "feature_extractor", SOUNDS)
+    if sounds is None:
+        return {}
+    fits = {"feature_size": mel_bins}
+    _check(
+        sounds, {**SOUNDS, **fits}, {"sampling_rate", "hop_length", "n_fft", "chunk_length"}, file
+    )
+    given = sounds["chunk_length"] * sounds["sampling_rate"] // sounds["hop_length"]
+    if given != frames:
+        raise ValueError(
+            f"{file}: chunk_length, sampling_rate and hop_length give {given} frames, the encoder "
+            f"takes {frames}; take both files from one model"
+        )
+    return {
+        "sample_rate": sounds["sampling_rate"],
+        "hop": sounds["hop_length"],
+        "n_fft": sounds["n_fft"],
+        "window_s": float(sounds["chunk_length"]),
+    }
+
+
+def _of_tower(kind: str, size: Any) -> dict[str, Any]:
+    """The settings that follow from a tower's size."""
+    if kind == "qwen3_vl":
+        sides = {"patch_size": size.patch_px, "merge_size": size.merge}
+        return {**sides, "temporal_patch_size": size.frames}
+    if kind == "gemma4":
+        return {"patch_size": size.patch_px, "pooling_kernel_size": size.merge}
+    return {"size": {"height": size.tile_px, "width": size.tile_px}}
+
+
+def _settings(folder: Path, part: str, usual: Settings | None) -> tuple[Settings | None, Path]:
+    """The settings of a part, complete by the usual ones, and the file that has them; None: there
+    is no such file, or the family has no such part."""
+    for name, key in ((ALL, part), *((name, "") for name in FILES[part])):
+        file = folder / name
+        if usual is None or not file.is_file():
+            continue
+        try:
+            found = json.loads(file.read_text(encoding="utf-8-sig"))
+        except ValueError as e:
+            raise ValueError(f"{file}: not JSON ({e}); download it again") from None
+        found = found.get(key) if key and isinstance(found, dict) else found
+        if isinstance(found, dict):
+            given = {k: v for k, v in found.items() if v is not None or usual.get(k) is not None}
+            kept_null = {"fps"} if given.get("num_frames") else set()
+            return {**usual, **{k: v for k, v in given.items() if v is not None or k in kept_null}
+                    }, file  # fmt: skip
+    return None, folder
+
+
+def _check(settings: Settings, fixed: Settings, honoured: set[str], file: Path) -> None:
+    """ValueError unless the settings that are not honoured are the fixed ones."""
+    for name, value in fixed.items():
+        given = settings.get(name, value)
+        if name not in honoured and _plain(given) != _plain(value):
+            raise ValueError(
+                f"{file}: {name} {given} is not honoured, this model takes {value}; mend the file, "
+                "or take another model"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A setting, one number in place of two equal sides."""
+    sides = set(value.values()) if isinstance(value, dict) else {None}
+    return sides.pop() if len(sides) == 1 and isinstance(value, dict) else value
+
+
+def _colours(settings: Settings, file: Path, *, twice: bool) -> Processing:
+    """How colours become numbers; `twice`: the tower itself takes 0 to 1 to -1 to 1."""
+    factor = settings["rescale_factor"] if settings["do_rescale"] else 1.0
+    mean, std = (
+        [float(v) for v in np.broadcast_to(np.array(settings[name], float), 3)]
+        if settings["do_normalize"] else [usual] * 3
+        for name, usual in (("image_mean", 0.0), ("image_std", 1.0))
+    )  # fmt: skip
+    if min(map(abs, std)) == 0:
+        raise ValueError(f"{file}: image_std {std} must not be 0")
+    if twice:  # 2 (x - 0.5) of what the processor gives
+        mean, std = [m + s / 2 for m, s in zip(mean, std)], [s / 2 for s in std]
+    return Processing.of(mean, std, factor)

@@ -1,0 +1,171 @@
+"""Records of the shapes that public datasets have, rendered as `transformers` renders them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data import MediaSpec, make_source
+from dflop_jax.data.datasets.llava_records import parse_record
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.weighting import trained_on
+from tests.data.text.test_chat import write
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"]
+BODY = """{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}
+{%- if c.type == 'text' %}{{ c.text }}{% else %}{{ '<' + c.type + '>' }}{% endif %}
+{%- endfor %}{% endif %}"""
+PARTS_BODY = """{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% else %}
+{{- '<' + c.type + '>' }}{% endif %}{% endfor %}"""
+PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+HEAD = """{%- if tools is not none %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}
+{%- endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"""
+CALLS = "{% for t in m.tool_calls or [] %}{{ '\n<call>' + (t | tojson) + '</call>' }}{% endfor %}"
+END = "{{ '<|im_end|>\n' }}{% endfor %}"
+LAST = """{%- set last = namespace(user=-1) %}{% for m in messages if m.role == 'user' %}
+{%- set last.user = messages.index(m) %}{% endfor %}"""
+THOUGHT = """{% if m.reasoning_content and loop.index0 > last.user %}
+{{- '<think>\n' + m.reasoning_content + '\n</think>\n' }}{% endif %}"""
+TEMPLATES = {
+    "either": HEAD + BODY + CALLS + END + PROMPT,
+    "parts only": HEAD + PARTS_BODY + END + PROMPT,
+    "strings only": HEAD + "{{ m.content + '' }}" + END + PROMPT,
+    "thinking": LAST + HEAD + THOUGHT + BODY + CALLS + END + (
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% if enable_thinking is "
+        "defined and not enable_thinking %}{{ '<think>\n\n</think>\n' }}{% endif %}{% endif %}"
+    ),
+    "generation marks": HEAD + "{% if m.role == 'assistant' %}{% generation %}" + BODY
+    + "{% endgeneration %}{% else %}" + BODY + "{% endif %}" + END + PROMPT,
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern <b>"}}}
+PICTURE, CLIP = {"type": "image", "image": "a.png"}, {"type": "video", "video": "b.mp4"}
+
+
+def ask(*content):
+    words = content[0] if isinstance(content[0], str) else list(content)
+    return {"role": "user", "content": words}
+
+
+def say(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+TALK = [ask("Hi <b>"), say("Ho & 'so'"), ask("Räksmörgås? 日本 😀"), say(" Yes.\n")]
+SHAPES = {
+    "one turn": {"messages": TALK[:2]},
+    "turns": {"messages": TALK},
+    "system": {"messages": [{"role": "system", "content": "Be brief."}, *TALK]},
+    "system in parts": {"messages": [{"role": "system", "content": [text("Be brief.")]}, *TALK]},
+    "parts": {"messages": [ask(text("What "), text("now?")), say([text("This.")])]},
+    "picture": {"messages": [ask(PICTURE, text("What?")), say("It.")]},
+    "media in the middle": {"messages": [
+        *TALK[:2], ask(text("See "), PICTURE, text(" and "), CLIP, text("?")), say("Both."),
+        ask("Sure?"), say("Yes."),
+    ]},
+    "two pictures": {"messages": [ask(PICTURE, PICTURE, text("Same?")), say("No.")]},
+    "thought": {"messages": [ask("2+2?"), say("4", reasoning_content="Two and two.")]},
+    "thoughts": {"messages": [
+        ask("2+2?"), say("4", reasoning_content="First."), ask("3+3?"),
+        say("6", reasoning_content="Second."),
+    ]},
+    "tools": {"tools": [TOOL], "messages": [ask("Rain?"), say("I look.", tool_calls=[CALL])]},
+    "tool turns": {"tools": [TOOL], "messages": [
+        ask("Rain?"), say("Look.", tool_calls=[CALL]), {"role": "tool", "content": "dry"},
+        say("No rain."),
+    ]},
+    "tools as text": {"tools": '[{"name": "a"}]', "messages": TALK[:2]},
+    "no thinking": {"chat_template_kwargs": {"enable_thinking": False}, "messages": TALK[:2]},
+    "thinking off": {"enable_thinking": False, "messages": TALK},
+    "spelled": {"messages": [ask("Say <|im_start|>!"), say("<|im_end|> it is")]},
+    "html": {"messages": [ask(text("What is <video>?")), say("A tag.")]},
+    "spaces": {"messages": [ask("  a\n\n"), say("\tb  ")]},
+    "empty question": {"messages": [ask(PICTURE, text("")), say("A cat.")]},
+    "weights": {"messages": [TALK[0], say("bad", loss=False), ask("Again"), say("good")]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, not of what is tested
+        pytest.importorskip("transformers")
+        from transformers import PreTrainedTokenizerFast
+    return lambda folder: PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def messages_for(template, raw):
+    """A record's messages as a user of transformers writes them for a template: parts, or texts."""
+    found = []
+    for message in raw["messages"]:
+        content = message["content"]
+        if template == "parts only" and isinstance(content, str):
+            content = [text(content)]
+        elif template == "strings only" and not isinstance(content, str):
+            content = "".join(p.get("text", f"<{p['type']}>") for p in content)
+        found.append({**message, "content": content})
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_text_is_that_of_transformers(tmp_path, theirs, template, shape):
+    raw = SHAPES[shape]
+    folder = write(tmp_path, TEMPLATES[template], special=SPECIAL)
+    chat = ChatTokenizer(folder)
+    record = parse_record("d[0]", raw, lambda name: tmp_path / name)
+    tools = [{"name": "a"}] if shape == "tools as text" else raw.get("tools")
+    options = raw.get("chat_template_kwargs", {k: raw[k] for k in ("enable_thinking",) if k in raw})
+    expected = theirs(folder).apply_chat_template(
+        messages_for(template, raw), tools=tools, tokenize=False, **options
+    )
+    pieces = trained_on(chat.pieces(record.turns, record.fields), record.weights, prompts=False)
+    said = "".join("#" if p.medium >= 0 else chat.spelled(p.ids) for p in pieces)
+    if shape != "html":
+        expected = re.sub("<image>|<video>", "#", expected)
+    assert said == expected
+    supervised = "".join(chat.spelled(p.ids) for p in pieces if p.supervised and p.weight)
+    last = raw["messages"][-1]["content"]
+    last = last if isinstance(last, str) else last[0]["text"]
+    assert supervised.rstrip("\n").endswith("<|im_end|>")
+    assert last in supervised
+    assert "bad" not in supervised
+    assert not any(t["content"] in supervised for t in raw["messages"] if t["role"] == "tool")
+
+
+def test_what_a_template_does_not_ask_for_is_not_shown(tmp_path):
+    chat = ChatTokenizer(write(tmp_path, TEMPLATES["either"], special=SPECIAL))
+    assert [n for n in ("tools", "tool_calls", "reasoning_content") if chat.shows(n)] == [
+        "tools", "tool_calls",
+    ]  # fmt: skip
+
+
+def test_processes_that_read_records_do_not_import_transformers(tmp_path):
+    """They are given what the main process made of the folder."""
+    folder = write(tmp_path / "t", TEMPLATES["either"], special=SPECIAL)
+    (tmp_path / "d.json").write_text(json.dumps([SHAPES["tools"]]))
+    config = DataConfig(path=str(tmp_path / "d.json"), tokenizer=str(folder))
+    spec = MediaSpec.of({}, {})
+    source = make_source(config, spec, index_dir=tmp_path, apart=False)
+    program = (
+        "import json, sys\nfrom dflop_jax.data.build import open_rows, open_source\n"
+        "arguments = json.load(sys.stdin)\nopen_rows(arguments)\n"
+        "print(open_source(arguments).sample(0).fields['llm']['tokens'].tolist())\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    arguments = json.dumps(source.opened_by.arguments)
+    run = subprocess.run(
+        [sys.executable, "-c", program], input=arguments, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == source.sample(0).fields["llm"]["tokens"].tolist()

@@ -85,11 +85,7 @@ def log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
     padded = np.zeros((windows, spec.window_samples), np.float32)
     padded.reshape(-1)[:n] = sound[:n]
     features = [_window_log_mel(w, spec) for w in padded]
-    return (
-        np.stack(features)
-        if features
-        else np.zeros((0, spec.n_mels, spec.window_frames), np.float32)
-    )
+    return np.array(features, np.float32).reshape(-1, spec.n_mels, spec.window_frames)
 
 
 def _window_log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:

@@ -198,8 +198,8 @@ def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setti
         show(escape(f"  {data.compared}"))
     if data.unread:
         show(escape(f"  not read: {counted_keys(data.unread)}"))
-    if remedy := remedy_of(data.bad_by_reason):
-        show(escape(f"  {remedy}"))
+    for more in filter(None, (remedy_of(data.bad_by_reason), data.beginnings)):
+        show(escape(f"  {more}"))
     for name, values in data.tokens.items():
         if len(values):
             show(f"  {name}: {values.min():,} to {values.max():,} tokens, median "

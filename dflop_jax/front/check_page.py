@@ -66,7 +66,7 @@ def _data(data: DataLook, limits: str) -> list[str]:
     )
     bad = f"<table><tr><th>n</th><th>reason</th><th>records</th></tr>{rows}</table>" if rows else ""
     bad += f"<p>Not read: {escape(counted_keys(data.unread))}.</p>" if data.unread else ""
-    remedy = remedy_of(data.bad_by_reason)
+    remedy = "; ".join(filter(None, (remedy_of(data.bad_by_reason), data.beginnings)))
     bad += f"<p>{escape(remedy[0].upper() + remedy[1:])}.</p>" if remedy else ""
     cut = (
         f"<p>{escape(limits)}: text is cut of {data.cut_text:,} samples, media are gone from "

@@ -24,7 +24,7 @@ from dflop_jax.data.datasets.located import Located
 from dflop_jax.data.datasets.reasons import by_reason
 from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
 from dflop_jax.data.decoder import BadSample
-from dflop_jax.data.media.counts import described, fit, sample_counts
+from dflop_jax.data.media.counts import cut_media, described, fit, sample_counts
 from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
@@ -69,6 +69,7 @@ class DataLook:
       compared: whether transformers prepares some samples alike, "" where it is not asked.
       unread: keys of usable records that are not read, with the number of their records.
       longest: (name, tokens, media in words), the longest first.
+      beginnings: how many media the model takes only the beginning of, "" for none.
       cut_text, cut_media, too_long: samples whose text is cut, that lose media, and that are left
         out, by data.max_tokens.
     """
@@ -85,6 +86,7 @@ class DataLook:
     tokens: dict[str, np.ndarray] = field(default_factory=dict)
     pieces: dict[str, np.ndarray] = field(default_factory=dict)
     longest: tuple[tuple[str, int, str], ...] = ()
+    beginnings: str = ""
     cut_text: int = 0
     cut_media: int = 0
     too_long: int = 0
@@ -235,6 +237,7 @@ def _figures(
             )
             for i in longest
         ),
+        "beginnings": cut_media(table, opened.how),
         "cut_text": int((fits & (cut.text_tokens < counts.text_tokens)).sum()),
         "cut_media": int((fits & (cut.n_media < counts.n_media)).sum()),
         "too_long": int((~fits).sum()),

@@ -14,6 +14,7 @@ from dflop_jax.cli import check, terminal
 from dflop_jax.config import DataConfig, ModelConfig
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.reasons import reason_of
+from dflop_jax.data.media.limits import Limits
 from dflop_jax.front.check_page import page
 from dflop_jax.front.data_check import DataLook, Passage, ShownSample
 from dflop_jax.front.place_check import Fact
@@ -21,7 +22,7 @@ from dflop_jax.train.prepare import build_model
 from dflop_jax.weights import AdapterForm, write_adapter
 from models import llava
 from tests.cli.command_line import refused, run
-from tests.data.media_cases import made_dataset, talk
+from tests.data.media_cases import made_dataset, talk, write_wav
 from tests.front.made import llava_data, processor_files
 from tests.train.lora_cases import with_adapters
 
@@ -107,6 +108,21 @@ def test_bad_records_are_counted_by_reason(capsys):
         "missing file": 2, "cannot be decoded": 1, "an answer is empty": 1,
     }  # fmt: skip
     assert "gone.png" in Path(said["page"]).read_text()
+
+
+def test_sounds_that_are_heard_in_part_are_counted(capsys, caplog):
+    model = build_model(ModelConfig(*check.STAND_IN))
+    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
+    heard_s = spec.prepared(Limits())["audio"].spec.max_samples // 16_000
+    for k, seconds in enumerate((1, heard_s, heard_s + 1, 3 * heard_s)):
+        write_wav(Path(f"{k}.wav"), np.full((1, seconds * 1000), 900), 1000)
+    records = [{"audio": f"{k}.wav", "conversations": talk("<audio>?", "x")} for k in range(4)]
+    Path("d.json").write_text(json.dumps(records))
+    _, said, _ = answer(capsys, "--data", "d.json")
+    says = f"ounds longer than the {heard_s} s that the model hears: 2; split them"
+    assert says in Path(said["page"]).read_text()
+    make_source(DataConfig(path="d.json", max_tokens=10**6), spec, apart=False)
+    assert says in caplog.text
 
 
 def test_some_of_many_records(capsys):

@@ -19,7 +19,14 @@ from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, short_names, shown
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import counted_keys, joined
-from dflop_jax.data.media.counts import SampleCounts, described, fit, load_of, sample_counts
+from dflop_jax.data.media.counts import (
+    SampleCounts,
+    cut_media,
+    described,
+    fit,
+    load_of,
+    sample_counts,
+)
 from dflop_jax.data.media.decode import DecodedMedia, decode_media
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
@@ -137,6 +144,8 @@ class MixtureSource:
         dataset_of = {key: k for k, key in enumerate(readers)}
         self._dataset = np.repeat(np.arange(len(readers)), np.diff(starts))
         self._counts, usable = sample_counts(self._table, how)
+        if cut := cut_media(self._table, how):
+            logger.warning("%s: %s", name, cut)
         listed = sum(index[key].listed for key in readers)
         self.unusable, self.left_out = listed - len(self._table), int((~usable).sum())
         if self.left_out:

@@ -122,7 +122,7 @@ def _decoded(
     """The first samples at the file's own rate, and why there are fewer where that is so."""
     to_float = AudioResampler(format="fltp")
     parts = [np.zeros(0, np.float32)]
-    left = n_samples
+    left, reason = n_samples, "it ends before its stated duration"
     try:
         for frame in container.decode(stream):
             for part in to_float.resample(frame):
@@ -131,8 +131,8 @@ def _decoded(
             if left <= 0:
                 break
     except av.FFmpegError as e:
-        return np.concatenate(parts), one_line(e)
-    return np.concatenate(parts), "it ends before its stated duration"
+        reason = one_line(e)
+    return np.concatenate(parts), reason
 
 
 AUDIO = Kind(

@@ -128,6 +128,16 @@ def _cut(
     return text, kept
 
 
+def cut_media(table: ShapeTable, how: Preparation) -> str:
+    """Says how many media the model takes only the beginning of, and what to do; "" for none."""
+    said = (
+        medium.cut(k.name, {name: table.media[name][table.of_kind(k)] for name in k.columns})
+        for medium in how.values()
+        for k in medium.kinds
+    )
+    return "; ".join(filter(None, said))
+
+
 def load_of(table: ShapeTable, row: int, how: Preparation, counts: SampleCounts) -> Load:
     """Return what a record asks of every module, given the counts of this one sample."""
     lengths: dict[str, tuple[int, ...]] = {}

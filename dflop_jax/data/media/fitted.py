@@ -17,7 +17,7 @@ import numpy as np
 
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Decoded, Facts, Form, Grid, numbers
-from dflop_jax.data.media.native import FRAME, Around, ClipLayout, Native, NativeMedium, Stamp
+from dflop_jax.data.media.native import Around, ClipLayout, Native, NativeMedium, Stamp, stamp_of
 from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import Clip
 from dflop_jax.data.text.chat import ChatTokenizer
@@ -57,11 +57,9 @@ class Fitted(Native):
         rows, cols = fitted(width, height, self.block_px, tokens)
         return rows * self.merge, cols * self.merge
 
-    def clip(self, clip: Clip) -> ClipLayout | None:
+    def clip(self, clip: Clip) -> ClipLayout:
         """Frames at equal steps from the first on, all of them where there are not more."""
         n = min(self.max_frames, clip.total)
-        if n < 1:
-            return None
         frames = tuple(i * clip.total // n for i in range(n))
         seconds = tuple(i * clip.rate_den / clip.rate_num for i in frames)
         return ClipLayout(frames, seconds, self._grid(clip.width, clip.height, self.frame_tokens))
@@ -96,27 +94,8 @@ class FittedMedium(NativeMedium):
         return {}  # positions count tokens
 
     def growing(self, kind: str) -> dict[str, np.ndarray]:
-        if kind == IMAGE.name:
-            return {}  # every picture is as large as its aspect allows
-        totals = np.arange(1, self.native.max_frames + 1)
-        columns = {k: np.full(len(totals), v)
-                   for k, v in zip(Clip._fields, (*FRAME, 0, 2000, 1000), strict=True)}  # fmt: skip
-        return {**columns, "total": totals}
-
-
-def stamp_of(tokenizer: Tokenizer | ChatTokenizer | None, lead: str) -> Stamp:
-    """Return what gives the text around a frame, "00:07 " behind `lead` and the tokens that begin
-    and end a picture, where the tokenizer names such."""
-    begin, end = tokenizer.frame_ends if isinstance(tokenizer, ChatTokenizer) else ((), ())
-
-    @lru_cache(maxsize=65536)
-    def ids(text: str) -> tuple[int, ...]:
-        return (*(tokenizer.encode(text) if tokenizer else ()), *begin)
-
-    def stamp(second: float) -> Around:
-        return ids(f"{lead}{int(second // 60):02d}:{int(second % 60):02d} "), end
-
-    return stamp
+        # every picture is as large as its aspect allows
+        return {} if kind == IMAGE.name else super().growing(kind)
 
 
 def _build(
@@ -127,15 +106,16 @@ def _build(
     )
     room = limits.max_pixels // (patch_px * merge) ** 2
     fits = Fitted(
-        patch_px,
-        merge,
-        1,
-        max_pixels=limits.max_pixels,
-        max_frames=limits.max_frames,
-        soft_tokens=min(soft, room),
-        frame_tokens=min(frame, room),
-    )
-    return FittedMedium(fits, stamp_of(tokenizer, ""), stamp_of(tokenizer, " "))
+        patch_px, merge, 1, max_pixels=limits.max_pixels, max_frames=limits.max_frames,
+        soft_tokens=min(soft, room), frame_tokens=min(frame, room),
+    )  # fmt: skip
+    ends = tokenizer.frame_ends if isinstance(tokenizer, ChatTokenizer) else ((), ())
+    first = stamp_of(tokenizer, _minutes, ends)
+    return FittedMedium(fits, first, stamp_of(tokenizer, lambda s: " " + _minutes(s), ends))
+
+
+def _minutes(second: float) -> str:
+    return f"{int(second // 60):02d}:{int(second % 60):02d} "
 
 
 FORM = Form(FittedMedium.kinds, _build)

@@ -92,6 +92,10 @@ class Medium(Protocol):
         """What n media of a kind come to, from their headers, each [n]; nothing is decoded."""
         ...
 
+    def cut(self, kind: str, headers: Columns) -> str:
+        """Says how many of n media the model takes only the beginning of, "" for none."""
+        return ""
+
     def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
         """Tokens of each piece of a usable medium."""
         raise AssertionError("all pieces are alike")

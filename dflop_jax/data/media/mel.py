@@ -85,11 +85,7 @@ def log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
     padded = np.zeros((windows, spec.window_samples), np.float32)
     padded.reshape(-1)[:n] = sound[:n]
     features = [_window_log_mel(w, spec) for w in padded]
-    return (
-        np.stack(features)
-        if features
-        else np.zeros((0, spec.n_mels, spec.window_frames), np.float32)
-    )
+    return np.array(features, np.float32).reshape(-1, spec.n_mels, spec.window_frames)
 
 
 def _window_log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
@@ -157,6 +153,12 @@ class MelMedium(Medium):
         usable = headers["samples"] >= shortest
         windows, _, tokens = sound_counts(np.maximum(headers["samples"], shortest), self.spec)
         return Counted(usable, windows, tokens)
+
+    def cut(self, kind: str, headers: Columns) -> str:
+        n = int((headers["samples"] > self.spec.max_samples).sum())
+        seconds = self.spec.max_samples / self.spec.sample_rate
+        said = f"sounds longer than the {seconds:g} s that the model hears: {n:,}; split them"
+        return said if n else ""
 
     def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
         n = min(header["samples"], self.spec.max_samples)

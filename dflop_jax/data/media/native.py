@@ -228,19 +228,14 @@ def runs_of(stand: np.ndarray, grids: Sequence[Grid], merge: int) -> list[int | 
     """The runs of `token_positions` of a text of whose tokens those of the grids' blocks `stand`,
     bool [t]."""
     runs: list[int | Grid] = []
-    blocks = iter((rows // merge, cols // merge) for rows, cols in grids)
-    start = 0
-    while start < len(stand):
-        if stand[start]:
-            rows, cols = next(blocks)
-            runs.append((rows, cols))
-            start += rows * cols
-        else:
-            after = np.flatnonzero(stand[start:])
-            n = int(after[0]) if len(after) else len(stand) - start
-            runs.append(n)
-            start += n
-    return runs
+    end = 0
+    blocks = [(rows // merge, cols // merge) for rows, cols in grids]
+    sizes = [rows * cols for rows, cols in blocks]
+    firsts = np.flatnonzero(stand)[np.cumsum([0, *sizes])[:-1]].tolist()
+    for first, size, block in zip(firsts, sizes, blocks):
+        runs += [first - end, block]
+        end = first + size
+    return [*runs, len(stand) - end]
 
 
 @dataclass(frozen=True)
@@ -327,10 +322,8 @@ class NativeMedium(Medium):
     def growing(self, kind: str) -> dict[str, np.ndarray]:
         n = self.native
         if kind == IMAGE.name:
-            smallest, largest = (
-                ceil(sqrt(n.min_pixels) / n.block_px),
-                isqrt(n.max_pixels) // n.block_px,
-            )
+            smallest = ceil(sqrt(n.min_pixels) / n.block_px)
+            largest = isqrt(n.max_pixels) // n.block_px
             sides = n.block_px * np.array([*range(smallest, largest), largest])
             return {"width": sides, "height": sides}
         totals = np.arange(n.frames, n.max_frames + 1, n.frames)
@@ -339,19 +332,20 @@ class NativeMedium(Medium):
         return {**columns, "total": totals}
 
 
-def stamp_of(tokenizer: Tokenizer | ChatTokenizer | None) -> Stamp:
-    """Return what gives the text around a pair of frames, "<0.3 seconds>" and the tokens that begin
-    and end a picture, where the tokenizer has such."""
-    begin, end = (
-        tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
-        for token in VISION_ENDS
-    )
+def stamp_of(
+    tokenizer: Tokenizer | ChatTokenizer | None,
+    spelled: Callable[[float], str],
+    ends: Sequence[tuple[int, ...]],
+) -> Stamp:
+    """Return what gives the text around frames: a time as `spelled`, and the tokens that begin and
+    end a picture."""
+    begin, end = ends
 
     @lru_cache(maxsize=65536)
     def ids(text: str) -> tuple[int, ...]:
         return (*(tokenizer.encode(text) if tokenizer else ()), *begin)
 
-    return lambda second: (ids(f"<{second:.1f} seconds>"), end)
+    return lambda second: (ids(spelled(second)), end)
 
 
 def _build(
@@ -361,17 +355,12 @@ def _build(
     sizes = {name: value for name, value in facts.items() if name not in of_clips}
     patch_px, merge, frames = numbers(sizes, patch_px=None, merge=1, frames=1)
     native = Native(
-        patch_px,
-        merge,
-        frames,
-        limits.min_pixels,
-        limits.max_pixels,
-        limits.max_clip_pixels,
-        max(frames, limits.max_frames),
-        limits.frames_per_s,
-        **of_clips,
-    )
-    return NativeMedium(native, stamp_of(tokenizer))
+        patch_px, merge, frames, limits.min_pixels, limits.max_pixels, limits.max_clip_pixels,
+        max(frames, limits.max_frames), limits.frames_per_s, **of_clips,
+    )  # fmt: skip
+    ends = [tokenizer.ids_of(token) if isinstance(tokenizer, ChatTokenizer) else ()
+            for token in VISION_ENDS]  # fmt: skip
+    return NativeMedium(native, stamp_of(tokenizer, "<{:.1f} seconds>".format, ends))
 
 
 FORM = Form(NativeMedium.kinds, _build)

@@ -122,11 +122,10 @@ def sought(
     for run in plan.runs:
         container.seek(run.key, stream=stream)
         left = list(run.wanted)
-        first = True
-        for frame in container.decode(stream):
-            if first and not (frame.key_frame and frame.pts in plan.keys and frame.pts <= run.key):
+        for k, frame in enumerate(container.decode(stream)):
+            is_key = frame.key_frame and frame.pts in plan.keys and frame.pts <= run.key
+            if k == 0 and not is_key:
                 raise LookupError(f"a seek to {run.key} led to {frame.pts}")
-            first = False
             if frame.pts == left[0]:
                 yield frame, plan.shown.count(left.pop(0))
             elif frame.pts is None or frame.pts > left[0]:

@@ -69,8 +69,7 @@ def read_numbered(
         for number, frame in enumerate(islice(frames, numbers[-1] + 1)):
             yield frame, numbers.count(number)
 
-    reason = "it has fewer frames than it states"
-    return _read(path, numbered(numbers), shown, len(numbers), reason, convert)
+    return _read(path, numbered(numbers), shown, len(numbers), convert)
 
 
 def read_frames(
@@ -86,9 +85,8 @@ def read_frames(
         clip, start_s = _scanned(container)
     part_s = clip.total * clip.frame_s / n_frames
     moments = [start_s + (k + 0.5) * part_s for k in range(n_frames)]
-    choose = at_moments(moments, 2 * clip.frame_s)
     shown = partial(_shown, moments, start_s, clip.frame_s)
-    return _read(path, choose, shown, n_frames, "it ends before its stated duration", convert)
+    return _read(path, at_moments(moments, 2 * clip.frame_s), shown, n_frames, convert)
 
 
 def _read(
@@ -96,25 +94,22 @@ def _read(
     choose: Choose,
     shown: Callable[[Iterator[VideoFrame]], Iterator[tuple[VideoFrame, int]]],
     n: int,
-    reason: str,
     convert: Callable[[Image.Image], np.ndarray],
 ) -> np.ndarray:
     """`convert` of n frames: those chosen, by seeking, where that gains something and surely gives
-    the same, else those that are `shown` of all, each so many times. `reason`: why some would be
-    missing."""
+    the same, else those that are `shown` of all, each so many times."""
 
     def converted(frames: Iterator[tuple[VideoFrame, int]]) -> Iterator[np.ndarray]:
         for frame, times in frames:
             if times:
                 yield from [convert(_upright(frame))] * times
 
-    with opened(path, "video") as container:
+    with opened(path, "video") as container, suppress(av.FFmpegError, LookupError):
         stream = container.streams.video[0]
-        plan = seek_plan(container, stream, choose)
-        if plan is not None:
-            with suppress(av.FFmpegError, LookupError):
-                return np.stack([*converted(sought(container, stream, plan))])
+        if plan := seek_plan(container, stream, choose):
+            return np.stack([*converted(sought(container, stream, plan))])
     found: list[np.ndarray] = []
+    reason = "it has fewer frames than it states"
     with opened(path, "video") as container:  # anew: its packets were read
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
@@ -222,9 +217,7 @@ def _span(packets: Sequence[tuple[int | None, int]], usual_ticks: int) -> tuple[
 def _orientation(frame: VideoFrame) -> tuple[bool, bool, bool]:
     """How a stored frame is made upright, as its display matrix says: whether its rows become
     columns, and then whether it is mirrored left to right, and top to bottom."""
-    matrix: Any = frame.side_data.get("DISPLAYMATRIX")
-    if matrix is None:
-        return False, False, False
+    matrix: Any = frame.side_data.get("DISPLAYMATRIX") or np.eye(3, dtype=np.int32)
     across, down, _, back, up = np.frombuffer(matrix, np.int32)[:5].tolist()
     if abs(down) > abs(across):
         return True, back < 0, down < 0

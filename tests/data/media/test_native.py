@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,20 +124,35 @@ def test_limits_are_those_of_the_published_configuration(published):
     assert (config.max_clip_pixels, config.frames_per_s) == (CLIP_PIXELS, of.fps)
 
 
-def test_clips_are_seen_as_published(published):
+@pytest.mark.parametrize(
+    "of_clips",
+    [{}, {"min_frames": 16}, {"min_clip_pixels": 131_072}, {"num_frames": 9},
+     {"cap_pixels_per_frame": True, "max_video_tokens": 16},
+     {"cap_pixels_per_frame": True, "min_clip_pixels": 65_536}],
+)  # fmt: skip
+def test_clips_are_seen_as_published(published, of_clips):
     rng = np.random.default_rng(0)
-    own = SimpleNamespace(fps=2, min_frames=4, max_frames=30, video_processor=None)
+    plain = Native(max_frames=30, **of_clips)
+    own = SimpleNamespace(
+        fps=None if plain.num_frames else 2, min_frames=plain.min_frames, max_frames=30,
+        video_processor=None,
+    )  # fmt: skip
     for _ in range(300):
         total, width, height = np.exp(rng.uniform(0, [9, 8, 8])).astype(int).tolist()
         num, den = [(30, 1), (30000, 1001), (3, 1), (60, 1), (12, 5)][rng.integers(5)]
-        native = Native(max_clip_pixels=int(rng.integers(20_000, 5_000_000)), max_frames=30)
+        low, most = plain.min_clip_pixels, int(rng.integers(140_000, 5_000_000))
+        native = replace(plain, max_clip_pixels=most)
         layout = native.clip(Clip(width, height, total, num, den))
         facts = SimpleNamespace(total_num_frames=total, fps=num / den)
-        frames = published.clips.Qwen3VLVideoProcessor.sample_frames(own, facts).tolist()
+        sampled = published.clips.Qwen3VLVideoProcessor.sample_frames(
+            own, facts, num_frames=plain.num_frames or None
+        )
+        frames = sampled.tolist()
+        if plain.cap_pixels_per_frame:  # as in `resize`, which needs torchvision
+            cap = min(plain.max_video_tokens * 32**2, most // len(frames))
+            most = max(cap, int(low * 1.05)) * len(frames)
         try:
-            rows, cols = published.clips.smart_resize(
-                len(frames), height, width, 2, 32, 4096, native.max_clip_pixels
-            )
+            rows, cols = published.clips.smart_resize(len(frames), height, width, 2, 32, low, most)
         except ValueError:
             assert layout is None
             continue

@@ -47,8 +47,7 @@ def make_source(
     spec: MediaSpec,
     split: str = "train",
     *,
-    n_held_out: int = 0,
-    held_out_share: float = 0.0,
+    n_held_out: int | float = 0,
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
     apart: bool = True,
@@ -58,9 +57,9 @@ def make_source(
 
     What is on disk (a LLaVA-format file or its folder, tar shards, a YAML mixture of them) goes by
     an index of headers, kept in `index_dir`; it is made in processes of their own (see `pool`), or
-    here unless `apart`. So many records of it, or where it is above 0 such a share of them, are
-    held out for the eval split; scenes have an eval split of their own, of as many (of the same
-    size, for 0). `check_media`: see `update_index`; one process of a run does.
+    here unless `apart`. So many records of it (a float: such a share of them) are held out for the
+    eval split; scenes have an eval split of their own, of as many (of the same size, for 0).
+    `check_media`: see `update_index`; one process of a run does.
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
@@ -71,16 +70,15 @@ def make_source(
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     if config.path:
-        made = _Arguments(
-            config, spec, split, n_held_out, vocab_size, str(index_dir), held_out_share
-        )
+        made = _Arguments(config, spec, split, n_held_out, vocab_size, str(index_dir))
         return _mixture(made, tokenizer, apart and hasattr(os, "fork"), check_media)
     if config.loss_on_prompts:
         raise ValueError(
             "data.loss_on_prompts is of records: give data.path, or leave it out for the scenes"
         )
     assert not isinstance(tokenizer, ChatTokenizer)
-    of_eval = math.ceil(held_out_share * config.n_samples) or n_held_out or config.n_samples
+    is_share = isinstance(n_held_out, float)
+    of_eval = math.ceil(n_held_out * (config.n_samples if is_share else 1)) or config.n_samples
     return SceneSource(
         of_eval if split == "eval" else config.n_samples,
         config.seed,
@@ -99,10 +97,9 @@ class _Arguments:
     config: DataConfig
     spec: MediaSpec
     split: str
-    n_held_out: int
+    n_held_out: int | float
     vocab_size: int | None
     index_dir: str
-    held_out_share: float = 0.0
 
 
 def open_source(arguments: Mapping[str, Any]) -> Source:
@@ -231,7 +228,7 @@ def _mixture(
             check_media,
         ),
         kinds=kinds,
-        share=Share(made.split, made.n_held_out, config.seed, made.held_out_share),
+        share=Share(made.split, made.n_held_out, config.seed),
         name=config.path if made.split == "train" else f"{config.path} ({made.split})",
     )
     return MixtureSamples(

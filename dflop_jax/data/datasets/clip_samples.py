@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
+from dflop_jax.data.datasets.llava_records import short_digest
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.data.sample import Places, Sample
@@ -184,6 +187,12 @@ class ClipSource:
 
     def __len__(self) -> int:
         return len(self._clips)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for the same captions and shapes of clips."""
+        clips = [(self._clips.caption(i), self._clips.shape(i)) for i in range(len(self))]
+        return f"{short_digest(msgspec.json.encode(clips)):016x}"
 
     def label(self, index: int) -> str:
         return self._clips.label(index % len(self))

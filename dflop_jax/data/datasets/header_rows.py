@@ -16,7 +16,7 @@ import numpy as np
 
 from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.blob import MediaFile
-from dflop_jax.data.datasets.llava_records import Record, lot
+from dflop_jax.data.datasets.llava_records import Record, lot, short_digest
 from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.roots import NoFile
 from dflop_jax.data.datasets.shape_index import RECORDS, Row, file_state, media_columns
@@ -83,8 +83,9 @@ class RowsHere:
         paths = [source for _, source in record.media if isinstance(source, Path)]
         files = {str(path): self._state(path) for path in paths}
         try:
-            fields = _fields(located, record, self._to_pieces(record.turns))
-            row = Row(fields, tuple(self._header_of(*medium) for medium in record.media), files)
+            pieces = self._to_pieces(record.turns)
+            media = tuple(self._header_of(*medium) for medium in record.media)
+            row = Row(_fields(located, record, pieces, media), media, files)
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}", files)
         if self._decode:
@@ -160,15 +161,18 @@ def _check(numbers: Mapping[str, int], largest: Mapping[str, int]) -> None:
         raise ValueError(f"a row {numbers}")
 
 
-def _fields(located: Located, record: Record, pieces: Sequence[TextPiece]) -> dict[str, int]:
-    """The columns of a record."""
-    place = {
-        "number": located.number,
-        "file": located.file,
-        "offset": located.offset,
-        "size_bytes": located.size_bytes,
-    }
-    return {**place, "lot": lot(record.name, located.place), **text_counts(pieces)}
+def _fields(
+    located: Located,
+    record: Record,
+    pieces: Sequence[TextPiece],
+    media: Sequence[Mapping[str, int]],
+) -> dict[str, int]:
+    """The columns of a record, whose content is told from others by text, names and headers."""
+    place = {name: getattr(located, name) for name in ("number", "file", "offset", "size_bytes")}
+    headers = [{k: v for k, v in columns.items() if v} for columns in media]
+    content = record.turns, record.weights, [m.name for _, m in record.media], headers
+    digests = lot(record.name, located.place), short_digest(msgspec.json.encode(content))
+    return {**place, **dict(zip(("lot", "content"), digests)), **text_counts(pieces)}
 
 
 def header(kind: str, source: MediaFile, kinds: Kinds = BUILT_IN) -> dict[str, int]:

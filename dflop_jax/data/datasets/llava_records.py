@@ -196,7 +196,12 @@ def record_name(place: str, raw: Any) -> str:
 def lot(name: str, place: str) -> int:
     """Return the number below 2**64 that a record draws by its id, or else by its place."""
     key = name.removeprefix(place).removeprefix(" id=") or place
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+    return short_digest(key.encode())
+
+
+def short_digest(data: bytes) -> int:
+    """Return a number below 2**64 that follows from bytes."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
 def check_split(split: str, *, holds_out: bool) -> None:

@@ -76,6 +76,10 @@ class MixtureSamples:
     def name(self) -> str:
         return self._mixture.name
 
+    @property
+    def digest(self) -> str:
+        return self._mixture.digest
+
     def __len__(self) -> int:
         return len(self._place)
 

@@ -14,7 +14,7 @@ from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.header_rows import RowReader, RowsHere, ToPieces
 from dflop_jax.data.datasets.held_out import held_out, held_share
 from dflop_jax.data.datasets.index_build import check_usable, update_index
-from dflop_jax.data.datasets.llava_records import Record, check_split
+from dflop_jax.data.datasets.llava_records import Record, check_split, short_digest
 from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, short_names, shown
 from dflop_jax.data.datasets.readers import open_reader
@@ -66,25 +66,20 @@ class IndexRules:
 @dataclass(frozen=True)
 class Share:
     """Which samples are shown: of the split "train", or "eval" for the `n_held_out` records (see
-    `held_out`), or where it is above 0 the share `held_out_share` of them (see `held_share`), that
-    "train" then leaves out; weights do not count there."""
+    `held_out`; a float is a share of them, see `held_share`) that "train" then leaves out; weights
+    do not count there."""
 
     split: str = "train"
-    n_held_out: int = 0
+    n_held_out: int | float = 0
     seed: int = 0
-    held_out_share: float = 0.0
 
     def __post_init__(self) -> None:
-        check_split(self.split, holds_out=self.holds_out)
-
-    @property
-    def holds_out(self) -> bool:
-        return bool(self.n_held_out or self.held_out_share)
+        check_split(self.split, holds_out=bool(self.n_held_out))
 
     def held_out(self, lots: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Which records of each part are held out; see `held_out` and `held_share`."""
-        if self.held_out_share:
-            return held_share(lots, self.held_out_share, self.seed)
+        if isinstance(self.n_held_out, float):
+            return held_share(lots, self.n_held_out, self.seed)
         return held_out(lots, self.n_held_out, self.seed)
 
 
@@ -149,7 +144,7 @@ class MixtureSource:
             k = dataset_of[key]
             rows = starts[k] + np.flatnonzero(usable[starts[k] : starts[k + 1]])
             parts.append(rows[chosen(part, len(rows), share.seed)])
-        if share.holds_out:
+        if share.n_held_out:
             try:
                 held = share.held_out([self._table.lot[rows] for rows in parts])
             except ValueError as e:
@@ -171,6 +166,11 @@ class MixtureSource:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def digest(self) -> str:
+        """Equal for an epoch of the same records in the same order, wherever they lie."""
+        return f"{short_digest(self._table.content[self._rows].tobytes()):016x}"
 
     @property
     def how(self) -> Preparation:

@@ -28,7 +28,8 @@ from dflop_jax.data.media.kinds import BUILT_IN
 VERSION = 7  # of an index file; one more makes every index anew
 # Column -> dtype of a record; those of its media are their kind and what headers say of it.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
-           "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
+           "lot": np.uint64, "content": np.uint64,
+           "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -52,7 +53,7 @@ class ShapeTable:
 
     number: of the record in its dataset (see `readers.Located`); file, offset, size_bytes: its
     bytes.
-    lot: what it draws when some are held out (see `llava_records.lot`).
+    lot: what it draws when some are held out (see `llava_records.lot`); content: a digest of it.
     text_tokens: of the whole conversation; prompt_tokens: of those, before the first answer.
     media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
     media: the columns of `media_columns` of `kinds`, each [m]; 0 where one does not apply.
@@ -63,6 +64,7 @@ class ShapeTable:
     offset: np.ndarray
     size_bytes: np.ndarray
     lot: np.ndarray
+    content: np.ndarray
     text_tokens: np.ndarray
     prompt_tokens: np.ndarray
     media_start: np.ndarray
@@ -237,7 +239,7 @@ def _array(arrays: zipfile.ZipFile, name: str, dtype: type) -> np.ndarray:
 
 def _check_values(table: ShapeTable, listed: int) -> None:
     """ValueError for values that no reader of records and headers gives."""
-    wrong = [name for name in RECORDS if name != "lot" and (getattr(table, name) < 0).any()]
+    wrong = [name for name in RECORDS if (getattr(table, name) < 0).any()]
     number = table.media["kind"]
     wrong += ["kind"] if ((number < 0) | (number >= len(table.kinds))).any() else []
     for kind in table.kinds:

@@ -17,12 +17,13 @@ from dflop_jax.config import DataConfig
 from dflop_jax.config_texts import named_columns
 from dflop_jax.data.datasets.find_tables import HUB, hub_name
 from dflop_jax.data.datasets.header_rows import RowReader, RowsApart, RowsHere, ToPieces
+from dflop_jax.data.datasets.index_build import IndexRules
 from dflop_jax.data.datasets.json_file import find_file
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.located import RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, MixturePart, load_mixture
 from dflop_jax.data.datasets.mixture_samples import MixtureSamples
-from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share, open_readers
+from dflop_jax.data.datasets.mixture_source import MixtureSource, Share, open_readers
 from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.datasets.shape_index import Row, table_of
 from dflop_jax.data.media.counts import sample_counts
@@ -65,8 +66,7 @@ def make_source(
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
         ids than the model's `vocab_size`.
     """
-    limits = Limits.of(config)
-    if not config.path and _is_chat(config):
+    if config.tokenizer and not config.path and Path(config.tokenizer).is_dir():
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     if config.path:
@@ -84,7 +84,7 @@ def make_source(
         config.seed,
         spec,
         tokenizer,
-        limits,
+        Limits.of(config),
         split=split,
         blank_images=config.blank_images,
     )
@@ -111,27 +111,28 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
 
 def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """Return what answers for the index of that source, in another process."""
-    a = msgspec.convert(arguments, _Arguments)
-    kinds = a.spec.kinds
-    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
-    to_pieces = _to_pieces(tokenizer, kinds)
-    return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds).answer
+    return _rows_here(msgspec.convert(arguments, _Arguments))
 
 
 def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """As `open_rows`; a record whose media cannot be decoded as the model takes them is unusable,
     too."""
     a = msgspec.convert(arguments, _Arguments)
-    kinds = a.spec.kinds
-    tokenizer = any_tokenizer(a.config.tokenizer, a.vocab_size, kinds)
-    how = a.spec.prepared(Limits.of(a.config), tokenizer)
+    how = preparation(a.config, a.spec, a.vocab_size)
 
     def decode(record: Record, row: Row) -> None:
-        table = table_of([row.record], [row.media], kinds)
+        table = table_of([row.record], [row.media], a.spec.kinds)
         if sample_counts(table, how)[1].all():  # what the model takes none of is not bad
             decode_media(record, table, 0, how)
 
-    to_pieces = _to_pieces(tokenizer, kinds)
+    return _rows_here(a, decode)
+
+
+def _rows_here(
+    a: _Arguments, decode: Callable[[Record, Row], None] | None = None
+) -> Callable[[bytes, object], DecoderReply]:
+    kinds = a.spec.kinds
+    to_pieces = _to_pieces(any_tokenizer(a.config.tokenizer, a.vocab_size, kinds), kinds)
     return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds, decode).answer
 
 
@@ -185,10 +186,6 @@ def question_readers(config: DataConfig, spec: MediaSpec) -> dict[str, RecordRea
     return open_readers(_parts(config), spec.kinds, unanswered=True)
 
 
-def _is_chat(config: DataConfig) -> bool:
-    return bool(config.tokenizer) and Path(config.tokenizer).is_dir()
-
-
 def any_tokenizer(
     path: str, vocab_size: int | None, kinds: Kinds = BUILT_IN
 ) -> Tokenizer | ChatTokenizer:
@@ -206,10 +203,7 @@ def _mixture(
     made: _Arguments, tokenizer: Tokenizer | ChatTokenizer, apart: bool, check_media: bool
 ) -> MixtureSamples:
     config, arguments, limits = made.config, msgspec.to_builtins(made), Limits.of(made.config)
-    if isinstance(tokenizer, ChatTokenizer):
-        settings = tokenizer.digest
-    else:
-        settings = _digest(config.tokenizer)
+    is_train = made.split == "train"
     kinds = made.spec.kinds
     extra_kinds = [kind.name for kind in kinds if kind not in BUILT_IN]
     place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
@@ -221,7 +215,7 @@ def _mixture(
         _to_pieces(tokenizer, kinds),
         IndexRules(
             Path(made.index_dir) / f"index-{name}.npz",
-            settings,
+            getattr(tokenizer, "digest", "") or _digest(config.tokenizer),
             partial(RowsApart, setup, config.sample_timeout_s, kinds) if apart else None,
             config.max_bad_fraction,
             config.workers,
@@ -229,7 +223,7 @@ def _mixture(
         ),
         kinds=kinds,
         share=Share(made.split, made.n_held_out, config.seed),
-        name=config.path if made.split == "train" else f"{config.path} ({made.split})",
+        name=config.path if is_train else f"{config.path} ({made.split})",
     )
     return MixtureSamples(
         source,
@@ -238,9 +232,7 @@ def _mixture(
         blank_images=config.blank_images,
         opened_by=OpenedBy(f"{__name__}:open_source", arguments),
         # Held-out losses stay those of plain answers.
-        weighting=partial(trained_on, prompts=config.loss_on_prompts)
-        if made.split == "train"
-        else None,
+        weighting=partial(trained_on, prompts=config.loss_on_prompts) if is_train else None,
     )
 
 

@@ -173,8 +173,9 @@ class Loader:
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps to continue at `step`."""
-        bad = self.replaced.found(range(step))
-        return {"step": step, **self._identity(), "name": self.source.name, "bad": bad}
+        order = {"seed": self.seed, "global_batch": self.global_batch, "n": len(self.source)}
+        named = {"digest": getattr(self.source, "digest", ""), "name": self.source.name}
+        return {"step": step, **order, **named, "bad": self.replaced.found(range(step))}
 
     def restore(self, state: dict[str, Any], changed: str = "refuse") -> int:
         """Return the step to continue at, with the samples counted that were bad until then.
@@ -182,26 +183,20 @@ class Loader:
         Raises:
           ValueError: the order is another, or the data are, unless `changed` is "ok".
         """
-        then, now = {**self.state(0), **state}, self._identity()
-        others = [name for name in now if then[name] != now[name]]
+        now = self.state(0)
+        then = {**now, **state}  # older ones have no digest
+        others = [name for name in ("seed", "global_batch", *OF_DATA) if then[name] != now[name]]
         for name in others:
-            if changed == "ok" and name in OF_DATA:
+            if name in OF_DATA and changed == "ok":
                 continue
-            ours, theirs = self.source.name, then["name"]
-            remedy = f"use {theirs} as it was, --data.changed ok to go on with {ours} as it is"
+            remedy = f"use {then['name']} as it was, --data.changed ok for {now['name']} as it is"
             remedy = remedy if name in OF_DATA else "use the same data and settings"
             raise ValueError(
                 f"checkpoint was made with data {name}={then[name]}, this run has {now[name]}; "
                 f"{remedy}, or start a new run"
             )
-        step = int(state["step"])
-        self.replaced.add(step - 1, () if others else then["bad"])
-        return step
-
-    def _identity(self) -> dict[str, Any]:
-        digest = getattr(self.source, "digest", "")
-        order = {"seed": self.seed, "global_batch": self.global_batch}
-        return {**order, "n": len(self.source), "digest": digest}
+        self.replaced.add(then["step"] - 1, () if others else then["bad"])
+        return int(then["step"])
 
 
 def make_loader(

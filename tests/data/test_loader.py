@@ -112,7 +112,7 @@ def test_other_data_of_as_many_samples_are_refused_unless_allowed(then, now):
         loader(now, name="new.json").restore(state)
     assert str(error.value) == (
         f"checkpoint was made with data digest={then}, this run has {now}; use old.json as "
-        "it was, --data.changed ok to go on with new.json as it is, or start a new run"
+        "it was, --data.changed ok for new.json as it is, or start a new run"
     )
     for n in (9, 8):
         allowed = loader(now, n)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -177,22 +176,18 @@ class ClipSource:
         self._clips, self._form, self._key = clips, form, (seed, STREAMS[split])
         self._ids: list[np.ndarray] = []
         self._grids: list[Grid] = []
-        for i in range(len(clips)):
+        given = [(clips.caption(i), clips.shape(i)) for i in range(len(clips))]
+        self.digest = short_digest(msgspec.json.encode(given))
+        for i, (caption, shape) in enumerate(given):
             label = clips.label(i)
-            self._ids.append(caption_ids(clips.caption(i), tokenizer, limits, label))
+            self._ids.append(caption_ids(caption, tokenizer, limits, label))
             try:
-                self._grids.append(form.grid(clips.shape(i)))
+                self._grids.append(form.grid(shape))
             except ValueError as e:
                 raise ValueError(f"{label}: {e}") from None
 
     def __len__(self) -> int:
         return len(self._clips)
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal for the same captions and shapes of clips."""
-        clips = [(self._clips.caption(i), self._clips.shape(i)) for i in range(len(self))]
-        return f"{short_digest(msgspec.json.encode(clips)):016x}"
 
     def label(self, index: int) -> str:
         return self._clips.label(index % len(self))

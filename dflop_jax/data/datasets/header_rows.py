@@ -7,7 +7,7 @@ each record within a deadline and a memory limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -80,11 +80,11 @@ class RowsHere:
             files = dict.fromkeys(missing, "")
             return BadSample(str(e) or f"{located.place}: {one_line(e)}", files)
         # Before the headers are read: a file that changes meanwhile is then read anew.
-        paths = [source for _, source in record.media if isinstance(source, Path)]
-        files = {str(path): self._state(path) for path in paths}
+        files = {str(m): self._state(m) for _, m in record.media if isinstance(m, Path)}
         try:
             pieces = self._to_pieces(record.turns)
-            media = tuple(self._header_of(*medium) for medium in record.media)
+            cached, read = self._header, self._header.__wrapped__
+            media = tuple((cached if isinstance(m, Path) else read)(k, m) for k, m in record.media)
             row = Row(_fields(located, record, pieces, media), media, files)
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}", files)
@@ -94,10 +94,6 @@ class RowsHere:
             except Exception as e:  # other people's files may fail in any way
                 return BadSample(f"{record.name}: {one_line(e)}", files)
         return row
-
-    def _header_of(self, kind: str, source: MediaFile) -> dict[str, int]:
-        read = self._header if isinstance(source, Path) else self._header.__wrapped__
-        return read(kind, source)
 
 
 class RowsApart:
@@ -135,44 +131,36 @@ def _rows(n: int, kinds: Kinds, reply: DecoderReply, _: object) -> list[Row | Ba
     """What a process says of n records; ValueError for what none of ours says."""
     if len(reply.rows) != n:
         raise ValueError(f"{len(reply.rows)} rows of {n} records")
-    of_record, of_medium = _largest_numbers(kinds)
     for row in reply.rows:
         if isinstance(row, Row):
-            _check(row.record, of_record)
+            _check(row.record, RECORDS)
             for medium in row.media:
-                _check(medium, of_medium)
+                _check(medium, media_columns(kinds))
     return [*reply.rows]
 
 
-@lru_cache
-def _largest_numbers(kinds: Kinds) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the largest number that each column of a record, and of a medium, can hold."""
-
-    def largest_of(columns: Mapping[str, type]) -> dict[str, int]:
-        return {name: int(np.iinfo(np.dtype(dtype).name).max) for name, dtype in columns.items()}
-
-    return largest_of(RECORDS), largest_of(media_columns(kinds))
+@cache
+def _largest(dtype: type) -> int:
+    return int(np.iinfo(dtype).max)
 
 
-def _check(numbers: Mapping[str, int], largest: Mapping[str, int]) -> None:
-    if numbers.keys() != largest.keys() or any(
-        not 0 <= v <= largest[k] for k, v in numbers.items()
+def _check(numbers: Mapping[str, int], columns: Mapping[str, type]) -> None:
+    if numbers.keys() != columns.keys() or any(
+        not 0 <= v <= _largest(columns[k]) for k, v in numbers.items()
     ):
         raise ValueError(f"a row {numbers}")
 
 
 def _fields(
-    located: Located,
-    record: Record,
-    pieces: Sequence[TextPiece],
-    media: Sequence[Mapping[str, int]],
+    located: Located, record: Record, pieces: Sequence[TextPiece], media: Sequence[dict[str, int]]
 ) -> dict[str, int]:
     """The columns of a record, whose content is told from others by text, names and headers."""
     place = {name: getattr(located, name) for name in ("number", "file", "offset", "size_bytes")}
     headers = [{k: v for k, v in columns.items() if v} for columns in media]
     content = record.turns, record.weights, [m.name for _, m in record.media], headers
-    digests = lot(record.name, located.place), short_digest(msgspec.json.encode(content))
-    return {**place, **dict(zip(("lot", "content"), digests)), **text_counts(pieces)}
+    number = int(short_digest(msgspec.json.encode(content)), 16)
+    lots = {"lot": lot(record.name, located.place), "content": number}
+    return {**place, **lots, **text_counts(pieces)}
 
 
 def header(kind: str, source: MediaFile, kinds: Kinds = BUILT_IN) -> dict[str, int]:

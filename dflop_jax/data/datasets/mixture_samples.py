@@ -45,7 +45,7 @@ class MixtureSamples:
         weighting: Weighting | None = None,
     ) -> None:
         self._mixture, self._blank, self._weighting = mixture, blank_images, weighting
-        self.opened_by = opened_by
+        self.name, self.digest, self.opened_by = mixture.name, mixture.digest, opened_by
         self._placeholder = placeholder
         self._ways = preparations(mixture.how, limits.oversize)
         fitted = fit(mixture.counts, mixture.prompt_tokens(), self._ways, limits)
@@ -71,14 +71,6 @@ class MixtureSamples:
                 raise ValueError(f"{why}; raise it, or lower {SIZE_FIELDS}")
             logger.warning("left out: %s", why)
         logger.info("%s: %s", self.name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
-
-    @property
-    def name(self) -> str:
-        return self._mixture.name
-
-    @property
-    def digest(self) -> str:
-        return self._mixture.digest
 
     def __len__(self) -> int:
         return len(self._place)

@@ -18,7 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from dflop_jax.data.bounds import named, parse_json
@@ -51,8 +50,7 @@ def media_columns(kinds: Kinds) -> Mapping[str, type]:
 class ShapeTable:
     """The usable records of one dataset: n records with m media.
 
-    number: of the record in its dataset (see `readers.Located`); file, offset, size_bytes: its
-    bytes.
+    number, file, offset, size_bytes: where it stands (see `located.Located`).
     lot: what it draws when some are held out (see `llava_records.lot`); content: a digest of it.
     text_tokens: of the whole conversation; prompt_tokens: of those, before the first answer.
     media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
@@ -75,12 +73,8 @@ class ShapeTable:
         n, m, starts = len(self), len(self.media["kind"]), self.media_start
         bad = [name for name in RECORDS if getattr(self, name).shape != (n,)]
         bad += [name for name in media_columns(self.kinds) if self.media[name].shape != (m,)]
-        if (
-            starts.shape != (n + 1,)
-            or starts[0] != 0
-            or starts[-1] != m
-            or (np.diff(starts) < 0).any()
-        ):
+        is_whole = starts.shape == (n + 1,) and starts[0] == 0 and starts[-1] == m
+        if not is_whole or (np.diff(starts) < 0).any():
             bad.append("media_start")
         if bad:
             raise ValueError(f"shape table of {n} records: wrong {', '.join(bad)}")
@@ -170,9 +164,9 @@ def save_index(file: Path, datasets: Mapping[str, Indexed], kinds: Kinds = BUILT
     meta: dict[str, Any] = {"version": _version(kinds), "datasets": {}}
     arrays: dict[str, np.ndarray] = {}
     for k, (name, d) in enumerate(datasets.items()):
-        meta["datasets"][name] = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "at": k}
+        kept = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "files": dict(d.files)}
+        meta["datasets"][name] = {**kept, "at": k}
         columns = {c: getattr(d.table, c) for c in (*RECORDS, "media_start")} | {**d.table.media}
-        columns["files"] = np.frombuffer(msgspec.json.encode(d.files), np.uint8)
         arrays |= {f"{k}.{c}": column for c, column in columns.items()}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -211,9 +205,8 @@ def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, Indexed]:
             table = ShapeTable(**columns, media_start=starts, media=media, kinds=kinds)
             listed = int(d["listed"])
             _check_values(table, listed)
-            files = _array(arrays, f"{d['at']}.files", np.uint8).tobytes()
-            states = parse_json(files, dict[str, str])
-            index[name] = Indexed(str(d["key"]), table, listed, tuple(map(str, d["bad"])), states)
+            bad, files = tuple(map(str, d["bad"])), dict(d["files"])
+            index[name] = Indexed(str(d["key"]), table, listed, bad, files)
         return index
 
 

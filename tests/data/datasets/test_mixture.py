@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer
+from dflop_jax.data.datasets.index_build import IndexRules
 from dflop_jax.data.datasets.mixture import (
     Mixture,
     MixturePart,
@@ -17,7 +18,7 @@ from dflop_jax.data.datasets.mixture import (
     shown,
     subset_size,
 )
-from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share
+from dflop_jax.data.datasets.mixture_source import MixtureSource, Share
 from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.counts import sample_counts

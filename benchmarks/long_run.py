@@ -10,7 +10,7 @@ evaluation in a thousand. A process of its own each then
   reads the run, as `dflop report RUN` does, page and picture included
   writes the summary that a run ends with
   resumes at the last step but 100: cuts the files of rows, reads the sampled steps
-  marks all samples as seen, as the loader's `Replacements` does in a run of so many
+  takes all samples through the loader's `Replacements`, as a run of so many does
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class Many:
 
 def seen(folder: Path, steps: int, samples: int) -> None:
     source = Many(samples)
-    replaced, sample = Replacements(source, 0.1), source.sample(0)
+    replaced, sample = Replacements(source, 0.1, 64), source.sample(0)
     for index in range(samples):
-        replaced.usable(index, sample, source.sample)
+        replaced.usable(index // 64, index, sample, source.sample)
 
 
 WORK: dict[str, Callable[[Path, int, int], None]] = {

@@ -216,7 +216,7 @@ def made_batch(plan: Plan, schedule: Schedule) -> ReadyBatch:
         padding_fraction=dict.fromkeys(plan.layout.modules, 0.1),
         imbalance=dict.fromkeys(plan.layout.modules, 0.1),
         groups_run=counts,
-        n_bad=0,
+        bad=[],
         moved=BatchTraffic(),
     )
 

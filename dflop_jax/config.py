@@ -36,6 +36,7 @@ AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
 Quantized = Literal["none", "int8"]
 NonFinite = Literal["skip", "stop"]
 Oversize = Literal["drop", "truncate", "error"]
+Changed = Literal["refuse", "ok"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
 OptimizerName = Literal["adamw", "lion", "muon", "adafactor"]
@@ -94,6 +95,9 @@ class DataConfig:
     ] = ()
     n_samples: Annotated[PositiveInt, "size of the embedded dataset"] = 4096
     seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
+    changed: Annotated[
+        Changed, "other data than a checkpoint's, where one is resumed: refuse, or ok (go on)"
+    ] = "refuse"
     max_tiles: Annotated[
         PositiveInt, "most AnyRes grid tiles of an image, the base tile not counted"
     ] = 9

@@ -17,12 +17,13 @@ from dflop_jax.config import DataConfig
 from dflop_jax.config_texts import named_columns
 from dflop_jax.data.datasets.find_tables import HUB, hub_name
 from dflop_jax.data.datasets.header_rows import RowReader, RowsApart, RowsHere, ToPieces
+from dflop_jax.data.datasets.index_build import IndexRules
 from dflop_jax.data.datasets.json_file import find_file
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.located import RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, MixturePart, load_mixture
 from dflop_jax.data.datasets.mixture_samples import MixtureSamples
-from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share, open_readers
+from dflop_jax.data.datasets.mixture_source import MixtureSource, Share, open_readers
 from dflop_jax.data.datasets.scene_source import SceneSource
 from dflop_jax.data.datasets.shape_index import Row, table_of
 from dflop_jax.data.media.counts import sample_counts
@@ -48,8 +49,7 @@ def make_source(
     spec: MediaSpec,
     split: str = "train",
     *,
-    n_held_out: int = 0,
-    held_out_share: float = 0.0,
+    n_held_out: int | float = 0,
     vocab_size: int | None = None,
     index_dir: str | Path = ".",
     apart: bool = True,
@@ -59,42 +59,34 @@ def make_source(
 
     What is on disk (a LLaVA-format file or its folder, tar shards, a YAML mixture of them) goes by
     an index of headers, kept in `index_dir`; it is made in processes of their own (see `pool`), or
-    here unless `apart`. So many records of it, or where it is above 0 such a share of them, are
-    held out for the eval split; scenes have an eval split of their own, of as many (of the same
-    size, for 0). `check_media`: see `update_index`; one process of a run does.
+    here unless `apart`. So many records of it (a float: such a share of them) are held out for the
+    eval split; scenes have an eval split of their own, of as many (of the same size, for 0).
+    `check_media`: see `update_index`; one process of a run does.
 
     Raises:
       ValueError: data that cannot be read or that the model cannot take, or a tokenizer with more
         ids than the model's `vocab_size`.
     """
-    limits = Limits.of(config)
-    if not config.path and _is_chat(config):
+    if config.tokenizer and not config.path and Path(config.tokenizer).is_dir():
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     if config.path:
-        made = _Arguments(
-            config,
-            spec,
-            split,
-            n_held_out,
-            vocab_size,
-            str(index_dir),
-            held_out_share,
-            _resolved(tokenizer),
-        )
+        index, resolved = str(index_dir), _resolved(tokenizer)
+        made = _Arguments(config, spec, split, n_held_out, vocab_size, index, resolved)
         return _mixture(made, tokenizer, apart and hasattr(os, "fork"), check_media)
     if config.loss_on_prompts:
         raise ValueError(
             "data.loss_on_prompts is of records: give data.path, or leave it out for the scenes"
         )
     assert not isinstance(tokenizer, ChatTokenizer)
-    of_eval = math.ceil(held_out_share * config.n_samples) or n_held_out or config.n_samples
+    is_share = isinstance(n_held_out, float)
+    of_eval = math.ceil(n_held_out * (config.n_samples if is_share else 1)) or config.n_samples
     return SceneSource(
         of_eval if split == "eval" else config.n_samples,
         config.seed,
         spec,
         tokenizer,
-        limits,
+        Limits.of(config),
         split=split,
         blank_images=config.blank_images,
     )
@@ -107,10 +99,9 @@ class _Arguments:
     config: DataConfig
     spec: MediaSpec
     split: str
-    n_held_out: int
+    n_held_out: int | float
     vocab_size: int | None
     index_dir: str
-    held_out_share: float = 0.0
     resolved: FolderTokenizer | None = None
 
     @property
@@ -126,30 +117,30 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
 
 def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """Return what answers for the index of that source, in another process."""
-    a = msgspec.convert(arguments, _Arguments)
-    kinds = a.spec.kinds
-    tokenizer = a.tokenizer
-    to_pieces = _to_pieces(tokenizer, kinds)
-    readers, shows = open_readers(_parts(a.config), kinds), _shows(tokenizer)
-    return RowsHere(readers, to_pieces, kinds, shows=shows).answer
+    return _rows_here(msgspec.convert(arguments, _Arguments))
 
 
 def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """As `open_rows`; a record whose media cannot be decoded as the model takes them is unusable,
     too."""
     a = msgspec.convert(arguments, _Arguments)
-    kinds = a.spec.kinds
-    tokenizer = a.tokenizer
-    how = a.spec.prepared(Limits.of(a.config), tokenizer)
+    how = a.spec.prepared(Limits.of(a.config), a.tokenizer)
 
     def decode(record: Record, row: Row) -> None:
-        table = table_of([row.record], [row.media], kinds)
+        table = table_of([row.record], [row.media], a.spec.kinds)
         if sample_counts(table, how)[1].all():  # what the model takes none of is not bad
             decode_media(record, table, 0, how)
 
+    return _rows_here(a, decode)
+
+
+def _rows_here(
+    a: _Arguments, decode: Callable[[Record, Row], None] | None = None
+) -> Callable[[bytes, object], DecoderReply]:
+    kinds, tokenizer = a.spec.kinds, a.tokenizer
+    readers = open_readers(_parts(a.config), kinds)
     to_pieces = _to_pieces(tokenizer, kinds)
-    readers, shows = open_readers(_parts(a.config), kinds), _shows(tokenizer)
-    return RowsHere(readers, to_pieces, kinds, decode, shows).answer
+    return RowsHere(readers, to_pieces, kinds, decode, _shows(tokenizer)).answer
 
 
 @dataclass(frozen=True)
@@ -204,10 +195,6 @@ def question_readers(config: DataConfig, spec: MediaSpec) -> dict[str, RecordRea
     return open_readers(_parts(config), spec.kinds, unanswered=True)
 
 
-def _is_chat(config: DataConfig) -> bool:
-    return bool(config.tokenizer) and Path(config.tokenizer).is_dir()
-
-
 def any_tokenizer(
     path: str,
     vocab_size: int | None,
@@ -228,10 +215,7 @@ def _mixture(
     made: _Arguments, tokenizer: Tokenizer | ChatTokenizer, apart: bool, check_media: bool
 ) -> MixtureSamples:
     config, arguments, limits = made.config, msgspec.to_builtins(made), Limits.of(made.config)
-    if isinstance(tokenizer, ChatTokenizer):
-        settings = tokenizer.digest
-    else:
-        settings = _digest(config.tokenizer)
+    is_train = made.split == "train"
     kinds = made.spec.kinds
     extra_kinds = [kind.name for kind in kinds if kind not in BUILT_IN]
     place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
@@ -248,15 +232,15 @@ def _mixture(
         to_pieces,
         IndexRules(
             Path(made.index_dir) / f"index-{name}.npz",
-            settings,
+            getattr(tokenizer, "digest", "") or _digest(config.tokenizer),
             reads,
             config.max_bad_fraction,
             config.workers,
             check_media,
         ),
         kinds=kinds,
-        share=Share(made.split, made.n_held_out, config.seed, made.held_out_share),
-        name=config.path if made.split == "train" else f"{config.path} ({made.split})",
+        share=Share(made.split, made.n_held_out, config.seed),
+        name=config.path if is_train else f"{config.path} ({made.split})",
     )
     return MixtureSamples(
         source,
@@ -265,9 +249,7 @@ def _mixture(
         blank_images=config.blank_images,
         opened_by=OpenedBy(f"{__name__}:open_source", arguments),
         # Held-out losses stay those of plain answers.
-        weighting=partial(trained_on, prompts=config.loss_on_prompts)
-        if made.split == "train"
-        else None,
+        weighting=partial(trained_on, prompts=config.loss_on_prompts) if is_train else None,
     )
 
 

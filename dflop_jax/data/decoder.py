@@ -8,8 +8,7 @@ processes that have opened the same source (see `pool`).
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +16,7 @@ from typing import Protocol
 from dflop_jax.data.sample import EMPTY, DecodesParts, Sample, Source, fits_in
 
 MAX_TRIES = 64  # samples looked at to replace one that cannot be decoded
-MIN_SEEN = 64  # the share of bad samples is judged over at least so many (or the whole dataset)
+MIN_SEEN = 64  # samples that the share of bad ones is judged over, at least (or all there are)
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -84,23 +83,6 @@ class ThreadDecoder:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-class Marks:
-    """Numbers below `n`, a bit each: 1.25 MB for ten million samples, however many are marked."""
-
-    def __init__(self, n: int) -> None:
-        self._bits, self._marked = bytearray((n + 7) // 8), 0
-
-    def __len__(self) -> int:
-        return self._marked
-
-    def __contains__(self, number: int) -> bool:
-        return bool(self._bits[number >> 3] >> (number & 7) & 1)
-
-    def add(self, number: int) -> None:
-        self._marked += number not in self
-        self._bits[number >> 3] |= 1 << (number & 7)
-
-
 class Replacements:
     """Counts, names and replaces the samples of a source that cannot be decoded.
 
@@ -108,54 +90,65 @@ class Replacements:
     and can be decoded, else to an empty one: the same for every process and every run.
     """
 
-    def __init__(self, source: Source, max_bad_fraction: float) -> None:
+    def __init__(self, source: Source, max_bad_fraction: float, global_batch: int) -> None:
         self._source, self._max_bad_fraction = source, max_bad_fraction
-        self._lock = threading.Lock()
-        self._seen, self._bad = Marks(len(source)), Marks(len(source))
+        self._global_batch = global_batch
+        self._tried: set[int] = set()  # in vain, by this process
+        self._bad: dict[int, int] = {}  # of all processes: the step whose batch each was tried for
 
     def __len__(self) -> int:
-        """Distinct samples found undecodable so far."""
+        """Distinct samples found undecodable so far, by any process."""
         return len(self._bad)
 
     def __contains__(self, index: int) -> bool:
         """Whether a sample is known to be bad, so that it need not be tried again."""
-        return index % len(self._source) in self._bad
+        return index % len(self._source) in self._tried
+
+    def found(self, steps: range) -> list[int]:
+        """Return the samples found undecodable for the batches of some steps."""
+        return [place for place, step in [*self._bad.items()] if step in steps]
+
+    def add(self, step: int, places: Iterable[int]) -> None:
+        """Count samples that other processes, or this run before, found for the batch of a step;
+        they are tried again here."""
+        for place in places:
+            self._bad.setdefault(place, step)
 
     def usable(
-        self, index: int, decoded: Decoded | None, again: Callable[[int], Decoded]
+        self, step: int, index: int, decoded: Decoded | None, again: Callable[[int], Decoded]
     ) -> Sample:
-        """Return what was decoded of a sample, or what replaces it, decoded by `again`.
+        """Return what was decoded of a sample of a step's batch, or what replaces it, decoded by
+        `again`.
 
         Args:
           decoded: None of a sample that is known to be bad.
 
         Raises:
-          ValueError: more than the share `max_bad_fraction` of the distinct samples seen are bad.
+          ValueError: more than the share `max_bad_fraction` of the samples that the run has drawn
+            by then are bad.
         """
-        if decoded is not None and (sample := self._counted(index, decoded)) is not None:
+        if decoded is not None and (sample := self._counted(step, index, decoded)) is not None:
             return sample
         n, limit = len(self._source), self._source.load(index)
         for other in ((index + k) % n for k in range(1, min(MAX_TRIES, n))):
             if other in self or not fits_in(self._source.load(other), limit):
                 continue
-            if (sample := self._counted(other, again(other))) is not None:
+            if (sample := self._counted(step, other, again(other))) is not None:
                 return sample
         return EMPTY
 
-    def _counted(self, index: int, decoded: Decoded) -> Sample | None:
+    def _counted(self, step: int, index: int, decoded: Decoded) -> Sample | None:
         """Return the sample, None if it is bad; that is logged the first time."""
+        if isinstance(decoded, Sample):
+            return decoded
         place = index % len(self._source)  # the same in every epoch
-        with self._lock:
-            known = place in self._bad
-            self._seen.add(place)
-            if isinstance(decoded, Sample):
-                return decoded
-            self._bad.add(place)
-            bad, seen = len(self._bad), len(self._seen)
-        if known:
+        if place in self._tried:
             return None
+        self._tried.add(place)
+        self._bad.setdefault(place, step)
         logger.warning("replaced a sample that cannot be decoded: %s", decoded.reason)
-        if bad > self._max_bad_fraction * max(seen, min(len(self._source), MIN_SEEN)):
+        seen = min(len(self._source), max(MIN_SEEN, (step + 1) * self._global_batch))
+        if (bad := len(self)) > self._max_bad_fraction * seen:
             raise ValueError(
                 f"{self._source.name}: {bad} of {seen} samples cannot be decoded, the last is "
                 f"{decoded.reason}; repair them or raise "

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # processes that only decode do not load JAX
     from dflop_jax.contract import MultimodalModel
 
 T = TypeVar("T")
+OF_DATA = ("n", "digest")  # of what a checkpoint's order follows from
 KEPT_STEPS = 32  # whose samples are remembered: a step is asked for several times
 Beyond = Callable[[Sequence[Load]], Sequence[int]]
 logger = logging.getLogger("dflop_jax.data")
@@ -93,15 +94,10 @@ class Loader:
         self.source, self.global_batch, self.seed = source, global_batch, seed
         self._prefetch = prefetch
         self._make_decoder = partial(decoder, source, workers)
-        self._replaced = Replacements(source, max_bad_fraction)
+        self.replaced = Replacements(source, max_bad_fraction, global_batch)
         self._room = room
         self.count: Callable[[Load], Load] = lambda load: load  # gives loads their content
         self._indices = lru_cache(KEPT_STEPS)(self._indices_of)
-
-    @property
-    def bad(self) -> int:
-        """Distinct samples found undecodable so far."""
-        return len(self._replaced)
 
     def indices(self, step: int) -> list[int]:
         """Source indices of the batch of a step; of a source that varies with the epoch, each has
@@ -145,14 +141,15 @@ class Loader:
             indices = (indices_of or self.indices)(step)
             wanted = dict.fromkeys(range(len(indices))) if select is None else select(step)
             return [
-                (k, indices[k], None if indices[k] in self._replaced else
+                (k, indices[k], None if indices[k] in self.replaced else
                  decoder.submit(indices[k], modules))
                 for k, modules in wanted.items()
             ]  # fmt: skip
 
         def finish(step: int, begun: Future[Begun]) -> T:
             samples = {
-                k: self._replaced.usable(
+                k: self.replaced.usable(
+                    step,
                     index,
                     None if decoded is None else decoded.result(),
                     lambda other: decoder.submit(other).result(),
@@ -176,20 +173,30 @@ class Loader:
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps to continue at `step`."""
-        return {"step": step, **self._identity()}
+        order = {"seed": self.seed, "global_batch": self.global_batch, "n": len(self.source)}
+        named = {"digest": getattr(self.source, "digest", ""), "name": self.source.name}
+        return {"step": step, **order, **named, "bad": self.replaced.found(range(step))}
 
-    def restore(self, state: dict[str, Any]) -> int:
-        """Return the step to continue at; ValueError when the data or their order are others."""
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise ValueError(
-                    f"checkpoint was made with data {name}={state.get(name)}, this run has "
-                    f"{value}; use the same data and settings, or start a new run"
-                )
-        return int(state["step"])
+    def restore(self, state: dict[str, Any], changed: str = "refuse") -> int:
+        """Return the step to continue at, with the samples counted that were bad until then.
 
-    def _identity(self) -> dict[str, int]:
-        return {"seed": self.seed, "n": len(self.source), "global_batch": self.global_batch}
+        Raises:
+          ValueError: the order is another, or the data are, unless `changed` is "ok".
+        """
+        now = self.state(0)
+        then = {**now, **state}  # older ones have no digest
+        others = [name for name in ("seed", "global_batch", *OF_DATA) if then[name] != now[name]]
+        for name in others:
+            if name in OF_DATA and changed == "ok":
+                continue
+            remedy = f"use {then['name']} as it was, --data.changed ok for {now['name']} as it is"
+            remedy = remedy if name in OF_DATA else "use the same data and settings"
+            raise ValueError(
+                f"checkpoint was made with data {name}={then[name]}, this run has {now[name]}; "
+                f"{remedy}, or start a new run"
+            )
+        self.replaced.add(then["step"] - 1, () if others else then["bad"])
+        return int(then["step"])
 
 
 def make_loader(

@@ -89,7 +89,8 @@ class Source(Protocol):
     decoded in processes of their own; any other is decoded in threads. One whose samples differ
     from epoch to epoch has `varies = True`: of n samples, `sample(i + k n)` is then sample i in
     epoch k, with the load of sample i. A mixture has `part_of(index)`, which gives the name of the
-    dataset that a sample is from.
+    dataset that a sample is from. One with a `digest` of its records is told from others of as many
+    samples where a run is resumed.
     """
 
     @property

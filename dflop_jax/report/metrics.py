@@ -75,7 +75,7 @@ class StepMetrics(StepFigures):
     schedule, `lower_bound_s` what no other undercuts, `schedule_gap` how much longer it is,
     `integer_bound_s` what an integer program proved of that (0: it was not asked), `schedule_work`
     the units of work that it took. `n_bad` counts samples of this batch that could not be decoded
-    and were replaced.
+    and were replaced, each in the first such batch of the run.
     `correction` (empty unless predictions are corrected) holds `sampling` (1: task times are being
     sampled), `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample. `slowness`
     is how many times longer a process takes than it should (median of the last steps, by process;

@@ -35,7 +35,7 @@ class ReadyBatch:
 
     `groups` hold this process's part, one for every group of the schedule; the counts are of the
     whole batch. `used_tokens` are those of pieces, by module, and `flops` what these need in a
-    training step.
+    training step; `bad` are the samples that were first found undecodable.
     """
 
     step: int
@@ -48,7 +48,7 @@ class ReadyBatch:
     padding_fraction: dict[str, float]
     imbalance: dict[str, float]
     groups_run: dict[str, int]
-    n_bad: int
+    bad: list[int]
     moved: BatchTraffic
 
     @property
@@ -80,7 +80,7 @@ class Waits:
 class _Counts:
     """What the processes add up of a batch."""
 
-    n_bad: int
+    bad: list[int]
     used_tokens: dict[str, int]
     flops: dict[str, float]
     loss_weights: dict[str, float]
@@ -124,7 +124,7 @@ class Packer:
         samples: Mapping[int, Sample],
         *,
         key: str,
-        n_bad: int = 0,
+        bad: Sequence[int] = (),
         draws: str = "",
     ) -> ReadyBatch:
         """Return the host arrays of a scheduled batch; `key` names it among the processes, `draws`
@@ -142,7 +142,7 @@ class Packer:
             ranks=self.ranks,
             draws=draws,
         )
-        total = _agree(self.peers, key, schedule, self._counts(schedule, packed, n_bad))
+        total = _agree(self.peers, key, schedule, self._counts(schedule, packed, bad))
         executed = dict.fromkeys(self.plan.layout.modules, 0)
         for g in schedule.groups:
             ranks = self.plan.layout.data_ranks(g.module)
@@ -163,11 +163,13 @@ class Packer:
             },
             imbalance=imbalance(self.plan.layout, schedule, loads),
             groups_run=dict(Counter(group_label(g) for g in schedule.groups)),
-            n_bad=total.n_bad,
+            bad=total.bad,
             moved=total.moved,
         )
 
-    def _counts(self, schedule: Schedule, packed: Sequence[PackedGroup], n_bad: int) -> _Counts:
+    def _counts(
+        self, schedule: Schedule, packed: Sequence[PackedGroup], bad: Sequence[int]
+    ) -> _Counts:
         """This process's part of what is counted."""
         modules = self.plan.layout.modules
         used, flops = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0.0)
@@ -181,7 +183,7 @@ class Packer:
             if group.module in [*weights][-1:]:
                 supervised += int(np.count_nonzero(arrays.loss_weights))
         moved_here = moved(self.plan, self.model, schedule, packed, self.ranks.counts)
-        return _Counts(n_bad, used, flops, weights, supervised, moved_here)
+        return _Counts([*bad], used, flops, weights, supervised, moved_here)
 
 
 def digest(schedule: Schedule) -> str:
@@ -207,7 +209,7 @@ def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Coun
                 )
         every = [c for _, c in rows]
         total = _Counts(
-            sum(c.n_bad for c in every),
+            sorted({place for c in every for place in c.bad}),
             {m: sum(c.used_tokens[m] for c in every) for m in counts.used_tokens},
             {m: sum(c.flops[m] for c in every) for m in counts.flops},
             {m: sum(c.loss_weights[m] for c in every) for m in counts.loss_weights},
@@ -240,7 +242,6 @@ def feed(
     loader: Loader, schedules: Schedules, packer: Packer, steps: range
 ) -> Generator[tuple[ReadyBatch, Waits], None, None]:
     """Yield the batch of each of the steps, with what training waited for it."""
-    bad_before = 0
     scheduled: dict[int, tuple[Schedule, float, list[Load]]] = {}
 
     def select(step: int) -> dict[int, frozenset[str]]:
@@ -250,12 +251,12 @@ def feed(
         return packer.own(schedule, loads)
 
     def prepare(step: int, samples: dict[int, Sample]) -> tuple[ReadyBatch, float]:
-        nonlocal bad_before
         schedule, wait_s, loads = scheduled.pop(step)
-        bad, bad_before = loader.bad - bad_before, loader.bad
+        bad = loader.replaced.found(range(step, step + 1))
         key = f"{_FEED}batch/{step}"
         draws = f"{loader.seed}/{step}"
-        batch = packer.pack(schedule, loads, samples, key=key, n_bad=bad, draws=draws)
+        batch = packer.pack(schedule, loads, samples, key=key, bad=bad, draws=draws)
+        loader.replaced.add(step, batch.bad)
         return batch, wait_s
 
     batches = loader.batches(steps, prepare, select)

@@ -32,7 +32,7 @@ from dflop_jax.train.evaluations import Evaluations
 from dflop_jax.train.exports import Exports
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
 from dflop_jax.train.judge import Judge
-from dflop_jax.train.meta import Meta, planned_under
+from dflop_jax.train.meta import Meta, planned_under, trained_under
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.results import LoopResult
@@ -85,7 +85,9 @@ class Loop:
     def run(self, stack: ExitStack, resumed: Resumed | None) -> LoopResult:
         """Run the steps that are left, and save what they reached."""
         config, peers = self.config, self.peers
-        start = self.loader.restore(resumed.meta.loader) if resumed else 0
+        start = 0
+        if resumed:
+            start = self.loader.restore(resumed.meta.loader, config.data.changed)
         self._done = start
         known = resumed.meta.skips if resumed else Skips()
         names = partial(sample_names, self._ready.source, self.loader)
@@ -375,6 +377,7 @@ class Loop:
             PriceList.of(ready.prices),
             planned_under(ready.place) if self.peers.is_hub else {},
             self._corrector.learnt(done) if self._corrector else None,
+            trained_under=trained_under(self.config),
         )
 
 

@@ -51,6 +51,7 @@ class Meta:
       loader: see `Loader.state`.
       prices: that batches are scheduled by.
       planned_under: what the plan was chosen under, by name; see `planned_under`.
+      trained_under: the flags of model, data and training; see `trained_under`.
       learnt: corrections of the prices, where they are corrected.
       skips: of the updates that were left out.
       unwritten: see `RunFolder.unwritten`: a copy in memory outlives a process that held them.
@@ -65,6 +66,7 @@ class Meta:
     learnt: Learnt | None = None
     skips: Skips = field(default_factory=Skips)
     unwritten: Unwritten = field(default_factory=dict)
+    trained_under: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
 
@@ -117,6 +119,20 @@ def flags_that_plan(config: Config) -> dict[str, Any]:
         if (leaf.name.startswith("plan.") and leaf.name not in _NO_CHOICE)
         or leaf.name in (*_MORE_FLAGS, *_PROFILED_FLAGS)
     }
+
+
+def trained_under(config: Config) -> dict[str, str]:
+    """The flags of model, data and training, by dotted name, as text."""
+    leaves = (leaf for leaf in fields() if leaf.name.startswith(("model.", "data.", "train.")))
+    return {leaf.name: _text(leaf.value(config)) for leaf in leaves}
+
+
+def changed_flags(meta: Meta, config: Config) -> str:
+    """Name the flags under which a run goes on that differ from those of its checkpoint, with both
+    values; "" for none."""
+    then, now = meta.trained_under, trained_under(config)
+    changed = (name for name in now if name in then and now[name] != then[name])
+    return ", ".join(f"{name} {now[name]} (was {then[name]})" for name in changed)
 
 
 @dataclass(frozen=True)
@@ -178,4 +194,4 @@ def same_value(name: str, then: Any, now: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    return str(value) or "empty"
+    return (",".join(value) if isinstance(value, tuple) else str(value)) or "empty"

@@ -200,7 +200,7 @@ class Workplace:
             return imported("data.factory", factory)(self.config.data, self.model, split)
         spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
         train, barrier = self.config.train, split
-        data, held_out, share = self.config.data, train.eval_samples, train.eval_fraction
+        data, held_out = self.config.data, float(train.eval_fraction) or train.eval_samples
         if data.eval_path:  # all of it is held out, and all of data.path trains
             if split == "eval":
                 data = replace(data, path=data.eval_path, loss_on_prompts=False)
@@ -211,7 +211,6 @@ class Workplace:
             spec,
             split,
             n_held_out=held_out,
-            held_out_share=share,
             vocab_size=self.model.vocab_size,
             index_dir=self.config.cache_dir,
         )

@@ -233,7 +233,7 @@ class StepLog:
             schedule_gap=batch.schedule.gap,
             integer_bound_s=batch.schedule.integer_bound_s,
             schedule_work=batch.schedule.work,
-            n_bad=batch.n_bad,
+            n_bad=len(batch.bad),
             phase_s=phase_seconds(
                 self._facts.plan.layout,
                 result.trace,

@@ -36,7 +36,7 @@ from dflop_jax.train.exports import check_exports
 from dflop_jax.train.initial import beginning
 from dflop_jax.train.judge import Judge, go_back
 from dflop_jax.train.loop import Loop
-from dflop_jax.train.meta import planned_under
+from dflop_jax.train.meta import changed_flags, planned_under
 from dflop_jax.train.planning import (
     check_held_out,
     check_trainable,
@@ -202,7 +202,9 @@ class Trainer:
         if self._existing == "resume":
             resumed = find_checkpoint(checkpoints, peers, at=asked.at, copies=held)
         # Before anything is written: the folder may be of a run on other data.
-        start = make_loader(config, self.source).restore(resumed.meta.loader) if resumed else 0
+        loader, start = make_loader(config, self.source), 0
+        if resumed:
+            start = loader.restore(resumed.meta.loader, config.data.changed)
         folder, samples = None, None
         if peers.is_hub:
             folder = stack.enter_context(open_folder(config.run_dir, self._existing))
@@ -226,6 +228,8 @@ class Trainer:
         if resumed:
             took_s = time.perf_counter() - placing_s
             progress.log(f"{resumed.says(config.train.steps)}, read in {took_s:.1f} s")
+            if changed := changed_flags(resumed.meta, config):
+                progress.log(f"resumed with {changed}")
         if folder:  # only now it is clear that the folder is of this run
             self._take_over(folder, resumed, chosen.profile)
         # The plan's figures are in the folder then, and nothing else asks for times.

@@ -11,7 +11,15 @@ from dflop_jax import Config, PlanConfig, TrainConfig
 from dflop_jax.checkpoint.format import OtherVersion
 from dflop_jax.config import fields
 from dflop_jax.records import FORWARD, Price, PriceList, Prices, ProgramId, Shape
-from dflop_jax.train.meta import Continued, Meta, continued, flags_that_plan, read_meta
+from dflop_jax.train.meta import (
+    Continued,
+    Meta,
+    changed_flags,
+    continued,
+    flags_that_plan,
+    read_meta,
+    trained_under,
+)
 
 from ..plans import NANO, bucket, nano_profile
 
@@ -134,6 +142,17 @@ def test_every_flag_of_plans_decides_or_is_named():
     idle = {n for n in names if n.startswith("plan.")} - flags.keys()
     assert idle == {"plan.devices", "plan.hardware", "plan.redecide_every"}
     assert flags["train.global_batch"] == CONFIG.train.global_batch
+
+
+def test_changed_flags_are_named_with_both_values():
+    meta = dataclasses.replace(META, trained_under=trained_under(CONFIG))
+    meta = read_meta(msgspec.json.decode(msgspec.json.encode(meta)))
+    assert changed_flags(meta, CONFIG) == ""
+    assert changed_flags(meta, changed("plan", buckets=1)) == ""
+    assert changed_flags(meta, changed("data", root=("a", "b"))) == "data.root a,b (was empty)"
+    now = changed("train", weight_decay=0.0, steps=7)
+    assert changed_flags(meta, now) == "train.steps 7 (was 100), train.weight_decay 0.0 (was 0.01)"
+    assert changed_flags(META, now) == ""  # of before checkpoints had them
 
 
 # ---- versions ----

@@ -32,6 +32,7 @@ from dflop_jax.train.loop import Loop
 from dflop_jax.train.ready import expected
 from dflop_jax.train.trainer import Trainer
 
+from ..data.media_cases import talk
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
     CACHE,
@@ -119,7 +120,9 @@ def test_a_killed_run_resumes_at_its_checkpoint(whole, capsys, monkeypatch):
     monkeypatch.delattr(executor, "draw_parameters")  # they are all in the checkpoint
     result = fit(folder, "resume")
     assert len(result.losses) == 6
-    assert "resumed after step 6 of 12" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "resumed after step 6 of 12" in said
+    assert "resumed with" not in said
     assert_as_whole(folder, whole)
     assert steps_saved(folder) == (12, 9, 6, 3)
 
@@ -158,7 +161,7 @@ def test_nothing_saved_starts_from_the_beginning_and_nothing_is_saved(whole):
     assert steps_saved(folder) == ()
 
 
-def test_the_optimizer_may_begin_anew(whole, monkeypatch):
+def test_the_optimizer_may_begin_anew(whole, monkeypatch, capsys):
     """And it may be another one."""
     monkeypatch.setattr(Executor, "compile", compile_all)
     with pytest.raises(ValueError, match="use the same, --reset-optimizer, or start a new run"):
@@ -172,6 +175,8 @@ def test_the_optimizer_may_begin_anew(whole, monkeypatch):
         rows, before = read_metrics("run"), read_metrics(whole)
         assert [r["loss"] for r in rows[:10]] == [r["loss"] for r in before[:10]]
         assert rows[11]["loss"] != before[11]["loss"]
+    changed = "train.learning_rate 0.0001 (was 0.001), train.optimizer lion (was adamw)"
+    assert f"resumed with {changed}\n" in capsys.readouterr().err
 
 
 def lion():
@@ -340,10 +345,14 @@ def test_a_broken_line_of_samples_is_named(whole):
         ({"data": dataclasses.replace(CONFIG.data, seed=1)}, "seed=0, this run has 1"),
         ({"data": dataclasses.replace(CONFIG.data, n_samples=65)}, "n=64, this run has 65"),
         ({"train": dataclasses.replace(CONFIG.train, global_batch=2)}, "global_batch=4, this run"),
+        ({"data": dataclasses.replace(CONFIG.data, path="d.json")}, "digest=, this run has"),
     ],
-    ids=["seed", "samples", "global batch"],
+    ids=["seed", "samples", "global batch", "as many"],
 )
 def test_other_data_are_refused(whole, changed, says):
+    Path("d.json").write_text(
+        json.dumps([{"conversations": talk("a?", "b")}] * 68)
+    )  # of which 4 are held out
     folder = copy_of(whole)
     assert says in refused(folder, **changed)
     assert essence(folder) == essence(whole)

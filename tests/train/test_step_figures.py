@@ -1,13 +1,17 @@
 """Seconds by phase, imbalance and memory of a step: against sums by hand, at size 0 and 1 too."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
 from dflop_jax.records import Event, Group, Load, PiecePlaces, Schedule, Shape, Trace
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
+from dflop_jax.train.feed import _agree, _Counts, digest
+from dflop_jax.train.moved import BatchTraffic
 from dflop_jax.train.step_figures import imbalance, memory_in_use, most_of, phase_seconds
 from tests.report.runs import make_plan
 
@@ -99,3 +103,13 @@ def test_memory_is_that_of_the_fullest_device_here():
 def test_of_several_processes_the_most_counts():
     assert most_of([{"a": 1.0}, {"a": 3.0, "b": 2.0}, {}]) == {"a": 3.0, "b": 2.0}
     assert most_of([]) == {}
+
+
+def test_bad_samples_of_several_processes_are_counted_once():
+    schedule = Schedule(3, ())
+    ours = _Counts([4, 9], {}, {}, {}, BatchTraffic())
+    theirs = msgspec.json.encode((digest(schedule), replace(ours, bad=[2, 9])))
+    peers = SimpleNamespace(
+        is_hub=True, gather=lambda _, mine: [mine, theirs], share=lambda _, total: total
+    )
+    assert _agree(peers, "", schedule, ours).bad == [2, 4, 9]

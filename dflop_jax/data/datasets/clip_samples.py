@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
+from dflop_jax.data.datasets.llava_records import short_digest
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.data.sample import Places, Sample
@@ -174,11 +176,13 @@ class ClipSource:
         self._clips, self._form, self._key = clips, form, (seed, STREAMS[split])
         self._ids: list[np.ndarray] = []
         self._grids: list[Grid] = []
-        for i in range(len(clips)):
+        given = [(clips.caption(i), clips.shape(i)) for i in range(len(clips))]
+        self.digest = short_digest(msgspec.json.encode(given))
+        for i, (caption, shape) in enumerate(given):
             label = clips.label(i)
-            self._ids.append(caption_ids(clips.caption(i), tokenizer, limits, label))
+            self._ids.append(caption_ids(caption, tokenizer, limits, label))
             try:
-                self._grids.append(form.grid(clips.shape(i)))
+                self._grids.append(form.grid(shape))
             except ValueError as e:
                 raise ValueError(f"{label}: {e}") from None
 

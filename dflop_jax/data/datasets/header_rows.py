@@ -7,7 +7,7 @@ each record within a deadline and a memory limit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from dflop_jax.data.bounds import one_line
 from dflop_jax.data.datasets.blob import MediaFile
-from dflop_jax.data.datasets.llava_records import Record, lot
+from dflop_jax.data.datasets.llava_records import Record, lot, short_digest
 from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.roots import NoFile
 from dflop_jax.data.datasets.shape_index import RECORDS, Row, file_state, media_columns
@@ -83,15 +83,15 @@ class RowsHere:
             files = dict.fromkeys(missing, "")
             return BadSample(str(e) or f"{located.place}: {one_line(e)}", files)
         # Before the headers are read: a file that changes meanwhile is then read anew.
-        paths = [source for _, source in record.media if isinstance(source, Path)]
-        files = {str(path): self._state(path) for path in paths}
+        files = {str(m): self._state(m) for _, m in record.media if isinstance(m, Path)}
         try:
             of_text, places = text_counts(self._to_pieces(record.turns, record.fields))
             unread = {*record.unread, *(n for n in record.fields.names if not self._shows(n))}
-            media = zip(record.media, places, strict=True)
-            headers = tuple(self._header_of(*medium) | place for medium, place in media)
-            of_record = _fields(located, record) | of_text
-            row = Row(of_record, headers, files, tuple(sorted(unread)))
+            cached, read = self._header, self._header.__wrapped__
+            headers = [(cached if isinstance(m, Path) else read)(k, m) for k, m in record.media]
+            media = tuple(columns | place for columns, place in zip(headers, places, strict=True))
+            of_record = _fields(located, record, headers) | of_text
+            row = Row(of_record, media, files, tuple(sorted(unread)))
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}", files)
         if self._decode:
@@ -100,10 +100,6 @@ class RowsHere:
             except Exception as e:  # other people's files may fail in any way
                 return BadSample(f"{record.name}: {one_line(e)}", files)
         return row
-
-    def _header_of(self, kind: str, source: MediaFile) -> dict[str, int]:
-        read = self._header if isinstance(source, Path) else self._header.__wrapped__
-        return read(kind, source)
 
 
 class RowsApart:
@@ -141,41 +137,35 @@ def _rows(n: int, kinds: Kinds, reply: DecoderReply, _: object) -> list[Row | Ba
     """What a process says of n records; ValueError for what none of ours says."""
     if len(reply.rows) != n:
         raise ValueError(f"{len(reply.rows)} rows of {n} records")
-    of_record, of_medium = _largest_numbers(kinds)
     for row in reply.rows:
         if isinstance(row, Row):
-            _check(row.record, of_record)
+            _check(row.record, RECORDS)
             for medium in row.media:
-                _check(medium, of_medium)
+                _check(medium, media_columns(kinds))
     return [*reply.rows]
 
 
-@lru_cache
-def _largest_numbers(kinds: Kinds) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the largest number that each column of a record, and of a medium, can hold."""
-
-    def largest_of(columns: Mapping[str, type]) -> dict[str, int]:
-        return {name: int(np.iinfo(np.dtype(dtype).name).max) for name, dtype in columns.items()}
-
-    return largest_of(RECORDS), largest_of(media_columns(kinds))
+@cache
+def _largest(dtype: type) -> int:
+    return int(np.iinfo(dtype).max)
 
 
-def _check(numbers: Mapping[str, int], largest: Mapping[str, int]) -> None:
-    if numbers.keys() != largest.keys() or any(
-        not 0 <= v <= largest[k] for k, v in numbers.items()
+def _check(numbers: Mapping[str, int], columns: Mapping[str, type]) -> None:
+    if numbers.keys() != columns.keys() or any(
+        not 0 <= v <= _largest(columns[k]) for k, v in numbers.items()
     ):
         raise ValueError(f"a row {numbers}")
 
 
-def _fields(located: Located, record: Record) -> dict[str, int]:
-    """The columns of a record but those of its text."""
-    return {
-        "number": located.number,
-        "file": located.file,
-        "offset": located.offset,
-        "size_bytes": located.size_bytes,
-        "lot": lot(record.name, located.place),
-    }
+def _fields(located: Located, record: Record, media: Sequence[dict[str, int]]) -> dict[str, int]:
+    """The columns of a record but those of its text; its content is told from others by text, names
+    and headers."""
+    place = {name: getattr(located, name) for name in ("number", "file", "offset", "size_bytes")}
+    headers = [{k: v for k, v in columns.items() if v} for columns in media]
+    text = record.turns, record.weights, record.fields.messages, record.fields.variables
+    content = *text, [m.name for _, m in record.media], headers
+    number = int(short_digest(msgspec.json.encode(content)), 16)
+    return {**place, "lot": lot(record.name, located.place), "content": number}
 
 
 def header(kind: str, source: MediaFile, kinds: Kinds = BUILT_IN) -> dict[str, int]:

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from dflop_jax.data.datasets.header_rows import RowReader
 from dflop_jax.data.datasets.located import RecordReader
@@ -36,47 +37,58 @@ CHUNK = 64  # records with one worker
 STATS_AT_ONCE = 8  # of files, which a network answers late
 SHOWN_REASONS = 3  # of each kind, in the log
 KEPT_REASONS = 20  # why records cannot be taken, in a message
-T = TypeVar("T")
 logger = logging.getLogger("dflop_jax.data")
 
 
-def update_index(
-    file: Path,
-    readers: Mapping[str, RecordReader],
-    row_reader: Callable[[], RowReader],
-    settings: str,
-    *,
-    kinds: Kinds = BUILT_IN,
-    workers: int = 2,
-    check_media: bool = True,
-) -> dict[str, Indexed]:
-    """Return the index of all `readers`, from `file` where that is up to date; else it is written,
-    as it is where that is damaged: a bit on a disk is to end no run.
+@dataclass(frozen=True)
+class IndexRules:
+    """How an index is made.
 
-    Args:
-      row_reader: makes what reads records of these datasets; called if there are any to read.
+    Attributes:
+      file: where it is kept.
       settings: the tokenizer's name or digest; another one makes every table anew.
-      kinds: of media that records may have; the index has all of them.
-      workers: records read at once.
+      row_reader: makes what reads records; None: they are read here.
+      max_bad_fraction: of a dataset's records that may be unusable.
+      workers: threads that read records.
       check_media: look whether files of media changed since they were indexed, too.
     """
+
+    file: Path
+    settings: str
+    row_reader: Callable[[], RowReader] | None = None
+    max_bad_fraction: float = 0.1
+    workers: int = 2
+    check_media: bool = True
+
+
+def update_index(
+    rules: IndexRules,
+    readers: Mapping[str, RecordReader],
+    row_reader: Callable[[], RowReader],
+    kinds: Kinds = BUILT_IN,
+) -> dict[str, Indexed]:
+    """Return the index of all `readers`, from its file where that is up to date; else it is
+    written, as it is where that is damaged: a bit on a disk is to end no run. `row_reader` is
+    called if there are records to read; the index has all `kinds` of media."""
     try:
-        known = load_index(file, kinds)
+        known = load_index(rules.file, kinds)
     except ValueError as e:
         logger.warning("%s; it is made anew", e)
         known = {}
-    keys = {name: make_key(reader.files, settings) for name, reader in readers.items()}
+    keys = {name: make_key(reader.files, rules.settings) for name, reader in readers.items()}
     stale = [name for name, key in keys.items() if name not in known or known[name].key != key]
-    if check_media:
+    if rules.check_media:
         stale += [n for n, r in readers.items() if n not in stale and _has_changed(known[n], r)]
     if not stale:
         return {name: known[name] for name in readers}
     made: dict[str, Indexed] = {}
     with closing(row_reader()) as rows:
         for k, name in enumerate(stale):
-            unusable = file.with_suffix(f".{k}.unusable.txt")
-            made[name] = _index_of(name, readers[name], keys[name], rows, kinds, workers, unusable)
-    save_index(file, {**known, **made}, kinds)
+            unusable = rules.file.with_suffix(f".{k}.unusable.txt")
+            made[name] = _index_of(
+                name, readers[name], keys[name], rows, kinds, rules.workers, unusable
+            )
+    save_index(rules.file, {**known, **made}, kinds)
     return {name: made.get(name) or known[name] for name in readers}
 
 
@@ -133,7 +145,7 @@ def _has_changed(index: Indexed, reader: RecordReader) -> bool:
     return bool(found)
 
 
-def _chunks(items: Iterator[T]) -> Iterator[list[T]]:
+def _chunks(items: Iterator[Any]) -> Iterator[list[Any]]:
     while chunk := list(islice(items, CHUNK)):
         yield chunk
 

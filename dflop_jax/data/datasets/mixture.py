@@ -12,7 +12,6 @@ LLaVA-NeXT's `datasets`, `json_path` and `sampling_strategy` are read as well.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from dflop_jax.data.bounds import (
     read_bounded,
 )
 from dflop_jax.data.datasets.find_tables import HUB, HUB_ID
+from dflop_jax.data.datasets.llava_records import short_digest
 
 MAX_WEIGHT = 1000.0  # times that an epoch shows a part
 RULE = re.compile(r"(first|end|random):(\d+(?:\.\d+)?)(%?)")
@@ -142,9 +142,8 @@ def shown(part: MixturePart, rows: np.ndarray, seed: int) -> np.ndarray:
 
 def _generator(seed: int, use: str, part: MixturePart) -> np.random.Generator:
     """Draws of a part do not depend on the parts beside it."""
-    text = f"{use}:{part.path}:{','.join(part.root)}:{part.subset}".encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    return np.random.default_rng([seed, int.from_bytes(digest, "big")])
+    text = f"{use}:{part.path}:{','.join(part.root)}:{part.subset}"
+    return np.random.default_rng([seed, int(short_digest(text.encode()), 16)])
 
 
 def _part(raw: Any, folder: Path) -> MixturePart:

@@ -44,7 +44,7 @@ class MixtureSamples:
         weighting: Weighting | None = None,
     ) -> None:
         self._mixture, self._blank, self._weighting = mixture, blank_images, weighting
-        self.opened_by = opened_by
+        self.name, self.digest, self.opened_by = mixture.name, mixture.digest, opened_by
         self._placeholder = placeholder
         counts, fits = mixture.fit(limits)
         self._place, whole = np.flatnonzero(fits), mixture.counts()
@@ -69,10 +69,6 @@ class MixtureSamples:
                 )
             logger.warning("left out: %s", why)
         logger.info("%s: %s", self.name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
-
-    @property
-    def name(self) -> str:
-        return self._mixture.name
 
     def __len__(self) -> int:
         return len(self._place)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from dflop_jax.data.bounds import one_line
-from dflop_jax.data.datasets.header_rows import RowReader, RowsHere, ToPieces
+from dflop_jax.data.datasets.header_rows import RowsHere, ToPieces
 from dflop_jax.data.datasets.held_out import held_out, held_share
-from dflop_jax.data.datasets.index_build import check_usable, update_index
-from dflop_jax.data.datasets.llava_records import Record, check_split
+from dflop_jax.data.datasets.index_build import IndexRules, check_usable, update_index
+from dflop_jax.data.datasets.llava_records import Record, short_digest
 from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, short_names, shown
 from dflop_jax.data.datasets.readers import open_reader
@@ -51,48 +50,28 @@ def open_readers(
 
 
 @dataclass(frozen=True)
-class IndexRules:
-    """How a mixture's index is made.
-
-    Attributes:
-      file: where it is kept.
-      settings: digest of the tokenizer (see `update_index`).
-      row_reader: makes what reads records; None: they are read here.
-      max_bad_fraction: of a dataset's records that may be unusable.
-      workers: threads that read headers.
-      check_media: see `update_index`.
-    """
-
-    file: Path
-    settings: str
-    row_reader: Callable[[], RowReader] | None = None
-    max_bad_fraction: float = 0.1
-    workers: int = 2
-    check_media: bool = True
-
-
-@dataclass(frozen=True)
 class Share:
     """Which samples are shown: of the split "train", or "eval" for the `n_held_out` records (see
-    `held_out`), or where it is above 0 the share `held_out_share` of them (see `held_share`), that
-    "train" then leaves out; weights do not count there."""
+    `held_out`; a float is a share of them, see `held_share`) that "train" then leaves out; weights
+    do not count there."""
 
     split: str = "train"
-    n_held_out: int = 0
+    n_held_out: int | float = 0
     seed: int = 0
-    held_out_share: float = 0.0
 
     def __post_init__(self) -> None:
-        check_split(self.split, holds_out=self.holds_out)
-
-    @property
-    def holds_out(self) -> bool:
-        return bool(self.n_held_out or self.held_out_share)
+        if self.split not in ("train", "eval"):
+            raise ValueError(f"split {self.split!r} is not train or eval")
+        if self.split == "eval" and not self.n_held_out:
+            raise ValueError(
+                "the eval split of a dataset on disk needs train.eval_samples or "
+                "train.eval_fraction above 0"
+            )
 
     def held_out(self, lots: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Which records of each part are held out; see `held_out` and `held_share`."""
-        if self.held_out_share:
-            return held_share(lots, self.held_out_share, self.seed)
+        if isinstance(self.n_held_out, float):
+            return held_share(lots, self.n_held_out, self.seed)
         return held_out(lots, self.n_held_out, self.seed)
 
 
@@ -102,7 +81,8 @@ class MixtureSource:
     Making one reads its index and makes anew what changed since, by headers and text alone.
     Subset rules count the usable records of a dataset, so that a broken one shifts nothing else
     than its own place. Records that cannot be used are left out and counted in `unusable`, those
-    that the model cannot take in `left_out`.
+    that the model cannot take in `left_out`. Epochs of the same records in the same order have one
+    `digest`, wherever they lie.
 
     Args:
       how: how the model takes media.
@@ -126,14 +106,11 @@ class MixtureSource:
         name: str = "mixture",
     ) -> None:
         self.name = name
-        self._how, self._to_pieces = how, to_pieces
+        self.how, self._to_pieces = how, to_pieces
         keys = names(mixture.parts)
         readers = open_readers(mixture, kinds)
         reads = rules.row_reader or partial(RowsHere, readers, to_pieces, kinds)
-        index = update_index(
-            rules.file, readers, reads, rules.settings,
-            kinds=kinds, workers=rules.workers, check_media=rules.check_media,
-        )  # fmt: skip
+        index = update_index(rules, readers, reads, kinds)
         for key, reader in readers.items():
             check_usable(index[key], reader.name, rules.max_bad_fraction)
             if unread := index[key].unread:
@@ -141,7 +118,6 @@ class MixtureSource:
         self._readers = list(readers.values())
         self._table = joined([index[key].table for key in readers], kinds)
         starts = np.cumsum([0, *(len(index[key].table) for key in readers)])
-        dataset_of = {key: k for k, key in enumerate(readers)}
         self._dataset = np.repeat(np.arange(len(readers)), np.diff(starts))
         self._counts, usable = sample_counts(self._table, how)
         if cut := cut_media(self._table, how):
@@ -158,10 +134,10 @@ class MixtureSource:
             logger.warning("%s: %d records left out: %s", name, self.left_out, why)
         parts = []
         for key, part in zip(keys, mixture.parts, strict=True):
-            k = dataset_of[key]
+            k = list(readers).index(key)
             rows = starts[k] + np.flatnonzero(usable[starts[k] : starts[k + 1]])
             parts.append(rows[chosen(part, len(rows), share.seed)])
-        if share.holds_out:
+        if share.n_held_out:
             try:
                 held = share.held_out([self._table.lot[rows] for rows in parts])
             except ValueError as e:
@@ -175,6 +151,7 @@ class MixtureSource:
                 for part, rows in zip(mixture.parts, parts, strict=True)
             ]
         self._rows = np.concatenate(parts)
+        self.digest = short_digest(self._table.content[self._rows].tobytes())
         self._part_names = short_names(mixture.parts)
         self._part_ends = np.cumsum([len(rows) for rows in parts])
         self._place = np.cumsum(usable) - 1  # row of the table -> row of the counts
@@ -184,10 +161,6 @@ class MixtureSource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    @property
-    def how(self) -> Preparation:
-        return self._how
-
     def counts(self) -> SampleCounts:
         """Return the counts of all samples, uncut; nothing is decoded."""
         return self._counts.taken(self._place[self._rows])
@@ -195,12 +168,12 @@ class MixtureSource:
     def fit(self, limits: Limits) -> tuple[SampleCounts, np.ndarray]:
         """Return the counts of all samples under the limits, and which fit; see `counts.fit`."""
         rows = self._place[self._rows]
-        counts, fits = fit(self._table, self._how, limits)
+        counts, fits = fit(self._table, self.how, limits)
         return counts.taken(rows), fits[rows]
 
     def load(self, index: int, counts: SampleCounts) -> Load:
         """Return what the sample of these counts asks of every module; see `counts.load_of`."""
-        return load_of(self._table, int(self._rows[index]), self._how, counts)
+        return load_of(self._table, int(self._rows[index]), self.how, counts)
 
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
@@ -234,7 +207,7 @@ class MixtureSource:
         ValueError, naming the record.
         """
         try:
-            return decode_media(record, self._table, int(self._rows[index]), self._how, kept)
+            return decode_media(record, self._table, int(self._rows[index]), self.how, kept)
         except Exception as e:  # other people's files may fail in any way
             raise ValueError(f"{record.name}: {one_line(e)}") from e
 

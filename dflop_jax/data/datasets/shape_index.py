@@ -18,7 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from dflop_jax.data.bounds import named, parse_json
@@ -28,7 +27,8 @@ from dflop_jax.data.media.kinds import BUILT_IN
 VERSION = 10  # of an index file; one more makes every index anew
 # Column -> dtype of a record; those of its media are their kind and place, and what headers say.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
-           "lot": np.uint64, "text_tokens": np.int32, "needed_tokens": np.int32}  # fmt: skip
+           "lot": np.uint64, "content": np.uint64,
+           "text_tokens": np.int32, "needed_tokens": np.int32}  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -53,9 +53,8 @@ def media_columns(kinds: Kinds) -> Mapping[str, type]:
 class ShapeTable:
     """The usable records of one dataset: n records with m media.
 
-    number: of the record in its dataset (see `readers.Located`); file, offset, size_bytes: its
-    bytes.
-    lot: what it draws when some are held out (see `llava_records.lot`).
+    number, file, offset, size_bytes: where it stands (see `located.Located`).
+    lot: what it draws when some are held out (see `llava_records.lot`); content: a digest of it.
     text_tokens: of the whole conversation; needed_tokens: of those, see `pieces.text_counts`.
     media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
     media: the columns of `media_columns` of `kinds`, each [m]; 0 where one does not apply.
@@ -66,6 +65,7 @@ class ShapeTable:
     offset: np.ndarray
     size_bytes: np.ndarray
     lot: np.ndarray
+    content: np.ndarray
     text_tokens: np.ndarray
     needed_tokens: np.ndarray
     media_start: np.ndarray
@@ -76,12 +76,8 @@ class ShapeTable:
         n, m, starts = len(self), len(self.media["kind"]), self.media_start
         bad = [name for name in RECORDS if getattr(self, name).shape != (n,)]
         bad += [name for name in media_columns(self.kinds) if self.media[name].shape != (m,)]
-        if (
-            starts.shape != (n + 1,)
-            or starts[0] != 0
-            or starts[-1] != m
-            or (np.diff(starts) < 0).any()
-        ):
+        is_whole = starts.shape == (n + 1,) and starts[0] == 0 and starts[-1] == m
+        if not is_whole or (np.diff(starts) < 0).any():
             bad.append("media_start")
         if bad:
             raise ValueError(f"shape table of {n} records: wrong {', '.join(bad)}")
@@ -185,10 +181,9 @@ def save_index(file: Path, datasets: Mapping[str, Indexed], kinds: Kinds = BUILT
     meta: dict[str, Any] = {"version": _version(kinds), "datasets": {}}
     arrays: dict[str, np.ndarray] = {}
     for k, (name, d) in enumerate(datasets.items()):
-        said = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "unread": {**d.unread}}
-        meta["datasets"][name] = {**said, "at": k}
+        kept = {"key": d.key, "listed": d.listed, "bad": list(d.bad), "files": dict(d.files)}
+        meta["datasets"][name] = {**kept, "unread": dict(d.unread), "at": k}
         columns = {c: getattr(d.table, c) for c in (*RECORDS, "media_start")} | {**d.table.media}
-        columns["files"] = np.frombuffer(msgspec.json.encode(d.files), np.uint8)
         arrays |= {f"{k}.{c}": column for c, column in columns.items()}
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -228,9 +223,8 @@ def load_index(file: Path, kinds: Kinds = BUILT_IN) -> dict[str, Indexed]:
             listed = int(d["listed"])
             _check_values(table, listed)
             unread = {str(key): int(n) for key, n in d["unread"].items()}
-            files = _array(arrays, f"{d['at']}.files", np.uint8).tobytes()
-            states, bad = parse_json(files, dict[str, str]), tuple(map(str, d["bad"]))
-            index[name] = Indexed(str(d["key"]), table, listed, bad, states, unread)
+            bad, files = tuple(map(str, d["bad"])), dict(d["files"])
+            index[name] = Indexed(str(d["key"]), table, listed, bad, files, unread)
         return index
 
 
@@ -256,7 +250,7 @@ def _array(arrays: zipfile.ZipFile, name: str, dtype: type) -> np.ndarray:
 
 def _check_values(table: ShapeTable, listed: int) -> None:
     """ValueError for values that no reader of records and headers gives."""
-    wrong = [name for name in RECORDS if name != "lot" and (getattr(table, name) < 0).any()]
+    wrong = [name for name in RECORDS if (getattr(table, name) < 0).any()]
     number = table.media["kind"]
     wrong += ["kind"] if ((number < 0) | (number >= len(table.kinds))).any() else []
     for kind in table.kinds:

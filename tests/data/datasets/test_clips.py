@@ -95,6 +95,11 @@ def test_the_loader_counts_epochs_of_a_source_that_varies():
     assert Loader(source, global_batch=4).indices(2) == indices[8:]
 
 
+def test_a_digest_tells_clips_apart_by_captions_and_shapes():
+    digests = {scenes(seed=seed, max_tokens=n).digest for seed in (0, 1) for n in (90, 16)}
+    assert len(digests) == 2
+
+
 def test_held_out_pairs_are_not_trained_on_and_shuffled_captions_are_others():
     train, held_out = (MovingScenes(300, 0, split, 48) for split in ("train", "eval"))
     seen = {train.caption(i) for i in range(300)}

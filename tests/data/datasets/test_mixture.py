@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer
+from dflop_jax.data.datasets.index_build import IndexRules
 from dflop_jax.data.datasets.mixture import (
     Mixture,
     MixturePart,
@@ -14,14 +18,14 @@ from dflop_jax.data.datasets.mixture import (
     shown,
     subset_size,
 )
-from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, Share
+from dflop_jax.data.datasets.mixture_source import MixtureSource, Share
 from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.counts import sample_counts
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.text.pieces import chat_pieces
-from tests.data.media_cases import SHARED, made_dataset, make_shards
+from tests.data.media_cases import SHARED, made_dataset, make_shards, talk
 from tests.data.views import prepared
 
 SMALL = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56), (84, 84)))
@@ -151,7 +155,7 @@ def test_what_is_held_out_is_as_asked_for(tmp_path):
     assert sorted(train + 2 * held) == everything  # the weight repeats what is trained on
     assert ids("eval", 7) == held != ids("eval", 7, seed=1)
     assert ids("eval", 59) == sorted({*everything} - {*ids("train", 59)})
-    share = {split: ids(split, 0, held_out_share=0.3) for split in ("train", "eval")}
+    share = {split: ids(split, 0.3) for split in ("train", "eval")}
     assert sorted(share["train"] + 2 * share["eval"]) == everything
     assert 0 < len(share["eval"]) < 30
     for split, n, why in [
@@ -248,6 +252,28 @@ def test_thin_pictures_and_short_sounds_are_left_out():
     assert counts.pieces[2].tolist() == [8, 0]
     none, _ = sample_counts(table_of([], []), prepared(SMALL, MelSpec()))
     assert len(none) == 0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"conversations": talk("<image>\nWhat?", "Ten.")}, {"image": "two.png"}, {"weight": 0.5}],
+)
+def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path, changed):
+    file, other = made_dataset(tmp_path, 5), tmp_path / "other.jsonl"
+    records = json.loads(file.read_text())
+    shutil.copy(tmp_path / "exact.png", tmp_path / "two.png")
+
+    def digest(records, **part):
+        other.write_text("\n".join(map(json.dumps, records)))
+        return source(Mixture((MixturePart(str(other), **part),)), tmp_path).digest
+
+    same = source(Mixture((MixturePart(str(file)),)), tmp_path).digest
+    assert digest([{**record, "id": 7} for record in records]) == same
+    others = [digest(records[::-1]), digest(records, subset="first:4"), digest(records, weight=2)]
+    others.append(digest([records[0], {**records[1], **changed}, *records[2:]]))
+    shutil.copy(tmp_path / "thin.png", tmp_path / "exact.png")
+    others.append(digest(records))
+    assert len({same, *others}) == 6
 
 
 def test_a_picture_that_changed_since(tmp_path):

@@ -17,7 +17,7 @@ from PIL import Image
 
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.data.datasets.header_rows import RowsHere
-from dflop_jax.data.datasets.index_build import check_usable, update_index
+from dflop_jax.data.datasets.index_build import IndexRules, check_usable, update_index
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import (
     Indexed,
@@ -37,10 +37,8 @@ def pieces(turns, _=None):
 def index_of(reader):
     """The index of a dataset, made here."""
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "index.npz"
-        return update_index(file, {"a": reader}, partial(RowsHere, {"a": reader}, pieces), "bytes")[
-            "a"
-        ]
+        rules = IndexRules(Path(folder) / "index.npz", "bytes")
+        return update_index(rules, {"a": reader}, partial(RowsHere, {"a": reader}, pieces))["a"]
 
 
 def rows(table):
@@ -120,7 +118,7 @@ def test_only_what_changed_is_made_anew(dataset, tmp_path):
 
     def update(settings="bytes"):
         calls.clear()
-        update_index(file, readers, partial(RowsHere, readers, counted), settings)
+        update_index(IndexRules(file, settings), readers, partial(RowsHere, readers, counted))
         return len(calls)
 
     assert update() == 15
@@ -147,7 +145,7 @@ def test_media_that_changed_under_their_names_are_read_again(tmp_path, caplog):
 
     def found(**how):
         made = partial(RowsHere, readers, pieces)
-        return rows(update_index(file, readers, made, "bytes", **how)["a"].table)
+        return rows(update_index(IndexRules(file, "bytes", **how), readers, made)["a"].table)
 
     def picture(name, width):
         Image.new("RGB", (width, 9)).save(tmp_path / name)
@@ -180,7 +178,7 @@ def test_a_damaged_index_is_named_and_made_anew(dataset, tmp_path, damage, caplo
     file.write_bytes(file.read_bytes()[:-200] if damage is None else damage)
     with pytest.raises(ValueError, match=r"index\.npz: damaged index "):
         load_index(file)
-    update_index(file, readers, partial(RowsHere, readers, pieces), "bytes")
+    update_index(IndexRules(file, "bytes"), readers, partial(RowsHere, readers, pieces))
     assert "damaged index" in caplog.text
     assert rows(load_index(file)["a"].table) == rows(index_of(readers["a"]).table)
 
@@ -199,7 +197,9 @@ def test_places_that_no_text_has_are_a_damaged_index(dataset, tmp_path, column, 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_flipped_bit_of_an_index_is_harmless(dataset, tmp_path, seed):
     file, readers = tmp_path / "index.npz", {"a": open_reader(dataset)}
-    made = partial(update_index, file, readers, partial(RowsHere, readers, pieces), "bytes")
+    made = partial(
+        update_index, IndexRules(file, "bytes"), readers, partial(RowsHere, readers, pieces)
+    )
     expected = rows(made()["a"].table)
     data = bytearray(file.read_bytes())
     rng = np.random.default_rng(seed)
@@ -217,7 +217,7 @@ def test_an_index_of_another_version_is_made_anew(dataset, tmp_path, monkeypatch
     assert load_index(file) == {}
     reader = open_reader(dataset)
     made = partial(RowsHere, {"a": reader}, pieces)
-    assert len(update_index(file, {"a": reader}, made, "bytes")["a"].table) == 12
+    assert len(update_index(IndexRules(file, "bytes"), {"a": reader}, made)["a"].table) == 12
 
 
 def test_nothing_is_decoded(dataset, monkeypatch):

@@ -14,7 +14,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data import BadSample, ByteTokenizer, make_source
 from dflop_jax.data.build import open_source
 from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere, _rows
-from dflop_jax.data.datasets.index_build import update_index
+from dflop_jax.data.datasets.index_build import IndexRules, update_index
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import RECORDS
 from dflop_jax.data.media.kinds import BUILT_IN
@@ -96,9 +96,9 @@ def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
     harm = {"2": "die", "4": "lie", "5": "hang", "6": f"die once:{tmp_path}/died", "7": "warn",
             "9": f"eat:{4 * MEMORY}", "70": "die", "71": "die"}  # fmt: skip
     reader = open_reader(path)
-    plain = update_index(tmp_path / "i", {"a": reader}, lambda: here(reader), "bytes")["a"]
+    plain = update_index(IndexRules(tmp_path / "i", ""), {"a": reader}, lambda: here(reader))["a"]
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        made = update_index(tmp_path / "j", {"a": reader}, hostile(path, harm), "bytes")["a"]
+        made = update_index(IndexRules(tmp_path / "j", ""), {"a": reader}, hostile(path, harm))["a"]
     assert (tmp_path / "died").exists()
     assert (plain.listed, made.listed, len(plain.table)) == (80, 80, 80)
     hurt = [2, 4, 5, 9, 70, 71]
@@ -117,10 +117,11 @@ def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
 
 def test_an_error_of_the_program_ends_it_and_says_where(tmp_path):
     path = made_dataset(tmp_path / "d", 3)
+    rules = IndexRules(tmp_path / "i", "")
     with pytest.raises(
         RuntimeError, match=r"json\[0\] and 2 after it: (?s:.*)ZeroDivisionError: a bug"
     ):
-        update_index(tmp_path / "i", {"a": open_reader(path)}, hostile(path, {"1": "bug"}), "bytes")
+        update_index(rules, {"a": open_reader(path)}, hostile(path, {"1": "bug"}))
     assert not (tmp_path / "i").exists()
 
 

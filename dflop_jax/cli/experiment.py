@@ -184,11 +184,11 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def out_folder(args: argparse.Namespace, config: Config) -> Path:
+def out_folder(args: argparse.Namespace, config: Config, *, keep: bool = True) -> Path:
     """The folder that a command's answer goes to; see `report.run_folder.answer_folder`."""
     from dflop_jax.report.run_folder import answer_folder
 
-    return answer_folder(config.run_dir, question(args), args.out)
+    return answer_folder(config.run_dir, question(args), args.out, keep=keep)
 
 
 def question(args: argparse.Namespace) -> str:

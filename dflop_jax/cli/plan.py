@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.train.room import sample_room
 
     def refuse(place: Workplace) -> None:
-        out_folder(args, place.config)  # refused now rather than at the end
+        out_folder(args, place.config, keep=False)  # refused now rather than at the end
         if not args.profile_file:
             planning.check_plannable(place)
 

@@ -23,6 +23,7 @@ from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GB, GIB
 from dflop_jax.records import layer_key
+from dflop_jax.report.wording import number
 
 if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
@@ -127,7 +128,8 @@ def ranking(result: SearchResult, explain: bool) -> Table:
         "step ms",
         "GiB",
         title=f"{result.n_evaluated} of {result.n_candidates} candidates simulated "
-        f"({result.n_placements} placements; {result.n_fit} candidates fit into memory)",
+        f"({result.n_placements} placements; {result.n_fit} candidates fit into memory), each with "
+        "one bucket",
         title_justify="left",
     )
     if explain:
@@ -142,8 +144,10 @@ def ranking(result: SearchResult, explain: bool) -> Table:
 
 
 def chosen(result: SearchResult) -> str:
-    """The plan in a line, with the buckets that it got at last."""
+    """The plan in a line, with the buckets that it got at last, and its step with one bucket, as
+    the ranking has it."""
     from dflop_jax.plan.options import saving_words
+    from dflop_jax.plan.placement import name_of
     from dflop_jax.report.summary import submesh_rows
 
     plan = result.plan
@@ -162,9 +166,13 @@ def chosen(result: SearchResult) -> str:
         buckets += f", {s.name} in {s.rounds} rounds" * (s.rounds > 1)
     if plan.scheduling.kept:
         buckets += f"; groups keep more where memory is left ({saving_words(plan.layout)})"
+    as_ranked = plan.policy, name_of(plan.layout)
+    one_s = [c.makespan_s for c in result.candidates if (c.policy, c.name) == as_ranked]
     return (
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
-        "a step" + f" by {plan.predicted.priced_by}" * bool(plan.predicted.priced_by)
+        "a step"
+        + f" by {plan.predicted.priced_by}" * bool(plan.predicted.priced_by)
+        + "".join(f" ({1e3 * s:.1f} ms with one bucket, as ranked)" for s in one_s[:1])
     )
 
 
@@ -196,7 +204,7 @@ def _in_words(largest: LargestMedium | None) -> str:
     if largest is None or largest.unlimited:
         return "any" if largest else "-"
     if largest.clip_frames:
-        return f"{largest.clip_s:g} s ({largest.clip_frames} frames)"
+        return f"{number(largest.clip_s)} s ({largest.clip_frames} frames)"
     width, height = largest.picture
     return f"{width} x {height} pixels" if width else "none"
 

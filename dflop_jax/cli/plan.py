@@ -23,7 +23,7 @@ from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GB, GIB
 from dflop_jax.records import layer_key
-from dflop_jax.report.wording import number
+from dflop_jax.report.wording import duration, number, percent
 
 if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.prepare import Workplace
     from dflop_jax.train.room import LargestMedium, SampleRoom
+    from dflop_jax.train.utilisation import ExpectedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
     from dflop_jax.train.room import sample_room
+    from dflop_jax.train.utilisation import expected_run
 
     def refuse(place: Workplace) -> None:
         out_folder(args, place.config, keep=False)  # refused now rather than at the end
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> Any:
         helps = planning.what_would_help(place, profile, ticker("what would help", "searches"))
     bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
     kinds = kind_costs(profile)
+    expected = expected_run(place, profile.data, result.plan)
     folder = out_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)
@@ -84,10 +87,11 @@ def run(args: argparse.Namespace) -> Any:
         if links := profile.model.hardware and profile.model.hardware.measured:
             show(link_table(links))
         show(chosen(result))
+        show(whole_run(expected, result.plan.layout.modules[-1]))
         show(what_fits(sample_room(place, result.plan)))
         show(f"wrote {folder / PLAN}")
     end_together(place.peers)
-    search = plain(result)
+    search = plain(result) | {"expected": expected}
     if not args.explain:
         return search
     fits = sample_room(place, result.plan)
@@ -173,6 +177,15 @@ def chosen(result: SearchResult) -> str:
         "a step"
         + f" by {plan.predicted.priced_by}" * bool(plan.predicted.priced_by)
         + "".join(f" ({1e3 * s:.1f} ms with one bucket, as ranked)" for s in one_s[:1])
+    )
+
+
+def whole_run(run: ExpectedRun, module: str) -> str:
+    """What the run comes to by the plan's prediction, in a line."""
+    mfu = "" if run.mfu is None else f", MFU {percent(run.mfu)}"
+    return (
+        f"expected: {run.steps:,} steps in {duration(run.run_s)}, {number(run.tokens_per_s)} "
+        f"tokens/s of {module}{mfu}"
     )
 
 

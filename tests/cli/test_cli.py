@@ -263,6 +263,7 @@ def test_plan_writes_a_plan_that_loads(capsys):
     assert "wrote run/plan.json" in out
     assert "largest picture" in out
     assert "candidates simulated" in out
+    assert re.search(r"expected: 3 steps in [\d.]+ s, [\d.,]+ tokens/s of llm\n", out)
     assert re.search(r"ms a\s+step\s+\([\d.]+\s+ms\s+with\s+one\s+bucket,\s+as\s+ranked\)", out)
     assert "longest clip" in out
     plan = load(Plan, "run/plan.json")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dflop_jax.full_disk import FULL
@@ -41,3 +41,16 @@ def made(folder: str | Path, remedy: str) -> Path:
         if not os.access(path, os.W_OK):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
     return path
+
+
+def missing(folder: str | Path) -> list[Path]:
+    """The folder and those above it that are not there, the innermost first."""
+    path = Path(folder)
+    return [p for p in (path, *path.parents) if not p.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, in turn, up to the first that holds something or is not there."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from dflop_jax.cli.experiment import (
     add_plan_file,
@@ -86,7 +86,7 @@ def _plan(args: argparse.Namespace, ask: Asked) -> Plan:
 def _table(report: CompileReport) -> Table:
     nodes = f" on {report.n_nodes} nodes, each program for all of its submesh"
     table = Table(
-        Column("program", overflow="fold"),
+        "program",
         title=f"{len(report.programs)} programs for {report.n_devices} x {report.chip}"
         + nodes * (report.n_nodes > 1)
         + "; GiB of a device",
@@ -103,7 +103,7 @@ def _table(report: CompileReport) -> Table:
         "q, k, v\nsent",
         "weights\nsent",
     ):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for p in report.programs:
         table.add_row(p.name, "x".join(map(str, p.mesh)), *_figures(p))
     return table

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 from dflop_jax.cli.terminal import Parser
 from dflop_jax.config import Config, Field, check_effective, fields, override
@@ -59,9 +59,32 @@ def experiment_arguments(*, optional: bool = False) -> Parser:
     return parser
 
 
+# What the help calls a value of a field of texts, of one entry of a field of several.
+_METAVARS = {
+    "model.weights": "[MODULE=]FOLDER",
+    "data.root": "FOLDER",
+    "data.columns": "FIELD=COLUMN",
+    "data.tokenizer": "PATH",
+    "data.frames_per_s": "NUMBER",
+    "train.weight_decays": "NAME=NUMBER",
+    "train.learning_rates": "NAME=RATE",
+    "train.lora_targets": "PATTERN",
+    "train.lora_ranks": "PATTERN=RANK",
+    "train.profile_steps": "FIRST:LAST",
+    "distributed.coordinator": "HOST:PORT",
+}
+_BY_ENDING = {"factory": "MODULE:FUNCTION", "path": "PATH", "dir": "FOLDER", "file": "FILE",
+              "adapters": "FOLDER", "bytes": "SIZE", "gib": "GIB", "_s": "SECONDS"}  # fmt: skip
+_BY_KIND = {bool: "true|false", int: "N", float: "NUMBER"}
+
+
 def _metavar(leaf: Field) -> str:
-    """What the help calls a field's value: STR, INT, ..., LIST, or the names to choose from."""
-    return "|".join(leaf.choices) or getattr(leaf.kind, "__name__", "list").upper()
+    """What the help calls a field's value: N, PATH, NAME=RATE[,NAME=RATE...], or what to choose
+    from."""
+    ending = (word for end, word in _BY_ENDING.items() if leaf.name.endswith(end))
+    one = _METAVARS.get(leaf.name) or next(ending, _BY_KIND.get(leaf.kind, "NAME"))
+    several = f"{one}[,{one}...]" if get_origin(leaf.kind) is tuple else one
+    return "|".join(leaf.choices) or several
 
 
 def experiment_config(args: argparse.Namespace, base: Config | None = None) -> Config:
@@ -184,11 +207,11 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def out_folder(args: argparse.Namespace, config: Config) -> Path:
+def out_folder(args: argparse.Namespace, config: Config, *, keep: bool = True) -> Path:
     """The folder that a command's answer goes to; see `report.run_folder.answer_folder`."""
     from dflop_jax.report.run_folder import answer_folder
 
-    return answer_folder(config.run_dir, question(args), args.out)
+    return answer_folder(config.run_dir, question(args), args.out, keep=keep)
 
 
 def question(args: argparse.Namespace) -> str:

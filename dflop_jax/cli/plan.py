@@ -23,6 +23,7 @@ from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GB, GIB
 from dflop_jax.records import layer_key
+from dflop_jax.report.wording import duration, number, percent
 
 if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.prepare import Workplace
     from dflop_jax.train.room import LargestMedium, SampleRoom
+    from dflop_jax.train.utilisation import ExpectedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +52,10 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
     from dflop_jax.train.room import sample_room
+    from dflop_jax.train.utilisation import expected_run
 
     def refuse(place: Workplace) -> None:
-        out_folder(args, place.config)  # refused now rather than at the end
+        out_folder(args, place.config, keep=False)  # refused now rather than at the end
         if not args.profile_file:
             planning.check_plannable(place)
 
@@ -67,6 +70,7 @@ def run(args: argparse.Namespace) -> Any:
         helps = planning.what_would_help(place, profile, ticker("what would help", "searches"))
     bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
     kinds = kind_costs(profile)
+    expected = expected_run(place, profile.data, result.plan)
     folder = out_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)
@@ -83,10 +87,11 @@ def run(args: argparse.Namespace) -> Any:
         if links := profile.model.hardware and profile.model.hardware.measured:
             show(link_table(links))
         show(chosen(result))
+        show(whole_run(expected, result.plan.layout.modules[-1]))
         show(what_fits(sample_room(place, result.plan)))
         show(f"wrote {folder / PLAN}")
     end_together(place.peers)
-    search = plain(result)
+    search = plain(result) | {"expected": expected}
     if not args.explain:
         return search
     fits = sample_room(place, result.plan)
@@ -127,7 +132,8 @@ def ranking(result: SearchResult, explain: bool) -> Table:
         "step ms",
         "GiB",
         title=f"{result.n_evaluated} of {result.n_candidates} candidates simulated "
-        f"({result.n_placements} placements; {result.n_fit} candidates fit into memory)",
+        f"({result.n_placements} placements; {result.n_fit} candidates fit into memory), each with "
+        "one bucket",
         title_justify="left",
     )
     if explain:
@@ -142,8 +148,10 @@ def ranking(result: SearchResult, explain: bool) -> Table:
 
 
 def chosen(result: SearchResult) -> str:
-    """The plan in a line, with the buckets that it got at last."""
+    """The plan in a line, with the buckets that it got at last, and its step with one bucket, as
+    the ranking has it."""
     from dflop_jax.plan.options import saving_words
+    from dflop_jax.plan.placement import name_of
     from dflop_jax.report.summary import submesh_rows
 
     plan = result.plan
@@ -162,9 +170,22 @@ def chosen(result: SearchResult) -> str:
         buckets += f", {s.name} in {s.rounds} rounds" * (s.rounds > 1)
     if plan.scheduling.kept:
         buckets += f"; groups keep more where memory is left ({saving_words(plan.layout)})"
+    as_ranked = plan.policy, name_of(plan.layout)
+    one_s = [c.makespan_s for c in result.candidates if (c.policy, c.name) == as_ranked]
     return (
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "
-        "a step" + f" by {plan.predicted.priced_by}" * bool(plan.predicted.priced_by)
+        "a step"
+        + f" by {plan.predicted.priced_by}" * bool(plan.predicted.priced_by)
+        + "".join(f" ({1e3 * s:.1f} ms with one bucket, as ranked)" for s in one_s[:1])
+    )
+
+
+def whole_run(run: ExpectedRun, module: str) -> str:
+    """What the run comes to by the plan's prediction, in a line."""
+    mfu = "" if run.mfu is None else f", MFU {percent(run.mfu)}"
+    return (
+        f"expected: {run.steps:,} steps in {duration(run.run_s)}, {number(run.tokens_per_s)} "
+        f"tokens/s of {module}{mfu}"
     )
 
 
@@ -196,7 +217,7 @@ def _in_words(largest: LargestMedium | None) -> str:
     if largest is None or largest.unlimited:
         return "any" if largest else "-"
     if largest.clip_frames:
-        return f"{largest.clip_s:g} s ({largest.clip_frames} frames)"
+        return f"{number(largest.clip_s)} s ({largest.clip_frames} frames)"
     width, height = largest.picture
     return f"{width} x {height} pixels" if width else "none"
 

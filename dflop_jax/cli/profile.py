@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PROFILE
 
-    place, source = open_place(args, lambda place: out_folder(args, place.config))
+    place, source = open_place(args, lambda place: out_folder(args, place.config, keep=False))
     config = place.config
     profile = profile_of(args, place, source)
     out = out_folder(args, config) / PROFILE

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Any:
     given = load(Plan, args.plan_file) if args.plan_file else None
 
     def refuse(place: Workplace) -> None:
-        out_folder(args, place.config)  # refused now rather than at the end
+        out_folder(args, place.config, keep=False)  # refused now rather than at the end
         if given:
             check_model(given.layout, place.model)
         elif not args.profile_file:

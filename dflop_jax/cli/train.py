@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="profile, plan and say what the steps would take, and end before the first one",
+        help="profile, plan and say what the steps would take, and end before the first one, "
+        "without a run folder (dflop plan writes the plan)",
     )
     parser.add_argument(
         "--callbacks",

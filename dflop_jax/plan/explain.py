@@ -25,7 +25,7 @@ def why_it_lost(candidate: Candidate, best: Candidate) -> str:
     if candidate == best:
         return ""
     busy_s, step_s, best_s = candidate.busy_s, candidate.makespan_s, best.makespan_s
-    behind = f"+{step_s / best_s - 1:.1%}: "
+    behind = f"+{max(0.0, step_s / best_s - 1):.1%}: "
     busiest, idlest = (f(busy_s, key=busy_s.__getitem__) for f in (max, min))
     busiest_s = busy_s[busiest]
     if busiest_s >= best_s:

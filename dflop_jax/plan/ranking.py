@@ -79,7 +79,8 @@ class Ranking:
         self._n_batches = n_batches
         self._tables = tables
         self.n_placements = sum(len(b.bound_s) for _, b in tables) + len(baseline)
-        self.n_candidates = self.n_fit = self.n_evaluated = 0
+        self.n_candidates = self.n_fit = 0
+        self._evaluated = set[Key]()
         self._arrived: list[tuple[float, str]] = []
         self._exact = self._arrivals(baseline)
 
@@ -101,6 +102,11 @@ class Ranking:
                 if on_progress:
                     on_progress(len(names), n)
         return list(best.values())
+
+    @property
+    def n_evaluated(self) -> int:
+        """Candidates that were scheduled and simulated so far."""
+        return len(self._evaluated)
 
     @property
     def policies(self) -> set[str]:
@@ -152,7 +158,7 @@ class Ranking:
                 upcoming = next(waiting, None)
             else:
                 nearer = heapq.heappop(heap)[-1].nearer(self.evaluator)
-                self.n_evaluated += sum(isinstance(r, Candidate) and r.steps == 1 for r in nearer)
+                self._note(nearer)
             for r in nearer:
                 if isinstance(r, Candidate) and r.exact:
                     exact.append(r)
@@ -169,8 +175,13 @@ class Ranking:
         """It, or of its choices of options what seems best."""
         while not (isinstance(one, Candidate) and one.exact):
             nearer: Sequence[Counted | Candidate] = one.nearer(self.evaluator)
+            self._note(nearer)
             one = min(nearer, key=lambda r: (r.bound_s, r.key))
         return one
+
+    def _note(self, nearer: Iterable[Counted | Candidate]) -> None:
+        """Count candidates that are simulated, each once, whatever options were."""
+        self._evaluated |= {r.key[:_CUT] for r in nearer if isinstance(r, Candidate) and r.steps}
 
     def _by_table(self) -> Iterator[_Upcoming]:
         """Candidates that memory holds, the least bound first."""
@@ -236,11 +247,11 @@ class Ranking:
                 plans = list(filter(self.evaluator.fits, plans))
                 if plans:
                     self.n_fit += 1
-                    self.n_evaluated += 1
                     plan = min(plans, key=lambda p: self.evaluator.busy_s(p.layout))
                     plan = self.evaluator.evaluate(plan, 0.0)
                     makespan_s = plan.predicted.makespan_s
                     candidates.append(Candidate(plan, cap, makespan_s))
+                    self._evaluated.add(candidates[-1].key[:_CUT])
         return candidates
 
     def _alike(self) -> list[dict[str, Option]]:

@@ -8,15 +8,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from dflop_jax.folders import writing
 from dflop_jax.report.panels import Panel
+from dflop_jax.report.run_folder import CONFIG
 from dflop_jax.report.summary import RunSummary, figures, loss_curve, summarise, trace_panels
 from dflop_jax.report.wording import number
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
+_STEP_FIELDS = (
+    ("model", "factory"), ("model", "size"), ("data", "path"), ("data", "factory"),
+    ("train", "global_batch"),
+)  # fmt: skip
 
 
 def compare(folders: Sequence[Path], out: Path, only: Sequence[str] = ()) -> Table:
@@ -55,7 +61,8 @@ def compare(folders: Sequence[Path], out: Path, only: Sequence[str] = ()) -> Tab
 def compared(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
     """(label, a text per run): speed-ups, then every figure that any of the runs has."""
     cells = [dict(figures(s)) for s in summaries]
-    rows = [(SPEEDUP, [f"{number(up)} x" for up in speedups(summaries)])]
+    ups = speedups(summaries)
+    rows = [(SPEEDUP, ["-" if math.isnan(up) else f"{number(up)} x" for up in ups])]
     return rows + [(label, [c.get(label, "-") for c in cells]) for label in _labels(cells)]
 
 
@@ -95,9 +102,22 @@ def _chosen(folder: Path, name: str) -> list[Panel]:
 
 
 def speedups(summaries: Sequence[RunSummary]) -> list[float]:
-    """Median step time of the first run over each run's."""
-    base = summaries[0].step_s.median
-    return [base / s.step_s.median if s.step_s.median > 0 else math.nan for s in summaries]
+    """Median step time of the first run over each run's; nan for a run of another model, other data
+    or another global batch, whose steps are other work."""
+    base, work = summaries[0].step_s.median, _work(summaries[0])
+    return [
+        base / s.step_s.median if s.step_s.median > 0 and _work(s) == work else math.nan
+        for s in summaries
+    ]
+
+
+def _work(summary: RunSummary) -> list[Any]:
+    """What a step of a run is of, as its configuration says; empty where there is none."""
+    try:
+        config = msgspec.json.decode(Path(summary.folder, CONFIG).read_bytes())
+        return [config[section][name] for section, name in _STEP_FIELDS]
+    except (OSError, msgspec.DecodeError, LookupError, TypeError):
+        return []
 
 
 def _labels(cells: Sequence[dict[str, str]]) -> list[str]:

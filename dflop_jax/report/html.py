@@ -9,6 +9,7 @@ has `page_follow.js` besides, which asks its own server for newer charts and tab
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,7 +184,9 @@ def _verdict(runs: Sequence[_Run], summaries: Sequence[RunSummary]) -> list[dict
         {
             "name": run.name,
             "step": f"{number(1e3 * s.step_s.median)} ms",
-            "speedup": f"{number(up)} × as fast as {runs[0].name}" if run is not runs[0] else "",
+            "speedup": ""
+            if run is runs[0] or math.isnan(up)
+            else f"{number(up)} × as fast as {runs[0].name}",
         }
         for run, s, up in zip(runs, summaries, ups)
     ]

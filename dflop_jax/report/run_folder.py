@@ -7,7 +7,7 @@ import fcntl
 import logging
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from dflop_jax.folders import made, writing
+from dflop_jax.folders import made, missing, remove_empty, writing
 from dflop_jax.full_disk import FULL, despite_full_disk
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
@@ -78,6 +78,9 @@ class FolderInUse(ValueError):
 class RunFolder:
     """Writes one run's files; process 0 makes it. Use as a context manager, or call `close`.
 
+    As a context manager it removes a folder that it made, not under a launch, where the run has
+    come to no step and no checkpoint: a start that fails, or a dry one, leaves none behind.
+
     Args:
       path: the folder, made with its parents.
       existing: what to do with another run's metrics there: "error", "overwrite" (its outputs
@@ -104,6 +107,7 @@ class RunFolder:
         full = FullDisk()
         self.rows = {name: RowFile(self.path / name, full) for name in _WRITTEN_BY_STEP}
         check_own(self.path)
+        self._missing = [] if launch else missing(self.path)
         with writing(made(self.path, _ANOTHER) / _LOCK, _ANOTHER) as lock:
             self._lock = lock.open("ab")
         try:
@@ -176,6 +180,9 @@ class RunFolder:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+        if self._missing and not any(self._kept()):
+            shutil.rmtree(self.path, ignore_errors=True)
+            remove_empty(self._missing[1:])
 
     def close(self) -> None:
         try:
@@ -185,6 +192,11 @@ class RunFolder:
                 tracker.close()
         finally:
             self._lock.close()
+
+    def _kept(self) -> Iterator[bool]:
+        """Whether there is what is worth a folder: rows, also unwritten ones, and what is saved."""
+        yield bool(self.unwritten) or (self.path / METRICS).stat().st_size > 0
+        yield from (any(self.path.glob(f"{name}/*")) for name in (CHECKPOINTS, HUNG))
 
     def write_config(self, config: Any) -> None:
         """The run's configuration, a dataclass, as plain JSON."""
@@ -334,10 +346,15 @@ def check_own(folder: str | Path, also: Sequence[str] = ()) -> None:
             )
 
 
-def answer_folder(run_dir: str | Path, question: str, out: str | None = None) -> Path:
+def answer_folder(
+    run_dir: str | Path, question: str, out: str | None = None, *, keep: bool = True
+) -> Path:
     """Return the folder that the answer to a question is written to, made where it is missing:
     `out`, or `run_dir`, where a run has begun there `run_dir`/`question`. So no run's record is
     written over.
+
+    Args:
+      keep: what is made stays; else the folder is only tried out.
 
     Raises:
       ValueError: it is a file, holds a run, or cannot be written.
@@ -350,7 +367,11 @@ def answer_folder(run_dir: str | Path, question: str, out: str | None = None) ->
         folder /= question
     if has_begun(folder):
         raise ValueError(f"{folder}: holds a run, whose records stay; {remedy}")
-    return made(folder, remedy)
+    were_missing = missing(folder)
+    made(folder, remedy)
+    if not keep:
+        remove_empty(were_missing)
+    return folder
 
 
 def check_answer_file(file: str | Path) -> None:

@@ -257,7 +257,7 @@ def _spent_figures(spent: Spent) -> list[tuple[str, str]]:
 def summary_table(s: RunSummary) -> Group:
     """What the terminal shows of one run: its figures, its plan and where its pictures are."""
     table = Table(title=f"run {s.name}", title_justify="left", show_header=False)
-    table.add_column("figure")
+    table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right")
     for label, text in figures(s):
         table.add_row(escape(label), escape(text))

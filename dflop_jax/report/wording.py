@@ -9,7 +9,7 @@ def number(value: float, digits: int = 3) -> str:
     """A figure at `digits` significant digits, with thousands marked; "-" for nan."""
     if math.isnan(value):
         return "-"
-    if abs(value) >= 10**digits:
+    if abs(value) >= 10**digits - 0.5:  # what rounds up to one digit more, too
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}".rstrip(".") if value else "0"
 

@@ -17,7 +17,7 @@ from dflop_jax.config_texts import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.records import Layout, PriceList
+from dflop_jax.records import PriceList
 from dflop_jax.report.spent import END, REDECISION, SAVE, TRAINING, read_spent
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
@@ -41,7 +41,7 @@ from dflop_jax.train.saves import Saves, best_so_far
 from dflop_jax.train.skips import Skipping, Skips
 from dflop_jax.train.step_log import RowFacts, StepLog
 from dflop_jax.train.step_profile import StepProfiler
-from dflop_jax.train.utilisation import Peaks
+from dflop_jax.train.utilisation import Peaks, row_tokens
 from dflop_jax.train.watched import steps_marked, tasks_shown
 
 
@@ -53,7 +53,7 @@ class Loop:
         config, place, ex = ready.config, ready.place, ready.ex
         self._ready, self.config, self.peers, self.ex = ready, config, place.peers, ex
         self.saver, self.folder, self.progress = ready.saver, ready.folder, ready.progress
-        needed = needed_flops(place.model, _row_tokens(ex.plan.layout), place.trained.frozen)
+        needed = needed_flops(place.model, row_tokens(ex.plan.layout), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
         loader = partial(make_loader, config, ready.source, model=place.model)
         self.loader = loader(partial(beyond, plan=ex.plan))
@@ -384,8 +384,3 @@ class Loop:
 def sample_names(source: Source, loader: Loader, step: int) -> list[str]:
     """The samples of a step's batch, by name."""
     return [source.label(i) for i in loader.indices(step)]
-
-
-def _row_tokens(layout: Layout) -> dict[str, int]:
-    """Tokens of the shortest rows that are compiled of each module."""
-    return {m: min(s.tokens for s in layout.shapes(m)) for m in layout.modules if layout.shapes(m)}

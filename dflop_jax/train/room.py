@@ -79,8 +79,11 @@ def _most(rising: Sequence[LoneMedium], plan: Plan) -> LargestMedium | None:
     large = beyond([one.load for one in rising], plan)
     if large and large[0] == 0:
         return LargestMedium()
-    last = rising[(large[0] if large else len(rising)) - 1].header
-    if "total" not in last:
-        return LargestMedium((last["width"], last["height"]), unlimited=not large)
+    fitting = [one.header for one in rising[: large[0] if large else len(rising)]]
+    last = fitting[-1]
+    if "total" not in last:  # of pictures as large as the last one the one nearest to a square
+        same = [h for h in fitting if h["width"] * h["height"] == last["width"] * last["height"]]
+        shape = min(same, key=lambda h: h["width"] + h["height"])
+        return LargestMedium((shape["width"], shape["height"]), unlimited=not large)
     seconds = last["total"] * last["rate_den"] / last["rate_num"]
     return LargestMedium(clip_s=seconds, clip_frames=last["total"], unlimited=not large)

@@ -80,7 +80,7 @@ class Trainer:
         from its newest whole checkpoint (from the start if it has none), or as a `Resume` says. A
         run that `dflop launch` starts again is resumed, whatever this says.
       callbacks: are told of steps, evaluations, saves and the end; see `callbacks.Callback`.
-      dry: end before the first step, with profile and plan written and what is expected said.
+      dry: end before the first step, once what is expected is said; a folder made for it goes.
       answers: makes what answers held-out samples, see `train.eval_generate_every`.
       tell: is told on process 0, a line each, of devices and model, and then of the data; and
         whether all is checked that can be without measuring.

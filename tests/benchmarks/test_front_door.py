@@ -16,7 +16,6 @@ from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
 from dflop_jax.record_files import save
 from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.verify import reference
 from models import qwen3_vl
 from tests.benchmarks.scripts import module
@@ -86,4 +85,4 @@ def dry(words, capsys):
     places = [err.index(said) for said in order]
     assert places == sorted(places)
     assert re.search(r"a step, 3 steps in [\d.]+ (s|min)", err)
-    assert (Path("dry/plan.json").exists(), read_metrics("dry", empty_ok=True)) == (True, [])
+    assert not Path("dry").exists()

@@ -45,6 +45,7 @@ def test_a_dataset_of_nothing_else_is_refused(capsys, bad):
     line = refused(capsys, "profile", "nano.py", *QWEN, "qwen3-vl-tiny", *write(record))
     assert why in line
     assert "d.json[0]" in line
+    assert not Path("run").exists()
 
 
 def test_each_is_named_and_the_others_go_on(capsys, caplog, monkeypatch):

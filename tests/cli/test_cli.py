@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,11 @@ def test_help_of_a_command(capsys, command, monkeypatch):
         for leaf in fields():
             assert f"--{leaf.name} " in out
             assert leaf.help in out
+        words = set(re.split(r"[ ,\[\]|]+", out.replace("...", " ")))
+        assert not words & {"STR", "INT", "FLOAT", "BOOL", "TUPLE", "LIST"}
+        for kind in ("train.freeze NAME[,NAME...]", "train.lora_ranks PATTERN=RANK[,PATTERN=RANK",
+                     "data.root FOLDER[,FOLDER...]", "plan.memory_bytes SIZE"):  # fmt: skip
+            assert f"--{kind}" in out
         assert "(default: auto)" in out
         assert "EXPERIMENT" in out
 
@@ -256,6 +262,9 @@ def test_plan_writes_a_plan_that_loads(capsys):
     assert (code, err) == (0, "")
     assert "wrote run/plan.json" in out
     assert "largest picture" in out
+    assert "candidates simulated" in out
+    assert re.search(r"expected: 3 steps in [\d.]+ s, [\d.,]+ tokens/s of llm\n", out)
+    assert re.search(r"ms a\s+step\s+\([\d.]+\s+ms\s+with\s+one\s+bucket,\s+as\s+ranked\)", out)
     assert "longest clip" in out
     plan = load(Plan, "run/plan.json")
     assert plan.layout.n_devices == 2

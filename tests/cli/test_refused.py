@@ -116,7 +116,7 @@ def test_nothing_is_measured_for_what_is_refused(
     (tmp_path / "begun" / "metrics.jsonl").write_text('{"step":0,"step_s":1.0}\n')
     small = () if SMALL[0] in flags else SMALL
     assert says in refused(capsys, command, "nano.py", *small, *flags.split())
-    assert not (tmp_path / "run" / "profile.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 FACTS = ModelFacts.of(

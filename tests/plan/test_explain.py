@@ -30,6 +30,7 @@ def candidate(makespan_s, busy_s):
         (1.2, {"vision": 1.1, "llm": 0.6}, "+20.0%: vision alone computes 1100.0 ms"),
         (1.1, {"vision": 0.55, "llm": 0.95}, "+10.0%: llm computes 950.0 ms, vision waits 50%"),
         (1.6, {"vision": 0.4, "llm": 0.8}, "+60.0%: even llm, the busiest, waits 50%"),
+        (1 - 1e-9, {"vision": 1.1, "llm": 0.6}, "+0.0%: vision alone computes 1100.0 ms"),
     ],
 )
 def test_why_a_placement_lost(makespan_s, busy_s, says):

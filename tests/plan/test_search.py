@@ -333,6 +333,8 @@ def test_memory_is_respected():
     assert most_bytes(tight.plan) <= limit
     assert tight.plan.predicted.makespan_s >= free.plan.predicted.makespan_s
     assert tight.n_fit < tight.n_candidates == free.n_fit
+    assert 0 < tight.n_evaluated <= tight.n_fit  # however many options each is tried with
+    assert 0 < free.n_evaluated <= free.n_fit
     # Just below the smallest of all, nothing is left.
     with pytest.raises(
         ValueError, match=r"no plan fits into .*\(vision=.*llm.*\).* GiB more; .* need less"

@@ -188,8 +188,9 @@ def test_a_run_without_trace_keeps_its_tables(make_run):
 
 def test_no_step_needs_a_trace(tmp_path):
     folder = tmp_path / "planned"
-    with RunFolder(folder) as run:
-        run.write_plan(make_plan())
+    run = RunFolder(folder)
+    run.write_plan(make_plan())
+    run.close()
     with pytest.raises(ValueError, match="holds no step yet; let the run finish"):
         page([folder])
     write_trace(folder / SIMULATED, [one_f_one_b({"enc": (1.0, 2.0)}, [1.0], "simulated")])

@@ -1,10 +1,12 @@
 """RunFolder: what is written comes back, kills lose nothing, other runs are not overwritten."""
 
+import contextlib
 import errno
 import fcntl
 import json
 import math
 import os
+import shutil
 
 import msgspec
 import pytest
@@ -45,6 +47,23 @@ def test_a_loss_that_is_not_finite_survives_as_nan(tmp_path):
         run.append(make_row(0, loss=math.nan))
     assert '"loss":null' in (tmp_path / "metrics.jsonl").read_text()  # strict JSON
     assert math.isnan(read_columns(tmp_path).loss_last)
+
+
+def test_a_run_without_a_step_leaves_no_folder_that_it_made(tmp_path):
+    for n_rows, launch, mine in ((0, "", False), (0, "launch", False), (0, "", True), (1, "", 0)):
+        path = tmp_path / "runs" / "run"
+        if mine:
+            path.mkdir(parents=True)
+        with contextlib.suppress(OSError), RunFolder(path, launch=launch) as run:
+            run.write_config(Config())
+            for step in range(n_rows):
+                run.append(make_row(step))
+            raise OSError
+        assert path.exists() == path.parent.exists() == bool(n_rows or launch or mine)
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+    with RunFolder(tmp_path / "saved" / "run") as run:
+        (run.path / "checkpoints" / "3").mkdir(parents=True)
+    assert run.path.exists()
 
 
 @pytest.mark.parametrize("existing", ["error", "overwrite", "resume"])

@@ -5,11 +5,14 @@ import json
 import math
 import statistics
 
+import msgspec
 import pytest
 from PIL import Image
 from rich.console import Console
 
+from dflop_jax.config import Config, override
 from dflop_jax.report.compare import compare, compare_json
+from dflop_jax.report.html import page
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import figures, summarise, summary_table, write_summary
 from dflop_jax.report.wording import duration, number, percent
@@ -93,7 +96,16 @@ def test_summary_page_and_table_hold_every_figure(make_run):
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0.0, "0"), (1.0, "1.00"), (123.4, "123"), (0.01234, "0.0123"), (98765.4, "98,765")],
+    [
+        (0.0, "0"),
+        (1.0, "1.00"),
+        (123.4, "123"),
+        (0.01234, "0.0123"),
+        (98765.4, "98,765"),
+        (999.4, "999"),
+        (999.7, "1,000"),
+        (1000.0, "1,000"),
+    ],
 )
 def test_numbers_read_well(value, text):
     assert number(value) == text
@@ -115,6 +127,20 @@ def test_numbers_read_well(value, text):
 )
 def test_durations_read_well(seconds, text):
     assert duration(seconds) == text
+
+
+def test_a_speed_up_is_of_the_same_work(make_run, tmp_path):
+    runs = [make_run(name) for name in ("base", "same", "size", "batch", "data")]
+    changes = ({}, {}, {"model.size": "nano"}, {"train.global_batch": "8"}, {"data.path": "d.json"})
+    for folder, change in zip(runs, changes, strict=True):
+        config = override(Config(), change)
+        (folder / "config.json").write_bytes(msgspec.json.encode(config))
+    ups = [run["speedup"] for run in compare_json(runs)["runs"]]
+    assert ups == [1.0, 1.0, None, None, None]
+    text = text_of(compare(runs, tmp_path / "compare.png"))
+    row = next(line for line in text.splitlines() if "speed-up" in line)
+    assert (row.count(" x"), row.count("-")) == (2, 4)
+    assert page(runs).count("as fast as base") == 1
 
 
 def test_comparison_is_relative_to_the_first(make_run, tmp_path):

@@ -4,8 +4,9 @@ import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig
 from dflop_jax.contract import edges_of
-from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.train import prepare
+from dflop_jax.data.largest import LoneMedium
+from dflop_jax.records import Bucket, Layout, Load, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.train import prepare, room
 from dflop_jax.train.room import LargestMedium, SampleRoom, sample_room
 
 
@@ -75,3 +76,12 @@ def test_tiles(grouping, tiles):
     width, height = vision.picture.picture
     assert width % px == height % px == 0
     assert (llm.picture.unlimited, llm.clip.unlimited) == (True, True)
+
+
+def test_of_pictures_of_one_size_the_squarest_is_shown(monkeypatch):
+    sides = [(1, 9), (3, 3), (9, 1), (1, 10), (2, 5), (5, 2), (10, 1), (4, 3)]
+    one = Load({"vision": (1,)})
+    rising = [LoneMedium({"width": 384 * w, "height": 384 * h}, one) for w, h in sides]
+    for first_too_large, shown in ((3, (1152, 1152)), (7, (768, 1920))):
+        monkeypatch.setattr(room, "beyond", lambda *_, n=first_too_large: [n])
+        assert room._most(rising, None) == LargestMedium(shown)

@@ -1,5 +1,6 @@
 """Bucket choice: the MILP against exhaustive choice, the limits it promises, the baseline's."""
 
+import doctest
 import itertools
 from dataclasses import replace
 
@@ -53,6 +54,12 @@ def quadratic_seconds(one):
     shape = one.shape("b")
     long_s = 1e-5 * shape.rows * shape.tokens**2 + 0.01 if shape else 0.0
     return {"a": 0.01 * one.tokens("a") / TILE, "b": long_s}
+
+
+def test_the_example_of_the_docstring():
+    (example,) = doctest.DocTestFinder().find(choose_buckets, globs={})
+    assert len(example.examples) > 5
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def exhaustive_objective(candidates, batches, problem, must_hold, slack):

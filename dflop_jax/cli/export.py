@@ -68,8 +68,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         config = replace(config, model=replace(config.model, weights=tuple(args.weights)))
     model: Any = trained_model(config)
     map_, whole = _map(model, config, args.module)
-    if args.adapter:
-        _check_only_adapters(config, model)
     write = partial(_write, args=args, config=config, model=model, map_=map_, whole=whole)
     step = of_newest(args.run_folder, write)
     files = sorted(f.name for f in Path(args.out).iterdir())
@@ -89,11 +87,13 @@ def _write(
     whole: str,
 ) -> int:
     """Write what a checkpoint holds; its step."""
-    from dflop_jax.train.exports import beside, merged_params
+    from dflop_jax.train.exports import beside, check_only_adapters, merged_params
     from dflop_jax.train.lazy_params import saved_params
+    from dflop_jax.train.meta import frozen_parts
     from dflop_jax.weights import AdapterForm, Folder, write_adapter, write_folder
 
     if args.adapter:
+        check_only_adapters(config, model, frozen_parts(reader.meta))
         train = config.train
         form = AdapterForm(
             train.lora_rank, train.lora_alpha, train.lora_dropout, whole, args.dtype or "float32"
@@ -105,20 +105,6 @@ def _write(
         more = [] if args.module else beside(config)
         write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)
     return reader.step
-
-
-def _check_only_adapters(config: Config, model: Any) -> None:
-    """ValueError unless the base model and the adapters are all of the run's model."""
-    from dflop_jax.train.stages import LORA, trained_parts
-
-    others = [name for name in trained_parts(config.train, model).rates if name != LORA]
-    if not config.train.lora_rank:
-        raise ValueError("--adapter: the run has no adapters; train with train.lora_rank")
-    if others:
-        raise ValueError(
-            f"--adapter: the run also trained {', '.join(others)}, which adapters do not hold; "
-            "leave out --adapter, or train under train.stage=full without rates of theirs"
-        )
 
 
 def _map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:

@@ -18,12 +18,18 @@ from typing import Any
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore
 from dflop_jax.config import Config
+from dflop_jax.config_texts import RATES, named_numbers
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.report.run_folder import EXPORTS
-from dflop_jax.train.initial import first_weights
+from dflop_jax.pipeline.layout import trained_groups
+from dflop_jax.report.run_folder import CHECKPOINTS, EXPORTS
+from dflop_jax.train.initial import first_weights, run_and_step
 from dflop_jax.train.lazy_params import computed, saved_params
+from dflop_jax.train.load_params import shapes_of
 from dflop_jax.train.originals import with_originals
+from dflop_jax.train.run_dir import run_config
+from dflop_jax.train.stages import LORA, trained_parts
 from dflop_jax.weights import Folder, ModuleParams, write_folder
+from dflop_jax.weights.adapter import adapted_tensors
 
 log = logging.getLogger("dflop_jax")
 PASSED_OVER = "passed-over"  # of a step that is run again
@@ -37,6 +43,67 @@ def check_exports(config: Config, model: MultimodalModel) -> None:
             "no published form to write; leave it out, and export a part of the run with "
             "dflop export --module"
         )
+
+
+def check_only_adapters(
+    config: Config, model: MultimodalModel, frozen: Sequence[str] | None = None
+) -> None:
+    """Check that the adapters of a run, beside the published weights that it began with, are its
+    model.
+
+    Args:
+      model: as it is trained.
+      frozen: its parts that are frozen; None: those that the configuration freezes.
+
+    Raises:
+      ValueError: they are not.
+    """
+    groups = trained_groups(model, ())
+    if LORA not in groups:
+        raise ValueError(
+            "the run has no adapters; train with train.lora_rank, or leave out --adapter"
+        )
+    if frozen is None:
+        frozen = trained_parts(config.train, model).frozen
+    if others := [name for name in groups if name != LORA and name not in frozen]:
+        raise ValueError(
+            f"the run also trains {', '.join(others)}, which adapters do not hold; "
+            "leave out --adapter, or train under train.stage=full without rates of theirs"
+        )
+    if run := _trained_base(config.model.weights):
+        raise ValueError(
+            f"the run began with what {run} trained, which adapters do not hold; leave "
+            f"out --adapter, or give an export of {run} as --weights"
+        )
+
+
+def _trained_base(weights: Sequence[str]) -> str:
+    """The run, among those whose parameters are `model.weights`, that trained more than adapters;
+    "" for none."""
+    for item in weights:
+        run = run_and_step(item.rpartition("=")[2])[0]
+        if not Path(run, CHECKPOINTS).is_dir():
+            continue
+        before = run_config(run)
+        rates = named_numbers(before.train.learning_rates, RATES)
+        if not before.train.lora_rank or before.train.stage != "full" or {*rates} - {LORA}:
+            return run
+        if found := _trained_base(before.model.weights):
+            return found
+    return ""
+
+
+def warn_of_adapters(config: Config, model: Any) -> None:
+    """Say, before a run trains adapters, why they cannot be exported alone, if they cannot."""
+    if not config.train.lora_rank:
+        return
+    try:
+        check_only_adapters(config, model)
+        if hasattr(model, "weights"):
+            shapes = {name: shapes_of(module) for name, module in model.modules.items()}
+            adapted_tensors(model.weights, shapes)
+    except ValueError as e:
+        log.warning("dflop export --adapter will refuse this run: %s", e)
 
 
 def beside(config: Config) -> list[Path]:

@@ -111,6 +111,16 @@ def planned_under(place: Workplace) -> dict[str, Any]:
     return values
 
 
+def frozen_parts(record: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The parts that were frozen, as a checkpoint's record of a `Meta` says; None: it does not.
+
+    Raises:
+      OtherVersion: see `read_meta`.
+    """
+    frozen = read_meta(record).planned_under.get(_FROZEN)
+    return frozen if frozen is None else tuple(frozen.split(", "))
+
+
 def flags_that_plan(config: Config) -> dict[str, Any]:
     """The flags that decide between plans, by dotted name."""
     return {

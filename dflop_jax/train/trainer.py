@@ -32,7 +32,7 @@ from dflop_jax.train.answers import MakeAnswers, made_answers, with_room
 from dflop_jax.train.callbacks import Callback, Callbacks
 from dflop_jax.train.choice import Chosen, choose, known_before
 from dflop_jax.train.device_check import DeviceCheck
-from dflop_jax.train.exports import check_exports
+from dflop_jax.train.exports import check_exports, warn_of_adapters
 from dflop_jax.train.initial import beginning
 from dflop_jax.train.judge import Judge, go_back
 from dflop_jax.train.loop import Loop
@@ -130,6 +130,7 @@ class Trainer:
             self._begin = beginning(self.place.model, config.model)
             if self.peers.is_hub:
                 check_trackers(config)
+                warn_of_adapters(config, self.place.model)
             self.source: Source = self.place.source()
             check_not_empty(self.source)
             self._asked_batch = config.train.global_batch

@@ -8,7 +8,7 @@ ranks, whose B is 0 outside of their own rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,10 +68,8 @@ def write_adapter(
     if form.dtype not in DTYPES.values():
         known = ", ".join(DTYPES.values())
         raise ValueError(f"unknown type of weights {form.dtype!r}; known: {known}")
-    adapted = {name: (parts, rows) for name, parts, rows in _adapted(map_, params)}
-    _check_all_written(params, [part for parts, _ in adapted.values() for part in parts])
     tensors, ranks = [], {}
-    for tensor, (parts, n_rows) in adapted.items():
+    for tensor, parts, n_rows in adapted_tensors(map_, params):
         name = map_.module_name(tensor).removesuffix(".weight")
         a, b = _joined([_matrices_of(*part) for part in parts], n_rows)
         ranks[name] = a.shape[0]
@@ -110,10 +108,16 @@ def _config(form: AdapterForm, ranks: Mapping[str, int]) -> dict[str, Any]:
 _Part = tuple[Tensor, Mapping[str, Any]]  # what is a tensor, or some rows of it, and its adapter
 
 
-def _adapted(
+def adapted_tensors(
     map_: WeightMap, params: Mapping[str, Params]
-) -> Iterator[tuple[str, list[_Part], int]]:
-    """(the tensor, its adapted parts, rows of it that are a part; 0 where it is one part alone)."""
+) -> list[tuple[str, list[_Part], int]]:
+    """(the tensor, its adapted parts, rows of it that are a part; 0 where it is one part alone) of
+    all that parameters, or their shapes, have adapters of.
+
+    Raises:
+      ValueError: there are no adapters, or one of a matrix that the folder has not.
+    """
+    adapted = []
     for name, parts in by_name(map_.tensors).items():
         found = []
         for t in parts:
@@ -123,7 +127,9 @@ def _adapted(
                 found.append((t, pair))
         if found:
             rows = sum(t.layout.file_shape[0] for t in parts)
-            yield name, found, rows if len(parts) > 1 else 0
+            adapted.append((name, found, rows if len(parts) > 1 else 0))
+    _check_all_written(params, [part for _, parts, _ in adapted for part in parts])
+    return adapted
 
 
 def _matrices_of(t: Tensor, pair: Mapping[str, Any]) -> tuple[int, np.ndarray, np.ndarray]:

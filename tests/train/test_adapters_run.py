@@ -38,6 +38,24 @@ def ask(*words):
 
 
 @pytest.mark.slow
+def test_what_trains_beside_adapters_is_named_before_and_after(caplog, capsys):
+    start = config()
+    train = replace(
+        start.train, steps=1, global_batch=BATCH, lora_rank=2, learning_rates=("connector=1e-3",)
+    )
+    fit(replace(start, model=ModelConfig(size="anyres-nano"), train=train))
+    (said,) = [m for m in caplog.messages if "--adapter" in m]
+    assert "--adapter will refuse this run: the run also trains connector" in said
+    # What the checkpoint says counts, whatever the configuration is now.
+    file = Path("runs/run/config.json")
+    for text in (file.read_text(), file.read_text().replace("connector=1e-3", "lora=1e-3")):
+        file.write_text(text)
+        assert main(["export", "runs/run", "--out", "out", "--adapter"]) == 2
+        assert "export: the run also trains connector" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+@pytest.mark.slow
 def test_the_loss_goes_on_where_it_was(capsys):
     write_folder(
         "hf", MODEL.weights, held(jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1)))

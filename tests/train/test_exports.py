@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,9 +20,16 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train import exports as exports_module
-from dflop_jax.train.exports import PASSED_OVER, Exports, beside
+from dflop_jax.train.exports import (
+    PASSED_OVER,
+    Exports,
+    beside,
+    check_only_adapters,
+    warn_of_adapters,
+)
 from dflop_jax.train.lazy_params import saved_params
 from dflop_jax.train.load_params import load_params
+from dflop_jax.train.stages import adapted
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.verify import reference
 from dflop_jax.verify.samples import mixed_samples
@@ -311,6 +320,73 @@ def test_a_model_without_a_published_form_is_refused():
                    checkpoint=CheckpointConfig(export_every=2))  # fmt: skip
     with pytest.raises(ValueError, match=r"export_every=2.*no published form.*--module"):
         Trainer(asked)
+
+
+ADAPTERS = MODEL.with_lora(2, 4.0, targets=("llm",))
+
+
+@pytest.mark.parametrize(
+    "train, frozen, says",
+    [
+        ({"lora_rank": 2}, None, ""),
+        ({"lora_rank": 2, "learning_rates": ("lora=1e-3",)}, None, ""),
+        ({"lora_rank": 2, "learning_rates": ("connector=1e-3",)}, None, "also trains connector"),
+        ({"lora_rank": 2, "stage": "connector", "lora_targets": ("connector",)}, None, ""),
+        # A checkpoint says itself what was frozen.
+        ({"lora_rank": 2}, ("llm", "vision"), "also trains connector, which adapters do not hold"),
+        ({"lora_rank": 2, "learning_rates": ("connector=1e-3",)},
+         ("llm", "vision", "connector"), ""),
+    ],
+)  # fmt: skip
+def test_what_adapters_do_not_hold_is_named(train, frozen, says):
+    lora = replace(Config(), train=replace(Config().train, **train))
+    model = adapted(MODEL, lora.train)
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        check_only_adapters(lora, model, frozen)
+
+
+def test_a_run_without_adapters_has_none_to_export(caplog):
+    warn_of_adapters(Config(), MODEL)
+    assert not caplog.records
+    with pytest.raises(ValueError, match=r"has no adapters; train with train\.lora_rank"):
+        check_only_adapters(Config(), MODEL)
+
+
+@pytest.mark.parametrize(
+    "before, says",
+    [({"lora_rank": 0}, "began with what a trained"), ({"lora_rank": 2}, ""),
+     ({"lora_rank": 2, "stage": "llm"}, "began with what a trained")],
+)  # fmt: skip
+@pytest.mark.parametrize("item", ["b", "b@3", "llm=b"])
+def test_adapters_are_of_published_weights(before, says, item):
+    """Run b trained adapters, and began with run a."""
+    for name, weights, train in (("a", ("hf",), before), ("b", ("a",), {"lora_rank": 2})):
+        Path(name, "checkpoints").mkdir(parents=True)
+        run = replace(Config(), train=replace(Config().train, **train))
+        run = replace(run, model=replace(run.model, weights=weights))
+        Path(name, "config.json").write_bytes(msgspec.json.encode(run))
+    lora = replace(Config(), model=replace(Config().model, weights=(item,)))
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        check_only_adapters(lora, ADAPTERS, ("llm", "vision", "connector"))
+
+
+def test_adapters_that_no_published_matrix_has_are_named_before_training(caplog):
+    class Fewer:
+        """Publishes no matrix of the decoder's layers."""
+
+        def __getattr__(self, name):
+            return getattr(ADAPTERS, name)
+
+        weights = replace(
+            ADAPTERS.weights, tensors=[t for t in ADAPTERS.weights.tensors if t.layer is None]
+        )
+
+    lora = replace(Config(), train=replace(Config().train, lora_rank=2))
+    warn_of_adapters(lora, ADAPTERS)
+    assert not caplog.records
+    warn_of_adapters(lora, Fewer())
+    (said,) = caplog.messages
+    assert "will refuse this run: a published checkpoint has no matrix for" in said
 
 
 def test_files_beside_come_from_the_data_s_tokenizer_first():

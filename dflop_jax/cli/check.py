@@ -171,7 +171,8 @@ def _look(
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     data = replace(config.data, sample_timeout_s=min(SAMPLE_S, config.data.sample_timeout_s))
     try:
-        return look(data, spec, model.vocab_size, most, seconds), ""
+        size, folder = model.vocab_size, config.model.size
+        return look(data, spec, size, most, seconds, model=folder), ""
     except ValueError as e:
         return None, " ".join(str(e).split())
 

@@ -108,9 +108,18 @@ class DataLook:
 
 
 def look(
-    config: DataConfig, spec: MediaSpec, vocab_size: int | None, most: int, seconds: float
+    config: DataConfig,
+    spec: MediaSpec,
+    vocab_size: int | None,
+    most: int,
+    seconds: float,
+    *,
+    model: str = "",
 ) -> DataLook:
     """Look at up to `most` records, evenly spread, for up to so many seconds.
+
+    Args:
+      model: folder of the model; media are compared with its processors if it is the tokenizer's.
 
     Raises:
       ValueError: nothing can be read: no such file, not a dataset, no such tokenizer.
@@ -135,13 +144,20 @@ def look(
         bad_by_reason={reason: len(names) for reason, names in bad.items()},
         examples={reason: names[:SHOWN] for reason, names in bad.items()},
         unread=dict(Counter(key for row in good.values() for key in row.unread).most_common()),
-        compared=_compared(opened, {p: row for p, row in decoded.items() if p in good}, spec),
+        compared=_compared(
+            opened,
+            {p: row for p, row in decoded.items() if p in good},
+            spec,
+            of_model=model == config.tokenizer,
+        ),
         template=getattr(opened.tokenizer, "template", "ChatML, text as bytes"),
         **_figures(opened, good, Limits.of(config), spec),
     )
 
 
-def _compared(opened: Looks, good: Mapping[Place, Row | BadSample], spec: MediaSpec) -> str:
+def _compared(
+    opened: Looks, good: Mapping[Place, Row | BadSample], spec: MediaSpec, *, of_model: bool
+) -> str:
     if not isinstance(opened.tokenizer, ChatTokenizer):
         return ""
     from dflop_jax.front.both_ways import compare_preparations
@@ -152,7 +168,8 @@ def _compared(opened: Looks, good: Mapping[Place, Row | BadSample], spec: MediaS
         for (name, located), row in rows[:: max(1, len(rows) // COMPARED)][:COMPARED]
         if all(module_of(opened.how, kind.name) for kind in _kinds_of(row, spec))
     ]
-    return compare_preparations(opened.tokenizer, opened.how, spec.kinds, samples)
+    how, kinds = opened.how, spec.kinds
+    return compare_preparations(opened.tokenizer, how, kinds, samples, of_model=of_model)
 
 
 def _kinds_of(row: Row, spec: MediaSpec) -> list[Kind]:

@@ -105,21 +105,21 @@ def choose_buckets(
     """At most `problem.n_buckets` buckets that minimise the expected step on these loads (a
     DataProfile's). The answer depends on the arguments alone.
 
-    An LLM on two data ranks, 1 ms a call and 10 us a token. One call at each of two shapes has room
-    for 2 x (768 + 512) tokens, as many as a batch of 16 samples has:
+    A decoder on two data ranks, 1 ms a call and 10 us a token. One call at each of two shapes has
+    room for 2 x (768 + 512) tokens, as many as a batch of these 16 samples has:
 
     >>> from dflop_jax.records import BACKWARD, Layout, Load, Price, Prices, ProgramId
     >>> from dflop_jax.records import SegmentPlan, SubmeshPlan
     >>> from dflop_jax.schedule import ShapeProblem, choose_buckets
     >>> def prices(layout):
-    ...     seconds = {s: 1e-3 + 1e-5 * s.size for s in layout.shapes("llm")}
-    ...     return Prices({ProgramId("llm", s, BACKWARD): Price(t) for s, t in seconds.items()})
-    >>> llm = SegmentPlan("llm", "llm", 0, 4, "llm", True, True)
-    >>> layout = Layout((SubmeshPlan("llm", 0, 1, 2, 1),), (llm,))
-    >>> loads = [Load({"llm": (40 + 16 * i,)}) for i in range(16)]
+    ...     seconds = {s: 1e-3 + 1e-5 * s.size for s in layout.shapes("decoder")}
+    ...     return Prices({ProgramId("decoder", s, BACKWARD): Price(t) for s, t in seconds.items()})
+    >>> all_layers = SegmentPlan("decoder", "decoder", 0, 4, "decoder", True, True)
+    >>> layout = Layout((SubmeshPlan("decoder", 0, 1, 2, 1),), (all_layers,))
+    >>> loads = [Load({"decoder": (40 + 16 * i,)}) for i in range(16)]
     >>> choice = choose_buckets(loads, ShapeProblem(layout, prices, global_batch=16, n_buckets=2))
     >>> [b.name for b in choice.buckets]
-    ['llm:1x768', 'llm:1x512']
+    ['decoder:1x768', 'decoder:1x512']
 
     Args:
       effort: "full" (seconds), or "quick" (a fifth of it: fewer batches, a smaller integer

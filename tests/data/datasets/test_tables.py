@@ -206,7 +206,7 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
     (blobs / "9abc").write_bytes(b"a")
     (snapshot / "a.parquet").symlink_to(blobs / "5678")
     (snapshot / "a.png").symlink_to(blobs / "9abc")
-    for name in ("some/one", "hf://datasets/some/one"):
+    for name in ("some/one", "hf://datasets/some/one", "hf://datasets/some/one@main"):
         reader = open_reader(name)
         ((_, medium),) = reader.read(*reader.locate()).media
         with open_media(medium) as opened:

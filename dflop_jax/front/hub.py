@@ -68,27 +68,23 @@ def _snapshot(said: str, uri: HfUri, files: Sequence[str], tell: Callable[[str],
     try:
         return Path(download())
     except Exception as e:  # of huggingface_hub, of its HTTP library, of the disk
-        raise _translated(e, said, uri) from None
-
-
-def _translated(error: Exception, said: str, uri: HfUri) -> Exception:
-    """The error of one line, with the remedy, for an error of a download."""
-    if constants.HF_HUB_OFFLINE:
-        return ValueError(
-            f"{said}: no such folder, and the hub's cache does not have it whole (HF_HUB_OFFLINE "
-            f"is set); where there is a network: hf download --repo-type {uri.type} {uri.id}, or "
-            "give a path"
-        )
-    # An answer of the hub may be the cause of an error about the cache.
-    answers = [e for e in (error, error.__cause__) if isinstance(e, errors.HfHubHTTPError)]
-    if answers and (status := answers[0].response.status_code) in (401, 403, 404):
-        what = "revision" if isinstance(answers[0], errors.RevisionNotFoundError) else uri.type
-        return ValueError(
-            f"{said}: {constants.ENDPOINT} answers {status}: no such {what}, or no access to it; "
-            "correct the name, ask for access on its page, log in (hf auth login), or give a path"
-        )
-    why = f"{type(error).__name__}: {error}".partition("\n")[0][:MAX_REASON]
-    return TryAgain(
-        f"{said}: the hub cannot be reached, or the download was interrupted ({why}); run the "
-        "command again, finished files are kept, or give a path"
-    )
+        if constants.HF_HUB_OFFLINE:
+            raise ValueError(
+                f"{said}: no such folder, and the hub's cache does not have it whole "
+                "(HF_HUB_OFFLINE is set); where there is a network: hf download --repo-type "
+                f"{uri.type} {uri.id}, or give a path"
+            ) from None
+        # An answer of the hub may be the cause of an error about the cache.
+        answers = [x for x in (e, e.__cause__) if isinstance(x, errors.HfHubHTTPError)]
+        if answers and (status := answers[0].response.status_code) in (401, 403, 404):
+            is_revision = isinstance(answers[0], errors.RevisionNotFoundError)
+            raise ValueError(
+                f"{said}: {constants.ENDPOINT} answers {status}: no such "
+                f"{'revision' if is_revision else uri.type}, or no access to it; correct the name, "
+                "ask for access on its page, log in (hf auth login), or give a path"
+            ) from None
+        why = f"{type(e).__name__}: {e}".partition("\n")[0][:MAX_REASON]
+        raise TryAgain(
+            f"{said}: the hub cannot be reached, or the download was interrupted ({why}); run the "
+            "command again, finished files are kept, or give a path"
+        ) from None

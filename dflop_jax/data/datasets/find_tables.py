@@ -17,7 +17,7 @@ HUB = "hf://datasets/"
 HUB_ID = re.compile(r"(?![^@]*(?:--|\.\.))\w[\w.-]*\b/\w[\w.-]*\b")  # OWNER/NAME
 # Beside media, files of a dataset on the hub that are read, or looked at: no code, no pickles.
 HUB_ENDINGS = ("parquet", "arrow", "json", "jsonl", "tar", "yaml", "txt", "m4v")
-SHARD_OF = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
+SHARD_OF = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.\w+)")
 
 
 def find_tables(path: str) -> tuple[Path, ...]:
@@ -88,7 +88,7 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file():
         return _saved(folder)
     if files := _tables(folder):
-        return _complete(_train_split(folder, files))
+        return _complete(folder, _train_split(folder, files))
     below = [p for p in sorted(folder.iterdir()) if p.is_dir() and _tables(p)]
     below = [p for p in below if p.name in ("data", "train")][:1] or below
     if len(below) > 1:
@@ -102,14 +102,10 @@ def _saved(folder: Path) -> list[Path]:
     """Files that `save_to_disk` wrote; others in the folder are caches."""
     try:
         state = parse_json(read_bounded(folder / "state.json", MAX_YAML_BYTES), dict)
-        files = [folder / Path(f["filename"]).name for f in state["_data_files"]]
+        names = [Path(f["filename"]).name for f in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{folder}/state.json: names no data files ({e})") from None
-    missing = [f for f in files if not f.is_file()]
-    if missing or not files:
-        raise ValueError(f"{folder}: {len(missing)} of {len(files)} files are missing, e.g. "
-                         f"{_some(f.name for f in missing)}")  # fmt: skip
-    return files
+    return _present(folder, names)
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -126,28 +122,30 @@ def _train_split(folder: Path, files: list[Path]) -> list[Path]:
     if "train" in splits:
         return [f for f in files if split_of[f] == "train"]
     if len(splits) > 1:
-        pattern = files[0].parent / f"*{splits[-1]}*{files[0].suffix}"
         raise ValueError(
             f"{folder}: holds splits {_some(filter(None, splits))}; name the files of one, such as "
-            f"{pattern}"
+            f"{folder}/*{splits[-1]}*{files[0].suffix}"
         )
     return files
 
 
-def _complete(files: list[Path]) -> list[Path]:
-    """ValueError when one of the files numbered K-of-N is missing."""
-    numbered: dict[tuple[str, int], set[int]] = {}
-    for match in (SHARD_OF.fullmatch(f.stem) for f in files):
-        if match:
-            numbered.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (name, n), there in numbered.items():
-        if len(there) < n:
-            first = next(k for k in range(n) if k not in there)
-            raise ValueError(
-                f"{files[0].parent}: {len(there)} of {n} files are there, "
-                f"{name}-{first:05d}-of-{n:05d}{files[0].suffix} is missing; fetch the rest"
-            )
+def _complete(folder: Path, files: list[Path]) -> list[Path]:
+    """The files; ValueError when one of those numbered K-of-N is missing."""
+    matches = (SHARD_OF.fullmatch(f.name) for f in files)
+    for name, n, suffix in sorted({m.group(1, 2, 3) for m in matches if m}):
+        _present(folder, [f"{name}-{k:05d}-of-{n}{suffix}" for k in range(int(n))])
     return files
+
+
+def _present(folder: Path, names: list[str]) -> list[Path]:
+    """The files of these names; ValueError when there are none or one is missing."""
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise ValueError(
+            f"{folder}: {len(missing)} of {len(names)} files are missing, e.g. {_some(missing)}; "
+            "fetch them"
+        )
+    return [folder / name for name in names]
 
 
 def _some(names: Iterable[str]) -> str:

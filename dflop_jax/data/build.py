@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from huggingface_hub.utils import HfUri
 
 from dflop_jax.config import DataConfig
 from dflop_jax.config_texts import named_columns
@@ -278,19 +279,21 @@ def check_paths(config: DataConfig) -> None:
         )
 
 
-def hub_datasets(config: DataConfig) -> list[tuple[str, str, str]]:
-    """What of the data is named on the hub: (path, OWNER/NAME, folder in it). A path in a folder
-    that is here, or with the ending of a file, is taken for a mistake of a path."""
+def hub_datasets(config: DataConfig) -> list[tuple[str, HfUri]]:
+    """The paths of the data that name a dataset on the hub. A path in a folder that is here, or
+    with the ending of a file, is taken for a mistake of a path."""
     if config.factory or not config.path:
         return []
     paths = [part.path for part in _parts(config).parts]
     if config.eval_path:
         paths += [part.path for part in _parts(replace(config, path=config.eval_path)).parts]
-    found = [(path, named) for path in paths if (named := hub_name(path))]
     return [
-        (path, *named)
-        for path, named in found
-        if path.startswith(HUB) or not (Path(path).parent.is_dir() or path.endswith(FILE_ENDINGS))
+        (path, uri)
+        for path in paths
+        if (uri := hub_name(path))
+        and (
+            path.startswith(HUB) or not (Path(path).parent.is_dir() or path.endswith(FILE_ENDINGS))
+        )
     ]
 
 

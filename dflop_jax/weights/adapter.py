@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +21,7 @@ from dflop_jax.weights.folder import DTYPES
 from dflop_jax.weights.write import WrittenTensor, on_host, whole_folder, write_file, write_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PICKLE = "adapter_model.bin"  # of older versions of peft
 MODEL_PREFIX = "base_model.model."  # how peft calls the model that it wraps
-
-
-def refuse_pickle(adapters: str | Path) -> NoReturn:
-    """Raise ValueError: the adapters that are so called are not in safetensors."""
-    raise ValueError(
-        f"{adapters}: no {WEIGHTS}, and {PICKLE} is a pickle, which is not read; load the adapters "
-        "by peft and write them anew: save_pretrained(FOLDER, safe_serialization=True)"
-    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from dflop_jax.contract import Params
-from dflop_jax.weights.adapter import CONFIG, MODEL_PREFIX, PICKLE, WEIGHTS, refuse_pickle
+from dflop_jax.weights.adapter import CONFIG, MODEL_PREFIX, WEIGHTS
 from dflop_jax.weights.contract import Tensor, WeightMap
 from dflop_jax.weights.folder import CONFIG as MODEL_CONFIG
 
@@ -81,7 +81,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
     Raises:
       ValueError: there is none, or it is of adapters that are more than a product beside a matrix,
-        or they are in a pickle alone.
+        or they are not in safetensors.
     """
     try:
         config = json.loads((folder / CONFIG).read_bytes())
@@ -96,8 +96,11 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{folder}: has {more[0] if more else 'bias'}, which is not read; merge it into its "
             "model by peft (merge_and_unload)"
         )
-    if (folder / PICKLE).is_file() and not (folder / WEIGHTS).is_file():
-        refuse_pickle(folder)
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{folder}: no {WEIGHTS}; adapters in a pickle are not read: load them by peft and "
+            "write them anew: save_pretrained(FOLDER, safe_serialization=True)"
+        )
     return dict(config)
 
 

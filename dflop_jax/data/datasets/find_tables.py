@@ -6,19 +6,18 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from huggingface_hub.utils import HfUri, parse_hf_uri
+
 from dflop_jax.data.bounds import MAX_NAME, MAX_SHARDS, MAX_YAML_BYTES, parse_json, read_bounded
+from dflop_jax.data.media.kinds import BUILT_IN
 
 SUFFIXES = (".parquet", ".arrow")
 SPLITS = {"train", "validation", "valid", "val", "dev", "eval", "test"}
 HUB = "hf://datasets/"
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# Endings of files of a data set on the hub that are read, or looked at: no code, no pickles.
-HUB_ENDINGS = (
-    *("parquet", "arrow", "json", "jsonl", "tar", "yaml", "txt"),
-    *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
-    *("mp4", "webm", "mkv", "mov", "avi", "m4v", "wav", "flac", "mp3", "ogg", "opus", "m4a"),
-)
-SHARD_OF = re.compile(r"(.*)-(\d{5})-of-(\d{5})")
+HUB_ID = re.compile(r"(?![^@]*(?:--|\.\.))\w[\w.-]*\b/\w[\w.-]*\b")  # OWNER/NAME
+# Beside media, files of a dataset on the hub that are read, or looked at: no code, no pickles.
+HUB_ENDINGS = ("parquet", "arrow", "json", "jsonl", "tar", "yaml", "txt", "m4v")
+SHARD_OF = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.\w+)")
 
 
 def find_tables(path: str) -> tuple[Path, ...]:
@@ -41,52 +40,46 @@ def find_tables(path: str) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def hub_name(path: str) -> tuple[str, str] | None:
-    """The data set (OWNER/NAME) and the folder in it that `hf://datasets/OWNER/NAME[/FOLDER]` names
-    on Hugging Face's hub, or `OWNER/NAME` where there is no such path; None for any other path."""
-    name, rest = path.removeprefix(HUB), ""
-    if name != path:
-        name, rest = "/".join(name.split("/")[:2]), "/".join(name.split("/")[2:])
-    if not HUB_ID.fullmatch(name) or (name == path and Path(path).exists()):
-        return None
-    return name, rest
+def hub_name(path: str) -> HfUri | None:
+    """The dataset, revision and folder that `hf://datasets/OWNER/NAME[@REVISION][/FOLDER]` names on
+    the Hugging Face hub, or `OWNER/NAME` where there is no such path; None for any other path.
+
+    HfUriError, a ValueError: `path` starts as such a name and is none.
+    """
+    if path.startswith(HUB):
+        return parse_hf_uri(path)
+    is_name = HUB_ID.fullmatch(path) and not Path(path).exists()
+    return HfUri("dataset", path) if is_name else None
 
 
-def hub_files(folder: str) -> tuple[str, ...]:
-    """Patterns of the files of a data set on the hub, or of a folder in it, that are fetched."""
-    below = f"{folder}/*" if folder else "*"
-    return tuple(f"{below}.{e}" for end in HUB_ENDINGS for e in (end, end.upper()))
+def hub_files(uri: HfUri) -> list[str]:
+    """Patterns of the files that are downloaded of a dataset on the hub, or of a folder in it."""
+    endings = [*HUB_ENDINGS, *(e for kind in BUILT_IN for e in kind.extensions)]
+    below = uri.path_in_repo and f"{uri.path_in_repo}/"
+    return [f"{below}*.{e}" for end in endings for e in (end, end.upper())]
 
 
 def hub_folder(path: str) -> Path | None:
-    """The folder in the hub's cache that a path names, None for one that is not of the hub; see
-    `hub_name`.
+    """The folder in the hub's cache that a path names, None where `hub_name` is None.
 
     ValueError: it is not in the cache.
     """
-    if (named := hub_name(path)) is None:
+    if (uri := hub_name(path)) is None:
         return None
-    name, rest = named
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(
-            snapshot_download(
-                name,
-                repo_type="dataset",
-                local_files_only=True,
-                allow_patterns=list(hub_files(rest)),
-            )
-        )
-    except (LocalEntryNotFoundError, HFValidationError):
+        folder = snapshot_download(
+            uri.id, repo_type="dataset", revision=uri.revision, local_files_only=True,
+            allow_patterns=hub_files(uri),
+        )  # fmt: skip
+    except LocalEntryNotFoundError:
         raise ValueError(
             f"{path}: no such file or folder, and no dataset in the cache of the hub; "
-            f"fetch it: hf download --repo-type dataset {name}"
+            f"fetch it: hf download --repo-type dataset {uri.id}"
         ) from None
-    if ".." in Path(rest).parts:
-        raise ValueError(f"{path}: leads out of the dataset")
-    return folder / rest
+    return Path(folder, uri.path_in_repo)
 
 
 def _in_folder(folder: Path) -> list[Path]:
@@ -94,33 +87,25 @@ def _in_folder(folder: Path) -> list[Path]:
         return []
     if (folder / "state.json").is_file():
         return _saved(folder)
-    folders = {p.name: _tables(p) for p in sorted(folder.iterdir()) if p.is_dir()}
-    below = {name: files for name, files in folders.items() if files}
-    files = _tables(folder) or below.pop("data", [])
-    if files:
-        return _complete(_train_split(folder, files))
-    if (folder / "dataset_dict.json").is_file() and "train" in below:
-        return _saved(folder / "train")
-    for only in ["train"] if "train" in below else [*below] if len(below) == 1 else []:
-        return _complete(below[only])
-    if below:
-        raise ValueError(f"{folder}: holds several datasets, name one: {_some(below)}")
-    return []
+    if files := _tables(folder):
+        return _complete(folder, _train_split(folder, files))
+    below = [p for p in sorted(folder.iterdir()) if p.is_dir() and _tables(p)]
+    below = [p for p in below if p.name in ("data", "train")][:1] or below
+    if len(below) > 1:
+        raise ValueError(
+            f"{folder}: holds several datasets, name one: {_some(p.name for p in below)}"
+        )
+    return _in_folder(below[0]) if below else []
 
 
 def _saved(folder: Path) -> list[Path]:
     """Files that `save_to_disk` wrote; others in the folder are caches."""
     try:
         state = parse_json(read_bounded(folder / "state.json", MAX_YAML_BYTES), dict)
-        names = [str(f["filename"]) for f in state["_data_files"]]
+        names = [Path(f["filename"]).name for f in state["_data_files"]]
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{folder}/state.json: names no data files ({e})") from None
-    files = [folder / Path(name).name for name in names]
-    missing = [f for f in files if not f.is_file()]
-    if missing or not files:
-        raise ValueError(f"{folder}: {len(missing)} of {len(files)} files are missing, e.g. "
-                         f"{_some(f.name for f in missing)}")  # fmt: skip
-    return files
+    return _present(folder, names)
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -137,28 +122,30 @@ def _train_split(folder: Path, files: list[Path]) -> list[Path]:
     if "train" in splits:
         return [f for f in files if split_of[f] == "train"]
     if len(splits) > 1:
-        pattern = files[0].parent / f"*{splits[-1]}*{files[0].suffix}"
         raise ValueError(
             f"{folder}: holds splits {_some(filter(None, splits))}; name the files of one, such as "
-            f"{pattern}"
+            f"{folder}/*{splits[-1]}*{files[0].suffix}"
         )
     return files
 
 
-def _complete(files: list[Path]) -> list[Path]:
-    """ValueError when one of the files numbered K-of-N is missing."""
-    numbered: dict[tuple[str, int], set[int]] = {}
-    for match in (SHARD_OF.fullmatch(f.stem) for f in files):
-        if match:
-            numbered.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (name, n), there in numbered.items():
-        if len(there) < n:
-            first = next(k for k in range(n) if k not in there)
-            raise ValueError(
-                f"{files[0].parent}: {len(there)} of {n} files are there, "
-                f"{name}-{first:05d}-of-{n:05d}{files[0].suffix} is missing; fetch the rest"
-            )
+def _complete(folder: Path, files: list[Path]) -> list[Path]:
+    """The files; ValueError when one of those numbered K-of-N is missing."""
+    matches = (SHARD_OF.fullmatch(f.name) for f in files)
+    for name, n, suffix in sorted({m.group(1, 2, 3) for m in matches if m}):
+        _present(folder, [f"{name}-{k:05d}-of-{n}{suffix}" for k in range(int(n))])
     return files
+
+
+def _present(folder: Path, names: list[str]) -> list[Path]:
+    """The files of these names; ValueError when there are none or one is missing."""
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise ValueError(
+            f"{folder}: {len(missing)} of {len(names)} files are missing, e.g. {_some(missing)}; "
+            "fetch them"
+        )
+    return [folder / name for name in names]
 
 
 def _some(names: Iterable[str]) -> str:

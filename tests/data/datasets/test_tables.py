@@ -179,8 +179,12 @@ def test_what_a_folder_holds_is_named_or_refused(made, tmp_path):
     save_parquet(rows[:1], tmp_path / "s" / "validation-0.parquet")
     assert "holds splits test, validation; name the files" in why(tmp_path / "s")
     assert len(open_reader(tmp_path / "s" / "val*.parquet").files) == 1
+    for name in ("train-0", "test-0"):  # the only folder in a folder is read as if it were named
+        save_parquet(rows[:1], tmp_path / "one" / "default" / f"{name}.parquet")
+    (file,) = open_reader(tmp_path / "one").files
+    assert file.name == "train-0.parquet"
     save_parquet(rows[:1], tmp_path / "p" / "train-00001-of-00003.parquet")
-    assert "1 of 3 files are there, train-00000-of-00003.parquet is missing" in why(tmp_path / "p")
+    assert "2 of 3 files are missing, e.g. train-00000-of-00003.parquet, " in why(tmp_path / "p")
     assert "no file matches" in why(tmp_path / "p" / "x*.parquet")
     save_to_disk(rows[:2], tmp_path / "t")
     (tmp_path / "t" / "train" / "data-00001-of-00002.arrow").unlink()
@@ -206,7 +210,7 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
     (blobs / "9abc").write_bytes(b"a")
     (snapshot / "a.parquet").symlink_to(blobs / "5678")
     (snapshot / "a.png").symlink_to(blobs / "9abc")
-    for name in ("some/one", "hf://datasets/some/one"):
+    for name in ("some/one", "hf://datasets/some/one", "hf://datasets/some/one@main"):
         reader = open_reader(name)
         ((_, medium),) = reader.read(*reader.locate()).media
         with open_media(medium) as opened:

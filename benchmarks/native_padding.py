@@ -37,14 +37,13 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 from schedule_data import TRACES  # noqa: E402
 from shape_problems import even_seconds, problem_of, whole_modules  # noqa: E402
 
-from dflop_jax.data.datasets.fitting import fit, preparations  # noqa: E402
 from dflop_jax.data.datasets.shape_index import table_of  # noqa: E402
-from dflop_jax.data.media.counts import load_of, most_demanding, sample_counts  # noqa: E402
+from dflop_jax.data.media.counts import fit, load_of, most_demanding  # noqa: E402
 from dflop_jax.data.media.limits import Limits  # noqa: E402
 from dflop_jax.data.media.native import MAX_RATIO  # noqa: E402
 from dflop_jax.data.media.spec import MediaSpec  # noqa: E402
 from dflop_jax.data.shuffle import shuffled  # noqa: E402
-from dflop_jax.data.text.pieces import ByteTokenizer  # noqa: E402
+from dflop_jax.data.text.pieces import ANSWER_TOKENS, ByteTokenizer  # noqa: E402
 from dflop_jax.records import Edge, Load, Plan, Prices, Shape  # noqa: E402
 from dflop_jax.records.plan import Grouping  # noqa: E402
 from dflop_jax.schedule import (  # noqa: E402
@@ -58,6 +57,7 @@ from dflop_jax.schedule.worker_main import SolverSetup  # noqa: E402
 
 GLOBAL_BATCH, RANKS, BUCKETS, PROFILED, MAX_TAIL = 128, 4, 4, 2000, 64
 ROW_TOKENS, ROW_PATCHES, PATCH_PX = 8192, 8192, 16
+MAX_FRAMES = 192  # of a clip, whose times of frames leave room for its pixels in a row
 FRAME, RATE = (640, 360), (30, 1)
 CHARS_PER_TOKEN, TEMPLATE_TOKENS = 4, 20
 SPEC = MediaSpec.of(
@@ -92,25 +92,32 @@ def trace_rows(folder: Path, clips: bool) -> list[dict]:
 def headers_of(row: Mapping) -> list[dict[str, int]]:
     """What an index would hold of the media of a sample, without or with a clip."""
     if not row["video_s"]:
-        return [{"kind": 0, "width": width, "height": height} for width, height in row["images"]]
+        return [
+            {"kind": 0, "tokens_before": k, "width": width, "height": height}
+            for k, (width, height) in enumerate(row["images"])
+        ]
     facts = {"width": FRAME[0], "height": FRAME[1], "rate_num": RATE[0], "rate_den": RATE[1]}
     return [{"kind": 1, "total": max(2, int(row["video_s"] * RATE[0])), **facts}]
 
 
 def loads_of(folder: Path, clips: bool) -> list[Load]:
-    """Loads as the data room makes them: what is too long is cut, or given fewer pixels."""
+    """Loads as the data room makes them: media first, and what is too long is cut."""
     rows, limits = trace_rows(folder, clips), Limits(
-        max_tokens=ROW_TOKENS, max_frames=768, max_pixels=ROW_PATCHES * PATCH_PX**2
+        max_tokens=ROW_TOKENS, max_frames=MAX_FRAMES, max_pixels=ROW_PATCHES * PATCH_PX**2,
+        max_clip_pixels=ROW_PATCHES * PATCH_PX**2 * 6,
     )  # fmt: skip
-    ways = preparations(SPEC.prepared(limits, ByteTokenizer()), limits.oversize)
+    how = SPEC.prepared(limits, ByteTokenizer())
     rows = [r for r in rows if all(max(s) <= MAX_RATIO * min(s) for s in r["images"])]
-    prompt = np.array([r["prompt_chars"] // CHARS_PER_TOKEN + TEMPLATE_TOKENS for r in rows])
-    text = prompt + np.array([r["answer_chars"] // CHARS_PER_TOKEN for r in rows])
-    table = table_of([{"text_tokens": n} for n in text.tolist()], [headers_of(r) for r in rows])
-    fitted = fit(lambda how: sample_counts(table, how)[0], prompt, ways, limits)
+    records = []
+    for row in rows:
+        prompt = row["prompt_chars"] // CHARS_PER_TOKEN + TEMPLATE_TOKENS
+        answer = row["answer_chars"] // CHARS_PER_TOKEN
+        needed = prompt + min(answer, ANSWER_TOKENS)
+        records.append({"text_tokens": prompt + answer, "needed_tokens": needed})
+    table = table_of(records, [headers_of(r) for r in rows])
+    counts, fits = fit(table, how, limits)
     return [
-        load_of(table, i, ways[fitted.way[i]], fitted.counts.pieces[i], int(fitted.all_tokens[i]))
-        for i in np.flatnonzero(fitted.fits).tolist()
+        load_of(table, i, how, counts.taken(slice(i, i + 1))) for i in np.flatnonzero(fits).tolist()
     ]
 
 

@@ -111,8 +111,8 @@ class DataConfig:
     ] = 1024
     oversize: Annotated[
         Oversize,
-        "sample above max_tokens: drop, truncate (text, then media) or error; one that no compiled "
-        "shape holds is dropped, or an error",
+        "sample above max_tokens: drop, truncate (its first max_tokens, media whole or not at all) "
+        "or error; one that no compiled shape holds is dropped, or an error",
     ] = "truncate"
     tokenizer: Annotated[
         str, "a tokenizer.json, or a model's folder with its chat template; empty or bytes: bytes"

@@ -65,7 +65,7 @@ def _data(data: DataLook, limits: str) -> list[str]:
     bad = f"<table><tr><th>n</th><th>reason</th><th>records</th></tr>{rows}</table>" if rows else ""
     bad += f"<p>{escape(data.remedy[0].upper() + data.remedy[1:])}.</p>" if data.remedy else ""
     cut = (
-        f"<p>{escape(limits)}: text is cut of {data.cut_text:,} samples, media are made smaller of "
+        f"<p>{escape(limits)}: text is cut of {data.cut_text:,} samples, media are gone from "
         f"{data.cut_media:,}, {data.too_long:,} are left out.</p>"
     )
     pictures = [_bars(f"tokens: {name}", values) for name, values in data.tokens.items()]

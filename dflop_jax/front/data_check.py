@@ -20,13 +20,12 @@ import numpy as np
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec
 from dflop_jax.data.build import Looks, looks
-from dflop_jax.data.datasets.fitting import fit, preparations
 from dflop_jax.data.datasets.header_rows import RowReader
 from dflop_jax.data.datasets.llava_records import TEXTS
 from dflop_jax.data.datasets.located import Located
 from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
 from dflop_jax.data.decoder import BadSample
-from dflop_jax.data.media.counts import described, sample_counts
+from dflop_jax.data.media.counts import described, fit, sample_counts
 from dflop_jax.data.media.limits import Limits
 
 SHOWN = 10  # samples, longest samples, and examples of a reason
@@ -67,8 +66,8 @@ class DataLook:
       left_out: records with media that the model does not take.
       tokens: of each usable sample, and by module its pieces and their tokens, int64 [n].
       longest: (name, tokens, media in words), the longest first.
-      cut_text, cut_media, too_long: samples whose text is cut, whose media are made smaller, and
-        that are left out, by data.max_tokens.
+      cut_text, cut_media, too_long: samples whose text is cut, that lose media, and that are left
+        out, by data.max_tokens.
     """
 
     source: str
@@ -225,9 +224,7 @@ def _figures(
     kept, places = np.flatnonzero(usable), list(good)
     if not len(kept):
         return {"left_out": len(table)}
-    prompt = table.prompt_tokens[kept].astype(np.int64)
-    ways = preparations(opened.how, limits.oversize)
-    fitted = fit(lambda how: sample_counts(table, how)[0], prompt, ways, limits)
+    cut, fits = fit(table, opened.how, limits)
     longest = np.argsort(-counts.all_tokens, kind="stable")[:SHOWN].tolist()
     shown = [i * len(kept) // min(SHOWN, len(kept)) for i in range(min(SHOWN, len(kept)))]
     return {
@@ -244,9 +241,9 @@ def _figures(
             )
             for i in longest
         ),
-        "cut_text": int((fitted.fits & (fitted.text_tokens < counts.text_tokens)).sum()),
-        "cut_media": int((fitted.fits & (fitted.way > 0)).sum()),
-        "too_long": int((~fitted.fits).sum()),
+        "cut_text": int((fits & (cut.text_tokens < counts.text_tokens)).sum()),
+        "cut_media": int((fits & (cut.n_media < counts.n_media)).sum()),
+        "too_long": int((~fits).sum()),
         "samples": tuple(
             _shown(opened, places[kept[i]], table, int(kept[i]), int(counts.all_tokens[i]))
             for i in shown

@@ -93,7 +93,7 @@ def drawn_sample(
     decoded = decode_opened(shown, how)
     media = tuple(
         Drawn(kind, (h.get("width", 0), h.get("height", 0)), medium)
-        for kind, h, (_, medium) in zip(kinds, headers, decoded, strict=True)
+        for kind, h, (_, medium) in zip(kinds, headers, decoded.values(), strict=True)
     )
     pieces, of_tokens = [text(5)], [""] * 5
     for i, drawn in enumerate(media):

@@ -75,6 +75,19 @@ def test_every_record_of_sound_data_is_seen(capsys):
     assert marked(html)[0] == "One.<|im_end|>"
 
 
+def test_what_limits_cut_is_counted(capsys):
+    file = made_dataset(Path("data"), 1)
+    later = {"image": "exact.png", "conversations": talk("Hm?", "yes", "y" * 90 + "<image>", "no")}
+    talks = (talk("Hm?", "no"), talk("Hm?", "x" * 200), talk("z" * 200, "no"))
+    file.write_text(json.dumps([later, *({"conversations": t} for t in talks)]))
+    code, said, _ = answer(capsys, "--data", str(file), "--data.max_tokens", "100")
+    assert (code, said["left_out"]) == (0, 0)
+    assert (said["cut_text"], said["cut_media"], said["too_long"]) == (2, 1, 1)
+    assert (
+        "text is cut of 2 samples, media are gone from 1, 1 are" in Path(said["page"]).read_text()
+    )
+
+
 def test_bad_records_are_counted_by_reason(capsys):
     file = made_dataset(Path("data"), 5)
     records = json.loads(file.read_text())

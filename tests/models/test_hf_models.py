@@ -182,7 +182,7 @@ def test_llava_onevision(seed):
         cuts = [0, *np.sort(rng.integers(1, spare, len(media))), spare]
         text = [TextPiece(tuple(rng.integers(2, decoder.vocab, n))) for n in np.diff(cuts)]
         pieces = [p for j in range(len(media)) for p in (text[j], TextPiece(medium=j))]
-        samples.append(compose([*pieces, text[-1]], media, what, placeholder=-1))
+        samples.append(compose([*pieces, text[-1]], dict(enumerate(media)), what, placeholder=-1))
         tokens[k] = samples[-1].fields["llm"]["tokens"]
         kind = np.repeat([k == "video" for k in ROWS[k]], [len(m.tokens) for _, m in media])
         tokens[k][tokens[k] < 0] = kind

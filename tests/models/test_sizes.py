@@ -207,12 +207,12 @@ def check_preprocessing(model):
     assert set(model.piece_tokens) == set(model.preprocessing) == set(model.modules) - {"llm"}
     how = spec.prepared(Limits())
     media, sample = drawn(how)
-    assert sample.load.tokens("llm") == 1 + sum(len(m.tokens) for _, m in media)
+    assert sample.load.tokens("llm") == 1 + sum(len(m.tokens) for _, m in media.values())
     edges = {e.source: e for e in edges_of(model)}
     for name, tokens in model.piece_tokens.items():
         module = model.modules[name]
         wanted = {n for names in module.inputs.values() for n in names}
-        (decoded,) = (m for owner, m in media if owner == name)
+        (decoded,) = (m for owner, m in media.values() if owner == name)
         pieces = len(decoded.lengths)
         assert sample.load.lengths(name) == decoded.lengths == (tokens,) * pieces
         fields = {n: module.field_spec(n, pieces, tokens) for n in wanted}

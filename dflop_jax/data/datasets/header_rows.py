@@ -77,8 +77,12 @@ class RowsHere:
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(str(e) or f"{located.place}: {one_line(e)}")
         try:
-            fields = _fields(located, record, self._to_pieces(record.turns))
-            row = fields, tuple(self._headers(*medium) for medium in record.media)
+            of_text, places = text_counts(self._to_pieces(record.turns))
+            media = zip(record.media, places, strict=True)
+            row = (
+                _fields(located, record) | of_text,
+                tuple(self._headers(*medium) | place for medium, place in media),
+            )
         except (ValueError, OSError, MemoryError) as e:
             return BadSample(f"{record.name}: {str(e) or one_line(e)}")
         if self._decode:
@@ -150,15 +154,15 @@ def _check(numbers: Mapping[str, int], largest: Mapping[str, int]) -> None:
         raise ValueError(f"a row {numbers}")
 
 
-def _fields(located: Located, record: Record, pieces: Sequence[TextPiece]) -> dict[str, int]:
-    """The columns of a record."""
-    place = {
+def _fields(located: Located, record: Record) -> dict[str, int]:
+    """The columns of a record but those of its text."""
+    return {
         "number": located.number,
         "file": located.file,
         "offset": located.offset,
         "size_bytes": located.size_bytes,
+        "lot": lot(record.name, located.place),
     }
-    return {**place, "lot": lot(record.name, located.place), **text_counts(pieces)}
 
 
 class _MediaHeaders:

@@ -1,4 +1,4 @@
-"""A mixture as a source of samples: what fits the limits, text and media cut where it does not."""
+"""A mixture as a source of samples: what fits the limits, cut where it does not."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dflop_jax.data.datasets.fitting import fit, preparations
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.compose import blanked, compose
 from dflop_jax.data.media.counts import most_demanding
-from dflop_jax.data.media.limits import SIZE_FIELDS, SMALLER, Limits
+from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.sample import OpenedBy, Sample
-from dflop_jax.data.text.pieces import TextPiece
+from dflop_jax.data.text.pieces import TextPiece, first_tokens
 from dflop_jax.records import Load
 
 Weighting = Callable[[Sequence[TextPiece], Sequence[float]], Sequence[TextPiece]]
@@ -25,10 +24,10 @@ logger = logging.getLogger("dflop_jax.data")
 class MixtureSamples:
     """The samples of a mixture that fit `limits.max_tokens`.
 
-    By `limits.oversize` a longer one is cut (see `fitting`), left out, or an error. `counts` says
-    how many records are usable, unusable, left out since the model cannot take them, and samples
-    oversize. `placeholder`: token id where media stand. `blank_images`: nothing is
-    seen. `weighting` makes pieces, and the weights of a record's answers, into what is trained on.
+    By `limits.oversize` a longer one is cut (see `counts.fit`), left out, or an error. `counts`
+    says how many records are usable, unusable, left out since the model cannot take them, and
+    samples oversize. `placeholder`: token id where media stand. `blank_images`: nothing is seen.
+    `weighting` makes pieces, and the weights of a record's answers, into what is trained on.
 
     Raises:
       ValueError: nothing fits, or something does not under oversize="error".
@@ -47,28 +46,27 @@ class MixtureSamples:
         self._mixture, self._blank, self._weighting = mixture, blank_images, weighting
         self.opened_by = opened_by
         self._placeholder = placeholder
-        self._ways = preparations(mixture.how, limits.oversize)
-        fitted = fit(mixture.counts, mixture.prompt_tokens(), self._ways, limits)
-        self._place = np.flatnonzero(fitted.fits)
-        self._counts = fitted.counts.taken(self._place)
-        self._text, self._way = fitted.text_tokens[self._place], fitted.way[self._place]
-        self._tokens = fitted.all_tokens[self._place]
-        n, too_long = len(fitted.fits), np.flatnonzero(~fitted.fits)
+        counts, fits = mixture.fit(limits)
+        self._place, whole = np.flatnonzero(fits), mixture.counts()
+        self._counts = counts.taken(self._place)
+        n, too_long = len(fits), np.flatnonzero(~fits)
         self.counts = {"usable": len(self._place), "unusable": mixture.unusable,
                        "left out": mixture.left_out, "oversize": len(too_long)}  # fmt: skip
-        if smaller := np.count_nonzero(self._way):
+        if cut := np.count_nonzero(counts.n_media[fits] < whole.n_media[fits]):
             logger.warning(
-                "%s: %d of %d samples are given %s to fit data.max_tokens=%d",
-                mixture.name, smaller, n, SMALLER, limits.max_tokens,
+                "%s: %d of %d samples are cut before some of their media by data.max_tokens=%d",
+                mixture.name, cut, n, limits.max_tokens,
             )  # fmt: skip
         if len(too_long):
             first = int(too_long[0])
             why = (
                 f"{len(too_long)} of {n} samples exceed data.max_tokens={limits.max_tokens} "
-                f"({mixture.label(first)} has {int(mixture.counts().all_tokens[first])} tokens)"
+                f"({mixture.label(first)} has {int(whole.all_tokens[first])} tokens)"
             )
             if limits.oversize == "error" or not len(self._place):
-                raise ValueError(f"{why}; raise it, or lower {SIZE_FIELDS}")
+                raise ValueError(
+                    f"{why}; raise it, or lower data.max_tiles, data.max_frames or data.max_pixels"
+                )
             logger.warning("left out: %s", why)
         logger.info("%s: %s", self.name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
 
@@ -84,7 +82,7 @@ class MixtureSamples:
 
     def tail(self) -> list[int]:
         """Samples that ask for most: no other asks for more of every module than one of them."""
-        asks = [self._tokens[:, None], self._counts.asks()]
+        asks = [self._counts.all_tokens[:, None], self._counts.asks()]
         return most_demanding(np.concatenate(asks, 1), MAX_TAIL)
 
     def part_of(self, index: int) -> str:
@@ -92,16 +90,15 @@ class MixtureSamples:
         return self._mixture.part_of(int(self._place[index]))
 
     def load(self, index: int) -> Load:
-        how = self._ways[int(self._way[index])]
-        place, pieces = int(self._place[index]), self._counts.pieces[index]
-        return self._mixture.load(place, how, pieces, int(self._tokens[index]))
+        counts = self._counts.taken(slice(index, index + 1))
+        return self._mixture.load(int(self._place[index]), counts)
 
     def record(self, index: int) -> Record:
         """Return the sample's turns and where its media are; ValueError when it changed since."""
         return self._mixture.record(int(self._place[index]))
 
     def sample(self, index: int) -> Sample:
-        place, how = int(self._place[index]), self._ways[int(self._way[index])]
+        place, how = int(self._place[index]), self._mixture.how
         record = self._mixture.record(place)
         pieces: Sequence[TextPiece] = self._mixture.pieces(record)
         if self._weighting:
@@ -109,11 +106,8 @@ class MixtureSamples:
                 pieces = self._weighting(pieces, record.weights)
             except ValueError as e:
                 raise ValueError(f"{record.name}: {e}") from None
-        sample = compose(
-            pieces,
-            self._mixture.media(place, record, how),
-            how,
-            placeholder=self._placeholder,
-            text_tokens=int(self._text[index]),
-        )
+        stop = int(self._counts.text_tokens[index] + self._counts.n_media[index])
+        pieces = first_tokens(pieces, stop)
+        media = self._mixture.media(place, record, {p.medium for p in pieces})
+        sample = compose(pieces, media, how, placeholder=self._placeholder)
         return blanked(sample, how) if self._blank else sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,11 @@ from dflop_jax.data.datasets.located import Located, RecordReader
 from dflop_jax.data.datasets.mixture import Mixture, chosen, names, short_names, shown
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import joined
-from dflop_jax.data.media.counts import SampleCounts, described, load_of, sample_counts
+from dflop_jax.data.media.counts import SampleCounts, described, fit, load_of, sample_counts
 from dflop_jax.data.media.decode import DecodedMedia, decode_media
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.text.pieces import TextPiece
 from dflop_jax.records import Load
@@ -173,19 +174,19 @@ class MixtureSource:
     def how(self) -> Preparation:
         return self._how
 
-    def counts(self, how: Preparation | None = None) -> SampleCounts:
-        """Return the counts of all samples, or what they would be under another preparation that
-        takes the same media; nothing is decoded."""
-        counts = sample_counts(self._table, how)[0] if how else self._counts
-        return counts.taken(self._place[self._rows])
+    def counts(self) -> SampleCounts:
+        """Return the counts of all samples, uncut; nothing is decoded."""
+        return self._counts.taken(self._place[self._rows])
 
-    def prompt_tokens(self) -> np.ndarray:
-        """int64 [n]: text tokens before the first answer, of all samples."""
-        return self._table.prompt_tokens[self._rows].astype(np.int64)
+    def fit(self, limits: Limits) -> tuple[SampleCounts, np.ndarray]:
+        """Return the counts of all samples under the limits, and which fit; see `counts.fit`."""
+        rows = self._place[self._rows]
+        counts, fits = fit(self._table, self._how, limits)
+        return counts.taken(rows), fits[rows]
 
-    def load(self, index: int, how: Preparation, pieces: np.ndarray, tokens: int) -> Load:
-        """Return what the sample asks of every module; see `counts.load_of`."""
-        return load_of(self._table, int(self._rows[index]), how, pieces, tokens)
+    def load(self, index: int, counts: SampleCounts) -> Load:
+        """Return what the sample of these counts asks of every module; see `counts.load_of`."""
+        return load_of(self._table, int(self._rows[index]), self._how, counts)
 
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
@@ -211,14 +212,15 @@ class MixtureSource:
         """Return the tokenized conversation, with the places of its media."""
         return self._to_pieces(record.turns)
 
-    def media(self, index: int, record: Record, how: Preparation | None = None) -> DecodedMedia:
-        """Return the decoded media of the sample's record in the order of their tags, prepared as
-        the mixture's or another way.
+    def media(
+        self, index: int, record: Record, kept: Collection[int] | None = None
+    ) -> DecodedMedia:
+        """Return the decoded media of the sample's record, those of the numbers `kept` (None: all).
 
         ValueError, naming the record.
         """
         try:
-            return decode_media(record, self._table, int(self._rows[index]), how or self._how)
+            return decode_media(record, self._table, int(self._rows[index]), self._how, kept)
         except Exception as e:  # other people's files may fail in any way
             raise ValueError(f"{record.name}: {one_line(e)}") from e
 

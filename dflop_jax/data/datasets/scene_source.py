@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from dflop_jax.data.datasets.fitting import Fitted, fit, preparations
 from dflop_jax.data.datasets.scenes import Picture, Scene, draw_scene
-from dflop_jax.data.datasets.shape_index import ShapeTable, table_of
+from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.compose import blanked, compose, media_fields
-from dflop_jax.data.media.counts import load_of, sample_counts
+from dflop_jax.data.media.counts import fit, load_of
 from dflop_jax.data.media.decode import decode_opened
 from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.kinds import BUILT_IN
@@ -23,7 +22,7 @@ from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import VIDEO, Frames
 from dflop_jax.data.sample import Sample
-from dflop_jax.data.text.pieces import TextPiece, Tokenizer, chat_pieces, text_counts
+from dflop_jax.data.text.pieces import TextPiece, Tokenizer, chat_pieces, first_tokens, text_counts
 from dflop_jax.records import Load
 
 Headers = list[tuple[Kind, dict[str, int]]]
@@ -35,22 +34,20 @@ FRAMES_PER_S = 2  # of a drawn clip
 
 
 class Drawn(NamedTuple):
-    """A scene and its text, what headers of its pictures would say, and how it fits the limits:
-    by which preparation, with how many text tokens, and what it asks for then."""
+    """A scene, its text cut by the limits, what headers of all its pictures would say, and what it
+    asks for."""
 
     scene: Scene
-    pieces: tuple[TextPiece, ...]
+    pieces: list[TextPiece]
     headers: Headers
-    way: int
-    text_tokens: int
     load: Load
 
 
 class SceneSource:
     """`n` drawn scenes. Index i of (seed, split) is always the same scene; the splits never meet.
 
-    A scene longer than `limits.max_tokens` is cut (truncate, see `fitting`), drawn anew (drop, or
-    where it cannot be smaller), or refused (error). `blank_images` shows grey of the same loads
+    A scene longer than `limits.max_tokens` is cut (truncate, see `counts.fit`), drawn anew (drop,
+    or where too little is left), or refused (error). `blank_images` shows grey of the same loads
     instead.
 
     Raises:
@@ -75,13 +72,12 @@ class SceneSource:
         self.name = f"scenes(n={n}, seed={seed}, {split})"
         self._n, self._key = n, (seed, STREAMS[split])
         self._tokenizer, self._limits, self._blank = tokenizer, limits or Limits(), blank_images
-        how = spec.prepared(self._limits, tokenizer)
+        self._how = how = spec.prepared(self._limits, tokenizer)
         shown: Any = how.get(module_of(how, IMAGE.name))
         if shown is None:
             raise ValueError("the embedded scenes are pictures, which this model does not take; "
                              "give data.path")  # fmt: skip
         self._unit_px = shown.unit_px
-        self._ways = preparations(how, self._limits.oversize)
         self._drawn: dict[int, Drawn] = {}
         self._lock = Lock()
 
@@ -107,22 +103,16 @@ class SceneSource:
 
     def sample_for(self, index: int, modules: Collection[str] | None) -> Sample:
         (drawn,) = self._draw([index])
-        how = self._ways[drawn.way]
         shown = zip(drawn.scene.pictures, drawn.headers, strict=True)
         opened = [(kind.name, _opened(p), header) for p, (kind, header) in shown]
-        media = decode_opened(opened, how, modules)
+        media = decode_opened(opened, self._how, {p.medium for p in drawn.pieces}, modules)
         if modules is None or TEXT_MODULE in modules:
-            sample = compose(
-                drawn.pieces,
-                media,
-                how,
-                placeholder=self._tokenizer.placeholder_id,
-                text_tokens=drawn.text_tokens,
-            )
+            placeholder = self._tokenizer.placeholder_id
+            sample = compose(drawn.pieces, media, self._how, placeholder=placeholder)
         else:
-            takes = {m: [d for module, d in media if module == m] for m in modules}
+            takes = {m: [d for module, d in media.values() if module == m] for m in modules}
             sample = Sample({m: media_fields(d) for m, d in takes.items() if d}, {}, drawn.load)
-        return blanked(sample, how) if self._blank else sample
+        return blanked(sample, self._how) if self._blank else sample
 
     def _draw(self, indices: Sequence[int]) -> list[Drawn]:
         """Return the scenes, those that are not kept drawn together."""
@@ -145,28 +135,29 @@ class SceneSource:
             left = [i for i in indices if i not in fitting]
             scenes = [draw_scene(rngs[i], self._unit_px, self._limits) for i in left]
             texts = [chat_pieces(scene.turns, self._tokenizer) for scene in scenes]
-            headers = [[_header(picture) for picture in scene.pictures] for scene in scenes]
-            table = table_of([text_counts(pieces) for pieces in texts], headers)
-            fitted = self._fitted(table)
-            for row in np.flatnonzero(fitted.fits).tolist():
-                way, asked = int(fitted.way[row]), fitted.counts.pieces[row]
-                load = load_of(table, row, self._ways[way], asked, int(fitted.all_tokens[row]))
-                fitting[left[row]] = Drawn(
-                    scenes[row], texts[row], table.headers(row), way, int(fitted.text_tokens[row]),
-                    load,
-                )  # fmt: skip
-            if fitted.fits.all():
+            records, places = zip(*map(text_counts, texts), strict=True)
+            headers = [
+                [
+                    _header(picture) | place
+                    for picture, place in zip(scene.pictures, of, strict=True)
+                ]
+                for scene, of in zip(scenes, places, strict=True)
+            ]
+            table = table_of(records, headers)
+            counts, fits = fit(table, self._how, self._limits)
+            for row in np.flatnonzero(fits).tolist():
+                mine = counts.taken(slice(row, row + 1))
+                pieces = first_tokens(texts[row], int(mine.text_tokens[0] + mine.n_media[0]))
+                load = load_of(table, row, self._how, mine)
+                fitting[left[row]] = Drawn(scenes[row], pieces, table.headers(row), load)
+            if fits.all():
                 return fitting
-        row = int(np.flatnonzero(~fitted.fits)[0])
+        row = int(np.flatnonzero(~fits)[0])
         raise ValueError(
-            f"{self.label(left[row])}: {int(fitted.counts.all_tokens[row])} tokens exceed "
+            f"{self.label(left[row])}: {int(counts.all_tokens[row])} tokens exceed "
             f"data.max_tokens={self._limits.max_tokens}; raise it, or set data.oversize to "
             "truncate or drop"
         )
-
-    def _fitted(self, table: ShapeTable) -> Fitted:
-        prompt = table.prompt_tokens.astype(np.int64)
-        return fit(lambda how: sample_counts(table, how)[0], prompt, self._ways, self._limits)
 
 
 def _header(picture: Picture) -> dict[str, int]:

@@ -22,17 +22,18 @@ from dflop_jax.data.bounds import named, parse_json
 from dflop_jax.data.media.kind import Kind, Kinds, columns_of
 from dflop_jax.data.media.kinds import BUILT_IN
 
-VERSION = 6  # of an index file; one more makes every index anew
-# Column -> dtype of a record; those of its media are their kind and what headers say of it.
+VERSION = 7  # of an index file; one more makes every index anew
+# Column -> dtype of a record; those of its media are their kind and place, and what headers say.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
-           "lot": np.uint64, "text_tokens": np.int32, "prompt_tokens": np.int32}  # fmt: skip
+           "lot": np.uint64, "text_tokens": np.int32, "needed_tokens": np.int32}  # fmt: skip
 Row = tuple[dict[str, int], tuple[dict[str, int], ...]]  # a record's columns and each medium's
 
 
 @lru_cache
 def media_columns(kinds: Kinds) -> Mapping[str, type]:
-    """Return the columns of media: the place of their kind, and what any kind's header says."""
-    return {"kind": np.int8, **columns_of(kinds)}
+    """Return the columns of media: the number of their kind, the tokens of the conversation before
+    them, each medium there being one, and what any kind's header says."""
+    return {"kind": np.int8, "tokens_before": np.int32, **columns_of(kinds)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class ShapeTable:
     number: of the record in its dataset (see `readers.Located`); file, offset, size_bytes: its
     bytes.
     lot: what it draws when some are held out (see `llava_records.lot`).
-    text_tokens: of the whole conversation; prompt_tokens: of those, before the first answer.
+    text_tokens: of the whole conversation; needed_tokens: of those, see `pieces.text_counts`.
     media_start [n + 1]: the media of record i are media_start[i] up to media_start[i + 1].
     media: the columns of `media_columns` of `kinds`, each [m]; 0 where one does not apply.
     """
@@ -53,7 +54,7 @@ class ShapeTable:
     size_bytes: np.ndarray
     lot: np.ndarray
     text_tokens: np.ndarray
-    prompt_tokens: np.ndarray
+    needed_tokens: np.ndarray
     media_start: np.ndarray
     media: Mapping[str, np.ndarray]
     kinds: Kinds = BUILT_IN
@@ -79,9 +80,15 @@ class ShapeTable:
         """Return the places of all media of a kind, int64, ascending."""
         return np.flatnonzero(self.media["kind"] == self.kinds.index(kind))
 
-    def headers(self, row: int) -> list[tuple[Kind, dict[str, int]]]:
-        """Return each medium of a record: its kind, and what its header says."""
-        media = range(self.media_start[row], self.media_start[row + 1])
+    def headers(self, row: int, stop: int | None = None) -> list[tuple[Kind, dict[str, int]]]:
+        """Return each medium of a record that has less than `stop` `tokens_before` it, None: any:
+        its kind, and what its header says."""
+        before = self.media["tokens_before"]
+        media = [
+            k
+            for k in range(self.media_start[row], self.media_start[row + 1])
+            if stop is None or before[k] < stop
+        ]
         kinds = [self.kinds[self.media["kind"][k]] for k in media]
         return [
             (kind, {name: int(self.media[name][k]) for name in kind.columns})
@@ -219,7 +226,10 @@ def _check_values(table: ShapeTable, listed: int) -> None:
     for kind in table.kinds:
         mine = table.of_kind(kind)
         wrong += kind.wrong({name: table.media[name][mine] for name in kind.columns})
-    wrong += ["prompt_tokens"] if (table.prompt_tokens > table.text_tokens).any() else []
+    wrong += ["needed_tokens"] if (table.needed_tokens > table.text_tokens).any() else []
+    before, n_media = table.media["tokens_before"], np.diff(table.media_start)
+    ends = np.repeat(table.text_tokens + n_media, n_media)
+    wrong += ["tokens_before"] if ((before < 0) | (before >= ends)).any() else []
     wrong += ["listed"] if listed < len(table) else []
     if wrong:
         raise ValueError(f"impossible {', '.join(wrong)}")

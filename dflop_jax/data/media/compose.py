@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from dflop_jax.data.media.counts import text_load
+from dflop_jax.data.media.decode import DecodedMedia
 from dflop_jax.data.media.medium import TEXT_MODULE, Decoded, Preparation
 from dflop_jax.data.media.token_sources import TokenSources, placed
 from dflop_jax.data.sample import Places, Sample
@@ -16,26 +17,22 @@ from dflop_jax.data.text.pieces import TextPiece
 
 def compose(
     pieces: Sequence[TextPiece],
-    media: Sequence[tuple[str, Decoded]],
+    media: DecodedMedia,
     how: Preparation,
     *,
     placeholder: int,
-    text_tokens: int | None = None,
 ) -> Sample:
     """Return the sample of tokenized text and decoded media: fields of the text's module (tokens,
     targets, weights, is_visual, is_newline, what media add) and those of each medium's.
 
     Args:
-      media: each with the module that takes it.
       placeholder: token id that stands where media are; any, since it is not embedded.
-      text_tokens: text tokens kept, from the front; None: all.
 
     Raises:
       ValueError: pieces that name other media than there are.
     """
-    if sorted(p.medium for p in pieces if p.medium >= 0) != list(range(len(media))):
+    if sorted(p.medium for p in pieces if p.medium >= 0) != sorted(media):
         raise ValueError(f"the text does not place each of {len(media)} media once")
-    room = sum(len(p.ids) for p in pieces) if text_tokens is None else text_tokens
     runs: list[np.ndarray] = []
     starts: dict[int, int] = {}  # of each medium among the tokens, in the order of the text
     n = 0
@@ -44,8 +41,7 @@ def compose(
             starts[p.medium] = n
             run = media[p.medium][1].ids
         else:
-            run = np.asarray(p.ids[:room], np.int64)
-            room -= len(run)
+            run = np.asarray(p.ids, np.int64)
         runs.append(run)
         n += len(run)
     ids = np.concatenate([np.zeros(0, np.int64), *runs])
@@ -59,7 +55,7 @@ def compose(
     fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
     places, lengths, together = {}, {}, {}
     for module, medium in how.items():
-        mine = {k: decoded for k, (m, decoded) in enumerate(media) if m == module}
+        mine = {k: decoded for k, (m, decoded) in media.items() if m == module}
         sources = _sources(n, mine, starts)
         text["is_visual"] |= sources.used
         text["is_newline"] |= sources.newline

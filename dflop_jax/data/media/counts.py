@@ -1,4 +1,4 @@
-"""Pieces and tokens of samples under a model's preparation, from header tables alone."""
+"""Pieces and tokens of samples under a model's preparation and limits, from header tables alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from dflop_jax.data.datasets.shape_index import ShapeTable
+from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import TEXT_MODULE, Preparation
 from dflop_jax.records import Load
 
@@ -17,13 +18,14 @@ from dflop_jax.records import Load
 class SampleCounts:
     """Counts of n samples, int64; those of media by the modules that take them.
 
-    text_tokens [n]: of the conversation. media [4, n, modules]: pieces, tokens, tokens of text
-    between those, and tokens of the largest piece, see `medium.Counted`; sums, and of the last the
-    greatest, over a sample's media. Text between tokens of media is not among text_tokens.
+    text_tokens, n_media [n]: of the conversation. media [4, n, modules]: pieces, tokens, tokens of
+    text between those, and tokens of the largest piece, see `medium.Counted`; sums, and of the last
+    the greatest, over a sample's media. Text between tokens of media is not among text_tokens.
     """
 
     modules: tuple[str, ...]
     text_tokens: np.ndarray
+    n_media: np.ndarray
     media: np.ndarray
 
     def __len__(self) -> int:
@@ -47,22 +49,37 @@ class SampleCounts:
         """What each sample's media ask for, [n, columns]: pieces, tokens, the largest piece."""
         return np.concatenate(self.media[[0, 1, 3]], axis=1)
 
-    def taken(self, rows: np.ndarray) -> SampleCounts:
+    def taken(self, rows: np.ndarray | slice) -> SampleCounts:
         """Return the counts of the given rows, in that order."""
-        return SampleCounts(self.modules, self.text_tokens[rows], self.media[:, rows])
-
-    def where(self, keep: np.ndarray, other: SampleCounts) -> SampleCounts:
-        """Return these counts where `keep` bool [n], elsewhere those of `other`."""
-        text = np.where(keep, self.text_tokens, other.text_tokens)
-        return SampleCounts(self.modules, text, np.where(keep[:, None], self.media, other.media))
+        text_tokens, n_media = self.text_tokens[rows], self.n_media[rows]
+        return SampleCounts(self.modules, text_tokens, n_media, self.media[:, rows])
 
 
-def sample_counts(table: ShapeTable, how: Preparation) -> tuple[SampleCounts, np.ndarray]:
+def fit(table: ShapeTable, how: Preparation, limits: Limits) -> tuple[SampleCounts, np.ndarray]:
+    """Return the counts of the records that the model can take, and which of them fit: bool [n].
+
+    Under oversize=truncate a sample is the first `max_tokens` tokens of its record, without a
+    medium that is not whole among them; it fits if it keeps `ShapeTable.needed_tokens` of text.
+    """
+    truncate = limits.oversize == "truncate"
+    counts, usable = sample_counts(table, how, limits.max_tokens if truncate else None)
+    if truncate:
+        return counts, counts.text_tokens >= table.needed_tokens[usable]
+    return counts, counts.all_tokens <= limits.max_tokens
+
+
+def sample_counts(
+    table: ShapeTable, how: Preparation, max_tokens: int | None = None
+) -> tuple[SampleCounts, np.ndarray]:
     """Return the counts of the records that the model can take, and which those are: bool
     [len(table)].
 
     Left out are records with media that no module takes, or that it cannot take: pictures too thin
     for any grid, sounds too short for a token.
+
+    Args:
+      max_tokens: a record ends before the first medium that ends behind so many tokens, and has no
+        more of text; None: it is whole.
     """
     owner = np.repeat(np.arange(len(table)), np.diff(table.media_start))
     ok = np.zeros(len(owner), bool)
@@ -78,27 +95,48 @@ def sample_counts(table: ShapeTable, how: Preparation) -> tuple[SampleCounts, np
             for values, of_kind in zip(counts, counted, strict=True):
                 values[mine + 1, column] = of_kind
     usable = np.bincount(owner[~ok], minlength=len(table)) == 0
+    text, n_media = table.text_tokens.astype(np.int64), np.diff(table.media_start)
+    if max_tokens is not None:
+        text, kept = _cut(table, owner, counts[1:3, 1:].sum(axis=(0, 2)), max_tokens)
+        n_media = np.bincount(owner[kept], minlength=len(table))
+        counts[:, 1:] *= kept[:, None]
     longest = np.zeros((len(table), len(how)), np.int64)
     if counts[3].any():
         np.maximum.at(longest, owner, counts[3, 1:])
     np.cumsum(counts[:3], axis=1, out=counts[:3])
     sums = np.diff(counts[:3, table.media_start], axis=1)
     media = np.concatenate([sums, longest[None]])[:, usable]
-    text = table.text_tokens[usable].astype(np.int64)
-    return SampleCounts(tuple(how), text, media), usable
+    return SampleCounts(tuple(how), text[usable], n_media[usable], media), usable
 
 
-def load_of(table: ShapeTable, row: int, how: Preparation, pieces: np.ndarray, tokens: int) -> Load:
-    """Return what a record asks of every module.
+def _cut(
+    table: ShapeTable, owner: np.ndarray, tokens: np.ndarray, max_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what of each record is among its first `max_tokens` tokens: its text tokens, int64
+    [len(table)], and which of the m media with these `tokens` stay, bool [m]."""
+    places = table.media["tokens_before"]
+    order = np.lexsort((places, owner))  # media in the order of the text
+    first = table.media_start[owner]  # of each medium's record
+    text_before = places[order] - (np.arange(len(owner)) - first)
+    ends = np.pad(np.cumsum(tokens[order]), (1, 0))
+    whole = text_before + ends[1:] - ends[first] <= max_tokens
+    kept = np.empty(len(owner), bool)
+    kept[order] = whole
+    of_media = np.diff(np.pad(np.cumsum(tokens * kept), (1, 0))[table.media_start])
+    text = np.minimum(table.text_tokens, max_tokens - of_media)
+    np.minimum.at(text, owner[~whole], text_before[~whole])
+    return text, kept
 
-    Args:
-      pieces: of each module, int [modules]. tokens: of the text with all that stands in it.
-    """
+
+def load_of(table: ShapeTable, row: int, how: Preparation, counts: SampleCounts) -> Load:
+    """Return what a record asks of every module, given the counts of this one sample."""
     lengths: dict[str, tuple[int, ...]] = {}
     runs: dict[str, list[int]] = {}
-    for (module, medium), n in zip(how.items(), pieces.tolist(), strict=True):
+    stop = int(counts.text_tokens[0] + counts.n_media[0])
+    headers = table.headers(row, stop)
+    for (module, medium), n in zip(how.items(), counts.pieces[0].tolist(), strict=True):
         names = {kind.name for kind in medium.kinds}
-        mine = ((k.name, header) for k, header in table.headers(row) if k.name in names)
+        mine = ((k.name, header) for k, header in headers if k.name in names)
         if medium.piece_tokens:
             lengths[module] = (medium.piece_tokens,) * n
         elif n:
@@ -106,7 +144,7 @@ def load_of(table: ShapeTable, row: int, how: Preparation, pieces: np.ndarray, t
         if n and medium.joined:
             shown = (medium.unseen(name, header, False) for name, header in mine)
             runs[module] = [len(decoded.lengths) for decoded in shown if decoded]
-    return text_load(lengths, tokens, runs)
+    return text_load(lengths, int(counts.all_tokens[0]), runs)
 
 
 def text_load(

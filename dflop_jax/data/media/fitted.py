@@ -9,7 +9,7 @@ which it is seen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import floor, sqrt
 
@@ -94,15 +94,6 @@ class FittedMedium(NativeMedium):
 
     def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
         return {}  # positions count tokens
-
-    def smaller(self) -> FittedMedium:
-        n = self.native
-        return replace(self, native=replace(
-            n,
-            max_frames=-(-n.max_frames // 2),
-            soft_tokens=-(-n.soft_tokens // 2),
-            frame_tokens=-(-n.frame_tokens // 2),
-        ))  # fmt: skip
 
     def growing(self, kind: str) -> dict[str, np.ndarray]:
         if kind == IMAGE.name:

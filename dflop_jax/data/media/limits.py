@@ -9,8 +9,6 @@ from dflop_jax.config import DataConfig
 
 PICTURE_PIXELS = (65_536, 16_777_216)  # of a picture at native resolution, as published
 CLIP_PIXELS = 25_165_824  # of all frames of a clip there at most, as published
-# In messages: what of a configuration makes media smaller, and what they have less of then.
-SIZE_FIELDS, SMALLER = "data.max_tiles or data.max_frames", "fewer tiles or frames"
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,6 @@ class Medium(Protocol):
         media in the order of the text."""
         return {}
 
-    def smaller(self) -> Medium:
-        """The same with about half of each limit; an equal one where nothing can be less."""
-        return self
-
     def growing(self, kind: str) -> dict[str, np.ndarray]:
         """Headers of media of a kind, each asking for more, up to those that are scaled down or
         sampled thinner; {} where such are not told apart by size."""

@@ -7,7 +7,7 @@ within a range of pixels. Every pair stands in the text behind the time at which
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import ceil, floor, isqrt, sqrt
 from types import MappingProxyType
@@ -301,15 +301,6 @@ class NativeMedium(Medium):
     def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
         grids = [grid for medium in media for grid in medium.grids]
         return {"positions": token_positions(runs_of(stand, grids, self.native.merge))}
-
-    def smaller(self) -> NativeMedium:
-        n = self.native
-        return replace(self, native=replace(
-            n,
-            max_frames=max(n.frames, -(-n.max_frames // 2)),
-            max_pixels=max(n.min_pixels, n.max_pixels // 2),
-            max_clip_pixels=max(MIN_CLIP_PIXELS, n.max_clip_pixels // 2),
-        ))  # fmt: skip
 
     def growing(self, kind: str) -> dict[str, np.ndarray]:
         n = self.native

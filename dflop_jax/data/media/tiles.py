@@ -197,16 +197,6 @@ class TileMedium(Medium):
         ids = np.insert(np.full(len(tokens), -1), places, text)
         return Decoded({}, lengths, features, with_text(tokens, places), ids)
 
-    def smaller(self) -> TileMedium:
-        tiles, frames = -(-self.layout.max_tiles // 2), -(-self.max_frames // 2)
-        layout: Any = self.layout
-        return replace(
-            self,
-            layout=replace(layout, max_tiles=tiles),
-            max_frames=frames,
-            between_frames=self.between_frames[: frames - 1],
-        )
-
     def growing(self, kind: str) -> dict[str, np.ndarray]:
         if kind == VIDEO.name:
             n = np.arange(1, self.max_frames + 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from dflop_jax.data.media.kind import tag_of
 from dflop_jax.data.media.kinds import BUILT_IN, PLACEHOLDERS
 from dflop_jax.data.text.tokenizer_files import encoded, load_tokenizer, n_ids
 
+ANSWER_TOKENS = 32  # of its first answer that a cut conversation keeps, or all of a shorter one
 TAG = tag_of(BUILT_IN)
 BREAK = "\ufdd2"  # inside what spells a tag or a special token and is text; encoding leaves it out
 BYTES = "bytes"  # the tokenizer that needs no file
@@ -153,10 +155,28 @@ def as_text(text: str, kinds: Iterable[str]) -> str:
     return text
 
 
-def text_counts(pieces: Sequence[TextPiece]) -> dict[str, int]:
-    """Return the text tokens of a conversation, and of those the ones before the first answer."""
+def text_counts(pieces: Sequence[TextPiece]) -> tuple[dict[str, int], list[dict[str, int]]]:
+    """Return what an index holds of a conversation and of the place of each medium, in their order.
+
+    `text_tokens` are all of the text; `needed_tokens` those up to ANSWER_TOKENS of the first answer
+    or its end, which a cut conversation keeps; `tokens_before` a medium those of the text and the
+    media, each of them one.
+    """
     first = next((k for k, p in enumerate(pieces) if p.supervised), len(pieces))
-    return {
-        "text_tokens": sum(len(p.ids) for p in pieces),
-        "prompt_tokens": sum(len(p.ids) for p in pieces[:first]),
-    }
+    answer = takewhile(lambda p: p.supervised or p.medium >= 0, pieces[first:])
+    needed = sum(len(p.ids) for p in pieces[:first])
+    needed += min(sum(len(p.ids) for p in answer), ANSWER_TOKENS)
+    starts = accumulate((len(p.ids) + (p.medium >= 0) for p in pieces), initial=0)
+    places = sorted((p.medium, n) for p, n in zip(pieces, starts) if p.medium >= 0)
+    text = {"text_tokens": sum(len(p.ids) for p in pieces), "needed_tokens": needed}
+    return text, [{"tokens_before": n} for _, n in places]
+
+
+def first_tokens(pieces: Iterable[TextPiece], n: int) -> list[TextPiece]:
+    """Return the first n tokens of a conversation, each medium being one."""
+    first = []
+    for p in pieces:
+        if n > 0:
+            first.append(replace(p, ids=p.ids[:n]))
+        n -= len(p.ids) + (p.medium >= 0)
+    return first

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 
 from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.fitting import fit_text
 from dflop_jax.data.datasets.mixture import Mixture, MixturePart
 from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.compose import compose
-from dflop_jax.data.media.counts import SampleCounts
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.token_sources import plain
-from dflop_jax.data.text.pieces import TextPiece, chat_pieces
+from dflop_jax.data.text.pieces import TextPiece, chat_pieces, first_tokens
 from dflop_jax.records import Load
 from tests.data import views
 from tests.data.media_cases import made_dataset
@@ -50,7 +50,7 @@ def sound(windows, tokens, frames):
 
 def test_media_stand_in_their_own_order():
     """The text places medium 2 first; tiles and windows keep the order of the media."""
-    media = (pictures(2, 5), sound(1, 10, 40), pictures(1, 9), sound(2, 30, 120))
+    media = dict(enumerate((pictures(2, 5), sound(1, 10, 40), pictures(1, 9), sound(2, 30, 120))))
     pieces = (TextPiece((1, 2)), TextPiece(medium=2), TextPiece(medium=3), TextPiece((3,), True),
               TextPiece(medium=0), TextPiece(medium=1), TextPiece((4, 5, 6), True))  # fmt: skip
     got = compose(pieces, media, MEDIA, **OPTIONS)
@@ -70,20 +70,25 @@ def test_media_stand_in_their_own_order():
     assert llm["targets"][:-1].tolist() == text[1:]
 
 
-@pytest.mark.parametrize("kept", [0, 1, 2, 4, 6])
-def test_text_is_cut_from_the_end_and_media_stay(kept):
-    media = (pictures(1, 5),)
-    pieces = (TextPiece((1, 2)), TextPiece(medium=0), TextPiece((3, 4, 5, 6), True))
-    got = compose(pieces, media, MEDIA, text_tokens=kept, **OPTIONS)
-    whole = [1, 2, 3, 4, 5, 6][:kept]
-    assert tokens(got).tolist() == [*whole[:2], *[77] * 4, *whole[2:]]
+@pytest.mark.parametrize("kept", range(9))
+def test_of_a_cut_sample_media_behind_the_cut_are_gone(kept):
+    """Each medium counts as one token there."""
+    media = {0: pictures(1, 5), 1: sound(1, 10, 40)}
+    pieces = (TextPiece((1, 2)), TextPiece(medium=1), TextPiece((3, 4), True), TextPiece(medium=0),
+              TextPiece((5,)))  # fmt: skip
+    first = first_tokens(pieces, kept)
+    media = {k: medium for k, medium in media.items() if k in {p.medium for p in first}}
+    got = compose(first, media, MEDIA, **OPTIONS)
+    whole = [[1], [2], [77] * 10, [3], [4], [77] * 4, [5]]
+    assert tokens(got).tolist() == [*chain(*whole[:kept])]
+    assert (len(mel(got)), len(tiles(got))) == (kept > 2, kept > 5)
 
 
 def test_nothing_at_all():
-    got = compose((), (), MEDIA, **OPTIONS)
+    got = compose((), {}, MEDIA, **OPTIONS)
     assert (len(tokens(got)), len(tiles(got)), len(mel(got)), got.load) == (0, 0, 0, Load({}))
-    for pieces, media in [((TextPiece(medium=0),), ()), ((), (sound(1, 2, 9),)),
-                          ((TextPiece(medium=0),) * 2, (sound(1, 2, 9),))]:  # fmt: skip
+    for pieces, media in [((TextPiece(medium=0),), {}), ((), {0: sound(1, 2, 9)}),
+                          ((TextPiece(medium=0),) * 2, {0: sound(1, 2, 9)})]:  # fmt: skip
         with pytest.raises(ValueError, match=r"each of \d media once"):
             compose(pieces, media, MEDIA, **OPTIONS)
 
@@ -103,29 +108,10 @@ def test_every_kind_of_sample_is_as_large_as_its_count(tmp_path):
         got = compose(found.pieces(record), found.media(i, record), MEDIA, **OPTIONS)
         assert len(tokens(got)) == total
         assert [len(tiles(got)), len(mel(got))] == counts.pieces[i].tolist()
-        assert got.load == found.load(i, MEDIA, counts.pieces[i], total)
+        assert got.load == found.load(i, counts.taken(slice(i, i + 1)))
         from_tiles = from_pictures(got) | newlines(got)
         from_sound = heard(got) >= 0
         assert [from_tiles.sum(), from_sound.sum()] == counts.media[1, i].tolist()
         assert not (from_tiles & from_sound).any()
         assert not supervised(got)[from_tiles | from_sound].any()
         assert seen(got).max(initial=-1) < max(1, 4 * len(tiles(got)))
-
-
-@pytest.mark.parametrize("truncate", [False, True])
-def test_what_fits(truncate):
-    rng = np.random.default_rng(0)
-    text, visual, audio, prompt = rng.integers(0, 120, (4, 300))
-    prompt = np.minimum(prompt, text)
-    zeros = np.zeros((300, 2), np.int64)
-    media = np.stack([zeros, np.stack([visual, audio], 1), zeros, zeros])
-    counts = SampleCounts(("a", "b"), text, media)
-    kept, fits = fit_text(counts, prompt, 200, truncate=truncate)
-    assert 0 < fits.sum() < 300
-    for t, v, a, p, k, f in zip(text, visual, audio, prompt, kept, fits, strict=True):
-        if f:
-            assert k + v + a <= 200
-            assert k == t or (truncate and k + v + a == 200)
-            assert k >= min(t, p + 32)
-        else:
-            assert v + a + (min(t, p + 32) if truncate else t) > 200

@@ -1,59 +1,109 @@
-"""What fits, and how: every sample against a plain search over the preparations."""
+"""What a cut leaves of samples, by a plain walk over their tokens, and what asks for most."""
 
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.fitting import ANSWER_TOKENS, fit, preparations
-from dflop_jax.data.media.counts import SampleCounts, most_demanding
+from dflop_jax.data.datasets.shape_index import table_of
+from dflop_jax.data.media.counts import fit, load_of, most_demanding
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.tiles import SimpleTiles
+from dflop_jax.data.text.pieces import ANSWER_TOKENS, TextPiece, first_tokens, text_counts
 from tests.data.views import prepared
 
+MAX_TOKENS = 100
+HOW = prepared(SimpleTiles(8, 3), MelSpec(), 8, ((7, 7),) * 7)
 
-@pytest.mark.parametrize(
-    "tiles, frames, expected",
-    [(9, 32, [(9, 32), (5, 16), (3, 8), (2, 4), (1, 2), (1, 1)]), (1, 1, [(1, 1)]),
-     (1, 3, [(1, 3), (1, 2), (1, 1)])],
-)  # fmt: skip
-def test_media_are_halved_down_to_one(tiles, frames, expected):
-    between = tuple((k,) for k in range(frames - 1))
-    how = prepared(SimpleTiles(8, 3, tiles), MelSpec(), frames, between)
-    ways = preparations(how, "truncate")
-    seen = [way["vision"] for way in ways]
-    assert [(medium.layout.max_tiles, medium.max_frames) for medium in seen] == expected
-    assert [medium.between_frames for medium in seen] == [between[: n - 1] for _, n in expected]
-    assert all(way["audio"] == how["audio"] for way in ways)
-    for oversize in ("drop", "error"):
-        assert preparations(how, oversize) == ways[:1]
+
+def conversation(rng):
+    """Text of a prompt and what follows it, with clips and sounds anywhere, in any order; the
+    headers of these."""
+    lengths = rng.integers(0, 60, rng.integers(2, 8))
+    pieces = [TextPiece((5,) * n, bool(k % 2)) for k, n in enumerate(lengths.tolist())]
+    n_media = rng.integers(0, 5)
+    for k in rng.permutation(n_media).tolist():
+        pieces.insert(rng.integers(len(pieces) + 1), TextPiece(medium=k))
+    headers = [
+        {"kind": 1, "frames": int(rng.integers(1, 9))}
+        if rng.random() < 0.7
+        else {"kind": 2, "samples": int(rng.integers(2000, 20_000))}
+        for _ in range(n_media)
+    ]
+    return pieces, headers
+
+
+def tokens_of(header):
+    module, kind = ("vision", "video") if header["kind"] == 1 else ("audio", "audio")
+    columns = {name: np.array([value]) for name, value in header.items() if name != "kind"}
+    counted = HOW[module].count(kind, columns, np.ones(1, bool))
+    return int((counted.tokens + counted.between)[0])
+
+
+def walked(pieces, sizes):
+    """(text tokens, media) that stay, and whether enough of the first answer does."""
+    n, text, media, needed, in_answer = 0, 0, [], 0, 0
+    first = next((k for k, p in enumerate(pieces) if p.supervised), len(pieces))
+    for k, p in enumerate(pieces):
+        if p.medium >= 0:
+            continue
+        in_answer = k >= first and (in_answer or k == first) and p.supervised
+        needed += len(p.ids) if k < first or in_answer else 0
+    prompt = sum(len(p.ids) for p in pieces[:first])
+    for p in pieces:
+        if p.medium < 0:
+            part = min(len(p.ids), MAX_TOKENS - n)
+            n, text = n + part, text + part
+        elif n + sizes[p.medium] > MAX_TOKENS:
+            break
+        else:
+            n += sizes[p.medium]
+            media.append(p.medium)
+    return text, media, text >= min(needed, prompt + ANSWER_TOKENS)
 
 
 @pytest.mark.parametrize("oversize", ["truncate", "drop"])
 @pytest.mark.parametrize("n", [0, 1, 400])
-def test_each_sample_takes_the_first_way_that_will_do(n, oversize):
+def test_a_cut_sample_is_its_first_tokens(n, oversize):
     rng = np.random.default_rng(n)
-    limits = Limits(max_tokens=100, oversize=oversize)
-    text = rng.integers(1, 150, n)
-    prompt = np.minimum(text, rng.integers(0, 100, n))
-    frames = rng.integers(0, 12, n)
-    ways = preparations(prepared(SimpleTiles(8, 3)), oversize)
+    made = [conversation(rng) for _ in range(n)]
+    columns = [text_counts(pieces) for pieces, _ in made]
+    headers = [[h | place for h, place in zip(of, places, strict=True)]
+               for (_, of), (_, places) in zip(made, columns, strict=True)]  # fmt: skip
+    table = table_of([record for record, _ in columns], headers)
+    counts, fits = fit(table, HOW, Limits(max_tokens=MAX_TOKENS, oversize=oversize))
+    assert len(counts) == len(fits) == n
+    n_cut = 0
+    for i, (pieces, of) in enumerate(made):
+        sizes = [tokens_of(header) for header in of]
+        total = sum(len(p.ids) for p in pieces) + sum(sizes)
+        if oversize == "drop":
+            assert (counts.all_tokens[i], fits[i]) == (total, total <= MAX_TOKENS)
+            continue
+        text, media, enough = walked(pieces, sizes)
+        assert (counts.text_tokens[i], counts.n_media[i]) == (text, len(media))
+        assert fits[i] == enough
+        first = first_tokens(pieces, text + len(media))
+        assert [p.medium for p in first if p.medium >= 0] == media
+        assert sum(len(p.ids) for p in first) == text
+        load = load_of(table, i, HOW, counts.taken(slice(i, i + 1)))
+        assert load.tokens("llm") == text + sum(sizes[k] for k in media) <= MAX_TOKENS
+        frames = sum(of[k]["frames"] for k in media if of[k]["kind"] == 1)
+        assert len(load.lengths("vision")) == frames
+        n_cut += enough and len(media) < len(of)
+    assert n < 400 or oversize == "drop" or n_cut > 40
 
-    def counts(how):
-        tiles = np.minimum(frames, how["vision"].max_frames // 4)[:, None]
-        return SampleCounts(("vision",), text, np.stack([tiles, 10 * tiles, 0 * tiles, 0 * tiles]))
 
-    fitted = fit(counts, prompt, ways, limits)
-    for i in range(n):
-        needed = min(text[i], prompt[i] + ANSWER_TOKENS) if oversize == "truncate" else text[i]
-        visual = [10 * min(frames[i], how["vision"].max_frames // 4) for how in ways]
-        good = [way for way, v in enumerate(visual) if v + needed <= 100]
-        assert fitted.fits[i] == bool(good)
-        if good:
-            way = good[0]
-            kept = min(text[i], 100 - visual[way])
-            assert (fitted.way[i], fitted.text_tokens[i]) == (way, kept)
-            assert fitted.counts.media[1, i].tolist() == [visual[way]]
-            assert fitted.all_tokens[i] == visual[way] + kept <= 100
+@pytest.mark.parametrize(
+    "answer, needed", [((9, 1), 10), ((40,), ANSWER_TOKENS), ((3, -1, 3), 6), ((), 0)]
+)
+def test_so_much_of_the_first_answer_is_needed(answer, needed):
+    """Up to its end; a medium within it (-1) does not end it."""
+    inside = [TextPiece((1,) * n, True) if n > 0 else TextPiece(medium=1) for n in answer]
+    pieces = [TextPiece((1,) * 7), TextPiece(medium=0), *inside]
+    pieces += [TextPiece((1,) * 50), TextPiece((1,) * 50, True)] if answer else []
+    record, places = text_counts(pieces)
+    assert record["needed_tokens"] == 7 + needed
+    assert places == [{"tokens_before": 7}, {"tokens_before": 11}][: 1 + (-1 in answer)]
 
 
 def test_the_most_demanding_ask_for_all_that_any_does():

@@ -237,13 +237,18 @@ def test_oversize(folder):
     assert "data.max_tokens=90" in str(caught.value)
 
 
-def test_media_give_way_when_text_does_not_suffice(folder):
+def test_a_medium_that_does_not_fit_is_gone_with_what_is_behind_it(folder):
+    """Turns before it stay, however short their answers; before the first answer all of it goes."""
     Image.fromarray(noise(64, 96)).save(folder / "large.png")
-    answer = record(0, image="large.png", conversations=turns("<image>", "a word"))
-    whole, small = (load(folder, [answer], max_tokens=n) for n in (1024, 48))
-    assert len(tiles(whole.sample(0))) > len(tiles(small.sample(0))) >= 1
-    assert text_of(whole.sample(0)) == text_of(small.sample(0))
-    assert llm_tokens(small.load(0)) <= 48
+    talk = turns("<image>", "one", "And <image>?", "two")
+    records = [record(0, image=["b.png", "large.png"], conversations=talk),
+               record(1, image="large.png", conversations=turns("<image>", "a word"))]  # fmt: skip
+    whole, cut = (load(folder, records, max_tokens=n) for n in (1024, 50))
+    assert (len(whole), len(cut), cut.counts["oversize"]) == (2, 1, 1)
+    assert (len(tiles(cut.sample(0))), len(tiles(whole.sample(0)))) == (1, 8)
+    assert text_of(cut.sample(0)).endswith("And ")
+    assert supervised(cut.sample(0)).sum() == len("one") + 1
+    assert cut.load(0) == cut.sample(0).load
 
 
 def test_held_out_records_are_fixed_and_disjoint(folder):

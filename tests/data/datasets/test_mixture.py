@@ -194,9 +194,9 @@ def check_sizes(found):
         decoded = media(found, i)
         text = sum(len(p.ids) for p in found.pieces(found.record(i)))
         assert counts.text_tokens[i] == text
-        assert counts.all_tokens[i] == text + sum(len(m.tokens) for _, m in decoded)
+        assert counts.all_tokens[i] == text + sum(len(m.tokens) for _, m in decoded.values())
         for k, module in enumerate(counts.modules):
-            mine = [m for name, m in decoded if name == module]
+            mine = [m for name, m in decoded.values() if name == module]
             assert sum(len(m.lengths) for m in mine) == counts.pieces[i, k], found.label(i)
             assert sum(len(m.tokens) for m in mine) == counts.media[1, i, k]
             for m in mine:
@@ -235,7 +235,7 @@ def test_what_a_model_does_not_take_is_left_out(tmp_path):
 def test_thin_pictures_and_short_sounds_are_left_out():
     def record(**changes):
         fields = ("number", "file", "offset", "size_bytes", "lot")
-        fields += ("text_tokens", "prompt_tokens")
+        fields += ("text_tokens", "needed_tokens")
         return dict.fromkeys(fields, 1), [changes]
 
     made = [record(width=1, height=9000), record(width=9000, height=200),

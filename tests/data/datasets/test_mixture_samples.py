@@ -1,20 +1,18 @@
-"""A mixture as a source: loads that hold, limits that are kept, text cut only where it must be."""
+"""A mixture as a source: loads that hold, limits that are kept, samples cut where they must be."""
 
 import numpy as np
 import pytest
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import make_source
+from dflop_jax.data import ByteTokenizer, MediaSpec, make_source
 from dflop_jax.data.media.mel import MelSpec
 from tests.data.media_cases import SHARED, made_dataset
 from tests.data.views import (
     from_pictures,
-    heard,
     llm_tokens,
     media_spec,
     n_tiles,
     n_windows,
-    newlines,
     seen,
     supervised,
     tiles,
@@ -22,18 +20,17 @@ from tests.data.views import (
 )
 
 SOUND = MelSpec(n_mels=4, window_s=1, max_windows=3)
+PLACEHOLDER = ByteTokenizer.placeholder_id
 SPECS = {
     "tiles": media_spec(28, 4, sound=SOUND),
     "anyres": media_spec(28, 4, "anyres", 4, SOUND),
     "dynamic": media_spec(28, 4, "dynamic", sound=SOUND),
     "pictures only": media_spec(28, 4, "anyres", 4),
     "sound only": media_spec(sound=SOUND),
+    "native": MediaSpec.of(
+        {"vision": {"form": "native", "patch_px": 16, "merge": 2, "frames": 2}}, {}
+    ),
 }
-
-
-def text_tokens(sample):
-    media = from_pictures(sample) | newlines(sample) | (heard(sample) >= 0)
-    return int((~media).sum())
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def dataset(tmp_path_factory):
 
 
 @pytest.mark.slow(first=2)
-@pytest.mark.parametrize("form", SPECS)
+@pytest.mark.parametrize("form", [form for form in SPECS if form != "native"])
 def test_every_sample_is_as_its_load_says(form, dataset, tmp_path):
     spec = SPECS[form]
     config = DataConfig(path=dataset, max_tokens=4096, max_frames=4, max_bad_fraction=1.0)
@@ -138,28 +135,50 @@ def test_all_real_media_in_one_model(tmp_path):
     assert sum(n_windows(load) > 0 for load in loads) == 17
 
 
-@pytest.mark.parametrize("form", ["tiles", "anyres", "dynamic"])
-def test_media_that_do_not_fit_are_made_smaller(form, dataset, tmp_path, caplog):
-    def source(**more):
-        config = DataConfig(path=dataset, max_frames=5, max_bad_fraction=1.0, **more)
+@pytest.mark.parametrize("form", ["tiles", "anyres", "dynamic", "native"])
+def test_a_cut_sample_is_the_first_tokens_of_the_whole(form, dataset, tmp_path, caplog):
+    """Media that do not fit whole are gone with what is behind them; none is made smaller."""
+
+    def source(max_tokens):
+        config = DataConfig(path=dataset, max_tokens=max_tokens, max_frames=4, min_pixels=32**2,
+                            max_pixels=256**2, max_bad_fraction=1.0)  # fmt: skip
         return make_source(config, SPECS[form], index_dir=tmp_path)
 
-    whole = source(max_tokens=4096)
-    assert "fewer tiles or frames" not in caplog.text
-    loads = {whole.label(i): whole.load(i) for i in range(len(whole))}
-    first = next(i for i in range(len(whole)) if "[1]" in whole.label(i))
-    picture = whole.label(first)
-    text = text_tokens(whole.sample(first))  # all of it is needed: the answer is short
-    limit = text + (llm_tokens(loads[picture]) - text) // 2
-    small = source(max_tokens=limit)
-    assert "fewer tiles or frames to fit data.max_tokens" in caplog.text
-    found = {small.label(i): i for i in range(len(small))}
-    for label, i in found.items():
-        sample, load = small.sample(i), small.load(i)
-        assert sample.load == load
-        assert llm_tokens(load) <= limit
-        assert supervised(sample).any()
-        assert n_tiles(load) <= n_tiles(loads[label])
-    assert text_tokens(small.sample(found[picture])) == text
-    dropped = source(max_tokens=limit, oversize="drop")
-    assert picture not in {dropped.label(i) for i in range(len(dropped))}
+    found = source(10**6)
+    whole = {found.label(i): found.sample(i) for i in range(len(found))}
+    n_cut = 0
+    for limit in (44, 60, 100, 120, 158):
+        caplog.clear()
+        found, lost = source(limit), 0
+        for i in range(len(found)):
+            sample, load, all_ = found.sample(i), found.load(i), whole[found.label(i)]
+            n, fields = llm_tokens(load), all_.fields["llm"]
+            assert sample.load == load
+            assert supervised(sample).any()
+            stands = (all_.fields["llm"]["tokens"] == PLACEHOLDER)[n : limit + 1]
+            assert n == min(limit, llm_tokens(all_.load)) or (stands.all() and len(stands) > 0)
+            for name, values in sample.fields["llm"].items():
+                end = -1 if name in ("targets", "weights") else None
+                np.testing.assert_array_equal(values[:end], fields[name][:n][:end])
+            for module in ("vision", "audio"):
+                assert len(load.lengths(module)) <= len(all_.load.lengths(module))
+                for name, values in sample.fields.get(module, {}).items():
+                    expected = all_.fields[module][name][: len(values)]
+                    np.testing.assert_array_equal(values, expected)
+            for pair, places in sample.places.items():
+                np.testing.assert_array_equal(places.index, all_.places[pair].index[:n])
+            lost += len(load.lengths("vision")) < len(all_.load.lengths("vision"))
+        assert (f" {lost} of " in caplog.text and "before some of" in caplog.text) or not lost
+        n_cut += lost
+    assert n_cut
+
+
+def test_media_behind_the_cut_are_not_decoded(tmp_path):
+    path = made_dataset(tmp_path, 3)
+    config = DataConfig(path=str(path), max_tokens=120, max_bad_fraction=1.0)
+    found = make_source(config, SPECS["tiles"], index_dir=tmp_path)
+    i = next(i for i in range(len(found)) if "[2]" in found.label(i))
+    before = found.sample(i)
+    assert n_tiles(before.load) == 18  # of two pictures of three
+    (tmp_path / "grey.png").write_bytes(b"damaged since")
+    np.testing.assert_array_equal(tiles(found.sample(i)), tiles(before))

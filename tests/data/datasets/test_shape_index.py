@@ -44,12 +44,13 @@ def index_of(reader):
 
 
 def rows(table):
-    """Each record as (number, text, prompt, media)."""
+    """Each record as (number, text, needed text, media, tokens before these)."""
     return [
         (
-            int(table.number[i]), int(table.text_tokens[i]), int(table.prompt_tokens[i]),
+            int(table.number[i]), int(table.text_tokens[i]), int(table.needed_tokens[i]),
             [(kind.name, header.get("width", 0), header.get("height", 0), header.get("frames", 0),
               header.get("samples", 0)) for kind, header in table.headers(i)],
+            table.media["tokens_before"][table.media_start[i] : table.media_start[i + 1]].tolist(),
         )
         for i in range(len(table))
     ]  # fmt: skip
@@ -73,7 +74,7 @@ def test_headers_and_tokens_of_each_kind(dataset):
     ]
     # <|im_start|> and <|im_end|> are one token each, all else bytes
     prompt = 1 + len("user\nSay <b>.") + 1 + len("\n") + 1 + len("assistant\n")
-    assert found[0][1:3] == (prompt + len("One.") + 1, prompt)
+    assert found[0][1:3] == (prompt + len("One.") + 1,) * 2
 
 
 def test_shards_give_the_same_table(dataset, tmp_path):
@@ -144,6 +145,17 @@ def test_a_damaged_index_is_named_and_made_anew(dataset, tmp_path, damage, caplo
     update_index(file, readers, partial(RowsHere, readers, pieces), "bytes")
     assert "damaged index" in caplog.text
     assert rows(load_index(file)["a"].table) == rows(index_of(readers["a"]).table)
+
+
+@pytest.mark.parametrize("column", ["needed_tokens", "tokens_before"])
+@pytest.mark.parametrize("value", [-1, 10**6])
+def test_places_that_no_text_has_are_a_damaged_index(dataset, tmp_path, column, value):
+    found = index_of(open_reader(dataset))
+    columns = found.table.media if column == "tokens_before" else vars(found.table)
+    columns[column][1] = value
+    save_index(tmp_path / "index.npz", {"a": found})
+    with pytest.raises(ValueError, match=f"impossible {column}"):
+        load_index(tmp_path / "index.npz")
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -37,7 +37,7 @@ class Smells(Medium):
     """Whiffs of so many grains; every grain is a token of the text."""
 
     grains: int
-    max_grains: int = 64
+    max_grains = 64
 
     kinds = (SMELL,)
     blank = MappingProxyType({"values": 0})
@@ -57,9 +57,6 @@ class Smells(Medium):
         values.reshape(-1)[:n] = read(opened)[:n]
         lengths, ids = (self.grains,) * whiffs, np.full(n, -1)
         return Decoded({"values": values}, lengths, values.size, plain(np.arange(n)), ids)
-
-    def smaller(self):
-        return replace(self, max_grains=max(2, self.max_grains // 2))
 
 
 def build(facts, limits, tokenizer):

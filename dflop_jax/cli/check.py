@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,13 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--records", type=int, default=2000, metavar="N", help="records read at most (2000)"
     )
     parser.add_argument(
-        "--page", metavar="HTML", help="write the page there (default: runs/MODEL-DATA-check.html)"
+        "--page", metavar="TXT", help="write it there (default: runs/MODEL-DATA-check.txt)"
     )
 
 
 def run(args: argparse.Namespace) -> Checked:
-    """Print what there is and what is wrong with it, and write a page."""
-    from dflop_jax.front.check_page import counts_of, page
+    """Print what there is and what is wrong with it, and write it with samples to a file."""
     from dflop_jax.front.data_check import DataLook
     from dflop_jax.front.defaults import named
     from dflop_jax.front.hub import fetch_datasets
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> Checked:
         factory, size = STAND_IN
         config = replace(config, model=replace(config.model, factory=factory, size=size))
     size = config.model.size if names_model else args.experiment or ""
-    file = Path(args.page or f"runs/{named(size, config.data.path, 'check')}.html")
+    file = Path(args.page or f"runs/{named(size, config.data.path, 'check')}.txt")
     check_answer_file(file)
     another = "choose another --page"
     made(file.parent, another)
@@ -109,16 +108,19 @@ def run(args: argparse.Namespace) -> Checked:
     if config.data.path and model is not None:
         left_s = max(LEAST_S, SECONDS - (time.monotonic() - begun_s))
         data, why = _look(config, model, args.records, left_s)
-    limits = f"data.max_tokens {config.data.max_tokens:,}, data.oversize {config.data.oversize}"
+    lines = _lines(data) if data else [why] if why else []
+    written = [*(f"{f.name}: {f.value}" for f in facts), *lines, *(_samples(data) if data else ())]
     with writing(file, another):
-        file.write_text(page(facts, data, why, limits), encoding="utf-8")
+        file.write_text("".join(f"{line}\n" for line in written), encoding="utf-8")
     seen = data or DataLook(config.data.path, bad_by_reason={why: 1} if why else {})
     n_bad = sum(seen.bad_by_reason.values())
     unreadable = why or (data is not None and seen.read == n_bad)
     too_many = n_bad > config.data.max_bad_fraction * seen.read
     if not args.json:
-        _show(facts, data, ask.settings)
-        show(f"wrote {file}")
+        _show(facts, ask.settings)
+        for line in lines if data else ():
+            show(escape(line))
+        show(f"wrote {file}, with samples as the model is given them" if data else f"wrote {file}")
     if unreadable:
         note(f"dflop check: {why or f'no record of {seen.source} can be used; {file} says why'}")
     elif too_many:
@@ -137,8 +139,8 @@ def run(args: argparse.Namespace) -> Checked:
         cut_text=seen.cut_text,
         cut_media=seen.cut_media,
         too_long=seen.too_long,
-        tokens=counts_of(seen.tokens),
-        pieces=counts_of(seen.pieces),
+        tokens=_counts(seen.tokens),
+        pieces=_counts(seen.pieces),
         facts={f.name: f.value for f in facts},
         wrong={f.name: f.value for f in facts if f.wrong},
         page=str(file),
@@ -177,31 +179,52 @@ def _look(
         return None, " ".join(str(e).split())
 
 
-def _show(facts: Sequence[Fact], data: DataLook | None, settings: Sequence[Setting]) -> None:
-    from dflop_jax.data.datasets.reasons import remedy_of
-    from dflop_jax.data.datasets.shape_index import counted_keys
-
+def _show(facts: Sequence[Fact], settings: Sequence[Setting]) -> None:
     table = Table("here", "", show_header=False)
     for f in facts:
         table.add_row(f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
     for s in settings:
         table.add_row(s.name, escape(f"{s.text} ({s.why})"))
     show(table)
-    if data is None:
-        return
-    show(
-        f"{escape(data.source)}: {data.words}; text cut of {data.cut_text:,}, media of "
-        f"{data.cut_media:,}, {data.too_long:,} too long"
-    )
-    for reason, n in data.bad_by_reason.items():
-        show(escape(f"  {n:,} {reason}: {'; '.join(data.examples[reason][:EXAMPLES])}"))
-    if data.compared:
-        show(escape(f"  {data.compared}"))
-    if data.unread:
-        show(escape(f"  not read: {counted_keys(data.unread)}"))
-    for more in filter(None, (remedy_of(data.bad_by_reason), data.beginnings)):
-        show(escape(f"  {more}"))
-    for name, values in data.tokens.items():
-        if len(values):
-            show(f"  {name}: {values.min():,} to {values.max():,} tokens, median "
-                 f"{np.median(values):,.0f}")  # fmt: skip
+
+
+def _lines(data: DataLook) -> list[str]:
+    """What is said of the data."""
+    from dflop_jax.data.datasets.reasons import remedy_of
+    from dflop_jax.data.datasets.shape_index import counted_keys
+
+    unread = data.unread and f"not read: {counted_keys(data.unread)}"
+    shown = {reason: "; ".join(named[:EXAMPLES]) for reason, named in data.examples.items()}
+    further = [
+        *(f"{n:,} {reason}: {shown[reason]}" for reason, n in data.bad_by_reason.items()),
+        *filter(None, (data.compared, unread, remedy_of(data.bad_by_reason), data.beginnings)),
+        *(
+            f"{name}: {least:,} to {most:,} tokens, median {median:,}"
+            for name, (least, median, most) in _counts(data.tokens).items()
+        ),
+    ]
+    return [
+        f"{data.source}: {data.words}; text cut of {data.cut_text:,}, media gone from "
+        f"{data.cut_media:,}, {data.too_long:,} too long",
+        *(f"  {line}" for line in further),
+    ]
+
+
+def _samples(data: DataLook) -> list[str]:
+    """The longest samples and some as the model is given them, with the chat template."""
+    longest = (f"  {n:,} tokens: {name}: {media}" for name, n, media in data.longest)
+    shown = (f"\n== {s.name}, {s.tokens:,} tokens\n{s.text}" for s in data.samples)
+    return [
+        "longest samples:", *longest,
+        "\nsamples, [[what is trained on]] and [media] marked:", *shown,
+        f"\n== chat template\n{data.template}",
+    ]  # fmt: skip
+
+
+def _counts(values: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
+    """Least, median and greatest of each."""
+    return {
+        name: [int(v.min()), int(np.median(v)), int(v.max())]
+        for name, v in values.items()
+        if len(v)
+    }

@@ -72,7 +72,7 @@ def make_source(
         raise ValueError("the embedded scenes take no chat template: leave data.tokenizer empty")
     tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     if config.path:
-        index, resolved = str(index_dir), _resolved(tokenizer)
+        index, resolved = str(index_dir), getattr(tokenizer, "resolved", None)
         made = _Arguments(config, spec, split, n_held_out, vocab_size, index, resolved)
         return _mixture(made, tokenizer, apart and hasattr(os, "fork"), check_media)
     if config.loss_on_prompts:
@@ -118,30 +118,33 @@ def open_source(arguments: Mapping[str, Any]) -> Source:
 
 def open_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """Return what answers for the index of that source, in another process."""
-    return _rows_here(msgspec.convert(arguments, _Arguments))
+    a = msgspec.convert(arguments, _Arguments)
+    return _rows_here(a, a.tokenizer).answer
 
 
 def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
     """As `open_rows`; a record whose media cannot be decoded as the model takes them is unusable,
     too."""
     a = msgspec.convert(arguments, _Arguments)
-    how = a.spec.prepared(Limits.of(a.config), a.tokenizer)
+    tokenizer = a.tokenizer
+    how = a.spec.prepared(Limits.of(a.config), tokenizer)
 
     def decode(record: Record, row: Row) -> None:
         table = table_of([row.record], [row.media], a.spec.kinds)
         if sample_counts(table, how)[1].all():  # what the model takes none of is not bad
             decode_media(record, table, 0, how)
 
-    return _rows_here(a, decode)
+    return _rows_here(a, tokenizer, decode).answer
 
 
 def _rows_here(
-    a: _Arguments, decode: Callable[[Record, Row], None] | None = None
-) -> Callable[[bytes, object], DecoderReply]:
-    kinds, tokenizer = a.spec.kinds, a.tokenizer
-    readers = open_readers(_parts(a.config), kinds)
+    a: _Arguments,
+    tokenizer: Tokenizer | ChatTokenizer,
+    decode: Callable[[Record, Row], None] | None = None,
+) -> RowsHere:
+    kinds, shows = a.spec.kinds, getattr(tokenizer, "shows", lambda _: False)
     to_pieces = _to_pieces(tokenizer, kinds)
-    return RowsHere(readers, to_pieces, kinds, decode, _shows(tokenizer)).answer
+    return RowsHere(open_readers(_parts(a.config), kinds), to_pieces, kinds, decode, shows)
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,9 @@ def looks(config: DataConfig, spec: MediaSpec, vocab_size: int | None = None) ->
     """
     kinds, tokenizer = spec.kinds, any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
     arguments = msgspec.to_builtins(
-        _Arguments(config, spec, "train", 0, vocab_size, ".", resolved=_resolved(tokenizer))
+        _Arguments(
+            config, spec, "train", 0, vocab_size, ".", resolved=getattr(tokenizer, "resolved", None)
+        )
     )
 
     def apart(opens: str) -> Callable[[], RowReader]:
@@ -222,19 +227,15 @@ def _mixture(
     place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
     setup = DecoderSetup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
-    parts, to_pieces = _parts(config), _to_pieces(tokenizer, kinds)
     reads: Callable[[], RowReader] = partial(RowsApart, setup, config.sample_timeout_s, kinds)
-    if not apart:
-        readers = open_readers(parts, kinds)
-        reads = partial(RowsHere, readers, to_pieces, kinds, shows=_shows(tokenizer))
     source = MixtureSource(
-        parts,
+        _parts(config),
         made.spec.prepared(limits, tokenizer),
-        to_pieces,
+        _to_pieces(tokenizer, kinds),
         IndexRules(
             Path(made.index_dir) / f"index-{name}.npz",
             getattr(tokenizer, "digest", "") or _digest(config.tokenizer),
-            reads,
+            reads if apart else partial(_rows_here, made, tokenizer),
             config.max_bad_fraction,
             config.workers,
             check_media,
@@ -316,15 +317,6 @@ def _to_pieces(tokenizer: Tokenizer | ChatTokenizer, kinds: Kinds) -> ToPieces:
     if isinstance(tokenizer, ChatTokenizer):
         return tokenizer.pieces
     return lambda turns, _: chat_pieces(turns, tokenizer, tag_of(kinds))
-
-
-def _resolved(tokenizer: Tokenizer | ChatTokenizer) -> FolderTokenizer | None:
-    return tokenizer.resolved if isinstance(tokenizer, ChatTokenizer) else None
-
-
-def _shows(tokenizer: Tokenizer | ChatTokenizer) -> Callable[[str], bool]:
-    """What says whether fields of records go into the text."""
-    return tokenizer.shows if isinstance(tokenizer, ChatTokenizer) else lambda _: False
 
 
 def _digest(tokenizer: str) -> str:

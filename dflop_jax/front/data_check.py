@@ -25,7 +25,6 @@ from dflop_jax.data.datasets.reasons import by_reason
 from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.counts import cut_media, described, fit, sample_counts
-from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.data.text.chat import ChatTokenizer
@@ -37,20 +36,11 @@ LISTING, HEADERS = 0.25, 0.6  # shares of the time, by whose end each of these s
 
 
 @dataclass(frozen=True)
-class Passage:
-    """A run of a sample's tokens as text, or a medium in words."""
-
-    text: str
-    supervised: bool = False
-    medium: bool = False
-
-
-@dataclass(frozen=True)
 class ShownSample:
-    """A record as the model is given it."""
+    """A record as the model is given it: [[text that is trained on]], [media in words]."""
 
     name: str
-    passages: tuple[Passage, ...]
+    text: str
     tokens: int
 
 
@@ -166,14 +156,10 @@ def _compared(
     samples = [
         (opened.readers[name].read(located), row)
         for (name, located), row in rows[:: max(1, len(rows) // COMPARED)][:COMPARED]
-        if all(module_of(opened.how, kind.name) for kind in _kinds_of(row, spec))
+        if all(module_of(opened.how, spec.kinds[m["kind"]].name) for m in row.media)
     ]
     how, kinds = opened.how, spec.kinds
     return compare_preparations(opened.tokenizer, how, kinds, samples, of_model=of_model)
-
-
-def _kinds_of(row: Row, spec: MediaSpec) -> list[Kind]:
-    return [spec.kinds[medium["kind"]] for medium in row.media]
 
 
 Place = tuple[str, Located]  # a dataset's name and a record of it
@@ -269,13 +255,8 @@ def _shown(opened: Looks, place: Place, table: ShapeTable, row: int, tokens: int
     name, located = place
     record = opened.readers[name].read(located)
     media = [kind.described(header) for kind, header in table.headers(row)]
-    return ShownSample(
-        record.name,
-        tuple(
-            Passage(f"[{media[p.medium]}]", medium=True)
-            if p.medium >= 0
-            else Passage(opened.tokenizer.spelled(p.ids), p.supervised)
-            for p in opened.to_pieces(record.turns, record.fields)
-        ),
-        tokens,
-    )
+    text = ""
+    for p in opened.to_pieces(record.turns, record.fields):
+        said = f"[{media[p.medium]}]" if p.medium >= 0 else opened.tokenizer.spelled(p.ids)
+        text += f"[[{said}]]" if p.supervised else said
+    return ShownSample(record.name, text, tokens)

@@ -60,7 +60,7 @@ ASKED = {
         (("run", "--out", "nano.py/there"), 2, ""),
     ],
     "verify": [(("published", "--json"), 0, "")],
-    "check": [(("nano.py", "--page", "run/page.html"), 0, "run/page.html"),
+    "check": [(("nano.py", "--page", "run/page.txt"), 0, "run/page.txt"),
               (("nano.py", "--page", "run/summary.md"), 2, "")],
     "init": [(("mine.py", "--model.size", "nano"), 0, "mine.py")],
     "launch": [(("-n", "1", "--", "python", "-c", "pass"), 0, "")],

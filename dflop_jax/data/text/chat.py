@@ -120,20 +120,14 @@ class ChatTokenizer:
     def encode_chat(
         self, messages: Sequence[Message], variables: Message = NO_FIELDS.variables
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [t], supervised bool [t]) of messages as templates take them ("role" and
-        "content", which may be a list of parts). Media are one placeholder token each.
+        """(ids int32 [t], the answer that each is of, int [t]) of messages as templates take them
+        ("role" and "content", which may be a list of parts). Media are one placeholder token each.
+        Answers count from 0; -1 where the template does not tell them apart, `UNANSWERED` of text
+        that is no answer.
 
         Args:
           variables: of the template, such as tools.
         """
-        ids, answers = self._encoded(messages, variables)
-        return ids, answers > UNANSWERED
-
-    def _encoded(
-        self, messages: Sequence[Message], variables: Message
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, the answer that each is of, int [t], counted from 0; -1 where the template does not
-        tell them apart, `UNANSWERED` of what is no answer)."""
         text, spans = self._render(messages, variables)
         ids, characters = self._encode_rendered(text)
         self._check_texts(messages, text)
@@ -160,7 +154,7 @@ class ChatTokenizer:
         ValueError when the template leaves out a medium."""
         kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
         messages, variables = self.messages(turns, fields)
-        return self._split(kinds, *self._encoded(messages, variables))
+        return self._split(kinds, *self.encode_chat(messages, variables))
 
     def question_pieces(
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields = NO_FIELDS

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.chat import UNANSWERED, ChatTokenizer
 from dflop_jax.data.text.tokenizer_files import check_embedding
 
 CHATML = """{%- if messages[0]['role'] != 'system' %}
@@ -94,7 +94,8 @@ def published():
 @pytest.mark.parametrize("template", [CHATML, MARKED, PARTS], ids=["chatml", "marked", "parts"])
 def test_ids_are_those_of_transformers(tmp_path, published, template, turns):
     folder = write(tmp_path, template)
-    ids, supervised = ChatTokenizer(folder).encode_chat(messages(turns))
+    ids, answers = ChatTokenizer(folder).encode_chat(messages(turns))
+    supervised = answers > UNANSWERED
     marked = template is MARKED
     out = published(folder).apply_chat_template(
         messages(turns), return_dict=True, return_assistant_tokens_mask=marked
@@ -110,7 +111,8 @@ def test_ids_are_those_of_transformers(tmp_path, published, template, turns):
 @pytest.mark.parametrize("template", [CHATML, PARTS], ids=["chatml", "parts"])
 def test_answers_and_their_end_are_supervised(tmp_path, template, turns):
     chat = ChatTokenizer(write(tmp_path, template))
-    ids, supervised = chat.encode_chat(messages(turns))
+    ids, numbers = chat.encode_chat(messages(turns))
+    supervised = numbers > UNANSWERED
     assert not supervised[0]
     answers = [text for role, text in turns if role == "gpt"]
     assert chat.decode(ids[supervised]) == "".join(answers)

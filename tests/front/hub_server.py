@@ -20,13 +20,15 @@ class Hub:
     """Its files, what becomes of requests, and which came.
 
     Attributes:
-      status: of every answer, 200 for what is asked.
+      status: of every answer about what there is.
+      file_status: of answers that send a file, which a gated repository refuses alone.
       cut: names of files of which half is sent before the connection ends.
       asked: how often each path was got.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        self.files, self.status, self.cut = dict(files), 200, set[str]()
+        self.files, self.cut = dict(files), set[str]()
+        self.status = self.file_status = 200
         self.asked: Counter[str] = Counter()
         self.url = ""
 
@@ -66,7 +68,8 @@ def hub_of(files: Mapping[str, bytes]) -> Iterator[Hub]:
 
         def reply(self, *, with_body: bool) -> None:
             found = hub.answer(urlsplit(self.path).path)
-            status = hub.status if found else 404
+            status = hub.file_status if "/resolve/" in self.path else hub.status
+            status = status if found else 404
             body, headers = found if found and status == 200 else (b'{"error": "no"}', {})
             if not found:
                 known = re.match(rf"/api/(models|datasets)/{NAME}/", self.path)

@@ -118,12 +118,13 @@ def test_adapters_alone_are_fetched_as_a_model_is(hub, start):
     assert hub.asked["adapter_model.bin"] == hub.asked["train.py"] == 0
 
 
-@pytest.mark.parametrize("status, says", [(401, "log in (hf auth login)"), (403, "log in")])
-def test_what_asks_for_a_login(hub, start, status, says):
-    hub.status = status
+@pytest.mark.parametrize("what, status", [("status", 401), ("status", 403), ("file_status", 403)])
+def test_what_asks_for_a_login(hub, start, what, status):
+    setattr(hub, what, status)
     code, _, err = over(start())
     assert code == 2, err
-    assert says in err
+    assert f"answers {status}: no such model, or no access to it" in err
+    assert "log in (hf auth login)" in err
     assert err.splitlines()[-1].startswith(f"--model {NAME}: ")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import make_source
-from dflop_jax.data.datasets import arrow_library, parquet_file
+from dflop_jax.data.datasets import tables
 from dflop_jax.data.datasets.blob import open_media
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
@@ -94,8 +94,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkeypatch):
-    monkeypatch.setattr(parquet_file, "WINDOW_ROWS", 2)
-    monkeypatch.setattr(parquet_file, "KEPT_BYTES", 100_000)
+    monkeypatch.setattr(tables, "BATCH_ROWS", 2)
+    monkeypatch.setattr(tables, "KEPT_BYTES", 100_000)
     file, rows = made
     LAYOUTS[layout](rows, tmp_path / "d")
     options = {"max_tokens": 4096, "max_frames": 4, "max_tiles": 4, "max_bad_fraction": 0.0}
@@ -216,10 +216,10 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
 def test_without_the_library_one_line_says_what_to_install(made, tmp_path, monkeypatch):
     file = save_parquet(made[1][:1], tmp_path / "a.parquet")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    arrow_library.arrow.cache_clear()
+    tables.arrow.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'dflop_jax\[parquet\]'"):
         open_reader(file)
-    arrow_library.arrow.cache_clear()
+    tables.arrow.cache_clear()
 
 
 def every_record(path):
@@ -254,7 +254,7 @@ def test_a_parquet_file_that_lies_is_one_line(made, tmp_path):
         good[: -8 - footer] + b"\xff" * footer + good[-8:],
     ):
         bad.write_bytes(data)
-        with pytest.raises(ValueError, match=r"b\.parquet: not a readable Parquet file \(.*\)$"):
+        with pytest.raises(ValueError, match=r"b\.parquet: cannot be read \(.*\)$"):
             every_record(bad)
     rng = np.random.default_rng(0)
     found = []
@@ -267,29 +267,35 @@ def test_a_parquet_file_that_lies_is_one_line(made, tmp_path):
     assert all("b.parquet" in why and "\n" not in why for why in reasons)
 
 
-def test_rows_that_the_pages_lack_are_an_error(made, tmp_path):
-    file = save_parquet(made[1] * 3, tmp_path / "a.parquet")
-    read = parquet_file.ParquetFile(file, lambda names: {"id": "id"})
-    assert read.row(44) == {"id": made[1][-1]["id"]}
-    read = parquet_file.ParquetFile(file, lambda names: {"id": "id"})
-    read._starts, read._at_once = [0, 50], [20]  # as a footer that lies has it
-    assert read.row(39)["id"] == (made[1] * 3)[39]["id"]
-    for number in (44, 49):
-        with pytest.raises(ValueError, match="has 10 rows less than it claims"):
+def asked(n):
+    return [{"question": f"What is {k}?"} for k in range(n)]
+
+
+def test_rows_that_the_pages_lack_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "BATCH_ROWS", 20)
+    read = tables.TableFile(save_parquet(asked(45), tmp_path / "a.parquet"))
+    read._starts = [0, 50]  # as a footer that lies has it
+    for number in (39, 44):
+        assert read.row(number) == asked(45)[number]
+    for number in (45, 49):
+        with pytest.raises(ValueError, match="group 0 has fewer rows than the file claims"):
             read.row(number)
+    assert read.row(41) == asked(45)[41]
     with pytest.raises(ValueError, match="there are 50 rows now"):
         read.row(50)
 
 
-def test_threads_read_one_file_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet_file, "WINDOW_ROWS", 3)
-    monkeypatch.setattr(parquet_file, "KEPT_BYTES", 1)  # so that every read decodes
+@pytest.mark.parametrize("kept_bytes", [1, 1200, 1 << 20])
+def test_threads_read_one_file_together(tmp_path, monkeypatch, kept_bytes):
+    monkeypatch.setattr(tables, "BATCH_ROWS", 3)
+    monkeypatch.setattr(tables, "KEPT_BYTES", kept_bytes)
     n = 120
-    file = save_parquet([{"id": k} for k in range(n)], tmp_path / "a.parquet", row_group_size=40)
-    read = parquet_file.ParquetFile(file, lambda names: {"id": "id"})
+    read = tables.TableFile(save_parquet(asked(n), tmp_path / "a.parquet", row_group_size=40))
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(n), 5)).tolist()
     with ThreadPoolExecutor(8) as threads:
-        assert [row["id"] for row in threads.map(read.row, order)] == order
+        assert [*threads.map(read.row, order)] == [asked(n)[k] for k in order]
+    kept = sum(batch.get_total_buffer_size() for _, batch in read._kept)
+    assert kept <= kept_bytes or len(read._kept) == 1
 
 
 def test_an_arrow_file_that_lies_is_one_line(made, tmp_path):
@@ -298,15 +304,15 @@ def test_an_arrow_file_that_lies_is_one_line(made, tmp_path):
     length = int.from_bytes(good[4:8], "little")
     for data in (b"", b"ARROW1\0\0", good[:100], good[: len(good) // 2], b"x" * 100,
                  good[:4] + struct.pack("<I", 2**31 - 1) + good[8:],
+                 good[8 + length :],
                  good[:8] + b"\xff" * length + good[8 + length :]):  # fmt: skip
         bad.write_bytes(data)
-        with pytest.raises(ValueError, match=r"b\.arrow: (not a readable Arrow|holds no rows).*$"):
+        with pytest.raises(ValueError, match=r"b\.arrow: (cannot be read|holds no rows).*$"):
             every_record(bad)
-    packed = pa.ipc.IpcWriteOptions(compression="zstd")
-    table = pa.Table.from_pylist(made[1][:2])
-    with pa.ipc.new_stream(str(bad), table.schema, options=packed) as out:
+    table = pa.table({"question": pa.array(["x"]).dictionary_encode()})
+    with pa.ipc.new_stream(str(bad), table.schema) as out:
         out.write_table(table)
-    assert "it is compressed; save it without" in outcome(bad)
+    assert "it has more than plain columns; save it as Parquet" in outcome(bad)
     rng = np.random.default_rng(0)
     second = good.index(b"\xff\xff\xff\xff", 8)
     places = np.r_[0 : 8 + length, second : second + 2000]  # the schema, a batch, its offsets
@@ -317,3 +323,18 @@ def test_an_arrow_file_that_lies_is_one_line(made, tmp_path):
     reasons = [why for why in found if isinstance(why, str)]
     assert reasons
     assert all("b.arrow" in why and "\n" not in why for why in reasons)
+
+
+def test_a_compressed_arrow_file_is_decoded_where_its_rows_are_read(tmp_path):
+    file, packed = tmp_path / "a.arrow", pa.ipc.IpcWriteOptions(compression="zstd")
+    table = pa.Table.from_pylist(asked(9))
+    with pa.ipc.new_stream(str(file), table.schema, options=packed) as out:
+        out.write_table(table, max_chunksize=4)
+    read = tables.TableFile(file)
+    assert [read.row(k) for k in range(9)] == asked(9)
+    broken = file.read_bytes().replace(b"\x28\xb5\x2f\xfd", b"none")  # how such data begins
+    file.write_bytes(broken)
+    read = tables.TableFile(file)
+    assert len(read) == 9
+    with pytest.raises(ValueError, match=r"^its record batch cannot be decoded .*$"):
+        read.row(8)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dflop_jax.data.bounds import one_line
+from dflop_jax.data.build import Looks
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.shape_index import Row, table_of
 from dflop_jax.data.media.audio import AUDIO, read_sound
 from dflop_jax.data.media.decode import decode_media
 from dflop_jax.data.media.kind import Kinds
-from dflop_jax.data.media.medium import Decoded, Preparation
+from dflop_jax.data.media.medium import Decoded
 from dflop_jax.data.media.tiling import IMAGE, read_scaled
 from dflop_jax.data.media.video import VIDEO
 from dflop_jax.data.text.chat import ChatTokenizer
@@ -24,20 +24,18 @@ SOUND_TOLERANCE = 1e-3  # of log-mel features, which differ by the order of sums
 
 
 def compare_preparations(
-    tokenizer: ChatTokenizer,
-    how: Preparation,
-    kinds: Kinds,
-    samples: Sequence[tuple[Record, Row]],
-    *,
-    of_model: bool,
+    opened: Looks, kinds: Kinds, samples: Sequence[tuple[Record, Row]], *, of_model: bool
 ) -> str:
     """Return in words whether text, pixels and sounds of the samples equal what `transformers`
-    makes of them with the files of the tokenizer's folder, or the first difference.
+    makes of them with the files of the tokenizer's folder, or the first difference; "" without one.
 
     Args:
       of_model: whether the folder is the model's own; else text alone is compared.
     """
-    theirs = _Published(tokenizer.folder)
+    tokenizer = opened.tokenizer
+    if not isinstance(tokenizer, ChatTokenizer):
+        return ""
+    theirs = _Published(tokenizer)
     counts = dict.fromkeys(("texts", "pictures", "sounds", "clips"), 0)
     for record, row in samples:
         messages, variables = tokenizer.messages(record.turns, record.fields)
@@ -45,7 +43,7 @@ def compare_preparations(
             return f"{record.name}: its text differs from that of transformers"
         counts["texts"] += 1
         table = table_of([row.record], [row.media], kinds)
-        decoded = decode_media(record, table, 0, how) if of_model else {}
+        decoded = decode_media(record, table, 0, opened.how) if of_model else {}
         alone = sum(kind == IMAGE.name for kind, _ in record.media) == 1
         for number, (kind, source) in enumerate(record.media if of_model else ()):
             name = {IMAGE.name: "pictures", AUDIO.name: "sounds", VIDEO.name: "clips"}.get(kind, "")
@@ -69,14 +67,15 @@ def compare_preparations(
 
 
 class _Published:
-    """The processors of a folder, without torch."""
+    """The processors of a tokenizer's folder, without torch."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import transformers
         self._hf: Any = transformers
-        self._folder, self._loaded = str(folder), dict[str, Any]()
+        self._folder, self._template = str(tokenizer.folder), tokenizer.template
+        self._loaded: dict[str, Any] = {}
 
     def _load(self, name: str, **options: Any) -> Any:
         if name not in self._loaded:
@@ -87,12 +86,8 @@ class _Published:
         return self._loaded[name]
 
     def rendered(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
-        from dflop_jax.data.text.tokenizer_files import resolve_tokenizer
-
-        tokenizer = self._load("AutoTokenizer")
-        template = resolve_tokenizer(Path(self._folder)).template
-        return tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, **variables
+        return self._load("AutoTokenizer").apply_chat_template(
+            messages, chat_template=self._template, tokenize=False, **variables
         )
 
     def differs(self, kind: str, source: Any, mine: Decoded) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.counts import cut_media, described, fit, sample_counts
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
-from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.front.both_ways import compare_preparations
 
 COMPARED = 10  # samples that transformers prepares, too
 SHOWN = 10  # samples, longest samples, and examples of a reason
@@ -124,6 +124,12 @@ def look(
     rows |= decoded
     bad = by_reason(row.reason for row in rows.values() if isinstance(row, BadSample))
     good = {p: row for p, row in rows.items() if not isinstance(row, BadSample)}
+    seen = [(p, row) for p in decoded if isinstance(row := rows[p], Row)]
+    samples = [
+        (opened.readers[name].read(located), row)
+        for (name, located), row in seen[:: max(1, len(seen) // COMPARED)][:COMPARED]
+        if all(module_of(opened.how, spec.kinds[m["kind"]].name) for m in row.media)
+    ]
     return DataLook(
         source=config.path,
         listed=listed,
@@ -134,32 +140,12 @@ def look(
         bad_by_reason={reason: len(names) for reason, names in bad.items()},
         examples={reason: names[:SHOWN] for reason, names in bad.items()},
         unread=dict(Counter(key for row in good.values() for key in row.unread).most_common()),
-        compared=_compared(
-            opened,
-            {p: row for p, row in decoded.items() if p in good},
-            spec,
-            of_model=model == config.tokenizer,
+        compared=compare_preparations(
+            opened, spec.kinds, samples, of_model=model == config.tokenizer
         ),
         template=getattr(opened.tokenizer, "template", "ChatML, text as bytes"),
         **_figures(opened, good, Limits.of(config), spec),
     )
-
-
-def _compared(
-    opened: Looks, good: Mapping[Place, Row | BadSample], spec: MediaSpec, *, of_model: bool
-) -> str:
-    if not isinstance(opened.tokenizer, ChatTokenizer):
-        return ""
-    from dflop_jax.front.both_ways import compare_preparations
-
-    rows = [(p, row) for p, row in good.items() if isinstance(row, Row)]
-    samples = [
-        (opened.readers[name].read(located), row)
-        for (name, located), row in rows[:: max(1, len(rows) // COMPARED)][:COMPARED]
-        if all(module_of(opened.how, spec.kinds[m["kind"]].name) for m in row.media)
-    ]
-    how, kinds = opened.how, spec.kinds
-    return compare_preparations(opened.tokenizer, how, kinds, samples, of_model=of_model)
 
 
 Place = tuple[str, Located]  # a dataset's name and a record of it

@@ -64,9 +64,7 @@ class MixtureSamples:
                 f"({mixture.label(first)} has {int(whole.all_tokens[first])} tokens)"
             )
             if limits.oversize == "error" or not len(self._place):
-                raise ValueError(
-                    f"{why}; raise it, or lower data.max_tiles, data.max_frames or data.max_pixels"
-                )
+                raise ValueError(f"{why}; raise it, or lower the limits of media (data.max_...)")
             logger.warning("left out: %s", why)
         logger.info("%s: %s", self.name, ", ".join(f"{n} {k}" for k, n in self.counts.items()))
 

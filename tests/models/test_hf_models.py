@@ -26,8 +26,9 @@ from dflop_jax.data.text.pieces import TextPiece
 from models import hf
 from models.composed import Published
 from models.decoder import DecoderModule
-from models.processors import MEAN, STD, VisionModule
+from models.processors import MEAN, STD
 from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
+from models.vit import VisionModule
 from tests.data import views
 
 F32 = jnp.dtype("float32")

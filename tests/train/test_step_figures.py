@@ -107,7 +107,7 @@ def test_of_several_processes_the_most_counts():
 
 def test_bad_samples_of_several_processes_are_counted_once():
     schedule = Schedule(3, ())
-    ours = _Counts([4, 9], {}, {}, {}, BatchTraffic())
+    ours = _Counts([4, 9], {}, {}, {}, 0, BatchTraffic())
     theirs = msgspec.json.encode((digest(schedule), replace(ours, bad=[2, 9])))
     peers = SimpleNamespace(
         is_hub=True, gather=lambda _, mine: [mine, theirs], share=lambda _, total: total

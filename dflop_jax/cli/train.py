@@ -132,6 +132,10 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | Stage
         )
     _step(args.resume)
     asks = asked_stages(args)  # what a command line alone shows to be wrong, before jax is imported
+    from dflop_jax.report.run_folder import check_own
+
+    if ONE_RUN in asks:
+        check_own(asks[ONE_RUN].config.run_dir)
     from dflop_jax.evaluate.in_training import held_out_answers
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan

@@ -57,7 +57,6 @@ def _resolved(folder: Path, _: tuple[tuple[str, int], ...]) -> FolderTokenizer:
         from transformers.processing_utils import ProcessorMixin
 
         with named(f"{folder}: its tokenizer cannot be read", "; download its files again"):
-            load_tokenizer(folder / TOKENIZER)
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )

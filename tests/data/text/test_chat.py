@@ -217,7 +217,7 @@ BAD = {
         f, config={"additional_special_tokens": ["<image>", {**ADDED, "content": "<z>"}]}
     ),
     "tokenizer cannot be read": lambda f: (write(f) / "tokenizer_config.json").write_text("[1"),
-    "not a tokenizer.json": lambda f: (write(f) / "tokenizer.json").write_text("{}"),
+    "be read": lambda f: (write(f) / "tokenizer.json").write_text("{}"),
     "no such file": lambda f: (write(f) / "tokenizer.json").unlink(),
 }
 

@@ -170,7 +170,9 @@ def test_other_processes_and_runs_without_write_nothing():
 def test_a_run_exports_what_it_saved(compiled_once, capsys, monkeypatch):
     params = jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1))
     write_folder("hf", MODEL.weights, held(params), dtype="bfloat16")
-    Path("hf/preprocessor_config.json").write_text("{}")
+    halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    about = {"size": {"height": 32, "width": 32}, **halves}
+    Path("hf/preprocessor_config.json").write_text(json.dumps(about))
     Path("hf/tokenizer.json").write_text("{}")
     tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
     plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)

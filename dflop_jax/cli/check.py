@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> Checked:
     from dflop_jax.front.data_check import DataLook
     from dflop_jax.front.defaults import named
     from dflop_jax.front.hub import fetch_datasets
-    from dflop_jax.front.place_check import environment_facts, model_facts
+    from dflop_jax.front.place_check import Fact, environment_facts, model_facts
     from dflop_jax.report.run_folder import check_answer_file
 
     begun_s = time.monotonic()
@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> Checked:
     if config.data.path and model is not None:
         left_s = max(LEAST_S, SECONDS - (time.monotonic() - begun_s))
         data, why = _look(config, model, args.records, left_s)
+    if data and model is not None and is_named and (too_large := _too_large(model, data, config)):
+        facts.append(Fact("largest sample", too_large, wrong=True))
     lines = _lines(data) if data else [why] if why else []
     written = [*(f"{f.name}: {f.value}" for f in facts), *lines, *(_samples(data) if data else ())]
     with writing(file, another):
@@ -161,6 +163,29 @@ def _no_model(config: Config) -> Fact:
     )
     return Fact("model", f"none named: {counts}weights and memory are not looked at; give yours by "
                 "--model FOLDER_OR_NAME, or by --model.size NAME")  # fmt: skip
+
+
+def _too_large(model: MultimodalModel, data: DataLook, config: Config) -> str:
+    """Why the largest samples do not fit into the memory of this host's CPU devices, "" where they
+    do; of GPUs memory is looked at when a plan is made."""
+    import jax
+
+    from dflop_jax.cluster.host_memory import free_bytes
+    from dflop_jax.profile.memory import probe_bytes
+    from dflop_jax.profile.shapes import shapes_within
+    from dflop_jax.records import Shape
+
+    free = free_bytes()
+    if config.plan.hardware or jax.default_backend() != "cpu" or free is None:
+        return ""
+    longest = {m: max((n for load in data.loads for n in load.lengths(m)), default=0)
+               for m in model.modules}  # fmt: skip
+    shapes = {m: [Shape(1, n)] for m, n in longest.items() if n}
+    try:
+        shapes_within(shapes, free, lambda m, shape: probe_bytes(model.modules[m], shape))
+    except ValueError as e:
+        return str(e)
+    return ""
 
 
 def _look(

@@ -24,10 +24,11 @@ from dflop_jax.data.datasets.located import Located
 from dflop_jax.data.datasets.reasons import by_reason
 from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
 from dflop_jax.data.decoder import BadSample
-from dflop_jax.data.media.counts import cut_media, described, fit, sample_counts
+from dflop_jax.data.media.counts import cut_media, described, fit, load_of, sample_counts
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.front.both_ways import compare_preparations
+from dflop_jax.records import Load
 
 COMPARED = 10  # samples that transformers prepares, too
 SHOWN = 10  # samples, longest samples, and examples of a reason
@@ -59,6 +60,7 @@ class DataLook:
       compared: whether transformers prepares some samples alike, "" where it is not asked.
       unread: keys of usable records that are not read, with the number of their records.
       longest: (name, tokens, media in words), the longest first.
+      loads: what the largest samples ask of every module.
       beginnings: how many media the model takes only the beginning of, "" for none.
       cut_text, cut_media, too_long: samples whose text is cut, that lose media, and that are left
         out, by data.max_tokens.
@@ -77,6 +79,7 @@ class DataLook:
     pieces: dict[str, np.ndarray] = field(default_factory=dict)
     longest: tuple[tuple[str, int, str], ...] = ()
     beginnings: str = ""
+    loads: tuple[Load, ...] = ()
     cut_text: int = 0
     cut_media: int = 0
     too_long: int = 0
@@ -209,7 +212,9 @@ def _figures(
     kept, places = np.flatnonzero(usable), list(good)
     if not len(kept):
         return {"left_out": len(table)}
-    cut, fits = fit(table, opened.how, limits)
+    how, (cut, fits) = opened.how, fit(table, opened.how, limits)
+    asks = np.concatenate([cut.all_tokens[:, None], cut.media[3]], axis=1) * fits[:, None]
+    most = {*asks.argmax(axis=0).tolist()}  # samples of the longest text, the largest pieces
     longest = np.argsort(-counts.all_tokens, kind="stable")[:SHOWN].tolist()
     shown = [i * len(kept) // min(SHOWN, len(kept)) for i in range(min(SHOWN, len(kept)))]
     return {
@@ -226,6 +231,7 @@ def _figures(
             )
             for i in longest
         ),
+        "loads": tuple(load_of(table, kept[i], how, cut.taken(slice(i, i + 1))) for i in most),
         "beginnings": cut_media(table, opened.how),
         "cut_text": int((fits & (cut.text_tokens < counts.text_tokens)).sum()),
         "cut_media": int((fits & (cut.n_media < counts.n_media)).sum()),

@@ -212,3 +212,14 @@ def test_too_little_memory_is_wrong(capsys):
 )
 def test_reasons_leave_out_what_is_a_records_own(why, reason):
     assert reason_of(why) == reason
+
+
+def test_a_sample_that_memory_cannot_hold_is_wrong(capsys, monkeypatch):
+    processor_files(Path("qwen"))
+    file = llava_data(Path("photos"), 4)
+    _, said, _ = answer(capsys, "--model", "qwen", "--data", str(file))
+    assert "largest sample" not in said["wrong"]
+    monkeypatch.setattr("dflop_jax.cluster.host_memory.free_bytes", lambda: 1 << 16)
+    _, said, _ = answer(capsys, "--model", "qwen", "--data", str(file))
+    assert "the largest sample has" in said["wrong"]["largest sample"]
+    assert "--data.max_pixels" in said["wrong"]["largest sample"]

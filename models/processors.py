@@ -100,7 +100,7 @@ CLIPS: Mapping[str, Settings] = {
 SOUNDS: Settings = {"feature_size": 80, "sampling_rate": 16000, "hop_length": 160, "n_fft": 400,
                     "chunk_length": 30, "padding_value": 0.0, "dither": 0.0}  # fmt: skip
 _SAME = {"qwen3_5": "qwen3_vl"}  # families with the processors of another
-# Settings of clips at native resolution that are facts of `native`, and their names there.
+# Settings of clips at native resolution that are facts of the form "native" under the same names.
 _CLIP_FACTS = ("min_frames", "num_frames", "cap_pixels_per_frame", "max_video_tokens")
 
 
@@ -203,10 +203,7 @@ def _settings(folder: Path, part: str, usual: Settings | None) -> tuple[Settings
             raise ValueError(f"{file}: not JSON ({e}); download it again") from None
         found = found.get(key) if key and isinstance(found, dict) else found
         if isinstance(found, dict):
-            given = {k: v for k, v in found.items() if v is not None or usual.get(k) is not None}
-            kept_null = {"fps"} if given.get("num_frames") else set()
-            return {**usual, **{k: v for k, v in given.items() if v is not None or k in kept_null}
-                    }, file  # fmt: skip
+            return {**usual, **{k: v for k, v in found.items() if v is not None}}, file
     return None, folder
 
 

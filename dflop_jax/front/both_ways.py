@@ -20,6 +20,7 @@ from dflop_jax.data.media.tiling import IMAGE, read_scaled
 from dflop_jax.data.media.video import VIDEO
 from dflop_jax.data.text.chat import ChatTokenizer
 
+COMPARED = {IMAGE.name: "pictures", AUDIO.name: "sounds"}  # kinds of media
 SOUND_TOLERANCE = 1e-3  # of log-mel features, which differ by the order of sums
 
 
@@ -36,7 +37,7 @@ def compare_preparations(
     if not isinstance(tokenizer, ChatTokenizer):
         return ""
     theirs = _Published(tokenizer)
-    counts = dict.fromkeys(("texts", "pictures", "sounds", "clips"), 0)
+    counts, clips = dict.fromkeys(("texts", *COMPARED.values()), 0), 0
     for record, row in samples:
         messages, variables = tokenizer.messages(record.turns, record.fields)
         if tokenizer.rendered(messages, variables) != theirs.rendered(messages, variables):
@@ -46,9 +47,8 @@ def compare_preparations(
         decoded = decode_media(record, table, 0, opened.how) if of_model else {}
         alone = sum(kind == IMAGE.name for kind, _ in record.media) == 1
         for number, (kind, source) in enumerate(record.media if of_model else ()):
-            name = {IMAGE.name: "pictures", AUDIO.name: "sounds", VIDEO.name: "clips"}.get(kind, "")
-            if name == "clips" or not name or (name == "pictures" and not alone):
-                counts["clips"] += name == "clips"
+            clips += kind == VIDEO.name
+            if kind not in COMPARED or (kind == IMAGE.name and not alone):
                 continue
             try:
                 differs = theirs.differs(kind, source, decoded[number][1])
@@ -58,8 +58,7 @@ def compare_preparations(
                 )
             if differs:
                 return f"{record.name}: {differs}"
-            counts[name] += 1
-    clips = counts.pop("clips")
+            counts[COMPARED[kind]] += 1
     same = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
     return f"transformers prepares {same} alike" + (
         f"; {clips} clips are not compared, that needs torchvision" if clips else ""

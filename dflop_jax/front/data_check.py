@@ -125,7 +125,7 @@ def look(
     usable = [p for p, row in rows.items() if not isinstance(row, BadSample)]
     decoded = _read(opened.decoded, usable, 1, workers, begun_s + seconds, config.sample_timeout_s)
     rows |= decoded
-    bad = by_reason(row.reason for row in rows.values() if isinstance(row, BadSample))
+    bad = by_reason((p[1].place, r.reason) for p, r in rows.items() if isinstance(r, BadSample))
     good = {p: row for p, row in rows.items() if not isinstance(row, BadSample)}
     seen = [(p, row) for p in decoded if isinstance(row := rows[p], Row)]
     samples = [

@@ -204,6 +204,7 @@ def test_too_little_memory_is_wrong(capsys):
 @pytest.mark.parametrize(
     "why, reason",
     [
+        ("s.tar:a/b id=7: no JSON (x)", "no JSON"),
         ("d.json[3] id=x: missing file /a/b c.jpg", "missing file FILE c.jpg"),
         ("d.json[3]: 12 <image> tags for 3 images", "N <image> tags for N images"),
         ("d.json[3] id=x: /a/b.png: not a readable picture (OSError: x)", "not a readable picture"),
@@ -211,7 +212,8 @@ def test_too_little_memory_is_wrong(capsys):
     ],
 )
 def test_reasons_leave_out_what_is_a_records_own(why, reason):
-    assert reason_of(why) == reason
+    place = "s.tar:a/b" if why.startswith("s.tar") else "d.json[3]"
+    assert reason_of(why, place) == reason
 
 
 def test_a_sample_that_memory_cannot_hold_is_wrong(capsys, monkeypatch):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def _index_of(
     """Make the index of a dataset. Unusable records are left out; some of each reason are logged,
     all are written to `file`."""
     tables: list[ShapeTable] = []
-    bad: list[str] = []
+    bad: list[tuple[str, str]] = []  # (place, why)
     unread: Counter[str] = Counter()
     listed, files = 0, dict[str, str]()
     places = reader.locate()
@@ -115,19 +115,19 @@ def _index_of(
             usable = [r for r in read if not isinstance(r, BadSample)]
             tables.append(table_of([r.record for r in usable], [r.media for r in usable], kinds))
             unread.update(key for r in usable for key in r.unread)
-            for r in read:
+            for located, r in zip(chain.from_iterable(chunks), read, strict=True):
                 files |= r.files
                 if isinstance(r, BadSample):
-                    bad.append(r.reason)
+                    bad.append((located.place, r.reason))
     reasons = by_reason(bad)
     for reason, whys in reasons.items():
         shown = "; ".join(whys[:SHOWN_REASONS])
         logger.warning("left out %d records (%s): %s", len(whys), reason, shown)
     if len(bad) > SHOWN_REASONS:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(f"{why}\n" for why in bad), encoding="utf-8")
+        file.write_text("".join(f"{why}\n" for _, why in bad), encoding="utf-8")
         logger.warning("%s lists all that are left out. %s", file, remedy_of(reasons))
-    kept = tuple(bad[:KEPT_REASONS])
+    kept = tuple(why for _, why in bad[:KEPT_REASONS])
     return Indexed(key, joined(tables, kinds), listed, kept, files, unread)
 
 
@@ -156,6 +156,6 @@ def check_usable(index: Indexed, name: str, max_bad_fraction: float) -> None:
     if bad > max_bad_fraction * index.listed or not len(index.table):
         raise ValueError(
             f"{name}: {bad} of {index.listed} records are unusable ({'; '.join(index.bad[:3])}); "
-            f"repair them, {remedy_of(by_reason(index.bad))} or raise "
+            f"repair them, {remedy_of(index.bad)} or raise "
             f"data.max_bad_fraction={max_bad_fraction}"
         )

@@ -152,7 +152,8 @@ def parse_record(
         if not isinstance(raw, dict):
             raise ValueError("not a JSON object")
         lacking = records.lacking(raw)  # a record of text alone needs no column of pictures
-        fields = {field: raw[c] for field, c in records.chosen(raw, lacking).items()}
+        chosen = records.chosen(raw, lacking)
+        fields = {field: raw[column] for field, column in chosen.items()}
         name = record_name(place, fields)
         media = {kind.name: _listed(fields, kind.name) for kind in records.kinds}
         question = None
@@ -165,7 +166,7 @@ def parse_record(
             question = asked(fields, media)
             media = {kind: [*values] for kind, values in question.media.items()}
         turns, inline, in_text, weights, further, others = _turns(fields, records, question)
-        read = set(records.chosen(raw, lacking).values())
+        read = set(chosen.values())
         others |= {str(k) for k, v in raw.items() if k not in read and v not in (None, "", [])}
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         if lacking and (question or len(inline) < len(tags)):

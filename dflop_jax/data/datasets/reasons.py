@@ -16,28 +16,30 @@ REMEDIES = {
     "no column": "--data.columns FIELD=COLUMN names a column that is not there; mend it",
 }
 _FILE = re.compile(r"(?:\w+://|\.{0,2}/)?[^\s:'\"(]*/[^\s:'\"(]+")
-_PLACE = re.compile(r"^[^\s:]+?(?:\[\d+\]|:\d+)(?: id=[^:]*)?: ")
 _DETAIL, _NUMBER = re.compile(r"\s*\(.*$"), re.compile(r"\d+")
 
 
-def reason_of(why: str) -> str:
-    """What is wrong with a record, without what is its own: name, files, numbers, details."""
-    text = _FILE.sub("FILE", _PLACE.sub("", why))
+def reason_of(why: str, place: str) -> str:
+    """What is wrong with the record at a place, without what is its own: name, files, numbers,
+    details."""
+    text = why.removeprefix(place)
+    if text.startswith(" id="):
+        text = text.partition(": ")[2] or text
+    text = _FILE.sub("FILE", text.removeprefix(": "))
     text = _NUMBER.sub("N", _DETAIL.sub("", text.removeprefix("FILE: ")))
     return text.strip().removesuffix(" FILE")[:100] or "unreadable"
 
 
-def by_reason(whys: Iterable[str]) -> dict[str, list[str]]:
-    """Return what is wrong with records by what they have in common, the most frequent first."""
+def by_reason(bad: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return why records are unusable, given as (place, why), by what they have in common, the most
+    frequent first."""
     found = defaultdict(list)
-    for why in whys:
-        found[reason_of(why)].append(why)
+    for place, why in bad:
+        found[reason_of(why, place)].append(why)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def remedy_of(reasons: Collection[str]) -> str:
+def remedy_of(whys: Collection[str]) -> str:
     """What may be done about missing files or columns, "" where none are."""
-    said = (
-        remedy for begin, remedy in REMEDIES.items() if any(r.startswith(begin) for r in reasons)
-    )
+    said = (remedy for sign, remedy in REMEDIES.items() if any(sign in why for why in whys))
     return "; ".join(said)

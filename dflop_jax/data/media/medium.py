@@ -142,15 +142,15 @@ def module_of(how: Preparation, kind: str) -> str:
     return next((m for m, medium in how.items() if kind in (k.name for k in medium.kinds)), "")
 
 
-def numbers(facts: Facts, **usual: int | None) -> list[int]:
+def numbers(facts: Facts, *others: str, **usual: int | None) -> list[int]:
     """Return the facts of these names as whole numbers of at least 1, in this order; `usual` where
     the model does not say, None: it has to.
 
     Raises:
-      ValueError: one of them is none, or there are others.
+      ValueError: one of them is none, or there are more than these and the `others`.
     """
     values = [facts.get(name, number) for name, number in usual.items()]
-    if not facts.keys() <= usual.keys() or any(
+    if not facts.keys() <= {*usual, *others} or any(
         not isinstance(value, int) or value < (number != 0)
         for value, number in zip(values, usual.values(), strict=True)
     ):

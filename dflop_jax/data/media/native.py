@@ -352,8 +352,7 @@ def _build(
     facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
 ) -> NativeMedium:
     of_clips = {name: facts[name] for name in CLIP_FACTS if name in facts}
-    sizes = {name: value for name, value in facts.items() if name not in of_clips}
-    patch_px, merge, frames = numbers(sizes, patch_px=None, merge=1, frames=1)
+    patch_px, merge, frames = numbers(facts, *CLIP_FACTS, patch_px=None, merge=1, frames=1)
     native = Native(
         patch_px, merge, frames, limits.min_pixels, limits.max_pixels, limits.max_clip_pixels,
         max(frames, limits.max_frames), limits.frames_per_s, **of_clips,

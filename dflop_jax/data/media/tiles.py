@@ -215,9 +215,8 @@ def tile_form(make: Callable[..., VisionLayout], *further: str) -> Form:
         facts: Facts, limits: Limits, tokenizer: Tokenizer | ChatTokenizer | None
     ) -> TileMedium:
         own = {name: facts[name] for name in further if name in facts}
-        sizes = {name: value for name, value in facts.items() if name not in own}
         px, tokens, sources, inside = numbers(
-            sizes, tile_px=None, tokens_per_tile=None, sources=1, piece_tokens=0
+            facts, *further, tile_px=None, tokens_per_tile=None, sources=1, piece_tokens=0
         )
         n = limits.max_frames
         between = between_frames(tokenizer, n) if isinstance(tokenizer, ChatTokenizer) else ()

@@ -134,16 +134,16 @@ class ChatTokenizer:
         if spans:
             n_answers = sum(message["role"] == "assistant" for message in messages)
             told_apart = len(spans) == n_answers
-            numbered = {k if told_apart else k - len(spans): span
-                        for k, span in enumerate(self._with_ends(text, spans))}  # fmt: skip
+            ended = self._with_ends(text, spans)
+            numbered = [(k if told_apart else -1, span) for k, span in enumerate(ended)]
         else:
             numbered = self._answer_spans(messages, variables, text)
         begins, ends = characters.T
         answers = np.full(len(ids), UNANSWERED)
-        for number, (begin, end) in numbered.items():
+        for number, (begin, end) in numbered:
             inside = np.flatnonzero((ends > begin) & (begins < end))
             if len(inside):
-                answers[inside[0] : inside[-1] + 1] = max(-1, number)
+                answers[inside[0] : inside[-1] + 1] = number
         return ids, answers
 
     def pieces(
@@ -279,14 +279,14 @@ class ChatTokenizer:
 
     def _answer_spans(
         self, messages: Sequence[Message], variables: Message, text: str
-    ) -> dict[int, Span]:
-        """The answers by their number: the difference that each makes to the text, up to its
+    ) -> list[tuple[int, Span]]:
+        """The answers, each with its number: the difference that each makes to the text, up to its
         end-of-turn token.
 
         Templates of models that think show an answer otherwise once another question follows:
         without its thoughts. Nobody would give it so, and it is not among the spans.
         """
-        spans = {}
+        spans = []
         answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         for number, k in enumerate(answers):
             through, _ = self._render(messages[: k + 1], variables)
@@ -301,7 +301,7 @@ class ChatTokenizer:
                     "{% generation %} ... {% endgeneration %}"
                 )
             marks = list(self._special.finditer(through, begin))
-            spans[number] = (begin, marks[-1].end() if marks else len(through))
+            spans.append((number, (begin, marks[-1].end() if marks else len(through))))
         return spans
 
     def _answer_start(

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 
 import pytest
 
@@ -15,6 +14,7 @@ from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.llava_records import parse_record
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.weighting import trained_on
+from tests.data.text.test_chat import published as theirs  # noqa: F401 (a fixture)
 from tests.data.text.test_chat import write
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"]
@@ -93,15 +93,6 @@ SHAPES = {
     "empty question": {"messages": [ask(PICTURE, text("")), say("A cat.")]},
     "weights": {"messages": [TALK[0], say("bad", loss=False), ask("Again"), say("good")]},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def theirs():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the import, not of what is tested
-        pytest.importorskip("transformers")
-        from transformers import PreTrainedTokenizerFast
-    return lambda folder: PreTrainedTokenizerFast.from_pretrained(str(folder))
 
 
 def messages_for(template, raw):

@@ -114,7 +114,9 @@ def _header(kind: str, how: Preparation, rng: np.random.Generator) -> Header:
     px = medium.unit_px
     width, height = (int(n) for n in rng.integers(px // 2 + 1, 2 * px + 1, 2))
     frames = {"frames": FRAMES, "total": FRAMES, "rate_num": 2, "rate_den": 1}
-    return {"width": width, "height": height, **(frames if kind == "video" else {})}
+    columns = next(k.columns for k in medium.kinds if k.name == kind)
+    made = {"width": width, "height": height, **(frames if kind == "video" else {})}
+    return dict.fromkeys(columns, 0) | made
 
 
 def _noise(kind: str, rng: np.random.Generator) -> Any:
@@ -123,7 +125,7 @@ def _noise(kind: str, rng: np.random.Generator) -> Any:
     def picture(size: tuple[int, int], least: object = None) -> Image.Image:
         return Image.fromarray(rng.integers(0, 256, (*size[::-1], 3), np.uint8))
 
-    def spread(n: int, convert: Callable[[Image.Image], np.ndarray]) -> np.ndarray:
+    def spread(n: int, convert: Callable[[Image.Image], np.ndarray], *_: int) -> np.ndarray:
         return np.stack([convert(picture((FRAME_PX, FRAME_PX))) for _ in range(n)])
 
     def sound(n_samples: int, rate_hz: int) -> np.ndarray:

@@ -49,7 +49,7 @@ def test_sizes_equal_the_published_function():
             rows, cols = fitted(width, height, 48, tokens)
             assert (rows * 48, cols * 48) == want, (width, height, tokens)
     widths, heights = np.array(sizes).T
-    usable, pieces, tokens = Fitted(merge=3, frames=1).count(widths, heights)
+    usable, pieces, tokens = Fitted(merge=3, frames=1).count({"width": widths, "height": heights})
     assert usable.all()
     assert set(pieces.tolist()) == {1}
     assert tokens.max() <= 280
@@ -60,7 +60,7 @@ def test_patches_and_their_places(size):
     image = picture(*size)
     want = Gemma4ImageProcessorPil(max_soft_tokens=70)(image, return_tensors="np")
     native = Fitted(16, 3, 1, soft_tokens=70)
-    grid = native.grid(*size)
+    grid = native.grid(dict(zip(("width", "height"), size)))
     patches = native.patches(native.resized(image, grid)[None])
     places = patch_places([grid], 3)
     n = len(patches)

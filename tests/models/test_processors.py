@@ -15,6 +15,7 @@ from PIL import Image
 from dflop_jax.config import Config
 from dflop_jax.data import MediaSpec
 from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.front.families import factory_of
 from dflop_jax.front.model_folder import folder_settings
 from dflop_jax.front.setting import with_settings
@@ -119,7 +120,7 @@ def test_pictures_are_those_of_the_published_processor(tmp_path, live, kind):
     for _ in range(50):
         width, height = (int(n) for n in rng.integers(12, 130, 2))
         picture = Image.fromarray(noise(height, width))
-        header = {"width": width, "height": height}
+        header = dict.fromkeys(IMAGE.columns, 0) | {"width": width, "height": height}
         (counted,) = medium.count(
             "image", {k: np.array([v]) for k, v in header.items()}, np.array([True])
         ).tokens.tolist()

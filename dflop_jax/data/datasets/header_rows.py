@@ -23,6 +23,7 @@ from dflop_jax.data.datasets.shape_index import RECORDS, Row, file_state, media_
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.media.part_keys import with_keys
 from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
 from dflop_jax.data.pool.processes import TRIES, Workers
 from dflop_jax.data.text.pieces import TemplateFields, TextPiece, text_counts
@@ -88,7 +89,10 @@ class RowsHere:
             of_text, places = text_counts(self._to_pieces(record.turns, record.fields))
             unread = {*record.unread, *(n for n in record.fields.names if not self._shows(n))}
             cached, read = self._header, self._header.__wrapped__
-            headers = [(cached if isinstance(m, Path) else read)(k, m) for k, m in record.media]
+            headers = [
+                with_keys((cached if isinstance(m, Path) else read)(kind, m), keys)
+                for (kind, m), keys in zip(record.media, record.keys, strict=True)
+            ]
             media = tuple(columns | place for columns, place in zip(headers, places, strict=True))
             of_record = _fields(located, record, headers) | of_text
             row = Row(of_record, media, files, tuple(sorted(unread)))

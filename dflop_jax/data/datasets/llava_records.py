@@ -18,7 +18,7 @@ from typing import Any
 
 from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_NAME, MAX_TURNS, parse_json
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
-from dflop_jax.data.datasets.chat_messages import OWN, Turns, turns_of_messages
+from dflop_jax.data.datasets.chat_messages import OWN, Talk, Turns, turns_of_messages, without
 from dflop_jax.data.datasets.questions import (
     ANSWERS,
     MOST_NUMBERED,
@@ -41,7 +41,8 @@ TEXTS = ("conversations", "messages", QUESTION)
 
 @dataclass(frozen=True)
 class Record:
-    """One conversation. `media` are (kind, where) in the order of their tags in the turns;
+    """One conversation. `media` are (kind, where) in the order of their tags in the turns, `keys`
+    what is said of each beside (see `part_keys`);
     `weights` those of the loss of every answer, () where all are 1; `answers` are those that are
     right where the last turn is one of several, `choices` what it chooses from by letters. `fields`
     go to the chat template; `unread` are keys of the record whose values are not read."""
@@ -49,6 +50,7 @@ class Record:
     name: str
     turns: Turns
     media: tuple[tuple[str, MediaFile], ...]
+    keys: tuple[Mapping[str, Any], ...] = ()
     weights: tuple[float, ...] = ()
     answers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
@@ -165,9 +167,12 @@ def parse_record(
             media = media if any(media.values()) else {**media, **beside}
             question = asked(fields, media)
             media = {kind: [*values] for kind, values in question.media.items()}
-        turns, inline, in_text, weights, further, others = _turns(fields, records, question)
+        talk, weights, further = _turns(fields, records, question)
+        turns, inline = talk.turns, talk.media
         read = set(chosen.values())
-        others |= {str(k) for k, v in raw.items() if k not in read and v not in (None, "", [])}
+        others = talk.unread | {
+            str(k) for k, v in raw.items() if k not in read and v not in (None, "", [])
+        }
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         if lacking and (question or len(inline) < len(tags)):
             records.chosen(raw)  # which names the column
@@ -179,19 +184,27 @@ def parse_record(
             # as LLaVA-NeXT writes videos
             turns = tuple((role, text.replace("<image>", "<video>")) for role, text in turns)
         given_by_kind = {kind: len(values) for kind, values in media.items()}
-        turns = _with_text_tags(turns, given_by_kind, inline, in_text, records.kinds)
+        turns, numbers = _with_text_tags(turns, given_by_kind, inline, talk.in_text, records.kinds)
         tags = [t for _, text in turns for t in tag_of(records.kinds).findall(text)]
         for kind, values in media.items():
-            wanted = sum(tag == kind and k not in inline for k, tag in enumerate(tags))
+            wanted = sum(tag == kind and k not in inline for k, tag in zip(numbers, tags))
             if wanted != len(values):
                 raise ValueError(f"{wanted} <{kind}> tags for {len(values)} {kind}s")
         queues = {kind: iter(values) for kind, values in media.items()}
-        given = [inline[k] if k in inline else next(queues[tag]) for k, tag in enumerate(tags)]
-        opened = [_found(tag, value, k, find) for k, (tag, value) in enumerate(zip(tags, given))]
+        opened, keys = [], []
+        used = {kind.name: kind.keys for kind in records.kinds}
+        for order, (k, tag) in enumerate(zip(numbers, tags)):
+            value = inline[k] if k in inline else next(queues[tag])
+            beside = without(value, "path", "bytes") if isinstance(value, dict) else {}
+            said = {**beside, **talk.keys.get(k, {})}
+            opened.append((tag, _found(tag, value, order, find)))
+            keys.append({key: v for key, v in said.items() if key in used[tag]})
+            others |= said.keys() - {*used[tag]}
         answers, choices = (question.answers, question.choices) if question else ((), ())
-        given_media = tuple(zip(tags, opened, strict=True))
-        unread = tuple(sorted(others))
-        return Record(name, turns, given_media, weights, answers, choices, further, unread)
+        return Record(
+            name, turns, tuple(opened), tuple(keys), weights, answers, choices, further,
+            tuple(sorted(others)),
+        )  # fmt: skip
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from e.__cause__  # a `NoFile`
 
@@ -221,17 +234,14 @@ def _listed_names(names: Collection[str]) -> str:
 
 def _turns(
     fields: Mapping[str, Any], records: RecordFormat, question: TableQuestion | None
-) -> tuple[Turns, dict[int, Any], frozenset[int], tuple[float, ...], TemplateFields, set[str]]:
-    """Turns, media that the text itself names by the number of their tag, numbers of the tags in
-    typed parts of text, the answers' weights, what the template is given, and keys of parts that
-    are not read."""
-    kinds, inline, in_text = records.kinds, dict[int, Any](), frozenset[int]()
-    unread: set[str] = set()
+) -> tuple[Talk, tuple[float, ...], TemplateFields]:
+    """Turns, the answers' weights, and what the template is given."""
+    kinds = records.kinds
     raw: Any = ()
     if question is not None:
         answer = [("gpt", text) for text in question.answers[:1]]
-        turns: Turns = (("human", question.text), *answer)
-        raw = [{}] * len(turns)
+        talk = Talk((("human", question.text), *answer))
+        raw = [{}] * len(talk.turns)
     else:
         texts: dict[str, Any] = {text: fields.get(text) for text in TEXTS}
         field = next((text for text, raw in texts.items() if raw), "")
@@ -243,9 +253,10 @@ def _turns(
             raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
         if field == "messages":
             names = tuple(kind.name for kind in kinds)
-            turns, inline, in_text, unread = turns_of_messages(raw, names)
+            talk = turns_of_messages(raw, names)
         else:
-            turns = _conversation(raw)
+            talk = Talk(_conversation(raw))
+    turns = talk.turns
     if any(BREAK in text for _, text in turns):
         raise ValueError("text holds U+FDD2, which is no character")
     if system := fields.get(SYSTEM):
@@ -255,11 +266,13 @@ def _turns(
             raise ValueError("it has a system field and a system turn; leave one out")
         plain = as_text(system, (kind.name for kind in kinds))
         turns, raw = (("system", plain), *turns), [{}, *raw]
-    talk = turns[1:] if turns[0][0] == "system" else turns
-    if not talk or talk[0][0] != "human":
-        raise ValueError(f"the first turn is by {talk[0][0] if talk else 'system only'}, not human")
     roles = [role for role, _ in turns]
-    before = ["", *roles[len(turns) - len(talk) :]]
+    others = roles[roles[0] == "system" :]
+    if not others or others[0] != "human":
+        raise ValueError(
+            f"the first turn is by {others[0] if others else 'system only'}, not human"
+        )
+    before = ["", *others]
     if any(last not in BEFORE.get(role, ()) for last, role in pairwise(before)) or not (
         roles[-1] == "gpt" or records.unanswered
     ):
@@ -271,7 +284,7 @@ def _turns(
             raise ValueError("an answer is empty")
     weights = answer_weights(raw, roles, fields.get(WEIGHT))
     further = TemplateFields(messages if any(messages) else (), _variables(fields))
-    return turns, inline, in_text, weights, further, unread
+    return talk._replace(turns=turns), weights, further
 
 
 def _further(turn: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,9 +320,9 @@ def _with_text_tags(
     inline: Collection[int],
     in_text: Collection[int],
     kinds: Kinds,
-) -> Turns:
+) -> tuple[Turns, list[int]]:
     """The turns with those tags of answers and of typed parts of text as plain text for which no
-    medium is left, the last first.
+    medium is left, the last first, and the numbers of the other tags.
 
     Args:
       given: media by kind that the record names beside its text.
@@ -321,7 +334,7 @@ def _with_text_tags(
     surplus = {kind: tags.count(kind) - n for kind, n in given.items()}
     for k in inline:
         surplus[tags[k]] -= 1
-    number, out = len(tags), []
+    number, out, left = len(tags), [], []
     for role, text in reversed(turns):
         for found in reversed([*tag.finditer(text)]):
             number -= 1
@@ -330,8 +343,10 @@ def _with_text_tags(
                 surplus[found[1]] -= 1
                 plain = as_text(found[0], found.groups())
                 text = text[: found.start()] + plain + text[found.end() :]
+            else:
+                left.append(number)
         out.append((role, text))
-    return tuple(reversed(out))
+    return tuple(reversed(out)), left[::-1]
 
 
 def _conversation(raw: Any) -> Turns:

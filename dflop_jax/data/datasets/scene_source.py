@@ -171,7 +171,7 @@ def _header(picture: Picture) -> dict[str, int]:
 def _opened(picture: Picture) -> Any:
     """A picture or clip of a scene, as `Kind.opened` gives those of files."""
 
-    def spread(n: int, convert: Convert) -> np.ndarray:
+    def spread(n: int, convert: Convert, *_: int) -> np.ndarray:
         moments = np.linspace(0.0, 1.0, n).tolist()
         return np.stack([convert(picture.render(t)) for t in moments])
 

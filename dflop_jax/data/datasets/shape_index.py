@@ -24,7 +24,7 @@ from dflop_jax.data.bounds import named, parse_json
 from dflop_jax.data.media.kind import Kind, Kinds, columns_of
 from dflop_jax.data.media.kinds import BUILT_IN
 
-VERSION = 10  # of an index file; one more makes every index anew
+VERSION = 11  # of an index file; one more makes every index anew
 # Column -> dtype of a record; those of its media are their kind and place, and what headers say.
 RECORDS = {"number": np.int64, "file": np.int32, "offset": np.int64, "size_bytes": np.int64,
            "lot": np.uint64, "content": np.uint64,
@@ -251,15 +251,15 @@ def _array(arrays: zipfile.ZipFile, name: str, dtype: type) -> np.ndarray:
 def _check_values(table: ShapeTable, listed: int) -> None:
     """ValueError for values that no reader of records and headers gives."""
     wrong = [name for name in RECORDS if (getattr(table, name) < 0).any()]
-    number = table.media["kind"]
-    wrong += ["kind"] if ((number < 0) | (number >= len(table.kinds))).any() else []
+    wrong += [name for name, column in table.media.items() if (column < 0).any()]
+    wrong += ["kind"] if (table.media["kind"] >= len(table.kinds)).any() else []
     for kind in table.kinds:
         mine = table.of_kind(kind)
         wrong += kind.wrong({name: table.media[name][mine] for name in kind.columns})
     wrong += ["needed_tokens"] if (table.needed_tokens > table.text_tokens).any() else []
     before, n_media = table.media["tokens_before"], np.diff(table.media_start)
     ends = np.repeat(table.text_tokens + n_media, n_media)
-    wrong += ["tokens_before"] if ((before < 0) | (before >= ends)).any() else []
+    wrong += ["tokens_before"] if (before >= ends).any() else []
     wrong += ["listed"] if listed < len(table) else []
     if wrong:
         raise ValueError(f"impossible {', '.join(wrong)}")

@@ -129,12 +129,16 @@ def _cut(
 
 
 def cut_media(table: ShapeTable, how: Preparation) -> str:
-    """Says how many media the model takes only the beginning of, and what to do; "" for none."""
-    said = (
-        medium.cut(k.name, {name: table.media[name][table.of_kind(k)] for name in k.columns})
-        for medium in how.values()
-        for k in medium.kinds
-    )
+    """Says how many media the model takes only the beginning of, and what to do, and which keys of
+    media it does not use; "" for none."""
+    said = []
+    for medium in how.values():
+        for k in medium.kinds:
+            columns = {name: table.media[name][table.of_kind(k)] for name in k.columns}
+            said.append(medium.cut(k.name, columns))
+            given = {key: int((columns[key] > 0).sum()) for key in k.keys if key in columns}
+            unused = {key: n for key, n in given.items() if n and not medium.uses_keys}
+            said += [f"not used: {key} of {k.name}s ({n:,} of them)" for key, n in unused.items()]
     return "; ".join(filter(None, said))
 
 

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import floor, sqrt
+from typing import ClassVar
 
 import numpy as np
 
+from dflop_jax.data.media.kind import Columns
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Decoded, Facts, Form, Grid, numbers
 from dflop_jax.data.media.native import Around, ClipLayout, Native, NativeMedium, Stamp, stamp_of
@@ -42,16 +44,11 @@ class Fitted(Native):
                 f"{self.block_px} pixels, and a clip a frame"
             )
 
-    def count(
-        self, widths: np.ndarray, heights: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        sizes = zip(widths.tolist(), heights.tolist(), strict=True)
+    def _blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
+        sizes = zip(headers["width"].tolist(), headers["height"].tolist(), strict=True)
         blocks = [fitted(w, h, self.block_px, self.soft_tokens) for w, h in sizes]
         rows, cols = np.array(blocks, np.int64).reshape(-1, 2).T
-        return rows > 0, np.ones(len(rows), np.int64), rows * cols
-
-    def grid(self, width: int, height: int) -> Grid:
-        return self._grid(width, height, self.soft_tokens)
+        return rows, cols
 
     def _grid(self, width: int, height: int, tokens: int) -> Grid:
         rows, cols = fitted(width, height, self.block_px, tokens)
@@ -60,7 +57,7 @@ class Fitted(Native):
     def clip(self, clip: Clip) -> ClipLayout:
         """Frames at equal steps from the first on, all of them where there are not more."""
         n = min(self.max_frames, clip.total)
-        frames = tuple(i * clip.total // n for i in range(n))
+        frames = tuple(clip.first + i * clip.total // n for i in range(n))
         seconds = tuple(i * clip.rate_den / clip.rate_num for i in frames)
         return ClipLayout(frames, seconds, self._grid(clip.width, clip.height, self.frame_tokens))
 
@@ -86,6 +83,8 @@ class FittedMedium(NativeMedium):
 
     native: Fitted
     later: Stamp
+
+    uses_keys: ClassVar[bool] = False
 
     def stamps(self, seconds: Sequence[float]) -> list[Around]:
         return [(self.later if i else self.stamp)(second) for i, second in enumerate(seconds)]

@@ -33,6 +33,7 @@ class Kind:
       described: a header in words.
       wrong: columns among those of n media that hold what no header says.
       too_small: what one is that no model can take, and what to do.
+      keys: that a record may give one of them, see `part_keys`; those but `SPAN` are columns.
       extensions: of its files in a shard. question: put before a caption of it.
       placeholders: tokens that stand for one where a tokenizer's configuration names none.
       wrapped: whether it stands between the tokens that begin and end a picture, where a tokenizer
@@ -48,6 +49,7 @@ class Kind:
     described: Callable[[Header], str]
     wrong: Callable[[Columns], list[str]]
     too_small: str
+    keys: tuple[str, ...] = ()
     extensions: tuple[str, ...] = ()
     question: str = "What is this?"
     placeholders: tuple[str, ...] = ()

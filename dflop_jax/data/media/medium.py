@@ -79,6 +79,11 @@ class Medium(Protocol):
         return 1
 
     @property
+    def uses_keys(self) -> bool:
+        """Whether a medium's own keys say how it is resized and sampled."""
+        return False
+
+    @property
     def blank(self) -> Mapping[str, int]:
         """The value of each field that shows nothing; {} where nothing is blanked."""
         return {}

@@ -19,6 +19,7 @@ from PIL import Image
 from dflop_jax.data.media.kind import Columns, Header, Kinds
 from dflop_jax.data.media.limits import CLIP_PIXELS, PICTURE_PIXELS, Limits
 from dflop_jax.data.media.medium import Counted, Decoded, Facts, Form, Grid, Medium, numbers
+from dflop_jax.data.media.part_keys import MICRO
 from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.token_sources import plain
 from dflop_jax.data.media.video import VIDEO, Clip
@@ -29,6 +30,9 @@ MAX_RATIO = 200  # of a picture's sides
 MIN_FRAMES = 4  # sampled from a clip that has them
 MIN_CLIP_PIXELS = 4096  # of all frames of a clip
 CAP_SLACK = 1.05  # least pixels of a frame, over those of a clip, where each frame is capped
+# Blocks at least and at most where a medium has keys of its own, as qwen-vl-utils has them: of a
+# picture, of a frame, and of all frames at most.
+KEYED_BLOCKS, KEYED_FRAME_BLOCKS, KEYED_CLIP_BLOCKS = (4, 16384), (128, 768), 115_200
 GREY = 128  # of blank pictures, in 0 to 255
 VISION_ENDS = ("<|vision_start|>", "<|vision_end|>")  # tokens around a pair of frames
 CLIP_FACTS = (
@@ -106,36 +110,39 @@ class Native:
         """LLM tokens of a piece."""
         return grid[0] * grid[1] // self.merge**2
 
-    def count(
-        self, widths: np.ndarray, heights: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(usable bool, pieces, LLM tokens), each [n], of n pictures of upright pixels."""
-        usable = np.maximum(widths, heights) <= MAX_RATIO * np.minimum(widths, heights)
-        rows, cols = self._blocks(np.where(usable, widths, 1), np.where(usable, heights, 1))
-        return usable, np.ones(len(widths), np.int64), rows * cols
+    def count(self, headers: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(usable bool, pieces, LLM tokens), each [n], of n pictures."""
+        rows, cols = self._blocks(headers)
+        return rows > 0, np.ones(len(rows), np.int64), rows * cols
 
-    def grid(self, width: int, height: int) -> Grid:
-        """Patches of a picture. ValueError: it is too thin."""
-        if max(width, height) > MAX_RATIO * min(width, height):
-            raise ValueError(
-                f"{width}x{height} pixels: one side is more than {MAX_RATIO} times the other; "
-                "crop it"
-            )
-        rows, cols = self._blocks(np.array([width]), np.array([height]))
+    def grid(self, header: Header) -> Grid:
+        """Patches of a picture; rows and columns are 0 where it is too thin."""
+        rows, cols = self._blocks({name: np.array([n]) for name, n in header.items()})
         return int(rows[0]) * self.merge, int(cols[0]) * self.merge
 
-    def _blocks(self, widths: np.ndarray, heights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows and columns of blocks of pictures, int64 [n] each."""
-        px, low, high = self.block_px, self.min_pixels, self.max_pixels
-        sides = np.stack([heights, widths]).astype(np.int64)
+    def _blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and columns of blocks of pictures, int64 [n] each; 0 of those that are too thin."""
+        px = self.block_px
+        true, given = (
+            np.stack([headers[f"{of}height"], headers[f"{of}width"]]).astype(np.int64)
+            for of in ("", "resized_")
+        )
+        limits = np.stack([headers["min_pixels"], headers["max_pixels"]]) * (given[0] == 0)
+        has_keys = (given[0] > 0) | (limits > 0).any(axis=0)
+        usual = np.array([[self.min_pixels, self.max_pixels]]).T
+        published = np.array([[n * px**2 for n in KEYED_BLOCKS]]).T
+        low, high = np.where(limits > 0, limits, np.where(has_keys, published, usual))
+        sides = np.where(given > 0, given, true)
+        is_thin = sides.max(axis=0) > MAX_RATIO * sides.min(axis=0)
         area = sides[0] * sides[1]
         blocks = np.round(sides / px).astype(np.int64)  # half to even
+        blocks = np.maximum(blocks, has_keys)
         pixels = blocks[0] * blocks[1] * px * px
         shrink, grow = np.sqrt(area / high), np.sqrt(low / area)
         smaller = np.maximum(1, np.floor(sides / shrink / px)).astype(np.int64)
         larger = np.ceil(sides * grow / px).astype(np.int64)
         rows, cols = np.where(pixels > high, smaller, np.where(pixels < low, larger, blocks))
-        return rows, cols
+        return np.where(is_thin, 0, rows), np.where(is_thin, 0, cols)
 
     def clip(self, clip: Clip) -> ClipLayout | None:
         """How a clip is seen; None: it has too few frames or is too thin."""
@@ -160,25 +167,48 @@ class Native:
 @lru_cache(maxsize=65536)
 def _clip_layout(native: Native, clip: Clip) -> ClipLayout | None:
     rate = clip.rate_num / clip.rate_den
-    wanted = int(clip.total / rate * native.frames_per_s)
-    n = min(max(wanted, native.min_frames), native.max_frames, clip.total)
-    if native.num_frames:
-        n = min(native.num_frames, native.max_frames)
-    grid = clip_grid(native, n, clip.width, clip.height)
+    n = frame_count(native, clip)
+    grid = clip_grid(native, n, clip)
     if grid is None:
         return None
-    frames = np.linspace(0, clip.total - 1, n).round().astype(int).tolist()
+    last = clip.first + clip.total - 1
+    frames = np.linspace(clip.first, last, n).round().astype(int).tolist()
     frames += frames[-1:] * (-n % native.frames)
     first, last = frames[:: native.frames], frames[native.frames - 1 :: native.frames]
     seconds = tuple((a / rate + b / rate) / 2 for a, b in zip(first, last, strict=True))
     return ClipLayout(tuple(frames), seconds, grid)
 
 
-def clip_grid(native: Native, n: int, width: int, height: int) -> Grid | None:
+def frame_count(native: Native, clip: Clip) -> int:
+    """How many frames of a clip are seen; 0 where it has fewer than its record asks for."""
+    pair, seconds = native.frames, clip.total * clip.rate_den / clip.rate_num
+    if clip.nframes:
+        n = round(clip.nframes / pair) * pair
+        return n if n <= clip.total else 0
+    if clip.fps or clip.min_frames or clip.max_frames:
+        n_min = ceil((clip.min_frames or native.min_frames) / pair) * pair
+        n_max = floor((clip.max_frames or min(native.max_frames, clip.total)) / pair) * pair
+        frames_per_s = clip.fps / MICRO or native.frames_per_s
+        return floor(min(max(seconds * frames_per_s, n_min), n_max, clip.total) / pair) * pair
+    if native.num_frames:
+        return min(native.num_frames, native.max_frames)
+    wanted = int(clip.total / (clip.rate_num / clip.rate_den) * native.frames_per_s)
+    return min(max(wanted, native.min_frames), native.max_frames, clip.total)
+
+
+def clip_grid(native: Native, n: int, clip: Clip) -> Grid | None:
     """Patches of each of n frames; None: too few of them, or too thin."""
-    px = native.block_px
+    px, width, height = native.block_px, clip.width, clip.height
     if n < native.frames:
         return None
+    if clip.min_pixels or clip.max_pixels or clip.total_pixels or clip.resized_width:
+        low = clip.min_pixels or KEYED_FRAME_BLOCKS[0] * px**2
+        of_all = clip.total_pixels or KEYED_CLIP_BLOCKS * px**2
+        high = max(
+            min(KEYED_FRAME_BLOCKS[1] * px**2, of_all / n * native.frames), int(low * CAP_SLACK)
+        )
+        keys = clip._replace(min_pixels=low, max_pixels=int(min(clip.max_pixels or high, high)))
+        return keyed if min(keyed := native.grid(keys._asdict())) else None
     if min(width, height) < px:
         scale = max(px / height, px / width)
         height, width = int(height * scale), int(width * scale)
@@ -248,6 +278,7 @@ class NativeMedium(Medium):
     kinds: ClassVar[Kinds] = (IMAGE, VIDEO)
     blank: ClassVar[Mapping[str, int]] = MappingProxyType({"patches": GREY})
     piece_tokens: ClassVar[int] = 0
+    uses_keys: ClassVar[bool] = True
 
     @property
     def unit_px(self) -> int:
@@ -256,7 +287,7 @@ class NativeMedium(Medium):
 
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
         if kind == IMAGE.name:
-            usable, pieces, tokens = self.native.count(headers["width"], headers["height"])
+            usable, pieces, tokens = self.native.count(headers)
             return Counted(usable, pieces, tokens, longest=tokens)
         clips = zip(*(headers[name].tolist() for name in Clip._fields))
         counts = [self._clip_counts(Clip(*facts)) for facts in clips]
@@ -278,7 +309,7 @@ class NativeMedium(Medium):
 
     def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
         if kind == IMAGE.name:
-            rows, cols = self.native.grid(header["width"], header["height"])
+            rows, cols = self.native.grid(header)
             return (rows * cols,)
         layout = self._layout(header)
         return (layout.grid[0] * layout.grid[1],) * len(layout.seconds)
@@ -292,7 +323,7 @@ class NativeMedium(Medium):
         native = self.native
         if kind == IMAGE.name:
             image = opened((header["width"], header["height"]))
-            grid = native.grid(*image.size)
+            grid = native.grid(header)
             frames = np.stack([native.resized(image, grid)] * native.frames)
             return self._decoded(frames, (grid,), np.full(native.tokens(grid), -1))
         layout = self._layout(header)
@@ -327,9 +358,9 @@ class NativeMedium(Medium):
             sides = n.block_px * np.array([*range(smallest, largest), largest])
             return {"width": sides, "height": sides}
         totals = np.arange(n.frames, n.max_frames + 1, n.frames)
-        facts = (*FRAME, 0, round(1000 * n.frames_per_s), 1000)
-        columns = {k: np.full(len(totals), v) for k, v in zip(Clip._fields, facts, strict=True)}
-        return {**columns, "total": totals}
+        rate = {"rate_num": round(1000 * n.frames_per_s), "rate_den": 1000}
+        columns = {"width": FRAME[0], "height": FRAME[1], **rate}
+        return {k: np.full(len(totals), v) for k, v in columns.items()} | {"total": totals}
 
 
 def stamp_of(

@@ -175,7 +175,8 @@ class TileMedium(Medium):
             tiles = self.layout.cut(image, alone, size)
         else:
             n = min(header["frames"], self.max_frames)
-            tiles = opened.spread(n, partial(frame_tile, tile_px=self.layout.tile_px))
+            tile = partial(frame_tile, tile_px=self.layout.tile_px)
+            tiles = opened.spread(n, tile, header["first"], header["total"])
         return replace(self._placed(kind, header, alone, len(tiles)), fields={"pixels": tiles})
 
     def unseen(self, kind: str, header: Header, alone: bool) -> Decoded:

@@ -14,6 +14,7 @@ from PIL import ExifTags, Image
 from dflop_jax.data.bounds import MAX_PIXELS, named
 from dflop_jax.data.datasets.blob import MediaFile, open_media
 from dflop_jax.data.media.kind import Columns, Header, Kind
+from dflop_jax.data.media.part_keys import SIZES
 
 # Pillow also reads scripts (EPS) and formats that nobody keeps photos in; JPEG stands for MPO too
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -200,12 +201,13 @@ IMAGE = Kind(
     name="image",
     word="picture",
     taken="sees",
-    columns={"width": np.int32, "height": np.int32},  # upright
+    columns=dict.fromkeys(("width", "height", *SIZES), np.int32),  # upright
     header=_header,
     opened=lambda source: partial(read_sized, source),
     described=lambda h: f"a picture of {h['width']}x{h['height']} pixels",
     wrong=_wrong,
     too_small="too thin a picture; crop it",
+    keys=SIZES,
     extensions=("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     question="Describe the image.",
     placeholders=("<image>", "<|image_pad|>", "<IMG_CONTEXT>"),

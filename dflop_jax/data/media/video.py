@@ -22,6 +22,7 @@ from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import checked_duration, opened
 from dflop_jax.data.media.kind import Columns, Kind, below_one
+from dflop_jax.data.media.part_keys import FRAMES, SIZES, SPAN
 from dflop_jax.data.media.seek import Choose, at_moments, is_hidden, numbered, seek_plan, sought
 
 FRAMES_PER_S = 2.0  # that are taken of a clip
@@ -32,13 +33,25 @@ logger = logging.getLogger("dflop_jax.data")
 
 
 class Clip(NamedTuple):
-    """Pixels of an upright frame, number of frames that are shown, frames a second on average."""
+    """Pixels of an upright frame, number of frames that are shown, frames a second on average; the
+    number of the first, and what its record asks for (see `part_keys`), each 0 where it does not.
+    """
 
     width: int
     height: int
     total: int
     rate_num: int
     rate_den: int
+    first: int = 0
+    min_pixels: int = 0  # of a frame
+    max_pixels: int = 0
+    resized_width: int = 0
+    resized_height: int = 0
+    nframes: int = 0
+    fps: int = 0
+    min_frames: int = 0
+    max_frames: int = 0
+    total_pixels: int = 0  # of all frames
 
     @property
     def frame_s(self) -> float:
@@ -73,18 +86,22 @@ def read_numbered(
 
 
 def read_frames(
-    path: MediaFile, n_frames: int, convert: Callable[[Image.Image], np.ndarray]
+    path: MediaFile,
+    n_frames: int,
+    convert: Callable[[Image.Image], np.ndarray],
+    first: int = 0,
+    total: int | None = None,
 ) -> np.ndarray:
     """`convert` of `n_frames` upright RGB frames, those on show in the middles of as many equal
-    parts of the clip, stacked.
+    parts of the clip, or of `total` frames of it from the `first` on, stacked.
 
     Where the clip breaks off, the last good frame is repeated, with a warning. ValueError when
     more than half of the frames are missing that way.
     """
     with opened(path, "video") as container:
         clip, start_s = _scanned(container)
-    part_s = clip.total * clip.frame_s / n_frames
-    moments = [start_s + (k + 0.5) * part_s for k in range(n_frames)]
+    part_s = (total or clip.total) * clip.frame_s / n_frames
+    moments = [start_s + first * clip.frame_s + (k + 0.5) * part_s for k in range(n_frames)]
     shown = partial(_shown, moments, start_s, clip.frame_s)
     return _read(path, at_moments(moments, 2 * clip.frame_s), shown, n_frames, convert)
 
@@ -241,7 +258,7 @@ class Frames(NamedTuple):
 def _wrong(columns: Columns) -> list[str]:
     frames = columns["frames"]
     wrong = ["frames"] if ((frames < 1) | (frames > MAX_CLIP_FRAMES)).any() else []
-    return wrong + [f"{name} of a clip" for name in below_one(columns, *Clip._fields)]
+    return wrong + [f"{name} of a clip" for name in below_one(columns, *Clip._fields[:5])]
 
 
 VIDEO = Kind(
@@ -249,12 +266,13 @@ VIDEO = Kind(
     word="clip",
     taken="sees",
     # frames: what it offers at FRAMES_PER_S; the others as in `Clip`
-    columns={"frames": np.int32, **dict.fromkeys(Clip._fields, np.int32)},
+    columns={"frames": np.int32, **dict.fromkeys(Clip._fields, np.int32), "fps": np.int64},
     header=clip_header,
     opened=lambda source: Frames(partial(read_frames, source), partial(read_numbered, source)),
     described=lambda h: f"a clip of {h['total']} frames of {h['width']}x{h['height']} pixels",
     wrong=_wrong,
     too_small="too thin or too short a clip; crop it or take a longer one",
+    keys=(*SIZES, *FRAMES, *SPAN, "total_pixels"),
     extensions=("mp4", "mkv", "webm", "avi", "mov"),
     question="Describe the video.",
     placeholders=("<video>", "<|video_pad|>"),

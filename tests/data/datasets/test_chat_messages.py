@@ -235,11 +235,11 @@ def test_text_holds_no_mark_of_ours(folder):
 
 
 def test_keys_that_are_not_read_are_named(folder):
-    part = {"type": "image", "image": "a.png", "max_pixels": 50176, "fps": None}
+    part = {"type": "image", "image": "a.png", "max_pixels": 9, "fps": None, "detail": 1}
     turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a", "mood": 1}]
     raw = {"messages": turns, "split": "train", "note": "", "tools": '[{"name": "f"}]'}
     found = record(raw, folder)
-    assert found.unread == ("max_pixels", "split")
+    assert (found.unread, found.keys) == (("detail", "split"), ({"max_pixels": 9},))
     assert found.fields.names == {"mood", "tools"}
     assert found.fields.variables == {"tools": [{"name": "f"}]}
     for wrong in ({"chat_template_kwargs": "[]"}, {"system": 3}, {"tools": "{"}):

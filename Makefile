@@ -20,7 +20,7 @@ ifneq ($(origin PYTHON),file)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo paper test every check lint second gpus hosts hosts-part format errors clean renew
+.PHONY: help demo paper test every check lint second gpus hosts hosts-part format clean renew
 
 help:  ## show this list
 	@echo "make TARGET [PYTHON=python3.12] [EXTRAS=dev,cuda12]"
@@ -60,9 +60,6 @@ hosts-part:
 format: $(LINTERS)  ## let ruff fix and format the code
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
-
-errors: $(STAMP)  ## write docs/errors.md from the messages in the source
-	@$(BIN)/python -m tests.errors_page
 
 clean:  ## remove .venv, caches and build output; runs/ stays
 	@rm -rf $(VENV) .venv-second .venv-gpus build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

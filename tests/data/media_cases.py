@@ -7,12 +7,15 @@ import json
 import tarfile
 import wave
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 from PIL import Image, ImageOps
 
-from dflop_jax.data.media.tiling import read_scaled
+from dflop_jax.data.media.kind import Kind
+from dflop_jax.data.media.part_keys import with_keys
+from dflop_jax.data.media.tiling import IMAGE, read_scaled
 from dflop_jax.data.media.video import Clip, clip_header
 from models.processors import MEAN, STD
 
@@ -156,3 +159,13 @@ def add_bytes(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(data)
     tar.addfile(info, io.BytesIO(data))
+
+
+def with_columns(kind: Kind, **columns: Any) -> dict[str, Any]:
+    """Headers of a kind, with 0 in the columns that are not given."""
+    shape = np.shape(next(iter(columns.values())))
+    return {name: np.zeros(shape, int) for name in kind.columns} | columns
+
+
+def picture_header(width: int, height: int, **keys: float) -> dict[str, int]:
+    return with_keys(with_columns(IMAGE, width=width, height=height), keys)

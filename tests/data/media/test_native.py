@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,17 +28,18 @@ from dflop_jax.data.media.native import (
     patch_places,
     token_positions,
 )
-from dflop_jax.data.media.part_keys import with_keys
-from dflop_jax.data.media.tiling import IMAGE, frame_tile, picture_size
-from dflop_jax.data.media.video import VIDEO, Clip, read_numbered
+from dflop_jax.data.media.tiling import IMAGE, picture_size
+from dflop_jax.data.media.video import Clip, read_numbered
 from tests.data.media.test_seek import write_long
 from tests.data.media_cases import (
     clip_of,
     made_pictures,
     noise,
+    picture_header,
     read_upright,
     shared_files,
     talk,
+    with_columns,
     write_clip,
 )
 from tests.data.text.test_chat import write
@@ -89,169 +89,8 @@ def test_sizes_are_the_published_ones(published, low, high):
             assert not usable[k]
             continue
         assert usable[k]
-        assert native.grid(picture(width, height)) == (rows // 16, cols // 16)
+        assert native.grid(picture_header(width, height)) == (rows // 16, cols // 16)
         assert (pieces[k], tokens[k]) == (1, rows * cols // 1024)
-
-
-def with_columns(kind, **columns):
-    """Headers of a kind, with 0 in the columns that are not given."""
-    shape = np.shape(next(iter(columns.values())))
-    return {name: np.zeros(shape, int) for name in kind.columns} | columns
-
-
-def picture(width, height, **keys):
-    return with_keys(with_columns(IMAGE, width=width, height=height), keys)
-
-
-def keyed_size(height, width, low, high):
-    """Sides in blocks of 32 pixels, as qwen-vl-utils sizes a picture or a frame."""
-    rows, cols = max(1, round(height / 32)), max(1, round(width / 32))
-    if rows * cols * 1024 > high:
-        shrink = (height * width / high) ** 0.5
-        rows, cols = (max(1, int(side / shrink // 32)) for side in (height, width))
-    elif rows * cols * 1024 < low:
-        grow = (low / (height * width)) ** 0.5
-        rows, cols = (-int(-side * grow // 32) for side in (height, width))
-    return 2 * rows, 2 * cols
-
-
-def test_keys_of_a_picture_say_its_size():
-    rng = np.random.default_rng(0)
-    native = Native()
-    for _ in range(300):
-        width, height = np.exp(rng.uniform(3, 8, 2)).astype(int).tolist()
-        low, high = sorted(np.exp(rng.uniform(8, 16, 2)).astype(int).tolist())
-        keys = {"min_pixels": low, "max_pixels": high}
-        cases = [(keys, (height, width, low, high))]
-        cases.append(({"max_pixels": high}, (height, width, 4096, high)))
-        cases.append(({"min_pixels": low}, (height, width, low, 2**24)))
-        cases.append(({"resized_height": 40 + height, "resized_width": 2 * width, **keys},
-                      (40 + height, 2 * width, 4096, 2**24)))  # fmt: skip
-        for given, size in cases:
-            header = picture(width, height, **given)
-            if max(width, height) < 200 * min(width, height):
-                assert native.grid(header) == keyed_size(*size), (width, height, given)
-    plain = picture(640, 480)
-    assert native.grid(plain) == native.grid(picture(640, 480, max_pixels=2**24, min_pixels=1))
-
-
-def test_keys_of_a_clip_say_its_frames_and_size():
-    rng = np.random.default_rng(0)
-    native = Native()
-    file = {**Clip(640, 360, 300, 10, 1)._asdict(), "frames": 60}
-    for keys, frames in [
-        ({}, np.linspace(0, 299, 60)),
-        ({"fps": 1}, np.linspace(0, 299, 30)),
-        ({"fps": 0.5, "min_frames": 19}, np.linspace(0, 299, 20)),
-        ({"fps": 9.5, "max_frames": 13}, np.linspace(0, 299, 12)),
-        ({"fps": 0.26}, np.linspace(0, 299, 6)),
-        ({"nframes": 8}, np.linspace(0, 299, 8)),
-        ({"nframes": 9}, np.linspace(0, 299, 8)),
-        ({"video_start": 10.0, "video_end": 20.0}, np.linspace(100, 200, 20)),
-        ({"video_start": 29.05}, np.linspace(291, 299, 4)),
-        ({"video_end": 100}, np.linspace(0, 299, 60)),
-        ({"video_start": 0, "video_end": 0.19, "nframes": 2}, [0, 1]),
-    ]:
-        header = with_keys(file, keys)
-        layout = native.clip(Clip(*(header[name] for name in Clip._fields)))
-        assert layout.frames == tuple(np.round(frames).astype(int)), keys
-        pairs = np.reshape(layout.frames, (-1, 2)).mean(axis=1)
-        np.testing.assert_allclose(layout.seconds, pairs / 10)
-    assert with_keys(file, {"video_start": 10, "video_end": 20})["frames"] == 21
-    assert native.clip(Clip(640, 360, 7, 10, 1, nframes=8)) is None
-    for _ in range(200):
-        width, height, n = (int(k) for k in rng.integers([40, 40, 2], [2000, 2000, 80]))
-        low, high, total = (int(x) for x in np.exp(rng.uniform([8, 13, 14], [13, 16, 18])))
-        clip = Clip(width, height, 2 * n, 10, 1, nframes=2 * (n // 2))
-        most = max(min(768 * 1024, 115_200 * 1024 / clip.nframes * 2), int(128 * 1024 * 1.05))
-        of_all = max(min(768 * 1024, total / clip.nframes * 2), int(low * 1.05))
-        for keys, limits in [
-            ({"max_pixels": high}, (128 * 1024, min(high, most))),
-            ({"min_pixels": low, "total_pixels": total}, (low, of_all)),
-            ({"min_pixels": low, "max_pixels": high, "total_pixels": total},
-             (low, min(high, of_all))),
-        ]:  # fmt: skip
-            assert native.clip(clip._replace(**keys)).grid == keyed_size(height, width, *limits)
-        sized = clip._replace(resized_width=100, resized_height=400, max_pixels=high)
-        assert native.clip(sized).grid == keyed_size(400, 100, 4096, 2**24)
-
-
-@pytest.mark.parametrize(
-    "keys, why",
-    [
-        ({"fps": 0}, "its fps is 0, which is no number that it can be"),
-        ({"nframes": 2.5}, "its nframes is 2.5"),
-        ({"max_pixels": "9"}, "its max_pixels is .9."),
-        ({"min_frames": True}, "its min_frames is True"),
-        ({"video_end": -1}, "its video_end is -1"),
-        ({"max_pixels": 10, "min_pixels": 20}, "its min_pixels 20 is above its max_pixels 10"),
-        ({"min_frames": 9, "max_frames": 8}, "its min_frames 9 is above its max_frames 8"),
-        ({"fps": 1, "nframes": 2}, "it has fps and nframes; leave one out"),
-        ({"resized_width": 64}, "one of resized_width and resized_height; give both"),
-        ({"video_start": 3, "video_end": 2}, "video_start 3 leaves no frames of 5.00 s"),
-        ({"video_start": 6}, "video_start 6 leaves no frames of 5.00 s"),
-    ],
-)  # fmt: skip
-def test_keys_that_cannot_be(keys, why):
-    header = with_columns(VIDEO, **Clip(64, 48, 50, 10, 1)._asdict())
-    with pytest.raises(ValueError, match=why):
-        with_keys(header, keys)
-
-
-def test_keys_of_parts_reach_the_model_or_are_named(tmp_path, caplog):
-    write_clip(tmp_path / "c.mp4", 40)  # 4 frames a second
-    Image.fromarray(noise(300, 400)).save(tmp_path / "a.png")
-
-    def record(*parts):
-        return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]},
-                             {"role": "assistant", "content": "a"}]}  # fmt: skip
-
-    clip, image = {"type": "video", "video": "c.mp4"}, {"type": "image", "image": "a.png"}
-    records = [
-        record(clip | {"video_start": 1.0, "video_end": 2.9, "nframes": 4}),
-        record(image | {"max_pixels": 32 * 32 * 12, "detail": "low"}, clip),
-        record({"type": "image", "max_pixels": 32 * 32 * 6})
-        | {"images": [{"path": "a.png", "min_pixels": 2048, "detail": "low"}]},
-        record(image | {"max_pixels": -1}),
-    ]
-    limits = {"max_bad_fraction": 0.5}
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = dataset(tmp_path, records, **limits)
-    said = [r.getMessage() for r in caplog.records]
-    assert any("dataset.json[3]: its max_pixels is -1" in line for line in said)
-    assert any("not read: detail (2 records)" in line for line in said)
-    assert not any("not used" in line for line in said)
-    first, second, third = (source.sample(k) for k in range(3))
-    native = Native(max_clip_pixels=60_000)
-    resized = partial(native.resized, grid=(4, 4))
-    shown = read_numbered(tmp_path / "c.mp4", [4, 6, 9, 11], resized)
-    np.testing.assert_array_equal(first.fields["vision"]["patches"], native.patches(shown))
-    assert second.load.lengths("vision")[0] == 4 * 12
-    assert third.load.lengths("vision") == (4 * 4,)  # 2 x 2 blocks, as 2 x 3 are too many
-    assert all(made.load == source.load(k) for k, made in enumerate([first, second, third]))
-
-    caplog.clear()
-    tiles = {"vision": {"form": "tiles", "tile_px": 32, "tokens_per_tile": 4}}
-    config = DataConfig(path=str(tmp_path), **limits)
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        of_tiles = make_source(config, MediaSpec.of(tiles, {}), index_dir=tmp_path, apart=False)
-    unused = [r.getMessage() for r in caplog.records if "not used" in r.getMessage()]
-    assert unused == [
-        f"{tmp_path}: not used: min_pixels of images (1 of them); not used: max_pixels of images "
-        "(2 of them); not used: nframes of videos (1 of them)"
-    ]
-    seen = of_tiles.sample(0).fields["vision"]["pixels"]  # of 2 s, 2 a second
-    moments = read_numbered(tmp_path / "c.mp4", [5, 7, 9, 11], partial(frame_tile, tile_px=32))
-    np.testing.assert_array_equal(seen, moments)
-
-
-def test_a_tag_in_text_before_a_part_that_names_its_medium(tmp_path):
-    Image.fromarray(noise(64, 64)).save(tmp_path / "a.png")
-    content = [{"type": "text", "text": "Write <image>, not "}, {"type": "image", "image": "a.png"},
-               {"type": "text", "text": " or <image>."}]  # fmt: skip
-    record = {"messages": [{"role": "user", "content": content},
-                           {"role": "assistant", "content": "An <image>."}]}  # fmt: skip
-    assert dataset(tmp_path, [record]).load(0).lengths("vision") == (16,)
 
 
 def picture_processor(published, low, high):
@@ -266,7 +105,7 @@ def test_patches_are_the_published_ones(published, tmp_path):
     pictures = [p for p in made_pictures(tmp_path) if p.name != "thin.png"]
     for path in pictures:
         image = read_upright(path)
-        grid = native.grid(picture(*image.size))
+        grid = native.grid(picture_header(*image.size))
         ours = native.patches(np.stack([native.resized(image, grid)] * 2))
         theirs = processor(image, return_tensors="np")
         assert theirs["image_grid_thw"].tolist() == [[1, *grid]]
@@ -501,7 +340,7 @@ def test_samples_are_the_published_ones(published, tmp_path):
             text += f"<|im_start|>{role}\n{turn['value']}<|im_end|>\n"
         names = record.get("image", [])
         for name in [names] if isinstance(names, str) else names:
-            images.append([1, *own.grid(picture(*picture_size(found(name))))])
+            images.append([1, *own.grid(picture_header(*picture_size(found(name))))])
             seen = {"image_grid_thw": torch.tensor(images)}
             pads = of.replace_image_token(processor, seen, len(images) - 1)
             text = text.replace("<image>", f"<|vision_start|>{pads}<|vision_end|>", 1)

@@ -25,7 +25,7 @@ def held_out(lots: Sequence[np.ndarray], n: int, seed: int) -> list[np.ndarray]:
       ValueError: nothing would be left to train on.
     """
     sizes = [len(part) for part in lots]
-    wanted = _shares(sizes, min(n, sum(sizes)))
+    wanted = shares(sizes, min(n, sum(sizes)), least=2)
     taken = np.zeros(0, np.uint64)
     for part in np.argsort(sizes, kind="stable"):  # ids of small parts take of others' shares, too
         lacking = wanted[part] - np.isin(lots[part], taken).sum()
@@ -43,14 +43,14 @@ def held_out(lots: Sequence[np.ndarray], n: int, seed: int) -> list[np.ndarray]:
     return masks
 
 
-def _shares(sizes: Sequence[int], n: int) -> list[int]:
-    """`n` by parts of so many records, in proportion; at least one of each part that has two, where
-    `n` suffices."""
+def shares(sizes: Sequence[int], n: int, least: int = 1) -> list[int]:
+    """`n` by parts of so many records, in proportion; at least one of each part that has `least`
+    records, where `n` suffices."""
     ends = np.cumsum(sizes) * n / max(1, sum(sizes))
     counts = np.diff(np.round(ends), prepend=0).astype(int).tolist()
     for part, size in enumerate(sizes):
         largest = counts.index(max(counts))
-        if not counts[part] and size > 1 < counts[largest]:
+        if not counts[part] and size >= least and counts[largest] > 1:
             counts[largest] -= 1
             counts[part] = 1
     return counts

@@ -58,9 +58,6 @@ class ModelConfig:
         tuple[str, ...],
         "to begin with: a folder of published weights, or a run (RUN, RUN@STEP); or MODULE=FOLDER",
     ] = ()
-    adapters: Annotated[
-        str, "folder of adapters to go on with, as peft writes it; the model is adapted as they are"
-    ] = ""
     dtype: Annotated[Dtype, "compute dtype: float32 or bfloat16"] = "float32"
     attention_kernel: Annotated[
         AttentionKernel,

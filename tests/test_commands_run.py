@@ -12,7 +12,7 @@ from dflop_jax.cli import main
 from dflop_jax.gpu_compile import chip_profile
 from dflop_jax.train import choice, profiling
 from tests.documents import ROOT, commands
-from tests.front.wrong_lines import adapters_of, careless_folder
+from tests.front.wrong_lines import careless_folder
 
 DOCUMENTS = ("README.md", "docs/one_command.md", "docs/first_hour.md", "docs/training.md")
 # What needs a run, a network or a terminal has tests of its own, and so has compiling for a chip.
@@ -24,7 +24,6 @@ STAND_INS = {
     "first/train.json": "photos/train.json",
     "mixture.yaml": "mixture.yaml",
     "PATH": "photos",
-    "ADAPTER_FOLDER": "adapters",
 }
 ENDED = "check", "init"  # which measure nothing
 
@@ -44,7 +43,6 @@ def test_commands_come_as_far_as_measuring(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(where, "make_profile", measured)
     monkeypatch.setattr(chip_profile, "predicted_profile", measured)
     careless_folder(tmp_path)
-    adapters_of(tmp_path / "config", tmp_path / "adapters", base=str(tmp_path / "qwen"))
     (tmp_path / "mixture.yaml").write_text("- photos/train.json\n")
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
     monkeypatch.chdir(tmp_path)

@@ -48,8 +48,8 @@ def read_saved(reader: CheckpointReader, segment: Segment, fresh: Callable[[], P
         )
     if lost := sorted(known - set(segment.module.inputs)):
         raise ValueError(
-            f"{where} has {', '.join(lost)} of {module}, which this model has not (adapters go on "
-            "with train.lora_rank; or begin with an export, which merges them)"
+            f"{where} has {', '.join(lost)} of {module}, which this model has not (adapters need "
+            "train.lora_rank; or begin with an export, which merges them)"
         )
     arrays = parameter_arrays(segment.name, segment)
     source = _Rounding(reader, arrays)

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
 def add_ways(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--adapter",
-        metavar="FOLDER",
-        help="adapters as peft and dflop export --adapter write them, folded in",
-    )
-    parser.add_argument(
         "--ways",
         type=int,
         default=0,

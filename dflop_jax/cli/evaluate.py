@@ -76,9 +76,7 @@ def run(args: argparse.Namespace) -> Evaluated:
         raise ValueError("--data: say which records; a run's own data.factory has none")
     folder = Path(args.out or Path(source) / "evaluated")
     place = set_up(config)
-    generator = Generator(
-        config, source, place.devices, rows=args.batch, ways=args.ways, adapter=args.adapter
-    )
+    generator = Generator(config, source, place.devices, rows=args.batch, ways=args.ways)
     tokenizer = generator.tokenizer
     if config.data.path:
         asked = questions.of_records(config.data, generator.model, tokenizer, args.samples)

@@ -74,7 +74,7 @@ _METAVARS = {
     "distributed.coordinator": "HOST:PORT",
 }
 _BY_ENDING = {"factory": "MODULE:FUNCTION", "path": "PATH", "dir": "FOLDER", "file": "FILE",
-              "adapters": "FOLDER", "bytes": "SIZE", "gib": "GIB", "_s": "SECONDS"}  # fmt: skip
+              "bytes": "SIZE", "gib": "GIB", "_s": "SECONDS"}  # fmt: skip
 _BY_KIND = {bool: "true|false", int: "N", float: "NUMBER"}
 
 

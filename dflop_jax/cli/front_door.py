@@ -7,7 +7,6 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflop_jax.cli.experiment import (
@@ -19,7 +18,6 @@ from dflop_jax.cli.experiment import (
     the_one,
 )
 from dflop_jax.cli.terminal import HeldNotes, Parser, note
-from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.config import Config, override
 from dflop_jax.front.setting import Setting, with_settings
 
@@ -52,8 +50,7 @@ def front_door_arguments() -> Parser:
         "--model",
         metavar="FOLDER_OR_NAME",
         help="folder of a published model, or OWNER/NAME[@REVISION] on the hub: its factory, size, "
-        "weights, tokenizer, template and limits of pictures; one of adapters goes on training "
-        "them",
+        "weights, tokenizer, template and limits of pictures",
     )
     names.add_argument(
         "--data", metavar="PATH_OR_NAME", help="the data, as --data.path: file, folder or name"
@@ -132,59 +129,26 @@ def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) ->
     from dflop_jax.front.defaults import model_defaults, run_dir
     from dflop_jax.front.hub import model_folder
     from dflop_jax.front.model_folder import folder_settings
-    from dflop_jax.weights import adapter_base, read_config
+    from dflop_jax.weights import read_config
 
     settings: list[Setting] = []
-    name, adapters = given.get("model.size", ""), given.get("model.adapters", "")
+    name = given.get("model.size", "")
     if args.model is not None:
-        folder, flag = model_folder(args.model, note), "--model.adapters"
+        folder = model_folder(args.model, note)
         name = str(folder)
-        if (base := adapter_base(folder)) is not None:
-            if adapters:
-                raise ValueError(
-                    f"--model {args.model} and --model.adapters {adapters} are both adapters; give "
-                    "their model as --model"
-                )
-            folder, adapters, flag = _base_folder(args.model, folder, base), str(folder), "--model"
         settings += folder_settings(folder, given)
-        if adapters:
-            from dflop_jax.front.adapter_folder import adapter_settings
-
-            model = override(with_settings(Config(), settings), given).model
-            settings += adapter_settings(Path(adapters), model, flag)
         if not by_file:
             from dflop_jax.cluster.devices import on_cpu  # with jax, which takes seconds
 
             hardware = given.get("plan.hardware", "")
             gpus = hardware != "cpu" if hardware else not on_cpu()
-            lora = bool(adapters) or given.get("train.lora_rank", "0") != "0"
+            lora = given.get("train.lora_rank", "0") != "0"
             settings += model_defaults(read_config(folder), gpus=gpus, lora=lora)
     if args.data is not None:
         settings.append(Setting("data.path", args.data, "--data"))
     if not by_file:
         settings.append(run_dir(name, args.data or given.get("data.path", "")))
     return settings
-
-
-def _base_folder(asked: str, adapters: Path, base: str) -> Path:
-    """The folder of the model that a folder of adapters names, which may be `asked` for by its
-    name on the hub."""
-    from dflop_jax.front.hub import model_folder
-
-    if not base:
-        raise ValueError(
-            f"--model {asked} has adapters, and names no model of theirs; give it as --model "
-            f"FOLDER_OR_NAME --model.adapters {adapters}"
-        )
-    try:
-        return model_folder(base, note)
-    except (ValueError, TryAgain) as e:
-        said = str(e).removeprefix(f"--model {base}: ").partition(";")[0]
-        line = f"--model {asked} adapts {base}: {said}"
-        remedy = f"give its model as --model FOLDER_OR_NAME --model.adapters {adapters}"
-        if isinstance(e, TryAgain):
-            raise TryAgain(f"{line}; run the command again, or {remedy}") from None
-        raise ValueError(f"{line}; {remedy}") from None
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> Any:
         tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
     check_media(media)
     use_cache(config.cache_dir)
-    generator = Generator(config, source, ways=args.ways, adapter=args.adapter)
+    generator = Generator(config, source, ways=args.ways)
     if args.chat:
         print(HELP, file=sys.stderr)
         return chat(generator, _lines(args.prompt), how, _write, media)

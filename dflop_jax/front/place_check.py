@@ -20,7 +20,7 @@ from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, chip_of
 from dflop_jax.hardware import GB, GIB, find_hardware
 from dflop_jax.report.wording import number
-from dflop_jax.train.initial import beginning
+from dflop_jax.train.initial import published
 from dflop_jax.train.planning import least_bytes
 from dflop_jax.train.prepare import Workplace, model_on, use_devices
 from dflop_jax.train.profiling import parameter_bytes
@@ -169,13 +169,10 @@ def _size(n_bytes: float) -> str:
 def _weights(model: MultimodalModel, config: Config) -> str:
     """Whether the folder holds the model and nothing else; ValueError names what is missing or
     unknown."""
-    weights, adapters = config.model.weights, config.model.adapters
-    if not weights and not adapters:
-        return "none: it begins at random"
-    beginning(model, config.model)
-    folders = [Path(w.rpartition("=")[2]) for w in (*weights, adapters) if w]
-    n_bytes = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
-    names = ", ".join(map(str, folders))
+    weights = config.model.weights
     if not weights:
-        return f"none but the adapters, {n_bytes / GB:.2f} GB in {names}: all else begins at random"
-    return f"complete, {n_bytes / GB:.2f} GB in {names}"
+        return "none: it begins at random"
+    published(model, weights)
+    folders = [Path(w.rpartition("=")[2]) for w in weights]
+    n_bytes = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
+    return f"complete, {n_bytes / GB:.2f} GB in {', '.join(map(str, folders))}"

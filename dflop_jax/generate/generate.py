@@ -31,7 +31,6 @@ from dflop_jax.generate.sampling import Sampling
 from dflop_jax.pipeline.int8 import is_quantized
 from dflop_jax.train.load_params import Loaded, load_params
 from dflop_jax.train.prepare import trained_model
-from dflop_jax.weights import fold_adapter
 
 OnText = Callable[[str], None]
 
@@ -87,7 +86,6 @@ class Generator:
       devices: of the run, process by process; None: those of this process.
       rows: prompts that are answered at once.
       ways: devices that share one copy of the parameters; 0: as few as hold them.
-      adapter: folder of adapters as peft has them, which are folded in.
 
     Raises:
       ValueError: the model cannot be built or does not generate, there is no such checkpoint, or
@@ -102,7 +100,6 @@ class Generator:
         *,
         rows: int = 1,
         ways: int = 0,
-        adapter: str | Path | None = None,
     ):
         self.config = config
         self.model = trained_model(config)
@@ -118,17 +115,6 @@ class Generator:
             m: param_structs(module, self.replica) for m, module in self.model.modules.items()
         }
         self._loaded: Loaded | None = None
-        self._adapter = adapter
-        if adapter is not None and getattr(self.model, "weights", None) is None:
-            raise ValueError(
-                f"--adapter {adapter}: {config.model.factory} has no published form that it could "
-                "be of; leave it out"
-            )
-        if adapter is not None and any(map(is_quantized, self.model.modules.values())):
-            raise ValueError(
-                f"--adapter {adapter}: nothing is folded into matrices held in 8 bits; leave out "
-                "train.quantize_frozen"
-            )
         if run is not None:
             self.load(run)
 
@@ -146,10 +132,6 @@ class Generator:
         if self._loaded is None:
             saved = load_params(run, self.model, self._structs, average=average, fold=False)
             self._loaded = replace(saved, params=_as_held(saved.params, self.model))
-        if self._adapter is not None:
-            whole: Any = self.model
-            params = fold_adapter(self._adapter, whole.weights, self._loaded.params)
-            self._loaded = replace(self._loaded, params=params)
 
     def free(self) -> None:
         """Hold no parameters any more."""

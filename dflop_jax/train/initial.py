@@ -3,91 +3,21 @@ or of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from dflop_jax.checkpoint.begin import open_saved, read_saved
-from dflop_jax.checkpoint.state_arrays import parameter_arrays, read_array
 from dflop_jax.checkpoint.store import CorruptCheckpoint, OtherVersion, StorageError
-from dflop_jax.config import ModelConfig
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.report.run_folder import CHECKPOINTS
-from dflop_jax.train.load_params import shapes_of
 from dflop_jax.train.run_dir import run_config
-from dflop_jax.train.stages import LORA
-from dflop_jax.weights import Folder, read_adapters, read_segment
+from dflop_jax.weights import Folder, read_segment
 
 # (segment, its fresh parameters if they are asked for) -> parameters to begin with
 Initial = Callable[[Segment, Callable[[], Params]], Params]
-
-
-def beginning(model: MultimodalModel, config: ModelConfig) -> Initial | None:
-    """Return how a run of a model begins: with the `weights` and the `adapters` of a configuration;
-    None for neither.
-
-    Raises:
-      ValueError: see `published`; adapters that the model does not have as they are.
-    """
-    base = published(model, config.weights)
-    if not config.adapters:
-        return base
-    adapters = _fitting_adapters(model, config.adapters)
-
-    def begin(segment: Segment, fresh: Callable[[], Params]) -> Params:
-        params = base(segment, fresh) if base else fresh()
-        arrays = parameter_arrays(segment.name, segment)
-        leaves = [
-            read_array(adapters, a) if a.name in adapters.arrays else leaf
-            for a, leaf in zip(arrays, jax.tree.leaves(params), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
-
-    return begin
-
-
-@dataclass(frozen=True)
-class _Adapters:
-    """Adapters, by the names that a checkpoint gives them."""
-
-    arrays: Mapping[str, np.ndarray]
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-        """See `CheckpointReader.read`."""
-        index = (slice(lo, lo + n) for lo, n in zip(start, shape, strict=True))
-        return self.arrays[name][tuple(index)]
-
-
-def _fitting_adapters(model: MultimodalModel, path: str) -> _Adapters:
-    """The adapters of a folder, in the shapes that the model's have; ValueError where they are of
-    other matrices or ranks."""
-    found = read_adapters(path, map_of(model, "", True), model.modules)
-    has = {f"params/{name}": array for name, array in found.arrays.items()}
-    needs = {
-        f"params/{m}/{jax.tree_util.keystr(where, simple=True, separator='/')}": struct.shape
-        for m, module in model.modules.items()
-        for part, tree in shapes_of(module).items()
-        if module.freeze_groups.get(part) == LORA
-        for where, struct in jax.tree_util.tree_leaves_with_path({part: tree})
-    }
-    sizes = {name: a.size for name, a in has.items()}, {n: prod(s) for n, s in needs.items()}
-    differing = [n for n in sorted(has.keys() | needs.keys()) if sizes[0].get(n) != sizes[1].get(n)]
-    if differing:
-        ranks = ",".join(f"{name}={rank}" for name, rank in found.ranks.items())
-        raise ValueError(
-            f"model.adapters={path}: {differing[0]} is of another rank in the run, or in one of "
-            f"them alone; give --train.lora_rank {found.rank} --train.lora_targets "
-            f"{','.join(found.ranks)} --train.lora_ranks {ranks}, or merge it into its model by "
-            "peft (merge_and_unload)"
-        )
-    return _Adapters({name: array.reshape(needs[name]) for name, array in has.items()})
 
 
 def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:

@@ -36,6 +36,6 @@ def stage_folders(stages: Mapping[str, Config]) -> dict[str, Config]:
             raise ValueError(f"stage {name!r}: a name must have letters, digits, _ and - only")
         config = replace(config, run_dir=f"{folder}/{number}-{name}")
         if before:
-            config = replace(config, model=replace(config.model, weights=(before,), adapters=""))
+            config = replace(config, model=replace(config.model, weights=(before,)))
         found[name], before = config, config.run_dir
     return found

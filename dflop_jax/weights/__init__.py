@@ -2,10 +2,6 @@
 
 from dflop_jax.weights.adapter import AdapterForm as AdapterForm
 from dflop_jax.weights.adapter import write_adapter as write_adapter
-from dflop_jax.weights.adapter_parameters import FolderAdapters as FolderAdapters
-from dflop_jax.weights.adapter_parameters import read_adapters as read_adapters
-from dflop_jax.weights.adapter_read import adapter_base as adapter_base
-from dflop_jax.weights.adapter_read import fold_adapter as fold_adapter
 from dflop_jax.weights.folder import Folder as Folder
 from dflop_jax.weights.folder import read_config as read_config
 from dflop_jax.weights.read import file_values as file_values

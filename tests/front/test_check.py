@@ -13,12 +13,9 @@ from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.reasons import reason_of
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.train.prepare import build_model
-from dflop_jax.weights import AdapterForm, write_adapter
-from models import llava
 from tests.cli.command_line import refused, run
 from tests.data.media_cases import made_dataset, talk, write_wav
 from tests.front.made import llava_data, processor_files
-from tests.train.lora_cases import with_adapters
 
 
 @pytest.fixture(autouse=True)
@@ -170,23 +167,6 @@ def test_a_model_and_its_template(capsys):
     Path("other/config.json").write_text('{"model_type": "clip", "vision_config": {"a": 1}}')
     code, _, err = run(capsys, "check", "--model", "other")
     assert (code, err.count("\n")) == (2, 1)
-
-
-def test_adapters_without_weights_are_read(capsys):
-    model = llava.build("anyres-nano").with_lora(2, 4.0)
-    params = with_adapters(model, {name: {} for name in model.modules}, 0)
-    write_adapter("adapters", model.weights, params, AdapterForm(2, 4.0))
-    named = "--model.size", "anyres-nano", "--model.adapters"
-    adapted = "--train.lora_rank", "2", "--train.lora_alpha", "4"
-    code, said, _ = answer(capsys, *named, "adapters", *adapted)
-    assert (code, said["wrong"]) == (0, {})
-    assert said["facts"]["weights"].startswith("none but the adapters, 0.00 GB in adapters: all")
-    for folder, more, says in (
-        ("adapters", (), "of another rank in the run, or in one of them alone; give --train.lora_"),
-        ("gone", adapted, "gone: no adapter_config.json to read"),
-    ):
-        _, said, _ = answer(capsys, *named, folder, *more)
-        assert says in said["wrong"]["weights"]
 
 
 def test_too_little_memory_is_wrong(capsys):

@@ -109,15 +109,6 @@ def test_each_file_that_is_data_is_fetched_once_and_cached(hub, start):
     assert hub.asked.total() == asked
 
 
-def test_adapters_alone_are_fetched_as_a_model_is(hub, start):
-    wanted = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"1" * 500}
-    hub.files = {**wanted, "adapter_model.bin": b"a pickle", "train.py": b"code"}
-    code, folder, err = over(start())
-    assert (code, err) == (0, f"told fetching {NAME} from {hub.url}")
-    assert {f.name: f.read_bytes() for f in Path(folder).iterdir()} == wanted
-    assert hub.asked["adapter_model.bin"] == hub.asked["train.py"] == 0
-
-
 @pytest.mark.parametrize("what, status", [("status", 401), ("status", 403), ("file_status", 403)])
 def test_what_asks_for_a_login(hub, start, what, status):
     setattr(hub, what, status)

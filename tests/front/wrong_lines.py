@@ -7,11 +7,10 @@ import json
 import shutil
 from pathlib import Path
 
-from dflop_jax.weights import AdapterForm, ModuleParams, write_adapter, write_folder
+from dflop_jax.weights import ModuleParams, write_folder
 from models import qwen3_vl
 from tests.cli.command_line import EXPERIMENT
 from tests.front.made import llava_data, processor_files
-from tests.train.lora_cases import with_adapters
 from tests.verify.test_verify import random_params
 
 ASK = "--model qwen --data photos/train.json"
@@ -107,11 +106,3 @@ def careless_folder(folder: Path) -> Path:
     (folder / "empty.json").write_text("[]")
     (folder / "raises.py").write_text("def config():\n    return 1 / 0\n")
     return folder
-
-
-def adapters_of(model_folder: Path, to: Path, base: str) -> Path:
-    """Adapters of a small Qwen3-VL in `to`, which names the model `base`."""
-    model = qwen3_vl.build(str(model_folder)).with_lora(2, 4.0)
-    params = with_adapters(model, {name: {} for name in model.modules}, 0)
-    write_adapter(to, model.weights, params, AdapterForm(2, 4.0, base=base))
-    return to

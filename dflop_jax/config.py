@@ -364,10 +364,6 @@ class TrainConfig:
         tuple[str, ...], "how they are scored: exact, relaxed, anls, choice, wer; empty: exact"
     ] = ()
     eval_max_tokens: Annotated[PositiveInt, "longest of these answers"] = 64
-    early_stop: Annotated[
-        NonNegativeInt,
-        "evaluations in a row without a lower held-out loss that end the run; 0: never",
-    ] = 0
 
     @property
     def answer_metrics(self) -> tuple[str, ...]:

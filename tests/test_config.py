@@ -262,7 +262,6 @@ NOT_NEGATIVE = [
     "train.lora_rank",
     "train.eval_every",
     "train.eval_generate_every",
-    "train.early_stop",
     "train.eval_samples",
     "train.peak_flops",
     "plan.devices",

@@ -9,7 +9,6 @@ from pathlib import Path
 from dflop_jax.report.spent import ANSWERS, EVALUATION
 from dflop_jax.train.evaluate import Evaluation, HeldOut
 from dflop_jax.train.feed import Packer
-from dflop_jax.train.patience import Patience
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.saves import Best, Saves, measured
 
@@ -18,22 +17,17 @@ Checkpoint = Callable[[int], "Path | None"]
 
 
 class Evaluations:
-    """Of the run that is ready, from step `start` on; made on all processes together.
+    """Of the run that is ready; made on all processes together. `row` is the newest."""
 
-    `row` is the newest, `stopped_by` why the run ends by them.
-    """
-
-    def __init__(self, ready: ReadyRun, packer: Packer, start: int) -> None:
+    def __init__(self, ready: ReadyRun, packer: Packer) -> None:
         assert ready.held_out is not None
         self._ready, self._train = ready, ready.config.train
-        self._patience = Patience(self._train, ready.folder, ready.place.peers, start)
         self._held_out = HeldOut(ready.config, ready.held_out, ready.ex, ready.prices, packer)
         self._answers = ready.answers
         if self._answers:
             with ready.place.time.part(ANSWERS):
                 self._answers.prepare()
         self.row: Evaluation | None = None
-        self.stopped_by = ""
 
     def is_due(self, done: int) -> bool:
         """Whether they are evaluated after so many steps."""
@@ -67,7 +61,6 @@ class Evaluations:
             self._ready.folder.append_evaluation(row)
         self._ready.callbacks.after_evaluation(done, row)
         self.row = row
-        self.stopped_by = self.stopped_by or self._patience.ends(done, row.loss)
         best = self._ready.config.checkpoint
         value = measured(row, best.best_by)
         beats = best.keep_best and value is not None and saves.best.is_beaten_by(value)

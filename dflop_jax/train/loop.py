@@ -106,7 +106,7 @@ class Loop:
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         evaluations = None
         if self._ready.held_out is not None:
-            evaluations = Evaluations(self._ready, self.packer, start)
+            evaluations = Evaluations(self._ready, self.packer)
         self._judge.warm_up()
         counter = CompileCounter()
         stack.callback(counter.close)
@@ -127,7 +127,8 @@ class Loop:
         )
         steps = range(start, config.train.steps)
         if evaluations and resumed and steps and evaluations.is_due(start):
-            self._evaluate(evaluations, start)  # the run may have ended before it did
+            # The run may have ended before it did.
+            evaluations.run(start, self._saves, self._checkpoint)
         batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
         with preemption(self.progress.log) as asked:
             place.time.go_on_with(TRAINING)
@@ -321,7 +322,7 @@ class Loop:
             finish()
             if self._back_to is not None:
                 return
-            self._evaluate(evaluations, done)
+            evaluations.run(done, self._saves, self._checkpoint)
             self.log.pause()
         if self._judge.is_due(done) and not last:
             finish()
@@ -332,10 +333,6 @@ class Loop:
         if (look := self.config.plan.redecide_every) and done % look == 0 and not last:
             with self._ready.place.time.part(REDECISION):
                 self._next = self._redecider.look(done, self.log.step_s[-look:])
-
-    def _evaluate(self, evaluations: Evaluations, done: int) -> None:
-        evaluations.run(done, self._saves, self._checkpoint)
-        self._stopped_by = self._stopped_by or evaluations.stopped_by
 
     def _checkpoint(self, done: int) -> Path | None:
         """The checkpoint after `done` steps, made whole; None where it cannot be written."""

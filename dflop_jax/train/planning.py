@@ -250,11 +250,6 @@ def check_trainable(config: Config) -> None:
             "train.eval_samples and train.eval_every"
         )
     _check_answers(config)
-    if config.train.early_stop and not (config.train.eval_every and config.train.evaluates):
-        raise ValueError(
-            f"train.early_stop={config.train.early_stop} goes by held-out losses; give "
-            "train.eval_every and train.eval_samples"
-        )
     if config.train.eval_every and not config.train.evaluates:
         raise ValueError(
             f"train.eval_every={config.train.eval_every} evaluates nothing: no sample is held out; "

@@ -103,7 +103,6 @@ class DisturbedRun:
             fk.STEP: lambda: True,
             fk.EXCHANGE: job.exchanging,
             fk.SAVE: job.saving,
-            fk.COPY: lambda: job.rows() > 0 and job.rows() % every.copy == 0,
             fk.SCHEDULE: lambda: any(map(_runs, job.helpers("worker_main"))),
             fk.START: lambda: len(job.trainers()) == self._n,
             fk.COMPILE: lambda: "plan " in job.said()[here:],

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from observed_job import Job, state_of
 
-STEP, EXCHANGE, SAVE, COPY = "step", "exchange", "save", "copy"
+STEP, EXCHANGE, SAVE = "step", "exchange", "save"
 SCHEDULE, START, COMPILE = "schedule", "start", "compile"
 EVALUATION, REDECISION, END, RECOVERY = "evaluation", "re-decision", "end", "recovery"
-MOMENTS = (STEP, EXCHANGE, SAVE, COPY, SCHEDULE, START, COMPILE, EVALUATION, REDECISION, END,
+MOMENTS = (STEP, EXCHANGE, SAVE, SCHEDULE, START, COMPILE, EVALUATION, REDECISION, END,
            RECOVERY)  # fmt: skip
 _PIDFD_GETFD = 438  # system call
 _SEIZE, _INTERRUPT = 0x4206, 0x4207  # of ptrace
@@ -213,8 +213,8 @@ def helper_killed(module: str) -> Fault:
     return does
 
 
-_TRAINING = (STEP, EXCHANGE, SAVE, COPY, SCHEDULE, EVALUATION, REDECISION)
-_AGAIN = "started again from the newest whole checkpoint or copy"
+_TRAINING = (STEP, EXCHANGE, SAVE, SCHEDULE, EVALUATION, REDECISION)
+_AGAIN = "started again from the newest whole checkpoint"
 
 KINDS = {
     "SIGKILL": Kind(killed(signal.SIGKILL), _AGAIN, says="was killed by SIGKILL"),
@@ -228,7 +228,7 @@ KINDS = {
         frozen,
         f"named with its task within its deadline, {_AGAIN}",
         says=r"hangs? in (first )?step|hangs? in|is silent for",
-        moments=(STEP, EXCHANGE, SAVE, COPY, SCHEDULE, RECOVERY),
+        moments=(STEP, EXCHANGE, SAVE, SCHEDULE, RECOVERY),
     ),
     "cut": Kind(
         cut,
@@ -243,7 +243,7 @@ KINDS = {
     ),
     "checkpoint": Kind(
         flipped(newest_checkpoint),
-        "started again from the checkpoint before, or a copy; the damaged one is set aside",
+        "started again from the checkpoint before; the damaged one is set aside",
         moments=(STEP, SAVE, RECOVERY),
     ),
     "compile cache": Kind(

@@ -42,7 +42,7 @@ def config():
                         finalists=0, max_microbatches=4, redecide_every={look}, drift=1.0),
         schedule=ScheduleConfig(correct=False),  # runs are compared that measure anew
         train=TrainConfig(steps={steps}, global_batch=4, eval_every={evaluation}, eval_samples=4),
-        checkpoint=CheckpointConfig(every={save}, copy_every={copy}, keep=3),
+        checkpoint=CheckpointConfig(every={save}, keep=3),
         distributed=DistributedConfig(peer_timeout_s={silent_s}, hang_least_s={silent_s},
                                       connect_timeout_s={connect_s}),
         run_dir={run_dir!r},
@@ -53,10 +53,9 @@ def config():
 
 @dataclass(frozen=True)
 class Every:
-    """Steps from one to the next; now a save is the newest, now a copy."""
+    """Steps from one to the next."""
 
     save: int = 5
-    copy: int = 7
     evaluation: int = 20
     look: int = 25
 

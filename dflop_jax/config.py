@@ -390,11 +390,6 @@ class CheckpointConfig:
     every_s: Annotated[
         NonNegativeFloat, "seconds between checkpoints, beside `every`; 0: none by time"
     ] = 0.0
-    copy_every: Annotated[
-        NonNegativeInt,
-        "steps between copies of the state in the memory of the launchers of `dflop launch "
-        "--max-restarts`, which a restart goes on from; 0: none",
-    ] = 0
     keep: Annotated[PositiveInt, "newest checkpoints that are kept"] = 3
     keep_every: Annotated[
         NonNegativeInt, "the first checkpoint of every so many steps is kept, too; 0: none"

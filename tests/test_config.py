@@ -277,7 +277,6 @@ NOT_NEGATIVE = [
     "plan.shard_devices",
     "data.max_bad_fraction",
     "checkpoint.every_s",
-    "checkpoint.copy_every",
     "checkpoint.keep_every",
     "checkpoint.export_every",
     "distributed.num_processes",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax.checkpoint import copies, reader, writer
 from dflop_jax.checkpoint import format as files
+from dflop_jax.checkpoint import reader, writer
 from dflop_jax.cluster import (
     agent,
     distributed,
@@ -21,7 +21,6 @@ from dflop_jax.cluster import (
     restarts,
     sections,
     self_check,
-    shelf,
     tree,
 )
 from dflop_jax.config import CheckpointConfig, Config
@@ -74,8 +73,6 @@ CHECKPOINTS = [
     f"a CRC-32 of every {'MiB' if files.BLOCK_BYTES == MIB else files.BLOCK_BYTES} of every file",
     f"flushed while it wrote (every {writer.FLUSH_BYTES // MIB} MiB",
     f"The prior is {cadence.DEVICE_HOURS_A_FAILURE:,} hours of one device",
-    f"is {'twice' if copies.KEPT == 2 else copies.KEPT} the files of its own processes",
-    f"(less {shelf.LEAST_FREE_BYTES // MIB} MiB)",
     f"only the blocks of {files.BLOCK_BYTES // MIB} MiB that overlap",
     f"holds about {READ_BYTES // MIB} MiB beside its answer",
     f"Every `checkpoint.every` steps ({CheckpointConfig().every}",

@@ -36,9 +36,9 @@ class Background:
       waiting: entered where training waits for it.
     """
 
-    def __init__(self, name: str, waiting: Waiting) -> None:
+    def __init__(self, waiting: Waiting) -> None:
         self.copying = Copying(waiting)
-        self._name, self._waiting = name, waiting
+        self._waiting = waiting
         self._thread: threading.Thread | None = None
         self._begun_s = 0.0  # what beginning has taken
 
@@ -63,7 +63,7 @@ class Background:
         """Run this, which sets `copying.done` once it has copied; nothing may be under way."""
         assert not self.is_busy
         self.copying.done.clear()
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:

@@ -12,9 +12,9 @@ after that in the background, and the checkpoint exists once process 0 has commi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 
 from dflop_jax.checkpoint.background import Background, Copying, Waiting
-from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.checkpoint.state_arrays import StateArray, read_array, specs_of, state_arrays
 from dflop_jax.checkpoint.store import (
     ArrayPiece,
@@ -33,9 +32,8 @@ from dflop_jax.checkpoint.store import (
     CheckpointStore,
     CorruptCheckpoint,
     WrittenPart,
-    manifest_of,
 )
-from dflop_jax.cluster.ending import RunFailed, TryAgain
+from dflop_jax.cluster.ending import RunFailed
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import initial_structs
@@ -66,8 +64,6 @@ class Checkpointer:
 
     Args:
       waiting: entered where training waits for a save.
-      may_commit: called on process 0 before a commit; what it raises, `check` does.
-      copies: where `copy` copies to.
     """
 
     def __init__(
@@ -79,30 +75,20 @@ class Checkpointer:
         keep: int,
         keep_every: int = 0,
         waiting: Waiting = nullcontext,
-        may_commit: Callable[[], None] = lambda: None,
-        copies: Copies | None = None,
     ):
         self.folder, self._ex, self._peers = folder, ex, peers
-        self._may_commit, self._copies = may_commit, copies
         self._store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
         self._arrays = state_arrays(ex)
         self._specs = specs_of(self._arrays)
-        self._saving = Background("checkpoint", waiting)
-        self._copying = Background("copy", waiting)
+        self._saving = Background(waiting)
         self._error: BaseException | None = None
         self.trouble = ""  # why the last save failed, on process 0
-        copyings = self._saving.copying, self._copying.copying
-
-        def copied() -> None:
-            for each in copyings:
-                each.wait()
-
-        ex.before_update = copied
+        ex.before_update = self._saving.copying.wait
 
     @property
     def stall_s(self) -> float:
         """What saving has kept training waiting."""
-        return self._saving.stall_s + self._copying.stall_s
+        return self._saving.stall_s
 
     @property
     def is_busy(self) -> bool:
@@ -136,24 +122,12 @@ class Checkpointer:
         with self._saving.beginning():
             self.check()
             self.trouble = ""
-            self._begin(self._saving, partial(self._write, step, meta=meta))
-
-    def copy(self, step: int, meta: Future[Mapping[str, Any]]) -> None:
-        """Begin to copy the state to the memory of agents, as `save` does to the disk, whether a
-        save is under way or not."""
-        with self._copying.beginning():
-            self.check()
-            self._begin(self._copying, partial(self._write_copy, step, meta=meta))
-
-    @property
-    def n_bytes(self) -> int:
-        """Of the parameters and optimizer state that this process saves."""
-        return sum(shard.data.nbytes for _, shard in self._local_shards())
+            held = list(self._local_shards())
+            self._saving.begin(partial(self._run, self._saving.copying, held, step, meta))
 
     def wait(self) -> None:
-        """Wait until what is under way has ended."""
+        """Wait until the save under way has ended."""
         self._saving.wait()
-        self._copying.wait()
         self.check()
 
     def check(self) -> None:
@@ -170,15 +144,12 @@ class Checkpointer:
                     if shard.replica_id == 0 and a.is_first_copy(shard.index):
                         yield a, shard
 
-    def _begin(self, background: Background, write: Callable[[list[ArrayPiece]], None]) -> None:
-        held = list(self._local_shards())
-        background.begin(partial(self._run, background.copying, held, write))
-
     def _run(
         self,
         copying: Copying,
         held: list[tuple[StateArray, Any]],
-        write: Callable[[list[ArrayPiece]], None],
+        step: int,
+        meta: Future[Mapping[str, Any]],
     ) -> None:
         try:
             try:
@@ -187,9 +158,7 @@ class Checkpointer:
                 held.clear()
             finally:
                 copying.done.set()
-            write(pieces)
-        except TryAgain as e:  # it may not commit
-            self._error = e
+            self._write(step, pieces, meta)
         except RunFailed:
             pass  # the main thread meets it too
         except BaseException as e:
@@ -205,12 +174,10 @@ class Checkpointer:
                 trouble = str(e)
         if not self._peers.share(f"{key}/begin", ready):
             return self._report(step, trouble)
-        write = partial(self._store.write, step, list(self._specs.values()), pieces)
-        parts, trouble = self._gather(key, write)
+        parts, trouble = self._written(key, step, pieces)
         if not self._peers.is_hub:
             return None
         known = meta.result()
-        self._may_commit()
         try:
             if not trouble:
                 self._store.commit(step, list(self._specs.values()), parts, known)
@@ -220,34 +187,16 @@ class Checkpointer:
             trouble = trouble or str(e)
         return self._report(step, trouble)
 
-    def _write_copy(
-        self, step: int, pieces: list[ArrayPiece], meta: Future[Mapping[str, Any]]
-    ) -> None:
-        assert self._copies is not None
-        key, manifest = f"copy/{step}", b""
-        write = partial(self._copies.write, step, list(self._specs.values()), pieces)
-        parts, trouble = self._gather(key, write)
-        if self._peers.is_hub:
-            known = meta.result()
-            self._may_commit()
-            if trouble:
-                log.warning("no copy after step %d: %s", step, trouble)
-            else:
-                manifest = manifest_of(step, list(self._specs.values()), parts, known)
-        if manifest := self._peers.share(f"{key}/manifest", manifest):
-            with suppress(OSError):  # the other agents have it
-                self._copies.seal(step, manifest)
-        self._peers.barrier(f"{key}/sealed")  # an agent that has it not yet would drop its files
-
-    def _gather(
-        self, key: str, write: Callable[[int], WrittenPart]
+    def _written(
+        self, key: str, step: int, pieces: list[ArrayPiece]
     ) -> tuple[list[WrittenPart], str]:
         """Write on all processes; on process 0 what all have written, and why the first of those
         failed that did."""
         part: WrittenPart | None = None
         trouble = ""
         try:
-            part = write(self._peers.process)
+            specs = list(self._specs.values())
+            part = self._store.write(step, specs, pieces, self._peers.process)
         except OSError as e:
             trouble = str(e) or type(e).__name__
         written = self._peers.gather(f"{key}/part", msgspec.json.encode((part, trouble)))

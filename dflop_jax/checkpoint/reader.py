@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -32,41 +32,10 @@ CACHED_BLOCKS = 32  # of files, of BLOCK_BYTES each: small arrays share one
 OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
 
 
-class File(Protocol):
-    """A file of pieces; `name` is for errors."""
-
-    @property
-    def name(self) -> str: ...
-
-    def read(self, offset: int, n_bytes: int) -> bytes:
-        """So many bytes from there on, fewer at the end.
-
-        Raises:
-          CorruptCheckpoint: it is missing.
-        """
-        ...
-
-
-class Source(Protocol):
-    """Where a checkpoint's files are; what `str` says is for errors."""
-
-    def open(self, process: int) -> File:
-        """The file that a process wrote.
-
-        Raises:
-          CorruptCheckpoint: it is missing, or of another size.
-        """
-        ...
-
-    def was_removed(self) -> bool:
-        """Whether the checkpoint was given up meanwhile."""
-        ...
-
-
 class CheckpointReader:
     """A committed checkpoint: `step`, `meta`, `specs` by name, and `read`. Threads may share it."""
 
-    def __init__(self, source: Source, manifest: Manifest):
+    def __init__(self, source: OnDisk, manifest: Manifest):
         self.step, self.meta, self.specs = manifest.step, manifest.meta, manifest.specs
         self._source = source
         self._pieces: dict[str, list[tuple[int, StoredPiece]]] = {n: [] for n in self.specs}
@@ -189,7 +158,7 @@ class _OpenFile:
 
 
 def _read_block(
-    opened: Callable[[int], File], parts: Mapping[int, WrittenPart], process: int, block: int
+    opened: Callable[[int], _OpenFile], parts: Mapping[int, WrittenPart], process: int, block: int
 ) -> memoryview:
     """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
     file = opened(process)

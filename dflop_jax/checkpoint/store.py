@@ -145,7 +145,10 @@ class CheckpointStore:
           ValueError: this checkpoint exists, or the parts do not cover every array exactly once.
           StorageError: as `write`; also when only the removal of old checkpoints failed.
         """
-        manifest = manifest_of(step, specs, parts, meta)
+        known = by_name(specs)
+        check_whole(known, parts)
+        ordered = tuple(sorted(parts, key=lambda p: p.process))
+        manifest = encode_manifest(Manifest(step, known, ordered, dict(meta)))
         folder = self.folder(step)
         with storage_errors(f"save checkpoint {step}", self.root):
             self._refuse_committed(step)
@@ -239,20 +242,6 @@ class CheckpointStore:
             raise ValueError(
                 f"{self.folder(step)}: this checkpoint exists; discard it or use another folder"
             )
-
-
-def manifest_of(
-    step: int, specs: Iterable[ArraySpec], parts: Sequence[WrittenPart], meta: Mapping[str, Any]
-) -> bytes:
-    """The manifest of what the processes wrote; see `CheckpointStore.commit`.
-
-    Raises:
-      ValueError: the parts do not cover every array exactly once.
-    """
-    known = by_name(specs)
-    check_whole(known, parts)
-    ordered = tuple(sorted(parts, key=lambda p: p.process))
-    return encode_manifest(Manifest(step, known, ordered, dict(meta)))
 
 
 def _firsts(steps: Iterable[int], every: int) -> set[int]:

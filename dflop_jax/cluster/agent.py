@@ -30,7 +30,6 @@ import msgspec
 
 from dflop_jax.cluster.assembly import Assembly, assemble
 from dflop_jax.cluster.cards import Card, bits_of
-from dflop_jax.cluster.copy_keeper import CopyKeeper
 from dflop_jax.cluster.decide import Order, Report, decide
 from dflop_jax.cluster.ending import TRY_AGAIN, RunFailed, TryAgain, signal_name
 from dflop_jax.cluster.events import (
@@ -78,7 +77,6 @@ class Agent:
         self._count = Count()  # on the first host
         self._last: tuple[int, ...] = ()  # hosts of the last start, and those to be taken in then
         self._reception: Reception | None = None
-        self._copies = CopyKeeper(self._secret, on=self._again)
         self._report = Report(number=len(job.cores), host=place.host, name=uuid.uuid4().hex)
 
     def run(self) -> LaunchResult:
@@ -111,7 +109,6 @@ class Agent:
                 return LaunchResult(128 + e.signum, self._here.exit_codes)
             finally:
                 self._here.close()
-                self._copies.close()
                 self._output.close()
 
     def _note(self, signum: int) -> None:
@@ -163,7 +160,6 @@ class Agent:
                 waiting=self._output.say,
             )
             met = self._awaited(come)
-        self._copies.meet(self._place, met)
         events = self._events
 
         def failed(why: str, code: int) -> None:
@@ -249,20 +245,17 @@ class Agent:
         Raises:
           TryAgain: another part of the run goes on.
         """
-        report = self._copies.told_in(self._report)
-        gathered = peers.gather("report", msgspec.json.encode(report))
+        gathered = peers.gather("report", msgspec.json.encode(self._report))
         answer = b""
         if peers.is_hub:
             reports = [msgspec.json.decode(r, type=Report) for r in gathered]
             order = decide(reports, self._count, self._limits, time.time())
             if order.exit_code is None and not order.meets and self._place.hosts > 1:
                 order = msgspec.structs.replace(order, start=claimed(order))
-            answer = msgspec.json.encode(self._copies.told_of(order, reports))
+            answer = msgspec.json.encode(order)
         order = msgspec.json.decode(peers.share("order", answer), type=Order)
         if order.exit_code is None and not order.start:
             raise TryAgain("another part of this run goes on (wait), or its folder is read-only")
-        if order.exit_code is None and not order.meets:
-            self._copies.follow(order, self._report.start)
         return order
 
     def _start(self, order: Order, peers: Peers, folder: Path) -> bool:

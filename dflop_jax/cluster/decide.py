@@ -41,7 +41,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
       lost: why it stopped its processes, where that was news from elsewhere.
       gained: a step was done.
       count_file: where restarts are counted; "" where the run has not begun.
-      copies: the port at which it keeps copies; 0: it does not.
     """
 
     number: int
@@ -58,7 +57,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     lost: str = ""
     gained: bool = False
     count_file: str = ""
-    copies: int = 0
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +76,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
       port: of the processes' meeting, on the first host.
       wait_s: seconds until the start.
       count_file: where restarts are counted; "" where the run has not begun.
-      copies: where each host's agent keeps copies; "": it does not.
     """
 
     exit_code: int | None = None
@@ -94,7 +91,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     wait_s: float = 0.0
     count_file: str = ""
-    copies: tuple[str, ...] = ()
 
 
 def decide(reports: Sequence[Report], count: Count, limits: Limits, now_s: float) -> Order:

@@ -6,18 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from dflop_jax.cluster.addresses import LOOPBACK, Address
 from dflop_jax.cluster.claims import claim
 from dflop_jax.cluster.decide import Order
 from dflop_jax.cluster.group import Start
 from dflop_jax.cluster.restarts import Limits
-from dflop_jax.cluster.told import Keepers
 from dflop_jax.cluster.variables import (
     AGENT_ENV,
     COORDINATOR_ENV,
-    COPIES_ENV,
     FEWER_ENV,
     FULL_NUMBER_ENV,
     LEAST_ENV,
@@ -89,9 +85,6 @@ def start_of(
     if limits.restarts:
         restarts = str(order.start - 1)
         said |= {AGENT_ENV: str(folder), RUN_ENV: order.name, RESTARTS_ENV: restarts}
-        if all(order.copies):
-            keepers = Keepers(order.copies, at, place == active[0])
-            said[COPIES_ENV] = msgspec.json.encode(keepers).decode()
     if limits.least:
         one_less = 1 if len(order.hosts) == 1 else min(order.numbers)
         fewer = sum(order.numbers) - one_less

@@ -17,7 +17,6 @@ import msgspec
 
 from dflop_jax.cluster.variables import (
     AGENT_ENV,
-    COPIES_ENV,
     FEWER_ENV,
     LEAST_ENV,
     PROCESS_ID_ENV,
@@ -43,15 +42,6 @@ class Failure(msgspec.Struct, frozen=True):
     host: str = ""
     broken: bool = False
     process: int | None = None
-
-
-class Keepers(msgspec.Struct, frozen=True):
-    """The agents that keep copies: their addresses by host of this start, which of the hosts is
-    this one, and whether this is its first process."""
-
-    agents: tuple[str, ...]
-    here: int
-    first: bool
 
 
 # ---- the process's side ----
@@ -81,12 +71,6 @@ def fewer_processes() -> int:
     """How many the run would have without one host, or one process of a single host; 0: it would
     not go on."""
     return _number(FEWER_ENV)
-
-
-def keepers() -> Keepers | None:
-    """The agents that keep copies of the run; None without agents that start it again."""
-    said = os.environ.get(COPIES_ENV)
-    return msgspec.json.decode(said, type=Keepers) if said else None
 
 
 def _number(name: str) -> int:

@@ -19,4 +19,3 @@ RUN_ENV = "DFLOP_RUN"  # names what one launch runs, all its restarts together
 RESTARTS_ENV = "DFLOP_RESTARTS"  # how often it was started again; 0 or nothing: this is its start
 LEAST_ENV = "DFLOP_MIN_PROCESSES"  # that it goes on with where others are gone; nothing: with all
 FEWER_ENV = "DFLOP_FEWER_PROCESSES"  # that it would have without one host, or process of one host
-COPIES_ENV = "DFLOP_COPIES"  # where the agents are that keep copies of the run, see `told`

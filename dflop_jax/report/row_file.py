@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -74,17 +74,9 @@ class RowFile:
         self._flush()
 
     @property
-    def held(self) -> list[str]:
-        """The rows that wait for room, as lines."""
-        return [line.decode().rstrip("\n") for line in self._held]
-
-    def go_on_after(self, held: Sequence[str]) -> None:
-        """Add those of another `RowFile.held` that come after the last row of the file."""
-        last = key_of(last_line(self.path) or b"")
-        for line in map(str.encode, held):
-            key = key_of(line)
-            if key is not None and (last is None or key.step > last.step):
-                self.append(msgspec.Raw(line))
+    def is_waiting(self) -> bool:
+        """Whether rows wait for room on the disk."""
+        return bool(self._held)
 
     def keep(self, wanted: Callable[[RowKey], bool]) -> int:
         """Drop the other rows, and a last one that a kill cut short; returns how many whole

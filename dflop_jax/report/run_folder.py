@@ -60,7 +60,6 @@ _OF_LAUNCH = (RESTARTS, _LAUNCH)
 _OF_REPORT = (TIMELINE, LOSS, SPENT, SUMMARY, PAGE, PICTURE, WANDB_ID)
 _OUTPUTS = (*_WRITTEN_BY_STEP, *_OF_LAUNCH, FINISHED, TRACE, *_OF_REPORT)
 _NUMBERS = {*SCALARS, *KEYED}
-Unwritten = Mapping[str, Sequence[str]]
 _Numbers = dict[str, float | dict[str, float | None] | None]
 # A folder without any of these is nobody's run folder; others write such as config.json, too.
 _MARKS = (METRICS, PROFILE, PLAN, _LOCK, RESTARTS, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
@@ -155,20 +154,12 @@ class RunFolder:
                 shutil.rmtree(self.path / name, ignore_errors=True)
         metrics.touch()
 
-    @property
-    def unwritten(self) -> Unwritten:
-        """The rows of steps that wait for room on the disk, by file."""
-        waiting = {name: self.rows[name].held for name in (METRICS, EVALUATIONS, SAMPLES)}
-        return {name: held for name, held in waiting.items() if held}
-
-    def restart(self, start_step: int, unwritten: Unwritten | None = None) -> None:
+    def restart(self, start_step: int) -> None:
         """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
-        cut short; add those of the steps before that were `unwritten`."""
+        cut short."""
         self.rows[METRICS].keep(lambda row: row.step < start_step)
         # An evaluation is numbered by the steps before it.
         self.rows[EVALUATIONS].keep(lambda row: row.step <= start_step)
-        for name, held in (unwritten or {}).items():
-            self.rows[name].go_on_after(held)
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +186,8 @@ class RunFolder:
 
     def _kept(self) -> Iterator[bool]:
         """Whether there is what is worth a folder: rows, also unwritten ones, and what is saved."""
-        yield bool(self.unwritten) or (self.path / METRICS).stat().st_size > 0
+        yield any(self.rows[name].is_waiting for name in (METRICS, EVALUATIONS, SAMPLES))
+        yield (self.path / METRICS).stat().st_size > 0
         yield from (any(self.path.glob(f"{name}/*")) for name in (CHECKPOINTS, HUNG))
 
     def write_config(self, config: Any) -> None:

@@ -93,8 +93,7 @@ class Loop:
         names = partial(sample_names, self._ready.source, self.loader)
         self._skipping = Skipping(config.train, names, known)
         best = best_so_far(config.checkpoint, self.folder, self.saver, peers)
-        on_disk = start if not (resumed and resumed.copy) else -1
-        self._saves = Saves(self.saver, on_disk, best, self.folder)
+        self._saves = Saves(self.saver, start, best)
         self._exports.begin_at(start, self.saver.steps())
         by_failures = config.checkpoint.every == AS_OFTEN_AS_PAYS
         spent = read_spent(self.folder.path) if self.folder and by_failures else None
@@ -315,9 +314,6 @@ class Loop:
             self._save(done)
         if exported:
             self._exports.want(done)
-        copy_every = self.config.checkpoint.copy_every
-        if copy_every and done % copy_every == 0 and done != self._saves.saved and not last:
-            self._saves.copy(self._meta(done), self._done, self._skipping.known)
         if evaluations and evaluations.is_due(done) and not last:
             finish()
             if self._back_to is not None:

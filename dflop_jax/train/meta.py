@@ -13,7 +13,6 @@ from dflop_jax.checkpoint.format import OtherVersion
 from dflop_jax.config import Config, fields
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.records import Plan, PriceList, Prices, Profile
-from dflop_jax.report.run_folder import Unwritten
 from dflop_jax.schedule.learnt import Learnt
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.recount import DEVICES, PROCESSES, recounted
@@ -54,7 +53,6 @@ class Meta:
       trained_under: the flags of model, data and training; see `trained_under`.
       learnt: corrections of the prices, where they are corrected.
       skips: of the updates that were left out.
-      unwritten: see `RunFolder.unwritten`: a copy in memory outlives a process that held them.
     """
 
     step: int
@@ -65,7 +63,6 @@ class Meta:
     planned_under: dict[str, Any] = field(default_factory=dict)
     learnt: Learnt | None = None
     skips: Skips = field(default_factory=Skips)
-    unwritten: Unwritten = field(default_factory=dict)
     trained_under: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 

@@ -257,7 +257,8 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     use_cache(config.cache_dir)
     noted = time_log()
     with noted.part(CONNECT):
-        if _is_first(here := find_processes(config.distributed)):
+        here = find_processes(config.distributed)
+        if here.local_index == 0:
             if not told.is_restart():  # which is to be quick, and needs what is there
                 forget_unused(config.cache_dir, config.cache_gib)
             _check_host(here, config)
@@ -276,12 +277,6 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     place = Workplace(config, model, devices, peers, None, _hosts(peers), noted, sections)
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
-
-
-def _is_first(here: Processes) -> bool:
-    """Whether this is the first process of its host; of those that are left, as its agent says."""
-    keepers = told.keepers()
-    return keepers.first if keepers else here.local_index == 0
 
 
 def _check_host(here: Processes, config: Config) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Literal
 
 import jax
 import msgspec
 
-from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.cluster import told
-from dflop_jax.cluster.addresses import Address
-from dflop_jax.cluster.claims import newest
-from dflop_jax.cluster.copy_client import CopyClient
 from dflop_jax.cluster.ending import BrokenDevice, TryAgain, exit_code_of
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.secret import SECRET_ENV
 from dflop_jax.config import Config
 from dflop_jax.records import Plan
-from dflop_jax.report.run_folder import RESTARTS, FolderInUse, RunFolder, launch_of
+from dflop_jax.report.run_folder import RESTARTS, FolderInUse, RunFolder
 from dflop_jax.train.run_dir import is_of_launch
 
 
@@ -50,16 +44,6 @@ def open_folder(run_dir: str, existing: Literal["error", "overwrite", "resume"])
 
 def check_agents(plan: Plan | None, config: Config) -> None:
     """ValueError where the agents that start the run cannot do what is asked of them."""
-    _check_may_shrink(plan, config)
-    if config.checkpoint.copy_every and told.keepers() is None:
-        raise ValueError(
-            f"checkpoint.copy_every={config.checkpoint.copy_every}: copies are kept by `dflop "
-            "launch --max-restarts R`, which has not started this; start it so, or set it to 0"
-        )
-
-
-def _check_may_shrink(plan: Plan | None, config: Config) -> None:
-    """ValueError where a run that is to go on with fewer processes could not."""
     if not (least := told.least_processes()):
         return
     asked = f"dflop launch --min-processes {least} goes on with fewer processes"
@@ -70,32 +54,6 @@ def _check_may_shrink(plan: Plan | None, config: Config) -> None:
         raise ValueError(
             f"{asked} from a checkpoint, and checkpoint.every=0 writes none; give it a number of "
             "steps"
-        )
-
-
-def copies_of(config: Config, peers: Peers) -> Copies | None:
-    """Where the run is copied to; None where it is not to be."""
-    keepers = told.keepers()
-    if not config.checkpoint.copy_every or keepers is None:
-        return None
-    secret = os.environ[SECRET_ENV].encode()
-    agents = [CopyClient(Address.parse(at), secret) for at in keepers.agents]
-    run, start = os.path.abspath(config.run_dir), told.start_number()
-    return Copies(agents, keepers.here, first=keepers.first, run=run, start=start, peers=peers)
-
-
-def check_claim(run_dir: str) -> None:
-    """Raise TryAgain where another part of this run, or another run, has gone on in its folder.
-    Process 0 looks at each commit of a checkpoint."""
-    if not (name := told.launch_name()):
-        return
-    start, newer = told.start_number(), newest(run_dir, name)
-    other = launch_of(run_dir)
-    if newer > start or other not in ("", name):
-        what = f"start {newer} of this run" if newer > start else "another launch"
-        raise TryAgain(
-            f"{what} goes on in {run_dir}; this one (start {start}) saves nothing more: let that "
-            "go on"
         )
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.checkpoint.store import (
     DAMAGED,
     OTHER_VERSION,
@@ -21,7 +19,6 @@ from dflop_jax.checkpoint.store import (
     OtherVersion,
 )
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.shelf import CopyName
 from dflop_jax.train.meta import Meta, read_meta
 
 log = logging.getLogger(__name__)
@@ -62,18 +59,15 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint to continue from, open on this process; the newer ones that are `unreadable`.
-    `copy`: it is this copy in memory, where it is not on disk."""
+    """A checkpoint to continue from, open on this process; the newer ones that are `unreadable`."""
 
     meta: Meta
     reader: CheckpointReader
     unreadable: tuple[Unreadable, ...] = ()
-    copy: CopyName | None = None
 
     def says(self, steps: int) -> str:
         """What is said of a run of so many steps that goes on from here."""
-        where = ", from a copy in memory" if self.copy else ""
-        return f"resumed after step {self.meta.step} of {steps}{where}"
+        return f"resumed after step {self.meta.step} of {steps}"
 
 
 def find_checkpoint(
@@ -81,12 +75,10 @@ def find_checkpoint(
     peers: Peers,
     unreadable: tuple[Unreadable, ...] = (),
     at: int | None = None,
-    copies: Copies | None = None,
 ) -> Resumed | None:
     """Return the newest checkpoint that every process can open, older than those known to be
     `unreadable`; None if there is none at all. Others are named and left as they are. Where a step
-    `at` is asked for, newer ones are passed over. Copies count as checkpoints, except that nothing
-    is said of those that are not whole.
+    `at` is asked for, newer ones are passed over.
 
     Raises:
       ValueError: none of those that are there can be read, or there is none of step `at`.
@@ -103,12 +95,7 @@ def find_checkpoint(
             raise ValueError(store.no_step(at, steps))
         newer = [Unreadable(s, PASSED_OVER, "") for s in steps if s > at]
         unreadable, steps = (*unreadable, *newer), [s for s in steps if s <= at]
-    whole = _whole(copies, peers) if copies and at is None else []
     for step in steps:
-        copied = [name for name in whole if name.step > step]
-        if copies and (resumed := _newest_copy(copies, copied, peers, unreadable)):
-            return resumed
-        whole = whole[len(copied) :]
         resumed, trouble = None, None
         try:
             reader = store.open(step)
@@ -121,39 +108,10 @@ def find_checkpoint(
         if worst is None:
             return resumed
         unreadable = (*unreadable, worst)
-    if copies and (resumed := _newest_copy(copies, whole, peers, unreadable)):
-        return resumed
     if not unreadable:
         return None
     why = OTHER_VERSION if any(u.why == OTHER_VERSION for u in unreadable) else DAMAGED
     raise ValueError(f"{folder}: {_NONE[why]}")
-
-
-def _whole(copies: Copies, peers: Peers) -> list[CopyName]:
-    """The copies that process 0 finds whole, newest first; on every process."""
-    names = copies.whole() if peers.is_hub else []
-    return msgspec.json.decode(
-        peers.share("copies/whole", msgspec.json.encode(names)), type=list[CopyName]
-    )
-
-
-def _newest_copy(
-    copies: Copies,
-    names: Sequence[CopyName],
-    peers: Peers,
-    unreadable: tuple[Unreadable, ...],
-) -> Resumed | None:
-    """The first of these copies that every process can open."""
-    for name in names:
-        resumed, trouble = None, ""
-        try:
-            reader = copies.open(name)
-            resumed = Resumed(read_meta(reader.meta), reader, unreadable, name)
-        except CorruptCheckpoint as e:
-            trouble = str(e)
-        if not peers.first_text(f"copies/{name.start}/{name.step}", trouble):
-            return resumed
-    return None
 
 
 def any_trouble(peers: Peers, key: str, trouble: Unreadable | None) -> Unreadable | None:
@@ -169,10 +127,9 @@ def any_trouble(peers: Peers, key: str, trouble: Unreadable | None) -> Unreadabl
 
 def restore(
     saver: Checkpointer, resumed: Resumed, peers: Peers, *, reset_optimizer: bool = False
-) -> Resumed | None:
+) -> Resumed:
     """Load the checkpoint's arrays, or those of an older one where it is damaged; returns the one
-    that was used, None where a copy was damaged and nothing is on disk. Newer ones are set aside:
-    this run writes those steps anew.
+    that was used. Newer ones are set aside: this run writes those steps anew.
 
     Raises:
       ValueError: it is of another model, or none can be read.
@@ -183,14 +140,6 @@ def restore(
             saver.restore(resumed.reader, reset_optimizer=reset_optimizer)
             break
         except CorruptCheckpoint as e:  # on every process
-            if resumed.copy:
-                if peers.is_hub:
-                    log.warning("the copy of step %d is damaged, using the disk: %s", step, e)
-                on_disk = find_checkpoint(saver.folder, peers, resumed.unreadable)
-                if on_disk is None:
-                    return None
-                resumed = on_disk
-                continue
             trouble = any_trouble(peers, f"damaged/{step}", Unreadable(step, DAMAGED, str(e)))
             assert trouble is not None
             older = find_checkpoint(saver.folder, peers, (*resumed.unreadable, trouble))

@@ -79,12 +79,10 @@ def best_so_far(
 
 class Saves:
     """Saves under way; `saved` is the step whose state is there or on its way, `best` the best so
-    far, which stays. `folder`: where process 0 writes rows."""
+    far, which stays."""
 
-    def __init__(
-        self, saver: Checkpointer, saved: int, best: Best = Best(), folder: RunFolder | None = None
-    ):
-        self._saver, self.saved, self._folder = saver, saved, folder
+    def __init__(self, saver: Checkpointer, saved: int, best: Best = Best()):
+        self._saver, self.saved = saver, saved
         self.keep_best(best)
         # Those whose steps are not all finished, and what they are to be told.
         self._untold: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
@@ -92,17 +90,10 @@ class Saves:
     def begin(self, meta: Meta, finished: int, skips: Skips) -> None:
         """Begin to save the state after `meta.step` steps; `finished` and `skips` as for `tell`."""
         self.saved = meta.step
-        self._saver.save(meta.step, self._told_of(meta, finished, skips))
-
-    def copy(self, meta: Meta, finished: int, skips: Skips) -> None:
-        """Begin to copy the state to memory, in the same way."""
-        self._saver.copy(meta.step, self._told_of(meta, finished, skips))
-
-    def _told_of(self, meta: Meta, finished: int, skips: Skips) -> Future[Mapping[str, Any]]:
         told: Future[Mapping[str, Any]] = Future()
         self._untold.append((meta, told))
         self.tell(finished, skips)
-        return told
+        self._saver.save(meta.step, told)
 
     def keep_best(self, best: Best) -> None:
         """Keep this checkpoint, and no longer the one that was the best before."""
@@ -114,5 +105,4 @@ class Saves:
         then is known which updates were skipped."""
         while self._untold and self._untold[0][0].step <= finished:
             meta, told = self._untold.pop(0)
-            unwritten = self._folder.unwritten if self._folder else {}
-            told.set_result(msgspec.to_builtins(replace(meta, skips=skips, unwritten=unwritten)))
+            told.set_result(msgspec.to_builtins(replace(meta, skips=skips)))

@@ -55,8 +55,6 @@ from dflop_jax.train.ready import (
 from dflop_jax.train.recount import KnownPlan, keep_plan
 from dflop_jax.train.restart import (
     check_agents,
-    check_claim,
-    copies_of,
     is_begun,
     open_folder,
     tell_agent,
@@ -120,8 +118,6 @@ class Trainer:
             raise
         self.peers = self.place.peers
         self._callbacks = Callbacks(callbacks, is_first=self.peers.is_hub)
-        # Who goes back later, or on with another plan, does so from the disk.
-        self._held = self._copies = copies_of(config, self.peers)
         with self._told_to_others():
             self._tell = tell if self.peers.is_hub else lambda line, ready: None
             if not is_restart():  # the first start told it, and counting parameters takes a second
@@ -197,11 +193,10 @@ class Trainer:
         if is_begun(config.run_dir, peers):
             self._existing = "resume"
         asked, self._resume = self._resume, Resume()
-        held, self._held = self._held, None
         given, self._given = self._given, None
         resumed = None
         if self._existing == "resume":
-            resumed = find_checkpoint(checkpoints, peers, at=asked.at, copies=held)
+            resumed = find_checkpoint(checkpoints, peers, at=asked.at)
         # Before anything is written: the folder may be of a run on other data.
         loader, start = make_loader(config, self.source), 0
         if resumed:
@@ -221,8 +216,6 @@ class Trainer:
         saver = self._saver(checkpoints, ex)
         placing_s = time.perf_counter()
         resumed = self._place_state(ex, saver, resumed, reset_optimizer=asked.reset_optimizer)
-        if self._copies:
-            progress.log(self._copies.begin(resumed.copy if resumed else None, saver.n_bytes))
         first_step = resumed.meta.step if resumed else 0
         if first_step < start:
             progress.restart(first_step)
@@ -262,8 +255,6 @@ class Trainer:
             with despite_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)
         peers.barrier("done")
-        if self._copies and config.checkpoint.saves:
-            self._copies.keep_only(None)
         return result
 
     # ---- before the first step ----
@@ -281,9 +272,7 @@ class Trainer:
         with said_in_a_line(self.peers, ex.plan, "placing its parameters"):
             if resumed is not None:
                 ex.init_for_restore()
-                found = restore(saver, resumed, self.peers, reset_optimizer=reset_optimizer)
-                if found is not None:
-                    return found
+                return restore(saver, resumed, self.peers, reset_optimizer=reset_optimizer)
             ex.init(self.config.train.seed, self._begin)
             return None
 
@@ -313,15 +302,13 @@ class Trainer:
             keep=saves.keep,
             keep_every=saves.keep_every,
             waiting=partial(self.place.sections.within, SAVE),
-            may_commit=partial(check_claim, self.config.run_dir),
-            copies=self._copies,
         )
 
     def _take_over(self, folder: RunFolder, resumed: Resumed | None, profile: Profile) -> None:
         """Begin to write to a folder, after the step that it is resumed from."""
         config, first_step = self.config, resumed.meta.step if resumed else 0
         if self._existing == "resume":
-            folder.restart(first_step, resumed.meta.unwritten if resumed else {})
+            folder.restart(first_step)
         if resumed:
             self.place.time.write_to(folder.rows[EVENTS])
         self.place.time.resumed(first_step)

@@ -191,19 +191,6 @@ def one_campaign(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "campaign", campaign)
 
 
-def losses_of_copies(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Real processes are lost in tests/train/test_copies.py."""
-    job = SimpleNamespace(launcher=SimpleNamespace(wait=lambda limit_s: 0), said=lambda: "")
-    said = "resumed after step 5 of 9, from a copy in memory, read in 0.2 s"
-    patch.setattr(
-        script, "prepare", lambda folder, *_, **__: (lambda run_dir, *more: ["--"], folder)
-    )
-    patch.setattr(script, "Job", lambda *_: job)
-    for name in ("lost", "host_lost"):
-        patch.setattr(script, name, lambda *_: {"killed_at": 7, "said": said})
-    patch.setattr(script, "read_metrics", lambda run_dir: [{"loss": 1.0, "save_wait_s": 0.1}])
-
-
 def no_paper(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Plans of the papers take minutes: a random device alone."""
     patch.setattr(script, "CASES", ())
@@ -401,7 +388,6 @@ RUNS = {
     "auto_choice": Tiny(2, ("--random", 2, "--first", 1), answers_of_nothing),
     "bad_samples": Tiny(3, (), made_up_job),
     "beside": Tiny(0, ("HEAD", "--runs", 1), one_commit),
-    "copies": Tiny(3, (), losses_of_copies),
     "cut_points": Tiny(12),
     "data_index": Tiny(6, ("--records", 8)),
     "decode": Tiny(

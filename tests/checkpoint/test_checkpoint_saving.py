@@ -6,22 +6,13 @@ import errno
 import threading
 import time
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from dflop_jax.checkpoint import checkpointer as checkpoint
-from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.checkpoint.copies import Copies
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.addresses import LOOPBACK
-from dflop_jax.cluster.copy_client import CopyClient
-from dflop_jax.cluster.copy_server import CopyServer
-from dflop_jax.cluster.ending import TryAgain
-from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.shelf import Shelf
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.train.optimizer import make_optimizer
 
@@ -53,22 +44,6 @@ def training():
     schedule = plain.random_schedule(ex.plan, samples, 1, 0)
     yield ex, (schedule, plain.pack(model(), ex.plan, schedule, samples), {"llm": 1e-3})
     ex.close()
-
-
-@pytest.mark.slow
-def test_a_save_that_may_not_be_committed_leaves_nothing_and_ends_the_run(tmp_path, training):
-    def fenced():
-        raise TryAgain("another part of this run goes on")
-
-    saver = Checkpointer(tmp_path, training[0], Peers(), keep=2, may_commit=fenced)
-    told: Future[dict] = Future()
-    told.set_result({})
-    saver.save(3, told)
-    with pytest.raises(TryAgain, match="another part"):
-        saver.wait()
-    with pytest.raises(TryAgain, match="another part"):
-        saver.check()
-    assert CheckpointStore(tmp_path).steps() == ()
 
 
 class SlowNumpy:
@@ -116,27 +91,6 @@ def test_the_step_saved_is_not_the_one_dispatched_after_it(training, tmp_path, m
     assert np.mean(differ) > 0.9
     saver.restore(reader_of(saver, 1))
     assert_same(joined(ex), before)
-
-
-def test_an_update_waits_for_a_copy_as_for_a_save(runs, tmp_path, monkeypatch, caplog):
-    def gone(*_):
-        raise OSError("the agent is gone")
-
-    ex, copies, known = runs("one device each").ex, SimpleNamespace(write=gone), Future()
-    saver = Checkpointer(tmp_path, ex, Peers(), keep=2, copies=copies)
-    slow = SlowNumpy(0.0)
-    monkeypatch.setattr(checkpoint, "np", slow)
-    known.set_result({})
-    saver.copy(4, known)
-    update = threading.Thread(target=ex.before_update)
-    update.start()
-    update.join(0.1)
-    assert update.is_alive()
-    slow.allowed.set()
-    update.join(60)
-    saver.wait()
-    assert saver.stall_s >= 0.1
-    assert "no copy after step 4: the agent is gone" in caplog.text
 
 
 def test_a_restored_step_runs_as_the_first_time(training, tmp_path):
@@ -240,36 +194,3 @@ def test_our_own_mistakes_are_not_swallowed(runs, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         save(saver, 1)
     assert CheckpointStore(tmp_path).steps() == ()
-
-
-def test_a_copy_does_not_wait_for_a_save_under_way(training, tmp_path):
-    ex, _ = training
-    shelf = Shelf()
-    server = CopyServer(shelf, LOOPBACK, b"secret")
-    try:
-        agents = [CopyClient(server.address, b"secret")]
-        copies = Copies(agents, 0, first=True, run="run", start=1, peers=Peers())
-        saver = Checkpointer(tmp_path, ex, Peers(), keep=2, copies=copies)
-        fill(ex, 7)
-        before = joined(ex)
-        late, known = Future(), Future()
-        known.set_result({"step": 4})
-        saver.save(3, late)
-        saver.copy(4, known)
-        deadline = time.monotonic() + 60.0
-        while not (whole := copies.whole()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert saver.is_busy
-        assert CheckpointStore(tmp_path).steps() == ()
-        late.set_result({})
-        saver.wait()
-        assert CheckpointStore(tmp_path).steps() == (3,)
-        fill(ex, 8)
-        reader = copies.open(whole[0])
-        assert (reader.step, reader.meta) == (4, {"step": 4})
-        saver.restore(reader)
-        assert_same(joined(ex), before)
-        assert 0.9 * saver.n_bytes <= shelf.n_bytes  # a header more, and no zeros at ends
-    finally:
-        server.close()

@@ -15,11 +15,9 @@ import msgspec
 import pytest
 
 from dflop_jax.cluster import agent as agent_module
-from dflop_jax.cluster import copy_keeper, distributed, group, launch
+from dflop_jax.cluster import distributed, group, launch
 from dflop_jax.cluster.addresses import LOOPBACK, Address
 from dflop_jax.cluster.agent import Agent
-from dflop_jax.cluster.assembly import Assembly
-from dflop_jax.cluster.copy_keeper import CopyKeeper
 from dflop_jax.cluster.decide import Order
 from dflop_jax.cluster.ending import TRY_AGAIN
 from dflop_jax.cluster.events import Regroup
@@ -208,7 +206,6 @@ def test_a_host_that_has_no_process_left_ends(monkeypatch, tmp_path, n, code):
         assert one._together(SimpleNamespace(close=lambda: None), tmp_path) == code
     finally:
         one._here.close()
-        one._copies.close()
 
 
 @pytest.mark.parametrize("is_sound", [True, False])
@@ -223,22 +220,6 @@ def test_a_start_that_cannot_be_claimed_is_not_begun(monkeypatch, tmp_path, is_s
     order = Order(start=3, name="a", hosts=(0, 1), count_file=str(tmp_path / "restarts.jsonl"))
     assert claimed(order) == (3 if is_sound else 0)
     assert claimed(msgspec.structs.replace(order, count_file="")) == 3
-
-
-def test_copies_are_brought_to_the_interface_that_the_first_host_is_reached_by(monkeypatch):
-    heard: list[str] = []
-    served = SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(
-        copy_keeper, "CopyServer", lambda shelf, host, secret: heard.append(host) or served
-    )
-    way = SimpleNamespace(getsockname=lambda: ("10.0.0.7", 51000))
-    for place, met in (
-        (Place(), Assembly((0,), {})),
-        (Place(0, 2, (AT,)), Assembly((0, 1), {1: way})),
-        (Place(1, 2, (AT,)), Assembly((0, 1), {0: way})),
-    ):
-        CopyKeeper(b"a secret", on=True).meet(place, met)
-    assert heard == [LOOPBACK, "node1", "10.0.0.7"]
 
 
 # ---- where jax listens ----

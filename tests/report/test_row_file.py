@@ -70,25 +70,6 @@ def test_rows_wait_for_room_and_are_written_in_order(tmp_path, disk, caplog, lef
     assert "metrics.jsonl: No space left on device; rows wait in memory" in said
 
 
-def test_rows_that_another_process_held_are_added_once(tmp_path, disk):
-    with RunFolder(tmp_path) as run:
-        run.append(make_row(0))
-        disk.room = 0
-        for step in (1, 2):
-            run.append(make_row(step))
-            run.append_evaluation(Evaluation(step, 1.0, 0.5))
-        unwritten = run.unwritten
-    assert steps(tmp_path) == [0], "the process ended, and what it held is lost"
-    disk.room = None
-    for _ in range(2):
-        with RunFolder(tmp_path, existing="resume") as run:
-            run.restart(3, unwritten)
-            assert run.unwritten == {}
-        assert steps(tmp_path) == [0, 1, 2]
-        assert read_metrics(tmp_path)[2] == json.loads(unwritten["metrics.jsonl"][1])
-        assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 2
-
-
 def test_what_finds_no_room_is_counted_and_shows(tmp_path, disk, caplog, monkeypatch):
     monkeypatch.setattr(row_file, "HELD_BYTES", 2000)  # some rows of metrics
     with RunFolder(tmp_path) as run:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import jax
-import msgspec
 import pytest
 
 from dflop_jax.cluster import told
 from dflop_jax.cluster.addresses import Address
-from dflop_jax.cluster.claims import claim
 from dflop_jax.cluster.ending import BrokenDevice, TryAgain
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.processes import Processes
 from dflop_jax.cluster.variables import (
     AGENT_ENV,
-    COPIES_ENV,
     LEAST_ENV,
     PROCESS_ID_ENV,
     RESTARTS_ENV,
@@ -27,7 +24,6 @@ from dflop_jax.report.run_folder import METRICS, RESTARTS, RunFolder
 from dflop_jax.train import prepare
 from dflop_jax.train.restart import (
     check_agents,
-    check_claim,
     is_begun,
     line_of,
     open_folder,
@@ -138,17 +134,15 @@ def test_an_error_that_a_loss_may_have_caused_leaves_time_for_the_loss(error, wa
 
 
 @pytest.mark.parametrize(
-    "local_index, first, restarts, does",
+    "local_index, restarts, does",
     [
-        (0, None, 0, "forget check meet"),
-        (1, None, 0, "meet"),
-        (0, True, 1, "check meet"),  # which is to be quick
-        (1, True, 1, "check meet"),  # the place before is left out
-        (1, False, 1, "meet"),
+        (0, 0, "forget check meet"),
+        (1, 0, "meet"),
+        (0, 1, "check meet"),  # which is to be quick
     ],
 )
 def test_the_first_process_of_a_host_looks_whether_that_is_fit(
-    monkeypatch, tmp_path, local_index, first, restarts, does
+    monkeypatch, tmp_path, local_index, restarts, does
 ):
     done: list[str] = []
     here = Processes(4, 2 + local_index, Address("node1", 29400), "Slurm", 2, local_index)
@@ -166,10 +160,6 @@ def test_the_first_process_of_a_host_looks_whether_that_is_fit(
     ):
         monkeypatch.setattr(prepare, name, value)
     monkeypatch.setenv(RESTARTS_ENV, str(restarts))
-    monkeypatch.delenv(COPIES_ENV, raising=False)
-    if first is not None:
-        told_of = told.Keepers(("a:1", "b:2"), 1, first)
-        monkeypatch.setenv(COPIES_ENV, msgspec.json.encode(told_of).decode())
     with pytest.raises(TryAgain, match="nobody comes"):
         prepare.set_up(Config(cache_dir=str(tmp_path / "cache")))
     assert done == does.split()
@@ -179,31 +169,6 @@ def test_one_process_is_not_looked_at(monkeypatch):
     monkeypatch.setattr(prepare, "check_host", lambda *_: pytest.fail("it meets nobody"))
     for alone in (Processes(), Processes(1, 0, Address("node1", 29400))):
         prepare._check_host(alone, Config())
-
-
-# ---- one part of a run goes on ----
-
-
-def test_who_has_lost_the_run_saves_nothing_more(start, tmp_path):
-    run_dir = str(tmp_path / "run")
-    start("a", 0)
-    check_claim(run_dir)  # nothing is there
-    with open_folder(run_dir, "error"):
-        check_claim(run_dir)
-    start("a", 2)  # the third start
-    assert claim(run_dir, "a", 3, (0, 1)) == 3
-    check_claim(run_dir)
-    assert claim(run_dir, "a", 4, (0, 1)) == 4  # by the others, while this one was not heard
-    with pytest.raises(TryAgain, match=r"start 4 of this run goes on in .*start 3\) saves nothing"):
-        check_claim(run_dir)
-    start("a", 3)
-    check_claim(run_dir)
-    start("b", 0)  # another launch that takes the folder over
-    with open_folder(run_dir, "resume"):
-        check_claim(run_dir)
-    start("a", 4)
-    with pytest.raises(TryAgain, match="another launch goes on"):
-        check_claim(run_dir)
 
 
 def test_what_cannot_go_on_with_fewer_is_refused_in_a_line(monkeypatch):

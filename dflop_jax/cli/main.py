@@ -38,7 +38,6 @@ from dflop_jax.cli import (
     simulate,
     train,
     verify,
-    watch,
 )
 from dflop_jax.cli.experiment import experiment_arguments
 from dflop_jax.cli.front_door import front_door_arguments
@@ -82,7 +81,6 @@ COMMANDS = (
     Command(evaluate, "answer a data set's questions and score the answers", "experiment"),
     Command(export, "write a run's weights for transformers", ""),
     Command(verify, "prove published weights: read, written again, beside transformers", ""),
-    Command(watch, "follow runs on a page of this machine while they write", ""),
     Command(report, "show one run, or compare several in a table and a page", ""),
 )
 

@@ -9,14 +9,17 @@ which of the `axes` it is over, and its values there, null where there is none. 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from dflop_jax.report.colours import DARK, LINE_COLOURS, palette, phase_colours
-from dflop_jax.report.columns import PICTURE_POINTS, REPLACED
+from dflop_jax.report.columns import PICTURE_POINTS, Name
+from dflop_jax.report.curves import begins, means
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST
-from dflop_jax.report.reader import RunReader
+from dflop_jax.report.reader import RunRecord
 
 _MOST_OWN = 12  # charts of the user's own metrics
 _MEMORY = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239"}
@@ -47,47 +50,58 @@ class _Drawing:
             self.charts.append({"title": title, "unit": unit, **usual, **more, "lines": drawn})
 
 
-def drawing(runs: Sequence[RunReader]) -> dict[str, Any]:
+def drawing(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """The axes and charts of runs, all in one picture but for the phases of each one's steps."""
     d = _Drawing()
-    axes = [d.axis(run.rows.means.x) for run in runs]
+    axes = [d.axis(run.rows.picture_steps()) for run in runs]
     several = len(runs) > 1
     losses = [line for i, run in enumerate(runs) for line in _losses(d, i, run, several)]
     d.chart("loss", "", losses, from_zero=False)
     d.chart("answers to held-out samples", "", [
         line for i, run in enumerate(runs) for line in _answers(d, i, run, several)
     ])  # fmt: skip
-    phased = [any(_keys(run, "phase_s")) for run in runs]
+    phased = [bool(run.rows.keys("phase_s")) for run in runs]
     if several or not all(phased):
         d.chart("step time", "s", _of_runs(runs, axes, "step_s", "step time"))
     for i, run in enumerate(runs):
         title = "step time by phase" + f", {run.name}" * several
         lines = [
-            _line(key, phase_colours(key), 0, axes[i], run.rows.means.of(("phase_s", key)))
-            for key in _keys(run, "phase_s")
+            _line(key, phase_colours(key), 0, axes[i], run.rows.picture(("phase_s", key)))
+            for key in run.rows.keys("phase_s")
         ]
         d.chart(title, "s", lines, stacked=True)
-    has_mfu = any(_keys(run, "mfu_by_module") for run in runs)
+    has_mfu = any(run.rows.keys("mfu_by_module") for run in runs)
     for name, title, unit in _PER_NAME:
         if name == "flops_per_s_by_module" and has_mfu:
             continue
         d.chart(title, unit, _by_name(runs, axes, name, several))
-    d.chart("samples replaced so far", "", _of_runs(runs, axes, REPLACED, "samples"))
+    d.chart("samples replaced so far", "", [
+        _line(
+            run.name if several else "samples",
+            _colour_of(i),
+            0,
+            axes[i],
+            means(np.nancumsum(run.rows.of("n_bad")), PICTURE_POINTS),
+        )
+        for i, run in enumerate(runs)
+    ])  # fmt: skip
     goodput = []
     for i, run in enumerate(runs):
-        share, name = run.spent.goodput, run.name if several else "steps that count"
-        goodput.append(_line(name, _colour_of(i), 0, d.axis(share.x), share.of("")))
+        hours, shares = map(np.array, run.goodput)
+        axis = d.axis(hours[begins(hours, PICTURE_POINTS)].tolist())
+        name = run.name if several else "steps that count"
+        goodput.append(_line(name, _colour_of(i), 0, axis, means(shares, PICTURE_POINTS)))
     d.chart("goodput so far", "%", goodput, over="hours")
-    own = dict.fromkeys(key for run in runs for key in _keys(run, "own"))
+    own = dict.fromkeys(key for run in runs for key in run.rows.keys("own"))
     for key in [*own][:_MOST_OWN]:
         d.chart(key, "", _of_runs(runs, axes, ("own", key), key), from_zero=False)
     return {"axes": d.axes, "charts": d.charts}
 
 
-def _losses(d: _Drawing, i: int, run: RunReader, several: bool) -> list[dict[str, Any]]:
-    steps, losses = run.rows.losses.points(PICTURE_POINTS)
+def _losses(d: _Drawing, i: int, run: RunRecord, several: bool) -> list[dict[str, Any]]:
+    steps, losses = run.rows.curve(PICTURE_POINTS)
     lines = [_line(run.name if several else "loss", _colour_of(i), 0, d.axis(steps), losses)]
-    if held_out := run.evaluations():
+    if held_out := run.evaluations:
         axis = d.axis([row.step for row in held_out])
         name = "held out" + f", {run.name}" * several
         lines.append(_line(name, _colour_of(i + (not several)), 1, axis,
@@ -95,9 +109,9 @@ def _losses(d: _Drawing, i: int, run: RunReader, several: bool) -> list[dict[str
     return lines
 
 
-def _answers(d: _Drawing, i: int, run: RunReader, several: bool) -> list[dict[str, Any]]:
+def _answers(d: _Drawing, i: int, run: RunRecord, several: bool) -> list[dict[str, Any]]:
     """A line for each metric, in the dashes of its run."""
-    rows = [row for row in run.evaluations() if row.answers]
+    rows = [row for row in run.evaluations if row.answers]
     if not rows:
         return []
     axis = d.axis([row.step for row in rows])
@@ -114,10 +128,10 @@ def _answers(d: _Drawing, i: int, run: RunReader, several: bool) -> list[dict[st
 
 
 def _by_name(
-    runs: Sequence[RunReader], axes: Sequence[int], field_name: str, several: bool
+    runs: Sequence[RunRecord], axes: Sequence[int], field_name: str, several: bool
 ) -> list[dict[str, Any]]:
     """A line for each key of a field, in the colour of its own, and in the dashes of its run."""
-    keys = dict.fromkeys(key for run in runs for key in _keys(run, field_name))
+    keys = dict.fromkeys(key for run in runs for key in run.rows.keys(field_name))
     colours: Mapping[str, str] = _MEMORY
     if field_name != "memory_bytes":
         colours = {module: pair[1] for module, pair in palette([*keys]).items()}
@@ -127,15 +141,15 @@ def _by_name(
             _both(colours.get(key, LINE_COLOURS[-1])),
             i,
             axes[i],
-            run.rows.means.of((field_name, key)),
+            run.rows.picture((field_name, key)),
         )
         for i, run in enumerate(runs)
-        for key in _keys(run, field_name)
+        for key in run.rows.keys(field_name)
     ]
 
 
 def _of_runs(
-    runs: Sequence[RunReader], axes: Sequence[int], column: Hashable, name: str
+    runs: Sequence[RunRecord], axes: Sequence[int], column: Name, name: str
 ) -> list[dict[str, Any]]:
     """A line for each run; `name` is that of a single one's."""
     return [
@@ -144,14 +158,10 @@ def _of_runs(
             _colour_of(i),
             0,
             axes[i],
-            run.rows.means.of(column),
+            run.rows.picture(column),
         )
         for i, run in enumerate(runs)
     ]
-
-
-def _keys(run: RunReader, field_name: str) -> list[str]:
-    return [n[1] for n in run.rows.means.names() if isinstance(n, tuple) and n[0] == field_name]
 
 
 def _colour_of(i: int) -> tuple[str, str]:

@@ -1,18 +1,15 @@
 """One self-contained HTML page about runs: charts over their steps, timelines, memory over time,
-figures and plans; of runs that are over (`dflop report`), and of runs that go on (`dflop watch`).
+figures and plans.
 
 The page loads nothing. Its data stand in a script tag as JSON; `page.js` draws timelines (layout,
 drawing), `page_charts.js` charts, `page_input.js` zooms and shows details, `page.css` holds the
-looks of light and dark. Tables are plain HTML, so they are there without JavaScript. A live page
-has `page_follow.js` besides, which asks its own server for newer charts and tables.
+looks of light and dark. Tables are plain HTML, so they are there without JavaScript.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,31 +23,17 @@ from dflop_jax.report.charts import drawing
 from dflop_jax.report.colours import DARK, INK, luminance, spent_colours
 from dflop_jax.report.compare import compared, run_names, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
-from dflop_jax.report.panels import Panel, label_of, legend_entries, panel_of, rows_of
-from dflop_jax.report.reader import RunReader, read_run
-from dflop_jax.report.run_folder import SIMULATED, TRACE
+from dflop_jax.report.panels import Panel, label_of, legend_entries, rows_of
+from dflop_jax.report.reader import RunRecord, read_run
 from dflop_jax.report.spent import Spent
 from dflop_jax.report.summary import RunSummary, bucket_text, label_texts, submesh_rows
-from dflop_jax.report.trace import read_trace
-from dflop_jax.report.wording import duration, number
+from dflop_jax.report.wording import number
 
 # Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
 # (time in seconds, bytes per device from then on). ValueError says why it is not known.
 Memory = Callable[
     [Path, Plan, Trace, Mapping[int, str]], Mapping[str, Sequence[tuple[float, float]]]
 ]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """A run of the page; `summary` is None where it did no step, `plan` before there is one."""
-
-    name: str
-    folder: Path
-    plan: Plan | None
-    summary: RunSummary | None
-    spent: Spent | None
-    traces: list[tuple[Panel, dict[int, str]]]
 
 
 def write_page(folders: Sequence[Path], out: str | Path, memory: Memory | None = None) -> Path:
@@ -70,51 +53,28 @@ def page(folders: Sequence[Path], memory: Memory | None = None) -> str:
     Raises:
       ValueError: no folder, or one with neither steps nor trace, without plan, or a broken file.
     """
-    return render([read_run(name, f) for name, f in run_names(folders).items()], memory)
-
-
-def render(readers: Sequence[RunReader], memory: Memory | None = None, *, version: str = "") -> str:
-    """The page about what was read of runs. One that has a `version` is live: it asks where it
-    comes from for what was added since (`progress`), and shows it."""
-    live = bool(version)
-    runs = [_run(reader) for reader in readers]
+    runs = [read_run(name, f) for name, f in run_names(folders).items()]
     shown = [(run, panel, labels) for run in runs for panel, labels in run.traces]
     legend = legend_entries([panel for _, panel, _ in shown]) if shown else {"idle": ""}
     colours = [_colour(label, c) for label, c in legend.items() if label != "idle"]
     index = {c["label"]: i for i, c in enumerate(colours)}
     panels = [_panel(run, panel, labels, index, memory) for run, panel, labels in shown]
     heading = _joined([run.name for run in runs])
-    scripts = ["page.js", "page_charts.js", "page_input.js", *["page_follow.js"] * live]
     return _TEMPLATES.get_template("page.html").render(
-        title=f"{heading} · dflop {'watch' if live else 'report'}",
+        title=f"{heading} · dflop report",
         heading=heading,
         css=Markup(_source("page.css")),
-        script=Markup("".join(map(_source, scripts))),
+        script=Markup("".join(map(_source, ("page.js", "page_charts.js", "page_input.js")))),
         colours=colours,
         panels=panels,
-        live=live,
-        data={"panels": panels, **progress(readers, version)},
-        notes=_notes(runs, live=live),
+        data={"panels": panels, **drawing(runs)},
+        status=[_status(run) for run in runs],
+        notes=_notes(runs),
         **_tables(runs),
     )
 
 
-def progress(readers: Sequence[RunReader], version: str = "") -> dict[str, Any]:
-    """What a page shows of runs that go on but its tables: charts and where each run is."""
-    return {
-        "version": version,
-        "stamp": str([reader.stamp() for reader in readers]) if version else "",
-        "status": [_status(reader, live=bool(version)) for reader in readers],
-        **drawing(readers),
-    }
-
-
-def tables(readers: Sequence[RunReader]) -> str:
-    """The page's tables alone."""
-    return _TEMPLATES.get_template("page_tables.html").render(_tables([_run(r) for r in readers]))
-
-
-def _tables(runs: Sequence[_Run]) -> dict[str, Any]:
+def _tables(runs: Sequence[RunRecord]) -> dict[str, Any]:
     stepped = [run for run in runs if run.summary is not None]
     summaries = [run.summary for run in stepped if run.summary is not None]
     figures = compared(summaries) if summaries else []
@@ -124,21 +84,15 @@ def _tables(runs: Sequence[_Run]) -> dict[str, Any]:
         "figures": figures[1:] if len(summaries) == 1 else figures,
         "spent": [_spent(run.name, run.spent) for run in runs if run.spent],
         "warmup": WARMUP_STEPS,
-        "plans": [_plan(run.name, run.plan) for run in runs if run.plan],
+        "plans": [_plan(run.name, run.plan) for run in runs],
     }
 
 
-def _status(reader: RunReader, *, live: bool) -> str:
-    """Where a run is, in words; the time of its last row where it may go on."""
-    planned, done = reader.n_planned(), reader.rows.n_steps
+def _status(run: RunRecord) -> str:
+    """Where a run is, in words."""
+    planned, done = run.n_planned, run.rows.n_steps
     of = f" of {planned:,}" if planned else ""
-    parts = [f"{reader.name}: {done:,} steps" + of * (done != planned)]
-    if reader.left_bytes:
-        parts.append(f"{reader.left_bytes / 1e6:,.0f} MB of its rows are still to be read")
-    elif live and reader.spent.until_s:
-        ago_s = max(time.time() - reader.spent.until_s, 0.0)
-        parts.append(f"its last row {duration(ago_s)} ago")
-    return "; ".join([*parts, *reader.notes])
+    return f"{run.name}: {done:,} steps" + of * (done != planned)
 
 
 def _source(name: str) -> str:
@@ -150,22 +104,7 @@ _TEMPLATES = Environment(
 )
 
 
-def _run(reader: RunReader) -> _Run:
-    titles = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"}
-    name, plan, traces = reader.name, reader.plan(), []
-    for file in titles:
-        path = reader.folder / file
-        for trace, labels in read_trace(path) if plan and path.exists() else ():
-            title = titles[file].format(name=name, step=trace.step, source=trace.source)
-            if plan and trace.makespan_s > 0:
-                traces.append((panel_of(plan.layout, trace, title), labels))
-    spent = reader.spent.spent()
-    return _Run(name, reader.folder, plan, reader.summary(plan), spent, traces)
-
-
-def _notes(runs: Sequence[_Run], *, live: bool) -> list[str]:
-    if live:  # what is not there may come
-        return []
+def _notes(runs: Sequence[RunRecord]) -> list[str]:
     notes = [
         f"{r.name}: simulated, no step trained; figures come with a training run."
         for r in runs
@@ -178,7 +117,7 @@ def _notes(runs: Sequence[_Run], *, live: bool) -> list[str]:
     ]
 
 
-def _verdict(runs: Sequence[_Run], summaries: Sequence[RunSummary]) -> list[dict[str, str]]:
+def _verdict(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]) -> list[dict[str, str]]:
     ups = speedups(summaries) if summaries else []
     return [
         {
@@ -211,7 +150,7 @@ def _plan(name: str, plan: Plan) -> dict[str, Any]:
 
 
 def _panel(
-    run: _Run,
+    run: RunRecord,
     panel: Panel,
     labels: Mapping[int, str],
     colours: Mapping[str, int],
@@ -219,7 +158,6 @@ def _panel(
 ) -> dict[str, Any]:
     """What page.js draws of a trace; a task is [row, start_s, end_s, colour, segment, direction,
     group, bucket]."""
-    assert run.plan is not None, "a panel is of a plan"
     trace, rows = panel.trace, _rows(panel)
     row_number = {name: i for i, name in enumerate(rows)}
     busy, links = trace.busy_fraction(), _links(trace)

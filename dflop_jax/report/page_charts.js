@@ -1,9 +1,7 @@
-// Draws the charts over steps: DATA.charts over DATA.axes (see charts.py), each in a figure of its own
-// that stays where newer values come.
+// Draws the charts over steps: DATA.charts over DATA.axes (see charts.py), each in a figure of its own.
 
 const CHART = { height: 168, left: 66, right: 10, top: 8, bottom: 20 };
 const figures = new Map(); // title -> its figure
-let shown = { axes: DATA.axes, charts: DATA.charts };
 
 /** What a unit's values are multiplied by, and called, where the largest is `most`. */
 function scaleOf(unit, most) {
@@ -70,18 +68,13 @@ function figureOf(chart) {
 }
 
 function drawCharts() {
-  const titles = new Set(shown.charts.map((c) => c.title));
-  for (const [title, made] of figures) {
-    if (!titles.has(title)) { made.figure.remove(); figures.delete(title); }
-  }
-  shown.charts.forEach((chart) => { document.getElementById("charts").append(figureOf(chart).figure); });
-  for (const chart of shown.charts) drawChart(figureOf(chart), chart);
-  document.getElementById("progress").hidden = shown.charts.length === 0;
+  for (const chart of DATA.charts) drawChart(figureOf(chart), chart);
+  document.getElementById("progress").hidden = DATA.charts.length === 0;
 }
 
 function drawChart(made, chart) {
   const { out, key } = made, width = made.figure.clientWidth, { height, left, right, top, bottom } = CHART;
-  const heights = heightsOf(chart), xs = chart.lines.map((line) => shown.axes[line.axis]);
+  const heights = heightsOf(chart), xs = chart.lines.map((line) => DATA.axes[line.axis]);
   const places = xs.flat(), ends = [Math.min(...places), Math.max(...places)];
   const [first, last] = ends[0] < ends[1] ? ends : rangeOf(places, false);
   const [low, high] = rangeOf(known(heights.flat()), chart.from_zero);

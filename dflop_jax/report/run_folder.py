@@ -7,7 +7,7 @@ import fcntl
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +21,7 @@ from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
 from dflop_jax.report.evaluation_rows import EVALUATIONS
 from dflop_jax.report.metrics import KEYED, SCALARS, StepMetrics
-from dflop_jax.report.row_file import (
-    FullDisk,
-    RowFile,
-    key_of,
-    last_line,
-    whole_lines,
-)
+from dflop_jax.report.row_file import RowFile, key_of, whole_lines
 from dflop_jax.report.spent import EVENTS
 from dflop_jax.report.trace import read_trace, write_trace
 from dflop_jax.report.trackers import (
@@ -103,8 +97,7 @@ class RunFolder:
         self.path = Path(path)
         self.trackers: Sequence[Tracker] = ()
         self.track_every = 1  # steps between those that trackers get
-        full = FullDisk()
-        self.rows = {name: RowFile(self.path / name, full) for name in _WRITTEN_BY_STEP}
+        self.rows = {name: RowFile(self.path / name) for name in _WRITTEN_BY_STEP}
         check_own(self.path)
         self._missing = [] if launch else missing(self.path)
         with writing(made(self.path, _ANOTHER) / _LOCK, _ANOTHER) as lock:
@@ -171,7 +164,7 @@ class RunFolder:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-        if self._missing and not any(self._kept()):
+        if self._missing and not self._is_worth_keeping():
             shutil.rmtree(self.path, ignore_errors=True)
             remove_empty(self._missing[1:])
 
@@ -184,11 +177,10 @@ class RunFolder:
         finally:
             self._lock.close()
 
-    def _kept(self) -> Iterator[bool]:
-        """Whether there is what is worth a folder: rows, also unwritten ones, and what is saved."""
-        yield any(self.rows[name].is_waiting for name in (METRICS, EVALUATIONS, SAMPLES))
-        yield (self.path / METRICS).stat().st_size > 0
-        yield from (any(self.path.glob(f"{name}/*")) for name in (CHECKPOINTS, HUNG))
+    def _is_worth_keeping(self) -> bool:
+        """Whether there are rows, or something is saved."""
+        has_rows = (self.path / METRICS).stat().st_size > 0
+        return has_rows or any(any(self.path.glob(f"{name}/*")) for name in (CHECKPOINTS, HUNG))
 
     def write_config(self, config: Any) -> None:
         """The run's configuration, a dataclass, as plain JSON."""
@@ -214,8 +206,8 @@ class RunFolder:
         Trackers have it at the last of the steps before it, unless they had it already.
         """
         rows = self.rows[EVALUATIONS]
-        last = key_of(last_line(rows.path) or b"")
-        known = last is not None and last.step >= row.step
+        keys = [key_of(line) for line in whole_lines(rows.path)]
+        known = any(key is not None and key.step >= row.step for key in keys)
         if known:
             rows.keep(lambda old: old.step != row.step)
         rows.append(row)

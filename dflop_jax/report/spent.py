@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from dflop_jax.report.curves import Means
 from dflop_jax.report.row_file import RowFile, whole_lines
 
 EVENTS = "events.jsonl"
@@ -34,7 +33,6 @@ PARTS = (
     IMPORT, CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
 )  # fmt: skip
 _LEAST_S = 1e-3  # of a row that tells nothing but seconds
-GOODPUT_POINTS = 600  # most of a page's curve
 _MOST_WAITING = 1_000  # rows: a run begins with dozens, and only process 0 has a file
 
 
@@ -191,64 +189,53 @@ def read_spent(folder: str | Path) -> Spent | None:
     Raises:
       ValueError: a broken row, named as file:line.
     """
-    path = Path(folder) / EVENTS
-    reader = SpentReader(path)
-    for line in whole_lines(path):
-        reader.add(line)
-    return reader.spent()
+    return _read(folder)[0]
 
 
-class SpentReader:
-    """Adds up the rows of an events.jsonl, a line at a time; of each step it holds a number.
-    `goodput` is that so far, over the hours since the run began."""
+def read_goodput(folder: str | Path) -> tuple[list[float], list[float]]:
+    """(hours since the run began, `Spent.goodput` so far) at the end of every step."""
+    return _read(folder)[1:]
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._n_lines = 0
-        self._seconds = dict.fromkeys(PARTS, 0.0)
-        self._of_steps = array("d")  # of every step that counts, by its number
-        self._first_s: float | None = None
-        self.until_s = 0.0  # when the last row was written, in seconds since the epoch
-        self._starts = self._failures = 0
-        self.goodput = Means(GOODPUT_POINTS)
 
-    def add(self, line: bytes) -> None:
-        """Add a row; ValueError names the place of a broken one, which counts for nothing."""
-        self._n_lines += 1
-        try:
-            row = _ROWS.decode(line)
-        except msgspec.DecodeError as e:
-            where = f"{self._path}:{self._n_lines}"
-            raise ValueError(f"{where}: not a row of events ({e}); remove the line") from None
-        seconds, of_steps = self._seconds, self._of_steps
+def _read(folder: str | Path) -> tuple[Spent | None, list[float], list[float]]:
+    seconds = dict.fromkeys(PARTS, 0.0)
+    of_steps = array("d")  # seconds of every step that counts, by its number
+    hours: list[float] = []
+    goodput: list[float] = []
+    first_s: float | None = None
+    until_s = 0.0  # when the last row was written, in seconds since the epoch
+    starts = failures = 0
+    for row in _rows(Path(folder) / EVENTS):
         if row.begun_s is not None:
-            self._starts += 1
-            self._first_s = row.begun_s if self._first_s is None else self._first_s
+            starts += 1
+            first_s = row.begun_s if first_s is None else first_s
             # Several runs of one process follow each other; its imports were before the first.
-            gap_s = max(row.begun_s - self.until_s, 0.0) if self.until_s else 0.0
-            seconds[STOPPED] += gap_s
+            seconds[STOPPED] += max(row.begun_s - until_s, 0.0) if until_s else 0.0
         for part, s in row.seconds.items():
             seconds[part] = seconds.get(part, 0.0) + s
         if row.resumed is not None:
             lost_s = sum(of_steps[row.resumed :])
-            self._failures += row.resumed < len(of_steps)
+            failures += row.resumed < len(of_steps)
             seconds[TRAINING] -= lost_s
             seconds[LOST] += lost_s
             del of_steps[row.resumed :]
         if row.step >= 0:
             of_steps.extend([0.0] * (row.step + 1 - len(of_steps)))
             of_steps[row.step] = row.seconds.get(TRAINING, 0.0)
-        self.until_s = row.until_s
-        wall_s = self.until_s - (self._first_s or self.until_s)
+        until_s = row.until_s
+        wall_s = until_s - (first_s or until_s)
         if row.step >= 0 and wall_s > 0:
-            self.goodput.add(wall_s / 3600, [("", seconds[TRAINING] / wall_s)])
-
-    def spent(self) -> Spent | None:
-        """What the rows so far come to; None without any."""
-        if self._first_s is None:
-            return None
-        positive = {k: s for k, s in self._seconds.items() if s > 0}
-        return Spent(positive, self.until_s - self._first_s, self._starts, self._failures)
+            hours.append(wall_s / 3600)
+            goodput.append(seconds[TRAINING] / wall_s)
+    if first_s is None:
+        return None, [], []
+    positive = {k: s for k, s in seconds.items() if s > 0}
+    return Spent(positive, until_s - first_s, starts, failures), hours, goodput
 
 
-_ROWS = msgspec.json.Decoder(EventRow)
+def _rows(path: Path) -> Iterator[EventRow]:
+    for n, line in enumerate(whole_lines(path), 1):
+        try:
+            yield msgspec.json.decode(line, type=EventRow)
+        except msgspec.DecodeError as e:
+            raise ValueError(f"{path}:{n}: not a row of events ({e}); remove the line") from None

@@ -10,14 +10,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from dflop_jax.records import AXES, Bucket, Layout, Plan, Shape
-from dflop_jax.report.columns import MEDIAN_STEPS, Columns, read_columns
-from dflop_jax.report.evaluation_rows import HeldOutRow, read_last_evaluation
+from dflop_jax.records import AXES, Bucket, Layout, Shape
+from dflop_jax.report.columns import read_columns
+from dflop_jax.report.evaluation_rows import HeldOutRow, read_evaluations
 from dflop_jax.report.metrics import KEYED, WARMUP_STEPS, Spread, StepFigures, spread
 from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
@@ -82,21 +83,15 @@ def summarise(folder: str | Path) -> RunSummary:
       ValueError: no such folder, no step in its metrics, or a broken or missing plan.
     """
     path = Path(folder)
-    return summary_of(path, read_columns(path), read_plan(path), read_spent(path))
-
-
-def summary_of(path: Path, rows: Columns, plan: Plan, spent: Spent | None) -> RunSummary:
-    """The figures of a run, from what was read of its folder."""
+    rows, plan, spent = read_columns(path), read_plan(path), read_spent(path)
 
     def medians(name: str) -> dict[str, float]:
-        return {k: spread(v).median for k, v in rows.column_of(name).items()}
+        return {key: spread(rows.steady((name, key))).median for key in rows.keys(name)}
 
-    def after_warm_up(name: str) -> float:
-        return rows.sums[name] - rows.warm_up_sums[name]
-
-    evaluated = read_last_evaluation(path)
+    evaluated = next(reversed(read_evaluations(path)), None)
+    steps, losses = rows.of("step"), rows.of("loss")
     of_step: dict[str, Any] = {
-        name: medians(name) if name in KEYED else spread(rows.column(name)).median
+        name: medians(name) if name in KEYED else spread(rows.steady(name)).median
         for name in (f.name for f in fields(StepFigures))
     }
     return RunSummary(
@@ -104,23 +99,20 @@ def summary_of(path: Path, rows: Columns, plan: Plan, spent: Spent | None) -> Ru
         folder=str(path),
         policy=plan.policy,
         n_steps=rows.n_steps,
-        steps_lost=max(0, rows.last_step + 1 - rows.first_step - rows.n_steps),
-        step_s=spread(rows.column("step_s")),
+        steps_lost=max(0, int(steps[-1] + 1 - steps[0]) - rows.n_steps),
+        step_s=spread(rows.steady("step_s")),
         busy_predicted=plan.predicted.busy_fraction,
         busy_measured=medians("busy_fraction"),
         makespan_chosen_by_s=plan.predicted.chosen_by_s or math.nan,
         makespan_predicted_s=plan.predicted.makespan_s or math.nan,
-        schedule_gap=spread(rows.column("schedule_gap")).median,
+        schedule_gap=spread(rows.steady("schedule_gap")).median,
         made_by=dict(rows.made_by.most_common()),
-        n_integer=rows.n_integer,
-        compiles_after_warmup=int(after_warm_up("compiles")),
-        # A run that is no longer than its warm-up has all figures of that.
-        schedule_wait_s=after_warm_up("schedule_wait_s")
-        if rows.n_steps > WARMUP_STEPS
-        else rows.sums["schedule_wait_s"],
-        loss_first=rows.loss_first,
-        loss_last=rows.loss_last,
-        n_bad=int(rows.sums["n_bad"]),
+        n_integer=int((rows.of("integer_bound_s") > 0).sum()),
+        compiles_after_warmup=int(np.nansum(rows.of("compiles")[WARMUP_STEPS:])),
+        schedule_wait_s=float(np.nansum(rows.steady("schedule_wait_s"))),
+        loss_first=float(losses[0]),
+        loss_last=float(losses[-1]),
+        n_bad=int(np.nansum(rows.of("n_bad"))),
         n_skipped=rows.n_skipped,
         held_out=_held_out(evaluated),
         answers={k: _or_nan(v) for k, v in evaluated.answers.items()} if evaluated else {},
@@ -273,8 +265,6 @@ def markdown(s: RunSummary, pictures: list[str]) -> str:
     lines = [f"# Run {s.name}", "", "| figure | value |", "|---|---:|"]
     lines += [f"| {label} | {text} |" for label, text in figures(s)]
     note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
-    if s.n_steps > MEDIAN_STEPS:
-        note += f" They are of {MEDIAN_STEPS:,} steps, drawn at random."
     lines += ["", note, "", "## Plan", ""]
     lines += [f"- submesh {text}" for text in s.submeshes]
     lines += [f"- bucket {text} per data rank" for text in s.buckets]
@@ -319,4 +309,4 @@ def trace_panels(folder: Path, name: str) -> list[Panel]:
 
 def loss_curve(folder: Path) -> tuple[list[float], list[float]]:
     """(steps, losses) of a run, as many as a picture shows."""
-    return read_columns(folder).curve
+    return read_columns(folder).curve()

@@ -35,7 +35,7 @@ class SampleFile:
                 ) from None
 
     def append(self, sample: StepSample) -> None:
-        """Add a row; it is on its way to disk when this returns, or held back (see `RowFile`)."""
+        """Add a row; see `RowFile.append`."""
         self._rows.append(sample)
 
     def keep(self, wanted: Callable[[RowKey], bool]) -> None:

@@ -17,7 +17,6 @@ from dflop_jax.contract import edges_of
 from dflop_jax.record_files import load
 from dflop_jax.records import Plan
 from dflop_jax.report.run_folder import RunFolder, answer_folder, has_begun
-from dflop_jax.report.watch import PageServer
 from models import llava
 from tests.cli.command_line import refused, run
 from tests.plans import NANO, nano_profile
@@ -47,7 +46,6 @@ ASKED = {
         (("run", "other", "--out", "run/loss.png"), 2, ""),
         (("run", "--out", "run/pages/one.html"), 0, "run/pages/one.png"),
     ],
-    "watch": [(("run", "other", "--port", "0"), 0, "")],
     "train": [(("nano.py", *PROFILE, *PLAN), 2, "")],
     "generate": [(("run", "--prompt", "What?", "--max-tokens", "2"), 0, "")],
     "evaluate": [
@@ -99,12 +97,6 @@ def files(folder):
     return {str(p): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
 
 
-def asked_and_interrupted(server):
-    """In the place of a server that waits for pages."""
-    assert "run and other" in server.watch.page()
-    raise KeyboardInterrupt
-
-
 def changed(left):
     """The names of those files that are no longer as they were."""
     now = files("run")
@@ -114,7 +106,6 @@ def changed(left):
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize("command", [c.module.__name__.rpartition(".")[2] for c in COMMANDS])
 def test_every_command_leaves_a_finished_run_as_it_was(left, capsys, monkeypatch, command):
-    monkeypatch.setattr(PageServer, "serve_forever", asked_and_interrupted)
     if command == "verify":
         run(capsys, "export", *ASKED["export"][0][0])
     for args, code, wrote in ASKED[command]:

@@ -1,14 +1,11 @@
-"""The figures of long runs: exact sums, medians of a bounded sample, curves with all extremes."""
+"""The figures of runs, short and long: exact sums and medians, curves with all extremes."""
 
 import json
 import math
-import statistics
-import tracemalloc
 
 import numpy as np
 import pytest
 
-from dflop_jax.report import columns, curves
 from dflop_jax.report.columns import read_columns
 from dflop_jax.report.run_folder import read_metrics
 
@@ -38,44 +35,24 @@ def made_rows(n):
 def test_a_short_run_has_the_figures_of_all_its_rows(tmp_path, n):
     got, rows = read_columns(write(tmp_path / "run", made_rows(n))), [*made_rows(n)]
     steady = rows[2:] or rows
-    assert got.column("step_s").tolist() == [r["step_s"] for r in steady]
+    assert got.steady("step_s").tolist() == [r["step_s"] for r in steady]
     enc = [r["busy_fraction"]["enc"] for r in steady]
-    assert got.column_of("busy_fraction")["enc"].tolist() == enc
+    assert got.steady(("busy_fraction", "enc")).tolist() == enc
+    assert got.keys("busy_fraction") == ["enc", "llm"][: 1 + (n > 3)]
     llm = [r["busy_fraction"].get("llm", math.nan) for r in steady]
-    assert n < 4 or [str(v) for v in got.column_of("busy_fraction")["llm"]] == [*map(str, llm)]
-    assert got.column("grad_norm").tolist() == []
-    assert (got.n_steps, got.first_step, got.last_step) == (n, 0, n - 1)
-    assert (got.loss_first, got.loss_last) == (rows[0]["loss"], rows[-1]["loss"])
-    assert got.sums == {"compiles": sum(r["compiles"] for r in rows), "n_bad": n,
-                        "schedule_wait_s": n / 4}  # fmt: skip
-    assert got.curve[0] == [*range(n)]
+    assert [str(v) for v in got.steady(("busy_fraction", "llm"))] == [*map(str, llm)]
+    assert np.isnan(got.of("grad_norm")).all()
+    assert (got.n_steps, got.of("step").tolist()) == (n, [*range(n)])
+    assert got.of("n_bad").sum() == n
+    assert got.curve()[0] == [*range(n)]
     losses = [math.nan if r["loss"] is None else r["loss"] for r in rows]
-    assert [str(v) for v in got.curve[1]] == [*map(str, losses)]
+    assert [str(v) for v in got.curve()[1]] == [*map(str, losses)]
 
 
-def test_a_long_run_is_held_in_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(columns, "MEDIAN_STEPS", 500)
-    monkeypatch.setattr(curves, "CURVE_POINTS", 16)
-    n = 5000
-    folder = write(tmp_path / "run", made_rows(n))
-    tracemalloc.start()
-    got = read_columns(folder)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < (folder / "metrics.jsonl").stat().st_size / 2
+def test_the_curve_of_a_long_run_has_its_extremes(tmp_path):
+    folder = write(tmp_path / "run", made_rows(5000))
     rows = read_metrics(folder)
-    assert (got.n_steps, got.sums["n_bad"], got.sums["compiles"]) == (n, n, 2)
-    assert got.sums["schedule_wait_s"] == n / 4
-    steady = [r["step_s"] for r in rows[2:]]
-    drawn = got.column("step_s").tolist()
-    assert len({*drawn}) == len(drawn) == 500
-    assert {*drawn} <= {*steady}
-    place = sorted(steady).index(min(steady, key=lambda s: abs(s - statistics.median(drawn))))
-    assert abs(place / n - 0.5) < 0.1  # five times what chance gives
-    # Fields of a step stand together.
-    enc = {r["step_s"]: r["busy_fraction"]["enc"] for r in rows}
-    assert [enc[s] for s in drawn] == got.column_of("busy_fraction")["enc"].tolist()
-    curve_steps, losses = got.curve
+    curve_steps, losses = read_columns(folder).curve(16)
     assert curve_steps == sorted(curve_steps)
     assert 16 < len(losses) <= 32
     known = [r["loss"] for r in rows if r["loss"] is not None]

@@ -1,11 +1,11 @@
-"""Means of stretches, against numpy over the rows of each."""
+"""Means and extremes of stretches, against numpy over the rows of each."""
 
 import math
 
 import numpy as np
 import pytest
 
-from dflop_jax.report.curves import Curve, Means
+from dflop_jax.report.curves import begins, extremes, means
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9, 16, 17, 100, 1000])
@@ -13,33 +13,24 @@ def test_means_are_those_of_equal_stretches(n):
     rng = np.random.default_rng(n)
     values = rng.normal(size=n)
     values[rng.random(n) < 0.2] = math.nan
-    means = Means(8)
-    for step, value in enumerate(values.tolist()):
-        rows = [("a", value), ("b", None if step % 3 else 1.0)]
-        means.add(10.0 * step, rows[: 1 + (step > 4)])  # "b" comes later
-    length = 1
-    while n > 8 * length:
-        length *= 2
+    length = max(1, math.ceil(n / 8))
     stretches = [values[i : i + length] for i in range(0, n, length)]
-    assert means.x == [10.0 * i for i in range(0, n, length)]
+    assert begins(values, 8).tolist() == [*range(0, n, length)]
     seen = [s[~np.isnan(s)] for s in stretches]
-    assert means.of("a") == [pytest.approx(s.mean()) if len(s) else None for s in seen]
-    has_b = [any(s % 3 == 0 and s > 4 for s in range(i, min(i + length, n)))
-             for i in range(0, n, length)]  # fmt: skip
-    assert means.of("b") == [1.0 if has else None for has in has_b]
-    assert means.of("c") == [None] * len(stretches)
-    assert len(means.x) <= 8
+    assert means(values, 8) == [pytest.approx(s.mean()) if len(s) else None for s in seen]
+    assert means(np.full(n, math.nan), 8) == [None] * len(stretches)
+    assert len(stretches) <= 8
 
 
 def test_a_thinned_curve_keeps_its_extremes():
-    curve = Curve(64)
-    values = np.random.default_rng(0).normal(size=777).tolist()
-    for x, value in enumerate(values):
-        curve.add(x, value)
-    for most in (None, 31, 5, 1):
-        xs, ys = curve.points(most)
-        assert (min(ys), max(ys)) == (min(values), max(values))
-        assert len(ys) <= 2 * (most or 64)
-        assert [values[int(x)] for x in xs] == ys
-        assert xs == sorted(xs)
-    assert Curve().points() == ([], [])
+    values = np.random.default_rng(0).normal(size=777)
+    values[[0, 5, 300, 301, 776]] = math.nan
+    known = values[~np.isnan(values)]
+    for most in (64, 31, 5, 1):
+        at = extremes(values, most)
+        assert (np.diff(at) > 0).all()
+        assert len(at) <= 2 * most
+        assert (np.nanmin(values[at]), np.nanmax(values[at])) == (known.min(), known.max())
+    assert extremes(values, 777).tolist() == [*range(777)]
+    assert extremes(np.empty(0), 8).tolist() == []
+    assert extremes(np.full(20, math.nan), 4).tolist() == [0, 5, 10, 15]

@@ -19,7 +19,9 @@ from dflop_jax.report import colours
 from dflop_jax.report.colours import DARK
 from dflop_jax.report.html import page, write_page
 from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan, read_traces
+from dflop_jax.report.spent import EVENTS, EventRow
 from dflop_jax.report.trace import read_trace, write_trace
+from dflop_jax.train.evaluate import Evaluation
 from tests.report.runs import make_plan, make_row, one_f_one_b
 
 
@@ -72,6 +74,42 @@ def test_the_data_hold_every_event_and_come_back(make_run):
         assert {r["name"]: r["busy"] for r in panel["rows"]} == {
             n: f"{v:.0%}" for n, v in busy.items()
         }
+
+
+def charted_run(folder: Path) -> Path:
+    """A run of five steps with figures for every chart."""
+    with RunFolder(folder) as run:
+        run.write_plan(make_plan())
+        for i in range(5):
+            phases = {"forward": 0.1 * i, "idle": 0.01}
+            run.append(make_row(i, phase_s=phases, n_bad=i % 2, imbalance={"llm": 0.1},
+                                memory_bytes={"host": 2.0**31}, own={"x": i}))  # fmt: skip
+            begun_s = None if i else 1e9
+            run.rows[EVENTS].append(EventRow(1e9 + 2 * i + 2, {"training": 1.5}, i, begun_s))
+        run.append_evaluation(Evaluation(3, 1.0, 0.5))
+    return folder
+
+
+def test_charts_are_drawn_over_the_steps(tmp_path):
+    data = Parsed(page([charted_run(tmp_path / "run")])).data
+    charts = {c["title"]: c for c in data["charts"]}
+
+    def drawn(title, line=0):
+        line = charts[title]["lines"][line]
+        return line["name"], data["axes"][line["axis"]], line["y"]
+
+    steps = [0, 1, 2, 3, 4]
+    losses = pytest.approx([5.0 / (1 + i) for i in steps], rel=1e-5)
+    assert drawn("loss") == ("loss", steps, losses)
+    assert drawn("loss", 1) == ("held out", [3], [1.0])
+    assert drawn("step time by phase") == ("forward", steps, pytest.approx([0, 0.1, 0.2, 0.3, 0.4]))
+    assert drawn("samples replaced so far") == ("samples", steps, [0, 1, 1, 2, 2])
+    assert drawn("x") == ("x", steps, steps)
+    _, hours, shares = drawn("goodput so far")
+    assert hours == pytest.approx([(2 * i + 2) / 3600 for i in steps], rel=1e-5)
+    assert shares == [0.75] * 5
+    assert {"padding", "imbalance: fullest over mean data rank", "memory in use"} <= {*charts}
+    assert "run: 5 steps" in Parsed(page([tmp_path / "run"])).texts
 
 
 def test_memory_is_what_the_caller_knows(make_run):
@@ -272,7 +310,6 @@ def test_every_file_of_the_page_is_package_data():
     }
     assert {f.name for f in shipped} == {
         "page.html", "page_tables.html", "page.css", "page.js", "page_charts.js", "page_input.js",
-        "page_follow.js",
     }  # fmt: skip
     assert shipped == {f for f in folder.iterdir() if f.suffix not in (".py", "")}
 

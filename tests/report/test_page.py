@@ -10,7 +10,7 @@ from dflop_jax.report.run_folder import SIMULATED, read_traces
 from dflop_jax.report.trace import write_trace
 from tests.report.browser import Browser, missing
 from tests.report.runs import one_f_one_b
-from tests.report.test_html import hostile_run
+from tests.report.test_html import charted_run, hostile_run
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"{missing()}: no page to look at")
 
@@ -244,6 +244,23 @@ def test_a_page_without_timelines_is_quiet(browser, make_run, tmp_path):
     (run / "trace.json").unlink()
     browser.show(write_page([run], tmp_path / "r.html"))
     assert "no trace" in browser.js("return document.body.innerText")
+    assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_charts_show_the_values_of_a_step(browser, tmp_path, width):
+    runs = [charted_run(tmp_path / name) for name in ("first", "second")]
+    browser.show(write_page(runs, tmp_path / "r.html"), width)
+    titles = browser.js(
+        "return [...document.querySelectorAll('.chart figcaption')].map((c) => c.textContent)"
+    )
+    assert titles[0] == "loss"
+    assert {"step time", "step time by phase, first", "padding", "memory in use"} <= set(titles)
+    assert "host, first 2.00 GiB" in browser.js("return figures.get('memory in use').key.innerText")
+    assert browser.js("return document.documentElement.scrollWidth") <= width
+    browser.js("figures.get('loss').out.focus()")
+    browser.press("\ue012")
+    assert browser.js(TIP).startswith("step 4")
     assert browser.complaints() == []
 
 

@@ -1,4 +1,4 @@
-"""Rows that find a full disk, cut and broken files of rows, and long ones."""
+"""Rows that find a full disk, and files of rows that a kill cut short."""
 
 import errno
 import io
@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from dflop_jax.report import row_file, run_folder
-from dflop_jax.report.row_file import last_line, whole_lines
+from dflop_jax.report.row_file import whole_lines
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.report.summary import figures, summarise
 from dflop_jax.report.trackers import step_scalars
@@ -21,7 +21,7 @@ class Disk:
     cut."""
 
     def __init__(self, monkeypatch):
-        self.room, self.error, self.may_cut = None, errno.ENOSPC, True
+        self.room, self.error = None, errno.ENOSPC
         disk = self
 
         class File(io.FileIO):
@@ -32,12 +32,7 @@ class Disk:
                 disk.room = None if disk.room is None else disk.room - n
                 return super().write(bytes(data)[:n])
 
-            def truncate(self, size=None):
-                if not disk.may_cut:
-                    raise OSError(disk.error, "No space left on device")
-                return super().truncate(size)
-
-        monkeypatch.setattr(row_file, "opened", lambda path: File(path, "ab"))
+        monkeypatch.setattr(row_file, "FileIO", File)
 
 
 @pytest.fixture
@@ -49,50 +44,42 @@ def steps(path):
     return [row["step"] for row in read_metrics(path, empty_ok=True)]
 
 
-@pytest.mark.parametrize("may_cut", [True, False])
 @pytest.mark.parametrize("left", [0, 1, 300])
-def test_rows_wait_for_room_and_are_written_in_order(tmp_path, disk, caplog, left, may_cut):
+def test_rows_wait_for_room_and_are_written_in_order(tmp_path, disk, caplog, left):
     with RunFolder(tmp_path) as run, caplog.at_level(logging.WARNING):
         run.append(make_row(0))
-        disk.room, disk.may_cut = left, may_cut
+        disk.room = left
         for step in (1, 2):
             run.append(make_row(step))
             run.append_evaluation(Evaluation(step, 1.0, 0.5))
             assert steps(tmp_path) == [0]  # a part of a row is not read
-        assert may_cut == ((tmp_path / "metrics.jsonl").read_bytes()[-1:] == b"\n") or not left
-        disk.room, disk.may_cut = None, True
+        disk.room = None
         run.append(make_row(3))
         run.append_evaluation(Evaluation(3, 1.0, 0.5))
         assert steps(tmp_path) == [0, 1, 2, 3]
     evaluations = (tmp_path / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in evaluations] == [1, 2, 3]
-    (said,) = [r.getMessage() for r in caplog.records]
-    assert "metrics.jsonl: No space left on device; rows wait in memory" in said
+    assert [r.getMessage().split(": ", 1)[0] for r in caplog.records] == [
+        str(tmp_path / "metrics.jsonl"),
+        str(tmp_path / "evaluations.jsonl"),
+    ]
+    assert "No space left on device; rows wait in memory" in caplog.records[0].getMessage()
 
 
-def test_what_finds_no_room_is_counted_and_shows(tmp_path, disk, caplog, monkeypatch):
-    monkeypatch.setattr(row_file, "HELD_BYTES", 2000)  # some rows of metrics
+def test_rows_that_a_full_disk_lost_show_after_a_resume(tmp_path, disk, caplog):
     with RunFolder(tmp_path) as run:
         run.write_plan(make_plan())
         run.append(make_row(0))
-        disk.room = 0
-        for step in range(1, 10):
+        disk.room = 100
+        for step in (1, 2):
             run.append(make_row(step))
-        disk.room = None
-        run.append(make_row(10))
-        written = steps(tmp_path)
-        n_lost = 11 - len(written)
-        assert 0 < n_lost < 9
-        assert written == [0, *range(1 + n_lost, 11)]
-        run.rows["corrections.jsonl"].append({"step": 1})
-        disk.room = 0
-        run.rows["corrections.jsonl"].append({"step": 2})
-    said = [r.getMessage() for r in caplog.records]
-    assert [text.split(": ", 1)[1] for text in said if "lost" in text] == [
-        f"{n_lost} rows found no room on the disk and are lost",
-        "1 rows found no room on the disk and are lost",
-    ]
-    assert dict(figures(summarise(tmp_path)))["steps without a row"] == str(n_lost)
+    assert "its last rows found no room on the disk and are lost" in caplog.text
+    disk.room = None
+    with RunFolder(tmp_path, existing="resume") as run:
+        run.restart(3)
+        run.append(make_row(3))
+    assert steps(tmp_path) == [0, 3]
+    assert dict(figures(summarise(tmp_path)))["steps without a row"] == "2"
 
 
 def test_other_errors_end_the_run_as_ever(tmp_path, disk):
@@ -152,15 +139,11 @@ def test_a_tracker_on_a_full_disk_is_given_up(tmp_path, caplog):
     (b'{"step": 1}\n{"ste', [1]),
     (b'{"ste', []),
 ])  # fmt: skip
-@pytest.mark.parametrize("tail_bytes", [3, 15, 1000])
-def test_the_last_line_is_found_from_the_end(tmp_path, content, rows, monkeypatch, tail_bytes):
-    monkeypatch.setattr(row_file, "_TAIL_BYTES", tail_bytes)
+def test_a_last_line_that_a_kill_cut_short_is_not_read(tmp_path, content, rows):
     file = tmp_path / "rows"
-    assert last_line(file) is None
+    assert [*whole_lines(file)] == []
     file.write_bytes(content)
     assert [json.loads(line)["step"] for line in whole_lines(file)] == rows
-    last = last_line(file)
-    assert (None if last is None else json.loads(last)["step"]) == (rows[-1] if rows else None)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]])

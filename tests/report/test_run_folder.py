@@ -46,7 +46,7 @@ def test_a_loss_that_is_not_finite_survives_as_nan(tmp_path):
     with RunFolder(tmp_path) as run:
         run.append(make_row(0, loss=math.nan))
     assert '"loss":null' in (tmp_path / "metrics.jsonl").read_text()  # strict JSON
-    assert math.isnan(read_columns(tmp_path).loss_last)
+    assert math.isnan(read_columns(tmp_path).of("loss")[-1])
 
 
 def test_a_run_without_a_step_leaves_no_folder_that_it_made(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from dflop_jax.report import spent
-from dflop_jax.report.row_file import FullDisk, RowFile
+from dflop_jax.report.row_file import RowFile
 from dflop_jax.report.spent import (
     DATA,
     EVENTS,
@@ -50,7 +50,7 @@ def begin(tmp_path):
         clock.passes(1.0)
         with log.part(PLAN):
             clock.passes(5.0)
-        files.append(RowFile(tmp_path / EVENTS, FullDisk()))
+        files.append(RowFile(tmp_path / EVENTS))
         log.write_to(files[-1])
         log.resumed(resumed)
         log.go_on_with(TRAINING)
@@ -119,7 +119,7 @@ def test_seconds_add_up_to_the_clock_whatever_happens(begin, tmp_path, seed):
 def test_a_clock_that_is_set_back_takes_nothing_away(tmp_path):
     clock = Clock()
     log = TimeLog(clock(), clock)
-    rows = RowFile(tmp_path / EVENTS, FullDisk())
+    rows = RowFile(tmp_path / EVENTS)
     log.write_to(rows)
     clock.passes(-100.0)
     log.go_on_with(START)

@@ -20,7 +20,7 @@ from dflop_jax.data.datasets.mixture import MixturePart, short_names
 from dflop_jax.data.packing import Ranks
 from dflop_jax.record_files import save
 from dflop_jax.records import Prices
-from dflop_jax.report.evaluation_rows import read_last_evaluation
+from dflop_jax.report.evaluation_rows import read_evaluations
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import figures, summarise
 from dflop_jax.report.trackers import evaluation_scalars
@@ -227,7 +227,7 @@ def test_what_was_evaluated_is_reported(tmp_path):
         "held_out/b/accuracy": 0.25,
     }
     assert evaluation_scalars(Evaluation(2, 2.0, None)) == {"held_out/loss": 2.0}
-    assert read_last_evaluation(tmp_path) is None
+    assert read_evaluations(tmp_path) == []
     save(make_plan(), tmp_path / "plan.json")
     with RunFolder(tmp_path, existing="overwrite") as folder:
         save(make_plan(), tmp_path / "plan.json")
@@ -239,7 +239,7 @@ def test_what_was_evaluated_is_reported(tmp_path):
     assert cells["held out, b: loss / accuracy"] == "3.00 / 25.0%"
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
-    assert read_last_evaluation(tmp_path).by_source["a"] == {"loss": 1.0, "accuracy": 0.75}
+    assert read_evaluations(tmp_path)[-1].by_source["a"] == {"loss": 1.0, "accuracy": 0.75}
     (tmp_path / "evaluations.jsonl").write_text('{"step": 3, "loss": "x"}\n')
     with pytest.raises(ValueError, match=r"evaluations\.jsonl:1: not a row of evaluations"):
-        read_last_evaluation(tmp_path)
+        read_evaluations(tmp_path)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from dflop_jax.plan.search import search_plan
     from dflop_jax.schedule import Assignment, balance, choose_buckets
     from dflop_jax.train.callbacks import Callback
-    from dflop_jax.train.in_stages import fit_stages
     from dflop_jax.train.resume import Resume
     from dflop_jax.train.trainer import Trainer
 
@@ -35,7 +34,6 @@ _LAZY = {
     "Resume": "dflop_jax.train.resume",
     "balance": "dflop_jax.schedule",
     "choose_buckets": "dflop_jax.schedule",
-    "fit_stages": "dflop_jax.train.in_stages",
     "held_out_answers": "dflop_jax.evaluate.in_training",
     "search_plan": "dflop_jax.plan.search",
     "simulate": "dflop_jax.plan.predict",
@@ -57,7 +55,6 @@ __all__ = [
     "Trainer",
     "balance",
     "choose_buckets",
-    "fit_stages",
     "held_out_answers",
     "search_plan",
     "simulate",

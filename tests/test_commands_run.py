@@ -24,6 +24,7 @@ STAND_INS = {
     "first/train.json": "photos/train.json",
     "mixture.yaml": "mixture.yaml",
     "PATH": "photos",
+    "RUN": "qwen",
 }
 ENDED = "check", "init"  # which measure nothing
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax.cli.experiment import ONE_RUN, experiment_arguments, load_experiment
+from dflop_jax.cli.experiment import experiment_arguments, load_experiment
 from dflop_jax.config import override
 from dflop_jax.config_texts import profiled_steps
 from dflop_jax.train.stages import adapted, trained_parts
@@ -46,7 +46,7 @@ def test_every_command_is_one(words):
     changes = overrides(words)
     given = {w[2:] for w in words if w.startswith("--")}
     assert given - changes.keys() <= {"model", "data", "explain", "resume"}
-    config = override(load_experiment(str(ROOT / RECIPE))[ONE_RUN], changes)
+    config = override(load_experiment(str(ROOT / RECIPE)), changes)
     assert profiled_steps(config.train.profile_steps).stop <= config.train.steps
 
 
@@ -59,7 +59,7 @@ def test_flags_in_the_text_exist():
 
 
 def test_the_recipe_names_parts_that_the_model_has():
-    config = load_experiment(str(ROOT / RECIPE))[ONE_RUN]
+    config = load_experiment(str(ROOT / RECIPE))
     model = adapted(build(config.model.size, config.model.dtype), config.train)
     assert trained_parts(config.train, model).rates == {
         "vision": 2e-6,

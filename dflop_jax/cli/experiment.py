@@ -8,7 +8,7 @@ import importlib.util
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dflop_jax.records import Profile
     from dflop_jax.train.prepare import Workplace
 
-ONE_RUN = ""  # the name of an experiment's configuration that is no stage of several
 LONGEST_NAME = 120  # characters of a folder's name
 # Of a command's arguments, those that its answer does not depend on.
 ASIDE = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
@@ -35,11 +34,8 @@ def experiment_arguments(*, optional: bool = False) -> Parser:
     parser.add_argument(
         "experiment",
         nargs="?" if optional else None,
-        help="Python file whose config() returns a dflop_jax.Config, or stages of a run, a Config "
-        "by name" + ", where there is one" * optional,
-    )
-    parser.add_argument(
-        "--only", metavar="STAGE", help="of an experiment of several stages: this one"
+        help="Python file whose config() returns a dflop_jax.Config"
+        + ", where there is one" * optional,
     )
     groups: dict[str, Any] = {}
     for leaf in fields():
@@ -89,10 +85,7 @@ def _metavar(leaf: Field) -> str:
 
 def experiment_config(args: argparse.Namespace, base: Config | None = None) -> Config:
     """The configuration of a command line: the experiment's (or `base`) with its overrides."""
-    if base is not None:
-        return override(base, overrides(args))
-    stages = load_experiment(args.experiment)
-    return the_one({n: override(c, overrides(args)) for n, c in stages.items()}, args.only)
+    return override(base or load_experiment(args.experiment), overrides(args))
 
 
 def overrides(args: argparse.Namespace) -> dict[str, str]:
@@ -105,31 +98,11 @@ def import_from_here() -> None:
     sys.path[:0] = [p for p in (str(Path.cwd()),) if p not in sys.path]
 
 
-def the_one(stages: Mapping[str, Config], only: str | None) -> Config:
-    """The configuration of the stage that --only names, in its folder of the run; of an experiment
-    that is one run, its own.
+def load_experiment(path: str) -> Config:
+    """The configuration that the `config()` of an experiment file returns.
 
     Raises:
-      ValueError: there is no such stage, or there are several and none is named.
-    """
-    if ONE_RUN in stages:
-        if only:
-            raise ValueError(f"--only {only}: the experiment is one run; leave it out")
-        return stages[ONE_RUN]
-    from dflop_jax.train.stage_folders import stage_folders
-
-    if only is None or only not in stages:
-        asked = f"--only {only}: no such stage" if only else "the experiment has several stages"
-        raise ValueError(f"{asked}; name one, as --only {next(iter(stages))} ({', '.join(stages)})")
-    return stage_folders(stages)[only]
-
-
-def load_experiment(path: str) -> dict[str, Config]:
-    """What the `config()` of an experiment file returns: a configuration, under the name "", or the
-    stages of a run, a configuration by name.
-
-    Raises:
-      ValueError: no such file, not Python, or no `config` function that returns one of these.
+      ValueError: no such file, not Python, or no `config` function that returns one.
     """
     file = Path(path)
     if file.is_dir():
@@ -147,22 +120,12 @@ def load_experiment(path: str) -> dict[str, Config]:
     with _at_fault(file, path):
         spec.loader.exec_module(module)
         found = module.config() if hasattr(module, "config") else None
-    stages = {ONE_RUN: found} if isinstance(found, Config) else found
-    if (
-        not isinstance(stages, dict)
-        or not stages
-        or not all(isinstance(n, str) and isinstance(c, Config) for n, c in stages.items())
-        or (ONE_RUN in stages and stages is found)
-    ):
-        raise ValueError(
-            f"{path}: defines no config() that returns a dflop_jax.Config, or a dict of them by "
-            "the names of stages; add one"
-        )
+    if not isinstance(found, Config):
+        raise ValueError(f"{path}: defines no config() that returns a dflop_jax.Config; add one")
     with _at_fault(file, path):
-        for config in stages.values():
-            changed = {f.name for f in fields() if f.value(config) != f.value(Config())}
-            check_effective(config, changed)
-    return stages
+        changed = {f.name for f in fields() if f.value(found) != f.value(Config())}
+        check_effective(found, changed)
+    return found
 
 
 def _of_folder(path: str) -> str:

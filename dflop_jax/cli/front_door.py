@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dflop_jax.cli.experiment import (
-    ONE_RUN,
     experiment_arguments,
     given_profile,
     load_experiment,
     overrides,
-    the_one,
 )
 from dflop_jax.cli.terminal import HeldNotes, Parser, note
 from dflop_jax.config import Config, override
@@ -59,15 +57,7 @@ def front_door_arguments() -> Parser:
 
 
 def asked(args: argparse.Namespace, *, whole: bool = True) -> Asked:
-    """As `asked_stages`, of the only one, or of that which --only names."""
-    stages = asked_stages(args, whole=whole)
-    config = the_one({name: ask.config for name, ask in stages.items()}, args.only)
-    return replace(stages[args.only or ONE_RUN], config=config)
-
-
-def asked_stages(args: argparse.Namespace, *, whole: bool = True) -> dict[str, Asked]:
-    """The configuration of a command line, under the name "", or those of the stages of its
-    experiment, and what of each the front door chose.
+    """The configuration of a command line, and what of it the front door chose.
 
     Args:
       whole: model and data have to be named.
@@ -86,12 +76,7 @@ def asked_stages(args: argparse.Namespace, *, whole: bool = True) -> dict[str, A
     if whole and by_file is None:
         _check_named(args, given)
     settings = _settings(args, given, by_file is not None)
-    stages = by_file or {ONE_RUN: Config()}
-    return {n: _asked(config, settings, given, whole=whole) for n, config in stages.items()}
-
-
-def _asked(base: Config, settings: list[Setting], given: dict[str, str], *, whole: bool) -> Asked:
-    config = override(with_settings(base, settings), given)
+    config = override(with_settings(by_file or Config(), settings), given)
     by_epochs = any(s.name == "train.epochs" for s in settings)
     if by_epochs and "train.epochs" in given and not config.train.epochs:
         raise ValueError(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.experiment import (
-    ONE_RUN,
     add_plan_file,
     add_profile_file,
     end_together,
     given_profile,
     import_from_here,
 )
-from dflop_jax.cli.front_door import Asked, asked, asked_stages, said
+from dflop_jax.cli.front_door import asked, said
 from dflop_jax.cli.terminal import show
 from dflop_jax.cluster.ending import FAILED, PREEMPTED, end_now, is_command, on_signal, signal_name
 from dflop_jax.config import Config
@@ -23,7 +21,6 @@ from dflop_jax.full_disk import need_no_log
 
 if TYPE_CHECKING:
     from dflop_jax.train.results import FitResult
-    from dflop_jax.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -38,15 +35,6 @@ class TrainAnswer:
     stopped_by: str
     evaluation: Any
     compiles_after_warmup: int
-    exit_code: int
-
-
-@dataclass(frozen=True)
-class StagesAnswer:
-    """What `--json` prints of a run of several stages: of each that this command ran."""
-
-    run_dir: str
-    stages: dict[str, TrainAnswer]
     exit_code: int
 
 
@@ -92,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> TrainAnswer | StagesAnswer:
+def run(args: argparse.Namespace) -> TrainAnswer:
     """Train; process 0 shows the summary, every process returns what the run came to."""
     trainers: list[Any] = []  # the one of this run, once it is there
 
@@ -123,7 +111,7 @@ def _goes_on(args: argparse.Namespace, exit_code: int) -> str:
     return f"{why} saves nothing, give the command again"
 
 
-def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | StagesAnswer:
+def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     if args.overwrite and args.resume:
         raise ValueError("--overwrite and --resume exclude each other; give one of them")
     if args.reset_optimizer and not args.resume:
@@ -131,11 +119,10 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | Stage
             "--reset-optimizer goes with --resume: leave it out, a new run begins with a fresh one"
         )
     _step(args.resume)
-    asks = asked_stages(args)  # what a command line alone shows to be wrong, before jax is imported
+    ask = asked(args)  # what a command line alone shows to be wrong, before jax is imported
     from dflop_jax.report.run_folder import check_own
 
-    if ONE_RUN in asks:
-        check_own(asks[ONE_RUN].config.run_dir)
+    check_own(ask.config.run_dir)
     from dflop_jax.evaluate.in_training import held_out_answers
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
@@ -145,59 +132,25 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer | Stage
     plan = load(Plan, args.plan_file) if args.plan_file else None
     if args.callbacks:
         import_from_here()
-
-    def make(config: Config, **more: Any) -> Trainer:
-        profile = given_profile(args)
-        trainers.append(
-            Trainer(config, plan=plan, profile=profile, answers=held_out_answers, **more)
-        )
-        return trainers[-1]
-
-    options = {"callbacks": callbacks_at(args.callbacks), "dry": args.dry_run}
-    if args.only is None and ONE_RUN not in asks:
-        return _train_stages(args, asks, make, trainers, options)
-    ask = asked(args)
+    callbacks, profile = callbacks_at(args.callbacks), given_profile(args)
     with said(ask) as notes:
-        trainer = make(ask.config, existing=_existing(args), tell=notes.add, **options)
+        trainer = Trainer(
+            ask.config,
+            plan=plan,
+            profile=profile,
+            existing=_existing(args),
+            callbacks=callbacks,
+            dry=args.dry_run,
+            tell=notes.add,
+            answers=held_out_answers,
+        )
+        trainers.append(trainer)
         result = trainer.fit()
     exit_code = _preempted_code(trainer.config) if result.preempted else 0
     end_together(trainer.peers, exit_code)
     if trainer.peers.is_hub:
         _show(args, result)
     return _answer(result, exit_code)
-
-
-def _train_stages(
-    args: argparse.Namespace,
-    asks: Mapping[str, Asked],
-    make: Callable[..., Trainer],
-    trainers: list[Any],
-    options: Mapping[str, Any],
-) -> StagesAnswer:
-    from dflop_jax.train.in_stages import fit_stages
-
-    for_one = {
-        "--plan-file": args.plan_file,
-        "--profile-file": args.profile_file,
-        "--reset-optimizer": args.reset_optimizer,
-        f"--resume {args.resume}": args.resume not in (None, "auto"),
-    }
-    for flag, given in for_one.items():
-        if given:
-            raise ValueError(f"{flag} is for one stage; name it, as --only {next(iter(asks))}")
-    configs = {name: ask.config for name, ask in asks.items()}
-    existing: Any = "resume" if args.resume else _existing(args)
-    with said(next(iter(asks.values()))) as notes:
-        results = fit_stages(configs, make=make, existing=existing, tell=notes.add, **options)
-    *_, last = trainers
-    is_cut = any(result.preempted for result in results.values())
-    exit_code = PREEMPTED if is_cut else 0
-    end_together(last.peers, exit_code)
-    if last.peers.is_hub:
-        for result in results.values():
-            _show(args, result)
-    answers = {name: _answer(r, exit_code * r.preempted) for name, r in results.items()}
-    return StagesAnswer(next(iter(configs.values())).run_dir, answers, exit_code)
 
 
 def _existing(args: argparse.Namespace) -> Any:

@@ -41,7 +41,6 @@ CHECKPOINTS, EXPORTS, XPROF = "checkpoints", "exports", "xprof"
 PLANS = "plans"  # for numbers of devices that the run has had or may have, see `train.recount`
 HUNG = "hung"  # a folder of the stacks of every process of a run that hung
 RESTARTS = "restarts.jsonl"  # of `dflop launch`, see `cluster.restarts`
-FINISHED = "finished.json"  # of a stage of a run, see `train.in_stages`
 _LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
 _LOCK = "lock"
 _ANOTHER = "choose another --run_dir"
@@ -52,7 +51,7 @@ SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
 _WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES, EVENTS)
 _OF_LAUNCH = (RESTARTS, _LAUNCH)
 _OF_REPORT = (TIMELINE, LOSS, SPENT, SUMMARY, PAGE, PICTURE, WANDB_ID)
-_OUTPUTS = (*_WRITTEN_BY_STEP, *_OF_LAUNCH, FINISHED, TRACE, *_OF_REPORT)
+_OUTPUTS = (*_WRITTEN_BY_STEP, *_OF_LAUNCH, TRACE, *_OF_REPORT)
 _NUMBERS = {*SCALARS, *KEYED}
 _Numbers = dict[str, float | dict[str, float | None] | None]
 # A folder without any of these is nobody's run folder; others write such as config.json, too.
@@ -312,15 +311,11 @@ def has_begun(folder: str | Path) -> bool:
     return any((Path(folder) / name).exists() for name in names)
 
 
-def check_own(folder: str | Path, also: Sequence[str] = ()) -> None:
+def check_own(folder: str | Path) -> None:
     """ValueError where a folder holds something, and nothing that this program writes to run
-    folders: what a run writes and replaces does not go among other files.
-
-    Args:
-      also: names that make it a run's folder, too.
-    """
+    folders: what a run writes and replaces does not go among other files."""
     path = Path(folder)
-    if not path.is_dir() or any(any(path.glob(mark)) for mark in (*_MARKS, *also)):
+    if not path.is_dir() or any(any(path.glob(mark)) for mark in _MARKS):
         return
     for file in path.iterdir():
         is_empty = file.name.startswith(".") or file.name == "lost+found"  # to who lists it

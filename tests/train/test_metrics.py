@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cli.experiment import ONE_RUN, load_experiment
+from dflop_jax.cli.experiment import load_experiment
 from dflop_jax.data import make_loader
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.report.run_folder import read_metrics
@@ -164,7 +164,7 @@ def test_two_processes_add_up_and_are_both_traced(tmp_path):
     assert code == 0, output
     # Process 0 asked for the first once the first step had ended, while the second ran.
     assert CheckpointStore(tmp_path / "run/checkpoints").steps() == (4, 2)
-    config = load_experiment(str(tmp_path / "small.py"))[ONE_RUN]
+    config = load_experiment(str(tmp_path / "small.py"))
     trainer = Trainer(config, plan=TWO, profile=nano_profile())
     loader = make_loader(config, trainer.source)
     needed = needed_flops(small.Small(), {"vision": small.PATCHES, "llm": 96})

@@ -20,7 +20,6 @@ from dflop_jax.config import (
 )
 
 if TYPE_CHECKING:
-    from dflop_jax.evaluate.in_training import held_out_answers
     from dflop_jax.plan.predict import simulate
     from dflop_jax.plan.search import search_plan
     from dflop_jax.schedule import Assignment, balance, choose_buckets
@@ -34,7 +33,6 @@ _LAZY = {
     "Resume": "dflop_jax.train.resume",
     "balance": "dflop_jax.schedule",
     "choose_buckets": "dflop_jax.schedule",
-    "held_out_answers": "dflop_jax.evaluate.in_training",
     "search_plan": "dflop_jax.plan.search",
     "simulate": "dflop_jax.plan.predict",
     "Trainer": "dflop_jax.train.trainer",
@@ -55,7 +53,6 @@ __all__ = [
     "Trainer",
     "balance",
     "choose_buckets",
-    "held_out_answers",
     "search_plan",
     "simulate",
 ]

@@ -355,20 +355,6 @@ class TrainConfig:
         "share of data.path that is held out, each record by its own id and data.seed, of which "
         "train.eval_samples are evaluated; 0: so many samples are",
     ] = 0.0
-    eval_generate_every: Annotated[
-        NonNegativeInt,
-        "steps between answers to the held-out samples that are evaluated, and at the end, by the "
-        "checkpoint that is then written; 0: none",
-    ] = 0
-    eval_metrics: Annotated[
-        tuple[str, ...], "how they are scored: exact, relaxed, anls, choice, wer; empty: exact"
-    ] = ()
-    eval_max_tokens: Annotated[PositiveInt, "longest of these answers"] = 64
-
-    @property
-    def answer_metrics(self) -> tuple[str, ...]:
-        """How answers to held-out samples are scored."""
-        return self.eval_metrics or ("exact",)
 
     @property
     def evaluates(self) -> bool:
@@ -396,12 +382,9 @@ class CheckpointConfig:
     ] = 0
     keep_best: Annotated[
         bool,
-        "keep the checkpoint of the best evaluation, too, of the lowest held-out loss or what "
-        "best_by says: an evaluation that is the best saves",
+        "keep the checkpoint of the lowest held-out loss, too: an evaluation that is the best "
+        "saves",
     ] = False
-    best_by: Annotated[
-        str, "what keep_best goes by: loss, or one of train.eval_metrics, the higher (wer: lower)"
-    ] = "loss"
     export_every: Annotated[
         NonNegativeInt,
         "steps between folders that transformers loads, written to RUN/exports from checkpoints of "
@@ -509,9 +492,6 @@ BESIDE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     **dict.fromkeys(
         [f"train.wandb_{name}" for name in ("entity", "name", "tags")], ("train.wandb_project", ())
     ),
-    "train.eval_metrics": ("train.eval_generate_every", ()),
-    "train.eval_max_tokens": ("train.eval_generate_every", ()),
-    "checkpoint.best_by": ("checkpoint.keep_best", ()),
     "data.n_samples": ("data.path", ("",)),
 }
 

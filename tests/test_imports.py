@@ -52,12 +52,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": RUNTIME,
     "front": RUNTIME | {"train"},
     "generate": ENGINE,
-    "evaluate": ENGINE,
     "gpu_compile": ENGINE,
     "verify": ENGINE,
-    "cli": ENGINE | {"gpu_compile", "verify", "evaluate"},
+    "cli": ENGINE | {"gpu_compile", "verify"},
     "__main__": {"cli"},
-    "__init__": ENGINE | {"evaluate"},  # the package root re-exports
+    "__init__": ENGINE,  # the package root re-exports
 }
 FOREIGN = {"dflop_jax", "models", "experiments", "benchmarks", "tests"}
 # Top folder -> which of our other top folders it may import.

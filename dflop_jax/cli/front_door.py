@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflop_jax.cli.experiment import (
@@ -152,18 +152,6 @@ def said(ask: Asked) -> Iterator[HeldNotes]:
         notes.drop()
 
 
-def planned_place(config: Config) -> Workplace:
-    """The workplace of a configuration, as `dflop train` plans on it: with room for answers."""
-    from dflop_jax.train.prepare import set_up
-
-    place = set_up(config)
-    if not config.train.eval_generate_every:
-        return place
-    from dflop_jax.evaluate.in_training import answer_bytes
-
-    return replace(place, reserved_bytes=answer_bytes(place))
-
-
 def open_place(
     args: argparse.Namespace, refuse: Callable[[Workplace], object] = lambda place: None
 ) -> tuple[Workplace, Source | None]:
@@ -174,14 +162,14 @@ def open_place(
     Args:
       refuse: raises ValueError for what no measurement would change.
     """
-    from dflop_jax.train.prepare import in_steps
+    from dflop_jax.train.prepare import in_steps, set_up
     from dflop_jax.train.profiling import check_not_empty
     from dflop_jax.train.ready import data_line, workplace_line
 
     ask = asked(args)
     profile = given_profile(args)  # refused now rather than when it is used
     with said(ask) as notes:
-        place = planned_place(ask.config)
+        place = set_up(ask.config)
         says = place.peers.is_hub and (profile is None or ask.settings)
         if says:
             notes.add(workplace_line(place))

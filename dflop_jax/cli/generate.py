@@ -1,24 +1,31 @@
-"""`dflop generate`: the answer of a trained model, shown as it comes, or its clip."""
+"""`dflop generate`: a trained model's answer to a prompt, shown as it comes, its answers to a file
+of prompts, or its clip."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflop_jax.cli.answering import add_sampling, add_ways, answering_config, sampling_of
+from dflop_jax.cli.experiment import experiment_config, overrides
+from dflop_jax.cli.folder_config import folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 
 if TYPE_CHECKING:
     from dflop_jax.generate.generate import ChatAnswer
+    from dflop_jax.generate.prompt_file import FileAnswer
+    from dflop_jax.generate.sampling import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Example: dflop generate runs/demo/dflop --image photo.jpg --prompt 'What colour is it?'. "
+        'A file of prompts (--prompts) has a line {"prompt": TEXT, "image": [FILE]} for each, and '
+        "is answered by a line of JSON for each, in their order. "
         "EXPERIMENT may be a run folder, which knows what it was trained with, or a folder of "
         "published weights; a model of text to video writes its clip as a strip of frames (PNG) "
         "and as a GIF."
@@ -39,13 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{word} that the prompt is about, in the order of its <{kind}> tags",
         )
     parser.add_argument("--prompt", metavar="TEXT", help="what to ask")
+    parser.add_argument("--prompts", metavar="FILE", help="file of prompts, in JSON lines")
     parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="talk in the terminal, turn by turn",
+        "--batch", type=int, default=16, help="prompts of a file answered at once (default: 16)"
     )
-    add_sampling(parser)
-    add_ways(parser)
+    _add_sampling(parser)
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=0,
+        help="devices that share one copy of the parameters (default: 0, as few as hold them)",
+    )
     clip = parser.add_argument_group("clips", "Of models that answer by a clip.")
     clip.add_argument(
         "--out", metavar="FOLDER", help="write the clip there (default: RUN/generated)"
@@ -62,30 +73,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Answer; the text goes to stdout as it comes, unless JSON is asked for. A clip is written."""
-    from dflop_jax.generate.chat import HELP, chat
     from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import check_media, tagged
     from dflop_jax.train.compile_cache import use_cache
 
-    config, source = answering_config(args)
+    config, source = _config(args)
     if generates_clips(config):
         return _clip(args, config)
-    how = sampling_of(args)
-    if args.prompt is None and not args.chat:
-        raise ValueError("give --prompt TEXT, or --chat to talk")
-    if args.chat and args.json:
-        raise ValueError("--chat is for a terminal; leave out --json")
+    how = _sampling(args)
     media = {"image": args.image, "video": args.video, "audio": args.audio}
+    if args.prompts is not None:
+        if args.prompt is not None or any(media.values()):
+            raise ValueError("--prompts: its lines name prompts and media; leave out other ones")
+        return _of_file(args, config, source, how)
+    if args.prompt is None:
+        raise ValueError("give --prompt TEXT, or --prompts FILE")
     # Mistakes show before a model is loaded.
-    if args.prompt is not None:
-        tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
+    tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
     check_media(media)
     use_cache(config.cache_dir)
-    generator = Generator(config, source, ways=args.ways)
-    if args.chat:
-        print(HELP, file=sys.stderr)
-        return chat(generator, _lines(args.prompt), how, _write, media)
+    generator = Generator(config, source, tp=args.tp)
     answer = generator.answer(args.prompt, media, how, None if args.json else _write)
     if not args.json:
         _write("\n")
@@ -94,16 +102,104 @@ def run(args: argparse.Namespace) -> Any:
     return answer
 
 
-def _lines(first: str | None) -> Iterator[str]:
-    """What is typed, line by line, after a first one."""
-    if first is not None:
-        yield first
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()):
-            return
-        yield line
+def _of_file(
+    args: argparse.Namespace, config: Config, source: str, how: Sampling
+) -> list[FileAnswer]:
+    """The answers to a file of prompts; a line for each goes to stdout unless JSON is asked for."""
+    from dflop_jax.generate.generate import Generator
+    from dflop_jax.generate.prompt_file import answer_prompts, read_prompts
+    from dflop_jax.train.compile_cache import use_cache
+
+    if args.batch < 1:
+        raise ValueError(f"--batch {args.batch}: at least 1")
+    prompts = read_prompts(args.prompts)
+    use_cache(config.cache_dir)
+    rows = min(args.batch, len(prompts))
+    generator = Generator(config, source, rows=rows, tp=args.tp)
+    answers = []
+    for answer in answer_prompts(generator, prompts, how):
+        answers.append(answer)
+        if not args.json:
+            _write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
+    if failed := [a.error for a in answers if a.error]:
+        said = f"{len(failed)} of {len(answers)} prompts were not asked; the first: {failed[0]}"
+        print(said, file=sys.stderr)
+    return answers
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw among this share of the likeliest tokens"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="draw among so many likeliest tokens (default: 0, all)"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1: tokens that prompt and answer have are less likely (default: 1)",
+    )
+    parser.add_argument(
+        "--stop",
+        metavar="TEXT",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="the answer ends before this text",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    """What `_add_sampling` adds; ValueError: a number out of range."""
+    from dflop_jax.generate.sampling import Sampling
+
+    return Sampling(
+        args.max_tokens,
+        args.temperature,
+        args.top_p,
+        args.seed,
+        args.top_k,
+        tuple(args.stop),
+        args.repetition_penalty,
+    )
+
+
+def _config(args: argparse.Namespace) -> tuple[Config, str]:
+    """The configuration of a command line, and the folder of the parameters: EXPERIMENT is a file,
+    a run folder or a folder of published weights.
+
+    Raises:
+      ValueError: none of these.
+    """
+    from dflop_jax.generate.published import is_published
+
+    folder = Path(args.experiment)
+    if not folder.exists():
+        raise ValueError(
+            f"{folder}: no such run folder, folder of weights or experiment file; check the path, "
+            "or train it first"
+        )
+    base = None
+    if folder.is_dir():
+        base = _published(args) if is_published(folder) else folder_config(folder, args)
+    config = experiment_config(args, base)
+    return config, args.checkpoint or (args.experiment if folder.is_dir() else config.run_dir)
+
+
+def _published(args: argparse.Namespace) -> Config:
+    from dflop_jax.cluster.devices import on_cpu
+    from dflop_jax.front.model_folder import folder_settings
+    from dflop_jax.front.setting import with_settings
+
+    config = with_settings(Config(), folder_settings(Path(args.experiment), overrides(args)))
+    model = config.model if on_cpu() else replace(config.model, dtype="bfloat16")
+    return replace(config, model=model)
 
 
 def _clip(args: argparse.Namespace, config: Config) -> Any:
@@ -113,7 +209,7 @@ def _clip(args: argparse.Namespace, config: Config) -> Any:
     if args.image:
         raise ValueError("the model makes clips of a caption; leave out --image")
     if args.prompt is None:
-        raise ValueError("give the caption: --prompt TEXT")
+        raise ValueError("the model makes a clip of one caption: give --prompt TEXT")
     run = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
     answer = ClipGenerator(config, args.checkpoint or run).make(

@@ -27,7 +27,6 @@ from dflop_jax.checkpoint.format import StorageError
 from dflop_jax.cli import (
     check,
     compile,
-    evaluate,
     export,
     generate,
     init,
@@ -78,7 +77,6 @@ COMMANDS = (
     Command(train, "profile and plan where needed, then train"),
     Command(init, "write the experiment file that a command line amounts to"),
     Command(generate, "show a trained model's answer to a prompt", "experiment"),
-    Command(evaluate, "answer a data set's questions and score the answers", "experiment"),
     Command(export, "write a run's weights for transformers", ""),
     Command(verify, "prove published weights: read, written again, beside transformers", ""),
     Command(report, "show one run, or compare several in a table and a page", ""),

@@ -123,7 +123,6 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     from dflop_jax.report.run_folder import check_own
 
     check_own(ask.config.run_dir)
-    from dflop_jax.evaluate.in_training import held_out_answers
     from dflop_jax.record_files import load
     from dflop_jax.records import Plan
     from dflop_jax.train.callbacks import callbacks_at
@@ -142,7 +141,6 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
             callbacks=callbacks,
             dry=args.dry_run,
             tell=notes.add,
-            answers=held_out_answers,
         )
         trainers.append(trainer)
         result = trainer.fit()

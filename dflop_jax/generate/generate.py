@@ -9,10 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,14 +19,14 @@ from dflop_jax.contract import MultimodalModel, Params, folded
 from dflop_jax.data import MediaSpec, Sample, Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.generate.mesh import DATA, answer_mesh, min_tp, param_structs
 from dflop_jax.generate.programs import TOKEN_MULTIPLE, AnswerPrograms
-from dflop_jax.generate.prompt import NO_MEDIA, Media, Talk, asked, talk_sample
-from dflop_jax.generate.published import end_ids, published_params
-from dflop_jax.generate.replica import least_ways, param_structs, replica_of
+from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
+from dflop_jax.generate.published import end_ids, is_published, published_params
 from dflop_jax.generate.row import LLM, AnswerRows, rows_of
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.pipeline.int8 import is_quantized
-from dflop_jax.train.load_params import Loaded, load_params
+from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import trained_model
 
 OnText = Callable[[str], None]
@@ -82,10 +79,10 @@ class Generator:
     Args:
       config: what it was trained with; its model, tokenizer and limits on tiles and tokens count.
       run: a run folder (its newest whole checkpoint), a checkpoint in it, or a folder of published
-        weights; None: it answers after `load`.
-      devices: of the run, process by process; None: those of this process.
+        weights.
+      devices: of this process; None: all of them.
       rows: prompts that are answered at once.
-      ways: devices that share one copy of the parameters; 0: as few as hold them.
+      tp: devices that share one copy of the parameters; 0: as few as hold them.
 
     Raises:
       ValueError: the model cannot be built or does not generate, there is no such checkpoint, or
@@ -95,56 +92,28 @@ class Generator:
     def __init__(
         self,
         config: Config,
-        run: str | Path | None,
+        run: str | Path,
         devices: Sequence[jax.Device] | None = None,
         *,
         rows: int = 1,
-        ways: int = 0,
+        tp: int = 0,
     ):
         self.config = config
         self.model = trained_model(config)
         devices = devices or jax.local_devices()
-        ways = ways or least_ways(self.model, devices)
-        self.replica = replica_of(devices, ways, jax.process_index(), rows)
-        self.rows = -(-rows // self.replica.ranks)  # of a data rank
-        self.programs = AnswerPrograms(self.model, self.replica)
+        self.mesh = answer_mesh(devices, tp or min_tp(self.model, devices), rows)
+        self.ranks = int(self.mesh.shape[DATA])
+        self.rows = -(-rows // self.ranks)  # of a data rank
+        self.programs = AnswerPrograms(self.model, self.mesh)
         kinds = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens).kinds
         self.tokenizer = any_tokenizer(config.data.tokenizer, self.model.vocab_size, kinds)
-        self.ends = end_ids(self.tokenizer, None)
-        self._structs = {
-            m: param_structs(module, self.replica) for m, module in self.model.modules.items()
-        }
-        self._loaded: Loaded | None = None
-        if run is not None:
-            self.load(run)
-
-    @property
-    def loaded(self) -> Loaded:
-        """The parameters that it answers with."""
-        assert self._loaded is not None, "no parameters: load some first"
-        return self._loaded
-
-    def load(self, run: str | Path, *, average: bool = False) -> None:
-        """Answer with the parameters of `run` from now on, as for the constructor; `average`: of
-        what trains, with its average over steps."""
         self.ends = end_ids(self.tokenizer, run)
-        self._loaded = published_params(run, self.model, self._structs)
-        if self._loaded is None:
-            saved = load_params(run, self.model, self._structs, average=average, fold=False)
-            self._loaded = replace(saved, params=_as_held(saved.params, self.model))
-
-    def free(self) -> None:
-        """Hold no parameters any more."""
-        self._loaded = None
-
-    def begin_answers(self, samples: Sequence[Sample], how: Sampling) -> None:
-        """Compile what answers to such prompts need, and run as much as that takes, with zeros for
-        parameters if there are none."""
-        if self._loaded is None:
-            zeros = {m: _zeros(structs) for m, structs in self._structs.items()}
-            self._loaded = Loaded(_as_held(zeros, self.model), 0, Path())
-        rows, number, _ = self._rows(samples, range(len(samples)))
-        _ = [*islice(self.programs.tokens(self.loaded.params, rows, number, how), 2)]
+        structs = {m: param_structs(module, self.mesh) for m, module in self.model.modules.items()}
+        if is_published(run):
+            self.loaded = published_params(run, self.model, structs)
+        else:
+            saved = load_params(run, self.model, structs, fold=False)
+            self.loaded = replace(saved, params=_as_held(saved.params, self.model))
 
     def answer(
         self,
@@ -156,22 +125,15 @@ class Generator:
         """Answer a prompt about media, or about none; `on_text` gets the text as it comes.
 
         Raises:
-          ValueError: see `prompt.asked` and `prompt.talk_sample`.
+          ValueError: see `prompt.prompt_sample`.
         """
-        said = self.reply(asked(Talk(), prompt, media, self.model), sampling, on_text)
-        return replace(said, prompt=prompt)
-
-    def reply(
-        self, talk: Talk, sampling: Sampling | None = None, on_text: OnText | None = None
-    ) -> ChatAnswer:
-        """Answer the last turn of a talk, as `answer`."""
-        sample = talk_sample(talk, self.config.data, self.model, self.tokenizer)
+        sample = self.sample(prompt, media)
         start = time.perf_counter()
         times = list[float]()
         (said,) = self.answers([sample], sampling or Sampling(), on_text=on_text, times=times)
         further = len(times) - 1
         return ChatAnswer(
-            prompt=talk.turns[-1][1],
+            prompt=prompt,
             answer=said.text,
             tokens=said.tokens,
             stopped=said.stopped,
@@ -183,6 +145,10 @@ class Generator:
             first_token_s=times[0] - start,
             token_s=(times[-1] - times[0]) / further if further else 0.0,
         )
+
+    def sample(self, prompt: str, media: Media = NO_MEDIA) -> Sample:
+        """A prompt as the model takes it; see `prompt.prompt_sample`."""
+        return prompt_sample(prompt, media, self.config.data, self.model, self.tokenizer)
 
     def answers(
         self,
@@ -218,25 +184,10 @@ class Generator:
         self, samples: Sequence[Sample], numbers: Sequence[int]
     ) -> tuple[AnswerRows, np.ndarray, list[int]]:
         """(rows of some prompts, the number of each row's answer, the row of each prompt)."""
-        ranks = self.replica.ranks
-        at = [k % ranks * self.rows + k // ranks for k in range(len(samples))]
-        number = np.zeros(ranks * self.rows, np.uint32)
+        at = [k % self.ranks * self.rows + k // self.ranks for k in range(len(samples))]
+        number = np.zeros(self.ranks * self.rows, np.uint32)
         number[at] = numbers
-        return rows_of(samples, self.model, ranks, self.rows, TOKEN_MULTIPLE), number, at
-
-
-def _zeros(structs: Params) -> Params:
-    return jax.tree.map(
-        lambda s: jax.make_array_from_callback(
-            s.shape, s.sharding, partial(_zero_shard, s.shape, s.dtype)
-        ),
-        structs,
-    )
-
-
-def _zero_shard(shape: tuple[int, ...], dtype: Any, index: tuple[slice, ...]) -> np.ndarray:
-    sizes = (len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True))
-    return np.zeros(tuple(sizes), dtype)
+        return rows_of(samples, self.model, self.ranks, self.rows, TOKEN_MULTIPLE), number, at
 
 
 def _as_held(params: Mapping[str, Params], model: MultimodalModel) -> dict[str, Params]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import (
@@ -26,7 +27,7 @@ from dflop_jax.contract import (
 from dflop_jax.generate import decoding
 from dflop_jax.generate.contract import GeneratingModule
 from dflop_jax.generate.decoding import Cache, inlets_of
-from dflop_jax.generate.replica import DATA, MODEL, Replica, spec_of
+from dflop_jax.generate.mesh import DATA, MODEL, spec_of
 from dflop_jax.generate.row import LLM, AnswerRows, bucket_of, with_features
 from dflop_jax.generate.sampling import Draw, Sampling, next_tokens
 
@@ -63,21 +64,21 @@ class NewestTokens(NamedTuple):
 
 
 class AnswerPrograms:
-    """Those of a model on a replica.
+    """Those of a model on the devices of a mesh (see `answer_mesh`).
 
     Raises:
       ValueError: the model's LLM does not generate.
     """
 
-    def __init__(self, model: MultimodalModel, replica: Replica):
-        chip = chip_of(replica.device)
+    def __init__(self, model: MultimodalModel, mesh: Mesh):
+        chip = chip_of(mesh.devices.flat[0])
         llm: Any = on_chip(model.modules[LLM], chip)
         if not hasattr(llm, "memory") or not hasattr(llm, "logits"):
             raise ValueError(
                 "the model's llm has no memory and logits "
                 "(dflop_jax.generate.contract.GeneratingModule); add them, or take another model"
             )
-        self._replica = replica
+        self._mesh = mesh
         rows: Any = P(DATA)
         every = P()
         held = HeldTokens(
@@ -89,7 +90,7 @@ class AnswerPrograms:
         ins = every, held, rows, every
         self.go_on = self._compiled(partial(go_on, llm), ins, (held, rows), donated=(1,))
         self.grow = self._compiled(partial(grow, llm), (held,), held)
-        self._shardings = partial(_shardings, llm, replica)
+        self._shardings = partial(_shardings, llm, mesh)
 
     @property
     def n_compiled(self) -> int:
@@ -102,20 +103,15 @@ class AnswerPrograms:
         """Yield the next token of every row, int32 [rows], up to `how.max_tokens` times.
 
         Args:
-          params: by module, as `replica.param_structs` says.
+          params: by module, as `mesh.param_structs` says.
           number: uint32 [rows], of each answer among all that are drawn.
         """
-        replica, draw = self._replica, Draw.of(how)
+        put, draw = partial(jax.device_put, device=NamedSharding(self._mesh, P(DATA))), Draw.of(how)
         last = np.maximum(rows.lengths - 1, 0).astype(np.int32)
         longest = int(rows.lengths.max())
         slots = bucket_of(longest + min(how.max_tokens, ANSWER_TOKENS), TOKEN_MULTIPLE)
-        arrays: RowArrays = jax.tree.map(
-            lambda a: replica.put(np.asarray(a), DATA),
-            RowArrays(rows.media, rows.fields, rows.places),
-        )
-        held, at = self.begin(
-            params, arrays, replica.put(last, DATA), replica.put(number, DATA), draw, slots=slots
-        )
+        arrays: RowArrays = put(RowArrays(rows.media, rows.fields, rows.places))
+        held, at = self.begin(params, arrays, put(last), put(number), draw, slots=slots)
         for n in range(1, how.max_tokens):
             tokens = at.token_B
             if longest + n > slots:
@@ -123,16 +119,15 @@ class AnswerPrograms:
                 held = self.grow(held, slots=slots)
             # It runs while the host looks at the tokens before it.
             held, at = self.go_on(params, held, at, draw)
-            yield _read(tokens)
-        yield _read(at.token_B)
+            yield np.asarray(tokens)
+        yield np.asarray(at.token_B)
 
     def _compiled(self, function: Any, ins: Tree, outs: Tree, donated: tuple[int, ...] = ()) -> Any:
         """The function on every data rank; XLA splits what the devices of one share."""
-        replica = self._replica
 
         def whole(*args: Any, **fixed: Any) -> Any:
             mapped: Any = jax.shard_map(
-                partial(function, **fixed), mesh=replica.mesh, in_specs=ins, out_specs=outs,
+                partial(function, **fixed), mesh=self._mesh, in_specs=ins, out_specs=outs,
                 axis_names={DATA}, check_vma=False,
             )  # fmt: skip
             made = mapped(*args)
@@ -141,16 +136,16 @@ class AnswerPrograms:
         return jax.jit(whole, static_argnames=("slots",), donate_argnums=donated)
 
 
-def _shardings(llm: GeneratingModule, replica: Replica, made: Tree) -> Tree:
+def _shardings(llm: GeneratingModule, mesh: Mesh, made: Tree) -> Tree:
     """Of what a program gives: rows over data ranks, and heads of what layers keep over the devices
     of one."""
-    ways = int(replica.mesh.shape[MODEL])
+    tp = int(mesh.shape[MODEL])
 
     def kept(a: Array, axes: tuple[str | None, ...]) -> Any:
-        _, *split = spec_of(a.shape[1:], axes, ways)
-        return replica.sharding(None, DATA, *split)
+        _, *split = spec_of(a.shape[1:], axes, tp)
+        return NamedSharding(mesh, P(None, DATA, *split))
 
-    rows = replica.sharding(DATA)
+    rows = NamedSharding(mesh, P(DATA))
     shardings = jax.tree.map(lambda _: rows, made)
 
     def of_held(held: HeldTokens, of: HeldTokens) -> HeldTokens:
@@ -211,8 +206,3 @@ def _with_tokens(said_BV: Array, tokens_BT: Array) -> Array:
     """`said_BV` with these tokens; one that is beyond the vocabulary is none."""
     rows = jnp.arange(len(said_BV))[:, None]
     return said_BV.at[rows, tokens_BT].set(True, mode="drop")
-
-
-def _read(a: jax.Array) -> np.ndarray:
-    """An array of which this process has all rows, on all or some of the devices that do."""
-    return np.asarray(a if a.is_fully_addressable else a.addressable_data(0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,7 +12,6 @@ from dflop_jax.config import DataConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
 from dflop_jax.data.datasets.blob import MediaFile
-from dflop_jax.data.datasets.chat_messages import Turns
 from dflop_jax.data.datasets.header_rows import header
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.shape_index import ShapeTable, table_of
@@ -25,26 +23,12 @@ from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation, module_of
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import NO_FIELDS, TemplateFields, Tokenizer, chat_pieces
+from dflop_jax.data.text.pieces import Tokenizer, chat_pieces
 from dflop_jax.generate.row import LLM
 
 # Files by kind (image, video, audio, a model's own), each in the order of its tags.
 Media = Mapping[str, Sequence[str | Path]]
 NO_MEDIA: Media = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Talk:
-    """Turns of (role, text) so far, their media (kind, where) in the order of their tags, and what
-    else the chat template is given."""
-
-    turns: Turns = ()
-    media: tuple[tuple[str, MediaFile], ...] = ()
-    fields: TemplateFields = NO_FIELDS
-
-    def answered(self, text: str) -> Talk:
-        """The talk after an answer."""
-        return replace(self, turns=(*self.turns, ("gpt", text)))
 
 
 def prompt_sample(
@@ -56,55 +40,32 @@ def prompt_sample(
 ) -> Sample:
     """Return the turn of a user up to where the answer begins, prepared as in training.
 
-    Raises:
-      ValueError: see `asked` and `talk_sample`.
-    """
-    return talk_sample(asked(Talk(), prompt, media, model), data, model, tokenizer)
-
-
-def asked(before: Talk, prompt: str, media: Media, model: MultimodalModel) -> Talk:
-    """Return a talk with another turn of the user.
-
     Media stand where the prompt says <image>, <video> or <audio>, before it where it says none.
 
     Raises:
-      ValueError: an empty prompt, tags unlike the media, media that the model does not take, or no
-        such file.
-    """
-    spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
-    kinds = spec.kinds
-    text = tagged(prompt, {kind: len(files) for kind, files in media.items()}, kinds)
-    files = {k.name: iter([_file(k, f) for f in media.get(k.name, ())]) for k in kinds}
-    ordered = tuple((kind, next(files[kind])) for kind in tag_of(kinds).findall(text))
-    return Talk((*before.turns, ("human", text)), (*before.media, *ordered))
-
-
-def talk_sample(
-    talk: Talk, data: DataConfig, model: MultimodalModel, tokenizer: Tokenizer | ChatTokenizer
-) -> Sample:
-    """Return a talk, whose last turn is a user's, up to where the answer begins.
-
-    Raises:
-      ValueError: media that the model does not take, that are broken or too small, or more tokens
-        than `data.max_tokens`.
+      ValueError: an empty prompt, tags unlike the media, media that the model does not take, no
+        such file, media that are broken or too small, or more tokens than `data.max_tokens`.
     """
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     kinds, how = spec.kinds, spec.prepared(Limits.of(data), tokenizer)
-    for name, where in talk.media:
+    text = tagged(prompt, {kind: len(files) for kind, files in media.items()}, kinds)
+    files = {k.name: iter([_file(k, f) for f in media.get(k.name, ())]) for k in kinds}
+    ordered = tuple((kind, next(files[kind])) for kind in tag_of(kinds).findall(text))
+    for name, where in ordered:
         kind = next(k for k in kinds if k.name == name)
         if not module_of(how, name):
             raise ValueError(f"the model {kind.taken} no {kind.word}s; leave out {where}")
-    decoded = _decoded(talk.media, how, kinds)
+    decoded = _decoded(ordered, how, kinds)
     if isinstance(tokenizer, ChatTokenizer):
-        pieces = tokenizer.question_pieces(talk.turns, talk.fields)
+        pieces = tokenizer.question_pieces(text)
     else:  # without the end of the empty answer
-        pieces = chat_pieces([*talk.turns, ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
+        pieces = chat_pieces([("human", text), ("gpt", "")], tokenizer, tag_of(kinds))[:-1]
     sample = compose(pieces, decoded, how, placeholder=tokenizer.placeholder_id)
     n_tokens = sample.load.tokens(LLM)
     if n_tokens > data.max_tokens:
         of_media = int((sample.fields[LLM]["is_visual"] | sample.fields[LLM]["is_newline"]).sum())
         raise ValueError(
-            f"the prompt's {n_tokens} tokens{f' (of media {of_media})' if talk.media else ''} "
+            f"the prompt's {n_tokens} tokens{f' (of media {of_media})' if ordered else ''} "
             f"exceed data.max_tokens={data.max_tokens}; shorten it, lower --data.max_tiles or "
             "raise --data.max_tokens"
         )

@@ -31,14 +31,12 @@ def is_published(folder: str | Path) -> bool:
 
 def published_params(
     folder: str | Path, model: MultimodalModel, structs: Mapping[str, Params]
-) -> Loaded | None:
-    """Those of a folder that transformers wrote, laid out as `structs` say; None of another.
+) -> Loaded:
+    """Those of a folder that transformers wrote, laid out as `structs` say.
 
     Raises:
       ValueError: the folder does not hold this model.
     """
-    if not is_published(folder):
-        return None
     weights: Any = getattr(model, "weights", None)
     if weights is None:
         raise ValueError(f"{folder}: a {type(model).__name__} has no published form; name a run")

@@ -57,9 +57,6 @@ def drawing(runs: Sequence[RunRecord]) -> dict[str, Any]:
     several = len(runs) > 1
     losses = [line for i, run in enumerate(runs) for line in _losses(d, i, run, several)]
     d.chart("loss", "", losses, from_zero=False)
-    d.chart("answers to held-out samples", "", [
-        line for i, run in enumerate(runs) for line in _answers(d, i, run, several)
-    ])  # fmt: skip
     phased = [bool(run.rows.keys("phase_s")) for run in runs]
     if several or not all(phased):
         d.chart("step time", "s", _of_runs(runs, axes, "step_s", "step time"))
@@ -107,24 +104,6 @@ def _losses(d: _Drawing, i: int, run: RunRecord, several: bool) -> list[dict[str
         lines.append(_line(name, _colour_of(i + (not several)), 1, axis,
                            [row.loss for row in held_out]))  # fmt: skip
     return lines
-
-
-def _answers(d: _Drawing, i: int, run: RunRecord, several: bool) -> list[dict[str, Any]]:
-    """A line for each metric, in the dashes of its run."""
-    rows = [row for row in run.evaluations if row.answers]
-    if not rows:
-        return []
-    axis = d.axis([row.step for row in rows])
-    return [
-        _line(
-            f"{name}, {run.name}" if several else name,
-            _colour_of(k),
-            i,
-            axis,
-            [row.answers.get(name) for row in rows],
-        )
-        for k, name in enumerate(dict.fromkeys(name for row in rows for name in row.answers))
-    ]
 
 
 def _by_name(

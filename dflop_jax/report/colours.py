@@ -27,7 +27,7 @@ _PHASES = {FORWARD: "#7fcdbb", BACKWARD: "#1b8a7a"}  # of a step's seconds, what
 _IDLE_PHASE = ("#d5dae0", "#3b444e")  # light and dark
 # Of what a run's seconds go to, training apart; the last is time that no process had.
 _SPENT_COLOURS = (
-    "#9ecae1", "#7fcdbb", "#fdd49e", "#d4b9da", "#a678b4", "#c7d59f", "#c2455f", "#b3bcc8",
+    "#9ecae1", "#7fcdbb", "#fdd49e", "#d4b9da", "#c7d59f", "#c2455f", "#b3bcc8",
     "#8793a3", "#d9c7b0", "#d98324", "#8e44ad", "#e0a100", "#6b8e23", "#52606d",
 )  # fmt: skip
 # Each colour of a timeline -> the one that stands for it on a dark page.

@@ -18,7 +18,6 @@ class HeldOutRow(msgspec.Struct):
     loss: float | None
     accuracy: float | None
     by_source: dict[str, dict[str, float | None]] = {}
-    answers: dict[str, float | None] = {}
 
 
 def read_evaluations(folder: str | Path) -> list[HeldOutRow]:

@@ -27,9 +27,9 @@ IMPORT, START, TRAINING, LOST, STOPPED = "import", "start", "training", "lost st
 # What else the seconds of a run go to; the order is that of a report.
 CONNECT, PROFILE, PLAN, COMPILE = "connect", "profile", "plan", "compile"
 DATA, SCHEDULE, SAVE = "wait for data", "wait for the schedule", "wait for a save"
-EVALUATION, ANSWERS, REDECISION, END = "evaluation", "answers", "re-decision", "end"
+EVALUATION, REDECISION, END = "evaluation", "re-decision", "end"
 PARTS = (
-    TRAINING, DATA, SCHEDULE, SAVE, EVALUATION, ANSWERS, REDECISION, LOST,
+    TRAINING, DATA, SCHEDULE, SAVE, EVALUATION, REDECISION, LOST,
     IMPORT, CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
 )  # fmt: skip
 _LEAST_S = 1e-3  # of a row that tells nothing but seconds

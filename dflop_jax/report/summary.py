@@ -6,7 +6,7 @@ Steady figures (times, rates, fractions) are medians that leave the first `WARMU
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class RunSummary(StepFigures):
     longer the schedule is than its proved bound; `made_by` counts schedules by what found them,
     `n_integer` those of which an integer program proved a bound. `held_out` are loss and token
     accuracy of the last evaluation: by "" of all held-out samples, and by the name of each dataset
-    of a mixture; `answers` are metrics of the last one's answers, where there are some.
+    of a mixture.
     `steps_lost` are steps between the first and the last whose row found no room on the disk.
     `spent` is where the run's time went, None where nothing tells.
     """
@@ -73,7 +73,6 @@ class RunSummary(StepFigures):
     submeshes: list[str]
     buckets: list[str]
     spent: Spent | None
-    answers: dict[str, float] = field(default_factory=dict)
 
 
 def summarise(folder: str | Path) -> RunSummary:
@@ -115,7 +114,6 @@ def summarise(folder: str | Path) -> RunSummary:
         n_bad=int(np.nansum(rows.of("n_bad"))),
         n_skipped=rows.n_skipped,
         held_out=_held_out(evaluated),
-        answers={k: _or_nan(v) for k, v in evaluated.answers.items()} if evaluated else {},
         submeshes=_submesh_texts(plan.layout),
         buckets=[bucket_text(b) for b in plan.layout.buckets],
         spent=spent,
@@ -227,7 +225,6 @@ def figures(s: RunSummary) -> list[tuple[str, str]]:
             (f"held out{name and f', {name}'}: loss / accuracy", f"{number(a)} / {percent(b)}")
             for name, (a, b) in s.held_out.items()
         ),
-        *((f"held out, answers: {name}", number(v)) for name, v in s.answers.items()),
         *((f"own metric {name}, median", number(v)) for name, v in s.own.items()),
         ("samples replaced", str(s.n_bad)),
         ("steps that changed no parameter", str(s.n_skipped)),

@@ -53,7 +53,7 @@ def evaluation_scalars(row: Any) -> dict[str, float]:
         scalars[f"{place}loss"] = losses.loss
         if losses.accuracy is not None:
             scalars[f"{place}accuracy"] = losses.accuracy
-    return scalars | {f"held_out/answers/{name}": value for name, value in row.answers.items()}
+    return scalars
 
 
 def check_trackers(config: Config) -> None:

@@ -43,18 +43,15 @@ class HeldOutLoss:
 @dataclass(frozen=True)
 class Evaluation:
     """`HeldOutLoss` of the held-out samples after `step` steps; `by_source` that of each dataset of
-    a mixture, by its name; `answers` how good generated answers to them are, by metric, where they
-    were asked for."""
+    a mixture, by its name."""
 
     step: int
     loss: float
     accuracy: float | None
     by_source: dict[str, HeldOutLoss] = field(default_factory=dict)
-    answers: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        answers = "".join(f", {name} {value:.3f}" for name, value in self.answers.items())
-        return f"{HeldOutLoss(self.loss, self.accuracy)}{answers}"
+        return str(HeldOutLoss(self.loss, self.accuracy))
 
 
 @dataclass(frozen=True)

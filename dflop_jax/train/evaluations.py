@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from dflop_jax.report.spent import ANSWERS, EVALUATION
+from dflop_jax.report.spent import EVALUATION
 from dflop_jax.train.evaluate import Evaluation, HeldOut
 from dflop_jax.train.feed import Packer
 from dflop_jax.train.ready import ReadyRun
-from dflop_jax.train.saves import Best, Saves, measured
+from dflop_jax.train.saves import Best, Saves
 
 # Makes the checkpoint after so many steps whole; None where that fails.
 Checkpoint = Callable[[int], "Path | None"]
@@ -23,37 +22,24 @@ class Evaluations:
         assert ready.held_out is not None
         self._ready, self._train = ready, ready.config.train
         self._held_out = HeldOut(ready.config, ready.held_out, ready.ex, ready.prices, packer)
-        self._answers = ready.answers
-        if self._answers:
-            with ready.place.time.part(ANSWERS):
-                self._answers.prepare()
         self.row: Evaluation | None = None
 
     def is_due(self, done: int) -> bool:
         """Whether they are evaluated after so many steps."""
         every = self._train.eval_every
-        return bool(every and done % every == 0) or self._are_answers_due(done)
-
-    def _are_answers_due(self, done: int) -> bool:
-        return bool(self._answers) and done % self._train.eval_generate_every == 0
+        return bool(every and done % every == 0)
 
     def at_end(self, done: int, saves: Saves, checkpoint: Checkpoint) -> Evaluation:
         """The evaluation of the run's end after `done` steps, made now unless it was."""
-        if self.row and self.row.step == done and bool(self._answers) == bool(self.row.answers):
+        if self.row and self.row.step == done:
             return self.row
-        return self.run(done, saves, checkpoint, is_last=True)
+        return self.run(done, saves, checkpoint)
 
-    def run(
-        self, done: int, saves: Saves, checkpoint: Checkpoint, *, is_last: bool = False
-    ) -> Evaluation:
+    def run(self, done: int, saves: Saves, checkpoint: Checkpoint) -> Evaluation:
         """Evaluate the state after `done` steps, all of them finished."""
         time, say = self._ready.place.time, self._ready.progress.log
         with time.part(EVALUATION):
             row = self._held_out.run(done)
-        if self._answers and (is_last or self._are_answers_due(done)):
-            with time.part(ANSWERS):
-                if (saved := checkpoint(done)) is not None:
-                    row = replace(row, answers=self._answers.metrics(done, saved))
         say(f"after step {done}: {row}")
         for name, loss in row.by_source.items():
             say(f"  {name}: {loss}")
@@ -61,10 +47,8 @@ class Evaluations:
             self._ready.folder.append_evaluation(row)
         self._ready.callbacks.after_evaluation(done, row)
         self.row = row
-        best = self._ready.config.checkpoint
-        value = measured(row, best.best_by)
-        beats = best.keep_best and value is not None and saves.best.is_beaten_by(value)
+        beats = self._ready.config.checkpoint.keep_best and saves.best.is_beaten_by(row.loss)
         if beats and checkpoint(done) is not None:
-            saves.keep_best(Best(done, value, best.best_by))
+            saves.keep_best(Best(done, row.loss))
             say("  the best so far: its checkpoint is kept")
         return row

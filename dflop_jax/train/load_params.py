@@ -35,19 +35,17 @@ def load_params(
     model: MultimodalModel,
     where: jax.Device | Mapping[str, Params],
     *,
-    average: bool = False,
     fold: bool = True,
 ) -> Loaded:
     """Return those of the newest whole checkpoint of a run folder, or of the checkpoint folder
-    given. `average`: of what trains, its average over steps. `fold`: adapters are folded into what
-    they adapt.
+    given. `fold`: adapters are folded into what they adapt.
 
     Args:
       where: one device, on which they then lie whole and as they were saved, or by module the
         shapes, dtypes and shardings of its parts.
 
     Raises:
-      ValueError: it is of another model or has no average; see `of_newest`.
+      ValueError: it is of another model; see `of_newest`.
       StorageError: it cannot be read.
     """
 
@@ -58,7 +56,6 @@ def load_params(
                 name,
                 _whole(module, where) if isinstance(where, jax.Device) else where[name],
                 as_saved=isinstance(where, jax.Device),
-                average=average,
             )
             for name, module in model.modules.items()
         }
@@ -124,7 +121,12 @@ def _whole(module: Module, device: jax.Device) -> Params:
 
 
 def saved_name(
-    reader: CheckpointReader, module: str, path: Any, shape: tuple[int, ...], *, average: bool
+    reader: CheckpointReader,
+    module: str,
+    path: Any,
+    shape: tuple[int, ...],
+    *,
+    average: bool = False,
 ) -> str:
     """How a checkpoint calls a parameter, or its average over steps where there is one of it.
 
@@ -158,10 +160,9 @@ def _read_module(
     structs: Params,
     *,
     as_saved: bool,
-    average: bool,
 ) -> Params:
     def read(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        array = saved_name(reader, name, path, struct.shape, average=average)
+        array = saved_name(reader, name, path, struct.shape)
 
         @cache  # devices may hold the same
         def box(*bounds: tuple[int, int]) -> np.ndarray:

@@ -249,7 +249,6 @@ def check_trainable(config: Config) -> None:
             "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every, "
             "train.eval_samples and train.eval_every"
         )
-    _check_answers(config)
     if config.train.eval_every and not config.train.evaluates:
         raise ValueError(
             f"train.eval_every={config.train.eval_every} evaluates nothing: no sample is held out; "
@@ -272,22 +271,6 @@ def check_trainable(config: Config) -> None:
             f"train.profile_steps={config.train.profile_steps}, but with train.steps="
             f"{config.train.steps} the last step is number {config.train.steps - 1}; choose "
             "earlier ones"
-        )
-
-
-def _check_answers(config: Config) -> None:
-    """ValueError where held-out samples are not answered as something asks for."""
-    train, by = config.train, config.checkpoint.best_by
-    if train.eval_generate_every and not (train.evaluates and config.checkpoint.saves):
-        raise ValueError(
-            f"train.eval_generate_every={train.eval_generate_every} needs held-out samples and "
-            "checkpoints; give train.eval_samples or train.eval_fraction, and checkpoint.every"
-        )
-    metrics = train.answer_metrics if train.eval_generate_every else ()
-    if by not in ("loss", *metrics):
-        raise ValueError(
-            f"checkpoint.best_by={by}: held-out samples are not answered so; give "
-            f"train.eval_generate_every and train.eval_metrics {by}, or best_by loss"
         )
 
 

@@ -30,7 +30,6 @@ from dflop_jax.folders import writing
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
 from dflop_jax.report.spent import (
-    ANSWERS,
     CONNECT,
     DATA,
     EVALUATION,
@@ -48,7 +47,7 @@ from dflop_jax.train.stages import TrainedParts, adapted, quantized, trained_par
 
 log = logging.getLogger("dflop_jax")
 # Sections that foretell the next one.
-REPEATED = (TRAINING, DATA, SAVE, EVALUATION, ANSWERS, REDECISION)
+REPEATED = (TRAINING, DATA, SAVE, EVALUATION, REDECISION)
 
 
 def use_devices(n: int) -> list[jax.Device]:
@@ -126,8 +125,7 @@ class Workplace:
 
     `hardware` is what is planned for where it is not at hand; then there are no devices. `hosts`
     names the host of each process; () for one process. `time` notes what the run's time goes to,
-    `sections` where its main thread is, `reserved_bytes` what of a device no plan may fill, since
-    something beside the steps needs it.
+    `sections` where its main thread is.
     """
 
     config: Config
@@ -138,7 +136,6 @@ class Workplace:
     hosts: tuple[str, ...] = ()
     time: TimeLog = field(default_factory=TimeLog)
     sections: Sections = field(default_factory=Sections)
-    reserved_bytes: float = 0.0
 
     @property
     def n_devices(self) -> int:
@@ -163,8 +160,7 @@ class Workplace:
         """Bytes of a device that a plan may fill; 0 where nobody says (CPU)."""
         if stated := self.config.plan.memory_bytes:
             return stated
-        known = self.hardware.plannable_bytes if self.hardware else PLANNED_SHARE * self.bytes_limit
-        return max(1.0, known - self.reserved_bytes) if known else 0.0  # 0 would be no limit
+        return self.hardware.plannable_bytes if self.hardware else PLANNED_SHARE * self.bytes_limit
 
     @property
     def node(self) -> int:

@@ -22,7 +22,6 @@ from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.wording import duration, number
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
-from dflop_jax.train.answers import Answers
 from dflop_jax.train.callbacks import Callbacks
 from dflop_jax.train.device_check import check_one_kind
 from dflop_jax.train.planning import check_layers, check_names, check_plannable
@@ -41,7 +40,7 @@ class ReadyRun:
     """A run before the first of its steps under a plan.
 
     Attributes:
-      held_out: the samples to evaluate on; `answers` answers them, where that is asked for.
+      held_out: the samples to evaluate on.
       folder, samples: process 0's.
       start_s: what it took to come this far.
       ends_s: when `train.max_hours` are over, by `time.monotonic`.
@@ -62,7 +61,6 @@ class ReadyRun:
     start_s: float
     ends_s: float
     callbacks: Callbacks
-    answers: Answers | None = None
 
 
 def agree(config: Config, peers: Peers) -> None:

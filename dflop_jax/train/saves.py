@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -18,50 +18,25 @@ from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train.meta import Meta
 from dflop_jax.train.skips import Skips
 
-LOSS = "loss"
-LOWER_IS_BETTER = (LOSS, "wer")  # of what a checkpoint is judged by; else higher is
-
-
-class Measured(Protocol):
-    """An evaluation, or its row."""
-
-    @property
-    def loss(self) -> float | None: ...
-
-    @property
-    def answers(self) -> Mapping[str, Any]: ...
-
-
-def measured(row: Measured, by: str) -> float | None:
-    """The held-out loss, or a metric of the answers; None: it was not evaluated."""
-    return row.loss if by == LOSS else row.answers.get(by)
-
 
 @dataclass(frozen=True)
 class Best:
-    """The best value of an evaluated checkpoint, by the loss or a metric; at step None there is
-    none."""
+    """The evaluated checkpoint of the lowest held-out loss; at step None there is none."""
 
     step: int | None = None
-    value: float | None = None
-    by: str = LOSS
+    loss: float | None = None
 
-    def is_beaten_by(self, value: float) -> bool:
-        """Whether a value is better; one that is not finite never is."""
-        if not math.isfinite(value):
-            return False
-        if self.value is None:
-            return True
-        return value < self.value if self.by in LOWER_IS_BETTER else value > self.value
+    def is_beaten_by(self, loss: float) -> bool:
+        """Whether a loss is lower; one that is not finite never is."""
+        return math.isfinite(loss) and (self.loss is None or loss < self.loss)
 
 
-def best_of(rows: Iterable[HeldOutRow], steps: Iterable[int], by: str = LOSS) -> Best:
+def best_of(rows: Iterable[HeldOutRow], steps: Iterable[int]) -> Best:
     """The best of the evaluations of these steps; of equal ones the first."""
-    best, saved = Best(by=by), set(steps)
+    best, saved = Best(), set(steps)
     for row in rows:
-        value = measured(row, by)
-        if row.step in saved and value is not None and best.is_beaten_by(value):
-            best = Best(row.step, value, by)
+        if row.step in saved and row.loss is not None and best.is_beaten_by(row.loss):
+            best = Best(row.step, row.loss)
     return best
 
 
@@ -69,11 +44,9 @@ def best_so_far(
     config: CheckpointConfig, folder: RunFolder | None, saver: Checkpointer, peers: Peers
 ) -> Best:
     """The best checkpoint of a run, on every process, where it is to be kept."""
-    best = Best(by=config.best_by)
     if not config.keep_best:
-        return best
-    if folder:
-        best = best_of(read_evaluations(folder.path), saver.steps(), config.best_by)
+        return Best()
+    best = best_of(read_evaluations(folder.path), saver.steps()) if folder else Best()
     return msgspec.json.decode(peers.share("best", msgspec.json.encode(best)), type=Best)
 
 

@@ -28,7 +28,6 @@ from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.spent import EVENTS, REDECISION, SAVE
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
-from dflop_jax.train.answers import MakeAnswers, made_answers, with_room
 from dflop_jax.train.callbacks import Callback, Callbacks
 from dflop_jax.train.choice import Chosen, choose, known_before
 from dflop_jax.train.device_check import DeviceCheck
@@ -79,7 +78,6 @@ class Trainer:
         run that `dflop launch` starts again is resumed, whatever this says.
       callbacks: are told of steps, evaluations, saves and the end; see `callbacks.Callback`.
       dry: end before the first step, once what is expected is said; a folder made for it goes.
-      answers: makes what answers held-out samples, see `train.eval_generate_every`.
       tell: is told on process 0, a line each, of devices and model, and then of the data; and
         whether all is checked that can be without measuring.
 
@@ -99,7 +97,6 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         dry: bool = False,
         tell: Callable[[str, bool], None] = lambda line, ready: None,
-        answers: MakeAnswers | None = None,
     ):
         said = existing if isinstance(existing, Resume) else Resume()
         self._resume = Resume() if is_restart() else said  # of the first start
@@ -137,8 +134,6 @@ class Trainer:
             if config.train.evaluates:
                 self._held_out = self.place.source("eval")
                 check_held_out(config, self._held_out)
-            self._answers = made_answers(answers, config, self.place, self._held_out)
-            self.place = with_room(self.place, self._answers)
             self.profile = profile
             self._given = make_executor(self.place, plan) if plan else None
 
@@ -245,9 +240,8 @@ class Trainer:
         data = self.source, self._held_out, chosen.profile
         more = time.perf_counter() - begun_s, self._ends_s, self._callbacks
         ready = ReadyRun(
-            config, self.place, *data, ex, prices, saver, folder, samples, progress, *more,
-            answers=self._answers,
-        )  # fmt: skip
+            config, self.place, *data, ex, prices, saver, folder, samples, progress, *more
+        )
         self._loop = Loop(ready, self._judge)
         stack.callback(setattr, self, "_loop", None)  # and its memory
         result = self._loop.run(stack, resumed)

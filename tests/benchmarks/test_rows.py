@@ -144,21 +144,6 @@ def plans_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "measure", measure)
 
 
-def answers_made_up(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """A run and its evaluations take minutes: commands write what is read of them."""
-
-    def dflop(folder: Path, *words: str) -> str:
-        if "evaluate" in words:
-            out = folder / words[words.index("--out") + 1]
-            out.mkdir()
-            (out / "answers.jsonl").write_text(json.dumps({"answer": "red"}))
-            (out / "evaluation.json").write_text('{"samples": 1, "metrics": {"exact": 0.5}}')
-        return ""
-
-    patch.setattr(script, "dflop", dflop)
-    patch.setattr(script, "speed", lambda folder, batch, n: script.Speed(batch, n, 1.0))
-
-
 def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Three jobs of two processes take minutes: what they come to is made up."""
 
@@ -405,7 +390,6 @@ RUNS = {
     "hosts": Tiny(2, (), nothing_tried),
     "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
     "kills": Tiny(1, ("--faults", 26), one_campaign),
-    "answers": Tiny(4, ("--tokens", 3), answers_made_up),
     "links": Tiny(2, ("--pretended", 2), links_of_nobody),
     "many": Tiny(1, ("--processes", 2, "--steps", 2, "--idle", 0), nobody_else),
     "memory_plan": Tiny(2, ("--random", 1), no_paper),

@@ -48,10 +48,6 @@ ASKED = {
     ],
     "train": [(("nano.py", *PROFILE, *PLAN), 2, "")],
     "generate": [(("run", "--prompt", "What?", "--max-tokens", "2"), 0, "")],
-    "evaluate": [
-        (("run", "--samples", "1", "--max-tokens", "2"), 0, "run/evaluated"),
-        (("run", "--samples", "1", "--max-tokens", "2", "--out", "nano.py/said"), 2, ""),
-    ],
     "export": [
         (("run", "--out", "published"), 0, "published"),
         (("run", "--out", "run"), 2, ""),

@@ -11,8 +11,8 @@ from dflop_jax.config import Config, DataConfig, ModelConfig
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.generate import programs as programs_module
 from dflop_jax.generate.generate import Generator
+from dflop_jax.generate.mesh import PARAMS_SHARE, answer_mesh, min_tp, spec_of
 from dflop_jax.generate.prompt import prompt_sample
-from dflop_jax.generate.replica import PARAMS_SHARE, least_ways, replica_of, spec_of
 from dflop_jax.generate.row import bucket_of
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.load_params import Loaded
@@ -57,20 +57,20 @@ def _random_parameters(monkeypatch):
     monkeypatch.setattr("dflop_jax.generate.generate.load_params", load)
 
 
-def generator(rows, ways=1, devices=None, config=CONFIG):
-    return Generator(config, "run", devices, rows=rows, ways=ways)
+def generator(rows, tp=1, devices=None, config=CONFIG):
+    return Generator(config, "run", devices, rows=rows, tp=tp)
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("rows, ways", [(4, 1), (4, 2), (2, 4), (3, 8), (5, 4)])
+@pytest.mark.parametrize("rows, tp", [(4, 1), (4, 2), (2, 4), (3, 8), (5, 4)])
 @pytest.mark.parametrize(
     "how", [Sampling(8), Sampling(8, 1.0, 0.9, 3, 40)], ids=["greedy", "drawn"]
 )
-def test_answers_together_equal_those_alone(samples, rows, ways, how):
+def test_answers_together_equal_those_alone(samples, rows, tp, how):
     alone = generator(1, devices=jax.devices()[:1])
     want = [alone.answers([s], how, [k])[0] for k, s in enumerate(samples)]
-    together = generator(rows, ways)
-    assert together.replica.ranks == min(rows, 8 // ways)
+    together = generator(rows, tp)
+    assert together.ranks == min(rows, 8 // tp)
     found = []
     for first in range(0, len(samples), rows):
         some = range(first, min(first + rows, len(samples)))
@@ -111,32 +111,6 @@ def test_buckets_double():
     ]  # fmt: skip
 
 
-class Device:
-    """Of a process that is not here."""
-
-    def __init__(self, number, process):
-        self.id, self.process_index, self.platform = number, process, "cpu"
-
-
-@pytest.mark.parametrize(
-    "ways, process, wanted",
-    [
-        (1, 1, (1, 4, True, (4, 1))),
-        (2, 0, (0, 4, True, (2, 2))),
-        (4, 3, (3, 4, True, (1, 4))),
-        (8, 2, (1, 2, True, (1, 8))),
-        (8, 3, (1, 2, False, (1, 8))),
-        (16, 0, (0, 1, True, (1, 16))),
-    ],
-)
-def test_processes_share_a_replica_where_it_is_larger_than_theirs(ways, process, wanted):
-    devices = [Device(n, n // 4) for n in range(16)]
-    r = replica_of(devices, ways, process)
-    assert (r.number, r.count, r.leads, tuple(r.mesh.shape.values())) == wanted
-    own = {d.process_index for d in r.mesh.devices.flat}
-    assert process in own
-
-
 class Full:
     """A device here that has so many bytes."""
 
@@ -156,28 +130,27 @@ def test_no_device_holds_all_where_one_cannot():
     room = total / PARAMS_SHARE
     wanted = {1.01 * room: 1, 0.99 * room: 2, 0.4 * room: 4, 0.13 * room: 8, 0.01 * room: 8}
     model = build_model(CONFIG.model)
-    for n_bytes, ways in wanted.items():
-        assert least_ways(model, [Full(n_bytes)] * 8) == ways
-        assert least_ways(model, [Full(2 * n_bytes)] * 8, n_bytes) == ways  # the half is in use
-    for ways in (2, 4):
-        split = generator(1, ways)
-        held = dict.fromkeys(split.replica.mesh.devices.flat, 0)
+    for n_bytes, tp in wanted.items():
+        assert min_tp(model, [Full(n_bytes)] * 8) == tp
+    for tp in (2, 4):
+        split = generator(1, tp)
+        held = dict.fromkeys(split.mesh.devices.flat, 0)
         for a in jax.tree.leaves(split.loaded.params):
             for shard in a.addressable_shards:
                 held[shard.device] += shard.data.nbytes
         whole = sum(a.nbytes for a in jax.tree.leaves(split.loaded.params) if a.is_fully_replicated)
-        assert len(held) == ways
-        assert set(held.values()) == {(total - whole) / ways + whole}
+        assert len(held) == tp
+        assert set(held.values()) == {(total - whole) / tp + whole}
         assert whole < 0.2 * total  # vectors, and what the devices do not divide
 
 
-@pytest.mark.parametrize("ways", [3, 6, 5, 32])
-def test_ways_that_do_not_fit_are_refused(ways):
-    with pytest.raises(ValueError, match=f"--ways {ways}: parameters are split"):
-        replica_of([Device(n, n // 4) for n in range(16)], ways)
+@pytest.mark.parametrize("tp", [3, 5, 16, -1])
+def test_degrees_that_do_not_divide_the_devices_are_refused(tp):
+    with pytest.raises(ValueError, match=f"--tp {tp}: does not divide this process's 8 devices"):
+        answer_mesh(jax.devices(), tp, 4)
 
 
 def test_what_does_not_divide_is_whole():
     assert spec_of((6, 4), ("embed", "heads"), 4) == (None, "model")
     assert spec_of((6, 6), ("embed", "heads"), 4) == (None, None)
-    assert least_ways(build_model(CONFIG.model), jax.devices()) == 1
+    assert min_tp(build_model(CONFIG.model), jax.devices()) == 1

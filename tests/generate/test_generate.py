@@ -111,8 +111,15 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
     "args, says",
     [
         (["gone.py", *ASK], "gone.py: no such run folder, folder of weights or experiment"),
-        (["nano.py"], "give --prompt TEXT, or --chat to talk"),
-        (["nano.py", "--chat", "--json"], "--chat is for a terminal; leave out --json"),
+        (["nano.py"], "give --prompt TEXT, or --prompts FILE"),
+        (
+            ["nano.py", *ASK, "--prompts", "ask.jsonl"],
+            "--prompts: its lines name prompts and",
+        ),
+        (["nano.py", "--prompts", "gone.jsonl"], "gone.jsonl: no such file or directory; check"),
+        (["nano.py", "--prompts", "empty.jsonl"], "empty.jsonl: is empty; give a line for each"),
+        (["nano.py", "--prompts", "ask.jsonl", "--batch", "0"], "--batch 0: at least 1"),
+        (["nano.py", "--prompts", "typo.jsonl"], "typo.jsonl:2: Object contains unknown field `im"),
         (["nano.py", "--prompt", ""], "the prompt is empty; ask something with --prompt TEXT"),
         (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),
         (["nano.py", *ASK, "--checkpoint", "gone"], "gone: no such run folder; check --checkpoint"),
@@ -152,7 +159,7 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         (["nano.py", *ASK, "--top-k", "-1"], "top-k=-1 must be at least 0"),
         (["nano.py", *ASK, "--stop", ""], "a stop text is empty"),
         (["nano.py", *ASK, "--repetition-penalty", "0"], "repetition-penalty=0.0 must be a finite"),
-        (["nano.py", *ASK, "--ways", "3"], "--ways 3: parameters are split over devices of one"),
+        (["nano.py", *ASK, "--tp", "3"], "--tp 3: does not divide this process's 8 devices"),
         (["nano.py", *ASK, "--max-tokens", "0"], "max-tokens=0 must be at least 1"),
         (["nano.py", *ASK, "--seed", "-1"], "seed=-1 must be from 0"),
         (["nano.py", *ASK, "--model.size", "tiny"], "give the experiment that it was trained with"),
@@ -166,6 +173,8 @@ def test_mistakes_end_in_one_line(capsys, args, says):
     Path("young/config.json").write_text("{}")
     Path("broken/config.json").write_text('{"model": 3}')
     Path("cut.png").write_bytes(Path("red.png").read_bytes()[:60])
+    Path("empty.jsonl").write_text("\n")
+    Path("typo.jsonl").write_text('{"prompt": "?"}\n{"prompt": "?", "img": "red.png"}\n')
     code, out, err = run(capsys, *args)
     assert code == 2
     assert out == ""
@@ -355,12 +364,8 @@ def test_the_end_token_ends_the_answer():
 def test_end_tokens_are_those_of_the_folder_that_is_loaded():
     shutil.copytree("run", "other")
     Path("other/generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    generator = Generator(Config(model=ModelConfig(size="nano")), "run")
-    before = generator.ends
-    generator.load("other")
-    assert generator.ends == before | {7, 9}
-    generator.load("run")
-    assert generator.ends == before
+    config = Config(model=ModelConfig(size="nano"))
+    assert Generator(config, "other").ends == Generator(config, "run").ends | {7, 9}
 
 
 @pytest.mark.parametrize("tokens, why", [((), "ended its turn at once"), ((9,), "1 tokens are no")])

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 
 from dflop_jax.data.packing import pack_group
 from dflop_jax.generate.decoding import decode, inlets_of, prefill
+from dflop_jax.generate.mesh import answer_mesh, param_structs
 from dflop_jax.generate.programs import AnswerPrograms
-from dflop_jax.generate.replica import param_structs, replica_of
 from dflop_jax.generate.row import row_of, with_features
 from dflop_jax.generate.row import rows_of as samples_in_rows
 from dflop_jax.generate.sampling import Sampling
@@ -229,16 +229,16 @@ def test_a_batch_gives_the_tokens_of_transformers(reference, ranks, ways, penalt
         given = {"max_new_tokens": n, "do_sample": False, "repetition_penalty": penalty}
         out = model.generate(**m.arguments, **given, eos_token_id=None, pad_token_id=0)
         theirs.append(out[0, -n:].tolist())
-    replica = replica_of(jax.devices(), ways, most_ranks=ranks)
-    assert replica.mesh.shape == {"data": ranks, "model": ways}
+    mesh = answer_mesh(jax.devices(), ways, ranks)
+    assert mesh.shape == {"data": ranks, "model": ways}
     params = parameters(MODEL.weights, model)
     for m, module in MODEL.modules.items():
         put = jax.tree.map(lambda s, a: jax.device_put(a, s.sharding),
-                           param_structs(module, replica), params[m])  # fmt: skip
+                           param_structs(module, mesh), params[m])  # fmt: skip
         here[m] = put
     rows = samples_in_rows([m.sample for m in made], MODEL, ranks, 4 // ranks, 128)
     how = Sampling(n, repetition_penalty=penalty)
-    programs = AnswerPrograms(MODEL, replica)
+    programs = AnswerPrograms(MODEL, mesh)
     found = np.stack([*programs.tokens(here, rows, np.arange(4, dtype=np.uint32), how)])
     at = [k % ranks * (4 // ranks) + k // ranks for k in range(4)]
     assert found[:, at].T.tolist() == theirs

@@ -106,14 +106,3 @@ def test_the_best_is_of_the_checkpoints_that_are_there():
     assert Best().is_beaten_by(1e9)
     assert not Best().is_beaten_by(math.nan)
     assert not Best(4, 2.0).is_beaten_by(2.0)
-
-
-def test_the_best_by_answers_is_the_highest_or_of_wrong_words_the_lowest():
-    answers = {4: {"exact": 0.5, "wer": 0.7}, 8: {}, 12: {"exact": 0.75}, 16: {"exact": 0.75}}
-    rows = [HeldOutRow(s, float(s), None, answers=a) for s, a in answers.items()]
-    assert best_of(rows, answers, "exact") == Best(12, 0.75, "exact")
-    assert best_of(rows, [4, 8], "exact") == Best(4, 0.5, "exact")
-    assert best_of(rows, answers, "wer") == Best(4, 0.7, "wer")
-    assert best_of(rows, [8, 12], "wer") == Best(by="wer")
-    assert Best(4, 0.7, "wer").is_beaten_by(0.6)
-    assert not Best(4, 0.7, "wer").is_beaten_by(0.8)

@@ -15,10 +15,11 @@ from dflop_jax import CheckpointConfig, Config, ModelConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
-from dflop_jax.evaluate.questions import up_to
+from dflop_jax.data.sample import Places, Sample
 from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
+from dflop_jax.records import Load
 from dflop_jax.train import exports as exports_module
 from dflop_jax.train.exports import (
     PASSED_OVER,
@@ -35,7 +36,6 @@ from dflop_jax.verify import reference
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import write_folder
 from models import llava
-from tests.data.media_cases import talk
 from tests.plans import NANO, nano_profile
 from tests.processes import CACHE
 from tests.train.many import Jobs
@@ -263,6 +263,13 @@ def test_two_processes_write_every_folder_once(tmp_path):
     assert {len(w) for w in weights} == {len(weights[0])}
 
 
+def up_to(sample, n):
+    """The first `n` tokens of a sample, whose media all stand among them."""
+    llm = {k: a[:n] for k, a in sample.fields["llm"].items()}
+    places = {pair: Places(p.index[:n], p.weight) for pair, p in sample.places.items()}
+    return Sample(sample.fields | {"llm": llm}, places, Load(sample.load.pieces | {"llm": (n,)}))
+
+
 def check_answers(folder, capsys):
     """Greedy answers of a folder in batches, by the library and the commands, are those that
     transformers generates from it, token by token."""
@@ -289,11 +296,8 @@ def check_answers(folder, capsys):
         ids[np.array(m.kinds) == "video"] = family.video
         wanted.append(generated(ids[:length], 1.5, **family.arguments(m.media)))
     config = Config(model=ModelConfig(size="anyres-nano"))
-    ours = Generator(config, folder, jax.devices()[:2], rows=4)
-    said = []
-    for first in range(0, len(prompts), 4):
-        some = prompts[first : first + 4]
-        said += ours.answers(some, Sampling(n, repetition_penalty=1.5))
+    ours = Generator(config, folder, jax.devices()[:2], rows=len(prompts))
+    said = ours.answers(prompts, Sampling(n, repetition_penalty=1.5))
     end = ours.tokenizer.im_end_id
     for answer, tokens in zip(said, wanted, strict=True):
         whole = [*answer.tokens, *[end] * (answer.stopped == "end")]
@@ -301,19 +305,15 @@ def check_answers(folder, capsys):
     assert len({token for tokens in wanted for token in tokens}) > 8  # else anything would do
 
     text = ["What is it?", "Why?"]
-    records = [{"id": k, "conversations": talk(q, "?")} for k, q in enumerate(text)]
-    Path("ask.json").write_text(json.dumps(records))
+    Path("ask.jsonl").write_text("\n".join(json.dumps({"prompt": q}) for q in text))
     capsys.readouterr()
     more = ["--max-tokens", f"{n}", "--data.tokenizer", "bytes", "--json"]
-    assert main(["evaluate", folder, "--data", "ask.json", "--out", "asked", *more]) == 0
-    answers = [row["answer"] for row in json.loads(capsys.readouterr().out)["answers"]]
+    assert main(["generate", folder, "--prompts", "ask.jsonl", *more]) == 0
+    answers = json.loads(capsys.readouterr().out)
     for question, answer in zip(text, answers, strict=True):
-        assert main(["generate", folder, "--prompt", question, *more]) == 0
-        alone = json.loads(capsys.readouterr().out)
-        assert alone["answer"].strip() == answer
         prompt = prompt_sample(question, {}, config.data, MODEL, ours.tokenizer)
         tokens = generated(prompt.fields["llm"]["tokens"].astype(np.int64))
-        whole = [*alone["tokens"], *[end] * (alone["stopped"] == "end")]
+        whole = [*answer["tokens"], *[end] * (answer["stopped"] == "end")]
         assert whole == tokens[: len(whole)]
 
 

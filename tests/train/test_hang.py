@@ -17,7 +17,6 @@ from dflop_jax.cluster.sections import Sections
 from dflop_jax.config import Config, DistributedConfig
 from dflop_jax.report.run_folder import HUNG, RESTARTS
 from dflop_jax.report.spent import (
-    ANSWERS,
     COMPILE,
     DATA,
     END,
@@ -63,7 +62,7 @@ def test_who_is_ended_where_it_hangs(monkeypatch, count, command, factor, ends):
 def test_what_is_measured_of_the_sections_of_a_run():
     """As docs/clusters.md names them."""
     step, batch, save, evaluation, plan = TRAINING, DATA, SAVE, EVALUATION, REDECISION
-    assert {*REPEATED} == {step, batch, save, evaluation, ANSWERS, plan}
+    assert {*REPEATED} == {step, batch, save, evaluation, plan}
     assert not {*REPEATED} & {watched_module.FIRST_STEP, START, PROFILE, PLAN, COMPILE, END}
 
 

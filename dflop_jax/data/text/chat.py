@@ -156,15 +156,12 @@ class ChatTokenizer:
         messages, variables = self.messages(turns, fields)
         return self._split(kinds, *self.encode_chat(messages, variables))
 
-    def question_pieces(
-        self, turns: Sequence[tuple[str, str]], fields: TemplateFields = NO_FIELDS
-    ) -> tuple[TextPiece, ...]:
-        """Pieces of turns, the last of them a user's, up to where the template has the answer
-        begin."""
-        text, _ = self._render(*self.messages(turns, fields), add_generation_prompt=True)
+    def question_pieces(self, question: str) -> tuple[TextPiece, ...]:
+        """Pieces of a user's turn, up to where the template has the answer begin."""
+        messages, variables = self.messages([("human", question)], NO_FIELDS)
+        text, _ = self._render(messages, variables, add_generation_prompt=True)
         ids, _ = self._encode_rendered(text)
-        kinds = [kind for _, text in turns for kind in self._tag.findall(text)]
-        return self._split(kinds, ids, np.full(len(ids), UNANSWERED))
+        return self._split(self._tag.findall(question), ids, np.full(len(ids), UNANSWERED))
 
     def rendered(self, messages: Sequence[Message], variables: Message) -> str:
         """The template's text, as it stands before pictures are framed."""

@@ -1,0 +1,112 @@
+"""Answers to a file of prompts, in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from dflop_jax.data import Sample
+from dflop_jax.generate.generate import Generator, Said
+from dflop_jax.generate.prompt import Media
+from dflop_jax.generate.row import LLM
+from dflop_jax.generate.sampling import Sampling
+
+BATCHES_AHEAD = 8  # prepared together and sorted by length: more pad less and take more memory
+
+
+@dataclass(frozen=True)
+class FilePrompt:
+    """A prompt of a file, and its media by kind."""
+
+    text: str
+    media: Media
+
+
+@dataclass(frozen=True)
+class FileAnswer:
+    """The answer to a prompt of a file (see `generate.Said`), or the `error` that kept it from
+    being asked."""
+
+    prompt: str
+    answer: str = ""
+    tokens: tuple[int, ...] = ()
+    stopped: str = ""
+    error: str = ""
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    prompt: str
+    image: str | list[str] = []
+    video: str | list[str] = []
+    audio: str | list[str] = []
+
+
+def read_prompts(file: str | Path) -> list[FilePrompt]:
+    """The prompts of a file of JSON lines: {"prompt": TEXT}, and under "image", "video" or "audio"
+    a file or a list of files. Relative paths start at the folder of the file.
+
+    Raises:
+      ValueError: no such file, no prompt in it, or a line that is none, with its number.
+    """
+    file = Path(file)
+    try:
+        lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except OSError as e:
+        raise ValueError(f"{file}: {(e.strerror or str(e)).lower()}; check --prompts") from None
+    prompts = []
+    for n, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            read = msgspec.json.decode(line, type=_Line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            form = '{"prompt": TEXT, "image": [FILE]}'
+            raise ValueError(f"{file}:{n}: {e}; write {form}") from None
+        given = {"image": read.image, "video": read.video, "audio": read.audio}
+        media = {
+            kind: [file.parent / f for f in ([files] if isinstance(files, str) else files)]
+            for kind, files in given.items()
+        }
+        prompts.append(FilePrompt(read.prompt, media))
+    if not prompts:
+        raise ValueError(f"{file}: is empty; give a line for each prompt")
+    return prompts
+
+
+def answer_prompts(
+    generator: Generator, prompts: Sequence[FilePrompt], how: Sampling
+) -> Iterator[FileAnswer]:
+    """Yield the answer to each prompt, in their order. Media are decoded by `data.workers` threads
+    while the prompts before are answered."""
+
+    def prepare(prompt: FilePrompt) -> Sample | str:
+        try:
+            return generator.sample(prompt.text, prompt.media)
+        except ValueError as e:
+            return " ".join(str(e).split())
+
+    rows = generator.rows * generator.ranks
+    size = BATCHES_AHEAD * rows
+    with ThreadPoolExecutor(generator.config.data.workers) as pool:
+        pending = [pool.submit(prepare, p) for p in prompts[:size]]
+        for first in range(0, len(prompts), size):
+            prepared = [p.result() for p in pending]
+            pending = [pool.submit(prepare, p) for p in prompts[first + size : first + 2 * size]]
+            samples = {k: s for k, s in enumerate(prepared) if isinstance(s, Sample)}
+            by_length = sorted(samples, key=lambda k: samples[k].load.tokens(LLM))
+            said: dict[int, Said] = {}
+            for start in range(0, len(by_length), rows):
+                batch = by_length[start : start + rows]
+                numbers = [first + k for k in batch]
+                answers = generator.answers([samples[k] for k in batch], how, numbers)
+                said.update(zip(batch, answers, strict=True))
+            for k, error in enumerate(prepared):
+                text = prompts[first + k].text
+                if isinstance(error, str):
+                    yield FileAnswer(text, error=error)
+                else:
+                    yield FileAnswer(text, said[k].text, said[k].tokens, said[k].stopped)

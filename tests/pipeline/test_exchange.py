@@ -231,3 +231,13 @@ def assert_adds_up(parts, expected, sharding, loose):
     for shards in zip(*(p.addressable_shards for p in parts), strict=True):
         total = sum(np.asarray(s.data) for s in shards)
         np.testing.assert_allclose(total, expected[shards[0].index], **loose)
+
+
+@pytest.mark.parametrize("readers", [1, 7, 8, 9, 64, 65, 100])
+def test_a_feature_that_many_places_read_gets_all_of_their_gradients(readers):
+    rng = np.random.default_rng(readers)
+    dplaced = rng.integers(-9, 9, (readers, 1)).astype(np.float32)
+    like, index = jax.ShapeDtypeStruct((2, 1), np.float32), np.ones((readers, 1), np.int32)
+    for longest in (None, readers):
+        summed = scatter_gradient(like, dplaced, index, max_readers=longest)
+        np.testing.assert_array_equal(summed, [[0], [dplaced.sum()]])

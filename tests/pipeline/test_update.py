@@ -27,11 +27,11 @@ WIDE = ((0, 1, 2, 2), (0, 2, 2, 2), 2)  # vision, llm (first, stage, data, model
 SMALL = ((0, 1, 1, 1), (1, 1, 2, 1), 1)
 
 
-def updates_of(meshes, clip_norm, freeze=(), **kwargs):
+def updates_of(meshes, clip_norm, freeze=(), config=CONFIG, **kwargs):
     vision, llm, group_size = meshes
     plan = plain.plan_of(MODEL, vision, llm, group_size=group_size)
     segments = make_segments(MODEL, plan.layout, jax.devices(), freeze=freeze)
-    tx = make_optimizer(CONFIG)
+    tx = make_optimizer(config)
     updates = {n: SegmentUpdate(s, tx, clip_norm, **kwargs) for n, s in segments.items()}
     return tx, {n: u for n, u in updates.items() if u.segment.trainable}
 
@@ -154,6 +154,18 @@ def test_two_steps_equal_plain_optax_and_skipped_ones_change_nothing(
             jax.tree_util.tree_leaves_with_path(want[n]), jax.tree.leaves(got[n]), strict=True
         ):
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6, err_msg=str(path))
+
+
+def test_a_skipped_step_leaves_the_average_as_it_is():
+    config = dataclasses.replace(CONFIG, ema=0.5)
+    _, updates = updates_of(SMALL, 0.0, ("vision",), config)
+    rng = np.random.default_rng(0)
+    good, bad = ({n: random_grads(u, rng, 1.0) for n, u in updates.items()} for _ in range(2))
+    jax.tree.leaves(bad["llm"])[0].flat[0] = np.nan
+    after, _ = run_steps(updates, [good, bad, good])
+    jax.tree.map(np.testing.assert_array_equal, after[1], after[0])
+    averages = [jax.tree.leaves(state["llm"]["ema"]) for _, state in after]
+    assert any((a != b).any() for a, b in zip(averages[0], averages[2], strict=True))
 
 
 def test_each_part_steps_at_its_own_rate():

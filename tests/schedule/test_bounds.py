@@ -9,6 +9,7 @@ import pytest
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.bounds.content import least_content
+from dflop_jax.schedule.bounds.pipeline import ends_s
 from dflop_jax.schedule.cover import cheap_covers, demand
 
 
@@ -113,3 +114,24 @@ def test_rows_that_one_piece_nearly_fills_are_full():
         return min(counts_XC @ [16, 20])
 
     assert least_rows(is_bound=True) == 10 * 16 > least_rows()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_lies_before_and_after_a_segment_is_the_longest_path(seed):
+    """Against all paths through graphs of up to five segments."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 6))
+    sources = [[u for u in range(i) if rng.random() < 0.6] for i in range(n)]
+    forward_s, back_s, reduce_s = rng.integers(1, 9, (3, n)).tolist()
+
+    def paths(i):
+        """Every way from a segment to some before it, without itself."""
+        return [[]] + [[u, *path] for u in sources[i] for path in paths(u)]
+
+    before_s, after_s = ends_s(sources, forward_s, back_s, reduce_s)
+    for i in range(n):
+        ways = paths(i)
+        assert before_s[i] == max(sum(forward_s[u] for u in way) for way in ways)
+        assert after_s[i] == max(
+            sum(back_s[u] for u in way) + (reduce_s[way[-1]] if way else 0) for way in ways
+        )

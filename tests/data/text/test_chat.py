@@ -11,6 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from dflop_jax.data.text.chat import UNANSWERED, ChatTokenizer
 from dflop_jax.data.text.tokenizer_files import check_embedding
+from dflop_jax.data.text.weighting import trained_on
 
 CHATML = """{%- if messages[0]['role'] != 'system' %}
     {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
@@ -261,6 +262,8 @@ def test_answers_that_lose_their_thinking_are_not_supervised(tmp_path, caplog):
         assert "a1" in text
         (answer,) = (p for p in pieces if p.supervised)
         assert chat.spelled(answer.ids) == "t2\n</think>\na2<|im_end|>"
+        (weighted,) = (p for p in trained_on(pieces, (0.5, 0.25), prompts=False) if p.supervised)
+        assert weighted.weight == 0.25  # of the second answer
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "only the last answer" in caplog.text
     (alone,) = (p for p in chat.pieces(turns[:2]) if p.supervised)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from dflop_jax.records import Link, Plan
     from dflop_jax.train.planning import WhatIf
     from dflop_jax.train.prepare import Workplace
-    from dflop_jax.train.room import LargestMedium, SampleRoom
     from dflop_jax.train.utilisation import ExpectedRun
 
 
@@ -51,7 +50,6 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
-    from dflop_jax.train.room import sample_room
     from dflop_jax.train.utilisation import expected_run
 
     def refuse(place: Workplace) -> None:
@@ -88,19 +86,16 @@ def run(args: argparse.Namespace) -> Any:
             show(link_table(links))
         show(chosen(result))
         show(whole_run(expected, result.plan.layout.modules[-1]))
-        show(what_fits(sample_room(place, result.plan)))
         show(f"wrote {folder / PLAN}")
     end_together(place.peers)
     search = plain(result) | {"expected": expected}
     if not args.explain:
         return search
-    fits = sample_room(place, result.plan)
     return {
         "search": search,
         "layers": kinds,
         "what_if": helps,
         "memory_bought": bought,
-        "sample_room": fits,
     }
 
 
@@ -200,26 +195,6 @@ def link_table(links: Sequence[Link]) -> Table:
             name, *(f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}" if k else "-" for k in row)
         )
     return table
-
-
-def what_fits(rooms: Sequence[SampleRoom]) -> Table:
-    """The largest picture and the longest clip, alone in a sample, by module and for all."""
-    table = Table("module", "tokens of a sample", "of a piece", "largest picture", "longest clip",
-                  title="What fits (media alone; larger samples go by data.oversize)",
-                  title_justify="left")  # fmt: skip
-    for r in rooms:
-        numbers = [f"{n:,}" if n else "" for n in (r.tokens, r.piece_tokens)]
-        table.add_row(r.module, *numbers, _in_words(r.picture), _in_words(r.clip))
-    return table
-
-
-def _in_words(largest: LargestMedium | None) -> str:
-    if largest is None or largest.unlimited:
-        return "any" if largest else "-"
-    if largest.clip_frames:
-        return f"{number(largest.clip_s)} s ({largest.clip_frames} frames)"
-    width, height = largest.picture
-    return f"{width} x {height} pixels" if width else "none"
 
 
 def limits(tried: Limits, config: PlanConfig) -> str:

@@ -255,16 +255,6 @@ def _mixture(
     )
 
 
-def preparation(config: DataConfig, spec: MediaSpec, vocab_size: int | None = None) -> Preparation:
-    """Return how a model is given media, as `make_source` prepares them.
-
-    Raises:
-      ValueError: the tokenizer cannot be read, or has more ids than `vocab_size`.
-    """
-    tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
-    return spec.prepared(Limits.of(config), tokenizer)
-
-
 def check_paths(config: DataConfig) -> None:
     """ValueError for data, folders of media or a tokenizer that are not there; nothing of them is
     read but a mixture."""

@@ -261,11 +261,9 @@ def test_plan_writes_a_plan_that_loads(capsys):
     code, out, err = planned(capsys, "plan")
     assert (code, err) == (0, "")
     assert "wrote run/plan.json" in out
-    assert "largest picture" in out
     assert "candidates simulated" in out
     assert re.search(r"expected: 3 steps in [\d.]+ s, [\d.,]+ tokens/s of llm\n", out)
     assert re.search(r"ms a\s+step\s+\([\d.]+\s+ms\s+with\s+one\s+bucket,\s+as\s+ranked\)", out)
-    assert "longest clip" in out
     plan = load(Plan, "run/plan.json")
     assert plan.layout.n_devices == 2
     assert load(Profile, "run/profile.json") == nano_profile()

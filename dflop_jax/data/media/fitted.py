@@ -20,7 +20,6 @@ from dflop_jax.data.media.kind import Columns
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Decoded, Facts, Form, Grid, numbers
 from dflop_jax.data.media.native import Around, ClipLayout, Native, NativeMedium, Stamp, stamp_of
-from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import Clip
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import Tokenizer
@@ -91,10 +90,6 @@ class FittedMedium(NativeMedium):
 
     def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
         return {}  # positions count tokens
-
-    def growing(self, kind: str) -> dict[str, np.ndarray]:
-        # every picture is as large as its aspect allows
-        return {} if kind == IMAGE.name else super().growing(kind)
 
 
 def _build(

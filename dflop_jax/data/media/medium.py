@@ -123,11 +123,6 @@ class Medium(Protocol):
         media in the order of the text."""
         return {}
 
-    def growing(self, kind: str) -> dict[str, np.ndarray]:
-        """Headers of media of a kind, each asking for more, up to those that are scaled down or
-        sampled thinner; {} where such are not told apart by size."""
-        return {}
-
 
 @dataclass(frozen=True)
 class Form:

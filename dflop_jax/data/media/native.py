@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import ceil, floor, isqrt, sqrt
+from math import ceil, floor, sqrt
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -39,7 +39,6 @@ CLIP_FACTS = (
     "min_frames", "num_frames", "min_clip_pixels", "cap_pixels_per_frame", "max_video_tokens"
 )  # fmt: skip
 UNIT_BLOCKS = 3  # sides of the smallest picture that is worth drawing
-FRAME = (640, 360)  # pixels of a growing clip's frames
 
 
 # Ids of the text before and after a pair of frames, by the second at which it is seen.
@@ -349,18 +348,6 @@ class NativeMedium(Medium):
     def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
         grids = [grid for medium in media for grid in medium.grids]
         return {"positions": token_positions(runs_of(stand, grids, self.native.merge))}
-
-    def growing(self, kind: str) -> dict[str, np.ndarray]:
-        n = self.native
-        if kind == IMAGE.name:
-            smallest = ceil(sqrt(n.min_pixels) / n.block_px)
-            largest = isqrt(n.max_pixels) // n.block_px
-            sides = n.block_px * np.array([*range(smallest, largest), largest])
-            return {"width": sides, "height": sides}
-        totals = np.arange(n.frames, n.max_frames + 1, n.frames)
-        rate = {"rate_num": round(1000 * n.frames_per_s), "rate_den": 1000}
-        columns = {"width": FRAME[0], "height": FRAME[1], **rate}
-        return {k: np.full(len(totals), v) for k, v in columns.items()} | {"total": totals}
 
 
 def stamp_of(

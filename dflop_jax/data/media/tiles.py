@@ -26,13 +26,12 @@ from dflop_jax.data.media.tiling import (
     picture_tiles,
 )
 from dflop_jax.data.media.token_sources import TokenSources, plain, with_text
-from dflop_jax.data.media.video import FRAMES_PER_S, VIDEO
+from dflop_jax.data.media.video import VIDEO
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import Tokenizer
 
 GREY = 128  # of blank pictures, in 0 to 255
 NEXT_FRAME = "\nFrame{}: "  # InternVL's text between a clip's frames
-SIDES = range(1, 13)  # of growing pictures, in tiles
 
 
 class VisionLayout(Protocol):
@@ -197,15 +196,6 @@ class TileMedium(Medium):
         text = [i for ids in between for i in ids]
         ids = np.insert(np.full(len(tokens), -1), places, text)
         return Decoded({}, lengths, features, with_text(tokens, places), ids)
-
-    def growing(self, kind: str) -> dict[str, np.ndarray]:
-        if kind == VIDEO.name:
-            n = np.arange(1, self.max_frames + 1)
-            rate = np.full(len(n), round(1000 * FRAMES_PER_S)), np.full(len(n), 1000)
-            return {"frames": n, "total": n, "rate_num": rate[0], "rate_den": rate[1]}
-        sizes = self.layout.tile_px * np.array([(c, r) for c in SIDES for r in SIDES])
-        widths, heights = sizes[np.argsort(sizes.prod(axis=1), kind="stable")].T
-        return {"width": widths, "height": heights}
 
 
 def tile_form(make: Callable[..., VisionLayout], *further: str) -> Form:

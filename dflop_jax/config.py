@@ -385,16 +385,11 @@ class CheckpointConfig:
         "keep the checkpoint of the lowest held-out loss, too: an evaluation that is the best "
         "saves",
     ] = False
-    export_every: Annotated[
-        NonNegativeInt,
-        "steps between folders that transformers loads, written to RUN/exports from checkpoints of "
-        "these steps, and one at the end; 0: none",
-    ] = 0
 
     @property
     def saves(self) -> bool:
         """Whether a run saves at all."""
-        return bool(self.every or self.every_s or self.export_every)
+        return bool(self.every or self.every_s)
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,6 @@ NOT_NEGATIVE = [
     "data.max_bad_fraction",
     "checkpoint.every_s",
     "checkpoint.keep_every",
-    "checkpoint.export_every",
     "distributed.num_processes",
     "schedule.work",
 ]

@@ -12,7 +12,7 @@ after that in the background, and the checkpoint exists once process 0 has commi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
@@ -108,10 +108,6 @@ class Checkpointer:
     def keep_best(self, step: int | None) -> None:
         """Keep the checkpoint of this step, and no longer the one that was the best before."""
         self._store.best = step
-
-    def hold(self, steps: Sequence[int]) -> None:
-        """Keep the checkpoints of these steps, and no longer those that were held before."""
-        self._store.held = tuple(steps)
 
     def save(self, step: int, meta: Future[Mapping[str, Any]]) -> None:
         """Begin to save the state after `step` steps; returns at once.

@@ -58,7 +58,7 @@ _ASIDE = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION}|{PASSED_OVER})(\.\d+)?"
 
 class CheckpointStore:
     """The checkpoints of one run, of which the newest `keep` stay, the first of every `keep_every`
-    steps (0: none), that of step `best` and those of steps `held`, which may change at any time.
+    steps (0: none), and that of step `best`, which may change at any time.
 
     One save: `prepare` on process 0, a barrier, `write` on every process, their parts sent to
     process 0, and there `commit`, or `discard` if any of them failed. One save at a time.
@@ -69,7 +69,6 @@ class CheckpointStore:
             raise ValueError(f"keep={keep} checkpoints; keep at least 1")
         self.root, self.keep, self.keep_every = root, keep, keep_every
         self.best: int | None = None
-        self.held: tuple[int, ...] = ()
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
@@ -228,7 +227,7 @@ class CheckpointStore:
         steps = self._found()
         others = [s for s, committed in steps if committed and s != step]
         leftovers = [s for s, committed in steps if not committed and s < step]
-        stay = {*others[: self.keep - 1], self.best, *self.held}
+        stay = {*others[: self.keep - 1], self.best}
         if self.keep_every:
             stay |= _firsts((s for s, committed in steps if committed), self.keep_every)
         for old in leftovers + [s for s in others if s not in stay]:

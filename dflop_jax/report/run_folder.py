@@ -37,7 +37,7 @@ METRICS, TRACE = "metrics.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
-CHECKPOINTS, EXPORTS, XPROF = "checkpoints", "exports", "xprof"
+CHECKPOINTS, XPROF = "checkpoints", "xprof"
 PLANS = "plans"  # for numbers of devices that the run has had or may have, see `train.recount`
 HUNG = "hung"  # a folder of the stacks of every process of a run that hung
 RESTARTS = "restarts.jsonl"  # of `dflop launch`, see `cluster.restarts`
@@ -142,7 +142,7 @@ class RunFolder:
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
-            for name in (CHECKPOINTS, EXPORTS, TENSORBOARD, XPROF, PLANS, HUNG):
+            for name in (CHECKPOINTS, TENSORBOARD, XPROF, PLANS, HUNG):
                 shutil.rmtree(self.path / name, ignore_errors=True)
         metrics.touch()
 

@@ -29,7 +29,6 @@ from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.count_programs import count_program
 from dflop_jax.train.evaluations import Evaluations
-from dflop_jax.train.exports import Exports
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
 from dflop_jax.train.judge import Judge
 from dflop_jax.train.meta import Meta, planned_under, trained_under
@@ -70,7 +69,6 @@ class Loop:
         self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
         self._stopped_by = ""
-        self._exports = Exports.of(config, place.model, self.saver, is_first=self.peers.is_hub)
         self._untold: list[int] = []  # steps whose saves callbacks are to be told of
 
     def under_way(self) -> tuple[int | None, tuple[str, ...]]:
@@ -94,7 +92,6 @@ class Loop:
         self._skipping = Skipping(config.train, names, known)
         best = best_so_far(config.checkpoint, self.folder, self.saver, peers)
         self._saves = Saves(self.saver, start, best)
-        self._exports.begin_at(start, self.saver.steps())
         by_failures = config.checkpoint.every == AS_OFTEN_AS_PAYS
         spent = read_spent(self.folder.path) if self.folder and by_failures else None
         n_devices, saver = len(self._ready.place.devices), self.saver
@@ -144,10 +141,6 @@ class Loop:
                     self._save(done)
                 self.saver.wait()
             self._tell_saved()
-            if not preempted and self._back_to is None:
-                if config.checkpoint.export_every and not self._goes_on:
-                    self._exports.want(done)
-                self._exports.finish()
         evaluation = None
         if evaluations and not preempted and not self._goes_on:
             evaluation = evaluations.at_end(done, self._saves, self._checkpoint)
@@ -162,11 +155,6 @@ class Loop:
         if self.saver.trouble:
             raise RunFailed(
                 f"what was trained is not saved: {self.saver.trouble}; make room, resume"
-            )
-        if self._exports.trouble:
-            raise RunFailed(
-                f"what was trained is saved, but not exported: {self._exports.trouble}; then "
-                f"dflop export {config.run_dir} --out FOLDER"
             )
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
         more = self._next, self._back_to, self._stopped_by
@@ -249,7 +237,6 @@ class Loop:
             self._ahead.look()
             self._saves.tell(self._done, self._skipping.known)
             self._tell_saved()
-            self._exports.look()
             if self._back_to is not None:
                 return
             say = self.progress.log
@@ -309,11 +296,8 @@ class Loop:
         every = self.config.checkpoint.every
         last = done == self.config.train.steps
         by_steps = every > 0 and done % every == 0
-        exported = self._exports.is_due(done)
-        if (by_steps or exported or self._save_asked) and not last:
+        if (by_steps or self._save_asked) and not last:
             self._save(done)
-        if exported:
-            self._exports.want(done)
         if evaluations and evaluations.is_due(done) and not last:
             finish()
             if self._back_to is not None:

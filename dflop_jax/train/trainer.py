@@ -31,7 +31,7 @@ from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.train.callbacks import Callback, Callbacks
 from dflop_jax.train.choice import Chosen, choose, known_before
 from dflop_jax.train.device_check import DeviceCheck
-from dflop_jax.train.exports import check_exports, warn_of_adapters
+from dflop_jax.train.exports import warn_of_adapters
 from dflop_jax.train.initial import published
 from dflop_jax.train.judge import Judge, go_back
 from dflop_jax.train.loop import Loop
@@ -119,7 +119,6 @@ class Trainer:
             self._tell = tell if self.peers.is_hub else lambda line, ready: None
             if not is_restart():  # the first start told it, and counting parameters takes a second
                 self._tell(workplace_line(self.place), False)
-            check_exports(config, self.place.model)
             self._begin = published(self.place.model, config.model.weights)
             if self.peers.is_hub:
                 check_trackers(config)

@@ -163,24 +163,3 @@ def test_pictures_clips_and_sound_in_one_run(tmp_path):
     rows = [json.loads(r) for r in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["padding_fraction"].keys() == {"vision", "audio", "llm"}
     assert sum(row["n_bad"] for row in rows) == 0
-
-
-@pytest.mark.slow
-def test_what_trains_beside_adapters_is_named_before_and_after(caplog, capsys):
-    start = config()
-    train = replace(
-        start.train, steps=1, global_batch=4, lora_rank=2, learning_rates=("connector=1e-3",)
-    )
-    model = ModelConfig(size="anyres-nano")
-    tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
-    plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)
-    Trainer(replace(start, model=model, train=train), plan=plan, profile=nano_profile()).fit()
-    (said,) = [m for m in caplog.messages if "--adapter" in m]
-    assert "--adapter will refuse this run: the run also trains connector" in said
-    # What the checkpoint says counts, whatever the configuration is now.
-    file = Path("runs/run/config.json")
-    for text in (file.read_text(), file.read_text().replace("connector=1e-3", "lora=1e-3")):
-        file.write_text(text)
-        assert main(["export", "runs/run", "--out", "out", "--adapter"]) == 2
-        assert "export: the run also trains connector" in capsys.readouterr().err
-    assert not Path("out").exists()

@@ -16,7 +16,6 @@ from dflop_jax.checkpoint.format import decode_manifest, encode_manifest
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.ending import FAILED, RunFailed, exit_code_of
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.train.exports import Exports
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.resume import Unreadable, any_trouble, find_checkpoint
 
@@ -153,17 +152,15 @@ def test_damage_everywhere_is_refused(whole, caplog, what):
 # ---- what is not saved ----
 
 
-@pytest.mark.parametrize("what", ["saved", "exported"])
-def test_what_cannot_be_written_at_the_end_is_an_error(whole, monkeypatch, what):
+def test_what_cannot_be_written_at_the_end_is_an_error(whole, monkeypatch):
     """Once all is done, which is no bad input: exit code 1."""
     folder = copy_of(whole)
 
     def fails(self):
         self.trouble = "No space left on device"
 
-    place, name = {"saved": (Checkpointer, "wait"), "exported": (Exports, "finish")}[what]
-    monkeypatch.setattr(place, name, fails)
-    with pytest.raises(RunFailed, match=f"not {what}: No space left on device") as error:
+    monkeypatch.setattr(Checkpointer, "wait", fails)
+    with pytest.raises(RunFailed, match="not saved: No space left on device") as error:
         fit(folder, "resume")
     assert exit_code_of(error.value) == FAILED
     assert "\n" not in str(error.value)

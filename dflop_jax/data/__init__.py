@@ -6,29 +6,24 @@ from dflop_jax.data.decoder import BadSample, Decoder
 from dflop_jax.data.loader import Loader, make_loader
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.spec import MediaSpec
-from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_group
-from dflop_jax.data.sample import EMPTY, Places, Sample, Source
-from dflop_jax.data.text.pieces import ByteTokenizer, FileTokenizer, Tokenizer, make_tokenizer
+from dflop_jax.data.packing import PackedGroup, pack_group
+from dflop_jax.data.sample import EMPTY, Sample, Source
+from dflop_jax.data.text.pieces import ByteTokenizer, Tokenizer
 
 __all__ = [
     "EMPTY",
     "BadSample",
     "ByteTokenizer",
     "Decoder",
-    "FileTokenizer",
     "Limits",
     "Loader",
     "MediaSpec",
     "PackedGroup",
-    "Places",
-    "Ranks",
     "Sample",
     "SceneSource",
     "Source",
     "Tokenizer",
     "make_loader",
     "make_source",
-    "make_tokenizer",
-    "own_samples",
     "pack_group",
 ]

@@ -137,6 +137,13 @@ def open_decoded_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object],
     return _rows_here(a, tokenizer, decode).answer
 
 
+def _rows_apart(a: _Arguments, opens: str) -> Callable[[], RowReader]:
+    """Make what reads rows by a function of this module in other processes."""
+    memory = int(a.config.sample_memory_bytes)
+    setup = DecoderSetup(f"{__name__}:{opens}", msgspec.to_builtins(a), memory)
+    return partial(RowsApart, setup, a.config.sample_timeout_s, a.spec.kinds)
+
+
 def _rows_here(
     a: _Arguments,
     tokenizer: Tokenizer | ChatTokenizer,
@@ -171,34 +178,17 @@ def looks(config: DataConfig, spec: MediaSpec, vocab_size: int | None = None) ->
     Raises:
       ValueError: no such data, or no such tokenizer.
     """
-    kinds, tokenizer = spec.kinds, any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
-    arguments = msgspec.to_builtins(
-        _Arguments(
-            config, spec, "train", 0, vocab_size, ".", resolved=getattr(tokenizer, "resolved", None)
-        )
-    )
-
-    def apart(opens: str) -> Callable[[], RowReader]:
-        setup = DecoderSetup(f"{__name__}:{opens}", arguments, int(config.sample_memory_bytes))
-        return partial(RowsApart, setup, config.sample_timeout_s, kinds)
-
+    tokenizer = any_tokenizer(config.tokenizer, vocab_size, spec.kinds)
+    resolved = getattr(tokenizer, "resolved", None)
+    arguments = _Arguments(config, spec, "train", 0, vocab_size, ".", resolved)
     return Looks(
-        open_readers(_parts(config), kinds),
-        apart("open_rows"),
-        apart("open_decoded_rows"),
-        _to_pieces(tokenizer, kinds),
+        open_readers(_parts(config), spec.kinds),
+        _rows_apart(arguments, "open_rows"),
+        _rows_apart(arguments, "open_decoded_rows"),
+        _to_pieces(tokenizer, spec.kinds),
         tokenizer,
         spec.prepared(Limits.of(config), tokenizer),
     )
-
-
-def question_readers(config: DataConfig, spec: MediaSpec) -> dict[str, RecordReader]:
-    """Return the readers of the datasets of `config.path`, whose records may end with a question.
-
-    Raises:
-      ValueError: no such data.
-    """
-    return open_readers(_parts(config), spec.kinds, unanswered=True)
 
 
 def any_tokenizer(
@@ -220,14 +210,12 @@ def any_tokenizer(
 def _mixture(
     made: _Arguments, tokenizer: Tokenizer | ChatTokenizer, apart: bool, check_media: bool
 ) -> MixtureSamples:
-    config, arguments, limits = made.config, msgspec.to_builtins(made), Limits.of(made.config)
+    config, limits = made.config, Limits.of(made.config)
     is_train = made.split == "train"
     kinds = made.spec.kinds
     extra_kinds = [kind.name for kind in kinds if kind not in BUILT_IN]
     place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
-    setup = DecoderSetup(f"{__name__}:open_rows", arguments, int(config.sample_memory_bytes))
-    reads: Callable[[], RowReader] = partial(RowsApart, setup, config.sample_timeout_s, kinds)
     source = MixtureSource(
         _parts(config),
         made.spec.prepared(limits, tokenizer),
@@ -235,7 +223,7 @@ def _mixture(
         IndexRules(
             Path(made.index_dir) / f"index-{name}.npz",
             getattr(tokenizer, "digest", "") or _digest(config.tokenizer),
-            reads if apart else partial(_rows_here, made, tokenizer),
+            _rows_apart(made, "open_rows") if apart else partial(_rows_here, made, tokenizer),
             config.max_bad_fraction,
             config.workers,
             check_media,
@@ -249,7 +237,7 @@ def _mixture(
         limits,
         placeholder=tokenizer.placeholder_id,
         blank_images=config.blank_images,
-        opened_by=OpenedBy(f"{__name__}:open_source", arguments),
+        opened_by=OpenedBy(f"{__name__}:open_source", msgspec.to_builtins(made)),
         # Held-out losses stay those of plain answers.
         weighting=partial(trained_on, prompts=config.loss_on_prompts) if is_train else None,
     )

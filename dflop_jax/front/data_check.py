@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -130,7 +130,7 @@ def look(
     seen = [(p, row) for p in decoded if isinstance(row := rows[p], Row)]
     samples = [
         (opened.readers[name].read(located), row)
-        for (name, located), row in seen[:: max(1, len(seen) // COMPARED)][:COMPARED]
+        for (name, located), row in _spread(seen, COMPARED)
         if all(module_of(opened.how, spec.kinds[m["kind"]].name) for m in row.media)
     ]
     return DataLook(
@@ -151,6 +151,7 @@ def look(
     )
 
 
+T = TypeVar("T")
 Place = tuple[str, Located]  # a dataset's name and a record of it
 
 
@@ -166,9 +167,9 @@ def _listed(opened: Looks, most: int, stop_s: float) -> tuple[list[Place], int, 
     return _spread(places, most), len(places), True
 
 
-def _spread(places: Sequence[Place], most: int) -> list[Place]:
-    n = min(len(places), most)
-    return [places[i * len(places) // n] for i in range(n)]
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    n = min(len(items), most)
+    return [items[i * len(items) // n] for i in range(n)]
 
 
 def _read(
@@ -216,7 +217,7 @@ def _figures(
     asks = np.concatenate([cut.all_tokens[:, None], cut.media[3]], axis=1) * fits[:, None]
     most = {*asks.argmax(axis=0).tolist()}  # samples of the longest text, the largest pieces
     longest = np.argsort(-counts.all_tokens, kind="stable")[:SHOWN].tolist()
-    shown = [i * len(kept) // min(SHOWN, len(kept)) for i in range(min(SHOWN, len(kept)))]
+    shown = _spread(range(len(kept)), SHOWN)
     return {
         "left_out": int((~usable).sum()),
         "tokens": {"all": counts.all_tokens, "text": counts.text_tokens} | {

@@ -19,14 +19,7 @@ from typing import Any
 from dflop_jax.data.bounds import MAX_ID, MAX_MEDIA, MAX_NAME, MAX_TURNS, parse_json
 from dflop_jax.data.datasets.blob import Blob, Embedded, MediaFile
 from dflop_jax.data.datasets.chat_messages import OWN, Talk, Turns, turns_of_messages, without
-from dflop_jax.data.datasets.questions import (
-    ANSWERS,
-    MOST_NUMBERED,
-    QUESTION,
-    SPELLINGS,
-    TableQuestion,
-    asked,
-)
+from dflop_jax.data.datasets.questions import ANSWERS, MOST_NUMBERED, QUESTION, SPELLINGS, asked
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.pieces import BREAK, NO_FIELDS, ROLES, TemplateFields, as_text
@@ -43,17 +36,14 @@ TEXTS = ("conversations", "messages", QUESTION)
 class Record:
     """One conversation. `media` are (kind, where) in the order of their tags in the turns, `keys`
     what is said of each beside (see `part_keys`);
-    `weights` those of the loss of every answer, () where all are 1; `answers` are those that are
-    right where the last turn is one of several, `choices` what it chooses from by letters. `fields`
-    go to the chat template; `unread` are keys of the record whose values are not read."""
+    `weights` those of the loss of every answer, () where all are 1. `fields` go to the chat
+    template; `unread` are keys of the record whose values are not read."""
 
     name: str
     turns: Turns
     media: tuple[tuple[str, MediaFile], ...]
     keys: tuple[Mapping[str, Any], ...] = ()
     weights: tuple[float, ...] = ()
-    answers: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
     fields: TemplateFields = NO_FIELDS
     unread: tuple[str, ...] = ()
 
@@ -66,7 +56,6 @@ class RecordFormat:
       columns: field -> column as a user says; other fields have their own names. Of several texts
         the one that it names is read.
       kinds: of media.
-      unanswered: whether records may end with a question, as training cannot have them.
 
     Raises:
       ValueError: columns of fields that there are not.
@@ -74,7 +63,6 @@ class RecordFormat:
 
     columns: Mapping[str, str] = field(default_factory=dict)
     kinds: Kinds = BUILT_IN
-    unanswered: bool = False
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.columns if name not in self.names]:
@@ -158,16 +146,15 @@ def parse_record(
         fields = {field: raw[column] for field, column in chosen.items()}
         name = record_name(place, fields)
         media = {kind.name: _listed(fields, kind.name) for kind in records.kinds}
-        question = None
+        question: Turns = ()
         if not any(text in fields for text in TEXTS):
             raise ValueError(f"no {', '.join(TEXTS)}; there are {_listed_names(raw)}")
         if not any(fields.get(text) for text in TEXTS if text != QUESTION) and QUESTION in fields:
-            if ANSWERS not in fields and not records.unanswered:
+            if ANSWERS not in fields:
                 raise ValueError(f"no {' or '.join(SPELLINGS[ANSWERS])} beside its question")
             media = media if any(media.values()) else {**media, **beside}
-            question = asked(fields, media)
-            media = {kind: [*values] for kind, values in question.media.items()}
-        talk, weights, further = _turns(fields, records, question)
+            question, media = asked(fields, media)
+        talk, weights, further = _turns(fields, records.kinds, question)
         turns, inline = talk.turns, talk.media
         read = set(chosen.values())
         others = talk.unread | {
@@ -200,11 +187,8 @@ def parse_record(
             opened.append((tag, _found(tag, value, order, find)))
             keys.append({key: v for key, v in said.items() if key in used[tag]})
             others |= said.keys() - {*used[tag]}
-        answers, choices = (question.answers, question.choices) if question else ((), ())
-        return Record(
-            name, turns, tuple(opened), tuple(keys), weights, answers, choices, further,
-            tuple(sorted(others)),
-        )  # fmt: skip
+        unread = tuple(sorted(others))
+        return Record(name, turns, tuple(opened), tuple(keys), weights, further, unread)
     except (ValueError, OSError) as e:
         raise ValueError(f"{name}: {e}") from e.__cause__  # a `NoFile`
 
@@ -233,21 +217,15 @@ def _listed_names(names: Collection[str]) -> str:
 
 
 def _turns(
-    fields: Mapping[str, Any], records: RecordFormat, question: TableQuestion | None
+    fields: Mapping[str, Any], kinds: Kinds, question: Turns
 ) -> tuple[Talk, tuple[float, ...], TemplateFields]:
     """Turns, the answers' weights, and what the template is given."""
-    kinds = records.kinds
-    raw: Any = ()
-    if question is not None:
-        answer = [("gpt", text) for text in question.answers[:1]]
-        talk = Talk((("human", question.text), *answer))
-        raw = [{}] * len(talk.turns)
+    raw: Any = [{}] * len(question)
+    if question:
+        talk = Talk(question)
     else:
-        texts: dict[str, Any] = {text: fields.get(text) for text in TEXTS}
-        field = next((text for text, raw in texts.items() if raw), "")
-        raw = texts.get(field)
-        if isinstance(raw, str):  # a column of JSON
-            raw = parse_json(raw.encode())
+        field = next((text for text in TEXTS if fields.get(text)), "")
+        raw = _parsed(fields.get(field))
         by_column = isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values())
         if by_column and field != "messages":
             raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
@@ -272,10 +250,8 @@ def _turns(
         raise ValueError(
             f"the first turn is by {others[0] if others else 'system only'}, not human"
         )
-    before = ["", *others]
-    if any(last not in BEFORE.get(role, ()) for last, role in pairwise(before)) or not (
-        roles[-1] == "gpt" or records.unanswered
-    ):
+    steps = pairwise(["", *others])
+    if roles[-1] != "gpt" or any(last not in BEFORE.get(role, ()) for last, role in steps):
         raise ValueError("turns do not alternate human, gpt up to an answer")
     messages = tuple(_further(turn) for turn in raw)
     for (role, text), more in zip(turns, messages, strict=True):
@@ -299,19 +275,18 @@ def _variables(fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       ValueError: they are no object, or two fields give one.
     """
-    given = {}
-    for name in (OPTIONS, *VARIABLES):
-        value = fields.get(name)
-        if isinstance(value, str):  # a column of JSON
-            value = parse_json(value.encode()) if value else None
-        given[name] = value
-    options = given.pop(OPTIONS)
+    given = {name: _parsed(fields.get(name)) for name in VARIABLES}
     found = {name: value for name, value in given.items() if value is not None}
-    if options is None:
-        return found
+    options = _parsed(fields.get(OPTIONS))
+    options = {} if options is None else options
     if not isinstance(options, dict) or options.keys() & {*found, "messages"}:
         raise ValueError(f"its {OPTIONS} are no object, or repeat a field of the record")
-    return {**found, **{name: value for name, value in options.items() if value is not None}}
+    return found | {name: value for name, value in options.items() if value is not None}
+
+
+def _parsed(value: Any) -> Any:
+    """A field's value, parsed where it is a column of JSON."""
+    return (parse_json(value.encode()) if value else None) if isinstance(value, str) else value
 
 
 def _with_text_tags(

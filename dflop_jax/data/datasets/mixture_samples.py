@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.mixture_source import MixtureSource
 from dflop_jax.data.media.compose import blanked, compose
 from dflop_jax.data.media.counts import most_demanding
@@ -86,10 +85,6 @@ class MixtureSamples:
     def load(self, index: int) -> Load:
         counts = self._counts.taken(slice(index, index + 1))
         return self._mixture.load(int(self._place[index]), counts)
-
-    def record(self, index: int) -> Record:
-        """Return the sample's turns and where its media are; ValueError when it changed since."""
-        return self._mixture.record(int(self._place[index]))
 
     def sample(self, index: int) -> Sample:
         place, how = int(self._place[index]), self._mixture.how

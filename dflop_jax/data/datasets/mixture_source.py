@@ -38,13 +38,11 @@ NAMED_RECORDS = 5  # of those left out, in a message
 logger = logging.getLogger("dflop_jax.data")
 
 
-def open_readers(
-    mixture: Mixture, kinds: Kinds = BUILT_IN, *, unanswered: bool = False
-) -> dict[str, RecordReader]:
+def open_readers(mixture: Mixture, kinds: Kinds = BUILT_IN) -> dict[str, RecordReader]:
     """Return the readers of a mixture's datasets, whose records may have media of such kinds, by
-    their names in its index; `unanswered`: and may end with a question."""
+    their names in its index."""
     return {
-        key: open_reader(part.path, part.root, dict(part.columns), kinds, unanswered=unanswered)
+        key: open_reader(part.path, part.root, dict(part.columns), kinds)
         for key, part in zip(names(mixture.parts), mixture.parts, strict=True)
     }
 
@@ -137,15 +135,14 @@ class MixtureSource:
             k = list(readers).index(key)
             rows = starts[k] + np.flatnonzero(usable[starts[k] : starts[k + 1]])
             parts.append(rows[chosen(part, len(rows), share.seed)])
+        is_train = share.split == "train"
         if share.n_held_out:
             try:
                 held = share.held_out([self._table.lot[rows] for rows in parts])
             except ValueError as e:
                 raise ValueError(f"{name}: {e}") from None
-            if share.split == "train":
-                held = [~mask for mask in held]
-            parts = [rows[mask] for rows, mask in zip(parts, held, strict=True)]
-        if share.split == "train":
+            parts = [rows[mask != is_train] for rows, mask in zip(parts, held, strict=True)]
+        if is_train:
             parts = [
                 shown(part, rows, share.seed)
                 for part, rows in zip(mixture.parts, parts, strict=True)

@@ -7,9 +7,9 @@ import ast
 import re
 import string
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from dflop_jax.data.bounds import MAX_TURNS
+from dflop_jax.data.datasets.chat_messages import Turns
 
 QUESTION, ANSWERS, CHOICES = "question", "answers", "choices"
 # The fields, and the names that public sets give them.
@@ -24,31 +24,21 @@ BY_LETTER = "Answer with the letter of the right choice."
 _NUMBERED_TAG = re.compile(r"<(\w+)[ _](\d+)>")
 
 
-class TableQuestion(NamedTuple):
-    """A question as its text says it, with tags of its media, and these in their order by kind.
+def asked(
+    fields: Mapping[str, Any], media: Mapping[str, list[Any]]
+) -> tuple[Turns, dict[str, list[Any]]]:
+    """The question of a record and its first answer as turns, and the media in the order of their
+    tags by kind.
 
-    Attributes:
-      answers: those that are right; of a question with choices letters.
-      choices: in the order of their letters.
-    """
-
-    text: str
-    media: Mapping[str, Sequence[Any]]
-    answers: tuple[str, ...]
-    choices: tuple[str, ...]
-
-
-def asked(fields: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> TableQuestion:
-    """The question of a record.
-
-    Media stand where its text has their tags, those that it does not name before it.
+    Media stand where the text of the question has their tags, those that it does not name before
+    it. Of a question with choices the answer is a letter.
 
     Args:
       fields: of the record, by `SPELLINGS`.
       media: those that stand beside the text, by kind.
 
     Raises:
-      ValueError: no text, or answers or choices that are none.
+      ValueError: no text, or an answer or choices that are none.
     """
     text = fields.get(QUESTION)
     if isinstance(text, Mapping):  # by language, as DocVQA's set of questions has it
@@ -56,20 +46,17 @@ def asked(fields: Mapping[str, Any], media: Mapping[str, Sequence[Any]]) -> Tabl
     if not isinstance(text, str) or not text.strip():
         raise ValueError("its question is no text")
     choices = _choices(fields.get(CHOICES))
-    answers = _answers(fields.get(ANSWERS), choices)
+    answer = _answer(fields.get(ANSWERS), choices)
     if choices:
         listed = (f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False))
         text = "\n".join([text, *listed, BY_LETTER])
     text, ordered = _tagged(text, media)
-    return TableQuestion(text, ordered, answers, choices)
+    return (("human", text), ("gpt", answer)), ordered
 
 
-def _tagged(
-    text: str, media: Mapping[str, Sequence[Any]]
-) -> tuple[str, Mapping[str, Sequence[Any]]]:
+def _tagged(text: str, media: Mapping[str, list[Any]]) -> tuple[str, dict[str, list[Any]]]:
     """Text in which numbered tags are plain ones, and the media in the order of all tags."""
-    ordered: dict[str, list[Any]] = {kind: [] for kind in media}
-    named: dict[str, set[int]] = {kind: set() for kind in media}
+    numbers: dict[str, list[int]] = {kind: [] for kind in media}
 
     def plain(tag: re.Match[str]) -> str:
         kind, number = tag[1], int(tag[2])
@@ -77,22 +64,17 @@ def _tagged(
             return tag[0]
         if not 1 <= number <= len(media[kind]):
             raise ValueError(f"its question names {tag[0]}, and there are {len(media[kind])}")
-        ordered[kind].append(media[kind][number - 1])
-        named[kind].add(number)
+        numbers[kind].append(number)
         return f"<{kind}>"
 
-    if any(tag[1] in media for tag in _NUMBERED_TAG.finditer(text)):
-        text = _NUMBERED_TAG.sub(plain, text)
-        rest = {
-            kind: [m for n, m in enumerate(values, 1) if n not in named[kind]]
-            for kind, values in media.items()
-        }
-    elif any(f"<{kind}>" in text for kind in media):
-        return text, media
-    else:
-        rest = {kind: [*values] for kind, values in media.items()}
-    before = "".join(f"<{kind}>" * len(values) for kind, values in rest.items())
-    whole = {kind: [*rest[kind], *ordered[kind]] for kind in media}
+    text = _NUMBERED_TAG.sub(plain, text)
+    if not any(numbers.values()) and any(f"<{kind}>" in text for kind in media):
+        return text, {**media}
+    whole, before = {}, ""
+    for kind, values in media.items():
+        rest = [m for n, m in enumerate(values, 1) if n not in numbers[kind]]
+        before += f"<{kind}>" * len(rest)
+        whole[kind] = rest + [values[n - 1] for n in numbers[kind]]
     return (f"{before}\n{text}" if before else text), whole
 
 
@@ -109,17 +91,15 @@ def _choices(raw: Any) -> tuple[str, ...]:
     return tuple(str(choice) for choice in raw)
 
 
-def _answers(raw: Any, choices: Sequence[str]) -> tuple[str, ...]:
-    values = raw if isinstance(raw, list) else [] if raw is None else [raw]
-    if len(values) > MAX_TURNS:
-        raise ValueError(f"more than {MAX_TURNS} answers in one record")
-    answers = []
-    for value in values:
+def _answer(raw: Any, choices: Sequence[str]) -> str:
+    """The first answer that has text, "" where none has; of a question with choices a letter."""
+    for value in raw if isinstance(raw, list) else [] if raw is None else [raw]:
         value = value.get("answer") if isinstance(value, Mapping) else value
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise ValueError(f"an answer is {value!r:.50}, no text")
-        answers.append(_letter(value, choices) if choices else str(value))
-    return tuple(dict.fromkeys(a for a in answers if a.strip()))
+        if str(value).strip():
+            return _letter(value, choices) if choices else str(value)
+    return ""
 
 
 def _letter(value: str | float, choices: Sequence[str]) -> str:

@@ -21,8 +21,6 @@ def open_reader(
     roots: Sequence[str | Path] = (),
     columns: Mapping[str, str] = USUAL.columns,
     kinds: Kinds = BUILT_IN,
-    *,
-    unanswered: bool = False,
 ) -> RecordReader:
     """Return a reader of what the path names.
 
@@ -34,13 +32,12 @@ def open_reader(
       roots: folders of the media; empty: the folder of the file.
       columns: field -> column, where a record's fields have other names.
       kinds: of media that records may have.
-      unanswered: whether records may end with a question.
 
     Raises:
       ValueError: nothing is there, one of several has to be named, or records have no such field.
     """
     with named(f"{path}: records cannot be so"):
-        records = RecordFormat(columns, kinds, unanswered)
+        records = RecordFormat(columns, kinds)
     try:
         if (cached := hub_folder(str(path))) is not None:
             # a file of the cache is a link to its bytes, which lie beside

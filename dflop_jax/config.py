@@ -276,16 +276,6 @@ class TrainConfig:
         "median (8, say); 0: off",
     ] = 0.0
     max_skips: Annotated[PositiveInt, "skipped steps in a row that end the run"] = 10
-    replay_skips: Annotated[
-        bool,
-        "go back to the checkpoint before a skipped step and run it again, here and then on other "
-        "devices, to tell a device's fault from the data's; one that passed is undone",
-    ] = False
-    check_every: Annotated[
-        NonNegativeInt,
-        "steps between checks whether devices compute alike: three run one program, the majority "
-        "is right; 0: never",
-    ] = 0
     beta1: Annotated[Decay, "decay of the first moment of adamw and lion"] = 0.9
     beta2: Annotated[Decay, "decay of adamw's second moment, and of lion's average"] = 0.95
     momentum: Annotated[Decay, "decay of muon's average of gradients"] = 0.95

@@ -249,7 +249,6 @@ NOT_NEGATIVE = [
     "cache_gib",
     "train.max_hours",
     "train.log_every",
-    "train.check_every",
     "distributed.hang_factor",
     "train.epochs",
     "train.warmup_steps",

@@ -43,15 +43,6 @@ class TryAgain(RunFailed):
         self.host = host
 
 
-class BrokenDevice(TryAgain):
-    """A device computes wrong, and will again: another start on it is of no use; `process`: the one
-    whose devices these are, None: nobody knows."""
-
-    def __init__(self, why: str, host: str = "", process: int | None = None):
-        super().__init__(why, host)
-        self.process = process
-
-
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a command that ends by an error."""
     if isinstance(error, TryAgain) or (isinstance(error, OSError) and error.errno in FULL):

@@ -30,7 +30,6 @@ from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.count_programs import count_program
 from dflop_jax.train.evaluations import Evaluations
 from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
-from dflop_jax.train.judge import Judge
 from dflop_jax.train.meta import Meta, planned_under, trained_under
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
@@ -46,9 +45,9 @@ from dflop_jax.train.watched import steps_marked, tasks_shown
 
 class Loop:
     """One process's part in the steps of a run. It ends early where the plan is to be changed
-    (`redecider`), or a step to be run again (`judge`)."""
+    (`redecider`)."""
 
-    def __init__(self, ready: ReadyRun, judge: Judge):
+    def __init__(self, ready: ReadyRun):
         config, place, ex = ready.config, ready.place, ready.ex
         self._ready, self.config, self.peers, self.ex = ready, config, place.peers, ex
         self.saver, self.folder, self.progress = ready.saver, ready.folder, ready.progress
@@ -61,10 +60,8 @@ class Loop:
         self._redecider = Redecider(
             place, ready.profile, ex.plan, asked_for, ready.start_s, ready.progress
         )
-        self._judge = judge
         self._ahead = PlanAhead(place, ready.profile, ready.progress.log)
         self._next: NewPlan | None = None
-        self._back_to: int | None = None
         self._stalled_s = 0.0
         self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
@@ -103,7 +100,6 @@ class Loop:
         evaluations = None
         if self._ready.held_out is not None:
             evaluations = Evaluations(self._ready, self.packer)
-        self._judge.warm_up()
         counter = CompileCounter()
         stack.callback(counter.close)
         place = self._ready.place
@@ -132,17 +128,16 @@ class Loop:
                 marked = steps_marked(place.sections, batches, start)
                 preempted = self._steps(marked, evaluations, asked)
             place.time.go_on_with(END)
-            if self._goes_on:  # a signal may have come while it was searched
+            if self._next is not None:  # a signal may have come while it was searched
                 preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
             done = self._done
             with place.time.part(SAVE):
-                # What comes after a step that is run again is of no use.
-                if config.checkpoint.saves and self._back_to is None:
+                if config.checkpoint.saves:
                     self._save(done)
                 self.saver.wait()
             self._tell_saved()
         evaluation = None
-        if evaluations and not preempted and not self._goes_on:
+        if evaluations and not preempted and self._next is None:
             evaluation = evaluations.at_end(done, self._saves, self._checkpoint)
         self.log.write_trace()
         if n := self.log.n_unsupervised:
@@ -157,13 +152,8 @@ class Loop:
                 f"what was trained is not saved: {self.saver.trouble}; make room, resume"
             )
         losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
-        more = self._next, self._back_to, self._stopped_by
+        more = self._next, self._stopped_by
         return LoopResult(losses, compiles, evaluation, done, preempted, self.ex.plan, *more)
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether another loop follows this one."""
-        return self._next is not None or self._back_to is not None
 
     def _start_worker(
         self, stack: ExitStack, start: int, known: Learnt | None
@@ -237,12 +227,6 @@ class Loop:
             self._ahead.look()
             self._saves.tell(self._done, self._skipping.known)
             self._tell_saved()
-            if self._back_to is not None:
-                return
-            say = self.progress.log
-            if self._judge.goes_back(batch.step, applied=verdict.applied, say=say):
-                self._back_to = batch.step
-                return
             if self.folder and (why := self._skipping.end_reason()):
                 raise RunFailed(why)
 
@@ -269,9 +253,8 @@ class Loop:
                 profiler.dispatched(batch.step)
                 if signalled or self._stopped_by:
                     break
-                if self._back_to is None:
-                    self._after(batch.step + 1, evaluations, finish)
-                if self._goes_on or signalled or self._stopped_by:
+                self._after(batch.step + 1, evaluations, finish)
+                if self._next is not None or signalled or self._stopped_by:
                     break
             finish()
         return signalled and self._done < self.config.train.steps
@@ -300,15 +283,7 @@ class Loop:
             self._save(done)
         if evaluations and evaluations.is_due(done) and not last:
             finish()
-            if self._back_to is not None:
-                return
             evaluations.run(done, self._saves, self._checkpoint)
-            self.log.pause()
-        if self._judge.is_due(done) and not last:
-            finish()
-            if self._back_to is not None:
-                return
-            self._judge.look(done, self.progress.log)
             self.log.pause()
         if (look := self.config.plan.redecide_every) and done % look == 0 and not last:
             with self._ready.place.time.part(REDECISION):

@@ -23,7 +23,6 @@ from dflop_jax.report.wording import duration, number
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.callbacks import Callbacks
-from dflop_jax.train.device_check import check_one_kind
 from dflop_jax.train.planning import check_layers, check_names, check_plannable
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import parameter_bytes, profile_data
@@ -132,7 +131,6 @@ def expected(plan: Plan, steps: int) -> str:
 
 def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan | None) -> None:
     """ValueError, before anything is measured, for what no measurement would change."""
-    check_one_kind(place.devices, place.config.train)
     if profile is not None:
         check_layers(place, profile, "the profile", "profile again")
     elif plan is None:

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 import jax
-import msgspec
 
 from dflop_jax.cluster import told
-from dflop_jax.cluster.ending import BrokenDevice, TryAgain, exit_code_of
+from dflop_jax.cluster.ending import TryAgain, exit_code_of
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import Config
 from dflop_jax.records import Plan
@@ -69,10 +68,7 @@ def tell_agent(
 ) -> None:
     """This process ends by an error of its own, at a step with these samples in its batch."""
     host = error.host if isinstance(error, TryAgain) else ""
-    failure = told.Failure(exit_code_of(error), line_of(error), step, samples, host)
-    if isinstance(error, BrokenDevice):
-        failure = msgspec.structs.replace(failure, broken=True, process=error.process)
-    told.tell_failure(failure)
+    told.tell_failure(told.Failure(exit_code_of(error), line_of(error), step, samples, host))
 
 
 def line_of(error: BaseException) -> str:

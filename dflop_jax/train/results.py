@@ -13,8 +13,8 @@ from dflop_jax.train.redecide import NewPlan
 
 @dataclass(frozen=True)
 class LoopResult:
-    """What the steps of one call gave; `stopped_by` is why a callback ended them, `back_to` a step
-    that is to be run again, `next` the plan that `plan` is to be changed for."""
+    """What the steps of one call gave; `stopped_by` is why a callback ended them, `next` the
+    plan that `plan` is to be changed for."""
 
     losses: tuple[float, ...]
     compiles: tuple[int, ...]
@@ -23,7 +23,6 @@ class LoopResult:
     preempted: bool
     plan: Plan
     next: NewPlan | None = None
-    back_to: int | None = None
     stopped_by: str = ""
 
 

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -30,10 +29,8 @@ from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.train.callbacks import Callback, Callbacks
 from dflop_jax.train.choice import Chosen, choose, known_before
-from dflop_jax.train.device_check import DeviceCheck
 from dflop_jax.train.exports import warn_of_adapters
 from dflop_jax.train.initial import published
-from dflop_jax.train.judge import Judge, go_back
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.meta import changed_flags, planned_under
 from dflop_jax.train.planning import (
@@ -156,21 +153,14 @@ class Trainer:
           TryAgain: another run writes to the folder.
         """
         results: list[LoopResult] = []
-        self._judge = Judge(self.place, DeviceCheck(self.place.devices, self.peers))
         with self._told_to_others(), watched(self.place):
             while True:
                 # Told before anything is cleaned up, which may wait for what the others compute.
                 with ExitStack() as stack, self._told_to_others():
                     results.append(self._fit(stack))
-                new, back_to = results[-1].next, results[-1].back_to
-                if results[-1].preempted or (new is None and back_to is None):
+                new = results[-1].next
+                if results[-1].preempted or new is None:
                     break
-                if back_to is not None:
-                    self._existing = "resume"
-                    self.place = replace(self.place, devices=self._judge.devices)
-                    self._given = go_back(self.place, results[-1].plan, back_to)
-                    continue
-                assert new is not None
                 self.place.time.go_on_with(REDECISION)
                 self._existing, self.profile = "resume", new.profile
                 self._given = make_executor(self.place, new.plan)
@@ -241,7 +231,7 @@ class Trainer:
         ready = ReadyRun(
             config, self.place, *data, ex, prices, saver, folder, samples, progress, *more
         )
-        self._loop = Loop(ready, self._judge)
+        self._loop = Loop(ready)
         stack.callback(setattr, self, "_loop", None)  # and its memory
         result = self._loop.run(stack, resumed)
         if folder and result.losses:

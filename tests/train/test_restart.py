@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.cluster import told
 from dflop_jax.cluster.addresses import Address
-from dflop_jax.cluster.ending import BrokenDevice, TryAgain
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.processes import Processes
 from dflop_jax.cluster.variables import (
@@ -111,8 +111,6 @@ def test_what_the_agent_hears(start, tmp_path):
     assert heard.samples == tuple(f"row {i}" for i in range(told.MOST_SAMPLES))
     tell_agent(TryAgain("a port"))
     assert told.failure_of(agent, 1) == told.Failure(4, "a port")
-    tell_agent(BrokenDevice("bits", "b", 3))
-    assert told.failure_of(agent, 1) == told.Failure(4, "bits", host="b", broken=True, process=3)
     tell_agent(KeyError())
     assert told.failure_of(agent, 1) == told.Failure(1, "KeyError")
 

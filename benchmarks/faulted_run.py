@@ -20,7 +20,6 @@ OVERFLOWS = 11  # a step
 DISK_MB = 512
 CONNECT_FACTOR = 6  # of the silence that is taken for a fault: processes may wait so long to meet
 
-# ZeRO 1: of programs that meet others inside, nobody can tell which process is slow.
 EXPERIMENT = """
 from dflop_jax import (CheckpointConfig, Config, DataConfig, DistributedConfig, ModelConfig,
                        PlanConfig, ScheduleConfig, TrainConfig)

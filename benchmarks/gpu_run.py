@@ -98,7 +98,7 @@ def config(case: Case, steps: int, run: Path, *, tiny: bool) -> Config:
             steps=steps, global_batch=8 if tiny else 32, learning_rate=1e-4, warmup_steps=2,
             lora_rank=case.lora_rank,
         ),
-        checkpoint=CheckpointConfig(every=0),
+        checkpoint=CheckpointConfig(every_s=0),
         run_dir=str(run),
         cache_dir=str(run.parent / "cache"),
     )  # fmt: skip

@@ -197,7 +197,7 @@ def configured(args: argparse.Namespace) -> Config:
         data=DataConfig(n_samples=8192),
         plan=PlanConfig(policy=args.policy, max_model=1, max_stage=2, max_microbatches=16),
         train=TrainConfig(steps=args.steps, global_batch=args.batch),
-        checkpoint=CheckpointConfig(every=0),
+        checkpoint=CheckpointConfig(every_s=0),
         run_dir=str(args.run),
     )
     return replace(config, model=ModelConfig(factory=args.factory)) if args.factory else config

@@ -94,7 +94,7 @@ def make_folder(folder: Path, steps: int) -> None:
                 mfu_by_module=dict.fromkeys(modules, 0.5),
                 moved_in_node={"vision > llm": 1e9},
                 moved_across_nodes={"vision > llm": 1e8},
-                slowness={str(p): 1.0 + share for p in range(8)},
+                process_s={str(p): 1.0 + share for p in range(8)},
             )  # fmt: skip
             file.write(encoder.encode(row) + b"\n")
     programs = [f"{s.name}/{k}x4096/forward" for s in plan.layout.segments for k in range(4)]

@@ -9,7 +9,7 @@ process has one device. `chain` has two encoder and eight LLM segments on device
 under `shared` every process runs every task. What is timed are medians of
 
   decode    the reports, from the bytes that came
-  finish    `StepLog.finish`: decode, trace, slowness and the row of metrics
+  finish    `StepLog.finish`: decode, trace, seconds by process and the row of metrics
   learn     `Corrector.after_step` of a sampled step
   decide    the same of the last one in a window of eight, after which the schedule worker is asked
             what correction gains
@@ -162,7 +162,7 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
     )
     with RunFolder(folder) as run, worker:
         log = StepLog(
-            RowFacts(TrainConfig(steps=steps), plan, prices, cast(Any, peers)),
+            RowFacts(TrainConfig(steps=steps), plan, cast(Any, peers)),
             run,
             progress,
             cast(Any, SimpleNamespace(read=lambda: 0)),
@@ -178,8 +178,8 @@ def measure(name: str, plan: Plan, steps: int, folder: Path) -> Row:
         *learn_s, decide_s = (
             seconds(partial(corrector.after_step, trace, replace(made, step=k))) for k in sampled
         )
-    factors = read_metrics(folder)[-1]["slowness"]
-    assert max(factors, key=factors.__getitem__) == str(SLOW_PROCESS)
+    process_s = read_metrics(folder)[-1]["process_s"]
+    assert max(process_s, key=process_s.__getitem__) == str(SLOW_PROCESS)
     decode_s = [seconds(lambda: [REPORTS.decode(m) for m in peers.messages]) for _ in range(steps)]
     return Row(
         name,

@@ -55,7 +55,7 @@ def config(mix: str, policy: Policy, steps: int, size: str) -> Config:
             policy=policy, max_model=1, max_stage=2, max_microbatches=16, effort="quick"
         ),
         train=TrainConfig(steps=steps, global_batch=SMALL_BATCHES.get(mix, BATCH)),
-        checkpoint=CheckpointConfig(every=0),
+        checkpoint=CheckpointConfig(every_s=0),
         run_dir=str(RUNS / policy),
     )
 

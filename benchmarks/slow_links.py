@@ -47,7 +47,7 @@ def config():
         data=DataConfig(n_samples=2048),
         plan=PlanConfig(policy="auto", buckets=2, max_microbatches=8, max_model=1),
         train=TrainConfig(steps={steps}, global_batch=32),
-        checkpoint=CheckpointConfig(every=0),
+        checkpoint=CheckpointConfig(every_s=0),
     )
 """
 

@@ -72,7 +72,7 @@ class Options:
             train=TrainConfig(
                 steps=self.steps, global_batch=self.batch, remat=PAIR.get(name, "auto")
             ),
-            checkpoint=CheckpointConfig(every=0),
+            checkpoint=CheckpointConfig(every_s=0),
             run_dir=str(run_folder(name)),
         )
 

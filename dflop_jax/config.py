@@ -34,7 +34,6 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
 AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
 Quantized = Literal["none", "int8"]
-NonFinite = Literal["skip", "stop"]
 Oversize = Literal["drop", "truncate", "error"]
 Changed = Literal["refuse", "ok"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
@@ -265,17 +264,16 @@ class TrainConfig:
         "share of a token's target that is spread over the vocabulary; what is reported is the "
         "plain loss",
     ] = 0.0
-    nonfinite: Annotated[
-        NonFinite,
-        "a step whose gradients are not finite changes no parameter; it is counted and named "
-        "(skip) or ends the run (stop)",
-    ] = "skip"
     loss_spike: Annotated[
         NonNegativeFloat,
         "skip a step, too, whose global gradient norm is more than this many times its running "
         "median (8, say); 0: off",
     ] = 0.0
-    max_skips: Annotated[PositiveInt, "skipped steps in a row that end the run"] = 10
+    max_bad_steps: Annotated[
+        PositiveInt,
+        "steps in a row that changed no parameter, as their gradients were not finite or their "
+        "norm leapt, that end the run; 1: the first",
+    ] = 10
     beta1: Annotated[Decay, "decay of the first moment of adamw and lion"] = 0.9
     beta2: Annotated[Decay, "decay of adamw's second moment, and of lion's average"] = 0.95
     momentum: Annotated[Decay, "decay of muon's average of gradients"] = 0.95
@@ -352,20 +350,12 @@ class TrainConfig:
         return bool(self.eval_samples or self.eval_fraction)
 
 
-AS_OFTEN_AS_PAYS = -1  # of `checkpoint.every`
-
-
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: Annotated[
-        int,
-        Meta(ge=AS_OFTEN_AS_PAYS),
-        "steps between checkpoints; 0: none by steps; -1: as often as pays, by what a save is "
-        "measured to cost and how often the run has failed",
-    ] = 100
-    every_s: Annotated[
-        NonNegativeFloat, "seconds between checkpoints, beside `every`; 0: none by time"
-    ] = 0.0
+        NonNegativeInt, "steps between checkpoints, beside `every_s`; 0: none by steps"
+    ] = 0
+    every_s: Annotated[NonNegativeFloat, "seconds between checkpoints; 0: none by time"] = 600.0
     keep: Annotated[PositiveInt, "newest checkpoints that are kept"] = 3
     keep_every: Annotated[
         NonNegativeInt, "the first checkpoint of every so many steps is kept, too; 0: none"

@@ -30,7 +30,7 @@ def config() -> Config:
             warmup_steps=30,
             weight_decay=0.0,
         ),
-        checkpoint=CheckpointConfig(every=250, keep=2),  # 90 GiB each
+        checkpoint=CheckpointConfig(every=250, every_s=0, keep=2),  # 90 GiB each
         run_dir="runs/llava_onevision_7b",
     )
 

@@ -207,7 +207,7 @@ def test_what_says_the_same_in_another_way_is_out_of_force():
 
 AT_LEAST_ONE = [
     "train.steps",
-    "train.max_skips",
+    "train.max_bad_steps",
     "train.global_batch",
     "plan.buckets",
     "plan.sampled_batches",
@@ -273,6 +273,7 @@ NOT_NEGATIVE = [
     "plan.memory_bytes",
     "plan.shard_devices",
     "data.max_bad_fraction",
+    "checkpoint.every",
     "checkpoint.every_s",
     "checkpoint.keep_every",
     "distributed.num_processes",
@@ -280,13 +281,11 @@ NOT_NEGATIVE = [
 ]
 
 
-def test_checkpoints_come_as_often_as_pays_or_by_steps():
-    assert get(override(Config(), {"checkpoint.every": "-1"}), "checkpoint.every") == -1
-    with pytest.raises(ValueError, match=r"checkpoint\.every=-2 must be at least -1"):
-        override(Config(), {"checkpoint.every": "-2"})
-    saving = [{}, {"every": "0"}, {"every": "0", "every_s": "60"}, {"every": "-1"}]
+def test_checkpoints_come_by_time_or_by_steps():
+    assert (Config().checkpoint.every, Config().checkpoint.every_s) == (0, 600.0)
+    saving = [{}, {"every": "0"}, {"every_s": "0"}, {"every_s": "0", "every": "60"}]
     flags = [{f"checkpoint.{name}": text for name, text in one.items()} for one in saving]
-    assert [override(Config(), one).checkpoint.saves for one in flags] == [True, False, True, True]
+    assert [override(Config(), one).checkpoint.saves for one in flags] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("name", AT_LEAST_ONE)
@@ -335,7 +334,6 @@ def test_the_tables_name_every_bound():
         *NOT_NEGATIVE,
         *SHARES,
         *DECAYS,
-        "checkpoint.every",
     }
 
 

@@ -25,7 +25,7 @@ from dflop_jax.cluster import (
 )
 from dflop_jax.config import CheckpointConfig, Config
 from dflop_jax.records import USABLE_MEMORY
-from dflop_jax.train import cadence, compile_cache, stragglers
+from dflop_jax.train import compile_cache
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MIB = 1 << 20
@@ -66,16 +66,13 @@ CLUSTERS = [
     f"{self_check.LIMIT_S:g} s at most. What fails is one line",
     f"says a time after {time.gmtime(self_check._EARLIEST_S - 1).tm_year}.",
     f"those of its children every {'second' if BEAT_S == 1 else BEAT_S}",
-    f"is slow for {'five' if stragglers._LEAST_STEPS == 5 else stragglers._LEAST_STEPS} steps and "
-    f"{stragglers._LEAST_S:g} s",
 ]
 CHECKPOINTS = [
     f"a CRC-32 of every {'MiB' if files.BLOCK_BYTES == MIB else files.BLOCK_BYTES} of every file",
     f"flushed while it wrote (every {writer.FLUSH_BYTES // MIB} MiB",
-    f"The prior is {cadence.DEVICE_HOURS_A_FAILURE:,} hours of one device",
     f"only the blocks of {files.BLOCK_BYTES // MIB} MiB that overlap",
     f"holds about {READ_BYTES // MIB} MiB beside its answer",
-    f"Every `checkpoint.every` steps ({CheckpointConfig().every}",
+    f"Every `checkpoint.every_s` seconds ({CheckpointConfig().every_s:g}",
     f"Kept are the newest `checkpoint.keep` ({CheckpointConfig().keep})",
 ]
 

@@ -135,6 +135,6 @@ class StepHandle:
             not_finite=tuple(not_finite),
         )
 
-    def own_seconds(self, result: StepResult) -> list[TaskTimes]:
-        """What every process took for its tasks (see `task_times.own_seconds`)."""
-        return task_times.own_seconds(result.seen, self.order)
+    def process_seconds(self, result: StepResult) -> dict[int, float]:
+        """The seconds that each process computed (see `task_times.process_seconds`)."""
+        return task_times.process_seconds(result.seen, self.order)

@@ -41,10 +41,10 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TaskTimes:
-    """Seconds of the tasks that some processes ran, all of these the same ones.
+    """The moments of the tasks that some processes ran, all of these the same ones.
 
     places: int [tasks], of the tasks in the step's order, as the processes dispatched them.
-    times: float64 [processes, moments, tasks] or [processes, tasks].
+    times: float64 [processes, moments, tasks].
     """
 
     processes: tuple[int, ...]
@@ -129,15 +129,20 @@ def to_events(
     return origin, events
 
 
-def own_seconds(groups: Sequence[TaskTimes], order: TaskOrder) -> list[TaskTimes]:
-    """What every process computed for its tasks of a step, without waiting for others, from what
-    each saw in one clock: [processes, tasks]. Left out are a resource's first task, which may have
-    waited for the step before, and the step's end, where ranks meet inside programs."""
+def process_seconds(groups: Sequence[TaskTimes], order: TaskOrder) -> dict[int, float]:
+    """The seconds that each process computed in a step, without waiting for others, from what each
+    saw in one clock. Left out are a resource's first task, which may have waited for the step
+    before, and the step's end, where ranks meet inside programs."""
     last_end_s = latest_s(groups, END, len(order.tasks)).tolist()
-    return [_own_seconds(group, order, last_end_s) for group in groups]
+    seconds: dict[int, float] = {}
+    for group in groups:
+        of_group = _own_seconds(group, order, last_end_s).sum(axis=1).tolist()
+        seconds |= zip(group.processes, of_group, strict=True)
+    return seconds
 
 
-def _own_seconds(group: TaskTimes, order: TaskOrder, last_end_s: Sequence[float]) -> TaskTimes:
+def _own_seconds(group: TaskTimes, order: TaskOrder, last_end_s: Sequence[float]) -> np.ndarray:
+    """[processes, tasks], of those tasks whose start is known."""
     places = group.places.tolist()
     column = {place: i for i, place in enumerate(places)}
     latest: dict[int, int] = {}  # by resource, the column of its last task so far
@@ -159,5 +164,4 @@ def _own_seconds(group: TaskTimes, order: TaskOrder, last_end_s: Sequence[float]
     for k in range(max(map(len, after), default=0)):
         # Who waits for fewer waits for its first once more.
         np.maximum(start, end.take([c[k] if k < len(c) else c[0] for c in after], 1), out=start)
-    took = np.maximum(group.times[:, COMPUTED].take(columns, axis=1) - start, 0.0)
-    return TaskTimes(group.processes, group.places[columns], took)
+    return np.maximum(group.times[:, COMPUTED].take(columns, axis=1) - start, 0.0)

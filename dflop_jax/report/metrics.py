@@ -77,10 +77,10 @@ class StepMetrics(StepFigures):
     the units of work that it took. `n_bad` counts samples of this batch that could not be decoded
     and were replaced, each in the first such batch of the run.
     `correction` (empty unless predictions are corrected) holds `sampling` (1: task times are being
-    sampled), `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample. `slowness`
-    is how many times longer a process takes than it should (median of the last steps, by process;
-    empty in a run of one). `skipped` is null where the step updated the parameters. Numbers that
-    are not finite are null in the file.
+    sampled), `farthest_factor`, `predicted_gain_s` and `overhead_s` of the last sample. `process_s`
+    are the seconds that a process computed without waiting for others, by process (of the 32
+    slowest; empty in a run of one). `skipped` is null where the step updated the parameters.
+    Numbers that are not finite are null in the file.
     """
 
     step: int
@@ -104,7 +104,7 @@ class StepMetrics(StepFigures):
     learning_rates: Mapping[str, float] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
     model_flops_by_module: Mapping[str, float] = field(default_factory=dict)
-    slowness: Mapping[str, float] = field(default_factory=dict)
+    process_s: Mapping[str, float] = field(default_factory=dict)
     skipped: SkippedUpdate | None = None
 
     def __post_init__(self) -> None:

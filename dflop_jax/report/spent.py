@@ -165,12 +165,11 @@ def process_began_s() -> float:
 @dataclass(frozen=True)
 class Spent:
     """Seconds of a run by what they went to, in the order of `PARTS`; `starts` counts the processes
-    0 that it had, `failures` the times that it lost steps."""
+    0 that it had."""
 
     seconds: dict[str, float]
     wall_s: float
     starts: int
-    failures: int = 0
 
     @property
     def goodput(self) -> float:
@@ -204,7 +203,7 @@ def _read(folder: str | Path) -> tuple[Spent | None, list[float], list[float]]:
     goodput: list[float] = []
     first_s: float | None = None
     until_s = 0.0  # when the last row was written, in seconds since the epoch
-    starts = failures = 0
+    starts = 0
     for row in _rows(Path(folder) / EVENTS):
         if row.begun_s is not None:
             starts += 1
@@ -215,7 +214,6 @@ def _read(folder: str | Path) -> tuple[Spent | None, list[float], list[float]]:
             seconds[part] = seconds.get(part, 0.0) + s
         if row.resumed is not None:
             lost_s = sum(of_steps[row.resumed :])
-            failures += row.resumed < len(of_steps)
             seconds[TRAINING] -= lost_s
             seconds[LOST] += lost_s
             del of_steps[row.resumed :]
@@ -230,7 +228,7 @@ def _read(folder: str | Path) -> tuple[Spent | None, list[float], list[float]]:
     if first_s is None:
         return None, [], []
     positive = {k: s for k, s in seconds.items() if s > 0}
-    return Spent(positive, until_s - first_s, starts, failures), hours, goodput
+    return Spent(positive, until_s - first_s, starts), hours, goodput
 
 
 def _rows(path: Path) -> Iterator[EventRow]:

@@ -97,7 +97,7 @@ def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
             return CheckpointStore(root), steps
     why = "it is no run folder"
     if (path / CONFIG).exists():
-        why = "the run has saved none yet (see --checkpoint.every)"
+        why = "the run has saved none yet (see --checkpoint.every_s)"
     raise ValueError(f"{path}: no checkpoint in it; {why}; name another")
 
 

@@ -12,19 +12,17 @@ from pathlib import Path
 
 from dflop_jax.cluster.ending import RunFailed, preemption
 from dflop_jax.cluster.told import tell_step
-from dflop_jax.config import AS_OFTEN_AS_PAYS
 from dflop_jax.config_texts import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import PriceList
-from dflop_jax.report.spent import END, REDECISION, SAVE, TRAINING, read_spent
+from dflop_jax.report.spent import END, REDECISION, SAVE, TRAINING
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.schedule.worker_main import SolverSetup
 from dflop_jax.train.ahead import PlanAhead
-from dflop_jax.train.cadence import Cadence
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.count_programs import count_program
@@ -89,11 +87,7 @@ class Loop:
         self._skipping = Skipping(config.train, names, known)
         best = best_so_far(config.checkpoint, self.folder, self.saver, peers)
         self._saves = Saves(self.saver, start, best)
-        by_failures = config.checkpoint.every == AS_OFTEN_AS_PAYS
-        spent = read_spent(self.folder.path) if self.folder and by_failures else None
-        n_devices, saver = len(self._ready.place.devices), self.saver
-        # Nothing that it holds leads back here: a loop's memory is free once the loop is over.
-        self._cadence = Cadence(config.checkpoint, n_devices, spent, lambda: saver.is_busy)
+        self._saved_s = time.monotonic()
         stack.callback(self._redecider.close)
         stack.callback(self._ahead.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
@@ -106,7 +100,6 @@ class Loop:
         facts = RowFacts(
             config.train,
             self.ex.plan,
-            self._ready.prices,
             peers,
             place.trained.rates,
             Peaks.of(config, self.ex.plan.layout, place.devices),
@@ -216,7 +209,7 @@ class Loop:
             self._stalled_s = self.saver.stall_s
             over = time.monotonic() > self._ready.ends_s
             stops = asked.is_set() or over
-            verdict = self.log.finish(handle, batch, waits, stops, self._cadence.is_due)
+            verdict = self.log.finish(handle, batch, waits, stops, self._is_due_to_save())
             if over and not signalled:
                 self.progress.log(f"{self.config.train.max_hours:g} hours are over; saving")
             signalled |= verdict.stop
@@ -308,12 +301,19 @@ class Loop:
             if step in whole:
                 self._ready.callbacks.after_save(step, self.saver.folder_of(step))
 
+    def _is_due_to_save(self) -> bool:
+        """Whether to save by time, for process 0; not while a save is under way, which the next one
+        would wait for."""
+        every_s = self.config.checkpoint.every_s
+        since_s = time.monotonic() - self._saved_s
+        return every_s > 0 and since_s >= every_s and not self.saver.is_busy
+
     def _save(self, done: int) -> None:
         """Begin to save the state after `done` steps, unless it is saved already."""
         self._save_asked = False
         if done == self._saves.saved:
             return
-        self._cadence.begin_save()
+        self._saved_s = time.monotonic()
         self._saves.begin(self._meta(done), self._done, self._skipping.known)
         if self._ready.callbacks:
             self._untold.append(done)

@@ -242,11 +242,11 @@ def check_trainable(config: Config) -> None:
     if config.plan.redecide_every and not config.checkpoint.saves:
         raise ValueError(
             f"plan.redecide_every={config.plan.redecide_every} changes plans through a checkpoint, "
-            "and checkpoint.every=0 writes none; give it a number of steps"
+            "and checkpoint.every_s=0 writes none; leave it at 600"
         )
     if config.checkpoint.keep_best and not (config.checkpoint.saves and config.train.evaluates):
         raise ValueError(
-            "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every, "
+            "checkpoint.keep_best needs checkpoints and held-out losses; give checkpoint.every_s, "
             "train.eval_samples and train.eval_every"
         )
     if config.train.eval_every and not config.train.evaluates:

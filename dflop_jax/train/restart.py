@@ -51,8 +51,7 @@ def check_agents(plan: Plan | None, config: Config) -> None:
         raise ValueError(f"{asked}, and --plan-file gives a plan for {n} devices; leave it out")
     if not config.checkpoint.saves:
         raise ValueError(
-            f"{asked} from a checkpoint, and checkpoint.every=0 writes none; give it a number of "
-            "steps"
+            f"{asked} from a checkpoint, and checkpoint.every_s=0 writes none; leave it at 600"
         )
 
 

@@ -105,11 +105,8 @@ class Skipping:
         """Why the last steps end the run; "" where they do not. For who asked `of` about them."""
         if self._last is None:
             return ""
-        n, stops = self.known.in_a_row, self._config.nonfinite == "stop"
-        remedy = _REMEDY[self._last.why]
-        if stops and self._last.why == NOT_FINITE:
-            return f"step {self._step}: {reason(self._last)}; {remedy}"
-        if n < self._config.max_skips:
+        n = self.known.in_a_row
+        if n < self._config.max_bad_steps:
             return ""
-        steps = "the step" if n == 1 else f"the {n} steps"
-        return f"{steps} up to {self._step} changed no parameter: {reason(self._last)}; {remedy}"
+        steps = f"step {self._step}" if n == 1 else f"the {n} steps up to {self._step}"
+        return f"{steps} changed no parameter: {reason(self._last)}; {_REMEDY[self._last.why]}"

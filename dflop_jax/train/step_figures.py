@@ -14,6 +14,7 @@ from dflop_jax.records import Layout, Load, Schedule, Trace, piece_tokens
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_REPORTED = 32  # processes in a row of metrics: more would fill disk and trackers
 
 
 def phase_seconds(
@@ -49,6 +50,12 @@ def imbalance(layout: Layout, schedule: Schedule, loads: Sequence[Load]) -> dict
             most, mean = most + float(of_rank.max()), mean + float(of_rank.mean())
         uneven[module] = most / mean - 1 if mean else 0.0
     return uneven
+
+
+def slowest(process_s: Mapping[int, float]) -> dict[str, float]:
+    """Return the seconds of the slowest processes, by number."""
+    longest = sorted(process_s, key=lambda p: -process_s[p])[:_REPORTED]
+    return {str(p): process_s[p] for p in sorted(longest)}
 
 
 def memory_in_use(devices: Iterable[jax.Device]) -> dict[str, float]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 import msgspec
-import numpy as np
 
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.step_result import LocalResult, StepHandle, StepResult
-from dflop_jax.records import Plan, Prices, Trace
+from dflop_jax.records import Plan, Trace
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
@@ -27,8 +26,7 @@ from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch, Waits
 from dflop_jax.train.optimizer import learning_rates
 from dflop_jax.train.skips import Skipping, reason
-from dflop_jax.train.step_figures import memory_in_use, most_of, phase_seconds
-from dflop_jax.train.stragglers import Stragglers, slowness
+from dflop_jax.train.step_figures import memory_in_use, most_of, phase_seconds, slowest
 from dflop_jax.train.utilisation import Peaks, utilisation
 
 log = logging.getLogger("dflop_jax")
@@ -39,13 +37,11 @@ FEWEST_SAMPLES = 256
 @dataclass(frozen=True)
 class Report:
     """What a process tells process 0 about a finished step; `stop`: a signal came to it,
-    `save_wait_s` is what it waited for a checkpoint, `memory_bytes` what it holds, `stops_for` why
-    a callback ends the run."""
+    `memory_bytes` is what it holds, `stops_for` why a callback ends the run."""
 
     part: LocalResult
     compiles: int
     stop: bool
-    save_wait_s: float
     memory_bytes: dict[str, float]
     stops_for: str = ""
 
@@ -80,7 +76,6 @@ class RowFacts:
     """What the rows of a run are made with.
 
     Attributes:
-      prices: of programs run alone.
       rates: peak learning rates of the parts that train.
       peaks: FLOP/s that the devices reach at most, None where it is not known.
       time: told of the steps that end.
@@ -90,7 +85,6 @@ class RowFacts:
 
     config: TrainConfig
     plan: Plan
-    prices: Prices
     peers: Peers
     rates: Mapping[str, float] = field(default_factory=dict)
     peaks: Peaks | None = None
@@ -119,7 +113,6 @@ class StepLog:
         self.folder, self.progress = folder, progress
         self.rates = learning_rates(config)
         self._factors = {g: rate / config.learning_rate for g, rate in facts.rates.items()}
-        self._stragglers = Stragglers(progress.log)
         self.losses = array("d")  # 8 bytes a step, not 32
         self.compiles: list[int] = []
         self.step_s = array("d")  # on process 0
@@ -135,11 +128,10 @@ class StepLog:
         batch: ReadyBatch,
         waits: Waits,
         stop: bool,
-        due: Callable[[float], bool] = lambda save_wait_s: False,
+        save: bool = False,
     ) -> Verdict:
         """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
-        run. `due` is asked on process 0 whether to save, and told the longest that any process
-        waited for a save.
+        run, process 0's `save` to save.
 
         Raises:
           ValueError: no step of the run so far had a supervised token.
@@ -148,7 +140,7 @@ class StepLog:
         compiled = self._counter.read()
         stops_for = self._facts.callbacks.stops_for
         held = memory_in_use(self._facts.devices)
-        report = Report(part, compiled - self._compiled, stop, waits.save_s, held, stops_for)
+        report = Report(part, compiled - self._compiled, stop, held, stops_for)
         self._compiled = compiled
         # Not as JSON, which has no number for what is not finite.
         gathered = self.peers.gather(f"step/{batch.step}", msgspec.msgpack.encode(report))
@@ -164,7 +156,7 @@ class StepLog:
                 sum(r.compiles for r in reports),
                 any(r.stop for r in reports),
                 next((r.stops_for for r in reports if r.stops_for), ""),
-                due(max(r.save_wait_s for r in reports)),
+                save,
             )
             answer = msgspec.msgpack.encode(decided)
         verdict = msgspec.msgpack.decode(
@@ -175,15 +167,9 @@ class StepLog:
         if self.peers.is_hub:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
-            if self.peers.count > 1:
-                of_task, schedule = self._facts.prices.task_s, batch.schedule
-                alone_s = [
-                    of_task(self._facts.plan.layout, schedule, task) for task in handle.order.tasks
-                ]
-                slow = slowness(handle.own_seconds(result), np.array(alone_s))
-                took_s = result.ended_s - result.started_s
-                self._stragglers.after_step(batch.step, slow, took_s)
-            self._log(result, batch, waits, verdict, most_of(r.memory_bytes for r in reports))
+            process_s = handle.process_seconds(result) if self.peers.count > 1 else {}
+            held = most_of(r.memory_bytes for r in reports)
+            self._log(result, batch, waits, verdict, held, process_s)
         else:
             self._facts.callbacks.after_step(done_step(batch.step, verdict))
         self._skipping.note(batch.step, verdict.grad_norm, verdict.applied)
@@ -196,6 +182,7 @@ class StepLog:
         waits: Waits,
         verdict: Verdict,
         memory_bytes: Mapping[str, float],
+        process_s: Mapping[int, float],
     ) -> None:
         assert self.folder is not None
         begun = result.started_s if self._ended_s is None else self._ended_s
@@ -246,7 +233,7 @@ class StepLog:
             moved_in_node=batch.moved.in_node,
             moved_across_nodes=batch.moved.across_nodes,
             correction=self._corrector.report if self._corrector else {},
-            slowness=self._stragglers.factors,
+            process_s=slowest(process_s),
             skipped=skipped,
             **utilisation(batch.flops, step_s, self._facts.peaks),
         )

@@ -285,13 +285,6 @@ def layers_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "compiled_rows", rows)
 
 
-def one_straggler(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Two processes that train take minutes: the metrics of each policy's run are made up."""
-    rows = [{"step_s": 0.1, "slowness": {"0": 1.0, "1": 2.0}}] * 60
-    patch.setattr(script, "run", lambda *_: (rows, ["process 1 is slow"]))
-    patch.setattr(script.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-
-
 def links_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Collectives are compiled by their own tests."""
     timings = [script.LinkTiming("send", False, 2, n, 1e-3) for n in (1 << 16, 1 << 21)]
@@ -406,7 +399,6 @@ RUNS = {
     "slow_links": Tiny(4, (), hosts_of_nobody),
     "step_end": Tiny(12, ("--only", "adamw"), ends_of_nobody),
     "step_flops": Tiny(4, (), compiled_by_nobody),
-    "straggler": Tiny(6, (), one_straggler),
     "token_split": Tiny(2, (), layers_of_nobody),
 }
 

@@ -43,10 +43,10 @@ def preempted(config):
     return trainer.FitResult(Path(config.run_dir), (3.0, 2.0), None, 0, 2, True)
 
 
-@pytest.mark.parametrize("every, code", [("50", 3), ("0", 1)])
-def test_a_preempted_run_has_an_exit_code_of_its_own(runs, capsys, every, code):
+@pytest.mark.parametrize("every_s, code", [("50", 3), ("0", 1)])
+def test_a_preempted_run_has_an_exit_code_of_its_own(runs, capsys, every_s, code):
     runs(preempted)
-    assert main([*DEMO, "--json", "--checkpoint.every", every]) == code
+    assert main([*DEMO, "--json", "--checkpoint.every_s", every_s]) == code
     assert f'"exit_code": {code}' in capsys.readouterr().out
 
 
@@ -54,8 +54,8 @@ def test_a_preempted_run_has_an_exit_code_of_its_own(runs, capsys, every, code):
 @pytest.mark.parametrize(
     "flags, code, says",
     [
-        ("--checkpoint.every 50", 3, "--resume auto goes on"),
-        ("--checkpoint.every 0", 1, f"a run without checkpoints {NOTHING}"),
+        ("--checkpoint.every_s 50", 3, "--resume auto goes on"),
+        ("--checkpoint.every_s 0", 1, f"a run without checkpoints {NOTHING}"),
         ("--dry-run", 1, f"a dry run {NOTHING}"),
     ],
 )

@@ -119,36 +119,28 @@ def test_a_second_signal_ends_a_process_whose_main_thread_hangs():
 
 @pytest.mark.parametrize("signalled", [None, 0, 1])
 def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
-    """Of what process 0 then says it is told the longest wait for a save, wherever that was."""
-    waits: list[float] = []
+    """Whether to save, process 0 says."""
     monkeypatch.setattr(step_log, "memory_in_use", lambda devices: {})
     monkeypatch.setattr(step_log.StepLog, "_log", lambda *_: None)
-    monkeypatch.setattr(step_log, "slowness", lambda *_: {})
     result = SimpleNamespace(sums={}, grad_norm=1.0, applied=True, ended_s=1.0, started_s=0.0)
     order = SimpleNamespace(tasks=())
     handle = SimpleNamespace(
         local=lambda offset_s: LocalResult(Spans.of({}), {}, {}, None), order=order,
-        result=lambda parts: result, own_seconds=lambda result: (),
+        result=lambda parts: result, process_seconds=lambda result: {},
     )  # fmt: skip
     loss = SimpleNamespace(total=lambda sums: 2.0, means=lambda sums: {})
     batch = SimpleNamespace(step=5, loss=loss, schedule=None)
     counter = SimpleNamespace(read=lambda: 0)
 
     def finish(peers: Peers) -> step_log.Verdict:
-        prices, plan = SimpleNamespace(task_s=None), SimpleNamespace(layout=None)
-        facts = step_log.RowFacts(TrainConfig(), plan, prices, peers)
+        plan = SimpleNamespace(layout=None)
+        facts = step_log.RowFacts(TrainConfig(), plan, peers)
         log = step_log.StepLog(facts, None, SimpleNamespace(log=lambda line: None), counter)
-        waited = Waits(0.0, 0.0, save_s=1.0 + peers.process)
-
-        def due(save_wait_s: float) -> bool:
-            waits.append(save_wait_s)
-            return True
-
-        return log.finish(handle, batch, waited, peers.process == signalled, due)
+        waits = Waits(0.0, 0.0)
+        return log.finish(handle, batch, waits, peers.process == signalled, peers.is_hub)
 
     told = job(2).together(finish)
     assert [(v.stop, v.save) for v in told] == [(signalled is not None, True)] * 2
-    assert waits == [2.0]
 
 
 # ---- an end that others keep waiting ----

@@ -113,7 +113,7 @@ def test_a_run_resumes_on_more_processes(jobs, whole, alone, tmp_path):
 @pytest.mark.slow
 def test_an_attacked_run_has_the_same_losses(jobs, whole, tmp_path):
     """Its port is attacked while its processes meet."""
-    command = jobs.command(2, tmp_path / "attacked", "--checkpoint.every", "0")
+    command = jobs.command(2, tmp_path / "attacked", "--checkpoint.every_s", "0")
     train = command[command.index("dflop") :]
     codes, outputs, strangers = besieged(train, ROUNDS * len(KINDS), LIMIT_S)
     assert codes == [0, 0], outputs

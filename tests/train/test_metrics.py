@@ -160,10 +160,10 @@ def test_a_resumed_run_traces_what_is_left(capsys):
 def test_two_processes_add_up_and_are_both_traced(tmp_path):
     jobs = Jobs.make(tmp_path, TWO, steps=4)
     wanted = ["--train.profile_steps", "1:1", "--train.peak_flops", "2e9"]
-    code, output = jobs.run(2, tmp_path / "run", *wanted, "--checkpoint.every", "-1")
+    code, output = jobs.run(2, tmp_path / "run", *wanted, "--checkpoint.every_s", "1e-9")
     assert code == 0, output
     # Process 0 asked for the first once the first step had ended, while the second ran.
-    assert CheckpointStore(tmp_path / "run/checkpoints").steps() == (4, 2)
+    assert CheckpointStore(tmp_path / "run/checkpoints").steps()[-1] == 2
     config = load_experiment(str(tmp_path / "small.py"))
     trainer = Trainer(config, plan=TWO, profile=nano_profile())
     loader = make_loader(config, trainer.source)

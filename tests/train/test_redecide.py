@@ -326,5 +326,5 @@ def test_a_search_under_way_is_ended(monkeypatch):
 
 
 def test_changing_needs_checkpoints(plain, tmp_path):
-    with pytest.raises(ValueError, match=r"plan.redecide_every=4 .* checkpoint.every=0"):
-        fit(tmp_path / "run", checkpoint=CheckpointConfig(every=0))
+    with pytest.raises(ValueError, match=r"plan.redecide_every=4 .* checkpoint.every_s=0"):
+        fit(tmp_path / "run", checkpoint=CheckpointConfig(every_s=0))

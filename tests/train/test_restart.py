@@ -170,7 +170,7 @@ def test_one_process_is_not_looked_at(monkeypatch):
 
 
 def test_what_cannot_go_on_with_fewer_is_refused_in_a_line(monkeypatch):
-    config, without = Config(), Config(checkpoint=CheckpointConfig(every=0))
+    config, without = Config(), Config(checkpoint=CheckpointConfig(every_s=0))
     for plan, other in ((None, config), (NANO, config), (None, without)):
         check_agents(plan, other)  # nobody asked for it
     monkeypatch.setenv(LEAST_ENV, "2")
@@ -179,5 +179,5 @@ def test_what_cannot_go_on_with_fewer_is_refused_in_a_line(monkeypatch):
         ValueError, match=r"--min-processes 2 .* a plan for 2 devices; leave it out"
     ):
         check_agents(NANO, config)
-    with pytest.raises(ValueError, match=r"checkpoint.every=0 writes none"):
+    with pytest.raises(ValueError, match=r"checkpoint.every_s=0 writes none"):
         check_agents(None, without)

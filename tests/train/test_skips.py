@@ -144,7 +144,7 @@ def poisoned(monkeypatch):
 
 
 def test_many_in_a_row_end_the_run_and_every_row_is_there(quick, poisoned, tmp_path):
-    train = dataclasses.replace(CONFIG.train, max_skips=6)
+    train = dataclasses.replace(CONFIG.train, max_bad_steps=6)
     with pytest.raises(RunFailed, match=r"6 steps up to 5 .*of llm .*vision") as error:
         fit(tmp_path / "run", train=train)
     assert "\n" not in str(error.value)
@@ -153,8 +153,11 @@ def test_many_in_a_row_end_the_run_and_every_row_is_there(quick, poisoned, tmp_p
     assert [(e["step"], e["loss"]) for e in evaluations(tmp_path / "run")] == [(4, None)]
 
 
-def test_the_first_ends_the_run_where_that_is_asked_for(quick, poisoned, tmp_path):
-    train = dataclasses.replace(CONFIG.train, nonfinite="stop")
-    with pytest.raises(RunFailed, match=r"^step 0: gradients of llm .*lower train.learning_rate"):
+def test_the_first_ends_the_run_where_one_is_too_many(quick, poisoned, tmp_path):
+    train = dataclasses.replace(CONFIG.train, max_bad_steps=1)
+    with pytest.raises(
+        RunFailed,
+        match=r"^step 0 changed no parameter: gradients of llm .*lower train.learning_rate",
+    ):
         fit(tmp_path / "run", train=train)
     assert len(read_metrics(tmp_path / "run")) == 1

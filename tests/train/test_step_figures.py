@@ -12,7 +12,7 @@ from dflop_jax.records import Event, Group, Load, PiecePlaces, Schedule, Shape, 
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
 from dflop_jax.train.feed import _agree, _Counts, digest
 from dflop_jax.train.moved import BatchTraffic
-from dflop_jax.train.step_figures import imbalance, memory_in_use, most_of, phase_seconds
+from dflop_jax.train.step_figures import imbalance, memory_in_use, most_of, phase_seconds, slowest
 from tests.report.runs import make_plan
 
 LAYOUT = make_plan().layout  # "enc" on devices 0 and 1, "llm" on 2 to 7
@@ -103,6 +103,13 @@ def test_memory_is_that_of_the_fullest_device_here():
 def test_of_several_processes_the_most_counts():
     assert most_of([{"a": 1.0}, {"a": 3.0, "b": 2.0}, {}]) == {"a": 3.0, "b": 2.0}
     assert most_of([]) == {}
+
+
+def test_a_row_has_the_slowest_processes_alone():
+    assert slowest({}) == {}
+    assert [*slowest({p: p % 500 for p in range(999, -1, -1)})] == [
+        str(p) for p in (*range(484, 500), *range(984, 1000))
+    ]
 
 
 def test_bad_samples_of_several_processes_are_counted_once():

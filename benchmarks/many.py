@@ -130,7 +130,7 @@ def report() -> Report:
     """That of a process which ran `TASKS` tasks."""
     moments = dict(enumerate(np.arange(4.0 * TASKS).reshape(TASKS, 4).tolist()))
     part = LocalResult(Spans.of(moments), {"llm.loss_sum": 1.0}, {"llm": 1.0}, 1.0)
-    return Report(part, 0, False, 0.0, {})
+    return Report(part, 0, False, {})
 
 
 @contextmanager

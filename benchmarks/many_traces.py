@@ -115,7 +115,7 @@ def reports(plan: Plan, trace: Trace, order: Sequence[Task], seed: int) -> list[
                 spans[i] = start_s, start_s, end_s, end_s
         squares = {s.name: 1.0 for s in plan.layout.segments if s.submesh in held}
         part = LocalResult(Spans.of(spans), {"llm.loss_sum": 1.0}, squares, 1.0)
-        messages.append(msgspec.msgpack.encode(Report(part, 0, False, 0.0, {})))
+        messages.append(msgspec.msgpack.encode(Report(part, 0, False, {})))
     return messages
 
 

@@ -22,13 +22,12 @@ from dflop_jax.config import (
 if TYPE_CHECKING:
     from dflop_jax.plan.predict import simulate
     from dflop_jax.plan.search import search_plan
-    from dflop_jax.schedule import Assignment, balance, choose_buckets
+    from dflop_jax.schedule import balance, choose_buckets
     from dflop_jax.train.callbacks import Callback
     from dflop_jax.train.resume import Resume
     from dflop_jax.train.trainer import Trainer
 
 _LAZY = {
-    "Assignment": "dflop_jax.schedule",
     "Callback": "dflop_jax.train.callbacks",
     "Resume": "dflop_jax.train.resume",
     "balance": "dflop_jax.schedule",
@@ -39,7 +38,6 @@ _LAZY = {
 }
 
 __all__ = [
-    "Assignment",
     "Callback",
     "CheckpointConfig",
     "Config",

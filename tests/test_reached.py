@@ -110,8 +110,7 @@ def test_the_worker_reaches_the_solver():
     trees = sources(ROOT)
     names = exported(trees, ROOT)
     seen = imported_by("dflop_jax.schedule.worker_main", trees)
-    solver = {m for m in trees if m.startswith("dflop_jax.schedule.solver.")}
-    assert {"dflop_jax.schedule.solver.improve", "dflop_jax.schedule.solver.milp"} <= solver & seen
+    assert "dflop_jax.schedule.solver.improve" in seen
     assert "jax" not in {name.split(".")[0] for m in seen for name in used(m, trees, names)}
 
 

@@ -12,7 +12,7 @@ from dflop_jax.schedule import BucketChoice
 
 # Share of a step that second recompute policies must save, since they double the programs to be
 # compiled; twice as much leaves some of them out.
-WORTH_PROGRAMS = 0.005
+WORTH_PROGRAMS = 0.01
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,11 @@ from dflop_jax.schedule.online import WORK_PER_S, quick_schedule, reordered, sch
 from dflop_jax.schedule.shapes.arrival import arrival_buckets
 from dflop_jax.schedule.shapes.choose import BucketChoice, choose_buckets, evaluate_buckets
 from dflop_jax.schedule.shapes.problem import ShapeProblem
-from dflop_jax.schedule.solver.balance import Assignment, balance
+from dflop_jax.schedule.solver.balance import balance
 from dflop_jax.schedule.worker import ScheduleWorker
 
 __all__ = [
     "WORK_PER_S",
-    "Assignment",
     "BucketChoice",
     "Capacity",
     "Correction",

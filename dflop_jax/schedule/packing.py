@@ -15,7 +15,7 @@ from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size, lpt
-from dflop_jax.schedule.solver.improve import Improver
+from dflop_jax.schedule.solver.improve import improve
 from dflop_jax.schedule.solver.local_search import State
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
 
@@ -52,11 +52,10 @@ def pack(
     budget.spend(1 + problem.n / DEALT_PER_WORK)
     order = by_size(problem.sizes_RN * _mean_scale(problem))
     state = State(problem, _start(problem, order, width, dealt))
-    search = Improver(state, 0.0, 1 + ROUNDING, budget, rng)
-    search.run()
-    if search.state.makespan > 1 + ROUNDING:
+    improve(state, 1 + ROUNDING, budget, rng)
+    if state.makespan > 1 + ROUNDING:
         return None
-    rows = [sorted(samples.tolist()) for samples in search.state.members]
+    rows = [sorted(samples.tolist()) for samples in state.members]
     packed = []
     for m, n in enumerate(widths):
         usable, spare = rows[m * width : m * width + n], rows[m * width + n : (m + 1) * width]

@@ -22,9 +22,9 @@ from dflop_jax.schedule.dispatch.ranks import deal
 from dflop_jax.schedule.packing import Microbatch, Packed
 from dflop_jax.schedule.solver.balance import pack_within_limits
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.improve import Improver
+from dflop_jax.schedule.solver.improve import improve
 from dflop_jax.schedule.solver.local_search import State
-from dflop_jax.schedule.solver.problem import Ints, Problem, make_problem
+from dflop_jax.schedule.solver.problem import ROUNDING, Ints, Problem, make_problem
 
 # What the groups' busiest ranks count beside the step's. A group's may take on up to four of
 # content for each that the step's sheds; with twice the weight, two: steps in which every group
@@ -285,12 +285,11 @@ def _even_step(
     problem = _step_problem(length_P, content_P, shape, others_D, group_others_D, limit)
     budget.spend(1)
     state = State(problem, places.rank[here] * shape.rows + places.row[here])
-    search = Improver(state, float(bound), 0.0, budget, np.random.default_rng(seed))
-    search.run()
-    after_RD = problem.loads(search.state.bins)[:, :: shape.rows]
+    improve(state, bound * (1 + ROUNDING), budget, np.random.default_rng(seed))
+    after_RD = problem.loads(state.bins)[:, :: shape.rows]
     after = after_RD[0].max() + _GROUP_WEIGHT * after_RD[2].max()
     if after < total_max + _GROUP_WEIGHT * group_max:
         rank, row = places.rank.copy(), places.row.copy()
-        rank[here], row[here] = np.divmod(search.state.bins, shape.rows)
+        rank[here], row[here] = np.divmod(state.bins, shape.rows)
         content.groups[g] = places.moved(rank, row)
         content_GD[g] = after_RD[2]

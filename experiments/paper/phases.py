@@ -65,8 +65,7 @@ def slowest(seconds: Mapping[str, Array], ranks: Mapping[str, int], how: str) ->
 
 
 def _balanced(costs: Array, n_ranks: int) -> Array:
-    bins: Array = balance(costs, n_ranks, time_limit_s=60.0, work=_WORK).bins
-    return bins
+    return balance(costs, n_ranks, work=_WORK)
 
 
 def run(cases: Sequence[Case] = CASES) -> Result:

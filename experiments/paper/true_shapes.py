@@ -154,14 +154,7 @@ def bins_of(
     if grouping != "balanced":
         raise ValueError(f"grouping {grouping!r} is not arrival or balanced")
     columns, grouped = _stage_columns(costs, plan, samples)
-    return balance(
-        columns,
-        n_bins,
-        time_limit_s=30.0,
-        bin_group=ranks if grouped else 1,
-        grouped=grouped,
-        work=_WORK,
-    ).bins
+    return balance(columns, n_bins, bin_group=ranks if grouped else 1, grouped=grouped, work=_WORK)
 
 
 def _stage_columns(costs: CostModel, plan: Plan, samples: Amounts) -> tuple[Array, tuple[int, ...]]:

@@ -33,7 +33,6 @@ json_rows = module("json_rows")
 
 # Scripts whose rows another file of tests makes, by the name of a test there.
 ELSEWHERE = {
-    "cpsat": "test_schedule.py test_cpsat_solves_a_small_instance",  # has no rows
     "dispatch": "test_dispatch.py test_every_cost_has_rows_of_both_methods",
     "front_door": "test_front_door.py test_the_loss_is_that_of_transformers",
     "gpu_compile": "test_gpu_compile.py test_a_file_of_all_cases_is_not_compiled_again",
@@ -43,7 +42,6 @@ ELSEWHERE = {
     "load_weights": "test_load_weights.py test_a_small_checkpoint",
     "memory": "test_memory.py test_two_cases_at_full_size",
     "packing_exact": "test_packing_exact.py test_packed_samples_leave_each_other_alone",
-    "schedule": "test_schedule.py test_quick_run_writes_rows_and_a_picture",
     "schedule_run": "test_schedule.py test_what_runs_execute_is_measured",
     "wrong_lines": "test_wrong_lines.py test_a_row_of_every_line",
     "two_process": "test_two_process.py test_rows_are_trained_shown_and_written",

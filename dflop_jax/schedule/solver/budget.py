@@ -3,18 +3,13 @@ fast, a slow and a busy machine."""
 
 from __future__ import annotations
 
-import math
-import time
-
 
 class Budget:
-    """Units of work that are left: a unit is a pair of bins priced, about 100 microseconds.
+    """Units of work that are left: a unit is a pair of bins priced, about 100 microseconds. A
+    `part` spends from its whole."""
 
-    Only `balance` sets a deadline (`time.perf_counter()`) on top. A `part` spends from its whole.
-    """
-
-    def __init__(self, work: float, deadline_s: float = math.inf, whole: Budget | None = None):
-        self.left, self.deadline_s, self._whole = work, deadline_s, whole
+    def __init__(self, work: float, whole: Budget | None = None):
+        self.left, self._whole = work, whole
         self.spent = 0.0
 
     def spend(self, work: float = 1) -> None:
@@ -25,14 +20,8 @@ class Budget:
 
     def part(self, work: float) -> Budget:
         """A budget of at most so much of this one."""
-        return Budget(min(work, self.left), self.deadline_s, self)
-
-    @property
-    def left_s(self) -> float:
-        if self.deadline_s == math.inf:
-            return math.inf
-        return self.deadline_s - time.perf_counter()
+        return Budget(min(work, self.left), self)
 
     @property
     def done(self) -> bool:
-        return self.left <= 0 or self.left_s <= 0
+        return self.left <= 0

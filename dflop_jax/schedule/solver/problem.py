@@ -1,4 +1,4 @@
-"""The balancing problem in array form: what greedy, local search, MILP and bounds all read.
+"""The balancing problem in array form: what greedy and local search read.
 
 Shape suffixes: N samples, B bins, R resources (cost columns first, then capacity columns).
 """
@@ -24,9 +24,8 @@ class Problem:
 
     `sizes_RN`: the first `n_costs` rows are costs (minimised), the others have hard `limits_R`
     (inf for costs). A resource in `grouped_R` is summed over each `group` consecutive bins.
-    `scale_RB`, where bins differ in size, multiplies a bin's cost loads (1 / its capacity); greedy
-    search and MILP know it, bounds and enumeration take equal bins.
-    `base_RB` is what bins carry already (a group's in each of its bins); the same know it.
+    `scale_RB`, where bins differ in size, multiplies a bin's cost loads (1 / its capacity).
+    `base_RB` is what bins carry already (a group's in each of its bins).
     """
 
     sizes_RN: Floats
@@ -89,9 +88,14 @@ def make_problem(
     tokens: ArrayLike | None = None,
     bin_group: int = 1,
     grouped: Sequence[int] = (),
-    grouped_tokens: Sequence[int] = (),
 ) -> Problem:
-    """Check the arguments of `balance` and put them in array form; ValueError says what is wrong"""
+    """The problem in array form; ValueError says what is wrong with the arguments.
+
+    Args:
+      costs, n_bins, bin_group, grouped: as for `balance`.
+      capacities, tokens: what a bin holds [k] and what each sample uses [samples, k] (or
+        [samples]); a hard limit for each of the k resources.
+    """
     costs_NC = _columns("costs", costs)
     n, c = costs_NC.shape
     if n_bins < 1:
@@ -110,17 +114,15 @@ def make_problem(
         )
     if np.isnan(limits_K).any() or (limits_K < 0).any():
         raise ValueError(f"capacities must be >= 0, got {limits_K.tolist()}")
-    for name, chosen, count in (("grouped", grouped, c), ("grouped_tokens", grouped_tokens, k)):
-        if not set(chosen) <= set(range(count)):
-            raise ValueError(f"{name}={tuple(chosen)} names columns outside 0..{count - 1}")
+    if not set(grouped) <= set(range(c)):
+        raise ValueError(f"grouped={tuple(grouped)} names columns outside 0..{c - 1}")
     return Problem(
         sizes_RN=np.ascontiguousarray(np.concatenate([costs_NC, uses_NK], axis=1).T),
         n_costs=c,
         limits_R=np.concatenate([np.full(c, np.inf), limits_K]),
         n_bins=n_bins,
         group=bin_group,
-        grouped_R=tuple(i in grouped for i in range(c))
-        + tuple(i in grouped_tokens for i in range(k)),
+        grouped_R=tuple(i in grouped for i in range(c)) + (False,) * k,
     )
 
 

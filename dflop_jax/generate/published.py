@@ -46,11 +46,11 @@ def published_params(
     return Loaded(params, 0, Path(folder))
 
 
-def end_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path | None) -> frozenset[int]:
+def end_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path) -> frozenset[int]:
     """Tokens that end an answer: the tokenizer's, the one that ends supervised answers, and every
     eos_token_id of the generation_config.json of the tokenizer's folder or of published weights."""
     ids = {tokenizer.im_end_id}
-    folders = [Path(run)] if run is not None else []
+    folders = [Path(run)]
     if isinstance(tokenizer, ChatTokenizer):
         folders.append(tokenizer.folder)
         pieces: Sequence[TextPiece] = ()

@@ -54,14 +54,12 @@ class AnswerRows:
       media: by encoder, its fields; without those that nothing is given to.
       places: by encoder, where its features stand (`PackedGroup.places`), [rows, t, K] each,
         counted among those of the rank.
-      pieces: by encoder, how many pieces there are.
     """
 
     fields: dict[str, np.ndarray]
     media: dict[str, dict[str, np.ndarray]]
     places: dict[str, tuple[np.ndarray, ...]]
     lengths: np.ndarray
-    pieces: dict[str, int]
 
 
 def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> AnswerRows:
@@ -103,7 +101,7 @@ def _rows(
     encoders = [m for m in model.modules if m != LLM and any(load.lengths(m) for load in loads)]
     rank_of = np.zeros(len(samples), np.int64)
     rank_of[llm_places.piece] = llm_places.rank
-    groups, n_pieces = [], {}
+    groups = []
     for m in encoders:
         lengths = np.array([n for load in loads for n in load.lengths(m)])
         rank = np.repeat(rank_of, [len(load.lengths(m)) for load in loads])
@@ -115,7 +113,6 @@ def _rows(
         shape = Shape(1 << int(row.max()).bit_length(), tokens)
         places = PiecePlaces.of(np.arange(len(row)), np.zeros_like(row), rank, row)
         groups.append(Group(m, shape, (len(encoders),), pieces=places))
-        n_pieces[m] = len(row)
     groups.append(Group(LLM, llm_shape, pieces=llm_places))
     plan, schedule = _whole(model, groups, ranks), Schedule(0, tuple(groups))
     packed = [
@@ -133,7 +130,6 @@ def _rows(
         places={m: _of_rank(model, g, whole[m], ranks)
                 for m, g in zip(encoders, groups, strict=False)},
         lengths=lengths,
-        pieces=n_pieces,
     )  # fmt: skip
 
 

@@ -118,4 +118,4 @@ def test_an_answer_ends_before_a_stop_text(text, stop, says, why):
 def test_generation_config_names_ends(tmp_path, named, ends):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
     assert end_ids(ByteTokenizer(), tmp_path) == ENDS | ends
-    assert end_ids(ByteTokenizer(), None) == ENDS
+    assert end_ids(ByteTokenizer(), tmp_path / "other") == ENDS

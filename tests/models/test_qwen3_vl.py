@@ -218,8 +218,8 @@ def test_answers_go_on_where_the_row_ends(reference):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize("ranks, ways, penalty", [(1, 1, 1.0), (2, 2, 1.0), (2, 1, 1.5)])
-def test_a_batch_gives_the_tokens_of_transformers(reference, ranks, ways, penalty):
+@pytest.mark.parametrize("ranks, tp, penalty", [(1, 1, 1.0), (2, 2, 1.0), (2, 1, 1.5)])
+def test_a_batch_gives_the_tokens_of_transformers(reference, ranks, tp, penalty):
     """Text, pictures and a clip in one batch, over data ranks and with a split model."""
     model, n, here = reference[1], 12, {}
     rng = np.random.default_rng(4)
@@ -229,8 +229,8 @@ def test_a_batch_gives_the_tokens_of_transformers(reference, ranks, ways, penalt
         given = {"max_new_tokens": n, "do_sample": False, "repetition_penalty": penalty}
         out = model.generate(**m.arguments, **given, eos_token_id=None, pad_token_id=0)
         theirs.append(out[0, -n:].tolist())
-    mesh = answer_mesh(jax.devices(), ways, ranks)
-    assert mesh.shape == {"data": ranks, "model": ways}
+    mesh = answer_mesh(jax.devices(), tp, ranks)
+    assert mesh.shape == {"data": ranks, "model": tp}
     params = parameters(MODEL.weights, model)
     for m, module in MODEL.modules.items():
         put = jax.tree.map(lambda s, a: jax.device_put(a, s.sharding),
@@ -243,9 +243,9 @@ def test_a_batch_gives_the_tokens_of_transformers(reference, ranks, ways, penalt
     at = [k % ranks * (4 // ranks) + k // ranks for k in range(4)]
     assert found[:, at].T.tolist() == theirs
     assert len({token for said in theirs for token in said}) > 8  # else any cache would do
-    if ways > 1:
+    if tp > 1:
         kept = here["llm"]["layers"]["key"]["kernel"]
-        assert kept.addressable_shards[0].data.size * ways == kept.size
+        assert kept.addressable_shards[0].data.size * tp == kept.size
 
 
 def test_a_published_configuration_is_the_named_size(tmp_path):

@@ -51,7 +51,7 @@ second:  ## a few tests and a tiny run on another Python and jax, where there is
 gpus: $(STAMP)  ## compile a model's programs for GPUs that are not here
 	@.ci/gpus
 
-hosts: $(STAMP)  ## Slurm, Open MPI and failing hosts, virtual ones (root on Debian, 20 minutes)
+hosts: $(STAMP)  ## Slurm, Open MPI and failing hosts, virtual ones (root on Debian, 15 minutes)
 	@$(BIN)/python benchmarks/hosts.py
 
 hosts-part:

@@ -11,12 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from observed_job import ENDS_WITH_PARENT
 from virtual_hosts import Host, Hosts
 
 from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 from dflop_jax.report.run_folder import PLAN, PROFILE, read_metrics
 
+# A command is killed when this program ends, however that ends. Only Linux has prctl; 1 is
+# PR_SET_PDEATHSIG.
+ENDS_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 900.0  # nothing takes as long on any machine
 PORT = 29400

@@ -3,7 +3,6 @@ is there for: whoever changes one changes the other."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,13 @@ import pytest
 from dflop_jax.checkpoint import format as files
 from dflop_jax.checkpoint import reader, writer
 from dflop_jax.cluster import (
-    agent,
     distributed,
     door,
     ending,
-    group,
     handshake,
     peers,
-    restarts,
     sections,
-    self_check,
+    supervisor,
     tree,
 )
 from dflop_jax.config import CheckpointConfig, Config
@@ -29,26 +25,17 @@ from dflop_jax.train import compile_cache
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MIB = 1 << 20
-CONFIG, LIMITS = Config(), restarts.Limits()
-RUN = CONFIG.distributed
+RUN = Config().distributed
 HELLO_BYTES = 2 * handshake.NONCE_BYTES + handshake._LENGTH.size + handshake.HELLO_BYTES
 READ_BYTES = reader.RUN_BYTES + reader.CACHED_BLOCKS * files.BLOCK_BYTES
 BEAT_S = peers.LONGEST_BEAT_S
 ENDS_S = distributed.SHUTDOWN_S + distributed.LEAVE_S
 
 CLUSTERS = [
-    f"R times at most; {LIMITS.restarts} unless you say so",
-    f"R times in any hour at most; {LIMITS.an_hour} |",
-    f"before the others go on without it; {LIMITS.gone_after_s:g} |",
-    f"(SIGTERM, SIGKILL {group.STOP_GRACE_S:g} s later)",
+    f"(SIGTERM, SIGKILL {supervisor.STOP_GRACE_S:g} s later, which",
     f"two within {ending.ONE_SIGNAL_S:g} s count as one",
-    f"kills those that have not ended after {group.RESTART_GRACE_S:g} s",
-    f"at once, then after {restarts.FIRST_WAIT_S:g}, 2, 4 ... {restarts.LONGEST_WAIT_S:g} s",
-    f"wait for it, {RUN.connect_timeout_s:g} s once more often than `--max-restarts` says",
-    f"or {agent.PEER_TIMEOUT_S:g} s of silence)",
-    f"A silence of less than {agent.PEER_TIMEOUT_S:g} s (`--distributed.peer_timeout_s`",
-    f"A silence of less than {RUN.peer_timeout_s:g} s (`--distributed.peer_timeout_s`",
-    f"where they take more than `cache_gib` ({CONFIG.cache_gib:g})",
+    f"kills those that have not ended after {supervisor.RESTART_GRACE_S:g} s",
+    f"at once, then after {supervisor.FIRST_WAIT_S:g}, 2, 4 ... {supervisor.MAX_WAIT_S:g} s",
     f"| `XLA_CLIENT_MEM_FRACTION={USABLE_MEMORY}`",
     f"plans count with {USABLE_MEMORY:.0%}",
     f"(`KEY{compile_cache.SUFFIX}`, beside jax's own `KEY-cache`)",
@@ -63,8 +50,6 @@ CLUSTERS = [
     f"in the last {sections.REMEMBERED}, and at least `--distributed.hang_least_s` "
     f"({RUN.hang_least_s:g} s)",
     f"has {sections.UNMEASURED} times the least",
-    f"{self_check.LIMIT_S:g} s at most. What fails is one line",
-    f"says a time after {time.gmtime(self_check._EARLIEST_S - 1).tm_year}.",
     f"those of its children every {'second' if BEAT_S == 1 else BEAT_S}",
 ]
 CHECKPOINTS = [

@@ -49,7 +49,7 @@ class Membership:
       index: which one this is.
       links: open sockets by process, to this one's parent and children (`tree`); none for one
         process. End of file on one: that process is gone.
-      planned: devices of the run as configured, less those of processes that are gone; 0: all.
+      planned: devices of the run as configured; 0: all.
     """
 
     number: int = 1
@@ -87,8 +87,7 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     global _joined
     prepare()
     processes = find_processes(config)
-    planned = processes.devices(plan_devices)
-    each = devices_each(processes, planned)
+    each = devices_each(processes, plan_devices)
     if _joined is None and jax.distributed.is_initialized():
         raise ValueError(
             "this program has called jax.distributed.initialize(), which dflop_jax does itself; "
@@ -97,7 +96,7 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     if processes.number == 1:
         if processes.devices_each and not jax_has_started():
             limit_devices(processes, each)
-        return Membership(planned=planned)
+        return Membership(planned=plan_devices)
     if _joined is not None:
         if (_joined.processes, _joined.devices_each) != (processes, each):
             raise ValueError(
@@ -119,7 +118,7 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
         coordinator, processes.index, processes.number, versions, secret, config.connect_timeout_s
     )
     line = _connect(processes, meeting, config)
-    member = Membership(processes.number, processes.index, planned, meeting.links)
+    member = Membership(processes.number, processes.index, plan_devices, meeting.links)
     _joined = _Joined(processes, each, member, line)
     ending.in_run.set()
     ending.ends_in_time(SHUTDOWN_S + LEAVE_S)

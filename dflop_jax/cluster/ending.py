@@ -20,6 +20,7 @@ from dflop_jax.full_disk import FULL
 FAILED = 1
 BAD_INPUT = 2
 PREEMPTED = 3  # a signal ended the run, and what it had reached is saved
+ABORTED = 134  # SIGABRT in a shell's words: jax ends a process so when it misses another one
 TRY_AGAIN = 4  # what ended the run lies outside of it and passes, so that another start may do
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # One Ctrl-C may come twice, from the terminal and from a program that passes it on.
@@ -36,11 +37,7 @@ class RunFailed(RuntimeError):
 
 class TryAgain(RunFailed):
     """What ended the run lies outside of it and passes: a process that is gone or did not come, a
-    port in use, a lock that is held; `host`: the one that is to blame, where it is known."""
-
-    def __init__(self, why: str, host: str = ""):
-        super().__init__(why)
-        self.host = host
+    port in use, a lock that is held."""
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -21,8 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from dflop_jax.cluster import told
-from dflop_jax.cluster.ending import TRY_AGAIN
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.sections import Sections, Whereabouts, says, who_hangs
 
@@ -32,13 +30,6 @@ LONGEST_LOOK_S = 5.0  # between two looks
 STOPPED_S = 10.0  # later than it should: a look that comes so late says nothing of the main thread
 ANSWER_S = 3.0  # longest wait for where the others are
 log = logging.getLogger("dflop_jax")
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """What all are told of a run that hangs: a line, and the host that is to blame; "": unknown."""
-
-    why: str
-    host: str = ""
 
 
 class HangWatch:
@@ -61,8 +52,7 @@ class HangWatch:
         self._sections, self._peers, self._folder = sections, peers, folder
         self._end = end or peers.give_up
         self._every_s = min(LONGEST_LOOK_S, least_s / LOOKS_A_DEADLINE)
-        self._host = socket.gethostname()
-        self._name = f"{self._host}, pid {os.getpid()}"
+        self._name = f"{socket.gethostname()}, pid {os.getpid()}"
         self._changed = threading.Condition()
         self._closing = self._asked = self._hung = False
         self._answers: dict[int, Whereabouts] = {}
@@ -123,13 +113,10 @@ class HangWatch:
         return [self._here(), *answers]
 
     def _end_all(self, hangs: tuple[Whereabouts, ...]) -> None:
-        is_one = len(hangs) < self._peers.count or self._peers.count == 1
-        host = hangs[0].name.partition(",")[0] if is_one else ""
-        verdict = Verdict(says(hangs, self._peers.count), host)
-        message = msgspec.json.encode(verdict)
-        self._peers.tell_all(HUNG, message)
-        self._leave(0, message)
-        self._end(f"{verdict.why}; stacks and last tasks of all are in {self._folder}")
+        why = says(hangs, self._peers.count)
+        self._peers.tell_all(HUNG, why.encode())
+        self._leave(0, why.encode())
+        self._end(f"{why}; stacks and last tasks of all are in {self._folder}")
 
     # ---- called by who reads from the others ----
 
@@ -146,16 +133,13 @@ class HangWatch:
             self._answers[process] = msgspec.json.decode(value, type=Whereabouts)
             self._changed.notify_all()
 
-    def _leave(self, _: int, message: bytes) -> None:
-        """Write where this process is, and tell its agent who is to blame."""
+    def _leave(self, _: int, why: bytes) -> None:
+        """Write where this process is."""
         if self._hung:
             return
         self._hung = True
-        verdict, here = msgspec.json.decode(message, type=Verdict), self._here()
-        step = here.step if here.step >= 0 else None
-        told.tell_failure(told.Failure(TRY_AGAIN, verdict.why, step, host=verdict.host))
         # The run's disk may be what hangs.
-        where = self._folder, here, verdict.why
+        where = self._folder, self._here(), why.decode()
         writing = threading.Thread(target=write_stacks, args=where, daemon=True)
         writing.start()
         writing.join(ANSWER_S)

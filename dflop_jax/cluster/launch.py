@@ -6,16 +6,11 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from dflop_jax.cluster.addresses import Address
-from dflop_jax.cluster.agent import Agent
-from dflop_jax.cluster.job import Job, LaunchResult, Place
-from dflop_jax.cluster.launch_keeper import MARK_ENV
-from dflop_jax.cluster.processes import Processes, find_processes
-from dflop_jax.cluster.restarts import Limits
-from dflop_jax.cluster.secret import SECRET_ENV, find_secret, new_secret
-from dflop_jax.cluster.variables import DEVICES_ENV
+from dflop_jax.cluster.processes import find_processes
+from dflop_jax.cluster.secret import SECRET_ENV, new_secret
+from dflop_jax.cluster.supervisor import Job, LaunchResult, supervise
+from dflop_jax.cluster.variables import DEVICES_ENV, LOCAL_NUMBER_ENV
 from dflop_jax.config import DistributedConfig
 
 # XLA on the CPU takes fresh memory for every program's temporaries. Given back to the system after
@@ -32,94 +27,51 @@ _KEEP_MEMORY = {
 _POOL_OF_TWO = {"NPROC": "2"}
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts of a run, each with a launcher of its own: where that of host 0 listens (and those
-    of hosts 1, 2, ... that may take its place, with commas between), how many there are, and which
-    this is. By default the cluster says, or there is one.
-
-    Raises:
-      ValueError: not all three are given, or none.
-    """
-
-    coordinator: str = ""
-    number: int = 0
-    host: int = -1
-
-    def __post_init__(self) -> None:
-        given = {"coordinator": self.coordinator != "", "hosts": self.number != 0}
-        given["host"] = self.host != -1
-        missing = [f"--{name}" for name, there in given.items() if not there]
-        if missing and len(missing) < len(given):
-            raise ValueError(f"{' and '.join(missing)} must be given too: all three, or none")
-
-
-NO_RESTARTS, AS_FOUND = Limits(), Hosts()
-
-
 def launch(
     command: Sequence[str],
     n: int,
     *,
     devices_per_process: int | None = None,
     pin: bool = False,
-    limits: Limits = NO_RESTARTS,
-    hosts: Hosts = AS_FOUND,
+    max_restarts: int = 0,
 ) -> LaunchResult:
-    """Run `command` in `n` processes of this host that find each other, and those of other hosts,
-    until all have ended.
+    """Run `command` in `n` processes of this host that find each other, until all have ended.
 
-    When one fails, the others are stopped, and all are started again where `limits` allow it; when
-    one ends as preempted, they have saved with it and end as well. SIGINT, SIGTERM and SIGHUP are
-    passed on once; a second signal kills. If this process dies, so do they. Call it from the main
+    When one fails, the others are ended, and all are started again while restarts are left; when
+    one ends as preempted, all have saved and end as well. SIGINT, SIGTERM and SIGHUP are passed on
+    once; a second signal kills. If this process dies, so do they (on Linux). Call it from the main
     thread.
 
     Args:
       command: program and arguments; `dflop` and `python` mean those of this interpreter.
       devices_per_process: devices each process uses; None leaves it to the plan.
       pin: give each process its own share of this process's cores.
+      max_restarts: how often all are started again after a failure.
 
     Raises:
-      ValueError: too few processes or cores, no such command, or the hosts do not fit together.
-      TryAgain: the launchers of the other hosts did not come.
+      ValueError: too few processes or cores, no such command, or something else has started
+        several processes already.
     """
     if n < 1:
         raise ValueError(f"-n {n}: start at least 1 process")
+    if max_restarts < 0:
+        raise ValueError(f"--max-restarts {max_restarts} must be at least 0")
     if devices_per_process is not None and devices_per_process < 1:
         raise ValueError(f"--devices-per-process {devices_per_process} must be at least 1")
     program, cores = resolve(command), core_shares(n) if pin else [None] * n
-    coordinators = [a.strip() for a in hosts.coordinator.split(",")]
-    config = DistributedConfig(coordinators[0], hosts.number, hosts.host)
-    # Inside another launch its processes are what the variables speak of.
-    inside = MARK_ENV in os.environ and not hosts.coordinator
-    found = Processes() if inside else find_processes(config)
-    alone = found.number == 1
-    addresses: list[Address] = []
-    if not alone:
-        assert found.coordinator is not None
-        addresses = [found.coordinator, *map(_address, coordinators[1 : found.number])]
-    if limits.least > n * found.number:
-        raise ValueError(
-            f"--min-processes {limits.least}, but {found.number} hosts of {n} processes have "
-            f"{n * found.number}; give at most so many"
-        )
-    shared = {
-        SECRET_ENV: new_secret() if alone else find_secret(config).decode(),
-        DEVICES_ENV: str(devices_per_process or ""),
-    }
+    if LOCAL_NUMBER_ENV not in os.environ:  # inside another launch the variables mean its processes
+        found = find_processes(DistributedConfig())
+        if found.number > 1:
+            raise ValueError(
+                f"{found.source} has started {found.number} processes, and dflop launch starts "
+                "those of one host; put the command itself in its place, one process a task"
+            )
+    shared = {SECRET_ENV: new_secret(), DEVICES_ENV: str(devices_per_process or "")}
     environments = []
     for share in cores:
         pool = _POOL_OF_TWO if len(share or ()) == 1 else {}
         environments.append({**_KEEP_MEMORY, **pool, **os.environ, **shared})
-    place = Place(found.index, found.number, tuple(addresses))
-    return Agent(Job(program, environments, cores), place, config.connect_timeout_s, limits).run()
-
-
-def _address(text: str) -> Address:
-    try:
-        return Address.parse(text)
-    except ValueError as e:
-        raise ValueError(f"--coordinator: {e}") from None
+    return supervise(Job(program, environments, cores), max_restarts)
 
 
 def resolve(command: Sequence[str]) -> list[str]:

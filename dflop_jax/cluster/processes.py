@@ -19,11 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dflop_jax.cluster.addresses import Address
-from dflop_jax.cluster.launch_keeper import MARK_ENV
 from dflop_jax.cluster.variables import (
     COORDINATOR_ENV,
     DEVICES_ENV,
-    FULL_NUMBER_ENV,
     LOCAL_INDEX_ENV,
     LOCAL_NUMBER_ENV,
     NUM_PROCESSES_ENV,
@@ -46,7 +44,6 @@ class Processes:
       local_number: how many of them are on this host; 0 when nobody says.
       local_index: which of those this is.
       devices_each: devices a process is told to use; 0 when it is not.
-      full: processes that the run began with, of which some may be gone; 0: these.
 
     Raises:
       ValueError: index and number do not go together.
@@ -59,7 +56,6 @@ class Processes:
     local_number: int = 0
     local_index: int = 0
     devices_each: int = 0
-    full: int = 0
 
     def __post_init__(self) -> None:
         if self.number < 1:
@@ -74,11 +70,6 @@ class Processes:
                 f"{self.source}: no coordinator for {self.number} processes; name HOST:PORT of the "
                 "first"
             )
-
-    def devices(self, planned: int) -> int:
-        """Those that are left of the devices that a configuration gives the run; 0: all."""
-        gone = self.full and planned % self.full == 0
-        return planned // self.full * self.number if gone else planned
 
 
 def find_processes(config: DistributedConfig) -> Processes:
@@ -95,8 +86,7 @@ def find_processes(config: DistributedConfig) -> Processes:
         or _from_kubernetes()
         or Processes()
     )
-    each, full = _number(DEVICES_ENV, 0), _number(FULL_NUMBER_ENV, 0)
-    return replace(processes, devices_each=each, full=full)
+    return replace(processes, devices_each=_number(DEVICES_ENV, 0))
 
 
 def _from_flags(config: DistributedConfig) -> Processes | None:
@@ -121,8 +111,8 @@ def _from_launcher() -> Processes | None:
         raise ValueError(f"{' and '.join(missing)} must be set too: all of {', '.join(names)}")
     number, index = _number(NUM_PROCESSES_ENV), _number(PROCESS_ID_ENV)
     coordinator = _address(COORDINATOR_ENV, os.environ[COORDINATOR_ENV])
-    if MARK_ENV in os.environ:  # started by `dflop launch`, which says how many are on this host
-        here = _number(LOCAL_NUMBER_ENV, number), _number(LOCAL_INDEX_ENV, index)
+    if LOCAL_NUMBER_ENV in os.environ:
+        here = _number(LOCAL_NUMBER_ENV), _number(LOCAL_INDEX_ENV)
         return Processes(number, index, coordinator, "dflop launch", *here)
     return Processes(number, index, coordinator, "DFLOP_* variables")
 

@@ -38,9 +38,7 @@ TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
 SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
-PLANS = "plans"  # for numbers of devices that the run has had or may have, see `train.recount`
 HUNG = "hung"  # a folder of the stacks of every process of a run that hung
-RESTARTS = "restarts.jsonl"  # of `dflop launch`, see `cluster.restarts`
 _LAUNCH = "launch"  # the name of the launch that has begun the run, where there is one
 _LOCK = "lock"
 _ANOTHER = "choose another --run_dir"
@@ -49,13 +47,12 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system t
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
 _WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES, EVENTS)
-_OF_LAUNCH = (RESTARTS, _LAUNCH)
 _OF_REPORT = (TIMELINE, LOSS, SPENT, SUMMARY, PAGE, PICTURE, WANDB_ID)
-_OUTPUTS = (*_WRITTEN_BY_STEP, *_OF_LAUNCH, TRACE, *_OF_REPORT)
+_OUTPUTS = (*_WRITTEN_BY_STEP, _LAUNCH, TRACE, *_OF_REPORT)
 _NUMBERS = {*SCALARS, *KEYED}
 _Numbers = dict[str, float | dict[str, float | None] | None]
 # A folder without any of these is nobody's run folder; others write such as config.json, too.
-_MARKS = (METRICS, PROFILE, PLAN, _LOCK, RESTARTS, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
+_MARKS = (METRICS, PROFILE, PLAN, _LOCK, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
 _BESIDE = {".log", ".out", ".err"}  # of what a shell or Slurm writes to a folder before its run
 _RECORDS = {CONFIG, PROFILE, PLAN, _LOCK, *_OUTPUTS} - {PAGE, PICTURE}
 
@@ -142,7 +139,7 @@ class RunFolder:
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
-            for name in (CHECKPOINTS, TENSORBOARD, XPROF, PLANS, HUNG):
+            for name in (CHECKPOINTS, TENSORBOARD, XPROF, HUNG):
                 shutil.rmtree(self.path / name, ignore_errors=True)
         metrics.touch()
 

@@ -139,21 +139,10 @@ def time_log() -> TimeLog:
     return TimeLog(None if next(_runs) else process_began_s())
 
 
-_waited_until_s = 0.0  # of a process that has waited before it was of use
-
-
-def end_wait() -> None:
-    """This process was started ahead, to wait: its time is a run's from now on."""
-    global _waited_until_s
-    _waited_until_s = time.time()
-
-
 @cache
 def process_began_s() -> float:
-    """When this process began or ended its wait, in seconds since the epoch; where the system does
-    not tell, when this was asked first."""
-    if _waited_until_s:
-        return _waited_until_s
+    """When this process began, in seconds since the epoch; where the system does not tell, when
+    this was asked first."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         ticks = int(after_name[19])  # field 22: since the system began

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from dflop_jax.cluster.ending import RunFailed, preemption
-from dflop_jax.cluster.told import tell_step
+from dflop_jax.cluster.supervised import report_step
 from dflop_jax.config_texts import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
@@ -22,7 +22,6 @@ from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.schedule.worker_main import SolverSetup
-from dflop_jax.train.ahead import PlanAhead
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.correct import Corrector, take_up
 from dflop_jax.train.count_programs import count_program
@@ -58,22 +57,11 @@ class Loop:
         self._redecider = Redecider(
             place, ready.profile, ex.plan, asked_for, ready.start_s, ready.progress
         )
-        self._ahead = PlanAhead(place, ready.profile, ready.progress.log)
         self._next: NewPlan | None = None
         self._stalled_s = 0.0
-        self._step: int | None = None
         self._save_asked = False  # by process 0, as time goes
         self._stopped_by = ""
         self._untold: list[int] = []  # steps whose saves callbacks are to be told of
-
-    def under_way(self) -> tuple[int | None, tuple[str, ...]]:
-        """The step that is worked on, None before the first one, and the samples of its batch."""
-        if self._step is None:
-            return None, ()
-        names: list[str] = []
-        with suppress(Exception):  # what is wrong may be where they come from
-            names = sample_names(self._ready.source, self.loader, self._step)
-        return self._step, tuple(names)
 
     def run(self, stack: ExitStack, resumed: Resumed | None) -> LoopResult:
         """Run the steps that are left, and save what they reached."""
@@ -89,7 +77,6 @@ class Loop:
         self._saves = Saves(self.saver, start, best)
         self._saved_s = time.monotonic()
         stack.callback(self._redecider.close)
-        stack.callback(self._ahead.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         evaluations = None
         if self._ready.held_out is not None:
@@ -203,7 +190,7 @@ class Loop:
             if pending is None:
                 return
             handle, batch, waits = pending
-            pending, self._step = None, batch.step
+            pending = None
             self.saver.check()
             waits = replace(waits, save_s=self.saver.stall_s - self._stalled_s)
             self._stalled_s = self.saver.stall_s
@@ -216,8 +203,7 @@ class Loop:
             self._stopped_by = self._stopped_by or verdict.stopped_by
             self._save_asked |= verdict.save
             self._done = batch.step + 1
-            tell_step()
-            self._ahead.look()
+            report_step()
             self._saves.tell(self._done, self._skipping.known)
             self._tell_saved()
             if self.folder and (why := self._skipping.end_reason()):
@@ -227,10 +213,8 @@ class Loop:
             finish()
             self.log.pause()
 
-        self._step = self._done
         with closing(self._profiler(drain)) as profiler:
             for batch, waits in batches:
-                self._step = batch.step
                 self._ready.callbacks.before_step(batch.step)
                 with profiler.dispatching(batch.step):
                     handle = self.ex.run_step(
@@ -242,7 +226,6 @@ class Loop:
                 # The step before is awaited only now, so that the devices never wait for the host.
                 finish()
                 pending = (handle, batch, waits)
-                self._step = batch.step + 1
                 profiler.dispatched(batch.step)
                 if signalled or self._stopped_by:
                     break

@@ -10,19 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import jax
 import msgspec
 
-from dflop_jax.cluster import told
 from dflop_jax.cluster.devices import connect_pairs
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.processes import Processes, find_processes
+from dflop_jax.cluster.processes import find_processes
 from dflop_jax.cluster.sections import Sections
-from dflop_jax.cluster.self_check import check_host
+from dflop_jax.cluster.supervised import is_restart
 from dflop_jax.config import Config, ModelConfig, TrainConfig, check_warmup
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
@@ -254,10 +252,9 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     noted = time_log()
     with noted.part(CONNECT):
         here = find_processes(config.distributed)
-        if here.local_index == 0:
-            if not told.is_restart():  # which is to be quick, and needs what is there
-                forget_unused(config.cache_dir, config.cache_gib)
-            _check_host(here, config)
+        # A restart is to be quick, and needs what is there.
+        if here.local_index == 0 and not is_restart():
+            forget_unused(config.cache_dir, config.cache_gib)
         member = initialise(config.distributed, config.plan.devices)
         alone = member.number == 1
         devices = use_devices(member.planned) if alone else run_devices(member)
@@ -273,12 +270,6 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     place = Workplace(config, model, devices, peers, None, _hosts(peers), noted, sections)
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
-
-
-def _check_host(here: Processes, config: Config) -> None:
-    """Look whether the host is fit, where it is one of several processes'."""
-    if here.coordinator is not None and here.number > 1:
-        check_host(here.coordinator, Path(config.run_dir))
 
 
 def _hosts(peers: Peers) -> tuple[str, ...]:

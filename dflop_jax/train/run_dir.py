@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from dflop_jax.cluster import told
 from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.supervised import is_restart, launch_name
 from dflop_jax.config import Config
 from dflop_jax.report.run_folder import CONFIG, has_begun, launch_of
 
@@ -30,7 +30,7 @@ def settled_run_dir(pattern: str, peers: Peers, *, resume: bool) -> str:
 
 
 def _named(pattern: str, resume: bool) -> str:
-    restart = told.is_restart()
+    restart = is_restart()
     if restart or resume:
         folders = sorted(glob.glob("*".join(map(glob.escape, pattern.split(TIME)))))
         mine = [f for f in folders if has_begun(f) and (not restart or is_of_launch(f))]
@@ -61,4 +61,4 @@ def run_config(folder: str | Path) -> Config:
 
 def is_of_launch(folder: str | Path) -> bool:
     """Whether the launch that this process belongs to has begun the run in a folder."""
-    return launch_of(folder) == told.launch_name()
+    return launch_of(folder) == launch_name()

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.cluster.told import is_restart, least_processes
+from dflop_jax.cluster.supervised import is_restart
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.full_disk import despite_full_disk
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import AXES, Plan, PriceList, Profile
+from dflop_jax.records import AXES, Plan, Profile
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY, RunFolder
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
@@ -32,7 +32,7 @@ from dflop_jax.train.choice import Chosen, choose, known_before
 from dflop_jax.train.exports import warn_of_adapters
 from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop
-from dflop_jax.train.meta import changed_flags, planned_under
+from dflop_jax.train.meta import changed_flags
 from dflop_jax.train.planning import (
     check_held_out,
     check_trainable,
@@ -48,14 +48,7 @@ from dflop_jax.train.ready import (
     refuse,
     workplace_line,
 )
-from dflop_jax.train.recount import KnownPlan, keep_plan
-from dflop_jax.train.restart import (
-    check_agents,
-    is_begun,
-    open_folder,
-    tell_agent,
-    tell_others,
-)
+from dflop_jax.train.restart import is_begun, open_folder, tell_others
 from dflop_jax.train.results import FitResult, LoopResult, fit_result
 from dflop_jax.train.resume import Resume, Resumed, find_checkpoint, restore
 from dflop_jax.train.sample_file import SampleFile
@@ -102,14 +95,8 @@ class Trainer:
         self._dry = dry
         hours = config.train.max_hours
         self._ends_s = time.monotonic() + 3600 * hours if hours else math.inf
-        self._loop: Loop | None = None
-        try:
-            check_trainable(config)
-            check_agents(plan, config)
-            self.place: Workplace = set_up(config, resume=self._existing == "resume")
-        except BaseException as e:  # before there are others to be told
-            tell_agent(e)
-            raise
+        check_trainable(config)
+        self.place: Workplace = set_up(config, resume=self._existing == "resume")
         self.peers = self.place.peers
         self._callbacks = Callbacks(callbacks, is_first=self.peers.is_hub)
         with self._told_to_others():
@@ -139,8 +126,7 @@ class Trainer:
         try:
             yield
         except BaseException as e:
-            if tell_others(self.peers, e):
-                tell_agent(e, *(self._loop.under_way() if self._loop else ()))
+            tell_others(self.peers, e)
             raise
 
     def fit(self) -> FitResult:
@@ -212,17 +198,13 @@ class Trainer:
             self._take_over(folder, resumed, chosen.profile)
         # The plan's figures are in the folder then, and nothing else asks for times.
         as_it_was = resumed is not None and resumed.meta.plan == ex.plan
-        untimed = as_it_was or chosen.in_haste
-        untimed = peers.share("untimed", b"1" * untimed if peers.is_hub else None) == b"1"
+        untimed = peers.share("untimed", b"1" * as_it_was if peers.is_hub else None) == b"1"
         timed = chosen.timed or self._warm_up(ex, progress, repeats=0 if untimed else REPEATS)
         if folder:
             made = ex.plan if untimed else predicted(self.place, chosen.profile, prices, timed)
             if not (as_it_was and (folder.path / PLAN_FILE).exists()):
                 folder.write_plan(made)
             progress.log(expected(made, config.train.steps - first_step))
-            if least_processes():
-                under = planned_under(self.place)
-                keep_plan(config.run_dir, KnownPlan(under, ex.plan, PriceList.of(prices)))
         if self._dry:
             peers.barrier("dry")
             return LoopResult((), (), None, first_step, False, ex.plan)
@@ -231,9 +213,7 @@ class Trainer:
         ready = ReadyRun(
             config, self.place, *data, ex, prices, saver, folder, samples, progress, *more
         )
-        self._loop = Loop(ready)
-        stack.callback(setattr, self, "_loop", None)  # and its memory
-        result = self._loop.run(stack, resumed)
+        result = Loop(ready).run(stack, resumed)
         if folder and result.losses:
             with despite_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)

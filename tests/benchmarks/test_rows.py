@@ -151,27 +151,13 @@ def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "run", run)
 
 
-def hosts_that_are_lost(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Hosts that go and come back take minutes (tests/cluster/test_shrink.py has small ones)."""
-    start = script.StartSeconds(2, 3, 0.0, 1.0, 1.0, 0, 0.5, 9.0)
-    patch.setattr(script, "whole_run", lambda run, hosts: None)
-    patch.setattr(script.HostsOfRun, "losses", lambda run: [])
-    row = {"largest_difference": 0.0, "starts": [start]}
-    patch.setattr(script, "measure", lambda run, hosts, lose, *_: {"lose": lose, **row})
-
-
-def one_campaign(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Real faults take minutes (tests/train/test_kills.py has two)."""
-
-    def campaign(_: Any, __: Any, wanted: Any, *___: Any, tell: Callable, **____: Any) -> Any:
-        faults = [script.Fault(k, m, 0, 3, True, True, 0.1) for k, m in wanted]
-        done = script.Campaign(faults, 1, 1, len(faults), 0, 1, 9.0, 10.0)
-        tell(done)
-        return done
-
-    patch.setattr(script, "prepare", lambda folder, *_, **__: (None, folder))
-    patch.setattr(script, "small_disk", lambda folder: nullcontext(True))
-    patch.setattr(script, "campaign", campaign)
+def runs_that_are_not_killed(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
+    """Real kills take minutes (tests/train/test_kills.py has some)."""
+    kill = script.Kill("SIGKILL", 0, 3, True, 0.1)
+    patch.setattr(script, "prepare", lambda *_: None)
+    patch.setattr(script, "undisturbed", lambda *_: [1.0])
+    patch.setattr(script, "killed_run", lambda *_: (0, [kill]))
+    patch.setattr(script, "losses", lambda run_dir: [1.0])
 
 
 def no_paper(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -380,7 +366,7 @@ RUNS = {
     "hostile": Tiny(4, (), quiet_jobs),
     "hosts": Tiny(2, (), nothing_tried),
     "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
-    "kills": Tiny(1, ("--faults", 26), one_campaign),
+    "kills": Tiny(2, ("--kills", 2), runs_that_are_not_killed),
     "links": Tiny(2, ("--pretended", 2), links_of_nobody),
     "many": Tiny(1, ("--processes", 2, "--steps", 2, "--idle", 0), nobody_else),
     "memory_plan": Tiny(2, ("--random", 1), no_paper),
@@ -391,7 +377,6 @@ RUNS = {
     "save_formats": Tiny(4, ("--gb", 0, "--repeats", 1), small_saves),
     # One case of eleven: each takes 2 s, and reads traces of its own.
     "shape_choice": Tiny(1, ("--shapes", ".", "--cases", 3, "--seeds", 1), traces),
-    "shrink": Tiny(2, ("--lose", 0, "--lose", 1), hosts_that_are_lost),
     "simulator": Tiny(3, ("--runs", 1), launched(schedules_of)),
     "simulator_speed": Tiny(2, (), no_second),
     "slow_links": Tiny(4, (), hosts_of_nobody),

@@ -48,6 +48,24 @@ elif what == "die":
     if index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     forever()
+elif what == "stop":
+    note(f"pid{index}", os.getpid())
+    if index == 1:
+        wait_for("pid0")
+        os.kill(int(open(os.path.join(folder, "pid0")).read()), signal.SIGSTOP)
+        sys.exit(6)
+    forever()
+elif what == "starts":  # process 1 ends each start as the next of the codes says, below 0: a signal
+    restarts, codes = int(os.environ["DFLOP_RESTARTS"]), [*map(int, sys.argv[3].split(","))]
+    told = [os.environ.get(n, "") for n in ("DFLOP_RUN", "DFLOP_COORDINATOR")]
+    note(f"start{restarts}.{index}", " ".join(told))
+    if index == 1 and len(sys.argv) > 4:
+        open(os.environ["DFLOP_STEP_FILE"], "w").close()
+    if index == 1 and codes[restarts] < 0:
+        os.kill(os.getpid(), -codes[restarts])
+    if index == 1 or not codes[restarts]:
+        sys.exit(codes[restarts])
+    forever()
 elif what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(f"ready{index}")
@@ -80,8 +98,7 @@ elif what == "count":
     sys.exit(3)
 elif what == "family":
     own = subprocess.Popen(["sleep", "600"])
-    away = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    note(f"pids{index}", f"{os.getpid()} {own.pid} {away.pid}")
+    note(f"pids{index}", f"{os.getpid()} {own.pid}")
     if len(sys.argv) > 3 and index == 1:
         wait_for("pids0")
         sys.exit(5)

@@ -14,10 +14,11 @@ import pytest
 
 from dflop_jax.cluster import devices as own_devices
 from dflop_jax.cluster import distributed
-from dflop_jax.cluster.addresses import Address, free_port
+from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
 from dflop_jax.cluster.devices import devices_each, gpu_share, on_cpu, visible_gpus
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.processes import Processes
+from dflop_jax.cluster.rendezvous import Meeting
 from dflop_jax.config import DistributedConfig
 
 AT = Address("node1", 29400)
@@ -265,7 +266,7 @@ def test_an_exit_does_not_wait_for_the_others(tmp_path):
     process = start(tmp_path, *launch_two, "fail")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 6
-    assert "process 1 ended with exit code 6; stopping the others" in err
+    assert "process 1 ended with exit code 6; ending the others" in err
 
 
 @pytest.mark.slow(first=1)
@@ -295,3 +296,38 @@ def test_a_lost_process_is_seen_and_jax_does_not_abort(tmp_path, gone):
     assert out.splitlines()[-2:] == ["saw", "alone"]
     assert "Check failure" not in err
     assert "Terminating process" not in err
+
+
+# ---- where jax listens ----
+
+
+@pytest.mark.parametrize(
+    "interface, own_host, service, transfers",
+    [
+        ("10.0.0.1", "10.0.0.2", "10.0.0.1:29400", "10.0.0.2"),
+        ("", "10.0.0.2", "[::]:29400", "10.0.0.2"),
+        (LOOPBACK, LOOPBACK, f"{LOOPBACK}:29400", LOOPBACK),
+    ],
+)
+def test_where_jax_listens(monkeypatch, interface, own_host, service, transfers):
+    set_to: dict[str, str] = {}
+    told: dict[str, object] = {}
+    monkeypatch.setattr(Address, "interface", lambda self: interface)
+    for name, value in (
+        ("on_cpu", lambda: True),
+        ("need_no_log", lambda: None),
+        ("_keep_stdout_clean", lambda: None),
+        ("connect", lambda at: at),
+        ("hold_open", lambda path, reach: None),
+    ):
+        monkeypatch.setattr(distributed, name, value)
+    monkeypatch.setattr(distributed.jax.config, "update", set_to.__setitem__)
+    monkeypatch.setattr(
+        distributed.jax.distributed, "initialize", lambda *_, **named: told.update(named)
+    )
+    first = Processes(2, 0, AT)
+    reach = distributed._connect(first, Meeting(own_host, {}), DistributedConfig())
+    assert told["coordinator_bind_address"] == service
+    assert set_to["jax_cross_host_transfer_socket_address"].rpartition(":")[0] == transfers
+    assert set_to["jax_cross_host_transport_addresses"] == f"{transfers}:0"
+    assert reach() == Address(interface or LOOPBACK, 29400)

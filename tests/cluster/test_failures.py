@@ -19,7 +19,7 @@ import pytest
 
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.ending import PREEMPTED, TRY_AGAIN
-from dflop_jax.cluster.group import STOP_GRACE_S
+from dflop_jax.cluster.supervisor import STOP_GRACE_S
 from dflop_jax.cluster.variables import PROCESS_ID_ENV
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, RunFolder
 from tests.processes import ROOT
@@ -203,7 +203,7 @@ def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
         took_s = time.monotonic() - start
     assert job.returncode == TRY_AGAIN, output
     assert re.search(rf"process {stopped} \(.*pid {pids[stopped]}\) is silent for", output), output
-    assert f"process {1 - stopped} ended with exit code {TRY_AGAIN}; stopping the others" in output
+    assert f"process {1 - stopped} ended with exit code {TRY_AGAIN}; ending the others" in output
     # The launcher gives the hung process, too, time to end by itself.
     assert took_s < PEER_TIMEOUT_S + STOP_GRACE_S + 10.0
 

@@ -21,7 +21,8 @@ LAUNCHED = {
     "DFLOP_COORDINATOR": "127.0.0.1:4000",
     "DFLOP_NUM_PROCESSES": "4",
     "DFLOP_PROCESS_ID": "3",
-    "DFLOP_LAUNCH": "x",
+    "DFLOP_LOCAL_PROCESSES": "4",
+    "DFLOP_LOCAL_ID": "3",
 }
 SLURM = {
     "SLURM_JOB_ID": "1",
@@ -73,7 +74,7 @@ def environment(monkeypatch):
         ),
         (
             DistributedConfig(),
-            {k: v for k, v in LAUNCHED.items() if k != "DFLOP_LAUNCH"},
+            {k: v for k, v in LAUNCHED.items() if "LOCAL" not in k},
             Processes(4, 3, Address("127.0.0.1", 4000), "DFLOP_* variables"),
         ),
         # jax's rule for the port: 61440 + the job's number modulo 4096
@@ -137,14 +138,6 @@ def environment(monkeypatch):
 def test_processes_are_found(environment, config, values, found):
     environment(values)
     assert find_processes(config) == found
-
-
-@pytest.mark.parametrize(
-    "number, full, planned, devices",
-    [(4, 0, 8, 8), (4, 4, 8, 8), (3, 4, 8, 6), (1, 4, 4, 1), (3, 4, 0, 0), (3, 4, 6, 6)],
-)
-def test_devices_of_processes_that_are_gone(number, full, planned, devices):
-    assert Processes(number, 0, AT, full=full).devices(planned) == devices
 
 
 def test_open_mpi_5_needs_to_be_told_the_coordinator(environment, monkeypatch):

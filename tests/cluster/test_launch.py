@@ -14,6 +14,7 @@ import pytest
 
 from dflop_jax.cli import main
 from dflop_jax.cluster import variables as module
+from dflop_jax.cluster.ending import TRY_AGAIN
 from dflop_jax.cluster.launch import core_shares, resolve
 from tests.processes import descendants, runs
 
@@ -102,32 +103,33 @@ def test_the_first_failure_stops_the_others(program):
     assert done.returncode == 7
     assert done.stderr.splitlines() == [
         "[1] last words",
-        "dflop launch: process 1 ended with exit code 7; stopping the others",
+        "dflop launch: process 1 ended with exit code 7; ending the others",
     ]
 
 
-def test_a_killed_process_gives_its_signals_exit_code(program):
+def test_a_killed_process_may_succeed_when_retried(program):
     done = run("-n", "2", "--", *program("die"))
-    assert done.returncode == 128 + 9
-    assert done.stderr == ("dflop launch: process 1 was killed by SIGKILL; stopping the others\n")
+    assert done.returncode == TRY_AGAIN
+    assert done.stderr == ("dflop launch: process 1 was killed by SIGKILL; ending the others\n")
 
 
-def test_a_process_that_does_not_stop_is_killed(program):
-    """With a grace of half a second instead of ten."""
-    code = (
-        "from dflop_jax.cluster import group as g, launch as l; g.STOP_GRACE_S = 0.5; "
-        f"print(l.launch({program('stubborn')!r}, 2))"
+@pytest.mark.parametrize("what, code", [("stubborn", 3), ("stop", 6)])
+def test_a_process_that_does_not_end_is_killed(program, what, code):
+    """With a grace of half a second instead of ten; a stopped process takes no SIGTERM."""
+    script = (
+        "from dflop_jax.cluster import supervisor as s, launch as l; s.STOP_GRACE_S = 0.5; "
+        f"print(l.launch({program(what)!r}, 2))"
     )
-    done = run_code(code)
-    assert done.stdout == "LaunchResult(exit_code=3, exit_codes=(137, 3))\n"
-    assert "process 0 did not stop in time; killing" in done.stderr
+    done = run_code(script)
+    assert done.stdout == f"LaunchResult(exit_code={code}, exit_codes=(137, {code}))\n"
+    assert "process 0 did not end in time; killing" in done.stderr
 
 
 # ---- orphans ----
 
 
 def family(tmp_path) -> list[int]:
-    """Of each process: itself, its child, its child in another session."""
+    """Of each process: itself, and its child."""
     files = [tmp_path / f"pids{i}" for i in range(2)]
     wait_for(lambda: all(f.exists() for f in files))
     return [int(pid) for f in files for pid in f.read_text().split()]
@@ -135,11 +137,12 @@ def family(tmp_path) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGABRT])
-def test_nobody_outlives_a_killed_launcher(program, tmp_path, signum):
-    process = subprocess.Popen(launcher("-n", "2", "--", *program("family")))
-    pids = family(tmp_path)
-    assert len(pids) == 6
-    assert all(map(runs, pids))
+def test_no_process_outlives_a_killed_launcher(program, tmp_path, signum):
+    """What a process started itself ends by its own means, as ours do by their closed stdin."""
+    process = subprocess.Popen(launcher("-n", "2", "--", *program("save")))
+    wait_for(lambda: all((tmp_path / f"ready{i}").exists() for i in range(2)))
+    pids = [p for p in descendants(process.pid) if runs(p)]
+    assert len(pids) == 2
     process.send_signal(signum)
     assert process.wait(LIMIT_S) == -signum
     wait_for(lambda: not any(map(runs, pids)))
@@ -155,15 +158,14 @@ def test_a_failure_leaves_nobody(program, tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_launch_inside_a_launch_ends_with_it(program, tmp_path):
-    inner = ["dflop", "launch", "-n", "2", "--", *program("family")]
+    inner = ["dflop", "launch", "-n", "2", "--", *program("save")]
     process = subprocess.Popen(launcher("-n", "1", "--", *inner))
-    pids = family(tmp_path)
-    assert all(map(runs, pids))
-    others = descendants(process.pid) - set(pids)
-    assert others  # the inner launcher, at least
+    wait_for(lambda: all((tmp_path / f"ready{i}").exists() for i in range(2)))
+    pids = [p for p in descendants(process.pid) if runs(p)]
+    assert len(pids) == 3  # the inner launcher and its processes
     process.kill()
     assert process.wait(LIMIT_S) == -signal.SIGKILL
-    wait_for(lambda: not any(map(runs, [*others, *pids])))
+    wait_for(lambda: not any(map(runs, pids)))
 
 
 # ---- cores ----
@@ -214,6 +216,7 @@ def test_pinned_processes_run_on_their_share(program, tmp_path):
             ["-n", "2", "--devices-per-process", "0", "--", "true"],
             "--devices-per-process 0 must be",
         ),
+        (["-n", "2", "--max-restarts", "-1", "--", "true"], "--max-restarts -1 must be at least 0"),
         (["-n", "99999", "--pin", "--", "true"], "--pin: 99999 processes need 99999 cores"),
     ],
 )
@@ -227,6 +230,20 @@ def test_mistakes_are_one_line(capsys, monkeypatch, tmp_path, args, says):
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert says in err
+
+
+def test_processes_that_others_have_started_are_refused(capsys, monkeypatch):
+    for name, value in (
+        ("COORDINATOR", "node1:29400"),
+        ("NUM_PROCESSES", "2"),
+        ("PROCESS_ID", "1"),
+    ):
+        monkeypatch.setenv(f"DFLOP_{name}", value)
+    monkeypatch.delenv(module.LOCAL_NUMBER_ENV, raising=False)
+    assert main(["launch", "-n", "2", "--", "python", "-c", "0"]) == 2
+    assert "DFLOP_* variables has started 2 processes" in capsys.readouterr().err
+    monkeypatch.setenv(module.LOCAL_NUMBER_ENV, "2")  # inside another launch
+    assert main(["launch", "-n", "2", "--", "python", "-c", "0"]) == 0
 
 
 def test_a_program_that_cannot_run_is_one_line(tmp_path):

@@ -72,7 +72,7 @@ def test_a_ctrl_c_is_one_signal_for_each_process(program, tmp_path, twice):
     _, err = process.communicate(timeout=LIMIT_S)
     os.close(terminal)
     assert process.returncode == 3  # of a run that was preempted and has saved
-    assert "process 0 ended with exit code 3; awaiting the others" in err
+    assert "process 0 ended with exit code 3; waiting for the others" in err
     seen = [(tmp_path / f"seen{i}").read_text() for i in range(2)]
     assert seen == [str([signal.SIGINT.value])] * 2
 
@@ -96,10 +96,11 @@ def test_a_launch_does_not_wait_for_who_reads_its_errors(program, tmp_path):
 
 
 def test_a_process_that_cannot_be_killed_is_left_behind(program):
-    """As one is whose disk hangs; here the launcher's SIGKILL does nothing, its keeper's does."""
+    """As one is whose disk hangs; here SIGKILL does nothing until the launcher has ended."""
     code = (
-        "from dflop_jax.cluster import group as g, launch as l; g.STOP_GRACE_S = g.KILLED_S = 0.5; "
-        f"g.Group._kill = lambda self: None; print(l.launch({program('stubborn')!r}, 2))"
+        "from dflop_jax.cluster import supervisor as s, launch as l; "
+        "s.STOP_GRACE_S = s.KILLED_S = 0.5; s._Start._kill = lambda self: None; "
+        f"print(l.launch({program('stubborn')!r}, 2))"
     )
     done = run_code(code)
     assert done.stdout == "LaunchResult(exit_code=3, exit_codes=(137, 3))\n"

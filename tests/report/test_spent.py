@@ -6,7 +6,6 @@ import time
 import pytest
 from PIL import Image
 
-from dflop_jax.report import spent
 from dflop_jax.report.row_file import RowFile
 from dflop_jax.report.spent import (
     DATA,
@@ -156,14 +155,3 @@ def test_figures_and_picture(begin, make_run, tmp_path):
 
 def test_a_process_began_before_it_was_asked():
     assert 0 <= time.time() - process_began_s() < 24 * 3600
-
-
-def test_the_time_of_a_process_that_has_waited_begins_then(monkeypatch):
-    monkeypatch.setattr(spent, "_waited_until_s", 0.0)
-    spent.process_began_s.cache_clear()
-    before_s = time.time()
-    assert spent.process_began_s() < before_s  # the tests have run for a while
-    spent.process_began_s.cache_clear()
-    spent.end_wait()
-    assert before_s <= spent.process_began_s() <= time.time()
-    spent.process_began_s.cache_clear()

@@ -1,11 +1,9 @@
-"""Two faults of `benchmarks/kills.py`: the launcher starts the run again, which goes on as if
-nothing had been done to it, or on one process under another ZeRO degree."""
+"""A run that is killed at random steps and restarted by `dflop launch` has the losses of one that
+is not, and resumes on one process under another ZeRO degree."""
 
-import json
 import random
 import runpy
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.records import SubmeshPlan
-from dflop_jax.report.run_folder import CHECKPOINTS, RESTARTS, read_metrics
+from dflop_jax.report.run_folder import CHECKPOINTS, read_metrics
 from dflop_jax.report.spent import STOPPED, read_spent
 from dflop_jax.train.trainer import Trainer
 
@@ -45,40 +43,25 @@ def test_a_run_that_is_killed_twice_has_the_losses_of_one_that_is_not(tmp_path):
         # What holds for the first start only: at a restart nothing is overwritten.
         train = jobs.command(2, run_dir, "--overwrite", *more)
         first = train.index("launch") + 1
-        return [*train[:first], "--max-restarts", "9", *train[first:]]
+        return [*train[:first], "--max-restarts", "3", *train[first:]]
 
-    def run_of(run_dir):
-        # fmt: off
-        return kills.DisturbedRun(command, run_dir, n=2, steps=STEPS, cache=tmp_path / "no cache",
-                                  rng=random.Random(0), limit_s=300.0)
-        # fmt: on
-
-    wanted, told = [("SIGKILL", "save"), ("segfault", "step")], []
-    how = {"mtbf_s": 0.0, "limit_s": 300.0, "rng": random.Random(0), "tell": told.append}
-    done = kills.campaign(command, tmp_path, wanted, run_of, **how)
-    assert [len(d.faults) for d in told][:1] == [1]  # written as it goes
-    assert told[-1] == done
-    assert [f.kind for f in done.faults] == ["SIGKILL", "segfault"]
-    assert all(f.survived and f.restarted and not f.unexpected for f in done.faults)
-    assert (done.exact, done.exact_faults, done.orphans) == (done.runs, 2, 0)
-    assert done.skips == done.runs  # the step that is not finite, in each of them
-    assert 0 < done.goodput < 1
-    assert kills.table(done).row_count == 2
-    summary = kills.summary(done)
-    assert summary["survived"] == summary["bit_exact"] == summary["faults"] == 2 + done.runs
-    runs = done.runs
-    counted = tmp_path / f"disturbed{runs - 1}" / RESTARTS
-    *restarts, last = map(json.loads, counted.read_text().splitlines())
-    assert {r["exit_code"] - 128 for r in restarts} <= {signal.SIGKILL, signal.SIGSEGV}
-    assert last["is_last"]
-    assert "resumed after step" in counted.parent.with_suffix(".log").read_text()
+    expected = kills.undisturbed(command, tmp_path / "undisturbed")
+    wanted, rng = ["SIGKILL", "SIGSEGV"], random.Random()
+    code, done = kills.killed_run(command, tmp_path / "killed", wanted, 0.1, rng)
+    said = (tmp_path / "killed.log").read_text()
+    assert code == 0, said
+    assert len(done) >= 1
+    assert all(k.survived and not k.left_behind for k in done)
+    assert kills.losses(tmp_path / "killed") == expected
+    assert f"process {done[0].rank} was killed by SIGKILL; ending the others" in said
+    assert "restart 1 of 3" in said
+    assert kills.table(done, len(done)).row_count == len(done)
 
     # What its time went to is known of all starts together.
-    spent = [read_spent(tmp_path / f"disturbed{i}") for i in range(runs)]
-    assert sum(s.starts for s in spent) > runs
-    for s in spent:
-        assert sum(s.seconds.values()) == pytest.approx(s.wall_s)
-    assert sum(s.seconds.get(STOPPED, 0.0) for s in spent) > 0
+    spent = read_spent(tmp_path / "killed")
+    assert spent.starts == 1 + said.count("restart ")
+    assert sum(spent.seconds.values()) == pytest.approx(spent.wall_s)
+    assert spent.seconds[STOPPED] > 0
 
     # A step whose gradients are not finite changes nothing, on both processes alike.
     rows = read_metrics(tmp_path / "undisturbed")

@@ -1,28 +1,24 @@
-"""A run that goes on with another number of devices: nothing is measured again, no known plan
-is searched again, and the training is the same to rounding."""
+"""A run that resumes on another number of devices: it plans anew, nothing is measured again, and
+the training is the same to rounding."""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 
 import pytest
 
 from dflop_jax import PlanConfig
-from dflop_jax.cluster.ending import TryAgain
-from dflop_jax.cluster.variables import LEAST_ENV, RESTARTS_ENV
 from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load
-from dflop_jax.records import Link, Plan, PriceList, Prices
+from dflop_jax.records import Link, Plan
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.train import choice, profiling, timing
-from dflop_jax.train.meta import same_value
-from dflop_jax.train.recount import KnownPlan, find_plan, keep_plan, knows_links, recounted
+from dflop_jax.train import choice, profiling
+from dflop_jax.train.recount import knows_links, recounted
 from dflop_jax.train.trainer import Trainer
 
-from ..plans import NANO, nano_profile
 from ..plans import load as load_of
+from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
     CACHE,
     CONFIG,
@@ -44,9 +40,8 @@ def never(*args, **more):
 
 @pytest.fixture
 def killed(whole, monkeypatch):
-    """A run that was killed on 8 devices, about to be started again by its launcher."""
+    """A run that was killed on 8 devices."""
     monkeypatch.setattr(Executor, "compile", compile_all)
-    monkeypatch.setenv(RESTARTS_ENV, "1")
     for module, name in (
         (profiling, "time_layers"),
         (profiling, "profile_data"),
@@ -79,9 +74,7 @@ def assert_trained_alike(folder, undisturbed):
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_fewer_devices_profile_nothing_and_time_no_finalist(killed, whole, monkeypatch, capsys):
-    monkeypatch.setattr(timing.PlanTrials, "prices", never)
-    monkeypatch.setenv(LEAST_ENV, "1")
+def test_fewer_devices_plan_anew_and_profile_nothing(killed, whole, capsys):
     fit_on_two(killed)
     said = " ".join(capsys.readouterr().err.split())
     assert "devices was 8, now 2" in said
@@ -90,26 +83,6 @@ def test_fewer_devices_profile_nothing_and_time_no_finalist(killed, whole, monke
     plan = load(Plan, killed / "plan.json")
     assert max(m.devices.stop for m in plan.layout.submeshes) <= 2
     assert_trained_alike(killed, whole)
-
-    # The plan is kept by now: a run that comes back to two devices does not search for it.
-    first = killed.rename("first")
-    again = as_killed(whole, saved=9, rows=11)
-    (kept,) = shutil.copytree(first / "plans", again / "plans").iterdir()
-    assert kept.name == "1-2.json"
-    monkeypatch.setattr(choice, "make_plan", never)
-    fit_on_two(again)
-    assert "the plan for it is there" in " ".join(capsys.readouterr().err.split())
-    assert load(Plan, again / "plan.json").layout == plan.layout
-    assert [r["loss"] for r in read_metrics(again)] == [r["loss"] for r in read_metrics(first)]
-
-
-def test_where_no_plan_fits_who_is_left_the_others_are_awaited(killed, monkeypatch):
-    def refuses(*_, **__):
-        raise ValueError("no placement on 2 devices")
-
-    monkeypatch.setattr(choice, "make_plan", refuses)
-    with pytest.raises(TryAgain, match="no placement on 2 devices; start the others again"):
-        fit_on_two(killed)
 
 
 def test_a_profile_of_some_devices_is_that_of_others():
@@ -138,18 +111,3 @@ def test_links_that_were_never_met(node, n, across, known):
     links = tuple(Link("all_reduce", a, 1e9, 1e-6) for a in across)
     hardware = dataclasses.replace(hardware_like("cpu"), devices_per_node=node, measured=links)
     assert knows_links(hardware, n) is known
-
-
-def test_known_plans_are_for_the_same_flags_and_numbers(tmp_path):
-    under = {"processes": 3, "devices": 6, "plan.zero": "1", "memory of a device": 100}
-    known = KnownPlan(under, NANO, PriceList.of(Prices({})))
-    assert find_plan(tmp_path, under, same_value) is None
-    keep_plan(tmp_path, known)
-    assert find_plan(tmp_path, under, same_value) == known
-    # What jax takes of a device is not the same to the byte.
-    assert find_plan(tmp_path, {**under, "memory of a device": 99}, same_value) == known
-    for change in ({"plan.zero": "2"}, {"processes": 2}, {"devices": 3}):
-        assert find_plan(tmp_path, {**under, **change}, same_value) is None
-    assert find_plan(tmp_path, {**under, "more": 1}, same_value) is None
-    (tmp_path / "plans" / "3-6.json").write_text('{"cut')
-    assert find_plan(tmp_path, under, same_value) is None

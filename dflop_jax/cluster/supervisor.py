@@ -1,0 +1,344 @@
+"""The supervisor of a run's processes on this host: starts them, and again when one fails.
+
+The supervisor forwards the output of its processes and the signals that it gets. The
+first process to die is the cause of a failure: the supervisor says which rank it was and how it
+ended, ends the others and, while restarts are left, starts all of them again. A restarted run
+resumes from its newest checkpoint. Bad input (exit code 2) is not retried.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
+from dflop_jax.cluster.ending import (
+    ABORTED,
+    BAD_INPUT,
+    ONE_SIGNAL_S,
+    PREEMPTED,
+    TRY_AGAIN,
+    handled_by,
+    how_ended,
+    shell_code,
+    signal_name,
+)
+from dflop_jax.cluster.output import STDERR, STDOUT, Output
+from dflop_jax.cluster.variables import (
+    COORDINATOR_ENV,
+    LOCAL_INDEX_ENV,
+    LOCAL_NUMBER_ENV,
+    NUM_PROCESSES_ENV,
+    PROCESS_ID_ENV,
+    RESTARTS_ENV,
+    RUN_ENV,
+    STEP_FILE_ENV,
+)
+
+STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL, after a process has failed
+# The same where all are started again: a process that computes with a dead one ends at once or
+# hangs, and a checkpoint is whole or absent.
+RESTART_GRACE_S = 2.0
+SAVE_GRACE_S = 120.0  # the same after a signal to the supervisor: processes save what they reached
+KILLED_S = 10.0  # longest wait after SIGKILL; a process whose disk hangs stays behind
+DRAIN_S = 0.5  # longest wait for the last lines of a process that has ended
+# Between a failure and the next start: none after a start that did a step, or the first one that
+# did none; then this, and twice as long each time.
+FIRST_WAIT_S, MAX_WAIT_S = 1.0, 60.0
+MAX_EARLY_ERRORS = 3  # failures in a row before the first step, of which the last is an error
+_PR_SET_PDEATHSIG = 1  # of prctl
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How a launch ended.
+
+    Attributes:
+      exit_code: of the first process that failed, 0 when none did, TRY_AGAIN when a signal that
+        nobody sent to the supervisor killed it.
+      exit_codes: of every process, at the last start; 128+s when signal s killed it.
+    """
+
+    exit_code: int
+    exit_codes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What runs: a program with arguments, and the environment and cores of each process."""
+
+    program: Sequence[str]
+    environments: Sequence[Mapping[str, str]]
+    cores: Sequence[set[int] | None]
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """The process of this rank has ended; `exit_code` as `subprocess` has it."""
+
+    rank: int
+    exit_code: int
+
+    def __str__(self) -> str:
+        return how_ended(self.rank, self.exit_code)
+
+
+# The number of a signal that came, or an end. A signal handler may put to a SimpleQueue.
+_Events = queue.SimpleQueue[int | _Ended]
+
+
+def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
+    """Run a job's processes until all have ended; call it from the main thread.
+
+    Args:
+      max_restarts: how often all processes are started again after a failure.
+
+    Raises:
+      ValueError: the program cannot be started.
+    """
+    name, restarts, early = uuid.uuid4().hex, 0, 0  # early: failures in a row without a step
+    events, output = _Events(), Output()
+    with _signals_noted(events), tempfile.TemporaryDirectory(prefix="dflop-") as folder:
+        step_file = Path(folder, "step")
+        shared = {STEP_FILE_ENV: str(step_file)}
+        if max_restarts:
+            shared |= {RUN_ENV: name}
+        try:
+            while True:
+                shared |= {
+                    COORDINATOR_ENV: str(Address(LOOPBACK, free_port())),
+                    RESTARTS_ENV: str(restarts),
+                }
+                grace_s = RESTART_GRACE_S if restarts < max_restarts else STOP_GRACE_S
+                start = _Start(job, shared, events, output, grace_s)
+                cause = start.run()
+                early = 0 if step_file.exists() else early + 1
+                step_file.unlink(missing_ok=True)
+                code = start.exit_code
+                if cause is None or start.signalled or code in (BAD_INPUT, PREEMPTED):
+                    return LaunchResult(code, start.exit_codes)
+                if restarts == max_restarts:
+                    if max_restarts:
+                        output.say(f"no restart is left of --max-restarts {max_restarts}")
+                    return LaunchResult(code, start.exit_codes)
+                if early >= MAX_EARLY_ERRORS and code != TRY_AGAIN:
+                    output.say(f"{early} failures before the first step; the run ends")
+                    return LaunchResult(code, start.exit_codes)
+                restarts += 1
+                wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (early - 2)) if early > 1 else 0.0
+                when = f" in {wait_s:g} s" if wait_s else ""
+                output.say(f"restart {restarts} of {max_restarts}{when}")
+                with suppress(queue.Empty):
+                    signum = events.get(timeout=wait_s)
+                    assert isinstance(signum, int), "no process runs"
+                    return LaunchResult(shell_code(-signum), start.exit_codes)
+        finally:
+            output.close()
+
+
+class _Start:
+    """One start of all processes.
+
+    Attributes:
+      signalled: a signal to the supervisor was passed on.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        shared: Mapping[str, str],
+        events: _Events,
+        output: Output,
+        grace_s: float,
+    ):
+        self.signalled = False
+        self._job, self._shared = job, shared
+        self._events, self._output, self._grace_s = events, output, grace_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended: dict[int, _Ended] = {}
+        self._cause: _Ended | None = None
+
+    def run(self) -> _Ended | None:
+        """Start the processes and wait until all have ended; the first that failed, if any did."""
+        try:
+            for rank in range(len(self._job.cores)):
+                self._start(rank)
+            self._wait()
+        finally:
+            self._kill()
+        return self._cause
+
+    @property
+    def exit_code(self) -> int:
+        """Of the start: that of the first process that failed."""
+        if self._cause is None:
+            return 0
+        code = self._cause.exit_code
+        # Nobody here sent that signal: memory was short, jax missed a peer, a device failed.
+        killed = code < 0 and not self.signalled
+        return TRY_AGAIN if killed or code == ABORTED else shell_code(code)
+
+    @property
+    def exit_codes(self) -> tuple[int, ...]:
+        """Of every process, by rank."""
+        left = _Ended(-1, -signal.SIGKILL)  # one that stays behind
+        ends = (self._ended.get(r, left) for r in range(len(self._processes)))
+        return tuple(shell_code(e.exit_code) for e in ends)
+
+    # ---- starting ----
+
+    def _start(self, rank: int) -> None:
+        number = str(len(self._job.cores))
+        environment = {
+            **self._job.environments[rank],
+            **self._shared,
+            NUM_PROCESSES_ENV: number,
+            PROCESS_ID_ENV: str(rank),
+            LOCAL_NUMBER_ENV: number,
+            LOCAL_INDEX_ENV: str(rank),
+        }
+        pipe = subprocess.PIPE if rank else None  # rank 0 has the terminal for its progress bar
+        if pipe:  # no terminal: lines would come in blocks, the last ones never
+            environment["PYTHONUNBUFFERED"] = "1"
+        try:
+            process = subprocess.Popen(
+                self._job.program,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                process_group=0,  # so that Ctrl-C comes through the supervisor, once
+                preexec_fn=partial(_prepare_child, self._job.cores[rank]),
+            )
+        except OSError as e:
+            raise ValueError(
+                f"{self._job.program[0]}: cannot be started: {e.strerror}; check its name"
+            ) from None
+        self._processes.append(process)
+        ends = ((process.stdout, STDOUT), (process.stderr, STDERR))
+        printers = [
+            threading.Thread(target=self._output.show, args=(rank, end, fd), daemon=True)
+            for end, fd in ends
+            if end is not None
+        ]
+        waiter = threading.Thread(target=self._await, args=(rank, process, printers), daemon=True)
+        for thread in (*printers, waiter):
+            thread.start()
+
+    def _await(
+        self, rank: int, process: subprocess.Popen[bytes], printers: Sequence[threading.Thread]
+    ) -> None:
+        """Thread: put the end of a process, after its last lines. What it started goes with it."""
+        code = process.wait()
+        _kill_group(process)
+        deadline = time.monotonic() + DRAIN_S
+        for printer in printers:
+            printer.join(max(0.0, deadline - time.monotonic()))
+        self._events.put(_Ended(rank, code))
+
+    # ---- waiting ----
+
+    def _wait(self) -> None:
+        deadline, killed = float("inf"), False
+        while self._running():
+            event, now_s = _next(self._events, deadline), time.monotonic()
+            if isinstance(event, _Ended):
+                self._ended[event.rank] = event
+                if event.exit_code != 0 and self._cause is None:
+                    self._cause = event
+                    deadline = min(deadline, now_s + self._end_others(event))
+            elif event is not None and not self.signalled:
+                self.signalled, deadline = True, now_s + SAVE_GRACE_S
+                self._signal(event)
+                self._say(f"{signal_name(event)} passed on; waiting for the processes to end")
+            elif killed:
+                self._say(f"{self._running()} cannot be killed and stays behind")
+                return
+            else:
+                if event is None:
+                    self._say(f"{self._running()} did not end in time; killing")
+                self._kill()
+                killed, deadline = True, now_s + KILLED_S
+
+    def _end_others(self, cause: _Ended) -> float:
+        """Ask the others to end after the first failure; the seconds that they have for it."""
+        is_saved = cause.exit_code == PREEMPTED  # and the others save with it
+        does = "waiting for" if is_saved else "ending"
+        self._say(f"{cause}; {does} the others" if self._running() else str(cause))
+        if is_saved or self.signalled:
+            return STOP_GRACE_S
+        self._signal(signal.SIGTERM)
+        return self._grace_s
+
+    def _say(self, text: str) -> None:
+        self._output.say(text)
+
+    def _running(self) -> str:
+        """The processes that have not ended, in words."""
+        left = [str(r) for r in range(len(self._processes)) if r not in self._ended]
+        return f"process{'es' if len(left) > 1 else ''} {', '.join(left)}" if left else ""
+
+    def _signal(self, signum: int) -> None:
+        """Send a signal to each process, not to what it started itself: that one ends its own."""
+        for process in self._processes:
+            process.send_signal(signum)  # does nothing when it has ended
+
+    def _kill(self) -> None:
+        """End all processes with what they started; this ends stopped ones as well."""
+        for rank, process in enumerate(self._processes):
+            if rank not in self._ended:
+                _kill_group(process)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # no process is left in its group
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _next(events: _Events, deadline: float) -> int | _Ended | None:
+    """The next event; None when the deadline is over."""
+    timeout_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+    with suppress(queue.Empty):
+        return events.get(timeout=timeout_s)
+    return None
+
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _prepare_child(cores: set[int] | None) -> None:
+    """In a child before its program starts: take its cores, and end when the supervisor does."""
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def _signals_noted(events: _Events) -> Iterator[None]:
+    """Put each SIGINT, SIGTERM and SIGHUP that comes meanwhile."""
+    last_s = float("-inf")
+
+    def handle(signum: int, _: FrameType | None) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s > ONE_SIGNAL_S:
+            last_s = now_s
+            events.put(signum)
+
+    with handled_by(handle):
+        yield

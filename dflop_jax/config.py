@@ -33,7 +33,6 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 Dtype = Literal["float32", "bfloat16"]
 AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
-Quantized = Literal["none", "int8"]
 Oversize = Literal["drop", "truncate", "error"]
 Changed = Literal["refuse", "ok"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
@@ -62,11 +61,6 @@ class ModelConfig:
         AttentionKernel,
         "auto (the fastest with equal bits), cudnn (the fastest), pallas (both GPUs only), xla",
     ] = "auto"
-    quantize_frozen: Annotated[
-        Quantized,
-        "int8: beside adapters (train.lora_rank), hold what is frozen of matrices as int8 with a "
-        "float32 scale for each output; none: all in the dtype",
-    ] = "none"
 
 
 @dataclass(frozen=True)

@@ -132,9 +132,6 @@ class Module(Protocol):
     # float32_names: names (last keys of paths) of parameters that need float32's precision: they
     #   stay float32 whatever the working dtype is, in exports too, and weight decay leaves them
     #   out.
-    # unquantized: the module with all parameters as floats, where it holds some as int8: NAME int8
-    #   [..., *in, *out] beside NAME_scale float32 [..., *out] for their product. Its functions take
-    #   both forms.
     # on_chip(chip): the module as that chip computes it best; what it is lowered with there, and
     #   what its kernels and `skips` are read from.
 
@@ -249,12 +246,6 @@ def float32_names_of(module: Module) -> frozenset[str]:
     return frozenset(getattr(module, "float32_names", ()))
 
 
-def unquantized_of(module: Module) -> Module:
-    """See `unquantized` above; the module itself where it holds floats only. It is what costs are
-    asked of: rounding changes no product, and what is int8 has no gradient."""
-    return getattr(module, "unquantized", module)
-
-
 def last_key(path: Any) -> str:
     """The name of a parameter, given its path in a tree; "" of a tree that is one array."""
     return str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1]))) if path else ""
@@ -312,11 +303,9 @@ class MultimodalModel(Protocol):
     # the matrices that the patterns `targets` name, of a rank that (pattern, rank) of `ranks` say
     # of some; in training an adapter does not see a share `dropout` of its input. An adapted module
     # has `merged(params, each)`: parts of the plain one, its adapters folded in (`each` as in
-    # `models.lora`). One that can hold frozen matrices as int8 has `with_quantized(groups)`, which
-    # gives the model whose modules hold those of these freeze groups so (see `unquantized`), and
-    # whose `merged` restores them; one that is a float then stays as it is. A model that can be
-    # trained on more than a plain cross-entropy has `with_objective(z_loss, label_smoothing)`,
-    # which gives the model whose "loss_sum" is the plain one, with the gradient of the sum of both.
+    # `models.lora`). A model that can be trained on more than a plain cross-entropy has
+    # `with_objective(z_loss, label_smoothing)`, which gives the model whose "loss_sum" is the plain
+    # one, with the gradient of the sum of both.
 
 
 def data_factory_of(model: MultimodalModel) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -12,19 +12,16 @@ import jax.numpy as jnp
 from models.hf_tensors import HfWeightMap
 from models.lora import Lora, adapted
 from models.loss import PLAIN, Objective
-from models.quantized import quantized
 
 
 @dataclass(frozen=True)
 class TextModel(ABC):
-    """Modules of which one is a decoder of text, `size.decoder`. They may have adapters, and hold
-    matrices in 8 bits."""
+    """Modules of which one is a decoder of text, `size.decoder`. They may have adapters."""
 
     size: Any
     dtype: jnp.dtype
     lora: Lora | None = None
     attention_kernel: str = "auto"
-    quantized: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -34,7 +31,7 @@ class TextModel(ABC):
     @property
     def modules(self) -> Mapping[str, Any]:
         """In topological order, with adapters where there are any."""
-        return adapted(quantized(self.plain, self.quantized), self.lora)
+        return adapted(self.plain, self.lora)
 
     @property
     def piece_tokens(self) -> Mapping[str, int]:
@@ -48,10 +45,6 @@ class TextModel(ABC):
     def with_lora(self, rank: int, alpha: float, **settings: Any) -> Self:
         """The model with low-rank adapters; `settings` are further ones of `models.lora.Lora`."""
         return replace(self, lora=Lora(rank, alpha, **settings))
-
-    def with_quantized(self, groups: Collection[str]) -> Self:
-        """The model that holds the matrices of some freeze groups in 8 bits."""
-        return replace(self, quantized=tuple(groups))
 
 
 @dataclass(frozen=True)

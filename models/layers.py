@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 Array = jax.Array
 Names = tuple[str | None, ...]
-KERNEL, SCALE = "kernel", "kernel_scale"  # of a matrix; the latter where it is held in 8 bits
+KERNEL = "kernel"  # of a matrix
 
 
 def named(init: Callable[..., Array], *names: str | None) -> Callable[..., Any]:
@@ -60,12 +60,7 @@ def apply(module: nn.Module, params: Any, *args: Any) -> Any:
 
 class Linear(nn.Module):
     """x [..., *in_shape] times kernel [*in_shape, *out_shape], plus an optional bias; what
-    `models.lora` adapts.
-
-    A kernel of int8 stands for its product with a float32 scale [*out_shape] beside it
-    (`models.quantized`). What is multiplied are its whole numbers, which every dtype that is
-    computed in has exactly, and the sums are scaled: no float copy of it needs to be kept.
-    """
+    `models.lora` adapts."""
 
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
@@ -81,9 +76,6 @@ class Linear(nn.Module):
         init = named(normal(std), *self.in_names, *self.out_names)
         kernel = self.param(KERNEL, init, (*self.in_shape, *self.out_shape), jnp.float32)
         y = jnp.tensordot(x, kernel.astype(self.dtype), axes=len(self.in_shape))
-        if kernel.dtype == jnp.int8:
-            scale: Array = self.get_variable("params", SCALE)
-            y = (y.astype(jnp.float32) * _over_last(scale, y)).astype(y.dtype)
         if self.bias:
             zeros = named(nn.initializers.zeros, *self.out_names)
             bias = self.param("bias", zeros, self.out_shape, jnp.float32).astype(self.dtype)

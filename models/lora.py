@@ -107,8 +107,6 @@ def matrices(module: Any, part: str) -> tuple[Matrix, ...]:
             found[_name(linear)] = Matrix(_name(linear), *sides)
         return next_call(*args, **kwargs)
 
-    # Where some are held in 8 bits, which they are is asked here as well, of every part.
-    module = getattr(module, "unquantized", module)
     with nn.intercept_methods(look):
         jax.eval_shape(lambda key: module.init(part, key), jax.random.key(0))
     return tuple(found.values())
@@ -177,11 +175,6 @@ class AdaptedModule:
     def on_chip(self, chip: str) -> AdaptedModule:
         """See `dflop_jax.contract.on_chip`."""
         return replace(self, module=self.module.on_chip(chip))
-
-    @property
-    def unquantized(self) -> AdaptedModule:
-        """See `dflop_jax.contract`."""
-        return replace(self, module=getattr(self.module, "unquantized", self.module))
 
     @cached_property
     def adapters(self) -> Mapping[str, str]:
@@ -273,8 +266,6 @@ class AdaptedModule:
             it may keep them, to call the function later, of all or of a row of each.
         """
         plain = {part: tree for part, tree in params.items() if part not in self.adapters}
-        if hasattr(self.module, "merged"):
-            plain = self.module.merged(plain, each)
         for adapter, part in self.adapters.items():
             for name, pair in params.get(adapter, {}).items():
                 fold = partial(each, partial(_folded, alpha=self.lora.alpha))

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Adapters (LoRA) are folded into the weights, those that the run began with where it holds "
-        "them in 8 bits, or with --adapter written alone. With "
+        "Adapters (LoRA) are folded into the weights, or with --adapter written alone. With "
         "model.weights of the whole model, names, types and tokenizer files are those of that "
         "folder."
     )
@@ -100,7 +99,7 @@ def _write(
         )
         write_adapter(args.out, map_, saved_params(reader, model, average=args.ema), form)
     else:
-        held = merged_params(reader, model, config.model.weights, average=args.ema)
+        held = merged_params(reader, model, average=args.ema)
         source = Folder(whole, map_) if whole else None
         more = [] if args.module else beside(config)
         write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)

@@ -7,15 +7,14 @@ sizes, so that other prompts compile nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.contract import MultimodalModel, Params, folded
 from dflop_jax.data import MediaSpec, Sample, Tokenizer
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
@@ -25,7 +24,6 @@ from dflop_jax.generate.prompt import NO_MEDIA, Media, prompt_sample
 from dflop_jax.generate.published import end_ids, is_published, published_params
 from dflop_jax.generate.row import LLM, AnswerRows, rows_of
 from dflop_jax.generate.sampling import Sampling
-from dflop_jax.pipeline.int8 import is_quantized
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import trained_model
 
@@ -112,8 +110,7 @@ class Generator:
         if is_published(run):
             self.loaded = published_params(run, self.model, structs)
         else:
-            saved = load_params(run, self.model, structs, fold=False)
-            self.loaded = replace(saved, params=_as_held(saved.params, self.model))
+            self.loaded = load_params(run, self.model, structs)
 
     def answer(
         self,
@@ -188,14 +185,6 @@ class Generator:
         number = np.zeros(self.ranks * self.rows, np.uint32)
         number[at] = numbers
         return rows_of(samples, self.model, self.ranks, self.rows, TOKEN_MULTIPLE), number, at
-
-
-def _as_held(params: Mapping[str, Params], model: MultimodalModel) -> dict[str, Params]:
-    """Adapters folded in, but beside matrices that are held in 8 bits, which stay so."""
-    return {
-        name: params[name] if is_quantized(m) else folded(m, params[name])
-        for name, m in model.modules.items()
-    }
 
 
 class _Answer:

@@ -16,7 +16,6 @@ from dflop_jax.contract import (
     layer_of,
     on_chip,
     stacked_parts,
-    unquantized_of,
 )
 
 
@@ -28,9 +27,7 @@ def kinds_apart(module: Module) -> dict[str, Module]:
 
 
 def of_kind(module: Module, kind: str) -> Module:
-    """The module with layers of one kind alone, which are its part "layers", and floats for
-    parameters."""
-    module = unquantized_of(module)
+    """The module with layers of one kind alone, which are its part "layers"."""
     return _OneKind(module, kind) if hasattr(module, "layer_kinds") else module
 
 

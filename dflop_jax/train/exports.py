@@ -17,7 +17,6 @@ from dflop_jax.report.run_folder import CHECKPOINTS
 from dflop_jax.train.initial import first_weights, run_and_step
 from dflop_jax.train.lazy_params import computed, saved_params
 from dflop_jax.train.load_params import shapes_of
-from dflop_jax.train.originals import with_originals
 from dflop_jax.train.run_dir import run_config
 from dflop_jax.train.stages import LORA, trained_parts
 from dflop_jax.weights import ModuleParams
@@ -96,19 +95,17 @@ def beside(config: Config) -> list[Path]:
     return [folder for folder in folders if folder is not None and folder.is_dir()]
 
 
-def merged_params(
-    reader: CheckpointReader, model: Any, weights: Sequence[str], *, average: bool
-) -> list[ModuleParams]:
-    """A checkpoint's parameters without adapters, which are folded in, into the floats of `weights`
-    where the run holds matrices in 8 bits; all of it when it is asked for.
+def merged_params(reader: CheckpointReader, model: Any, *, average: bool) -> list[ModuleParams]:
+    """A checkpoint's parameters without adapters, which are folded in; all of it when it is asked
+    for.
 
     Raises:
-      ValueError: see `saved_params` and `with_originals`.
+      ValueError: see `saved_params`.
     """
     held = []
     for name, params in saved_params(reader, model, average=average).items():
         fold = getattr(model.modules[name], "merged", None)
         if fold is not None:
-            params = fold(with_originals(params, name, model, weights), computed)
+            params = fold(params, computed)
         held.append(ModuleParams(name, params))
     return held

@@ -34,11 +34,9 @@ def load_params(
     run: str | Path,
     model: MultimodalModel,
     where: jax.Device | Mapping[str, Params],
-    *,
-    fold: bool = True,
 ) -> Loaded:
     """Return those of the newest whole checkpoint of a run folder, or of the checkpoint folder
-    given. `fold`: adapters are folded into what they adapt.
+    given, adapters folded into what they adapt.
 
     Args:
       where: one device, on which they then lie whole and as they were saved, or by module the
@@ -59,9 +57,8 @@ def load_params(
             )
             for name, module in model.modules.items()
         }
-        if fold:
-            params = {name: folded(m, params[name]) for name, m in model.modules.items()}
-        return Loaded(params, reader.step, folder)
+        merged = {name: folded(m, params[name]) for name, m in model.modules.items()}
+        return Loaded(merged, reader.step, folder)
 
     return of_newest(run, load)
 

@@ -41,7 +41,7 @@ from dflop_jax.report.spent import (
 from dflop_jax.train.compile_cache import use_cache
 from dflop_jax.train.program_index import forget_unused
 from dflop_jax.train.run_dir import settled_run_dir
-from dflop_jax.train.stages import TrainedParts, adapted, quantized, trained_parts
+from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
 # Sections that foretell the next one.
@@ -98,13 +98,12 @@ def build_model(config: ModelConfig) -> MultimodalModel:
 
 
 def trained_model(config: Config) -> MultimodalModel:
-    """Return the model of a configuration with what it is trained by and on: adapters, how what is
-    frozen is held, the loss.
+    """Return the model of a configuration with what it is trained by and on: adapters, the loss.
 
     Raises:
-      ValueError: see `build_model`, `stages.adapted` and `stages.quantized`.
+      ValueError: see `build_model` and `stages.adapted`.
     """
-    return quantized(adapted(build_model(config.model), config.train), config)
+    return adapted(build_model(config.model), config.train)
 
 
 def model_on(chip: str, config: Config) -> MultimodalModel:

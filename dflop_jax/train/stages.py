@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from dflop_jax.config import Config, TrainConfig
+from dflop_jax.config import TrainConfig
 from dflop_jax.config_texts import DECAYS, RATES, adapter_ranks, named_numbers
 from dflop_jax.contract import MultimodalModel, adapter_of
 from dflop_jax.data.media.medium import TEXT_MODULE
@@ -52,26 +52,6 @@ def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
             f"or leave {given[0]} out"
         )
     return model
-
-
-def quantized(model: MultimodalModel, config: Config) -> MultimodalModel:
-    """The model, already `adapted`, that holds what is frozen of its matrices as the configuration
-    asks.
-
-    Raises:
-      ValueError: nothing is frozen beside adapters, or the model does not know how; see
-        `trained_parts`.
-    """
-    if config.model.quantize_frozen == "none":
-        return model
-    asked = f"model.quantize_frozen={config.model.quantize_frozen}"
-    if not config.train.lora_rank:
-        raise ValueError(
-            f"{asked} is about what is frozen beside adapters, of which train.lora_rank=0 trains "
-            "none; set a rank, or leave it out"
-        )
-    method = _method(model, "with_quantized(groups)", asked)
-    return method(trained_parts(config.train, model).frozen)
 
 
 def _method(model: MultimodalModel, signature: str, asked: str) -> Callable[..., MultimodalModel]:

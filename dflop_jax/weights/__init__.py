@@ -4,7 +4,6 @@ from dflop_jax.weights.adapter import AdapterForm as AdapterForm
 from dflop_jax.weights.adapter import write_adapter as write_adapter
 from dflop_jax.weights.folder import Folder as Folder
 from dflop_jax.weights.folder import read_config as read_config
-from dflop_jax.weights.read import file_values as file_values
 from dflop_jax.weights.read import read_params as read_params
 from dflop_jax.weights.read import read_segment as read_segment
 from dflop_jax.weights.write import ModuleParams as ModuleParams

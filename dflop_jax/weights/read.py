@@ -13,15 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.pipeline.cut import Box, Cut
 from dflop_jax.pipeline.held import initial_cuts, initial_structs
-from dflop_jax.pipeline.int8 import codes, is_codes, scale_of, scales
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import Folder
 from dflop_jax.weights.slices import Range, pieces, read_slice
 
 Tree = Any
-Path = tuple[Any, ...]  # keys of a tree
-Values = Callable[[Tensor, Box], np.ndarray]  # of a part of a parameter
 WHOLE = Cut(P(), P())
 PIECE_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
 
@@ -44,9 +41,7 @@ def read_params(
 ) -> Tree:
     """Parameters of (a part of) a module, each read into the shards that this process holds.
 
-    The host holds one piece of a tensor at a time, beside what lives in the arrays. What is int8 is
-    rounded on the host, by scales of the whole matrix however it is split, so that no device has it
-    as a float (`pipeline.int8`).
+    The host holds one piece of a tensor at a time, beside what lives in the arrays.
 
     Args:
       folder: a checkpoint; `check` it first.
@@ -68,15 +63,12 @@ def read_params(
             by_path.setdefault((tensor.part, tensor.path), []).append(tensor)
     given: dict[Any, jax.Array] = {}
 
-    rounded = _Rounded(folder, structs)
-
     def one(path: Any, struct: jax.ShapeDtypeStruct, cut: Cut = WHOLE) -> jax.Array:
         part, *inner = (key.key for key in path)
-        of = rounded.matrix_of(path)
-        if tensors := by_path.get((part, tuple(key.key for key in of[1:]))):
+        if tensors := by_path.get((part, tuple(inner))):
             stacked = tensors[0].layer is not None
             tensors = [tensors[i] for i in rows.get(part) or range(len(tensors))]
-            return _read_leaf(rounded.values(path, stacked), tensors, struct, cut, stacked)
+            return _read_leaf(folder, tensors, struct, cut, stacked)
         if initial is not None and not given:
             given.update(jax.tree_util.tree_leaves_with_path(initial()))
         if path not in given:
@@ -91,61 +83,8 @@ def read_params(
     return params
 
 
-def file_values(folder: Folder, tensor: Tensor, index: Box) -> np.ndarray:
-    """A part of a parameter, as it is in the file."""
-    return read_slice(tensor.layout, index, partial(_read_parameter, folder, tensor))
-
-
-class _Rounded:
-    """Matrices that are held as int8, of floats in a folder; each one's scales are computed once.
-
-    Args:
-      structs: see `read_params`.
-    """
-
-    def __init__(self, folder: Folder, structs: Tree):
-        leaves = dict(jax.tree_util.tree_leaves_with_path(structs))
-        beside = {path: _beside(path) for path, struct in leaves.items() if is_codes(struct)}
-        self._scale_dims = {path: len(leaves[scales].shape) for path, scales in beside.items()}
-        self._matrix_of = {scales: path for path, scales in beside.items()}
-        self._floats: Values = partial(file_values, folder)
-        self._known: dict[tuple[str, int], np.ndarray] = {}
-
-    def matrix_of(self, path: Path) -> Path:
-        """The parameter that scales are of; of another one itself."""
-        return self._matrix_of.get(path, path)
-
-    def values(self, path: Path, stacked: bool) -> Values:
-        """How a parameter's values are read."""
-        matrix = self.matrix_of(path)
-        if matrix not in self._scale_dims:
-            return self._floats
-        n_out = self._scale_dims[matrix] - stacked
-        return partial(self._codes if path == matrix else self._scales, n_out)
-
-    def _codes(self, n_out: int, tensor: Tensor, index: Box) -> np.ndarray:
-        """Of a part of a matrix whose last `n_out` dims are its outputs."""
-        return codes(self._floats(tensor, index), self._scales(n_out, tensor, index[-n_out:]))
-
-    def _scales(self, n_out: int, tensor: Tensor, outputs: Box) -> np.ndarray:
-        key = tensor.name, tensor.offset
-        if key not in self._known:
-            shape = tensor.layout.shape
-            whole = tuple((0, n) for n in shape)
-            boxes = (box for _, box in pieces(tensor.layout, whole, (0, 1), PIECE_BYTES, 4))
-            read = partial(self._floats, tensor)
-            self._known[key] = scales(shape, len(shape) - n_out, boxes, read)
-        return self._known[key][tuple(slice(*bounds) for bounds in outputs)]
-
-
-def _beside(path: Path) -> Path:
-    """Where the scales of a matrix are in a tree of parameters."""
-    *before, last = path
-    return (*before, jax.tree_util.DictKey(scale_of(last.key)))
-
-
 def _read_leaf(
-    values: Values,
+    folder: Folder,
     tensors: Sequence[Tensor],
     struct: jax.ShapeDtypeStruct,
     cut: Cut,
@@ -160,7 +99,7 @@ def _read_leaf(
     shards = [
         shard
         for ranges, devices in holders.items()
-        for shard in _read_cut(values, tensors, struct.dtype, ranges, devices, cut, stacked)
+        for shard in _read_cut(folder, tensors, struct.dtype, ranges, devices, cut, stacked)
     ]
     return jax.make_array_from_single_device_arrays(
         struct.shape, sharding, shards, dtype=struct.dtype
@@ -168,7 +107,7 @@ def _read_leaf(
 
 
 def _read_cut(
-    values: Values,
+    folder: Folder,
     tensors: Sequence[Tensor],
     dtype: Any,
     ranges: Box,
@@ -178,19 +117,19 @@ def _read_cut(
 ) -> list[jax.Array]:
     """One shard of what is held of a parameter, on each of the devices that hold it."""
     if not cut.part:
-        return _read_shard(values, tensors, dtype, ranges, devices, stacked)
+        return _read_shard(folder, tensors, dtype, ranges, devices, stacked)
     shape = tuple(stop - start for start, stop in ranges)
     shards = [jax.numpy.zeros(shape, dtype, device=device) for device in devices]
     for (_, there), box in cut.boxes(ranges):
         place = np.asarray([*[0] * (len(shape) - 1), there.start], np.int32)
         sizes = (*shape[:-1], there.stop - there.start)
-        parts = _read_shard(values, tensors, dtype, box, devices, stacked)
+        parts = _read_shard(folder, tensors, dtype, box, devices, stacked)
         shards = [_put(s, p.reshape(sizes), place) for s, p in zip(shards, parts, strict=True)]
     return shards
 
 
 def _read_shard(
-    values: Values,
+    folder: Folder,
     tensors: Sequence[Tensor],
     dtype: Any,
     ranges: Box,
@@ -201,15 +140,13 @@ def _read_shard(
     layers, inner = (ranges[0], ranges[1:]) if stacked else ((0, 1), ranges)
     layout = tensors[0].layout
     shape = tuple(stop - start for start, stop in ranges)
-    # What becomes int8 is a float before.
-    n_bytes = max(np.dtype(dtype).itemsize, 4 * (dtype == np.int8))
-    todo = list(pieces(layout, inner, layers, PIECE_BYTES, n_bytes))
+    todo = list(pieces(layout, inner, layers, PIECE_BYTES, np.dtype(dtype).itemsize))
     if len(todo) == 1:
-        host = _read_piece(values, tensors, dtype, *todo[0], stacked)
+        host = _read_piece(folder, tensors, dtype, *todo[0], stacked)
         return [jax.device_put(host, device) for device in devices]
     shards = [jax.numpy.zeros(shape, dtype, device=device) for device in devices]
     for (first, last), index in todo:
-        host = _read_piece(values, tensors, dtype, (first, last), index, stacked)
+        host = _read_piece(folder, tensors, dtype, (first, last), index, stacked)
         lead = ((first, last),) if stacked else ()
         place = np.asarray(
             [a - b for (a, _), (b, _) in zip((*lead, *index), ranges, strict=True)], np.int32
@@ -221,7 +158,7 @@ def _read_shard(
 
 
 def _read_piece(
-    values: Values,
+    folder: Folder,
     tensors: Sequence[Tensor],
     dtype: Any,
     layers: Range,
@@ -230,8 +167,8 @@ def _read_piece(
 ) -> np.ndarray:
     shape = tuple(stop - start for start, stop in index)
     out = np.empty((layers[1] - layers[0], *shape), dtype)
-    for i, layer in enumerate(range(*layers)):
-        out[i] = values(tensors[layer], index)
+    for i, tensor in enumerate(tensors[slice(*layers)]):
+        out[i] = read_slice(tensor.layout, index, partial(_read_parameter, folder, tensor))
     return out if stacked else out[0]
 
 

@@ -1,4 +1,4 @@
-"""Parameters of another run, held in 8 bits: rounded from its floats, or refused."""
+"""Parameters of another run, under another plan."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from dflop_jax.pipeline.held import held_cuts, initial_structs
 from dflop_jax.pipeline.layout import make_segments
 
 from ..pipeline.plain import whole_of
-from ..weights.conftest import MODEL, PLAN, random_params, rounded_by_hand
+from ..weights.conftest import MODEL, PLAN, random_params
 
-INT8 = MODEL.with_quantized(("vision", "connector", "llm"))
 # The tower's matrices flat over 3 data ranks and 2 tensor ranks, the LLM's in two segments.
 SPLIT = PLAN.with_layout(
     submeshes=(dataclasses.replace(PLAN.layout.submeshes[0], stage=1, data=3),
@@ -44,17 +43,15 @@ class Saved:
         return self.arrays[name][box]
 
 
-def test_floats_are_rounded_by_scales_of_whole_matrices():
-    params = random_params(MODEL, 3)
-    want = Saved(rounded_by_hand(INT8, params))
-    for source in (Saved(params), want):  # which may have been rounded before
-        for name, s in make_segments(INT8, SPLIT.layout, jax.devices()).items():
-            found = read_saved(source, s, lambda: pytest.fail("nothing is fresh"))
-            cuts = held_cuts(s)
-            whole = {p: jax.tree.map(whole_of, cuts[p], found[p]) for p in found}
-            for a, leaf in zip(parameter_arrays(name, s), jax.tree.leaves(whole), strict=True):
-                rows = list(a.rows) if a.n_rows is not None else ...
-                np.testing.assert_array_equal(leaf, want.arrays[a.name][rows], err_msg=a.name)
+def test_parameters_are_the_other_run_s_however_they_are_split():
+    saved = Saved(random_params(MODEL, 3))
+    for name, s in make_segments(MODEL, SPLIT.layout, jax.devices()).items():
+        found = read_saved(saved, s, lambda: pytest.fail("nothing is fresh"))
+        cuts = held_cuts(s)
+        whole = {p: jax.tree.map(whole_of, cuts[p], found[p]) for p in found}
+        for a, leaf in zip(parameter_arrays(name, s), jax.tree.leaves(whole), strict=True):
+            rows = list(a.rows) if a.n_rows is not None else ...
+            np.testing.assert_array_equal(leaf, saved.arrays[a.name][rows], err_msg=a.name)
 
 
 def test_adapters_that_the_other_run_had_not_are_drawn():
@@ -71,10 +68,3 @@ def test_adapters_that_the_other_run_had_not_are_drawn():
             assert is_adapter == (a.name not in kept)
             assert np.all(np.asarray(leaf) == 7) == is_adapter, a.name
         assert any("/adapter/" in a.name for a in arrays) == (s.plan.module == "llm")
-
-
-def test_what_is_rounded_is_no_float_any_more():
-    saved = Saved(rounded_by_hand(INT8, random_params(MODEL, 3)))
-    segment = make_segments(MODEL, PLAN.layout, jax.devices())["v"]
-    with pytest.raises(ValueError, match=r"kernel in 8 bits, .* go on with model\.quantize_frozen"):
-        read_saved(saved, segment, dict)

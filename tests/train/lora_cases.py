@@ -45,11 +45,9 @@ def adapted(
     *,
     everywhere: bool = False,
     dropout: float = 0.0,
-    int8: bool = False,
 ):
     settings = EVERYWHERE if everywhere else {}
-    m = base(tied, dtype).with_lora(RANK, ALPHA, dropout=dropout, **settings)
-    return m.with_quantized(ALL_FROZEN if everywhere else FREEZE) if int8 else m
+    return base(tied, dtype).with_lora(RANK, ALPHA, dropout=dropout, **settings)
 
 
 def let_act(ex) -> None:
@@ -112,32 +110,11 @@ def samples():
     return plain.random_samples(base(), N, 1, max_tiles=1)  # two shapes for the oracle to compile
 
 
-def restored(params):
-    """Parameters by module and part, the matrices that are held in 8 bits multiplied out."""
-
-    def walk(tree, stacked: bool):
-        if not isinstance(tree, dict):
-            return tree
-        out = {key: walk(leaf, stacked) for key, leaf in tree.items() if key != "kernel_scale"}
-        if "kernel_scale" in tree:
-            q, s = tree["kernel"], tree["kernel_scale"]
-            assert q.dtype == np.int8
-            n_in = q.ndim - s.ndim
-            lead, outputs = s.shape[:stacked], s.shape[stacked:]
-            out["kernel"] = q * s.reshape(*lead, *[1] * n_in, *outputs)
-        return out
-
-    return {
-        name: {part: walk(tree, part == "layers") for part, tree in parts.items()}
-        for name, parts in params.items()
-    }
-
-
 @functools.cache
-def oracle(tied: bool, *, everywhere: bool = False, int8: bool = False):
+def oracle(tied: bool, *, everywhere: bool = False):
     """(initial parameters with acting adapters, loss and gradients of the folded weights, loss
-    without the adapters), computed plainly and with floats."""
-    m = adapted(tied, everywhere=everywhere, int8=int8)
+    without the adapters), computed plainly."""
+    m = adapted(tied, everywhere=everywhere)
     plan = plain.plan_of(m, (0, 1, 1, 1), (0, 1, 1, 1))
     ex = Executor(m, plan, optax.sgd(1.0), freeze=ALL_FROZEN if everywhere else FREEZE)
     ex.init(0)
@@ -146,12 +123,11 @@ def oracle(tied: bool, *, everywhere: bool = False, int8: bool = False):
     ex.close()
     modules = base(tied).modules
     folded = FoldedModel({name: Folded(module) for name, module in modules.items()})
-    dense = restored(params)
-    loss, grads = plain.plain_loss_and_grads(folded, dense, samples())
+    loss, grads = plain.plain_loss_and_grads(folded, params, samples())
     # By the same programs, which take seconds to compile.
     silent = {
         name: {p: jax.tree.map(np.zeros_like, t) if "adapter" in p else t for p, t in tree.items()}
-        for name, tree in dense.items()
+        for name, tree in params.items()
     }
     without, _ = plain.plain_loss_and_grads(folded, silent, samples())
     return params, loss, grads, without

@@ -1,6 +1,7 @@
 """What `dflop export` writes of a run, and what it refuses."""
 
 import json
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from dflop_jax import Config, ModelConfig
+from dflop_jax.checkpoint.reader import CheckpointReader
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.contract import edges_of
@@ -26,7 +28,7 @@ from dflop_jax.train.stages import adapted
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.verify import reference
 from dflop_jax.verify.samples import mixed_samples
-from dflop_jax.weights import write_folder
+from dflop_jax.weights import Folder, write, write_folder
 from models import llava
 from tests.plans import NANO, nano_profile
 from tests.train.test_published_run import _here, config, on_host  # noqa: F401
@@ -119,6 +121,74 @@ def check_answers(folder, capsys):
         tokens = generated(prompt.fields["llm"]["tokens"].astype(np.int64))
         whole = [*answer["tokens"], *[end] * (answer["stopped"] == "end")]
         assert whole == tokens[: len(whole)]
+
+
+class Alive:
+    """Bytes of arrays that are held at once: of those that some functions gave, and of jax's."""
+
+    def __init__(self, monkeypatch, *where):
+        self.sizes, self.peak, self.largest, self.total = {}, 0, 0, 0
+        self.before = self.of_jax()
+        for place, name in where:
+            monkeypatch.setattr(place, name, self.watched(getattr(place, name)))
+
+    def of_jax(self):
+        return sum(a.nbytes for a in jax.live_arrays())
+
+    def watched(self, function):
+        def call(*args, **kwargs):
+            array = function(*args, **kwargs)
+            self.sizes[id(array)] = array.nbytes
+            weakref.finalize(array, self.sizes.pop, id(array))
+            held = sum(self.sizes.values()) + self.of_jax() - self.before
+            self.peak, self.largest = max(self.peak, held), max(self.largest, array.nbytes)
+            self.total += array.nbytes
+            return array
+
+        return call
+
+
+def changed(pair, rank, alpha):
+    """What an adapter adds to a stack of matrices, or to one, flat: [*stack, in x out]."""
+    a, b = np.asarray(pair["a"], np.float64), np.asarray(pair["b"], np.float64)
+    stack = a.shape[: a.ndim - 2] if a.ndim == b.ndim == 2 else a.shape[:1]
+    a, b = a.reshape(*stack, -1, rank), b.reshape(*stack, rank, -1)
+    return alpha / rank * (a @ b)
+
+
+@pytest.mark.slow
+def test_adapters_are_folded_in_a_few_matrices_at_a_time(monkeypatch):
+    params = jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1))
+    write_folder("hf", MODEL.weights, held(params), dtype="bfloat16")
+    start = config(model=ModelConfig(size="anyres-nano", weights=("hf",)))
+    # By these rates two steps move adapters far.
+    train = replace(
+        start.train, lora_rank=2, lora_targets=("llm", "connector"), learning_rate=0.05,
+        warmup_steps=0,
+    )  # fmt: skip
+    asked = replace(start, train=train)
+    tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
+    plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)
+    Trainer(asked, plan=plan, profile=nano_profile()).fit()
+    model = adapted(MODEL, train)
+    reader = CheckpointStore(Path("runs/run/checkpoints")).open(2)
+    saved = {n: jax.tree.map(np.asarray, tree) for n, tree in saved_params(reader, model).items()}
+    with monkeypatch.context() as patch:
+        alive = Alive(patch, (CheckpointReader, "read"), (Folder, "read"), (write, "as_in_file"))
+        assert main(["export", "runs/run", "--out", "out"]) == 0
+    # Of all that is read and folded, no more at once than a few matrices of a layer.
+    assert alive.peak <= 2 * alive.largest
+    assert alive.largest < Path("out/model.safetensors").stat().st_size / 2 < alive.total
+    before, after = on_host("hf"), on_host("out")
+    for name, part, adapter in (("llm", "layers", "adapter"), ("vision", "exit", "exit_adapter")):
+        for matrix, pair in saved[name][adapter].items():
+            moved = changed(pair, 2, train.lora_alpha)
+            kernel = after[name][part].pop(matrix)["kernel"]
+            original = before[name][part].pop(matrix)["kernel"]
+            sums = original.astype(np.float64).reshape(moved.shape) + moved
+            np.testing.assert_allclose(kernel.reshape(moved.shape), sums, rtol=2**-8, atol=1e-6)
+            assert np.abs(moved).max() > 0.01
+    jax.tree.map(np.testing.assert_array_equal, after, before)  # nothing else has moved
 
 
 ADAPTERS = MODEL.with_lora(2, 4.0, targets=("llm",))

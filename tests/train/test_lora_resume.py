@@ -1,4 +1,4 @@
-"""A run with LoRA beside matrices in 8 bits that was killed and resumed is the run that was not."""
+"""A run with LoRA that was killed and resumed is the run that was not."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
         tensorboard=True,
     )
     whole = tmp_path_factory.mktemp("lora") / "run"
-    nano = {"model": dataclasses.replace(NANO_MODEL, quantize_frozen="int8")}
-    fit(whole, train=train, **nano)
+    fit(whole, train=train, model=NANO_MODEL)
     killed = as_killed(whole, saved=6, rows=8)
-    fit(killed, "resume", train=train, **nano)
+    fit(killed, "resume", train=train, model=NANO_MODEL)
     assert_as_whole(killed, whole)
     scalars, of_whole = events_of(killed), events_of(whole)
     for name in ("loss", "learning_rate/lora", "held_out/loss"):
@@ -49,10 +48,8 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     assert list(scalars["held_out/loss"]) == [3, 7, 11]
     # The rank is a shape of the checkpoint, and a run without LoRA trains something else.
     other = shutil.copytree(whole, "other")
-    said = refused(other, train=dataclasses.replace(train, steps=14), model=NANO_MODEL)
-    assert "int8" in said
-    assert "another model" in said
-    said = refused(other, train=dataclasses.replace(train, steps=14, lora_rank=3), **nano)
+    more = dataclasses.replace(train, steps=14, lora_rank=3)
+    said = refused(other, train=more, model=NANO_MODEL)
     assert "adapter" in said
     assert "another model" in said
     said = refused(other, train=dataclasses.replace(CONFIG.train, steps=14), model=NANO_MODEL)

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.config import Config, ModelConfig, TrainConfig
+from dflop_jax.config import Config, TrainConfig
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import BACKWARD, Plan, SegmentPlan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train.load_params import shapes_of
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.prepare import set_up, trained_model
+from dflop_jax.train.prepare import set_up
 from dflop_jax.train.ready import data_line, workplace_line
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 from dflop_jax.train.trainer import Trainer
@@ -202,22 +202,6 @@ def test_a_model_without_a_connector_or_adapters_says_so():
     with pytest.raises(ValueError, match=r"train.lora_rank=2, but a SimpleNamespace has no with_l"):
         parts(text_only, lora_rank=2)
     assert parts(text_only, stage="llm").frozen == ()
-
-
-def test_matrices_in_8_bits_are_what_is_frozen_beside_adapters():
-    held = ModelConfig(size="nano", quantize_frozen="int8")
-    rate = ("connector=1e-3",)
-    config = Config(model=held, train=TrainConfig(lora_rank=2, learning_rates=rate))
-    modules = trained_model(config).modules
-    by_part = {m: set(modules[m].module.matrices) for m in ("llm",)} | {
-        "vision": set(modules["vision"].matrices)  # which has no adapters
-    }
-    assert by_part == {"llm": {"layers"}, "vision": {"entry", "layers"}}  # the connector trains
-    with pytest.raises(ValueError, match=r"quantize_frozen=int8 is about .*=0 trains none; set a"):
-        trained_model(Config(model=held))
-    of_its_own = dataclasses.replace(held, factory="tests.small:build")
-    with pytest.raises(ValueError, match=r"no with_(lora|quantized)\("):
-        trained_model(dataclasses.replace(config, model=of_its_own))
 
 
 def test_a_wrong_choice_is_found_before_anything_is_measured():

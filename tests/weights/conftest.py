@@ -48,36 +48,6 @@ def random_params(model, seed):
     return {k: {name: part(m, name) for name in PARTS} for k, m in model.modules.items()}
 
 
-def rounded_by_hand(model, params):
-    """The parameters as a model with matrices in 8 bits holds them, float32 where it has no say."""
-
-    def part(module, name, tree):
-        stacked = name == "layers"
-        shapes = jax.eval_shape(lambda key: module.init(name, key), jax.random.key(0))
-
-        def one(tree, shapes):
-            if not isinstance(tree, dict):
-                return tree
-            out = {key: one(tree[key], shapes[key]) for key in tree}
-            if "kernel_scale" in shapes:
-                w = tree["kernel"]
-                first = stacked, stacked + w.ndim - stacked - shapes["kernel_scale"].ndim
-                scale = np.abs(w).max(axis=tuple(range(*map(int, first))), keepdims=True)
-                scale = scale / np.float32(127)
-                out["kernel"] = np.rint(w / scale).astype(np.int8)
-                out["kernel_scale"] = scale.reshape(
-                    *w.shape[:stacked], *shapes["kernel_scale"].shape
-                )
-            return out
-
-        return one(tree, shapes)
-
-    return {
-        name: {p: part(model.modules[name], p, tree) for p, tree in parts.items()}
-        for name, parts in params.items()
-    }
-
-
 def held(params):
     return [ModuleParams(module, tree) for module, tree in params.items()]
 

@@ -17,7 +17,7 @@ from models import hf
 from models.hf_tensors import conv, linear, patch, same, vector
 
 from ..pipeline.plain import in_order, whole_of
-from .conftest import MODEL, PLAN, held, random_params, rounded_by_hand
+from .conftest import MODEL, PLAN, held, random_params
 
 LAYOUTS = [
     linear((6, 4, 3)),
@@ -74,21 +74,11 @@ IN_PIECES = PLAN.with_layout(
 )  # fmt: skip
 
 
-INT8 = MODEL.with_quantized(("vision", "connector", "llm"))
-
-
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize(
-    "model, plan, piece_bytes",
-    [
-        (MODEL, PLAN, 4096),
-        (MODEL, PLAN, 32 * 2**20),
-        (INT8, PLAN, 4096),
-        (INT8, IN_PIECES, 32 * 2**20),
-    ],
+    "plan, piece_bytes", [(PLAN, 4096), (PLAN, 32 * 2**20), (IN_PIECES, 32 * 2**20)]
 )
-def test_segments_hold_their_slices(folder, params, monkeypatch, model, plan, piece_bytes):
-    """Matrices in 8 bits are rounded by the scales of the whole matrix, however it is split."""
+def test_segments_hold_their_slices(folder, params, monkeypatch, plan, piece_bytes):
     monkeypatch.setattr(read, "PIECE_BYTES", piece_bytes)
     source = Folder(folder, MODEL.weights)
     source.check()
@@ -102,10 +92,9 @@ def test_segments_hold_their_slices(folder, params, monkeypatch, model, plan, pi
         return array
 
     monkeypatch.setattr(source, "read", counted)
-    whole_params = params if model is MODEL else rounded_by_hand(model, params)
-    for s in make_segments(model, plan.layout, jax.devices()).values():
+    for s in make_segments(MODEL, plan.layout, jax.devices()).values():
         found = read_segment(source, s)
-        want = {part: whole_params[s.plan.module][part] for part in s.parts}
+        want = {part: params[s.plan.module][part] for part in s.parts}
         cut = slice(s.plan.start, s.plan.stop)
         want["layers"] = jax.tree.map(lambda a, cut=cut: a[cut], want["layers"])
         cuts = held_cuts(s)
@@ -114,11 +103,9 @@ def test_segments_hold_their_slices(folder, params, monkeypatch, model, plan, pi
         jax.tree.map(np.testing.assert_array_equal, whole, want)
         shardings = jax.tree.map(lambda a: a.sharding, placed_structs(s))
         assert jax.tree.map(lambda a: a.sharding, found) == shardings
-    # Nothing twice, whatever is replicated, but matrices for their scales; nothing for others.
-    rounded = [a for a in jax.tree.leaves(whole_params) if a.dtype == np.int8]
-    want_bytes = sum(a.nbytes for a in jax.tree.leaves(params)) + sum(4 * a.size for a in rounded)
+    # Nothing twice, whatever is replicated; nothing for others.
+    want_bytes = sum(a.nbytes for a in jax.tree.leaves(params))
     assert plan is IN_PIECES or read_bytes == want_bytes
-    assert len(rounded) == (0 if model is MODEL else 16)
 
 
 def one_device(params, dtype=np.float32):

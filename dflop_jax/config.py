@@ -405,10 +405,6 @@ class Config:
         str, "folder the run writes to; {time} in it becomes the time at which the run began"
     ] = "runs/run"
     cache_dir: Annotated[str, "folder of cached profiles and compiled programs"] = "runs/cache"
-    cache_gib: Annotated[
-        NonNegativeFloat,
-        "GiB of compiled programs, those used last, that a new run leaves there; 0 leaves all",
-    ] = 50.0  # some hundred plans of a model of billions of parameters
 
     def __post_init__(self) -> None:
         for leaf in fields():

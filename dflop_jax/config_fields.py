@@ -16,7 +16,6 @@ from msgspec import Meta
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _SIZE = re.compile(r"([\d.]+(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?", re.ASCII | re.IGNORECASE)
-_SIZES = {"bytes": 1, "gib": 2**30}  # bytes of the unit that ends the name of a field of sizes
 
 
 class Field(NamedTuple):
@@ -54,16 +53,16 @@ class Field(NamedTuple):
         """
         if self.choices:
             return dtype_name(value) if isinstance(value, str) else value
-        unit = _SIZES.get(self.name.rpartition("_")[2])
-        if unit and isinstance(value, str) and (size := size_bytes(value)) is not None:
-            return size / unit
+        is_size = self.name.endswith("_bytes")
+        if is_size and isinstance(value, str) and (size := size_bytes(value)) is not None:
+            return size
         if get_origin(self.kind) is tuple and isinstance(value, str):
             value = [entry for entry in value.split(",") if entry]
         try:
             return msgspec.convert(value, self.kind, strict=False)
         except msgspec.ValidationError as e:
             why = str(e).split(" - at ")[0]
-            wanted = _wanted(self.kind) + ", or a size such as 80GB" * bool(unit)
+            wanted = _wanted(self.kind) + ", or a size such as 80GB" * is_size
             raise ValueError(f"{why} - at `{self.name}`; give {wanted}") from None
 
 

@@ -12,7 +12,7 @@ from dflop_jax.records import from_plain, to_json
 VERSION = 3  # of kinds of records that have not changed since
 # Plan 5: a layout, scheduling and figures. Profiles 5: content is priced by feature.
 # PriceList 6, Schedule 5: prices and content by feature, pieces in columns. PriceList 7:
-# with the step's end. PriceList 8, Schedule 6, KnownPlan 4: content in each module's own order.
+# with the step's end. PriceList 8, Schedule 6: content in each module's own order.
 # Older prices are timed again.
 _NEWER = {
     "Plan": 5,
@@ -20,7 +20,6 @@ _NEWER = {
     "Profile": 5,
     "PriceList": 8,
     "Schedule": 6,
-    "KnownPlan": 4,
 }
 T = TypeVar("T")
 

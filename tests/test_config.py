@@ -246,7 +246,6 @@ DECAYS = [
     "train.label_smoothing",
 ]
 NOT_NEGATIVE = [
-    "cache_gib",
     "train.max_hours",
     "train.log_every",
     "distributed.hang_factor",

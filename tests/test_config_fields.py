@@ -16,8 +16,6 @@ def test_sizes(text, n_bytes):
         if n_bytes:
             assert get(override(Config(), {name: text}), name) == n_bytes
     assert override(Config(), {"plan.memory_bytes": text}).plan.memory_bytes == n_bytes
-    in_gib = n_bytes / 2**30 if text.strip()[-1] in "bBg" else n_bytes
-    assert override(Config(), {"cache_gib": text}).cache_gib == in_gib
 
 
 @pytest.mark.parametrize("text", ["80 XB", "GB", "1.2.3GB", "80GB80", ""])

@@ -81,8 +81,7 @@ MANY_ARGUMENTS = {
 # Files that read private names of jax, and what no public name gives them.
 PRIVATE_JAX = {
     "dflop_jax/cluster/processes.py",  # how jax reads Slurm's, Open MPI's and Kubernetes' variables
-    "dflop_jax/train/compile_cache.py",  # compiled programs kept by every process, checked
-    "dflop_jax/train/program_index.py",  # what jax needs beside a compiled program to call it
+    "dflop_jax/train/compile_cache.py",  # compiled programs kept by every process
     "models/attention_cudnn.py",  # cuDNN attention over packed rows
 }
 

@@ -21,7 +21,6 @@ from dflop_jax.cluster import (
 )
 from dflop_jax.config import CheckpointConfig, Config
 from dflop_jax.records import USABLE_MEMORY
-from dflop_jax.train import compile_cache
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MIB = 1 << 20
@@ -38,7 +37,6 @@ CLUSTERS = [
     f"at once, then after {supervisor.FIRST_WAIT_S:g}, 2, 4 ... {supervisor.MAX_WAIT_S:g} s",
     f"| `XLA_CLIENT_MEM_FRACTION={USABLE_MEMORY}`",
     f"plans count with {USABLE_MEMORY:.0%}",
-    f"(`KEY{compile_cache.SUFFIX}`, beside jax's own `KEY-cache`)",
     f"within {door.PROVE_S:g} s, after {HELLO_BYTES:,} bytes at most, at most "
     f"{door.MOST_STRANGERS} at a time",
     f"With more than {tree.FAN_OUT + 1} processes",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LONGEST_NAME = 120  # characters of a folder's name
 # Of a command's arguments, those that its answer does not depend on.
 ASIDE = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
-         "cache_dir", "cache_gib")  # fmt: skip
+         "cache_dir")  # fmt: skip
 
 
 def experiment_arguments(*, optional: bool = False) -> Parser:

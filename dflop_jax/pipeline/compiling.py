@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,41 +22,10 @@ from dflop_jax.tasks.graph import Link
 Job = Callable[[], jax.stages.Lowered]
 
 
-class KnownPrograms(Protocol):
-    """Programs that were compiled before."""
-
-    def name(self, job: Job) -> str:
-        """What the program that a job would lower is known by, asked before anything is lowered;
-        "" where it cannot be known."""
-        ...
-
-    def load(self, name: str, devices: list[jax.Device]) -> jax.stages.Compiled | None:
-        """The program of a name, for its devices; None where it has to be traced."""
-        ...
-
-    def compile(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compile a program, to be known by its name from now on."""
-        ...
-
-
-class NoPrograms:
-    """Nothing is known."""
-
-    def name(self, job: Job) -> str:
-        return ""
-
-    def load(self, name: str, devices: list[jax.Device]) -> None:
-        return None
-
-    def compile(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return lowered.compile()
-
-
 def compile_programs(
     programs: Programs,
     on_progress: Callable[[int, int], None] = lambda done, of: None,
     sync: Callable[[], None] = lambda: None,
-    known: KnownPrograms | None = None,
 ) -> int:
     """Compile everything that runs on this process, in the order of the plan's segments, which is
     the same on every process; returns how many programs were to be compiled: equal segments on the
@@ -66,33 +35,24 @@ def compile_programs(
     processes, the others find it in the compilation cache, if there is one: the same binary, so
     that its collectives run in one order everywhere. Where compiling tunes kernels on the devices,
     that is the first of them, so that none tunes while another computes; else they take turns.
-    What is `known` is loaded, not traced.
     `on_progress` is told before and after each; what it raises leaves out those that are not begun.
     """
     every = {k: job for name in programs.segments if name in programs.local
              for k, job in _jobs_of(programs, name).items()}  # fmt: skip
     alike = first_alike(programs)
     todo = {k: job for k, job in every.items() if alike[k[0]] == k[0]}
-    known = known or NoPrograms()
     here = jax.process_index()
     mine = {k for i, k in enumerate(todo) if _compiled_by(programs, k, i) == here}
     mine = {k for k in todo if (_forward_of(programs, k) or k) in mine}
-    names = {k: known.name(job) for k, job in todo.items()}
-    for k, name in names.items():
-        on_progress(len(programs.compiled), len(todo))
-        program = known.load(name, list(programs.segments[k[0]].mesh.devices.flat))
-        if program is not None:
-            programs.compiled[k] = program
-    left = [k for k in todo if k not in programs.compiled]
     for keys in (mine, todo.keys() - mine):
         with ThreadPoolExecutor(threads_for(programs.segments.values())) as pool:
             running: dict[Any, Future[jax.stages.Compiled]] = {}
             try:
-                for k in (k for k in left if k in keys):
+                for k in (k for k in todo if k in keys):
                     on_progress(len(programs.compiled), len(todo))
-                    if (forward := _forward_of(programs, k)) in running:  # else it was loaded
+                    if forward := _forward_of(programs, k):
                         learn(programs, forward, running[forward].result())
-                    running[k] = pool.submit(known.compile, names[k], todo[k]())
+                    running[k] = pool.submit(todo[k]().compile)
                 for key, job in running.items():
                     programs.compiled[key] = job.result()
                     on_progress(len(programs.compiled), len(todo))

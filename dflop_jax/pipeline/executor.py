@@ -20,7 +20,7 @@ from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.by_layer import Optimizer
 from dflop_jax.pipeline.calibration import Calibration, calibrate, rehearse
 from dflop_jax.pipeline.communicator import absent
-from dflop_jax.pipeline.compiling import KnownPrograms, compile_programs
+from dflop_jax.pipeline.compiling import compile_programs
 from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
 from dflop_jax.pipeline.held import grad_structs, placed_structs
 from dflop_jax.pipeline.parts import KEY_IMPL
@@ -169,11 +169,10 @@ class Executor:
         self,
         on_progress: Callable[[int, int], None] = lambda done, of: None,
         sync: Callable[[], None] = lambda: None,
-        known: KnownPrograms | None = None,
     ) -> int:
-        """Compile every program of the plan that runs on this process, but for those that are
-        known; returns how many it has. `sync` waits for the other processes."""
-        return compile_programs(self.programs, on_progress, sync, known)
+        """Compile every program of the plan that runs on this process; returns how many it has.
+        `sync` waits for the other processes."""
+        return compile_programs(self.programs, on_progress, sync)
 
     def run_step(
         self,

@@ -36,11 +36,6 @@ class Lowering:
         self._unplaced: dict[Shape, Tree] = {}
         self._residuals: dict[Shape, Tree] = {}
 
-    @property
-    def made_of(self) -> tuple[Segment]:
-        """See `fingerprint.MadeOf`."""
-        return (self.segment,)
-
     def argument_structs(self, shape: Shape, kind: Kind) -> tuple[Tree, ...]:
         """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads,
         residuals)."""

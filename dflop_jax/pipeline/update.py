@@ -67,7 +67,6 @@ class SegmentUpdate:
     ):
         self.segment, self.clip_norm = segment, clip_norm
         self.adds_shared = adds_shared
-        self.made_of = segment, tx, clip_norm, dict(rate_factors), adds_shared  # see `fingerprint`
         groups = segment.module.freeze_groups
         self._factors = {p: rate_factors.get(g, 1.0) for p, g in groups.items()}
         structs, cuts = program_structs(segment), split_cuts(segment)

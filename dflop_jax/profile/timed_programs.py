@@ -105,7 +105,7 @@ def timed_programs(
     compiled: Compiled, shape: Shape, below: int, pieces: Sequence[int]
 ) -> TimedPrograms:
     """A segment's programs on rows of each number of pieces."""
-    (segment,), forward, backward = compiled.lowering.made_of, compiled.forward, compiled.backward
+    segment, forward, backward = compiled.lowering.segment, compiled.forward, compiled.backward
     params, x, by_pieces = timed_backward(compiled.lowering, backward, shape, below, pieces)
     runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
     temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,15 +12,14 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Compilations of the thread that made it, since then; `read` gives the count. Another one may
-    compile what no step waits for (`programs_ahead`)."""
+    """Compilations of this process since it was made; `read` gives the count."""
 
     def __init__(self) -> None:
-        self._count, self._thread = 0, threading.get_ident()
+        self._count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
-        self._count += event == _EVENT and threading.get_ident() == self._thread
+        self._count += event == _EVENT
 
     def read(self) -> int:
         return self._count

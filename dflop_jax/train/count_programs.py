@@ -10,11 +10,10 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from dflop_jax.records import Plan, from_json, to_json
+from dflop_jax.record_files import load, save
+from dflop_jax.records import Plan
 from dflop_jax.schedule.counts import program as written
 from dflop_jax.schedule.counts.program import CountProgram, canonical, sizes_of
-from dflop_jax.train.compile_cache import CheckedFiles
-from dflop_jax.train.program_index import FOLDER
 
 
 def count_program(plan: Plan, cache_dir: str | Path) -> CountProgram | None:
@@ -25,11 +24,11 @@ def count_program(plan: Plan, cache_dir: str | Path) -> CountProgram | None:
     sizes = sizes_of(plan.layout)
     code = hashlib.sha256(Path(written.__file__).read_bytes()).hexdigest()
     facts = f"{sizes} {version('cvxpy')} {code}"
-    name = f"counts-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
-    files = CheckedFiles(Path(cache_dir, FOLDER), "this integer program")
-    if (kept := files.get(name)) is not None:
-        return from_json(kept, CountProgram)
+    file = Path(cache_dir, f"counts-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
+    with suppress(ValueError):  # none yet, or a damaged one
+        return load(CountProgram, file)
     program = canonical(sizes)
     with suppress(OSError):  # a full disk costs time in the next start only
-        files.put(name, to_json(program))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save(program, file)
     return program

@@ -165,7 +165,7 @@ def continued(
       ValueError: other parts train now.
     """
     then = meta.planned_under
-    changed = [n for n in now if n in then and not same_value(n, then[n], now[n])]
+    changed = [n for n in now if n in then and not _same_value(n, then[n], now[n])]
     if _FROZEN in changed:
         raise ValueError(
             f"the checkpoint was trained with {then[_FROZEN]} frozen, this run with {now[_FROZEN]}:"
@@ -193,7 +193,7 @@ def continued(
     return Continued(meta.plan, profile, meta.prices.prices, says)
 
 
-def same_value(name: str, then: Any, now: Any) -> bool:
+def _same_value(name: str, then: Any, now: Any) -> bool:
     """Whether what a plan was made under is what it would be made under now, of one name."""
     if name == _MEMORY:
         return math.isclose(then, now, rel_tol=_MEMORY_TOLERANCE)

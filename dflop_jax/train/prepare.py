@@ -18,9 +18,7 @@ import msgspec
 from dflop_jax.cluster.devices import connect_pairs
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.processes import find_processes
 from dflop_jax.cluster.sections import Sections
-from dflop_jax.cluster.supervised import is_restart
 from dflop_jax.config import Config, ModelConfig, TrainConfig, check_warmup
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
 from dflop_jax.data import MediaSpec, Source, make_source
@@ -39,7 +37,6 @@ from dflop_jax.report.spent import (
     time_log,
 )
 from dflop_jax.train.compile_cache import use_cache
-from dflop_jax.train.program_index import forget_unused
 from dflop_jax.train.run_dir import settled_run_dir
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
@@ -250,10 +247,6 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     use_cache(config.cache_dir)
     noted = time_log()
     with noted.part(CONNECT):
-        here = find_processes(config.distributed)
-        # A restart is to be quick, and needs what is there.
-        if here.local_index == 0 and not is_restart():
-            forget_unused(config.cache_dir, config.cache_gib)
         member = initialise(config.distributed, config.plan.devices)
         alone = member.number == 1
         devices = use_devices(member.planned) if alone else run_devices(member)

@@ -68,7 +68,7 @@ def agree(config: Config, peers: Peers) -> None:
     ours = msgspec.json.decode(encoded)
     theirs = msgspec.json.decode(peers.share("config", encoded))
     for name, value in theirs.items():
-        if name not in ("distributed", "cache_dir", "cache_gib") and ours[name] != value:
+        if name not in ("distributed", "cache_dir") and ours[name] != value:
             raise ValueError(
                 f"process {peers.process} was started with {name}={ours[name]}, process 0 "
                 f"with {value}; start all with the same configuration"

@@ -38,7 +38,6 @@ from dflop_jax.report.spent import COMPILE
 from dflop_jax.train.compiles import found_counted
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.program_index import program_index
 from dflop_jax.train.trying import in_agreement, plan_words
 
 REPEATS = 5  # timed runs of a program: their median tells
@@ -121,9 +120,8 @@ def compile_and_time(
     limit_s = place.config.distributed.peer_timeout_s
     with place.time.part(COMPILE), found_counted() as found:
         compiling = partial(in_agreement, peers, ex.plan, "compiling its programs")
-        known = program_index(place.config.cache_dir)
-        n = compiling(lambda sync: ex.compile(lambda *_: place.sections.renew(), sync, known))
-        n_found = found() + (known.n_loaded if known else 0)
+        n = compiling(lambda sync: ex.compile(lambda *_: place.sections.renew(), sync))
+        n_found = found()
     mine = in_agreement(
         peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends, repeats), limit_s
     )
@@ -173,7 +171,7 @@ class PlanTrials:
           PlanTooLarge: memory of a process did not hold it.
         """
         if not self._place.config.plan.finalists:
-            return self.by_profile(plan)
+            return plan_prices(plan.layout, self._profile.model)
         file = Path(self._place.config.cache_dir) / f"times-{self._name(plan)}.json"
         with suppress(ValueError):  # none yet, or one of another version
             return load(PriceList, file).prices
@@ -182,10 +180,6 @@ class PlanTrials:
         file.parent.mkdir(parents=True, exist_ok=True)
         save(PriceList.of(prices), file)
         return prices
-
-    def by_profile(self, plan: Plan) -> Prices:
-        """Prices of a plan by the profile alone."""
-        return plan_prices(plan.layout, self._profile.model)
 
     def rehearse(self, plan: Plan, prices: Prices) -> None:
         """Run one step of a plan, where devices have limited memory, so that all that a step holds

@@ -53,7 +53,7 @@ def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
     timed = []
 
     def fake(lowering, backward, shape, below, pieces):
-        (segment,) = lowering.made_of
+        segment = lowering.segment
         timed.append((segment.name, segment.mesh.shape["data"], shape))
         return None, None, [("fields", "backward")]
 

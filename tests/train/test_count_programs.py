@@ -28,18 +28,15 @@ def of_grouping(plan, grouping):
     return replace(plan, scheduling=replace(plan.scheduling, grouping=grouping))
 
 
-def test_it_is_written_once_and_again_where_it_is_damaged(tmp_path, written, caplog):
+def test_it_is_written_once_and_again_where_it_is_damaged(tmp_path, written):
     plan = of_grouping(plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1)), "balanced")
     expected = canonical(sizes_of(plan.layout))
     assert count_program(plan, tmp_path) == expected
     assert count_program(plan, tmp_path) == expected
     assert written == [sizes_of(plan.layout)]
-    (file,) = tmp_path.glob("programs/*")
-    content = bytearray(file.read_bytes())
-    content[-20] ^= 1
-    file.write_bytes(content)
+    (file,) = tmp_path.glob("counts-*.json")
+    file.write_bytes(file.read_bytes()[:-20])
     assert count_program(plan, tmp_path) == expected
     assert len(written) == 2
-    assert "integer program is damaged" in caplog.text
     assert count_program(of_grouping(plan, "arrival"), tmp_path) is None
     assert len(written) == 2

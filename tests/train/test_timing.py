@@ -162,7 +162,7 @@ def test_each_program_begins_the_deadline_of_compiling_anew(monkeypatch, tmp_pat
     place.sections.begin("compile")
     late: list[bool] = []
 
-    def compile_all(told, sync, known):
+    def compile_all(told, sync):
         for done in range(3):
             clock[0] += 0.9 * UNMEASURED
             late.append(place.sections.is_late)
@@ -171,7 +171,6 @@ def test_each_program_begins_the_deadline_of_compiling_anew(monkeypatch, tmp_pat
         late.append(place.sections.is_late)
         return 3
 
-    monkeypatch.setattr(timing, "program_index", lambda folder: None)
     monkeypatch.setattr(timing, "_calibrate", lambda *_: Calibration())
     ex = SimpleNamespace(plan=PLANS[0], compile=compile_all)
     assert timing.compile_and_time(place, ex).n_programs == 3
@@ -221,7 +220,7 @@ class Crowded(FakeExecutor):
         self._run("init")
         super().init(seed, sync)
 
-    def compile(self, on_progress, sync, known):
+    def compile(self, on_progress, sync):
         self._run("compile")
         sync()
         sync()

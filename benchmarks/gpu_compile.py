@@ -5,7 +5,7 @@ Minutes:  about 90 on 2 cores; --quick, which predicts nothing, under 3
 Needs:    the extra gpu-compile
 Expected: every program compiles, or its plan is refused in one line; no float32 product above 1% of
           a program's FLOPs (3% where there are gated delta nets), and at any tensor degree no
-          gather of whole queries, keys or values, nor of parameters over tensor ranks;
+          gather of whole queries, keys or values;
           bytes within 5% of the prediction by the median, 12% at worst
 
 Every case is a model at full width and depth in bfloat16 under a plan of a policy's kind: `dflop`
@@ -18,7 +18,6 @@ has segments in place of stages. Of equal programs of a model and a chip the fir
 `predicted_bytes` are what the planner expects: of a backward what it takes beside its arguments, of
 a forward what it hands over; and of every case the peak of each block of devices. Predictions come
 from a few layers at other shapes (`dflop_jax.gpu_compile.chip_profile`, kept in runs/cache).
-`modelled_s` is the roofline's, `modelled_mfu` the needed FLOPs in that time over the chip's peak.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from dflop_jax.contract import MultimodalModel, edges_of
 from dflop_jax.gpu_compile.child import CompileJob
 from dflop_jax.gpu_compile.compiling import compile_plans
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
-from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
@@ -171,7 +169,6 @@ CASES = _cases()
 
 def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel | None) -> dict[str, Any]:
     """What one program came to."""
-    peak = find_hardware(CHIPS[case.arch]).peak_flops("bfloat16")
     actual = program.work_bytes if program.kind == BACKWARD else program.handed_bytes
     return {
         "model": case.model,
@@ -188,15 +185,10 @@ def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel | None)
         "predicted_bytes": predicted_bytes(plan, program, costs)
         if costs and not program.error
         else None,
-        "modelled_s": program.modelled_s,
-        "modelled_mfu": program.needed_flops / program.modelled_s / peak
-        if program.needed_flops and program.modelled_s
-        else None,
         "flops": program.flops,
         "executed_over_needed": program.executed_over_needed,
         "f32_dot_flops": program.float32_dot_flops,
         "attention_gathers": program.attention_gathers,
-        "parameter_gathers": program.parameter_gathers,
         "pair_arrays": list(program.pair_arrays),
         "unknown": list(program.unknown),
         "error": program.error,
@@ -255,25 +247,22 @@ def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
                 found.append(f"{where}: {r['attention_gathers']} gathers of whole heads")
             if r.get("pair_arrays"):
                 found.append(f"{where}: keeps pairs of tokens: {' '.join(r['pair_arrays'])}")
-            if r["parameter_gathers"]:
-                found.append(f"{where}: {r['parameter_gathers']} gathers of parameters")
     return found
 
 
 def show(outcomes: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="Programs of published models, compiled for GPUs that are not here")
     table.add_column("model, policy, degrees, chip")
-    numbers = "programs", "compile s", "most temp GiB", "done/needed", "MFU", "float32", "gathers"
+    numbers = "programs", "compile s", "most temp GiB", "done/needed", "float32", "gathers"
     for name in numbers:
         table.add_column(name, justify="right")
     table.add_column("verdict")
     for name, case in outcomes.items():
         rows = case["rows"]
         if not rows:
-            table.add_row(name, *["-"] * 7, f"refused: {case['refused']}")
+            table.add_row(name, *["-"] * 6, f"refused: {case['refused']}")
             continue
         ratios = [r["executed_over_needed"] for r in rows if r["executed_over_needed"]]
-        shares = [r["modelled_mfu"] for r in rows if r["modelled_mfu"]]
         flops = max(1.0, sum(r["flops"] for r in rows))
         table.add_row(
             name,
@@ -281,9 +270,8 @@ def show(outcomes: dict[str, dict[str, Any]]) -> Table:
             f"{sum(r['compile_s'] for r in rows):.0f}",
             f"{max(r['temp_bytes'] for r in rows) / GIB:.1f}",
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
-            f"{min(shares):.0%}-{max(shares):.0%}" if shares else "-",
             f"{sum(r['f32_dot_flops'] for r in rows) / flops:.1%}",
-            str(sum(r["attention_gathers"] + r["parameter_gathers"] for r in rows)),
+            str(sum(r["attention_gathers"] for r in rows)),
             case["verdict"].split(" (")[0],
         )
     return table

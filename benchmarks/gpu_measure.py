@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from dflop_jax.gpu_compile.chips import CHIPS
-from dflop_jax.gpu_compile.modelled import modelled_terms
+from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.efficiency import Efficiency
+from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.records import Hardware
 
 Line = dict[str, Any]
@@ -150,13 +150,11 @@ def _compiled(bench: Bench, case: Case) -> _Timed:
 def predicted(
     program: jax.stages.Compiled, hardware: Hardware, seen_pairs: float, flops: float
 ) -> Line:
-    """Milliseconds under the roofline of plans, and by what takes them; the same in all under the
-    flat one; and shares of the peak that FLOPs needed come to."""
-    text = program.as_text() or ""
-    terms = {n: 1e3 * s for n, s in modelled_terms(text, seen_pairs, hardware).items()}
-    ms = sum(terms.values())
-    flat_ms = 1e3 * sum(modelled_terms(text, seen_pairs, hardware, FLAT).values())
-    line: Line = {"predicted_ms": ms, "flat_ms": flat_ms, "predicted": terms}
+    """Milliseconds under the roofline of plans and under the flat one, one kernel after another;
+    and shares of the peak that FLOPs needed come to."""
+    table = Table.of([hlo_kernels(program.as_text() or "", seen_pairs)], [1], hardware)
+    ms, flat_ms = (1e3 * float(table.seconds(e)[0]) for e in (Efficiency(), FLAT))
+    line: Line = {"predicted_ms": ms, "flat_ms": flat_ms}
     if flops:
         peak_ms = 1e3 * flops / hardware.bfloat16_flops
         line |= {"peak_ms": peak_ms, "predicted_mfu": peak_ms / ms, "flat_mfu": peak_ms / flat_ms}

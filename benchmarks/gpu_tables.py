@@ -1,4 +1,4 @@
-"""The segments of `gpu_step.py` as a table: what they should take, and what of it costs what."""
+"""The segments of `gpu_step.py` as a table: what they should take."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from typing import Any
 
 Line = dict[str, Any]
 _KEY = ("of", "layers", "rows", "tokens", "remat")
-_TERMS = ("products", "attention", "elementwise", "copies", "launches")
 
 
 def segment_table(lines: Sequence[Line]) -> str:
-    """Text of a row for each segment, its forward and backward tasks together, in milliseconds:
-    by the roofline of plans and its terms; `flat` is the share of the peak by the flat one."""
+    """Text of a row for each segment, its forward and backward tasks together, in milliseconds
+    by the roofline of plans; `flat` is the share of the peak by the flat one."""
     segments: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         if "of" in line and "predicted_ms" in line:
             segments.setdefault(tuple(line[k] for k in _KEY), []).append(line)
-    titles = (*_KEY, "ms", "MFU", *_TERMS, "flat ms", "flat MFU", "measured ms", "peak GiB")
+    titles = (*_KEY, "ms", "MFU", "flat ms", "flat MFU", "measured ms", "peak GiB")
     rows = [titles, *(_row(key, tasks) for key, tasks in segments.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -30,13 +29,11 @@ def _row(key: tuple[Any, ...], tasks: Sequence[Line]) -> tuple[str, ...]:
         return sum(float(t[name]) for t in tasks)
 
     ms, flat_ms, peak_ms = (total(n) for n in ("predicted_ms", "flat_ms", "peak_ms"))
-    terms = [sum(t["predicted"][n] for t in tasks) for n in _TERMS]
     measured = f"{total('ms'):.1f}" if all("ms" in t for t in tasks) else "-"
     return (
         *map(str, key),
         f"{ms:.1f}",
         f"{peak_ms / ms:.1%}",
-        *(f"{t:.1f}" for t in terms),
         f"{flat_ms:.1f}",
         f"{peak_ms / flat_ms:.1%}",
         measured,

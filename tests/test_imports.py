@@ -65,7 +65,6 @@ TOP_MAY_IMPORT = {"dflop_jax": set[str](), "models": set[str]()}
 MAX_ARGUMENTS = 8  # of a function, without `self`; more go into a record
 # Functions with more, and why.
 MANY_ARGUMENTS = {
-    # The public function of design.md.
     # What every model calls, by name: three arrays, what is known of tokens, what they see, where.
     "models/attention.py:attention",
     # The arguments of a kernel are its references to memory, those of its gradient what it keeps.

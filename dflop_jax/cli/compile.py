@@ -2,8 +2,8 @@
 
 It prints what each program takes and computes, and whether the plan fits into the chip's memory.
 The table has seconds to compile, arguments, temporaries, FLOPs executed over those needed, the
-share of products in float32, bytes of collectives, and the all-gathers over tensor ranks that
-bring whole queries, keys or values to attention, or make parameters whole.
+share of products in float32, bytes of collectives, and the all-gathers that bring whole queries,
+keys or values to attention.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ def _table(report: CompileReport) -> Table:
         "in\nfloat32",
         "sent",
         "q, k, v\nsent",
-        "weights\nsent",
     ):
         table.add_column(name, justify="right")
     for p in report.programs:
@@ -111,7 +110,7 @@ def _table(report: CompileReport) -> Table:
 
 def _figures(p: ProgramReport) -> list[str]:
     if p.error:
-        return ["fails", *("-",) * 7]
+        return ["fails", *("-",) * 6]
     ratio, sent = p.executed_over_needed, sum(s.n_bytes for s in p.collectives)
     return [
         "equal" if p.same_as else f"{p.compile_s:.1f}",
@@ -121,5 +120,4 @@ def _figures(p: ProgramReport) -> list[str]:
         f"{p.float32_dot_flops / p.flops:.0%}" if p.flops else "-",
         f"{sent / GIB:.2f}" if p.collectives else "-",
         str(p.attention_gathers) if p.flops else "-",
-        str(p.parameter_gathers) if p.kind != "exchange" else "-",
     ]

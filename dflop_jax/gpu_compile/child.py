@@ -20,17 +20,14 @@ from dflop_jax.config import Config
 from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_arrays import pair_arrays
 from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
-from dflop_jax.gpu_compile.hlo_gathers import parameter_gathers
-from dflop_jax.gpu_compile.modelled import modelled_terms
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
-from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.compiling import jobs, learn, lowering_of
 from dflop_jax.pipeline.flow import device_bytes, field_structs, x_structs
 from dflop_jax.pipeline.held import grad_structs, program_structs
 from dflop_jax.pipeline.programs import KEEPING, Programs, kinds
 from dflop_jax.pipeline.segment import EVALUATE
-from dflop_jax.records import AXES, BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
 from dflop_jax.tasks.graph import Link, in_flight_limit, resources
 from dflop_jax.train.prepare import set_up
 from dflop_jax.train.timing import make_executor
@@ -93,7 +90,7 @@ def compile_jobs(request: CompileRequest) -> Iterator[Line]:
             if place > request.skip:
                 head = described(programs, key)
                 yield Line(i, begun=head)
-                done = compiled(programs, key, head, lower, known, job.config.plan.hardware)
+                done = compiled(programs, key, head, lower, known)
                 yield Line(i, done=done)
 
 
@@ -144,7 +141,6 @@ def compiled(
     head: ProgramReport,
     lower: Callable[[], jax.stages.Lowered],
     known: dict[bytes, ProgramReport],
-    hardware: str,
 ) -> ProgramReport:
     """Compile a program and read what it takes; `known` gets it by its text."""
     try:
@@ -170,11 +166,7 @@ def compiled(
         compile_s=took,
         needed_flops=needed,
         executed_over_needed=cost.flops / needed if needed else None,
-        modelled_s=sum(modelled_terms(optimized, seen, find_hardware(hardware)).values()),
         **_bytes(executable.memory_analysis()),
-        parameter_gathers=0
-        if head.kind == "exchange"
-        else parameter_gathers(optimized, head.mesh[AXES.index("model")]),
         pair_arrays=pair_arrays(optimized, _shape_of(key).tokens)
         if head.kind in (FORWARD, BACKWARD, EVALUATE)
         else (),

@@ -27,10 +27,7 @@ class ProgramReport:
       compile_s: seconds of XLA; 0 where `same_as` is given.
       handed_bytes: of its outputs, what a forward task leaves for its backward task.
       needed_flops: see `needed`; 0 of programs that compute no layer, whose ratio is None.
-      modelled_s: seconds of its kernels under the roofline (`dflop_jax.profile.efficiency`), one
-        after another, every row full of one piece.
-      attention_gathers: see `hlo_cost`; `parameter_gathers`: see `hlo_gathers`, 0 of exchanges,
-        which are there to gather.
+      attention_gathers: see `hlo_cost`.
       pair_arrays: of a task, see `hlo_arrays`.
       unknown: loops of unknown length and kernels whose FLOPs nobody knows, which are missing.
       error: why it could not be compiled, in a line; the figures are then 0.
@@ -51,12 +48,10 @@ class ProgramReport:
     temp_bytes: float = 0.0
     flops: float = 0.0
     needed_flops: float = 0.0
-    modelled_s: float = 0.0
     executed_over_needed: float | None = None
     float32_dot_flops: float = 0.0
     collectives: tuple[Sent, ...] = ()
     attention_gathers: int = 0
-    parameter_gathers: int = 0
     pair_arrays: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     error: str = ""

@@ -14,11 +14,8 @@ from dflop_jax.profile.collectives import LINK_REACH, all_gather_s, all_reduce_s
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACK,
-    COPY,
-    ELEMENTWISE,
     GATHER,
     LOOKUP,
-    MATMUL,
     REDUCE,
     SEND,
     Kernel,
@@ -26,13 +23,6 @@ from dflop_jax.profile.kernels import (
 from dflop_jax.records import Hardware
 
 _COLLECTIVES = (REDUCE, GATHER, SEND)
-_TERMS = {
-    "products": (MATMUL,),
-    "attention": (ATTENTION, ATTENTION_BACK),
-    "elementwise": (ELEMENTWISE, LOOKUP),
-    "copies": (COPY,),
-    "collectives": _COLLECTIVES,
-}
 
 
 @dataclass(frozen=True)
@@ -111,15 +101,6 @@ class Table:
         """Seconds of each program, [n_rows]."""
         each = (self._work_s(e) + self._launch_s(e)) * self.repeats
         return np.bincount(self.row, each, self.n_rows)
-
-    def terms(self, e: Efficiency) -> dict[str, np.ndarray]:
-        """Those seconds by what takes them, [n_rows] each."""
-        work_s, launch_s = self._work_s(e) * self.repeats, self._launch_s(e) * self.repeats
-        by_kernels = {
-            name: np.bincount(self.row, np.where(np.isin(self.kind, kinds), work_s, 0), self.n_rows)
-            for name, kinds in _TERMS.items()
-        }
-        return {**by_kernels, "launches": np.bincount(self.row, launch_s, self.n_rows)}
 
     def _launch_s(self, e: Efficiency) -> np.ndarray:
         return np.where(np.isin(self.kind, _COLLECTIVES), 0.0, e.launch_s)

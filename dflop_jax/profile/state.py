@@ -279,10 +279,9 @@ def whole_bytes(
     return np.where(np.asarray(mesh.data) > 1, whole, 0.0)
 
 
-# What the programs of a step's end take beside their arguments, as compiled for H100 (see
-# `benchmarks/step_end.py`); on one device alone reductions and steps of elements are
-# made in place. In shards of gradients: copies of a reduction, and of pieces that are made into
-# whole parameters.
+# What the programs of a step's end take beside their arguments, as compiled for H100; on one device
+# alone reductions and steps of elements are made in place. In shards of gradients: copies of a
+# reduction, and of pieces that are made into whole parameters.
 _REDUCED_COPIES, _GATHERED_COPIES = 0.85, 2.2
 # Of a step of whole layers, in those that a device steps: of gradients, parameters and steps, and
 # of each moment before and after; and in its largest parameter's shard, what one step works on,

@@ -121,27 +121,6 @@ def cases_that_are_told(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "run", run)
 
 
-def kinds_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Layers of each kind for GPUs that are not here, too."""
-    figures = {"predicted_ms": 1.0, "predicted": dict.fromkeys(script.TERMS, 0.1)}
-
-    def compiled(segment: Any) -> Any:
-        for direction in (script.FORWARD, script.BACKWARD):
-            yield direction, "ENTRY %main () -> f32[] {\n}", figures | {"needed_flops": 1e11}
-
-    patch.setattr(script, "_compiled", compiled)
-    patch.setattr(script, "absent_devices", lambda name, hardware, n: jax.devices()[:n])
-
-
-def plans_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """It compiles for GPUs for minutes, by a compiler that few machines have."""
-
-    def measure(name: str, max_model: int) -> Any:
-        return [script.Row(name, "llm", 1.0, 1.0)], {"fits": True, "failed": []}
-
-    patch.setattr(script, "measure", measure)
-
-
 def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Three jobs of two processes take minutes: what they come to is made up."""
 
@@ -227,19 +206,6 @@ def no_second(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "REPEATS", 1)
 
 
-def compiled_by_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Compiling a 7B takes 10 GB: what the processes that compile would say is made up."""
-
-    def rows(chip: str, only: list[str]) -> Any:
-        for recompute in ("none", "segment"):
-            yield {"module": "m", "chip": chip, "recompute": recompute, "unknown": [], "stages": 2,
-                   "microbatches": 8, "rounds": 1, "ticks_over_needed": 1.125,
-                   "executed_over_needed": 1.125, "residual_bytes": 1.0,
-                   "temp_bytes": 1.0}  # fmt: skip
-
-    patch.setattr(script, "compiled_rows", rows)
-
-
 def runs_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """A run profiles, plans and compiles for minutes."""
     figures = ("planned_s", "measured_s", "measured_over_planned", "tokens_per_s", "mfu",
@@ -247,26 +213,6 @@ def runs_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     row = dict.fromkeys(figures, 1.0) | {"policy": "orch", "compiles": 0, "steps_s": [0.1]}
     patch.setattr(script, "run_row", lambda name, *_, tiny: {"name": name, **row})
     patch.setattr(script, "exact_row", lambda folder: {"name": script.EXACT, "resumed_equal": True})
-
-
-def ends_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """As little are updates compiled."""
-    patch.setattr(
-        script, "measure", lambda case: script.Row(case.name, 1e9, 1e8, 1.1e8, False, 0.009)
-    )
-
-
-def layers_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """So do layers of a 7B for GPUs that are not here."""
-
-    def rows() -> Any:
-        for program, moves in (("forward", 4.0), ("backward", 6.0)):
-            yield {"program": program, "tensor": 2, "hidden_bytes": 1.0, "whole_bytes": 2.0,
-                   "residual_bytes": 1.0, "temp_bytes": 1.0, "moves_of_a_layer": moves,
-                   "attention_gathers": 0, "parameter_gathers": 0, "executed_over_needed": 1.5,
-                   "collectives": {"all-gather": {"count": 1.0, "n_bytes": 1.0}}}  # fmt: skip
-
-    patch.setattr(script, "compiled_rows", rows)
 
 
 def links_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -359,8 +305,6 @@ RUNS = {
     "first_hour": Tiny(2, ("--commands", "check")),
     "forced": Tiny(2, ("--rows", "loop", "tensor"), losses_of_nobody),
     "fuzz_data": Tiny(2, ("--cases", 2), cases_that_are_told),
-    "gpu_kinds": Tiny(2, ("--parts", "kinds", "--only", "4B", "--compiling"), kinds_of_nobody),
-    "gpu_plans": Tiny(1, (), plans_of_nobody),
     "gpu_run": Tiny(5, (), runs_of_nobody),
     "host_work": Tiny(6, (), hosts_that_are_told),
     "hostile": Tiny(4, (), quiet_jobs),
@@ -380,9 +324,6 @@ RUNS = {
     "simulator": Tiny(3, ("--runs", 1), launched(schedules_of)),
     "simulator_speed": Tiny(2, (), no_second),
     "slow_links": Tiny(4, (), hosts_of_nobody),
-    "step_end": Tiny(12, ("--only", "adamw"), ends_of_nobody),
-    "step_flops": Tiny(4, (), compiled_by_nobody),
-    "token_split": Tiny(2, (), layers_of_nobody),
 }
 
 

@@ -145,7 +145,7 @@ def test_a_program_that_fails_says_why_in_a_line():
     def lower():
         raise NotImplementedError("sm_80 lacks\n  this kernel" + "!" * 500)
 
-    report = compiled(PROGRAMS, (), HEAD, lower, {}, "h100")
+    report = compiled(PROGRAMS, (), HEAD, lower, {})
     assert report.error.startswith("sm_80 lacks this kernel!!!")
     assert len(report.error) < 420
     assert one_line(KeyError()) == "KeyError"
@@ -156,9 +156,9 @@ def test_equal_programs_are_compiled_once():
         return lambda: jax.jit(lambda x: x @ x).lower(jnp.zeros((n, n)))
 
     known: dict = {}
-    first = compiled(PROGRAMS, (), HEAD, lower(8), known, "h100")
-    other = compiled(PROGRAMS, (), HEAD, lower(16), known, "h100")
-    again = compiled(PROGRAMS, (), HEAD, lower(8), known, "h100")
+    first = compiled(PROGRAMS, (), HEAD, lower(8), known)
+    other = compiled(PROGRAMS, (), HEAD, lower(16), known)
+    again = compiled(PROGRAMS, (), HEAD, lower(8), known)
     assert (first.flops, other.flops, again.flops) == (2 * 8**3, 2 * 16**3, 2 * 8**3)
     assert first.compile_s > 0 == again.compile_s
     assert (other.same_as, again.same_as) == ("", HEAD.name)

@@ -37,7 +37,7 @@ Oversize = Literal["drop", "truncate", "error"]
 Changed = Literal["refuse", "ok"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
 Effort = Literal["quick", "full"]
-OptimizerName = Literal["adamw", "lion", "muon", "adafactor"]
+OptimizerName = Literal["adamw", "lion"]
 LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 TrainStage = Literal["full", "connector", "llm"]
 Remat = Literal["auto", "none", "dots", "named", "layers", "segment"]
@@ -240,9 +240,7 @@ class TrainConfig:
         NonNegativeInt, "last steps, over which the schedule wsd decays; 0: a tenth of all"
     ] = 0
     final_lr_fraction: Annotated[Share, "learning rate at the end of a decay over its peak"] = 0.1
-    optimizer: Annotated[
-        OptimizerName, "adamw, lion, muon (of matrices; adamw of the rest) or adafactor"
-    ] = "adamw"
+    optimizer: Annotated[OptimizerName, "adamw or lion"] = "adamw"
     weight_decay: Annotated[NonNegativeFloat, "weight decay of matrices"] = 0.01
     weight_decays: Annotated[
         tuple[str, ...], "weight decay of matrices of single parts, as vision=0,llm=0.1"
@@ -270,7 +268,6 @@ class TrainConfig:
     ] = 10
     beta1: Annotated[Decay, "decay of the first moment of adamw and lion"] = 0.9
     beta2: Annotated[Decay, "decay of adamw's second moment, and of lion's average"] = 0.95
-    momentum: Annotated[Decay, "decay of muon's average of gradients"] = 0.95
     eps: Annotated[PositiveFloat, "AdamW divides by the root of the second moment and this"] = 1e-8
     moments_dtype: Annotated[
         Dtype, "what the optimizer's moments are kept in between steps: float32 or bfloat16"
@@ -450,10 +447,7 @@ BESIDE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "train.decay_steps": ("train.schedule", ("wsd",)),
     "train.final_lr_fraction": ("train.schedule", ("linear", "cosine", "wsd")),
-    "train.beta1": ("train.optimizer", ("adamw", "lion", "muon")),
-    "train.beta2": ("train.optimizer", ("adamw", "lion", "muon")),
-    "train.momentum": ("train.optimizer", ("muon",)),
-    "train.eps": ("train.optimizer", ("adamw", "muon")),
+    "train.eps": ("train.optimizer", ("adamw",)),
     **dict.fromkeys(
         [f"train.wandb_{name}" for name in ("entity", "name", "tags")], ("train.wandb_project", ())
     ),

@@ -1,22 +1,46 @@
-"""An optimizer that looks at single elements, on whatever a segment's devices hold of them."""
+"""An optimizer that looks at single elements, on whatever a segment's devices hold of them, and an
+average of the parameters beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Module, float32_names_of
+from dflop_jax.contract import float32_names_of
 from dflop_jax.pipeline.cut import Cut
 from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
 NO_PART = ""  # of what belongs to no parameter, such as a count of steps
 WHOLE = Cut(P(), P())
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """An optimizer that also keeps an average of the parameters after its steps, of which `decay`
+    stays at every step."""
+
+    stepping: optax.GradientTransformation
+    decay: float
+
+    def after(self, average: Tree, params: Tree) -> Tree:
+        """The average after a step to these parameters; a parameter that no step changes is its
+        average bit for bit, also where it is infinite, as bounds that bound nothing are."""
+
+        def one(old: jax.Array, new: jax.Array) -> jax.Array:
+            return jnp.where(old == new, new, new + self.decay * (old - new))
+
+        return jax.tree.map(one, average, params)
+
+
+# It may look at no element but the one that it steps: devices hold pieces of parameters.
+Optimizer: TypeAlias = "optax.GradientTransformation | Averaged"
 
 
 def map_state(
@@ -37,21 +61,6 @@ def map_state(
 def part_of_leaves(params: Tree) -> Tree:
     """The part of each leaf of a tree by parts."""
     return {p: jax.tree.map(lambda _, p=p: p, tree) for p, tree in params.items()}
-
-
-def step(
-    tx: optax.GradientTransformation,
-    grads: Tree,
-    state: Tree,
-    params: Tree,
-    module: Module,
-) -> tuple[Tree, Tree]:
-    """`tx.update` of trees by parts, which may ask for the freeze group of each, `groups`, and for
-    the names of parameters that do not decay, `undecayed`."""
-    more = {"groups": module.freeze_groups, "undecayed": float32_names_of(module)}
-    # optax relies on implicit promotion, which the user may have forbidden.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return optax.with_extra_args_support(tx).update(grads, state, params, **more)
 
 
 class Elementwise:
@@ -88,5 +97,10 @@ class Elementwise:
         return map_state(lambda _: said, lambda _: NO_PART, self.structs, self._shards)
 
     def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """(steps, new state), of trees as they are held."""
-        return step(self._tx, grads, state, params, self._segment.module)
+        """(steps, new state), of trees as they are held. `tx` may ask for the freeze group of each
+        part, `groups`, and for the names of parameters that do not decay, `undecayed`."""
+        module = self._segment.module
+        more = {"groups": module.freeze_groups, "undecayed": float32_names_of(module)}
+        # optax relies on implicit promotion, which the user may have forbidden.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return optax.with_extra_args_support(self._tx).update(grads, state, params, **more)

@@ -17,10 +17,10 @@ from functools import partial
 import jax
 
 from dflop_jax.contract import MultimodalModel, Params
-from dflop_jax.pipeline.by_layer import Optimizer
 from dflop_jax.pipeline.calibration import Calibration, calibrate, rehearse
 from dflop_jax.pipeline.communicator import absent
 from dflop_jax.pipeline.compiling import compile_programs
+from dflop_jax.pipeline.elementwise import Optimizer
 from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
 from dflop_jax.pipeline.held import grad_structs, placed_structs
 from dflop_jax.pipeline.parts import KEY_IMPL

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.pipeline.by_layer import Optimizer
 from dflop_jax.pipeline.communicator import absent, is_local
+from dflop_jax.pipeline.elementwise import Optimizer
 from dflop_jax.pipeline.exchange import Exchange
 from dflop_jax.pipeline.flow import field_structs, output_struct, x_structs, y_structs
 from dflop_jax.pipeline.layout import make_segments
@@ -179,8 +179,8 @@ class Training:
     """How a run trains, as far as programs depend on it.
 
     Attributes:
-      tx: the optimizer, by elements or by layers; clipping to `clip_norm` (0: off) by the norm over
-        all segments is ours.
+      tx: the optimizer, which looks at single elements; clipping to `clip_norm` (0: off) by the
+        norm over all segments is ours.
       freeze: names from the modules' `freeze_groups`.
       rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
         `tx`. Groups that are not named have that of `tx`.

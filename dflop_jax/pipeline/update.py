@@ -20,9 +20,8 @@ import optax
 
 from dflop_jax.contract import Array
 from dflop_jax.pipeline import fused
-from dflop_jax.pipeline.by_layer import Averaged, ByLayer, LayerOptimizer, Optimizer, Stepping
 from dflop_jax.pipeline.communicator import absent, is_local
-from dflop_jax.pipeline.elementwise import Elementwise, part_of_leaves
+from dflop_jax.pipeline.elementwise import Averaged, Elementwise, Optimizer, part_of_leaves
 from dflop_jax.pipeline.held import (
     grad_structs,
     has_masters,
@@ -40,12 +39,6 @@ AVERAGE = "ema"  # the key of a state's average of the parameters
 
 def _specs(structs: Tree) -> Tree:
     return jax.tree.map(lambda a: a.sharding.spec, structs)
-
-
-def _stepper(segment: Segment, tx: Stepping, cuts: Tree, shards: Tree) -> Elementwise | ByLayer:
-    """An optimizer and its state, of parameters that are cut and held so."""
-    kind: Any = ByLayer if isinstance(tx, LayerOptimizer) else Elementwise
-    return kind(segment, tx, cuts, shards)
 
 
 class SegmentUpdate:
@@ -81,7 +74,7 @@ class SegmentUpdate:
         self._ema = tx if isinstance(tx, Averaged) else None
         stepping = tx.stepping if isinstance(tx, Averaged) else tx
         mine = self._own(self._cuts), self._own(self._shards)
-        self._optimizer = _stepper(segment, stepping, *mine)
+        self._optimizer = Elementwise(segment, stepping, *mine)
         self.state_structs = self._with_average(self._optimizer.structs, mine[1])
 
     @property

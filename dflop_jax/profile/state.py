@@ -3,7 +3,6 @@ state, and what data ranks bring each other (ZeRO)."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -199,7 +198,7 @@ def _read_bytes(p: ParamDims, shard: np.ndarray) -> np.ndarray:
 
 
 def _kept_bytes(p: ParamDims, shard: np.ndarray) -> np.ndarray:
-    return shard * p.element_state_bytes + p.whole_state_bytes
+    return shard * p.element_state_bytes
 
 
 def _by_parameter(
@@ -279,19 +278,10 @@ def whole_bytes(
     return np.where(np.asarray(mesh.data) > 1, whole, 0.0)
 
 
-# What the programs of a step's end take beside their arguments, as compiled for H100; on one device
-# alone reductions and steps of elements are made in place. In shards of gradients: copies of a
-# reduction, and of pieces that are made into whole parameters.
+# What the programs of a step's end take beside their arguments, as compiled for H100, in shards of
+# gradients: copies of a reduction, and of pieces that are made into whole parameters. On one device
+# alone both are made in place.
 _REDUCED_COPIES, _GATHERED_COPIES = 0.85, 2.2
-# Of a step of whole layers, in those that a device steps: of gradients, parameters and steps, and
-# of each moment before and after; and in its largest parameter's shard, what one step works on,
-# more where it has moments.
-_DEALT_COPIES, _DEALT_MOMENT_COPIES = 3.0, 2.0
-_DEALT_LEAVES, _DEALT_MOMENT_LEAVES = 3.0, 1.7
-# On one device alone nothing is dealt out: what is copied is steps, and where there are moments
-# the rest as above, or else what the largest parameter is worked on in.
-_ALONE_COPIES, _ALONE_MOMENT_COPIES, _ALONE_LEAVES = 1.0, 3.25, 2.65
-_GATHERED_WITH_LAYERS = 0.75  # of whole parameters, before all layers are stepped
 
 
 def end_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> Array:
@@ -304,41 +294,4 @@ def end_bytes(segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile) -> A
     gathered = np.where((data > 1) & (segment.zero < 3), whole, 0.0)
     reduced = np.where(alone, 0.0, _REDUCED_COPIES * shard)
     updated = np.where(gathered, gathered + _GATHERED_COPIES * shard, 0.0)
-    layers = _layer_step_bytes(segment, mesh, profile, alone)
-    stepped = np.where(layers, layers + _GATHERED_WITH_LAYERS * gathered, 0.0)
-    return shard + np.maximum(np.maximum(reduced, updated), stepped)
-
-
-def _layer_step_bytes(
-    segment: SegmentPlan, mesh: MeshShape, profile: ModelProfile, alone: Array
-) -> Array:
-    """Bytes beside arguments of a step of whole layers; 0 where there is none. `alone`: on one
-    device."""
-    ranks = np.asarray(segment.shard_ranks(mesh.data, mesh.model))
-    stage_ranks = np.asarray(mesh.data) * mesh.model
-    copied: Array = np.zeros(ranks.shape)
-    leaves: list[Array] = [0.0]
-    leaves_alone: list[Array] = [0.0]
-
-    def work_on(p: ParamDims, n: float) -> None:
-        part = prod(p.sizes) // (mesh.model if p.split >= 0 else 1)
-        leaf = 4.0 * n * -(-part // ranks)
-        leaves.append(leaf * (_DEALT_LEAVES + _DEALT_MOMENT_LEAVES * p.layer_moments))
-        leaves_alone.append(leaf * (p.layer_moments == 0))
-
-    for key, n, _ in _layers(segment, mesh, profile):
-        of_stage = n / mesh.stage
-        turns = np.ceil(of_stage / stage_ranks)
-        for p in (p for p in profile.layer_dims.get(key, ()) if p.layer_moments >= 0):
-            each = 4.0 * prod(p.sizes) * turns
-            dealt = _DEALT_COPIES + _DEALT_MOMENT_COPIES * p.layer_moments
-            here = _ALONE_COPIES + _ALONE_MOMENT_COPIES * p.layer_moments
-            copied = copied + each * np.where(alone, here, dealt)
-            work_on(p, of_stage)
-    for p in profile.ends_dims.get(segment.module, ()):
-        if p.layer_moments >= 0:
-            work_on(p, _ends_here(segment, profile))
-    largest, largest_alone = (
-        functools.reduce(np.maximum, sizes) for sizes in (leaves, leaves_alone)
-    )
-    return copied + np.where(alone, _ALONE_LEAVES * largest_alone, largest)
+    return shard + np.maximum(reduced, updated)

@@ -95,19 +95,15 @@ def _seconds(record: LayerTiming | Recompute, factor: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParamDims:
-    """Sizes of a parameter's dims, which of them tensor parallelism splits (-1: none), what the
-    optimizer keeps of it: bytes for each element, shared like these, and bytes that every rank has;
-    whether it trains; the bytes of an element as programs read it; and how many moments of its
-    shape a step of whole layers has (see `pipeline.by_layer`), -1 where it is stepped element by
-    element."""
+    """Sizes of a parameter's dims, which of them tensor parallelism splits (-1: none), the bytes
+    that the optimizer keeps of each element, shared like these; whether it trains; and the bytes of
+    an element as programs read it."""
 
     sizes: tuple[int, ...]
     split: int = -1
     element_state_bytes: float = 8.0  # two moments in float32
-    whole_state_bytes: float = 0.0
     trains: bool = True
     working_bytes: int = 4
-    layer_moments: int = -1
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import optax
 from dflop_jax.config import TrainConfig
 from dflop_jax.config_texts import DECAYS, named_numbers
 from dflop_jax.contract import last_key
-from dflop_jax.pipeline.by_layer import Averaged, LayerOptimizer, Optimizer, Stepping
-from dflop_jax.pipeline.elementwise import map_state
+from dflop_jax.pipeline.elementwise import Averaged, Optimizer, map_state
 
 # Parameters of these names are vectors in spirit (even when stacked): weight decay leaves them out.
 UNDECAYED = frozenset({"bias", "scale"})
@@ -113,11 +112,6 @@ def with_moments(tx: optax.GradientTransformation, dtype: Any) -> optax.Gradient
     return optax.GradientTransformation(init, update)
 
 
-# Root mean square of a step's elements over the rate, as AdamW's mostly is (arXiv 2502.16982), so
-# that one learning rate serves both.
-MUON_RMS = 0.2
-
-
 def make_optimizer(config: TrainConfig) -> Optimizer:
     """What `train.optimizer` names, with an average of the parameters if `train.ema` says so;
     clipping by the global norm is the runtime's, since the norm spans submeshes."""
@@ -125,57 +119,14 @@ def make_optimizer(config: TrainConfig) -> Optimizer:
     return Averaged(made, config.ema) if config.ema else made
 
 
-def _named_optimizer(config: TrainConfig) -> Stepping:
-    decayed = (
+def _named_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    betas = {"b1": config.beta1, "b2": config.beta2}
+    if config.optimizer == "lion":
+        scale = optax.scale_by_lion(**betas)
+    else:
+        scale = optax.scale_by_adam(**betas, eps=config.eps)
+    return optax.chain(
+        with_moments(scale, jnp.dtype(config.moments_dtype)),
         add_decay(config.weight_decay, named_numbers(config.weight_decays, DECAYS)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-
-    def stepping(scale: optax.GradientTransformation) -> optax.GradientTransformation:
-        return optax.chain(with_moments(scale, jnp.dtype(config.moments_dtype)), *decayed)
-
-    betas = {"b1": config.beta1, "b2": config.beta2}
-    adam = stepping(optax.scale_by_adam(**betas, eps=config.eps))
-    if config.optimizer == "adamw":
-        return adam
-    if config.optimizer == "lion":
-        return stepping(optax.scale_by_lion(**betas))
-    if config.optimizer == "muon":
-        return LayerOptimizer(stepping(orthogonal(config.momentum)), adam)
-    return LayerOptimizer(optax.chain(factored(), *decayed), optax.identity(), takes_all=True)
-
-
-def orthogonal(momentum: float) -> optax.GradientTransformation:
-    """Muon (Jordan et al., 2024) of matrices [in, out]."""
-
-    def sides(params: Any) -> Any:
-        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(), params)
-
-    def as_adamw(update: Any) -> Any:
-        return MUON_RMS * math.sqrt(max(update.shape)) * update
-
-    return optax.chain(
-        optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=sides),
-        optax.stateless_with_tree_map(lambda update, _: as_adamw(update)),
-    )
-
-
-def factored(least: int = 128) -> optax.GradientTransformation:
-    """Adafactor (arXiv 1804.04235) without momentum: steps relative to a parameter's own size;
-    matrices of `least` rows and columns, or more, have factored second moments."""
-    return optax.chain(
-        optax.scale_by_factored_rms(min_dim_size_to_factor=least),
-        optax.clip_by_block_rms(1.0),
-        _relative(optax.scale_by_param_block_rms()),
-    )
-
-
-def _relative(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation that leaves steps of 0 as they are: what does not train may be infinite, as
-    bounds that bound nothing are."""
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        scaled, state = tx.update(updates, state, params)
-        return jax.tree.map(lambda u, s: jnp.where(u == 0, u, s), updates, scaled), state
-
-    return optax.GradientTransformation(tx.init, update)

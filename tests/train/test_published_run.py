@@ -76,7 +76,7 @@ def test_weights_in_and_out(tmp_path, capsys):
     small = jax.tree.map(lambda a: 0.05 * a, params)
     write_folder("hf", MODEL.weights, held(small), dtype="bfloat16")
     model = ModelConfig(size="anyres-nano", weights=("hf",))
-    train = replace(config().train, optimizer="muon", ema=0.75)
+    train = replace(config().train, ema=0.75)
     every = CheckpointConfig(every=1)
     tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
     plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)

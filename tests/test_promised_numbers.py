@@ -47,7 +47,7 @@ CLUSTERS = [
     f"`--distributed.hang_factor` ({RUN.hang_factor:g}) times the longest that was measured of it "
     f"in the last {sections.REMEMBERED}, and at least `--distributed.hang_least_s` "
     f"({RUN.hang_least_s:g} s)",
-    f"has {sections.UNMEASURED} times the least",
+    f"have {sections.UNMEASURED} times the least",
     f"those of its children every {'second' if BEAT_S == 1 else BEAT_S}",
 ]
 CHECKPOINTS = [

@@ -10,14 +10,14 @@ import msgspec
 
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import Plan, Prices, Profile, with_remat
+from dflop_jax.profile.links import node_size
+from dflop_jax.records import Hardware, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.spent import PLAN, PROFILE
 from dflop_jax.train.meta import Continued, Meta, continued, planned_under
 from dflop_jax.train.planning import check_layers, make_plan
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.profiling import make_profile
-from dflop_jax.train.recount import with_links
+from dflop_jax.train.profiling import make_profile, measured_hardware
 from dflop_jax.train.timing import PlanTrials, Timed, make_executor
 
 
@@ -69,6 +69,26 @@ def known_before(
     if profile and recounted and not is_given:
         profile = with_links(place, profile)
     return replace(known, profile=profile, plan=plan, recounted=recounted)
+
+
+def with_links(place: Workplace, profile: Profile) -> Profile:
+    """A profile with the nodes that are here, and with links of a kind that it has not met measured
+    (one device knows none between two); all processes call this together."""
+    hardware = profile.model.hardware
+    if hardware is None:
+        return profile
+    node = node_size(place.devices, place.hosts or ("",))
+    hardware = replace(hardware, devices_per_node=node)
+    if not knows_links(hardware, len(place.devices)):
+        hardware = measured_hardware(place)
+    return replace(profile, model=replace(profile.model, hardware=hardware))
+
+
+def knows_links(hardware: Hardware, n_devices: int) -> bool:
+    """Whether the links that so many devices have were measured."""
+    within, across = hardware.devices_per_node > 1, n_devices > hardware.devices_per_node
+    measured = {link.across for link in hardware.measured}
+    return not ((within and False not in measured) or (across and True not in measured))
 
 
 def choose(

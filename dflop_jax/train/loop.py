@@ -76,7 +76,6 @@ class Loop:
         best = best_so_far(config.checkpoint, self.folder, self.saver, peers)
         self._saves = Saves(self.saver, start, best)
         self._saved_s = time.monotonic()
-        stack.callback(self._redecider.close)
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         evaluations = None
         if self._ready.held_out is not None:

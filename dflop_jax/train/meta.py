@@ -15,12 +15,12 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.records import Plan, PriceList, Prices, Profile
 from dflop_jax.schedule.learnt import Learnt
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.recount import DEVICES, PROCESSES, recounted
 from dflop_jax.train.skips import Skips
 
 # Of `Meta`. 1 had no number, and of `planned_under` three values only; in 1 and 2 prices had one
 # order of features for all modules: pairs, and windows of three sizes.
 VERSION = 3
+PROCESSES, DEVICES = "processes", "devices"  # of `planned_under`: what may be another number
 _KIND, _MEMORY, _FROZEN = "kind of device", "memory of a device", "frozen parts"
 _COUNTS = {PROCESSES, DEVICES}
 # Flags of plan.* that say where, or when, and not which plan is the best.
@@ -176,7 +176,7 @@ def continued(
     if profile is None and not _PROFILED.intersection(changed):
         profile = meta.profile
         if DEVICES in changed:
-            profile = recounted(profile, then[DEVICES], now[DEVICES])
+            profile = for_devices(profile, then[DEVICES], now[DEVICES])
     if plan is not None:
         same = plan == meta.plan and not changed
         prices = meta.prices.prices if same else None
@@ -191,6 +191,14 @@ def continued(
             "was chosen: they are not compared, the plan stays"
         )
     return Continued(meta.plan, profile, meta.prices.prices, says)
+
+
+def for_devices(profile: Profile, then: int, now: int) -> Profile:
+    """A profile that was measured with `then` devices, for `now` of the same: layers take what they
+    took, and of `now` devices as large a share computes at once."""
+    model = profile.model
+    at_once = min(float(now), model.concurrency * now / then)
+    return replace(profile, model=replace(model, concurrency=at_once))
 
 
 def _same_value(name: str, then: Any, now: Any) -> bool:

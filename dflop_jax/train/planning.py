@@ -18,7 +18,6 @@ from dflop_jax.plan.explain import Saving
 from dflop_jax.plan.limits import with_limits
 from dflop_jax.plan.placement import Extent, ModelFacts
 from dflop_jax.plan.possible import check_possible
-from dflop_jax.plan.replan import SearchFacts
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.profile.memory import kept_bytes
@@ -58,21 +57,6 @@ def make_plan(
         profile.model, profile.data, **{**_arguments(place, profile), **options},
         on_progress=on_progress,
     )  # fmt: skip
-
-
-def search_facts(place: Workplace, profile: Profile) -> SearchFacts:
-    """What `make_plan` searches for, as it is sent to another process."""
-    given = _arguments(place, profile)
-    trains, _ = given.pop("trains"), given.pop("allowed")
-    frozen = tuple(
-        (m, start, stop)
-        for m, n in profile.model.n_layers.items()
-        for start in range(n)
-        for stop in range(start + 1, n + 1)
-        if not trains(SegmentPlan(m, m, start, stop, m, start == 0, stop == n))
-    )
-    here = place.devices if place.devices and place.devices[0].platform == "cpu" else []
-    return SearchFacts(**given, frozen=frozen, processes=tuple(d.process_index for d in here))
 
 
 def what_memory_bought(place: Workplace, profile: Profile, plan: Plan) -> list[Saving]:

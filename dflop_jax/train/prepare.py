@@ -29,7 +29,6 @@ from dflop_jax.report.spent import (
     CONNECT,
     DATA,
     EVALUATION,
-    REDECISION,
     SAVE,
     START,
     TRAINING,
@@ -42,7 +41,7 @@ from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 
 log = logging.getLogger("dflop_jax")
 # Sections that foretell the next one.
-REPEATED = (TRAINING, DATA, SAVE, EVALUATION, REDECISION)
+REPEATED = (TRAINING, DATA, SAVE, EVALUATION)
 
 
 def use_devices(n: int) -> list[jax.Device]:

@@ -2,27 +2,27 @@
 
 A plan is made for the data that the profile saw. Every `plan.redecide_every` steps process 0
 compares what the data asked for of late with what a plan was last searched for. Where they differ
-by more than chance a child process searches and simulates (`plan.replan`) while the devices train;
-a later look takes its answer. The run changes plans where the steps that are then left save more
-than the change costs: it saves, and goes on as a resumed run does under another plan, so that
-losses agree to rounding. What it changes to is in the next checkpoint; a run that is killed before
-that resumes under the plan that it had, one that ends before the answer is there just ends.
+by more than chance it searches for another plan and simulates both, while the other processes wait.
+The run changes plans where the steps that are left save more than the change costs: it saves, and
+resumes under the other plan in the same process, so that losses agree to rounding. A run that is
+killed before its next checkpoint resumes under the plan that it had.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 
-from dflop_jax.children import Child
-from dflop_jax.plan.replan import BetterPlan, Question, better_plan
+from dflop_jax.config import Config
+from dflop_jax.plan.predict import simulate
 from dflop_jax.records import DataProfile, Load, Plan, Profile
 from dflop_jax.report.progress import Progress
-from dflop_jax.train.planning import search_facts
+from dflop_jax.schedule.shapes.choose import largest
+from dflop_jax.schedule.shapes.spare import beyond
+from dflop_jax.train.planning import make_plan
 from dflop_jax.train.prepare import Workplace
 
 # Standard errors by which means of samples differ that differ by more than chance; twice as many
@@ -42,15 +42,15 @@ class NewPlan:
 def drift(profiled: Sequence[Load], seen: Sequence[Load]) -> float:
     """The largest change of a module's mean tokens, or of a feature of its content, over the
     larger of both; 0 where all are within chance."""
-    largest = 0.0
+    most = 0.0
     for m in _modules(profiled, seen):
         for amount in _amounts((*profiled, *seen), m):
             then, now = np.split(amount, [len(profiled)])
             error = float(np.sqrt(then.var() / len(then) + now.var() / len(now)))
             change = abs(float(now.mean() - then.mean()))
             if change > _SURE_ERRORS * error:
-                largest = max(largest, change / max(now.mean(), then.mean()))
-    return largest
+                most = max(most, change / max(now.mean(), then.mean()))
+    return most
 
 
 def _amounts(loads: Sequence[Load], module: str) -> np.ndarray:
@@ -67,19 +67,9 @@ def _amounts(loads: Sequence[Load], module: str) -> np.ndarray:
 def observed(known: DataProfile, seen: Sequence[Load], steps: range) -> DataProfile:
     """The profile of the samples of some steps; the largest that were known keep their room."""
     source = f"{known.source.split(', steps ')[0]}, steps {steps.start} to {steps.stop - 1}"
-    tail = largest((*known.tail, *known.loads))
+    loads = (*known.tail, *known.loads)
+    tail = largest(loads, _modules(loads))
     return DataProfile(source, known.n_total, tuple(seen), tuple(tail))
-
-
-def largest(loads: Sequence[Load]) -> list[Load]:
-    """Those than which no other has as many tokens of every module, each once."""
-    modules = _modules(loads)
-    asks = {tuple(load.tokens(m) for m in modules): load for load in loads}
-    front: list[tuple[int, ...]] = []
-    for ask in sorted(asks, reverse=True):  # none before it is smaller in all
-        if not any(all(a >= b for a, b in zip(other, ask, strict=True)) for other in front):
-            front.append(ask)
-    return [asks[ask] for ask in front]
 
 
 def _modules(*loads: Sequence[Load]) -> list[str]:
@@ -87,40 +77,27 @@ def _modules(*loads: Sequence[Load]) -> list[str]:
     return list(dict.fromkeys(m for some in loads for load in some for m in load.pieces))
 
 
-class PlanSearch:
-    """A question under way in a child process."""
-
-    def __init__(self, question: Question):
-        self._child = Child(better_plan.__module__)
-        self._answer: BetterPlan | None = None
-        self._thread = threading.Thread(
-            target=self._ask, args=(question,), name="plan-search", daemon=True
-        )
-        self._thread.start()
-
-    @property
-    def answer(self) -> BetterPlan | None:
-        """The answer; None while it is searched."""
-        return self._answer
-
-    def wait(self) -> None:
-        """Wait until the answer is there."""
-        self._thread.join()
-
-    def close(self) -> None:
-        """End the child, whether it has answered or not."""
-        self._child.kill()
-        self.wait()
-
-    def _ask(self, question: Question) -> None:
-        self._child.tell(msgspec.json.encode(question))
-        line = self._child.answer()
-        self._child.kill()
-        self._child.end()
-        try:
-            self._answer = msgspec.json.decode(line, type=BetterPlan)
-        except msgspec.DecodeError:
-            self._answer = BetterPlan(why="the search for another plan died")
+def saved_share(
+    plan: Plan, best: Plan, profile: Profile, config: Config
+) -> tuple[float | None, str]:
+    """The share of a step that `best` saves by simulation on the latest batches of a profile, of
+    what both plans have room for; None, and why, where the plan in use, `plan`, stays."""
+    data, n = profile.data, config.train.global_batch
+    if best.layout == plan.layout:
+        return None, "the plan is still the best"
+    known = (*data.loads, *data.tail)
+    if lost := {*beyond(known, best)} - {*beyond(known, plan)}:
+        return None, f"the best plan leaves out {len(lost)} samples that are trained on"
+    held = []
+    for i in range(0, len(data.loads), n):
+        batch = data.loads[i : i + n]
+        large = {j for p in (plan, best) for j in beyond(batch, p)}
+        held.append([load for j, load in enumerate(batch) if j not in large])
+    last = held[-config.plan.sampled_batches :]
+    now_s, then_s = (simulate(p, last, profile.model).makespan_s for p in (plan, best))
+    if then_s >= now_s:
+        return None, "the best plan for them is not faster"
+    return 1 - then_s / now_s, ""
 
 
 class Redecider:
@@ -144,8 +121,6 @@ class Redecider:
         self._place, self._plan = place, plan
         self._loads, self._start_s, self._progress = loads, start_s, progress
         self._profile = profile  # that a plan was last searched for
-        self._changed = 0.0  # how far its samples are from those before
-        self._search: PlanSearch | None = None
 
     def look(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
         """Return what to change to after `done` steps, None to go on.
@@ -158,57 +133,37 @@ class Redecider:
         shared = peers.share(f"redecide/{done}", msgspec.json.encode(new))
         return msgspec.json.decode(shared, type=NewPlan | None)
 
-    def close(self) -> None:
-        """End a search that is under way."""
-        if self._search:
-            self._search.close()
-            self._search = None
-
     def _decide(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
-        if self._search is None:
-            self._compare(done)
-            return None
-        if (better := self._search.answer) is None:
-            return None
-        self.close()
-        return self._weigh(done, better, step_s)
-
-    def _compare(self, done: int) -> None:
-        """Begin a search where samples are others than those that a plan was last searched for."""
+        """Search where samples are others than those that a plan was last searched for; the plan
+        that is found, if the steps that are left save more than the change costs."""
         config = self._place.config
         n = -(-config.plan.profile_samples // config.train.global_batch)
         steps = range(max(0, done - min(n, config.plan.redecide_every)), done)
         seen = [load for step in steps for load in self._loads(step)]
-        self._changed = drift(self._profile.data.loads, seen)
-        if not self._changed:
+        if not (changed := drift(self._profile.data.loads, seen)):
             self._say(done, "samples are as those that were planned for")
-            return
+            return None
+        self._say(done, f"samples changed by {changed:.0%}; searching for another plan")
         data = observed(self._profile.data, seen, steps)
         self._profile = replace(self._profile, data=data)
         try:
-            facts = search_facts(self._place, self._profile)
+            best = make_plan(self._place, self._profile).plan
         except ValueError as e:
             self._say(done, f"no plan for the samples of late: {e}")
-            return
-        self._say(done, f"samples changed by {self._changed:.0%}; searching for another plan")
-        self._search = PlanSearch(Question(self._profile, self._plan, facts))
-
-    def _weigh(self, done: int, better: BetterPlan, step_s: Sequence[float]) -> NewPlan | None:
-        """What to change to, if the steps that are left save more than the change costs."""
-        changed = f"samples had changed by {self._changed:.0%}"
-        if better.plan is None:
-            self._say(done, f"{changed}; {better.why}")
             return None
-        left = self._place.config.train.steps - done
-        saved_s = better.share * float(np.median(step_s)) * left
-        pays = better.share > _LEAST_GAIN and saved_s > self._start_s
+        share, why = saved_share(self._plan, best, self._profile, config)
+        if share is None:
+            self._say(done, why)
+            return None
+        left = config.train.steps - done
+        saved_s = share * float(np.median(step_s)) * left
+        pays = share > _LEAST_GAIN and saved_s > self._start_s
         self._say(
             done,
-            f"{changed}; another plan would save {better.share:.0%} of a step, {saved_s:.1f} s in "
-            f"{left} steps, and cost {self._start_s:.1f} s: "
-            + ("changing to it" if pays else "going on"),
+            f"another plan would save {share:.0%} of a step, {saved_s:.1f} s in {left} steps, and "
+            f"cost {self._start_s:.1f} s: " + ("changing to it" if pays else "going on"),
         )
-        return NewPlan(better.plan, self._profile) if pays else None
+        return NewPlan(best, self._profile) if pays else None
 
     def _say(self, done: int, what: str) -> None:
         self._progress.log(f"after step {done}: {what}")

@@ -2,12 +2,9 @@
 
 import dataclasses
 
-import msgspec
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.plan.replan import SearchFacts
-from dflop_jax.plan.search import search_plan
 from dflop_jax.train import planning, prepare, profiling
 
 
@@ -103,19 +100,3 @@ def test_values_that_no_layer_names_cannot_be_kept(place_and_profile, monkeypatc
     monkeypatch.setattr(planning, "kept_bytes", lambda *_: (64.0, 0.0))
     with pytest.raises(ValueError, match=r"named: the layers of 'vision' name no value .* dots"):
         planning.make_plan(place, profile)
-
-
-def test_a_search_in_another_process_is_the_same(place_and_profile):
-    place, profile = place_and_profile
-    train = dataclasses.replace(place.config.train, freeze=("vision",), remat="layers")
-    plan = dataclasses.replace(place.config.plan, zero="2", devices=2, policy="orch")
-    config = dataclasses.replace(place.config, train=train, plan=plan)
-    place = dataclasses.replace(place, config=config)
-    facts = planning.search_facts(place, profile)
-    n = profile.model.n_layers["vision"]  # the connector, at its end, trains
-    assert set(facts.frozen) == {("vision", a, b) for a in range(n) for b in range(a + 1, n)}
-    assert facts.frozen
-    spec = msgspec.json.decode(msgspec.json.encode(facts), type=SearchFacts).spec()
-    less = {"refine": False, "shown": 1}
-    there = search_plan(profile.model, profile.data, spec, **less)
-    assert there == planning.make_plan(place, profile, **less)

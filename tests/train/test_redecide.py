@@ -8,7 +8,6 @@ import os
 import signal
 import weakref
 from types import SimpleNamespace
-from typing import ClassVar
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from dflop_jax import CheckpointConfig, PlanConfig
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.peers import Peers
 from dflop_jax.data import make_loader
-from dflop_jax.plan.replan import BetterPlan, Question, SearchFacts
+from dflop_jax.plan.predict import simulate
 from dflop_jax.record_files import load as read
 from dflop_jax.records import DataProfile, Plan, Profile
 from dflop_jax.report.run_folder import read_metrics
@@ -27,7 +26,7 @@ from dflop_jax.train import redecide
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.prepare import set_up
-from dflop_jax.train.redecide import NewPlan, PlanSearch, Redecider, drift, largest, observed
+from dflop_jax.train.redecide import NewPlan, Redecider, drift, observed, saved_share
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, TILE_TOKENS, bucket, load, nano_profile
@@ -74,16 +73,6 @@ def test_the_largest_samples_keep_their_room():
     assert observed(found, seen, range(8, 12)).source == "d, steps 8 to 11"
 
 
-@pytest.mark.parametrize("n", [0, 1, 50])
-def test_largest_by_comparing_all_pairs(n):
-    rng = np.random.default_rng(n)
-    loads = [load(int(rng.integers(0, 8)), int(rng.integers(1, 40))) for _ in range(n)]
-    asks = {(x.tokens("vision"), x.tokens("llm")) for x in loads}
-    above = {a for a in asks if any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in asks)}
-    found = [(x.tokens("vision"), x.tokens("llm")) for x in largest(loads)]
-    assert sorted(found) == sorted(asks - above)
-
-
 def fit(run_dir, every=EVERY, plan=PLAN, **options):
     config = dataclasses.replace(
         CONFIG,
@@ -112,16 +101,13 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def long_steps(monkeypatch):
-    """Steps that seem to take so long that any gain pays, and that every search is over before
-    the next look."""
+    """Steps that seem to take so long that any gain pays."""
     look = Redecider.look
 
-    def patient(self, done, step_s):
-        if self._search:
-            self._search.wait()
+    def slow(self, done, step_s):
         return look(self, done, [1e5] * len(step_s))
 
-    monkeypatch.setattr(Redecider, "look", patient)
+    monkeypatch.setattr(Redecider, "look", slow)
     monkeypatch.setattr(trainer_module, "write_summary", lambda folder: None)
 
 
@@ -155,16 +141,15 @@ def alive(monkeypatch):
 def test_a_run_changes_plans_and_learns_as_before(plain, long_steps, alive, tmp_path, capsys):
     result = fit(tmp_path / "run")
     said = capsys.readouterr().err
-    # Searched from step 4 on, while the devices trained.
     assert "after step 4: samples changed by" in said
     assert said.count("changing to it") == 1
-    assert "resumed after step 8 of 12" in said
+    assert "resumed after step 4 of 12" in said
     assert alive == [[], []]
     rows = read_metrics(tmp_path / "run")
     assert [r["step"] for r in rows] == list(range(STEPS))
     assert [r["loss"] for r in rows] == list(result.losses)
     np.testing.assert_allclose(result.losses, plain.losses, rtol=1e-4)
-    assert result.losses[: 2 * EVERY] == plain.losses[: 2 * EVERY]
+    assert result.losses[:EVERY] == plain.losses[:EVERY]
     assert (result.steps_done, result.compiles_after_warmup) == (STEPS, 0)
     assert result.evaluation.loss == pytest.approx(plain.evaluation.loss, rel=1e-4)
     plan = read(Plan, tmp_path / "run/plan.json")
@@ -189,47 +174,35 @@ def test_sigterm_while_another_plan_is_searched_ends_the_run(plain, monkeypatch,
     assert read(Plan, tmp_path / "run/plan.json").layout.buckets == PLAN.layout.buckets
 
 
-class Searched:
-    """In place of a child process: questions as they are asked; answers when a test gives them."""
-
-    asked: ClassVar[list[Question]] = []
-    given: ClassVar[list[BetterPlan]] = []
-    closed = 0
-
-    def __init__(self, question):
-        self.asked.append(question)
-
-    @property
-    def answer(self):
-        return self.given.pop(0) if self.given else None
-
-    def close(self):
-        Searched.closed += 1
-
-
 @pytest.fixture
 def searches(monkeypatch):
-    monkeypatch.setattr(redecide, "PlanSearch", Searched)
-    monkeypatch.setattr(redecide, "search_facts", lambda place, profile: None)
-    Searched.asked, Searched.given, Searched.closed = [], [], 0
-    return Searched
+    """Profiles that a plan is searched for, in place of a search; plans that are found, when a test
+    gives them, else none is."""
+    asked: list[Profile] = []
+    found: list[Plan] = []
+
+    def search(place, profile):
+        asked.append(profile)
+        if not found:
+            raise ValueError("nothing fits")
+        return SimpleNamespace(plan=found.pop(0))
+
+    monkeypatch.setattr(redecide, "make_plan", search)
+    return SimpleNamespace(asked=asked, found=found)
 
 
-def test_what_is_too_large_is_asked_for_and_a_search_may_outlast_the_run(
-    plain, searches, monkeypatch, tmp_path
-):
+def test_what_is_too_large_is_asked_for(plain, searches, monkeypatch, tmp_path):
     monkeypatch.setattr(trainer_module, "write_summary", lambda folder: None)
     small = PLAN.with_layout(buckets=(bucket(4, 50),))
     train = dataclasses.replace(CONFIG.train, steps=6, eval_samples=0, eval_every=0)
     result = fit(tmp_path / "run", every=2, plan=small, train=train)
     assert (result.steps_done, result.preempted) == (6, False)
-    (question,) = searches.asked
-    assert (question.plan, searches.closed) == (small, 1)
+    first, *_ = searches.asked
     config = dataclasses.replace(CONFIG, run_dir=str(tmp_path))
     place = set_up(config)
     loader = make_loader(config, place.source())
     asked_for = [x for step in (0, 1) for x in loader.loads(step)]
-    assert list(question.profile.data.loads) == asked_for
+    assert list(first.data.loads) == asked_for
     assert beyond(asked_for, small)
 
 
@@ -259,28 +232,20 @@ class Looks:
         return new, " ".join(self.said[before:])
 
 
-def test_a_search_is_begun_once_and_its_answer_taken_when_it_is_there(searches):
+def test_the_same_samples_are_searched_for_once(searches):
     looks = Looks()
     assert looks.look(2) == (None, "after step 2: samples are as those that were planned for")
     looks.tiles = 3
+    searches.found.append(PLAN)
     new, said = looks.look(4)
-    assert (new, "searching for another plan" in said) == (None, True)
-    assert looks.look(6) == looks.look(8) == (None, "")  # it is under way
-    searches.given.append(BetterPlan(why="the plan is still the best"))
-    new, said = looks.look(10)
     assert (new, "the plan is still the best" in said) == (None, True)
-    # The same samples are not searched for again, others are.
-    assert looks.look(12) == (None, "after step 12: samples are as those that were planned for")
-    assert len(searches.asked) == 1
+    assert looks.look(6) == (None, "after step 6: samples are as those that were planned for")
     looks.tiles = 5
-    looks.look(14)
-    assert [q.profile.data.loads for q in searches.asked] == [
+    new, said = looks.look(8)
+    assert (new, "no plan for the samples of late: nothing fits" in said) == (None, True)
+    assert [profile.data.loads for profile in searches.asked] == [
         tuple(load(tiles, 20 + i % 2) for i in (0, 1, 2, 3) * 2) for tiles in (3, 5)
     ]
-    looks.redecider.close()
-    assert searches.closed == 2
-    looks.redecider.close()
-    assert searches.closed == 2
 
 
 @pytest.mark.parametrize(
@@ -288,41 +253,51 @@ def test_a_search_is_begun_once_and_its_answer_taken_when_it_is_there(searches):
     [(0.5, 2.0, True), (0.5, 1.0, False), (0.02, 1e4, False)],
     ids=["pays", "costs more than it saves", "within what predictions are off"],
 )
-def test_a_plan_has_to_pay_in_the_steps_that_are_left(searches, share, step_s, pays):
+def test_a_plan_has_to_pay_in_the_steps_that_are_left(searches, monkeypatch, share, step_s, pays):
     looks, other = Looks(), PLAN.with_layout(buckets=(bucket(28, 256),))
     looks.tiles = 3
-    looks.look(2)
-    searches.given.append(BetterPlan(other, share))
+    searches.found.append(other)
+    monkeypatch.setattr(redecide, "saved_share", lambda *_: (share, ""))
     new, said = looks.look(20, step_s)
     assert f"would save {share:.0%} of a step" in said
     assert "in 80 steps, and cost 50.0 s" in said
     assert said.endswith("changing to it" if pays else "going on")
-    profile = searches.asked[0].profile
-    assert new == (NewPlan(other, profile) if pays else None)
+    assert new == (NewPlan(other, searches.asked[0]) if pays else None)
 
 
-# ---- the child process ----
+# ---- what a plan saves ----
+
+LOADS = tuple(load(2, 40 + i) for i in range(12))
+LATE = dataclasses.replace(nano_profile(), data=DataProfile("d", 12, LOADS, (load(9, 90),)))
 
 
-def question() -> Question:
-    facts = SearchFacts(2, 4, PlanConfig(), 0.0, "auto", "auto", 32, (), ())
-    return Question(nano_profile(), PLAN, facts)
+def saved(buckets) -> tuple[float | None, str]:
+    train = dataclasses.replace(CONFIG.train, global_batch=4)
+    config = dataclasses.replace(CONFIG, train=train, plan=PlanConfig(sampled_batches=2))
+    return saved_share(PLAN, PLAN.with_layout(buckets=buckets), LATE, config)
 
 
-def test_a_search_that_dies_is_no_plan(monkeypatch):
-    monkeypatch.setattr("dflop_jax.children.program", lambda *_: "raise SystemExit(3)")
-    search = PlanSearch(question())
-    search.wait()
-    assert search.answer == BetterPlan(why="the search for another plan died")
-    search.close()
+@pytest.mark.parametrize(
+    "buckets, says",
+    [
+        (PLAN.layout.buckets, "the plan is still the best"),
+        ((bucket(8, 80),), "the best plan leaves out 1 samples that are trained on"),
+        ((bucket(64, 512),), "the best plan for them is not faster"),
+    ],
+)
+def test_a_plan_that_stays(buckets, says):
+    assert saved(buckets) == (None, says)
 
 
-def test_a_search_under_way_is_ended(monkeypatch):
-    monkeypatch.setattr("dflop_jax.children.program", lambda *_: "import time; time.sleep(600)")
-    search = PlanSearch(question())
-    assert search.answer is None
-    search.close()
-    assert search._child.exit_code is not None
+def test_what_a_plan_saves_is_simulated_on_the_latest_batches():
+    other = (bucket(16, 224),)
+    batches = [LOADS[4:8], LOADS[8:]]
+    now_s, then_s = (
+        simulate(p, batches, LATE.model).makespan_s for p in (PLAN, PLAN.with_layout(buckets=other))
+    )
+    share, why = saved(other)
+    assert (share, why) == (pytest.approx(1 - then_s / now_s), "")
+    assert 0 < share < 1
 
 
 def test_changing_needs_checkpoints(plain, tmp_path):

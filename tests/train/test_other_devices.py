@@ -14,7 +14,8 @@ from dflop_jax.record_files import load
 from dflop_jax.records import Link, Plan
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.train import choice, profiling
-from dflop_jax.train.recount import knows_links, recounted
+from dflop_jax.train.choice import knows_links
+from dflop_jax.train.meta import for_devices
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import load as load_of
@@ -91,10 +92,10 @@ def test_a_profile_of_some_devices_is_that_of_others():
     profile = nano_profile()
     shared = dataclasses.replace(profile, model=dataclasses.replace(profile.model, concurrency=3.0))
     for then, now, at_once in ((4, 3, 2.25), (4, 4, 3.0), (4, 8, 6.0), (3, 1, 1.0), (3, 9, 9.0)):
-        got = recounted(shared, then, now)
+        got = for_devices(shared, then, now)
         assert got.model.concurrency == at_once
         assert dataclasses.replace(got.model, concurrency=3.0) == shared.model
-    assert recounted(recounted(shared, 4, 1), 1, 4) == shared
+    assert for_devices(for_devices(shared, 4, 1), 1, 4) == shared
 
 
 @pytest.mark.parametrize(

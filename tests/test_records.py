@@ -130,13 +130,6 @@ def test_a_submesh_is_a_mesh_at_a_place():
         assert (np.diff(devices, axis=i) == shape.stride(axis)).all()
 
 
-@pytest.mark.parametrize("record", EXAMPLES, ids=lambda r: type(r).__name__)
-def test_records_are_frozen(record):
-    name = dataclasses.fields(record)[0].name
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(record, name, getattr(record, name))
-
-
 def head(**changes):
     whole = {"record": "Shape", "version": VERSION, "value": {"rows": 1, "tokens": 8}}
     return json.dumps(whole | changes)
@@ -311,23 +304,6 @@ def test_a_wrong_record_cannot_exist(make):
     with pytest.raises(ValueError, match=r".") as failed:
         make()
     assert "\n" not in str(failed.value)
-
-
-def test_what_a_plan_derives():
-    assert PLAN.layout.modules == ("vision", "llm")
-    assert PLAN.layout.n_devices == 6
-    assert PLAN.layout.data_ranks("vision") == 2
-    assert PLAN.layout.data_ranks("llm") == 1
-    assert (DEC.sizes, DEC.n_devices, DEC.devices) == ((2, 1, 2), 4, range(2, 6))
-    assert LLM.n_layers == 8
-    assert BUCKET.name == "vision:8x16 llm:1x64"
-    assert [BUCKET.shape(m) for m in ("llm", "audio")] == [Shape(1, 64), None]
-    assert [BUCKET.tokens(m) for m in ("vision", "audio")] == [128, 0]
-    assert PLAN.layout.shapes("vision") == (Shape(8, 16),)
-    assert PLAN.layout.shapes("llm") == (Shape(1, 64), Shape(2, 32))
-    assert LAYOUT.sources("llm") == ("vision",)
-    assert (LAYOUT.targets("vision"), LAYOUT.targets("llm")) == (("llm",), ())
-    assert SHAPE.size == 64
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Costs from compiled programs: which models are asked for, and who is told to take them."""
 
-import os
 import uuid
 
 import pytest
@@ -35,25 +34,6 @@ def test_a_compiling_process_builds_the_model_that_is_asked_for(name, asked):
     for m, (small, large) in shapes.items():
         assert small.size * 4 == large.size
         assert small.tokens == large.tokens or m not in model.piece_tokens
-
-
-def test_every_model_has_a_name_of_its_own():
-    assert len({c.name for c in compiled.CASES}) == len(compiled.CASES)
-    for case in compiled.CASES:
-        compiled.build(case.name, costs.DTYPE)
-
-
-def _told(job):
-    return os.getpid(), costs.costs()
-
-
-@pytest.mark.slow
-def test_processes_take_costs_from_where_their_parent_does(monkeypatch):
-    monkeypatch.setattr(answers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    monkeypatch.setattr(costs, "_costs", "compiled")
-    told = list(answers.on_all_cores(_told, [1, 2]))
-    assert {name for _, name in told} == {"compiled"}
-    assert os.getpid() not in {process for process, _ in told}
 
 
 def _fail(folder):

@@ -1,6 +1,5 @@
 """The shipped quantile tables, and samples drawn from them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -49,15 +48,6 @@ def test_a_table_of_rows_by_hand(tmp_path):
     assert [band[0] for band in t["aspect_by_pixels"]] == [1, 2, 3]
     assert (t["answer_chars"][50], t["images"][100]) == (2, 1)
     assert "video_s" not in t
-
-
-def test_the_script_says_what_is_wrong(tmp_path, capsys):
-    assert tables.main([str(tmp_path)]) == 2
-    assert "is missing; give a folder" in capsys.readouterr().err
-    (tmp_path / "coco_captions_val2017.jsonl").write_text('{"images": 3}\n')
-    assert tables.main([str(tmp_path)]) == 2
-    assert "not a file of shapes" in capsys.readouterr().err
-    assert tables.main([]) == 2
 
 
 @pytest.mark.parametrize("limit", [-1.0, 0.0, 1.5, 4.0, 30.0, 99.0, 1e9])
@@ -151,18 +141,3 @@ def test_long_samples_lose_text_and_those_of_too_many_pictures_are_not_used():
     assert tokens == 8192
     assert cost(sample([(64, 64)] * 12)) == []
     assert len(cost(sample([(64, 64)] * 12), max_tokens=9200)) == 1
-
-
-def test_bad_arguments_say_what_is_known():
-    with pytest.raises(ValueError, match=r"unknown mixture 'x'; known: vision, audio"):
-        data.draw("x", 1, 0)
-    with pytest.raises(ValueError, match="unknown layout"):
-        data.loads("vision", "x", 1, 0)
-    with pytest.raises(ValueError, match="at least 1"):
-        data.draw("audio", 0, 0)
-
-
-def test_tables_are_json_that_names_its_licences():
-    facts = json.loads(tables.TABLES.read_text(encoding="utf-8"))
-    assert "Facts only" in facts["note"]
-    assert all(t["taken_from"] and t["licence"] for t in facts["tables"])

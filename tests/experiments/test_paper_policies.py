@@ -11,7 +11,6 @@ from dflop_jax.records import Load
 from experiments.paper import cases, costs, dip, dispatching, lost, orch, phases, policies
 from experiments.paper.answers import answer, mean_s, run_steps
 from experiments.paper.cases import Case, reported
-from experiments.paper.work import mfu
 from models import omni
 
 
@@ -90,29 +89,6 @@ def test_every_policy_and_the_choice():
     assert auto.plan.predicted.makespan_s == same.plan.predicted.makespan_s
     least = min(a.plan.predicted.makespan_s for a in every.values())
     assert auto.plan.predicted.makespan_s == pytest.approx(least, rel=1e-2)
-
-
-@pytest.mark.slow
-def test_what_does_not_fit_is_said():
-    small = replace(TINY, hardware=replace(TINY.hardware, memory_bytes=1e4))
-    for policy in ("megatron", "orch", "auto"):
-        nothing = answer(small, policy)
-        assert not nothing.fits
-        assert "GiB" in nothing.words
-
-
-def test_utilisation_counts_what_is_needed(monkeypatch):
-    whole = mfu(TINY, 2.0)
-    assert mfu(TINY, 1.0) == pytest.approx(2 * whole)
-    twice = replace(TINY, n_devices=8)
-    assert mfu(twice, 2.0) == pytest.approx(whole / 2)
-    # the vision rows of a work table reach what their seconds say
-    monkeypatch.setattr(dip, "SMALLER", {})
-    monkeypatch.setattr(dip, "VLM_S", TINY)
-    row, paper = dip.work([TINY]).rows
-    base = answer(TINY, "megatron")
-    assert row[-2] == f"{base.step_s:.2f} ({100 * mfu(TINY, base.step_s):.1f}%)"
-    assert paper[-1].startswith(f"16.05 ({100 * mfu(TINY, 16.05):.1f}%")
 
 
 def test_exchange_against_a_loop_over_pieces():

@@ -179,12 +179,6 @@ def test_every_sample_has_a_bin(n, grouping):
     assert sorted(bins.tolist()) == list(range(n))
 
 
-def test_balanced_bins_are_better_than_those_of_arrival():
-    plan = plans(families, 4)[0]
-    arrival, balanced = (run_step(CASE, plan, batch(16), 4, g) for g in ("arrival", "balanced"))
-    assert balanced.makespan_s < arrival.makespan_s
-
-
 def test_samples_balance_by_what_they_add_to_every_stage():
     """Of the stages, those that no sample loads more than another are left out."""
     plan = next(
@@ -222,38 +216,6 @@ def test_tuning_is_about_as_good_as_trying_everything(grouping):
         ranks = plan.layout.data_ranks("llm")
         tried += [mean_s(with_remat(plan, "none"), m) for m in (1, 2, 4, 8) if m * ranks <= 8]
     assert mean_s(*tuned(CASE, space, grouping)) <= 1.05 * min(tried)
-
-
-def test_batches_are_simulated_one_by_one_and_the_choice_on_all(monkeypatch):
-    """Plans with two replicas turn out three times as slow as they look, and get no second look."""
-    asked = []
-
-    def seconds(_, plan, amounts, looks_slow):
-        assert looks_slow == 1.0
-        ranks = plan.layout.data_ranks("llm")
-        asked.append((id(plan), len(amounts["llm"][0]), ranks))
-        looks_s = true_shapes.replica_s(MODEL, plan, amounts).max()
-        return (3.0 if ranks == 2 else 1.01) * looks_s, None
-
-    monkeypatch.setattr(tune, "slowest_replica", seconds)
-    monkeypatch.setattr(tune, "_recomputed", lambda _, plan: [plan])
-    chosen, n = tuned(CASE, [*plans(pytorch, 4), *plans(megatron, 4)], "arrival")
-    ranks = chosen.layout.data_ranks("llm")
-    assert ranks != 2
-    assert asked.count((id(chosen), n, ranks)) == len(tuning(CASE)) == 2
-    assert all(asked.count(one) == 1 for one in asked if one[-1] == 2)
-
-
-def test_batches_not_looked_at_are_as_much_slower_as_the_others():
-    one = tune._Candidate(plans(pytorch, 1)[0], 1, np.array([2.0, 4.0, 6.0]))
-    assert one.mean_s == pytest.approx(4.0)
-    one.dealt_s += [3.0, 6.0]
-    assert one.mean_s == pytest.approx(6.0)
-    one.simulated_s += [6.0]
-    assert one.mean_s == pytest.approx(12.0)
-    one.dealt_s += [1.0]
-    one.simulated_s += [4.0, 8.0]
-    assert one.mean_s == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("grouping", ["arrival", "balanced"])

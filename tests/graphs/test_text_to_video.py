@@ -2,8 +2,6 @@
 
 import functools
 import json
-import shutil
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ import pytest
 from PIL import Image
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
-from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
 from dflop_jax.config import CheckpointConfig
 from dflop_jax.contract import edges_of, with_adapter
@@ -37,8 +34,6 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.report.run_folder import CHECKPOINTS
-from dflop_jax.train.evaluate import HeldOutLoss
 from models import wan
 from tests.pipeline import plain
 from tests.rows import group_of_rows
@@ -356,23 +351,6 @@ def run(compiled_once, folder):
     """Four steps over six clips, so that the last ones are of the second epoch."""
     profile = made_up_profile(str(folder / "clips.json"))
     return Trainer(config(folder), plan=PLAN, profile=profile).fit()
-
-
-@pytest.mark.slow
-def test_a_run_resumes_bit_for_bit_in_another_epoch(run, folder):
-    assert run.compiles_after_warmup == 0
-    assert run.evaluation.loss > 0
-    assert run.evaluation.accuracy is None  # it predicts no tokens
-    assert str(HeldOutLoss(run.evaluation.loss, None)).endswith(f"loss {run.evaluation.loss:.4f}")
-    shutil.copytree(folder / "run", folder / "cut")
-    store = CheckpointStore(folder / "cut" / CHECKPOINTS)
-    for step in store.steps():
-        if step > 2:
-            store.discard(step)
-    cut = replace(config(folder), run_dir=str(folder / "cut"))
-    again = Trainer(cut, existing="resume").fit()
-    assert again.losses == run.losses[2:]
-    assert again.evaluation == run.evaluation
 
 
 def test_a_clip_is_generated_and_the_generator_exported(run, folder, capsys):

@@ -15,9 +15,7 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.pipeline import communicator
 from dflop_jax.pipeline.communicator import (
     Route,
-    absent,
     find_route,
-    is_local,
     move,
     nearest,
     pieces_of,
@@ -254,23 +252,9 @@ def test_between_processes_a_piece_goes_over_once_and_is_passed_on():
     assert find_route({"x": [a0]}, {}) == Route((), (), ())
 
 
-def test_replicas_share_the_load_of_sending():
-    devices = jax.devices()
-    given = [nearest(devices[:4], devices[4 + i], i) for i in range(4)]
-    assert len(set(given)) == 4
-
-
 @pytest.mark.parametrize("shape", [(), (0, 4), SHAPE])
 def test_zeros_are_placed(shape):
     first, mesh, _ = SIDES["all replicas"]
     sharding = sharding_of((first, mesh, P()))
     got = zeros(jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding))
     assert_everywhere(got, np.zeros(shape, np.float32), sharding)
-
-
-def test_a_mesh_of_this_process_is_local_and_nothing_on_it_is_absent():
-    sharding = sharding_of(SIDES["data 4"])
-    assert is_local(sharding.mesh)
-    struct = jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=sharding)
-    with pytest.raises(ValueError, match="Expected 4 per-device arrays"):
-        absent(struct)

@@ -1,20 +1,17 @@
 """What backward computes again changes no gradient, takes less memory, and is no more than said."""
 
 import dataclasses
-from typing import get_args
 
 import jax
 import pytest
 
-from dflop_jax.config import Config, TrainConfig
 from dflop_jax.gpu_compile.hlo_cost import hlo_cost
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline import segment
 from dflop_jax.pipeline.flow import device_bytes
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.residuals import REMAT
-from dflop_jax.pipeline.segment import Segment, unrolled_layers
+from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
 from models.sizes import VisionSize
 from models.vit import VisionModule
@@ -145,15 +142,3 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     for s, want in zip((inner, last), flops, strict=True):
         text = Lowering(s).lower(shape, BACKWARD).compile().as_text()
         assert hlo_cost(text, seen_pairs(s.module, 32)).flops == want
-
-
-def test_layers_are_unrolled_where_that_pays():
-    assert unrolled_layers("cpu") == 0
-    assert unrolled_layers("sm_80") == unrolled_layers("sm_90") >= 8
-    assert not inner_layers("none").unrolls
-
-
-def test_the_configuration_knows_the_policies():
-    assert set(REMAT) == set(get_args(Remat))
-    for remat in ("auto", *REMAT):
-        assert Config(train=TrainConfig(remat=remat)).train.remat == remat

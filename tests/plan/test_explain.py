@@ -93,8 +93,3 @@ def test_what_memory_costs():
         assert s.saved_bytes > 0
         assert not s.fits
     assert sum(s.paid_s for s in bought.values()) > 0
-
-
-def test_no_device():
-    with pytest.raises(ValueError, match="give at least one of each"):
-        plan(0, 0.0)

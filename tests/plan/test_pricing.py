@@ -274,8 +274,3 @@ def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
     ):
         task = Task(name, NO_GROUP, direction)
         assert tied[task] == pytest.approx(loose[task] + more)
-
-
-def test_a_degree_that_was_not_measured_is_an_error():
-    with pytest.raises(ValueError, match=r"'b' at tensor-parallel degree 4 \(it has \[1, 2\]\)"):
-        plan_prices(plan(b=(1, 1, 4)).layout, profile())

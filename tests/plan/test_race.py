@@ -68,12 +68,6 @@ def test_the_slower_half_leaves_and_the_others_go_on_until_they_are_told_apart()
     assert evaluator.asked == four | dict.fromkeys("efg", FIRST)
 
 
-def test_equal_plans_are_not_compared_for_long():
-    evaluator = Evaluator({"a": 1.0, "b": 1.0})
-    assert raced(evaluator) == ["a", "b"]
-    assert evaluator.asked == dict.fromkeys("ab", race._TELLING)
-
-
 def test_what_has_run_is_not_run_again():
     evaluator = Evaluator({"a": 1.0, "b": 1.2})
     assert raced(evaluator, a=finalist("a", trials_s=(1.0, 2.0))) == ["a", "b"]
@@ -138,12 +132,6 @@ def test_a_glance_sorts_by_the_first_trials_and_tells_what_is_close():
     assert {len(f.trials_s) for f in seen} == {FIRST}
     assert race.close_to_best(seen) == seen[:2]
     assert race.at_a_glance(evaluator, []) == []
-
-
-def test_gains_count_the_trials_that_both_ran():
-    one, other = finalist("a", trials_s=(1.0, 3.0)), finalist("b", trials_s=(2.0,))
-    assert one.gain_over(other) == pytest.approx(0.5)
-    assert other.gain_over(one) == pytest.approx(-1.0)
 
 
 def test_it_is_right_more_often_than_the_first_trials_alone():

@@ -260,33 +260,6 @@ def test_programs_of_finalists_are_timed_and_decide():
     assert timed.plan.scheduling.work_budget == hidden
 
 
-@pytest.mark.parametrize("finalists", [0, 1])
-def test_one_finalist_is_chosen_by_the_profile(finalists):
-    profile = model_profile()
-    config = {"effort": "full", "n_devices": 4, "finalists": finalists}
-
-    def time_plan(plan):
-        prices = plan_prices(plan.layout, profile)
-        programs = {k: Price(1.2 * p.static_s) for k, p in prices.programs.items()}
-        return dataclasses.replace(prices, programs=programs)
-
-    untimed = run(**config)
-    timed = run(**config, time_plan=time_plan)
-    assert timed.n_timed == finalists
-    assert timed.plan.layout.buckets == untimed.plan.layout.buckets
-    chosen_by_s = untimed.plan.predicted.makespan_s
-    assert timed.plan.predicted.chosen_by_s == chosen_by_s
-    slower = timed.plan.predicted.makespan_s / chosen_by_s
-    assert slower == pytest.approx(1.2 if finalists else 1.0, rel=0.05)
-
-
-def test_a_spec_is_the_same_as_its_fields_by_name():
-    spec = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, effort="quick"))
-    profile, data = model_profile(), data_profile()
-    assert search_plan(profile, data, spec) == run()
-    assert search_plan(profile, data, spec, n_devices=4) == run(n_devices=4)
-
-
 def test_buckets_hold_every_sample_and_are_as_many_as_allowed():
     for policy in ("dflop", "blind"):
         plan = run(policy).plan
@@ -412,17 +385,6 @@ def test_loops_have_the_groups_and_rounds_that_are_asked_for():
     rounds = [max(s.rounds for s in c.plan.layout.segments) for c in result.candidates]
     assert rounds == stages
     assert all(("(2 rounds)" in c.name) == (n == 2) for c, n in zip(result.candidates, stages))
-
-
-def test_sampled_batches():
-    loads = data_profile().loads
-    batches = sample_batches(loads, 8, 3)
-    assert batches == sample_batches(loads, 8, 3)
-    assert [len(b) for b in batches] == [8, 8, 8]
-    assert batches[0] != batches[1]
-    whole = sample_batches(loads, len(loads), 1)[0]
-    assert sorted(map(repr, whole)) == sorted(map(repr, loads))  # drawn without repeats
-    assert len(sample_batches(loads[:2], 5, 1)[0]) == 5
 
 
 POLICIES = ("dflop", "orch", "dip")

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 from dflop_jax.cli.plan import by_kind
-from dflop_jax.config import PlanConfig
 from dflop_jax.contract import layer_kinds_of
 from dflop_jax.gpu_compile.needed import needed_flops as flops_of_program
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.held import param_structs
-from dflop_jax.pipeline.layout import device_mesh, make_segments
+from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.plan.explain import kind_costs
-from dflop_jax.plan.search import search_plan
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.measure import model_profile, profile_key, time_layer, together
+from dflop_jax.profile.measure import model_profile, profile_key, time_layer
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.roofline import roofline_profile
@@ -35,8 +33,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
 )
-from tests.mixed import MADE, UNITS, HandingText, Mixed
-from tests.plans import nano_profile
+from tests.mixed import UNITS, HandingText, Mixed
 from tests.small import HIDDEN, WIDTH, Small
 
 MIXED = Mixed(tied=False, pattern="gmmmgm")
@@ -192,27 +189,6 @@ def test_programs_of_every_kind_are_timed():
     other = dataclasses.replace(MIXED, pattern="mmmmmm")
     keys = {profile_key(m, devices, shapes) for m in (MIXED, other, Small(n_layers=6))}
     assert len(keys) == 3
-
-
-def test_devices_are_timed_together_by_layers_of_the_first_kind():
-    assert together(MIXED, Shape(1, 32), jax.devices()[:2]) > 0
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("policy", ["dflop", "dip", "orch"])
-@pytest.mark.parametrize("pattern", ["gmmmgm", "mgmgmgmg"])
-def test_plans_of_every_policy_fit_the_model(policy, pattern):
-    """Whose layers hand on two arrays."""
-    m = Mixed(tied=False, pattern=pattern, text=HandingText)
-    profile = roofline_profile(m, A100, SHAPES, [1, 2], n_devices=8)
-    llm = [t for t in profile.timings if t.module == "llm" and t.kind == "gate"]
-    assert [t.hidden_bytes for t in llm] == [t.shape.size * 4 * (WIDTH + MADE) for t in llm]
-    config = PlanConfig(policy=policy, max_stage=4)
-    result = search_plan(
-        profile, nano_profile().data, n_devices=8, config=config, global_batch=32, refine=False
-    )
-    for candidate in result.candidates:
-        make_segments(m, candidate.plan.layout, jax.devices())
 
 
 def test_what_layers_cost_is_said_by_kind(costs):

@@ -5,7 +5,6 @@ Needs `chromium` (or Chrome) and its `chromedriver`; Debian: apt-get install chr
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -139,20 +138,6 @@ class Browser:
         mouse = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}}
         self._post("/actions", {"actions": [mouse | {"actions": filled}]})
 
-    def pinch(self, y: float, start: tuple[float, float], end: tuple[float, float]) -> None:
-        """Two fingers from x positions to others."""
-        fingers = []
-        for name, a, b in zip(("one", "two"), start, end):
-            steps: list[dict[str, Any]] = [
-                {"type": "pointerMove", "x": round(a), "y": round(y), "duration": 0},
-                {"type": "pointerDown", "button": 0},
-                {"type": "pointerMove", "x": round(b), "y": round(y), "duration": 50},
-                {"type": "pointerUp", "button": 0},
-            ]
-            touch = {"type": "pointer", "id": name, "parameters": {"pointerType": "touch"}}
-            fingers.append(touch | {"actions": steps})
-        self._post("/actions", {"actions": fingers})
-
     def hover(self, x: float, y: float) -> None:
         self.pointer({"type": "pointerMove", "x": round(x), "y": round(y)})
 
@@ -165,8 +150,3 @@ class Browser:
         """A key, by its character or WebDriver code point."""
         strokes = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
         self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": strokes}]})
-
-    def screenshot(self, out: Path) -> None:
-        """The whole page as a PNG."""
-        shot = self._devtools("Page.captureScreenshot", captureBeyondViewport=True)
-        out.write_bytes(base64.b64decode(shot["data"]))

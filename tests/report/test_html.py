@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import tomllib
 from dataclasses import replace
@@ -15,8 +14,7 @@ import pytest
 from dflop_jax.cli import main
 from dflop_jax.record_files import save
 from dflop_jax.records import RETURN, SEND, Event, Trace
-from dflop_jax.report import colours
-from dflop_jax.report.colours import DARK
+from dflop_jax.report.compare import compare_json
 from dflop_jax.report.html import page, write_page
 from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan, read_traces
 from dflop_jax.report.spent import EVENTS, EventRow
@@ -244,8 +242,9 @@ def test_bad_folders_and_files_are_named(make_run, tmp_path):
     run = make_run()
     with pytest.raises(ValueError, match=r"missing.*train it"):
         page([run, tmp_path / "missing"])
-    with pytest.raises(ValueError, match="name at least one"):
-        page([])
+    for of in (page, compare_json):
+        with pytest.raises(ValueError, match="name at least one"):
+            of([])
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file: is a file; choose another --out"):
         write_page([run], tmp_path / "file" / "x.html")
@@ -294,13 +293,6 @@ def test_the_command_reports_what_was_only_simulated(make_run, tmp_path, capsys)
     assert (code, err.count("\n")) == (2, 1)
 
 
-def test_a_new_run_removes_the_page_of_the_old_one(make_run):
-    run = make_run()
-    write_page([run], run / PAGE)
-    with RunFolder(run, existing="overwrite"):
-        assert not (run / PAGE).exists()
-
-
 def test_every_file_of_the_page_is_package_data():
     root = Path(__file__).resolve().parents[2]
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -312,32 +304,3 @@ def test_every_file_of_the_page_is_package_data():
         "page.html", "page_tables.html", "page.css", "page.js", "page_charts.js", "page_input.js",
     }  # fmt: skip
     assert shipped == {f for f in folder.iterdir() if f.suffix not in (".py", "")}
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance, by the formula of WCAG 2."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    r, g, b = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def contrast(a: str, b: str) -> float:
-    low, high = sorted((luminance(a), luminance(b)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def test_marks_and_their_numbers_can_be_told_apart():
-    css = (Path(colours.__file__).parent / "page.css").read_text()
-    light_idle, dark_idle = (x[:7] for x in css.split("--idle: ")[1:])
-    pairs = [*colours.MODULE_COLOURS.values(), *colours.OTHER_COLOURS]
-    lights = {c for pair in pairs for c in pair} | set(colours.DIRECTION_COLOURS.values())
-    assert set(DARK) == lights
-    for light, dark in DARK.items():
-        for colour, idle in ((light, light_idle), (dark, dark_idle)):
-            ink = "#ffffff" if colours.luminance(colour) < 0.55 else colours.INK
-            assert contrast(colour, ink) >= 3.0, (colour, ink)
-            assert contrast(colour, idle) >= 1.2, (colour, idle)  # hue does the rest
-    for forward, backward in pairs:
-        assert contrast(forward, backward) >= 1.5
-        assert contrast(DARK[forward], DARK[backward]) >= 1.5
-    assert math.isclose(contrast("#000000", "#ffffff"), 21.0)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dflop_jax.records import SEND, Event, Trace
 from dflop_jax.report.html import write_page
-from dflop_jax.report.run_folder import SIMULATED, read_traces
-from dflop_jax.report.trace import write_trace
+from dflop_jax.report.run_folder import read_traces
 from tests.report.browser import Browser, missing
-from tests.report.runs import one_f_one_b
 from tests.report.test_html import charted_run, hostile_run
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"{missing()}: no page to look at")
@@ -167,32 +164,6 @@ def test_a_drag_marks_a_range_and_then_moves_it(browser, shown):
     assert browser.js(RANGE)[0] == 0  # it stops at the start
 
 
-def test_two_fingers_spread_the_range(browser, shown):
-    span = max(t.makespan_s for t in shown())
-    left, top, width = plot_box(browser)
-    at = [left + f * width for f in (0.4, 0.6, 0.2, 0.8)]
-    browser.pinch(top + 30, (at[0], at[1]), (at[2], at[3]))
-    low, high = browser.js(RANGE)
-    assert low / span == pytest.approx(1 / 3, abs=0.02)  # 0.4 to 0.6 now fill 0.2 to 0.8
-    assert high / span == pytest.approx(2 / 3, abs=0.02)
-
-
-def test_a_new_width_keeps_the_range(browser, shown):
-    traces = shown()
-    browser.js("document.querySelector('[data-do=in]').click()")
-    before, texts = browser.js(RANGE), browser.js("return document.querySelectorAll('b').length")
-    browser.resize(400, 900)
-    browser.js("return 0")
-    assert browser.js(RANGE) == before
-    assert [len(p) for p in browser.js(BOXES)] == [len(t.events) for t in traces]
-    assert browser.js("return document.querySelectorAll('b').length") == texts
-    assert browser.js("return document.documentElement.scrollWidth") <= 400
-    browser.js(TO_TIMELINES)
-    left, top, width = plot_box(browser)
-    browser.wheel(left + width / 2, top + 30, -120)  # the new drawing listens too
-    assert browser.js(RANGE)[1] - browser.js(RANGE)[0] < before[1] - before[0]
-
-
 def test_memory_is_drawn_to_scale_and_told(browser, shown):
     shown()
     left, _, width = plot_box(browser)
@@ -239,14 +210,6 @@ def test_names_stay_text(browser, tmp_path):
     assert browser.complaints() == []
 
 
-def test_a_page_without_timelines_is_quiet(browser, make_run, tmp_path):
-    run = make_run()
-    (run / "trace.json").unlink()
-    browser.show(write_page([run], tmp_path / "r.html"))
-    assert "no trace" in browser.js("return document.body.innerText")
-    assert browser.complaints() == []
-
-
 @pytest.mark.parametrize("width", [400, 1280])
 def test_charts_show_the_values_of_a_step(browser, tmp_path, width):
     runs = [charted_run(tmp_path / name) for name in ("first", "second")]
@@ -261,27 +224,4 @@ def test_charts_show_the_values_of_a_step(browser, tmp_path, width):
     browser.js("figures.get('loss').out.focus()")
     browser.press("\ue012")
     assert browser.js(TIP).startswith("step 4")
-    assert browser.complaints() == []
-
-
-@pytest.mark.slow
-def test_thousands_of_tasks_of_many_submeshes(browser, make_run, tmp_path):
-    """Zero-length ones too, and a submesh that never works."""
-    run = make_run()
-    stages = {f"submesh {i} with a long name": (1e-3, 2e-3) for i in range(24)}
-    events = one_f_one_b(stages, [1.0] * 64, "simulated").events
-    extra = (Event("a → b", "a", 0, SEND, 0.0, 0.0),)
-    write_trace(run / SIMULATED, [Trace(0, "simulated", events + extra)])
-    browser.show(write_page([run], tmp_path / "r.html"))
-    browser.js(TO_TIMELINES)
-    marks = browser.js(BOXES)[2]
-    assert len(marks) == len(events) + 1 > 3000
-    assert min(m[1] for m in marks) > 0.3  # even the shortest can be seen
-    left, top, width = plot_box(browser)
-    for _ in range(60):
-        browser.wheel(left + width / 2, top + 5, -100)
-    low, high = browser.js(RANGE)
-    assert 0 < high - low < 1e-4 * browser.js("return SPAN")
-    browser.show(tmp_path / "r.html", 400)
-    assert browser.js("return document.documentElement.scrollWidth") <= 400
     assert browser.complaints() == []

@@ -1,7 +1,6 @@
 """Where the seconds of a run go: against clocks that are set by hand."""
 
 import random
-import time
 
 import pytest
 from PIL import Image
@@ -18,7 +17,6 @@ from dflop_jax.report.spent import (
     STOPPED,
     TRAINING,
     TimeLog,
-    process_began_s,
     read_spent,
 )
 from dflop_jax.report.spent_picture import draw_spent
@@ -151,7 +149,3 @@ def test_figures_and_picture(begin, make_run, tmp_path):
     with Image.open(tmp_path / "spent.png") as image:
         colours = {c for _, c in image.convert("RGB").getcolors(1 << 20)}
     assert (0x2B, 0x6C, 0xB0) in colours  # of training
-
-
-def test_a_process_began_before_it_was_asked():
-    assert 0 <= time.time() - process_began_s() < 24 * 3600

@@ -50,15 +50,6 @@ def test_counts_are_sums_and_a_late_compile_shows(tmp_path):
     assert (s.compiles_after_warmup, s.n_bad, s.schedule_wait_s) == (1, 6, 2.0)
 
 
-@pytest.mark.parametrize("n_steps", [1, 2, 3])
-def test_short_runs_have_figures(make_run, n_steps):
-    path = make_run(n_steps=n_steps)
-    s = write_summary(path)
-    assert s.step_s.median > 0
-    assert s.compiles_after_warmup == 0
-    assert (path / "summary.md").exists()
-
-
 def test_what_a_run_did_not_measure_is_a_dash(tmp_path):
     with RunFolder(tmp_path / "r") as run:
         run.write_plan(make_plan())
@@ -94,39 +85,15 @@ def test_summary_page_and_table_hold_every_figure(make_run):
             assert image.size[0] == 1400
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        (0.0, "0"),
-        (1.0, "1.00"),
-        (123.4, "123"),
-        (0.01234, "0.0123"),
-        (98765.4, "98,765"),
-        (999.4, "999"),
-        (999.7, "1,000"),
-        (1000.0, "1,000"),
-    ],
-)
-def test_numbers_read_well(value, text):
-    assert number(value) == text
-    assert number(math.nan) == percent(math.nan) == "-"
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [
-        (0, "0 s"),
-        (2.443, "2.44 s"),
-        (59.6, "1 min"),
-        (876, "14 min 36 s"),
-        (7199.7, "2 h"),
-        (12034, "3 h 20 min"),
-        (86400 + 61, "1 d"),
-        (1e6, "11 d 13 h"),
-    ],
-)
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text
+@pytest.mark.parametrize("of, value, text", [
+    (number, 0.0, "0"), (number, 1.0, "1.00"), (number, 123.4, "123"), (number, 0.01234, "0.0123"),
+    (number, 98765.4, "98,765"), (number, 999.7, "1,000"), (number, math.nan, "-"),
+    (percent, math.nan, "-"), (duration, 0, "0 s"), (duration, 2.443, "2.44 s"),
+    (duration, 59.6, "1 min"), (duration, 876, "14 min 36 s"), (duration, 7199.7, "2 h"),
+    (duration, 12034, "3 h 20 min"), (duration, 86400 + 61, "1 d"), (duration, 1e6, "11 d 13 h"),
+])  # fmt: skip
+def test_numbers_and_durations_read_well(of, value, text):
+    assert of(value) == text
 
 
 def test_a_speed_up_is_of_the_same_work(make_run, tmp_path):
@@ -173,18 +140,3 @@ def test_runs_with_other_rows_and_no_trace_compare(make_run, tmp_path):
     order = [text.index(f"padding, {m}") for m in ("vision", "audio", "llm")]
     assert order == sorted(order)
     compare([tmp_path / "other"], tmp_path / "c.png")  # losses alone
-
-
-def test_folders_that_are_no_runs_are_refused(make_run, tmp_path):
-    good = make_run()
-    (tmp_path / "empty").mkdir()
-    for bad in ("missing", "empty"):
-        with pytest.raises(ValueError, match=f"{bad}.*train it") as e:
-            compare([good, tmp_path / bad], tmp_path / "c.png")
-        assert "\n" not in str(e.value)
-    with pytest.raises(ValueError, match="name at least one"):
-        compare_json([])
-    (good / "plan.json").unlink()
-    with pytest.raises(ValueError, match=r"plan\.json: no such file"):
-        summarise(good)
-    assert not (tmp_path / "c.png").exists()

@@ -91,20 +91,6 @@ def test_rows_follow_the_flow_and_modules_the_plan():
     assert panels.module_of("foreign", {}) == "foreign"
 
 
-def test_the_legend_names_what_is_drawn_and_nothing_else():
-    trace = one_f_one_b({"enc": (1.0, 1.0), "llm": (1.0, 1.0)}, [1.0, 1.0], "x")
-    panel = panels.Panel("x", trace, {"enc": "vision"})
-    assert list(panels.legend_entries([panel])) == [
-        "vision forward",
-        "vision backward",
-        "llm forward",
-        "llm backward",
-        "reduce",
-        "update",
-        "idle",
-    ]
-
-
 def test_modules_without_a_colour_of_their_own_take_turns():
     def panel(*modules):
         events = [Event("m", m, 0, "forward", 0.0, 1.0) for m in modules]
@@ -116,12 +102,6 @@ def test_modules_without_a_colour_of_their_own_take_turns():
     assert shades["llm"] == colours.MODULE_COLOURS["llm"]
     assert [shades[m] for m in ("eye", "ear", "hand")] == list(colours.OTHER_COLOURS)
     assert shades["nose"] == shades["eye"]  # there are only so many
-
-
-def test_nothing_to_draw_is_an_error(tmp_path):
-    for nothing in ([], [panels.Panel("empty", Trace(0, "x", ()))]):
-        with pytest.raises(ValueError, match="no trace with events"):
-            tl.draw(nothing, {}, tmp_path / "t.png")
 
 
 @pytest.mark.parametrize("seconds", [1e-5, 1e-2, 900.0])

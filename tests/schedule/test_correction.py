@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -274,13 +273,6 @@ def test_task_times_are_those_of_programs():
         ProgramId("b", Shape(1, 64), FORWARD): (2.0,),
     }
     assert {name_of(p) for p in times} == {"b/1x96/forward", "b/1x64/forward"}
-
-
-def test_state_is_json():
-    state = Correction({"llm/1x256/backward": (0.0, math.log(1.6))})
-    assert msgspec.json.decode(msgspec.json.encode(state), type=Correction) == state
-    monitor = Monitor(before=state)
-    assert msgspec.json.decode(msgspec.json.encode(monitor), type=Monitor) == monitor
 
 
 def test_the_rule_of_the_monitor():

@@ -165,14 +165,6 @@ def test_dealt_anew_longest_first_to_the_lightest_rank(n, seed):
     assert [t.bucket for t in dealt] == [t.bucket for t in packed]
 
 
-def test_same_arguments_give_the_same_schedule(small_plan):
-    loads = make_batch(np.random.default_rng(0), 60)
-    prices = make_prices(small_plan, pair_s=1e-6)
-    first, second = (solve(loads, small_plan, prices, step=3, work=1000) for _ in range(2))
-    assert replace(first, elapsed_s=0.0) == replace(second, elapsed_s=0.0)
-    assert first.step == 3
-
-
 def test_the_last_bit_of_prices_changes_no_choice(small_plan):
     """As another BLAS would: every price moved by some last bits."""
     loads = make_batch(np.random.default_rng(1), 50)

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import time
 
-import msgspec
 import numpy as np
 import pytest
 
-from dflop_jax.records import REDUCE, UPDATE, Load, Prices, SendId, Shape, Task
+from dflop_jax.records import Load, Shape
 from dflop_jax.schedule import ScheduleWorker, schedule_batch
 from dflop_jax.schedule.correction import predicted_gain_s
-from dflop_jax.schedule.worker_main import PriceList, SolverSetup
+from dflop_jax.schedule.worker_main import SolverSetup
 from tests.processes import runs
 from tests.schedule.conftest import make_batch, make_prices
 
@@ -162,17 +161,6 @@ def test_a_gain_is_computed_when_no_schedule_waits(small_plan):
         assert worker.gain_s == predicted_gain_s(
             loads_of(2), small_plan, old, new, small_plan.layout.modules
         )
-
-
-def test_prices_survive_the_pipe(small_plan):
-    """Tables have keys that JSON lacks, and no limit of concurrency is infinite."""
-    plain = make_prices(small_plan, pair_s=1e-9)
-    assert PriceList.of(plain).prices == plain
-    end = {Task("a", -1, REDUCE): 0.1, Task("a", -1, UPDATE): 0.2}
-    sends = {SendId("a", "b", Shape(1, 256), "forward"): 0.5}
-    full = Prices(plain.programs, end, sends, 3.0)
-    line = msgspec.json.encode(PriceList.of(full))
-    assert msgspec.json.decode(line, type=PriceList).prices == full
 
 
 def test_a_batch_that_fits_no_bucket_raises_in_the_parent(small_plan):

@@ -15,9 +15,6 @@ from dflop_jax.records import (
     REDUCE,
     RETURN,
     SEND,
-    UPDATE,
-    Prices,
-    Schedule,
     SendId,
     Task,
 )
@@ -30,7 +27,6 @@ from tests.sim.cases import (
     batch,
     chain,
     graph,
-    group,
     names,
     prices,
     random_case,
@@ -107,19 +103,6 @@ def test_sends_and_tasks_take_the_longest_path():
     assert sent > 500
 
 
-def test_no_sends_and_no_noise_change_nothing():
-    rng = np.random.default_rng(1)
-    for _ in range(50):
-        cores = float(rng.choice([0.5, 2.0, 99.0]))
-        plan, schedule, priced, trainable = random_case(rng, sends=True, concurrency=cores)
-        plain = simulate_step(plan, schedule, replace(priced, sends={}), trainable)
-        zero = replace(priced, sends=dict.fromkeys(priced.sends, 0.0))
-        quiet = Noise(
-            seed=3, stragglers=dict.fromkeys([m.name for m in plan.layout.submeshes], 1.0)
-        )
-        assert plain == simulate_step(plan, schedule, zero, trainable, noise=quiet)
-
-
 @pytest.mark.parametrize("m", [1, 2, 8])
 def test_short_sends_cost_only_the_fill_and_the_drain(m):
     """Between them they hide behind the reader, which is the slowest and never waits."""
@@ -138,27 +121,6 @@ def test_short_sends_cost_only_the_fill_and_the_drain(m):
     assert {(e.submesh, e.segment) for e in back} == {("b0 → a0", "a0")}
     producers = [i for i, g in enumerate(schedule.groups) if g.module == "a"]
     assert [e.group for e in there] == [e.group for e in back] == producers
-
-
-@pytest.mark.parametrize("m", [1, 2, 8])
-def test_a_link_carries_one_send_at_a_time(m):
-    plan = chain(2, sources=1, order="gpipe")
-    seconds = {("a0", FORWARD): 1.0, ("b0", BACKWARD): 1.0}
-    priced = prices(plan, seconds, {("a0", "b0", FORWARD): 5.0})
-    trace = simulate_step(plan, batch(plan, m), priced, ["b0"])
-    assert trace.makespan_s == pytest.approx(1.0 + 5.0 * m + 1.0)
-
-
-def test_a_send_is_as_large_as_the_group_that_reads_it():
-    """Two groups of one shape feed groups of another: their sends are of the readers' shapes."""
-    plan = chain(2, sources=1)
-    schedule = Schedule(
-        0, (group("a", ONE, (2,)), group("a", ONE, (3,)), group("b", ONE), group("b", TWO))
-    )
-    sends = {SendId("a0", "b0", s, d): v for s, v in ((ONE, 0.5), (TWO, 3.0)) for d in (FORWARD,)}
-    trace = simulate_step(plan, schedule, Prices({}, {}, sends), names(plan))
-    took = {e.group: e.end_s - e.start_s for e in trace.events if e.direction == SEND}
-    assert took == {0: 0.5, 1: 3.0}
 
 
 def test_every_reader_is_sent_its_own_copy():
@@ -182,23 +144,6 @@ def test_segments_of_one_submesh_send_nothing():
     trace = simulate_step(together, batch(plan, 1), priced, names(plan))
     plain = replace(priced, sends={})
     assert trace == simulate_step(together, batch(plan, 1), plain, names(plan))
-
-
-def test_collectives_end_the_step_and_overlap_other_submeshes():
-    plan = chain(2, sources=1)
-    seconds = {
-        ("a0", FORWARD): 1.0,
-        ("a0", BACKWARD): 2.0,
-        ("b0", BACKWARD): 3.0,
-        ("b0", REDUCE): 1.5,
-        ("a0", REDUCE): 0.25,
-        ("b0", UPDATE): 1.0,
-    }
-    trace = simulate_step(plan, batch(plan, 1), prices(plan, seconds), names(plan))
-    spans = spans_of(trace)
-    assert spans[Task("b0", NO_GROUP, REDUCE)] == (4.0, 5.5)  # while a0 runs backward, 4 s to 6 s
-    assert spans[Task("a0", NO_GROUP, REDUCE)] == (6.0, 6.25)
-    assert spans[Task("b0", NO_GROUP, UPDATE)] == (6.25, 7.25)
 
 
 def durations(trace):
@@ -272,21 +217,3 @@ def test_bad_durations_and_factors_are_refused(bad):
     straggler = Noise(stragglers={"bb": 2.0})
     with pytest.raises(ValueError, match="'bb' is no submesh of the plan; it has a0, b0"):
         simulate_step(plan, batch(plan, 1), prices(plan, {}), ["b0"], noise=straggler)
-
-
-def test_whole_steps_take_conditions_too():
-    plan, profile = chain(2, sources=1), {("a0", FORWARD): 1.0, ("a0", BACKWARD): 3.0}
-    profile["b0", BACKWARD] = 3.0
-    schedules = [batch(plan, 1, step=s) for s in (0, 1)]
-    plain = simulate_schedules(plan, schedules, prices(plan, profile), names(plan)).makespan_s
-    priced = prices(
-        plan,
-        profile | {(n, REDUCE): 2.0 for n in names(plan)},
-        {("a0", "b0", d): 0.5 for d in (FORWARD, BACKWARD)},
-    )
-    slow = simulate_schedules(plan, schedules, priced, names(plan))
-    # The drain ends in the source's backward, its gradients' way and its collective.
-    assert slow.makespan_s == pytest.approx(plain + 2 * (0.5 + 0.5 + 2.0))
-    noise = Noise(stragglers={"a0": 2.0, "b0": 2.0})
-    twice = simulate_schedules(plan, schedules, prices(plan, profile), names(plan), noise=noise)
-    assert twice.makespan_s == pytest.approx(2 * plain)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dflop_jax.sim.engine import Job, Run, _on_shared_cores, run
+from dflop_jax.sim.engine import Job, _on_shared_cores, run
 
 
 def longest_paths(jobs):
@@ -48,12 +48,6 @@ def test_ends_are_the_longest_paths(n):
         loop = _on_shared_cores(jobs, math.inf)
         assert loop.end_s == pytest.approx(end)
         assert loop.turns <= n
-
-
-def test_nothing_takes_no_turn():
-    assert run([]) == Run((), (), 0)
-    assert run([Job("a", 2.0)]) == Run((0.0,), (2.0,), 1)
-    assert run([Job("a", 0.0)], concurrency=0.5) == Run((0.0,), (0.0,), 1)
 
 
 def test_ends_at_one_time_are_one_turn():

@@ -83,22 +83,6 @@ def test_a_step_by_hand():
     )  # fmt: skip
 
 
-def test_inputs_wait_between_segments_of_a_module_too():
-    plan = chain(2)
-    events = (
-        Event("b0", "b0", 0, FORWARD, 0.0, 1.0),
-        Event("b1", "b1", 0, BACKWARD, 3.0, 4.0),
-        Event("b0", "b0", 0, BACKWARD, 4.0, 5.0),
-    )
-    curves = memory_over_time(
-        plan.layout,
-        Trace(0, "x", events),
-        {0: ONE},
-        ByteTable({}, {(n, ONE): 1.0 for n in names(plan)}),
-    )
-    assert curves["b1"] == ((0.0, 0.0), (1.0, 1.0), (4.0, 0.0), (5.0, 0.0))
-
-
 def test_no_event_holds_the_constant_and_unknown_groups_nothing():
     plan = chain(2, sources=1)
     table = ByteTable({"a0": 5.0}, {("b0", ONE): 7.0})

@@ -20,12 +20,9 @@ from dflop_jax.sim.pipeline import simulate_schedules, simulate_step
 from dflop_jax.tasks.graph import resources, step_graph
 from dflop_jax.tasks.order import order_tasks
 from tests.sim.cases import (
-    ONE,
-    TWO,
     batch,
     chain,
     graph,
-    group,
     names,
     prices,
     random_case,
@@ -43,58 +40,6 @@ def test_equal_stages_take_m_plus_p_minus_1_rounds(order, stages, m):
     assert trace.makespan_s == pytest.approx((m + stages - 1) * 3.0)
     for fraction in trace.busy_fraction().values():
         assert fraction == pytest.approx(m / (m + stages - 1))
-
-
-@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
-@pytest.mark.parametrize("m", [1, 2, 9])
-def test_a_chain_of_three_modules_is_a_pipeline_of_three(order, m):
-    """An encoder, a model that reads it, a generator that reads that one: a textbook's stages."""
-    plan = graph("a", "b", "c", edges=["ab", "bc"], order=order)
-    trace = simulate_step(plan, batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0), names(plan))
-    assert trace.makespan_s == pytest.approx((m + 2) * 3.0)
-
-
-@pytest.mark.parametrize("m", [1, 2, 7])
-@pytest.mark.parametrize(
-    "source, target", [((1.0, 2.0), 7.0), ((0.5, 0.5), 1.5), ((2.0, 3.0), 1.0)]
-)
-def test_two_unequal_stages_fill_and_then_run_at_the_slowest(m, source, target):
-    plan = chain(2, sources=1)
-    forward_s, backward_s = source
-    priced = prices(
-        plan,
-        {("a0", FORWARD): forward_s, ("a0", BACKWARD): backward_s, ("b0", BACKWARD): target},
-    )
-    trace = simulate_step(plan, batch(plan, m), priced, names(plan))
-    if target >= forward_s + backward_s:  # the target never waits after its first input
-        want = forward_s + m * target + backward_s
-    else:  # the source waits for the target once or never, then has m rounds of its own
-        wait = max(0.0, target - (forward_s if m > 1 else 0.0))
-        want = m * (forward_s + backward_s) + wait
-    assert trace.makespan_s == pytest.approx(want)
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_several_groups_that_feed_one_come_before_it(n):
-    """n producers of 1 s, one reader of 5 s that waits for all, n backwards that follow it."""
-    plan = chain(2, sources=1)
-    schedule = Schedule(0, (*[group("a", ONE, (n,))] * n, group("b")))
-    priced = prices(plan, {("a0", FORWARD): 1.0, ("a0", BACKWARD): 2.0, ("b0", BACKWARD): 5.0})
-    trace = simulate_step(plan, schedule, priced, names(plan))
-    spans = spans_of(trace)
-    assert spans[Task("b0", n, BACKWARD)] == (n, n + 5.0)
-    assert trace.makespan_s == pytest.approx(n + 5.0 + 2.0 * n)
-    assert [spans[Task("a0", i, FORWARD)] for i in range(n)] == [(i, i + 1.0) for i in range(n)]
-
-
-def test_shapes_and_pairs_make_the_price_of_a_group():
-    plan = chain(1)
-    schedule = Schedule(0, (group("b", ONE, pairs=10), group("b", TWO, pairs=3)))
-    priced = prices(plan, {("b0", BACKWARD, ONE): 1.0, ("b0", BACKWARD, TWO): 4.0})
-    content = {k: replace(v, content_s=(0.5,)) for k, v in priced.programs.items()}
-    trace = simulate_step(plan, schedule, replace(priced, programs=content), names(plan))
-    first, second = (e.end_s - e.start_s for e in trace.events if e.group >= 0)
-    assert (first, second) == (1.0 + 10 * 0.5, 4.0 + 3 * 0.5)
 
 
 def test_an_edge_between_layers_holds_up_its_readers_only():
@@ -121,33 +66,6 @@ def test_two_modules_that_read_one_both_send_it_their_gradient():
     # Where neither trains nor sends anything back, nothing of `a` runs backward.
     frozen = simulate_step(plan, batch(plan, 1), priced, ["b0", "c0"])
     assert frozen.makespan_s == 8.0
-
-
-@pytest.mark.parametrize("concurrency, factor", [(1.0, 2.0), (1.5, 4 / 3), (2.0, 1.0), (9.0, 1.0)])
-def test_overlapping_tasks_share_the_cores(concurrency, factor):
-    # A group that nothing feeds, and frozen forwards of the source, need nothing of each other.
-    plan = chain(2, sources=1)
-    seconds = {("a0", FORWARD): 3.0, ("b0", BACKWARD, ONE): 3.0}
-    schedule = Schedule(0, (group("b"), group("a", ONE, (2,)), group("b", TWO)))
-    priced = prices(plan, seconds, concurrency=concurrency)
-    assert simulate_step(plan, schedule, priced, ["b0"]).makespan_s == pytest.approx(3.0 * factor)
-
-
-def test_one_task_alone_is_never_slowed_down():
-    # Durations are those of a task alone on its submesh, crowded or not.
-    plan = chain(1)
-    priced = prices(plan, {("b0", BACKWARD): 3.0}, concurrency=0.5)
-    assert simulate_step(plan, batch(plan, 1), priced, ["b0"]).makespan_s == pytest.approx(3.0)
-
-
-def test_the_longer_of_two_overlapping_tasks_speeds_up_when_alone():
-    plan = chain(2, sources=1)
-    priced = prices(plan, {("a0", FORWARD): 1.0, ("b0", BACKWARD, ONE): 3.0}, concurrency=1.0)
-    schedule = Schedule(0, (group("b"), group("a", ONE, (2,)), group("b", TWO)))
-    trace = simulate_step(plan, schedule, priced, ["b0"])
-    ends = {(e.segment, e.group): e.end_s for e in trace.events}
-    assert ends["a0", 1] == pytest.approx(2.0)  # both at half speed
-    assert ends["b0", 0] == pytest.approx(4.0)  # two seconds left, alone
 
 
 def spans_of(trace):
@@ -237,16 +155,6 @@ def test_no_group_takes_no_time_but_updates():
     starts = {(e.segment, e.direction): e.start_s for e in trace.events}
     assert starts["a0", UPDATE] == starts["b0", UPDATE] == 2.0  # the norm needs every reduction
     assert trace.makespan_s == 6.0
-
-
-def test_tied_ends_reduce_and_update_through_their_owner():
-    """The reader reduces first, so that the owner adds both gradients; then it gets them new."""
-    plan = chain(2).with_layout(tied=("b",))
-    steps = {(n, d): 1.0 for n in names(plan) for d in (REDUCE, UPDATE)}
-    spans = spans_of(simulate_step(plan, Schedule(0, ()), prices(plan, steps), names(plan)))
-    reader, owner = ([spans[Task(n, NO_GROUP, d)] for d in (REDUCE, UPDATE)] for n in ("b1", "b0"))
-    assert reader == [(0.0, 1.0), (3.0, 4.0)]
-    assert owner == [(1.0, 2.0), (2.0, 3.0)]
 
 
 def test_steps_follow_one_another():

@@ -9,7 +9,6 @@ import pytest
 
 from dflop_jax.records import Bucket, Edge, Load, Shape
 from dflop_jax.schedule import (
-    Capacity,
     arrival_buckets,
     choose_buckets,
     evaluate_buckets,
@@ -26,7 +25,7 @@ from dflop_jax.schedule.shapes.milp import (
     solve_choices,
     with_remains,
 )
-from dflop_jax.schedule.shapes.sizes import Move, bucket_of, chains, sizes_of
+from dflop_jax.schedule.shapes.sizes import Move, chains, sizes_of
 from tests.benchmarks.scripts import module
 from tests.schedule.conftest import TILE, bucket, make_batch
 
@@ -156,15 +155,6 @@ def test_choice_is_within_limits_and_pads_little(loads):
     assert choice.padding["a"] <= 0.05
 
 
-def test_more_buckets_pad_less_than_one(loads):
-    """One bucket of the chosen set's largest capacities, on the same batches."""
-    batches = [loads[:128], loads[256:384]]
-    fine = [bucket(t, (1, k)) for t, k in ((48, 512), (48, 256), (24, 256), (12, 128))]
-    problem = problem_of(128, seconds=linear_seconds)
-    many, one = (evaluate_buckets(b, batches, problem, work=300) for b in (fine, fine[:1]))
-    assert many.expected_s < one.expected_s
-
-
 def test_padding_is_the_unused_share():
     loads = [Load({"a": (TILE,) * 3, "b": (60,)})] * 2
     problem = problem_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
@@ -226,34 +216,6 @@ def test_ties_go_to_the_first():
     assert first_least([2.0, 1.0, 0.9]) == 2
 
 
-@pytest.mark.slow
-def test_quick_is_close_to_full(loads, monkeypatch):
-    """Both on batches that neither has seen."""
-    less = _EFFORTS | {"full": replace(_EFFORTS["full"], budget=80)}
-    monkeypatch.setattr("dflop_jax.schedule.shapes.choose._EFFORTS", less)
-    rng = np.random.default_rng(9)
-    batches = [[loads[i] for i in rng.choice(len(loads), 32)] for _ in range(6)]
-    spent_s = {}
-    for effort in ("quick", "full"):
-        problem = problem_of(32, seconds=linear_seconds)
-        choice = choose_buckets(loads, problem, effort=effort)
-        spent_s[effort] = evaluate_buckets(choice.buckets, batches, problem, work=400).expected_s
-    assert 0.98 * spent_s["full"] <= spent_s["quick"] <= 1.15 * spent_s["full"]
-
-
-@pytest.mark.parametrize("n_buckets", [1, 2])
-def test_few_buckets_hold_everything(loads, n_buckets):
-    problem = problem_of(16, {"a": 1, "b": 1}, n_buckets=n_buckets)
-    choice = choose_buckets(loads, problem, effort="quick")
-    assert 1 <= len(choice.buckets) <= n_buckets
-    assert not oversize(loads, choice.buckets, Capacity({"a": 1, "b": 1}))
-
-
-def test_an_unknown_effort_is_refused(loads):
-    with pytest.raises(ValueError, match="effort='slow' is not one of quick, full"):
-        choose_buckets(loads, problem_of(8), effort="slow")
-
-
 @pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])
 def test_chains_and_moves_keep_to_the_limits(loads, limits):
     problem = problem_of(64, max_tokens=limits, max_microbatches=8, seconds=quadratic_seconds)
@@ -273,11 +235,6 @@ def test_chains_and_moves_keep_to_the_limits(loads, limits):
                 assert s.size <= limits.get(m, 10**9)
     assert moves[-1].applied(starts[0][0], sizes).shape("a") is None
     assert Move(0, ("b",), 0.0).applied(Bucket.of({"b": Shape(1, 32)}), sizes) is None
-
-
-def test_the_bucket_of_all_holds_all(loads):
-    sizes = sizes_of(loads, problem_of())
-    assert not oversize(loads, [bucket_of(sizes, {}, holds_all=True)], Capacity(RANKS))
 
 
 def test_several_short_rows_where_long_ones_are_dear(loads):

@@ -29,27 +29,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-
-from dflop_jax.records import Bucket, Load, PiecePlaces, Shape, crossing, traffic  # noqa: E402
-from dflop_jax.schedule import WORK_PER_S, Capacity  # noqa: E402
-from dflop_jax.schedule.batch import Batch  # noqa: E402
-from dflop_jax.schedule.dispatch.nodes import Devices, best_names, staying  # noqa: E402
-from dflop_jax.schedule.placing import (  # noqa: E402
+from dflop_jax.records import Bucket, Load, PiecePlaces, Shape, crossing, traffic
+from dflop_jax.schedule import WORK_PER_S, Capacity
+from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.dispatch.nodes import Devices, best_names, staying
+from dflop_jax.schedule.placing import (
     GroupContents,
     balance_content,
     content_bound,
     place,
 )
-from dflop_jax.schedule.solver.budget import Budget  # noqa: E402
+from dflop_jax.schedule.solver.budget import Budget
 
 COSTS = ("rows", "content")
 SIZES = ((8, 128), (64, 1024), (512, 8192))

@@ -12,8 +12,7 @@ from typing import Any
 
 import jax
 import optax
-from gpu_cases import BF16, Tree, draw
-from gpu_measure import Bench, Case, Deadline, Line, predicted
+from gpu_cases import BF16, Bench, Case, Deadline, Line, Tree, draw, predicted
 from jax.sharding import Mesh
 
 from dflop_jax.contract import chip_of, edges_of, on_chip

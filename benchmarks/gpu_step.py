@@ -13,15 +13,13 @@ Expected: products at 70% of the chip's peak or more on random values; segments 
 A JSON line per result, as it is found. Every part has a deadline, and says what it left out. The
 programs of a part are timed in turns: `ms` is a median, `ms_p10` and `ms_p90` its spread.
 `peak_bytes` is what the compiler says of a program with its arguments. `predicted_ms` follows from
-its HLO and the roofline of plans (`dflop_jax/profile/efficiency.py`), `predicted` says what takes
-it; `flat_ms` has all products, attention's too, at 70% of the peak. A table of segments stands at
-the end. FLOPs are those needed: products, attention over pairs of tokens of one piece, of which the
-causal half.
+its HLO and the roofline of plans (`dflop_jax/profile/efficiency.py`); `flat_ms` has all products,
+attention's too, at 70% of the peak. FLOPs are those needed: products, attention over pairs of
+tokens of one piece, of which the causal half.
 
 Segments are layers of Qwen2.5-7B between two others (inner) or with its head and loss (last), and
-of SigLIP-400M with its ends (encoder); kinds are one layer of each kind of Qwen3.5-4B and Gemma 4
-31B, whose `errors` are shares of float32's; the step is that of LLaVA-OneVision-0.5B
-(SigLIP-400M before Qwen2-0.5B) on one device, bfloat16 with float32 masters.
+of SigLIP-400M with its ends (encoder); the step is that of LLaVA-OneVision-0.5B (SigLIP-400M before
+Qwen2-0.5B) on one device, bfloat16 with float32 masters.
 """
 
 from __future__ import annotations
@@ -34,16 +32,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 
 import jax
-from json_rows import add_json, write_json
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from gpu_cases import attention_cases, ceilings, head, packed_row
+from gpu_cases import (
+    Bench,
+    Deadline,
+    Line,
+    attention_cases,
+    ceilings,
+    hardware_of,
+    head,
+    measure,
+    packed_row,
+)
 from gpu_engine import (
     encoder_segment,
     inner_segment,
@@ -52,9 +55,7 @@ from gpu_engine import (
     step_programs,
     whole_steps,
 )
-from gpu_layers import kind_cases
-from gpu_measure import Bench, Deadline, Line, hardware_of, measure
-from gpu_tables import segment_table
+from json_rows import add_json, write_json
 
 from dflop_jax.gpu_compile.chips import absent_devices, find_chip
 from dflop_jax.gpu_compile.toolchain import compiler_environment
@@ -62,7 +63,6 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.records import Remat, Shape
 from models.sizes import DECODERS, VISION, DecoderSize, VisionSize
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin")
 CHILD = "--compiling"
 
 
@@ -82,17 +82,14 @@ class Sizes:
     vision: VisionSize
     model: str
     groups: int
-    mixed: Sequence[tuple[str, str]]  # factories and sizes of models whose layers differ
 
 
 FULL = Sizes(
     8192, (1024, 8192), 2**31, (8192, 32768), 700, 16, (2, 4), (2048, 8192),
     DECODERS["qwen2.5-7b"], VISION["siglip-so400m"], "llava-ov-0.5b", 8,
-    (("models.qwen3_5:build", "qwen3.5-4b"), ("models.gemma4:build", "gemma4-31b")),
 )  # fmt: skip
 TINY = Sizes(
     64, (32,), 2**12, (128,), 24, 2, (2,), (32,), DECODERS["nano"], VISION["nano"], "nano", 2,
-    (("models.qwen3_5:build", "qwen3.5-nano"),),
 )  # fmt: skip
 
 
@@ -149,11 +146,6 @@ def run_head(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
         yield from measure(bench, list(head(bench, sizes.decoder, tokens)), deadline)
 
 
-def run_kinds(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
-    for factory, size in sizes.mixed:
-        yield from measure(bench, list(kind_cases(bench, factory, size, sizes.rows[-1])), deadline)
-
-
 def run_step(bench: Bench, sizes: Sizes, deadline: Deadline) -> Iterator[Line]:
     args = bench, sizes.model, sizes.tiles, sizes.rows[-1]
     if bench.runs:
@@ -170,7 +162,6 @@ PARTS: dict[str, tuple[Callable[[Bench, Sizes, Deadline], Iterator[Line]], float
     "head": (run_head, 30.0),
     "attention": (run_attention, 100.0),
     "segments": (run_segments, 80.0),
-    "kinds": (run_kinds, 80.0),
     "policies": (run_policies, 160.0),
 }
 
@@ -212,17 +203,6 @@ def show(line: Line) -> str:
         return [short(v) for v in value] if isinstance(value, list) else value
 
     return json.dumps(short(line))
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that matter, as far as they are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def compile_elsewhere(arguments: Sequence[str]) -> int:
@@ -281,13 +261,11 @@ def main() -> int:
 
     tell({"name": "device", "kind": bench.device.device_kind, "runs": bench.runs,
           "predicted_for": bench.hardware.name if bench.hardware else None,
-          "versions": versions()})  # fmt: skip
+          "jax": jax.__version__})  # fmt: skip
     for line in run_parts(bench, sizes, args.parts):
         failed += "error" in line
         tell(line)
     elapsed_s = time.perf_counter() - start
-    if bench.hardware:
-        print(segment_table(lines), file=sys.stderr)
     tell({"name": "end", "compiles": compiles.count, "errors": failed, "seconds": elapsed_s})
     return 1 if failed else 0
 

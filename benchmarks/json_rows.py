@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Rows(list[Any]):
 
     Args:
       file: where to; None writes nothing.
-      frame: what the file holds of the rows: `list`, `as_rows`, `merged` or the like.
+      frame: what the file holds of the rows: `list`, `as_rows` or the like.
       rows: those of an earlier call, to go on with.
     """
 
@@ -48,11 +48,6 @@ class Rows(list[Any]):
 
 def as_rows(rows: Sequence[Any]) -> dict[str, Any]:
     return {"rows": rows}
-
-
-def merged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One object of rows that are objects with keys of their own."""
-    return {key: value for row in rows for key, value in row.items()}
 
 
 def write_json(file: Path | None, value: object) -> None:

@@ -1,32 +1,33 @@
-"""Methods that `schedule_run.py` compares: a global batch of an LLM under a plan to its schedule.
+"""Methods that `schedule_run.py` compares: a global batch of an LLM under a plan to its schedule;
+and what they start from: traces of samples, modules whole on their ranks, what groups take.
 
 Costs are those of Qwen2.5 7B: a group takes what its static shape takes and, on each rank, what
 attention adds for its pieces.
 
 `run` is `schedule_batch` with its integer program, as the worker calls it, within the work that a
-step of 1 s hides;
-`greedy` is its answer without work; `previous` packs as before 2026-11-22 (greedy and local search
-for the cheapest buckets, content not looked at); LPT deals the samples, longest first, to the rank
-of least content; `first fit` takes them as they arrive. `loongforge`, `bridge` and `entrain` are
-the rules of these frameworks (`peer_rules.py`), given the true seconds of samples (`bridge`, whose
-costs are linear: their tokens) and executed on the same shapes: a rank's samples of a microbatch
-go, longest first, to the first row with room. As their users would tune it, the batch is cut into
-1, 2, 4, ... microbatches of equal counts as samples arrive, and the shortest step counts.
+step of 1 s hides; `greedy` is its answer without work; LPT deals the samples, longest first, to the
+rank of least content; `first fit` takes them as they arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import peer_rules
-from shape_problems import whole_modules
 
 from dflop_jax.records import (
     BACKWARD,
+    FORWARD,
     Bucket,
+    Direction,
+    Edge,
     Group,
+    Layout,
     Load,
     PiecePlaces,
     Plan,
@@ -35,10 +36,12 @@ from dflop_jax.records import (
     ProgramId,
     Schedule,
     Scheduling,
+    SegmentPlan,
     Shape,
+    SubmeshPlan,
     pairs,
 )
-from dflop_jax.schedule import WORK_PER_S, schedule_batch
+from dflop_jax.schedule import WORK_PER_S, ShapeProblem, schedule_batch
 from dflop_jax.schedule.counts.program import canonical, sizes_of
 from dflop_jax.sim.fastest_order import with_order
 
@@ -54,8 +57,6 @@ CALL_S = 1e-3  # launching a group
 
 PAIR_S = 3.5 * PAIR_FLOPS / FLOPS_PER_S  # backward of a flash kernel takes 2.5 forwards
 TOKEN_S = 3 * TOKEN_FLOPS / FLOPS_PER_S  # of a token in a sequence of any length
-# Of a token of the encoder, whose forward and backward Entrain's rule evens out first: SigLIP 400M.
-ENCODER_TOKEN_S = 3 * 2 * 4e8 / FLOPS_PER_S
 
 
 def seconds_of(shape: Shape) -> float:
@@ -97,15 +98,8 @@ class Case:
     def tokens(self) -> list[int]:
         return [load.tokens("llm") for load in self.loads]
 
-    @property
-    def sample_s(self) -> np.ndarray:
-        """[N]: seconds of every sample on its rank, without padding."""
-        tokens_N = np.array(self.tokens, float)
-        return TOKEN_S * tokens_N + PAIR_S * pairs(tokens_N)
-
 
 Rows_D = list[list[list[int]]]  # of each rank, samples by row
-Dealt = tuple[np.ndarray, np.ndarray]  # [N] each: ranks and microbatches of the samples
 
 
 def by_run(case: Case) -> Schedule:
@@ -115,12 +109,6 @@ def by_run(case: Case) -> Schedule:
 
 def by_greedy(case: Case) -> Schedule:
     return schedule_batch(case.loads, case.plan, case.prices, ["llm"], work=0)
-
-
-def by_previous(case: Case) -> Schedule:
-    """The cheapest buckets that hold the samples, without a look at their content."""
-    blind = Prices({k: Price(p.static_s) for k, p in case.prices.programs.items()})
-    return schedule_batch(case.loads, case.plan, blind, ["llm"])
 
 
 def by_lpt(case: Case) -> Schedule:
@@ -193,71 +181,6 @@ def scheduled(case: Case, groups: Sequence[Group]) -> Schedule:
     return with_order(case.plan, Schedule(0, tuple(groups)), case.prices, ["llm"])
 
 
-def by_loongforge(case: Case) -> Schedule:
-    def dealt(n_microbatches: int) -> Dealt:
-        tokens, held_D = np.array(case.tokens, float), np.zeros(case.ranks)
-        ranks = np.zeros(len(tokens), np.int64)
-        microbatches = peer_rules.as_read(len(tokens), n_microbatches)
-        for m in range(n_microbatches):
-            part = np.flatnonzero(microbatches == m)
-            load_N = case.sample_s[part]
-            ranks[part] = peer_rules.loongforge(load_N, tokens[part], case.ranks, held_D)
-            held_D += np.bincount(ranks[part], load_N, case.ranks)
-        return ranks, microbatches
-
-    return tuned(case, dealt)
-
-
-def by_bridge(case: Case) -> Schedule:
-    def dealt(n_microbatches: int) -> Dealt:
-        tokens = np.array(case.tokens, float)
-        ranks = np.zeros(len(tokens), np.int64)
-        microbatches = peer_rules.as_read(len(tokens), n_microbatches)
-        for m in range(n_microbatches):
-            part = np.flatnonzero(microbatches == m)
-            ranks[part] = peer_rules.bridge(tokens[part], case.ranks)
-        return ranks, microbatches
-
-    return tuned(case, dealt)
-
-
-def by_entrain(case: Case) -> Schedule:
-    encoder_s = ENCODER_TOKEN_S * np.array([load.tokens("vision") for load in case.loads])
-    return tuned(case, lambda n: peer_rules.entrain(encoder_s, case.sample_s, case.ranks, n))
-
-
-def tuned(case: Case, dealt: Callable[[int], Dealt]) -> Schedule:
-    """What a rule deals (rank and microbatch of every sample) to the number of microbatches that
-    makes the shortest step."""
-    n, counts = len(case.tokens), [1]
-    while 2 * counts[-1] * case.ranks <= n:
-        counts.append(2 * counts[-1])
-    each = [in_microbatches(case, *dealt(count)) for count in counts]
-    return scheduled(case, min(each, key=step_seconds))
-
-
-def in_microbatches(case: Case, rank_N: np.ndarray, microbatch_N: np.ndarray) -> list[Group]:
-    """Groups of every microbatch: of each rank's samples, longest first, to the first row with
-    room."""
-    tokens, most, groups = case.tokens, longest_shape(case).tokens, []
-    longest_first = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-    for m in range(int(microbatch_N.max()) + 1):
-        rows: Rows_D = [[] for _ in range(case.ranks)]
-        fill: list[list[int]] = [[] for _ in range(case.ranks)]
-        for i in longest_first:
-            if microbatch_N[i] != m:
-                continue
-            d = int(rank_N[i])
-            r = next((r for r, n in enumerate(fill[d]) if n + tokens[i] <= most), len(fill[d]))
-            if r == len(fill[d]):
-                rows[d].append([])
-                fill[d].append(0)
-            rows[d][r].append(i)
-            fill[d][r] += tokens[i]
-        groups += groups_of(case, rows)
-    return groups
-
-
 def step_seconds(groups: Sequence[Group]) -> float:
     """Of the LLM alone on its ranks: its groups one after the other."""
     return sum(seconds_of(g.shape) + PAIR_S * g.content[0] for g in groups)
@@ -266,10 +189,104 @@ def step_seconds(groups: Sequence[Group]) -> float:
 METHODS: dict[str, Callable[[Case], Schedule]] = {
     "run": by_run,
     "greedy": by_greedy,
-    "previous": by_previous,
     "LPT": by_lpt,
     "first fit": by_first_fit,
-    "loongforge": by_loongforge,
-    "bridge": by_bridge,
-    "entrain": by_entrain,
 }
+
+
+# ---- samples ----
+
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "data" / "shapes"
+TILE_PX, TILE_TOKENS, MAX_GRID, MAX_FRAMES = 384, 729, 9, 32
+FRAME_TOKENS = 196  # of a tile or frame, as the LLM sees it
+CHARS_PER_TOKEN, TEMPLATE_TOKENS = 4, 20
+
+
+@lru_cache(maxsize=4)
+def trace_loads(folder: Path, *, clips: bool = True, most_tokens: int = 4096) -> tuple[Load, ...]:
+    """Loads of a folder of traces (*.jsonl), without audio: images by AnyRes, one frame a second of
+    `clips`, and the sequence of tokens of the LLM, cut at `most_tokens`.
+
+    Raises:
+      ValueError: no usable row.
+    """
+    loads = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            if row["audio_s"] or (row["video_s"] and not clips):
+                continue
+            tiles = sum(tiles_of(w, h) for w, h in row["images"])
+            frames = int(np.clip(row["video_s"], 4, MAX_FRAMES)) if row["video_s"] else 0
+            chars = row["prompt_chars"] + row["answer_chars"]
+            tokens = (tiles + frames) * FRAME_TOKENS + chars // CHARS_PER_TOKEN + TEMPLATE_TOKENS
+            pieces: dict[str, tuple[int, ...]] = {"llm": (min(most_tokens, tokens),)}
+            if tiles + frames:
+                pieces["vision"] = (TILE_TOKENS,) * (tiles + frames)
+            loads.append(Load(pieces))
+    if not loads:
+        raise ValueError(f"{folder}: no *.jsonl with rows without audio; give a folder of traces")
+    return tuple(loads)
+
+
+def tiles_of(width: int, height: int) -> int:
+    """Tiles of an AnyRes grid of at most `MAX_GRID` that wastes least of the picture, and one of
+    the whole."""
+
+    def lost(columns: int, rows: int) -> tuple[float, int]:
+        scale = min(columns * TILE_PX / width, rows * TILE_PX / height)
+        shown = min(width * height, width * height * scale**2)
+        return -shown, columns * rows
+
+    grids = [
+        (c, r) for c in range(1, MAX_GRID + 1) for r in range(1, MAX_GRID + 1) if c * r <= MAX_GRID
+    ]
+    columns, rows = min(grids, key=lambda g: lost(*g))
+    return columns * rows + (columns * rows > 1)
+
+
+# ---- modules whole on their ranks ----
+
+Seconds = Callable[[Bucket], Mapping[str, float]]  # of a group of every module
+_FORWARD_SHARE = 1 / 3  # of forward and backward
+
+
+def whole_modules(
+    ranks: Mapping[str, int],
+    edges: tuple[Edge, ...] = (),
+    *,
+    shared: bool = False,
+    group_size: int = 1,
+) -> Layout:
+    """Every module whole on so many data ranks: on devices of its own, or on `shared` ones."""
+    submeshes, first = [], 0
+    for m, n in ranks.items():
+        submeshes.append(SubmeshPlan(m, 0 if shared else first, 1, n, 1))
+        first += n
+    segments = tuple(SegmentPlan(m, m, 0, 1, m, True, True) for m in ranks)
+    return Layout(tuple(submeshes), segments, edges=edges, group_size=group_size)
+
+
+def prices_by(seconds: Seconds) -> Callable[[Layout], Prices]:
+    """Prices of layouts of whole modules; what others read has a forward and a backward."""
+
+    def prices(layout: Layout) -> Prices:
+        senders = {e.source for e in layout.edges}
+        programs: dict[ProgramId, Price] = {}
+        for bucket in layout.buckets:
+            took_s = seconds(bucket)
+            for m, shape in bucket.shapes:
+                shares: dict[Direction, float] = {BACKWARD: 1.0}
+                if m in senders:
+                    shares = {FORWARD: _FORWARD_SHARE, BACKWARD: 1 - _FORWARD_SHARE}
+                for direction, share in shares.items():
+                    price = Price(took_s.get(m, 0.0) * share)
+                    programs.setdefault(ProgramId(m, shape, direction), price)
+        return Prices(programs)
+
+    return prices
+
+
+def problem_of(layout: Layout, seconds: Seconds, global_batch: int, **options: Any) -> ShapeProblem:
+    """What shapes are chosen for on such a layout; `options` are fields of it."""
+    return ShapeProblem(layout, prices_by(seconds), global_batch, **options)

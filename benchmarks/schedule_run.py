@@ -19,8 +19,6 @@ its pieces. Columns:
 - rank / mean: static and content of the busiest data rank over those of the mean one;
 - longest: the same, if it held no more than its share or the longest sample alone: no less is
   possible;
-- unpadded: the same of the samples alone, their tokens and attention without padding: what a
-  framework whose programs have the sizes of its data would wait for (Bridge's probe reads it);
 - step: what the simulator sees, where every group waits for its own busiest rank;
 - CPU: processor seconds of the method.
 
@@ -40,24 +38,21 @@ import numpy as np
 from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-
-from peer_rules import over_mean  # noqa: E402
-from schedule_data import TRACES, trace_loads  # noqa: E402
-from schedule_methods import (  # noqa: E402
+from schedule_methods import (
     METHODS,
     PAIR_S,
+    TRACES,
     Case,
     plan_of,
+    problem_of,
     seconds_of,
     step_seconds,
+    trace_loads,
+    whole_modules,
 )
-from shape_problems import problem_of, whole_modules  # noqa: E402
 
-from dflop_jax.records import Load, Plan, pairs  # noqa: E402
-from dflop_jax.schedule import choose_buckets  # noqa: E402
+from dflop_jax.records import Load, Plan, pairs
+from dflop_jax.schedule import choose_buckets
 
 SIZES = ((128, 8), (128, 16), (256, 16), (256, 32), (512, 32), (512, 64), (8192, 256))
 QUICK_SIZES = ((128, 8), (256, 32))
@@ -79,7 +74,6 @@ class Row:
     content_over_bound: float
     busiest_over_mean: float
     longest_over_mean: float
-    unpadded_over_mean: float
     step_s: float
     started: bool
     won: bool
@@ -98,12 +92,11 @@ def measured(case: Case, data: str, seed: int, method: str) -> Row:
     held = sorted(p for g in schedule.groups for p in g.pieces.piece.tolist())
     assert held == list(range(len(tokens))), f"{method} loses or repeats samples"
     static_s = sum(seconds_of(g.shape) for g in schedule.groups)
-    content_D, unpadded_s_D = np.zeros(ranks), np.zeros(ranks)
+    content_D = np.zeros(ranks)
     for g in schedule.groups:
         length_P = np.array(tokens)[g.pieces.piece]
         assert (g.pieces.before(length_P) + length_P <= g.shape.tokens).all()
         np.add.at(content_D, g.pieces.rank, pairs(length_P))
-        np.add.at(unpadded_s_D, g.pieces.rank, case.sample_s[g.pieces.piece])
     static_bound_s = sum(tokens) * min(seconds_of(s) / (s.size * ranks) for s in shapes)
     content = pairs(np.array(tokens, float))
     content_bound = max(content.sum() / ranks, content.max())
@@ -117,9 +110,8 @@ def measured(case: Case, data: str, seed: int, method: str) -> Row:
         static_s / static_bound_s,
         busiest_s / (static_bound_s + PAIR_S * content_bound),
         float(content_D.max()) / content_bound,
-        over_mean(static_s + PAIR_S * content_D),
+        (static_s + PAIR_S * content_D.max()) / (static_s + PAIR_S * content_D.mean()),
         (static_s + PAIR_S * content_bound) / (static_s + PAIR_S * content.sum() / ranks),
-        over_mean(unpadded_s_D),
         step_seconds(schedule.groups),
         schedule.integer_bound_s > 0,
         schedule.made_by == "integer",
@@ -164,7 +156,6 @@ COLUMNS = {
     "content": "content_over_bound",
     "rank / mean": "busiest_over_mean",
     "longest": "longest_over_mean",
-    "unpadded": "unpadded_over_mean",
     "step s": "step_s",
     "CPU s": "cpu_s",
 }
@@ -215,7 +206,6 @@ def main() -> None:
             "over what the longest sample forces": [
                 r.busiest_over_mean / r.longest_over_mean for r in some
             ],
-            "unpadded over mean": [r.unpadded_over_mean for r in some],
         }
         shown = [f"{k} {np.median(v):.4f} (worst {max(v):.4f})" for k, v in figures.items()]
         print(f"{name}: {', '.join(shown)}")

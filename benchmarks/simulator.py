@@ -1,6 +1,6 @@
 """The simulator against measured steps: its error for 16 to 20 schedules of three set-ups each.
 
-Command:  python benchmarks/simulator.py [--json FILE [--more]] [--runs N] [--only SET_UP] [--quick]
+Command:  python benchmarks/simulator.py [--json FILE] [--runs N] [--only SET_UP] [--quick]
 Minutes:  some 11 per set-up and run (swinging: 2 to 6) on 2 cores with nothing else running; more
           where steps are repeated; three runs of all: an hour and a half
 Target:   median error 5%, worst 12%. Shown: 3.0% and 11.2% (docs/results.md)
@@ -13,8 +13,7 @@ steps are predicted three times:
   chosen by   from the prices that a run chooses its plan and schedules its batches by: its own
               programs', timed when the plan was chosen
   layers      from the profile of single layers only: what candidates are ranked by before that
-The second is also made with the tasks in the textbook's order: the order that a schedule carries
-must never simulate longer. Then the schedules run by turns, each step by itself, after a round that
+Then the schedules run by turns, each step by itself, after a round that
 is not counted; a schedule's time is the median of its steps. Plans are chosen as a run chooses
 them: the programs of two finalists are timed. Batches are packed ahead: the steps are those of the
 devices, without the host's decoding. Two kinds of steps do not count and are repeated (column
@@ -23,8 +22,7 @@ programs or the host of a virtual machine took more than 6% of the cores, and th
 more processor time than the least of the same schedule, since caches and clocks are shared with
 neighbours that nobody here sees. Calibrations are the least disturbed half of their rounds. Nothing
 is fitted to the measured steps. Everything is done `--runs` times, in processes of its own; the
-spread of their errors is printed, and the figures are those of all runs together; `--more` adds
-runs to those of an earlier call.
+figures are those of all runs together.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ from typing import Any
 
 import msgspec
 from json_rows import add_json, write_json
-from real_choice import MIXES
-from simulator_errors import error, result, show
-from simulator_steps import calibrated, run_batches, undisturbed
+from simulator_steps import calibrated, error, result, run_batches, show, undisturbed
 
 from dflop_jax import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.config import Policy
@@ -96,7 +92,7 @@ SWINGING = replace(
     name="two pinned processes, swinging shares of media",
     batches=(16, 16, 16, 16),
     kinds={p: Kind(p) for p in SWINGING_POLICIES},
-    mixture=MIXES["swinging"],
+    mixture={"picture": 0.0, "pictures": 0.0, "clip": 0.4, "text": 0.6},
 )
 PRETENDED = SetUp(
     "8 pretended devices",
@@ -259,15 +255,13 @@ def measure_plan(
 
 
 def predict(ex: Any, schedule: Schedule, by: dict[str, Prices]) -> dict[str, Trace]:
-    """Traces of a schedule by every price list, and by the one that it was chosen by with its
-    tasks in the textbook's order."""
+    """Traces of a schedule by every price list."""
     from dflop_jax.sim.pipeline import simulate_step
 
-    def simulated(schedule: Schedule, prices: Prices) -> Trace:
-        return simulate_step(ex.plan, schedule, prices, ex.trainable, awaited=ex.awaited)
-
-    found = {source: simulated(schedule, prices) for source, prices in by.items()}
-    return found | {"textbook": simulated(replace(schedule, order=()), by["chosen_by"])}
+    return {
+        source: simulate_step(ex.plan, schedule, prices, ex.trainable, awaited=ex.awaited)
+        for source, prices in by.items()
+    }
 
 
 def row(
@@ -298,14 +292,11 @@ def row(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_json(parser)
-    parser.add_argument("--more", action="store_true", help="add to the runs that FILE has")
     parser.add_argument("--runs", type=int, default=3, help="times to do it all (default 3)")
     parser.add_argument("--quick", action="store_true", help="nano model, 2 plans, small batches")
     parser.add_argument("--only", choices=SET_UPS, help="one of the set-ups")
     parser.add_argument("--worker", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.more and not (args.json and args.json.exists()):
-        parser.error("--more adds to the runs of a file: name one that exists with --json FILE")
     if args.runs < 1:
         parser.error(f"--runs {args.runs} must be at least 1")
     if args.worker:
@@ -313,11 +304,10 @@ def main() -> int:
         return 0
     from dflop_jax.cluster.launch import launch
 
-    rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.more else []
-    first = 1 + max((r["run"] for r in rows), default=-1)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         keys = [args.only] if args.only else list(SET_UPS)
-        for i, key in ((first + i, key) for i in range(args.runs) for key in keys):
+        for i, key in ((i, key) for i in range(args.runs) for key in keys):
             s, out = SET_UPS[key], Path(folder) / key
             for timed in (*CACHE.glob("profile-*.json"), *CACHE.glob("times-*.json")):
                 timed.unlink()

@@ -1,16 +1,19 @@
-"""What `simulator.py` does in the processes that it measures: run schedules, and watch what else
-uses the cores."""
+"""What `simulator.py` does in the processes that it measures (it runs schedules, and watches what
+else uses the cores), and what it reports of its rows: errors by source, set-up and run."""
 
 from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 REPEATS = 5  # undisturbed steps of every schedule
 MOST_ROUNDS = 16
@@ -122,3 +125,90 @@ class Watch:
         share = (elapsed_s - idle_s - own_s) / elapsed_s
         share = 0.0 if math.isnan(share) else max(0.0, share)
         return float(self._peers.share("others", repr(share).encode())), own_s
+
+
+# ---- errors of predictions ----
+
+TARGETS = {"median_abs_error": 0.05, "worst_abs_error": 0.12}
+
+
+def errors(rows: list[dict[str, Any]], source: str = "calibrated_s") -> dict[str, float]:
+    """Median and worst error of predictions."""
+    each = [abs(error(r, source)) for r in rows]
+    return {"median_abs_error": statistics.median(each), "worst_abs_error": max(each)}
+
+
+def by_run(rows: list[dict[str, Any]], source: str = "calibrated_s") -> list[dict[str, float]]:
+    """Errors of every run alone."""
+    runs = sorted({r.get("run", 0) for r in rows})
+    return [errors([r for r in rows if r.get("run", 0) == i], source) for i in runs]
+
+
+def by_set_up(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of every set-up that was measured."""
+    return {
+        k: [r for r in rows if r["set_up"] == k] for k in dict.fromkeys(r["set_up"] for r in rows)
+    }
+
+
+def error(row: dict[str, Any], source: str = "calibrated_s") -> float:
+    """Predicted over measured, less 1."""
+    return row[source] / row["measured_s"] - 1
+
+
+def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what `--json` writes: errors over all schedules, per set-up, and the rows."""
+    parts = by_set_up(rows)
+    return {
+        **errors(rows),
+        "calibrated": errors(rows) | {"runs": by_run(rows)},
+        "chosen_by": errors(rows, "chosen_by_s") | {"runs": by_run(rows, "chosen_by_s")},
+        "layers": errors(rows, "layers_s") | {"runs": by_run(rows, "layers_s")},
+        "targets": TARGETS,
+        "set_ups": {
+            k: errors(part)
+            | {"chosen_by": errors(part, "chosen_by_s"), "layers": errors(part, "layers_s")}
+            for k, part in parts.items()
+        },
+        "rows": rows,
+    }
+
+
+def show(rows: list[dict[str, Any]], names: dict[str, str]) -> None:
+    """Print a table of every set-up, by its name, and the errors."""
+    console = Console(width=150)
+    for key, mine in by_set_up(rows).items():
+        table = Table("plan", "submeshes", "batch", "groups", "measured ms (min - max)",
+                      "calibrated ms", "error", "chosen by ms", "error", "layers ms", "error",
+                      "others",
+                      title=f"{names[key]}, concurrency {mine[0]['concurrency']:.2f}")  # fmt: skip
+        for r in mine:
+            low, high = min(r["steps_s"]), max(r["steps_s"])
+            table.add_row(
+                r["plan"],
+                r["submeshes"],
+                str(r["batch"]),
+                " ".join(f"{n} {label}" for label, n in r["groups"]),
+                f"{1e3 * r['measured_s']:.0f} ({1e3 * low:.0f} - {1e3 * high:.0f})",
+                f"{1e3 * r['calibrated_s']:.0f}",
+                f"{100 * error(r):+.1f}%",
+                f"{1e3 * r['chosen_by_s']:.0f}",
+                f"{100 * error(r, 'chosen_by_s'):+.1f}%",
+                f"{1e3 * r['layers_s']:.0f}",
+                f"{100 * error(r, 'layers_s'):+.1f}%",
+                f"{100 * r['others_share']:.0f}% ({r['disturbed']})",
+            )
+        console.print(table)
+        sources = {"calibrated": "calibrated_s", "chosen by": "chosen_by_s",
+                   "layers alone": "layers_s"}  # fmt: skip
+        for what, source in sources.items():
+            e = errors(mine, source)
+            console.print(
+                f"{what}: median error {100 * e['median_abs_error']:.1f}%, worst "
+                f"{100 * e['worst_abs_error']:.1f}%"
+            )
+    e = errors(rows)
+    console.print(
+        f"all {len(rows)} schedules: median {100 * e['median_abs_error']:.1f}% (target 5%), worst "
+        f"{100 * e['worst_abs_error']:.1f}% (target 12%)"
+    )

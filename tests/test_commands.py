@@ -127,9 +127,9 @@ def test_every_file_and_heading_is_there(document):
         ("dflop launch -n", "expected one argument"),
         ("dflop report", "no command"),
         ("make coffee", "no target"),
-        ("python benchmarks/many.py --colour red", "unrecognized"),
+        ("python benchmarks/planner.py --colour red", "unrecognized"),
         ("dflop train --model M --data d.json --train.steps 5  # and so on", ""),
-        ("python benchmarks/many.py --json rows.json && make test", ""),
+        ("python benchmarks/planner.py --json rows.json && make test", ""),
         ("dflop train $M --data d.json || code=$?", ""),
     ],
 )

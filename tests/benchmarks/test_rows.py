@@ -19,14 +19,11 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
 
-from dflop_jax.cluster.peers import Peers
 from tests.benchmarks.scripts import BENCHMARKS, module
-from tests.data.media_cases import made_dataset
 from tests.plans import nano_profile
 
 json_rows = module("json_rows")
@@ -34,16 +31,10 @@ json_rows = module("json_rows")
 # Scripts whose rows another file of tests makes, by the name of a test there.
 ELSEWHERE = {
     "dispatch": "test_dispatch.py test_every_cost_has_rows_of_both_methods",
-    "front_door": "test_front_door.py test_the_loss_is_that_of_transformers",
     "gpu_compile": "test_gpu_compile.py test_a_file_of_all_cases_is_not_compiled_again",
     "gpu_step": "test_gpu_step.py test_a_tiny_run_without_a_gpu",
-    "long_run": "test_long_run.py test_every_row_is_made_by_the_work_it_names",
-    "many_traces": "test_many_traces.py test_rows_of_both_plans",
-    "load_weights": "test_load_weights.py test_a_small_checkpoint",
-    "memory": "test_memory.py test_two_cases_at_full_size",
     "packing_exact": "test_packing_exact.py test_packed_samples_leave_each_other_alone",
     "schedule_run": "test_schedule.py test_what_runs_execute_is_measured",
-    "wrong_lines": "test_wrong_lines.py test_a_row_of_every_line",
     "two_process": "test_two_process.py test_rows_are_trained_shown_and_written",
 }
 
@@ -72,42 +63,6 @@ def answers_of_nothing(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "on_all_cores", map)
 
 
-def made_up_job(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Jobs of several processes take minutes: this one is over, with 60 steps and no line."""
-
-    class Job:
-        def poll(self) -> int:
-            return 0
-
-        def communicate(self, timeout: float) -> tuple[str, str]:
-            return "", ""
-
-        def send_signal(self, number: int) -> None: ...
-        def __enter__(self) -> Job:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-    import tests.train.many as many
-
-    patch.setattr(many.Jobs, "started", lambda *_: Job())
-    patch.setattr(many, "losses", lambda folder: [1.0] * script.STEPS)
-    patch.setattr(script, "_steps", lambda folder: script.STEPS)
-
-
-def one_commit(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """It runs two_process.py; without that it only prints."""
-    patch.setattr(script, "checkout", lambda commit: script.tempfile.TemporaryDirectory())
-    patch.setattr(script, "step_times", lambda root, options: "dflop 1 ms")
-
-
-def some_media(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    folder = Path("shared").resolve()
-    made_dataset(folder, 5)
-    patch.setattr(script, "SHARED", folder)
-    patch.setattr(script, "CLIP", "a.mp4")
-
-
 def cases_that_are_told(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """A child takes 10 s to start (test_fuzz_data.py has real ones)."""
 
@@ -121,15 +76,6 @@ def cases_that_are_told(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "run", run)
 
 
-def quiet_jobs(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Three jobs of two processes take minutes: what they come to is made up."""
-
-    def run(jobs: object, name: str, connections: int) -> Any:
-        return script.Run([1.0], 0.1, (0.1, 0.2), [], connections, 0)
-
-    patch.setattr(script, "run", run)
-
-
 def runs_that_are_not_killed(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Real kills take minutes (tests/train/test_kills.py has some)."""
     kill = script.Kill("SIGKILL", 0, 3, True, 0.1)
@@ -137,31 +83,6 @@ def runs_that_are_not_killed(script: ModuleType, patch: pytest.MonkeyPatch) -> N
     patch.setattr(script, "undisturbed", lambda *_: [1.0])
     patch.setattr(script, "killed_run", lambda *_: (0, [kill]))
     patch.setattr(script, "losses", lambda run_dir: [1.0])
-
-
-def no_paper(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Plans of the papers take minutes: a random device alone."""
-    patch.setattr(script, "CASES", ())
-
-
-def traces(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Few samples, and shapes that are chosen quickly."""
-    row = {"images": [[64, 48]], "video_s": None, "audio_s": None}
-    rows = [row | {"prompt_chars": 40, "answer_chars": 100 * k} for k in range(1, 20)]
-    rows += [row | {"images": [], "video_s": 2.5, "prompt_chars": 40, "answer_chars": 40}]
-    Path("gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    choose = script.choose_buckets
-
-    def quickly(loads: Any, problem: Any, **how: Any) -> Any:
-        return choose(loads, problem, **how | {"effort": "quick"})
-
-    patch.setattr(script, "choose_buckets", quickly)
-
-
-def few_tasks(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Little of every search; large steps, which take 10 s each, are left out."""
-    patch.setattr(script, "SMALL_WORK", 300)
-    patch.setattr(script, "TREE_ORDERS", 40)
 
 
 def plans_made_up(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -188,22 +109,11 @@ def launched(rows: Callable[[list[str]], object]) -> Callable[..., None]:
     return prepare
 
 
-def mix_of(command: list[str]) -> object:
-    row = {"step_s": [0.1], "idle": [0.2], "simulated": [1.0], "plan": "orch", "predicted_s": 0.1}
-    return {command[command.index("--mixes") + 1]: dict.fromkeys(("auto", "orch"), row)}
-
-
 def schedules_of(command: list[str]) -> object:
-    seconds = ("calibrated_s", "chosen_by_s", "layers_s", "textbook_s", "measured_s")
+    seconds = ("calibrated_s", "chosen_by_s", "layers_s", "measured_s")
     row = dict.fromkeys(seconds, 0.1) | {"steps_s": [0.1, 0.2], "groups": [], "others_share": 0.0}
     row |= {"plan": "orch", "submeshes": "all", "batch": 8, "disturbed": 0, "concurrency": 1.0}
     return [row] * 2
-
-
-def no_second(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Small steps, and each once."""
-    patch.setattr(script, "CASES", ((2, 1, 1, 2), (2, 2, 1, 4)))
-    patch.setattr(script, "REPEATS", 1)
 
 
 def runs_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -213,23 +123,6 @@ def runs_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     row = dict.fromkeys(figures, 1.0) | {"policy": "orch", "compiles": 0, "steps_s": [0.1]}
     patch.setattr(script, "run_row", lambda name, *_, tiny: {"name": name, **row})
     patch.setattr(script, "exact_row", lambda folder: {"name": script.EXACT, "resumed_equal": True})
-
-
-def links_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Collectives are compiled by their own tests."""
-    timings = [script.LinkTiming("send", False, 2, n, 1e-3) for n in (1 << 16, 1 << 21)]
-    patch.setattr(script, "timed_links", lambda place, node: timings)
-
-
-def hosts_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Hosts with links of their own are made by root only, and train for minutes."""
-    row = {"plan": "orch", "predicted_s": 1.0, "measured_s": 2.0}
-    patch.setattr(script, "virtual_hosts", lambda number, rate: nullcontext())
-    patch.setattr(script, "train", lambda *_: None)
-    patch.setattr(script, "result", lambda run, *names: {**row, "links": names[0],
-                                                         "plan_for": names[1]})  # fmt: skip
-    patch.setattr(script, "missing", lambda: "")
-    patch.setattr(script.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
 
 
 def nothing_tried(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
@@ -245,85 +138,14 @@ def nothing_tried(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(script, "TRIED", (tried, tried))
 
 
-def small_saves(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """A few kB on one device, by this process alone."""
-    place = SimpleNamespace(devices=jax.devices()[:1], peers=Peers())
-
-    def alone(command: list[str], n: int, devices_per_process: int) -> Any:
-        patch.setattr(sys, "argv", command[1:])
-        return SimpleNamespace(exit_code=script.main())
-
-    patch.delitem(script.METHODS, "Orbax")  # which takes a minute to import
-    for name, value in {"LAYERS": 1, "WIDTH": 64, "KV_WIDTH": 16, "launch": alone}.items():
-        patch.setattr(script, name, value)
-    patch.setattr(script, "set_up", lambda config: place)
-
-
-def nobody_else(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """A process takes seconds to start: the row is made by this one alone."""
-
-    def alone(command: list[str], n: int, devices_per_process: int) -> Any:
-        file = command[command.index("--worker") + 1]
-        script.work(Path(file), int(command[command.index("--steps") + 1]), 0.0)
-        return SimpleNamespace(exit_code=0)
-
-    patch.setattr(script, "launch", alone)
-
-
-def hosts_that_are_told(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """So do those whose host work is measured (test_host_work.py)."""
-
-    def launch(command: list[str], n: int, **_: object) -> Any:
-        for process in range(n):
-            out = Path(f"{command[command.index('--worker') + 1]}.{process}")
-            out.write_text(json.dumps({"decode": 1.0, "native": 2.0, "host": 1.0}))
-        return SimpleNamespace(exit_code=0)
-
-    patch.setattr(script, "launch", launch)
-
-
-def losses_of_nobody(script: ModuleType, patch: pytest.MonkeyPatch) -> None:
-    """Two processes that train take minutes."""
-
-    def measured(name: str, folder: Path, steps: int) -> dict[str, Any]:
-        return {"row": name, "processes": 2, "plan": "loop", "does": True, "steps": steps,
-                "losses": [1.0], "most_apart": 1e-6}  # fmt: skip
-
-    patch.setattr(script, "measured", measured)
-
-
 RUNS = {
     "auto_choice": Tiny(2, ("--random", 2, "--first", 1), answers_of_nothing),
-    "bad_samples": Tiny(3, (), made_up_job),
-    "beside": Tiny(0, ("HEAD", "--runs", 1), one_commit),
-    "cut_points": Tiny(12),
-    "data_index": Tiny(6, ("--records", 8)),
-    "decode": Tiny(
-        5, ("--passes", 1, "--samples", 2, "--workers", 1, "--minutes", 0.01), some_media
-    ),
-    # Commands that train take minutes: the data and the check of it are the page's own.
-    "first_hour": Tiny(2, ("--commands", "check")),
-    "forced": Tiny(2, ("--rows", "loop", "tensor"), losses_of_nobody),
     "fuzz_data": Tiny(2, ("--cases", 2), cases_that_are_told),
     "gpu_run": Tiny(5, (), runs_of_nobody),
-    "host_work": Tiny(6, (), hosts_that_are_told),
-    "hostile": Tiny(4, (), quiet_jobs),
     "hosts": Tiny(2, (), nothing_tried),
-    "index_parquet": Tiny(2, ("--rows", 8, "--embedded", 2)),
     "kills": Tiny(2, ("--kills", 2), runs_that_are_not_killed),
-    "links": Tiny(2, ("--pretended", 2), links_of_nobody),
-    "many": Tiny(1, ("--processes", 2, "--steps", 2, "--idle", 0), nobody_else),
-    "memory_plan": Tiny(2, ("--random", 1), no_paper),
-    "native_padding": Tiny(4, ("--shapes", ".", "--steps", 1), traces),
-    "pipeline_search": Tiny(5, ("--small", 1, "--large", 0), few_tasks),
     "planner": Tiny(30, ("--full", "--repeats", 1), plans_made_up),
-    "real_choice": Tiny(7, (), launched(mix_of)),
-    "save_formats": Tiny(4, ("--gb", 0, "--repeats", 1), small_saves),
-    # One case of eleven: each takes 2 s, and reads traces of its own.
-    "shape_choice": Tiny(1, ("--shapes", ".", "--cases", 3, "--seeds", 1), traces),
     "simulator": Tiny(3, ("--runs", 1), launched(schedules_of)),
-    "simulator_speed": Tiny(2, (), no_second),
-    "slow_links": Tiny(4, (), hosts_of_nobody),
 }
 
 
@@ -345,8 +167,6 @@ def written(monkeypatch):
 @pytest.mark.slow(first=2)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_row_is_written_as_it_is_made(name, written, tmp_path, monkeypatch, capsys):
-    if name == "index_parquet":
-        pytest.importorskip("pyarrow")
     script, tiny = module(name), RUNS[name]
     monkeypatch.chdir(tmp_path)
     tiny.prepare(script, monkeypatch)

@@ -32,8 +32,8 @@ def test_what_runs_execute_is_measured(tmp_path, traces):
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     names = {"samples", "ranks", "method", "static_over_bound", "busiest_over_bound"}
     assert names | {"content_over_bound", "work", "elapsed_s", "cpu_s"} <= set(rows[0])
-    assert {"run", "LPT", "loongforge", "bridge", "entrain"} <= {r["method"] for r in rows}
-    assert all(min(r["longest_over_mean"], r["unpadded_over_mean"]) >= 1 - 1e-9 for r in rows)
+    assert {"run", "greedy", "LPT", "first fit"} == {r["method"] for r in rows}
+    assert all(r["longest_over_mean"] >= 1 - 1e-9 for r in rows)
     assert all(r["busiest_over_mean"] >= r["longest_over_mean"] * (1 - 1e-9) for r in rows)
     busiest = {(r["data"], r["method"]): r["busiest_over_bound"] for r in rows}
     for (data, _), value in busiest.items():

@@ -12,7 +12,7 @@ def simulator():
 
 @pytest.fixture(scope="module")
 def report():
-    return module("simulator_errors")
+    return module("simulator_steps")
 
 
 def rows(set_up, errors, run=0):
@@ -40,9 +40,6 @@ def test_runs_are_shown_apart(report):
     assert found["chosen_by"]["worst_abs_error"] == 0.5
     medians = [r["median_abs_error"] for r in found["calibrated"]["runs"]]
     assert medians == pytest.approx([0.05, 0.04])
-    text = report.spread(report.by_run(both))
-    assert text == "; over 2 runs median 4.0 - 5.0%, worst 4.0 - 8.0%"
-    assert report.spread(report.by_run(both[:2])) == ""
 
 
 def test_schedules_of_each_set_up(simulator):

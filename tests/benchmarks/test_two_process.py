@@ -1,7 +1,6 @@
-"""`benchmarks/two_process.py`: rows in one process, and what is shown of all of them.
+"""`benchmarks/two_process.py`: a row in one process, and what is shown of all of them.
 
-All rows train for minutes, in two processes: the row here is the one whose tasks are put in another
-order, by prices that the run measures itself.
+All rows train for minutes, in two processes: the row here is a blind one on a small model.
 """
 
 import json
@@ -42,31 +41,16 @@ def small(config):
 
 
 @pytest.mark.slow
-def test_tasks_are_ordered_by_the_prices_that_a_run_measures(monkeypatch, capsys):
-    orders = []
-    order_tasks = runs.order_tasks
-
-    def noted(plan, graph, groups, seconds):
-        orders.append(order_tasks(plan, graph, groups, seconds))
-        assert sum(map(seconds, orders[-1])) > 0
-        return orders[-1]
-
-    monkeypatch.setattr(runs, "order_tasks", noted)
+def test_a_row_is_trained_by_the_plan_that_it_names(monkeypatch):
     monkeypatch.setattr(runs.Options, "config", small(runs.Options.config))
     bench = runs.Bench(runs.Options(STEPS, 4, "nano"))
-    bench.planned, bench.profile = (lambda like: TWO), (lambda like: nano_profile())
-    rows = {}
-    for name in ("priced order", "textbook order"):
-        rows[name] = bench.train(name).row
-    assert len(orders) == STEPS
-    bench.compare_rates()  # which needs a policy's row
-    assert bench.trained["priced order"].plan.layout.submeshes == TWO.layout.submeshes
-    for row in rows.values():
-        assert row["efficiency"] > 0
-        assert row["spread_s"][0] <= row["step_s"] <= row["spread_s"][1]
-    # Of one model on the same batches, whatever the order.
-    assert rows["priced order"]["losses"] == pytest.approx(rows["textbook order"]["losses"])
-    assert len(read_metrics(runs.run_folder("priced order"))) == STEPS
+    bench.planned, bench.profile = (lambda like: TWO), nano_profile()
+    row = bench.train("blind data").row
+    assert bench.trained["blind data"].plan.layout.submeshes == TWO.layout.submeshes
+    assert row["efficiency"] > 0
+    assert row["spread_s"][0] <= row["step_s"] <= row["spread_s"][1]
+    assert len(row["losses"]) == 1
+    assert len(read_metrics(runs.run_folder("blind data"))) == STEPS
 
 
 def test_what_was_timed_of_a_plan_that_then_changed_is_found():
@@ -100,7 +84,7 @@ def test_rows_are_trained_shown_and_written(monkeypatch, capsys):
         assert command[command.index("--rows") + 1 :] == [r for r in runs.ROWS if r != runs.LOOP]
         made = {}
         for name in names:
-            made[name] = row(2.0 if name == "awaited" else 1.0, 0.5 if name == "dip" else 1.0)
+            made[name] = row(1.0, 0.5 if name == "dip" else 1.0)
             two.write_json(Path("rows.json"), two.result(made))
             figures = json.loads(Path("rows.json").read_text())
             assert figures["rows"].keys() == made.keys()
@@ -112,12 +96,7 @@ def test_rows_are_trained_shown_and_written(monkeypatch, capsys):
     assert two.main() == 1
     figures = json.loads(Path("rows.json").read_text())
     assert figures["policies"].keys() == {*runs.POLICIES, "auto"}
-    assert figures["orders"].keys() == {"textbook", "priced"}
-    assert figures["async_over_awaited"] == 2.0
-    assert "kept_over_recomputed" not in figures
-    said = capsys.readouterr().out
-    assert "the planner chooses dip" in said
-    assert "asynchronous over awaited dispatch (dflop): 2.00 x" in said
+    assert "the planner chooses dip" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

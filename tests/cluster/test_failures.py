@@ -29,7 +29,7 @@ from tests.train.many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses, un
 from .attackers import KINDS, besieged, trainers
 
 PEER_TIMEOUT_S = 5.0
-ROUNDS = 20  # of every kind of attack; the full one, 1,000 connections, is benchmarks/hostile.py
+ROUNDS = 20  # of every kind of attack
 
 
 @pytest.fixture(scope="module")

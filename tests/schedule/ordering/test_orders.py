@@ -20,10 +20,8 @@ from dflop_jax.tasks.graph import in_flight_limit, step_graph
 from dflop_jax.tasks.listing import listed, turned
 from dflop_jax.tasks.numbered import most_kept, starts_of
 from dflop_jax.tasks.order import check_order, most_in_flight
-from tests.benchmarks.scripts import module
+from tests.schedule.ordering.oracle import least_makespan
 from tests.sim.cases import batch, chain, graph, names, prices, random_case, same_prices
-
-oracle = module("pipeline_oracle")
 
 
 def numbered(plan, schedule, priced, trainable):
@@ -124,7 +122,7 @@ def test_the_oracle_is_the_best_of_all_orders():
         seconds = {(s, d): float(rng.lognormal()) for s in names(plan) for d in (FORWARD, BACKWARD)}
         _, _, problem, _ = numbered(plan, batch(plan, n), prices(plan, seconds), names(plan))
         least = min(starts_of(problem, o)[1] for o in every_order(problem))
-        assert oracle.least_makespan(problem) == least
+        assert least_makespan(problem) == least
         assert order_bound(problem) <= least
 
 
@@ -138,7 +136,7 @@ def test_small_steps_get_the_best_order(seed):
     assert answer.makespan == makespan
     by_start = [starts[t] for t in answer.order] == sorted(starts)  # as they are dispatched
     assert by_start or list(answer.order) == order
-    assert answer.makespan == oracle.least_makespan(problem, answer.makespan)
+    assert answer.makespan == least_makespan(problem, answer.makespan)
     assert answer.bound <= answer.makespan
 
 
@@ -189,5 +187,5 @@ def test_memory_binds():
         answer = searched(tight, start, Budget(500), 0)
         assert tight.allows(answer.order)
         least[limit] = answer.makespan
-        assert answer.makespan == oracle.least_makespan(tight, answer.makespan)
+        assert answer.makespan == least_makespan(tight, answer.makespan)
     assert least[1] > least[2] > least[3]

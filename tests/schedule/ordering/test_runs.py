@@ -12,10 +12,8 @@ from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.sim.fastest_order import with_order
 from dflop_jax.tasks.graph import step_graph
-from tests.benchmarks.scripts import module
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
-
-oracle = module("pipeline_oracle")
+from tests.schedule.ordering.oracle import least_makespan
 
 
 def uneven(program):
@@ -77,7 +75,7 @@ def test_the_bound_is_below_the_best_order(seed):
     got = schedule_batch(loads, plan, prices, trainable, work=400)
     tasks = step_graph(plan.layout, got.groups, trainable)
     problem = problem_of(plan, got, tasks, prices, got.order)
-    least_s = oracle.least_makespan(problem) * problem.tick_s
+    least_s = least_makespan(problem) * problem.tick_s
     batch = Batch(loads, plan.layout.modules)
     bound_s = lower_bound_s(batch, plan.layout, capacity_of(plan.layout), prices, trainable)
     assert 0 < bound_s <= least_s * (1 + 1e-9)

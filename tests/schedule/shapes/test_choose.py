@@ -29,7 +29,7 @@ from dflop_jax.schedule.shapes.sizes import Move, chains, sizes_of
 from tests.benchmarks.scripts import module
 from tests.schedule.conftest import TILE, bucket, make_batch
 
-problems = module("shape_problems")
+problems = module("schedule_methods")
 RANKS = {"a": 2, "b": 2}
 ROWS = {"token_multiple": 32, "piece_tokens": {"a": TILE}}
 

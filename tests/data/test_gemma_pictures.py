@@ -10,14 +10,12 @@ from PIL import Image
 from dflop_jax.data.media.fitted import FORM, Fitted, fitted
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.native import patch_places
-from dflop_jax.data.media.square import Square
 from dflop_jax.data.media.video import Clip
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     pytest.importorskip("transformers", minversion="5.24")
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.gemma4.image_processing_pil_gemma4 import (
         Gemma4ImageProcessorPil,
         get_aspect_ratio_preserving_size,
@@ -28,15 +26,6 @@ with warnings.catch_warnings():
 def picture(width, height, seed=0):
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return Image.fromarray(noise)
-
-
-@pytest.mark.parametrize("size", [(224, 224), (31, 400), (640, 300)])
-def test_a_square(size):
-    image = picture(*size)
-    processor = Gemma3ImageProcessorPil(size={"height": 56, "width": 56})
-    want = processor(image, return_tensors="np")["pixel_values"][0]
-    tiles = Square(56, 4).cut(image, True)
-    np.testing.assert_allclose(tiles[0].transpose(2, 0, 1) / 127.5 - 1, want, atol=1e-6)
 
 
 def test_sizes_equal_the_published_function():

@@ -4,14 +4,13 @@ import itertools
 import json
 import logging
 import threading
-from concurrent.futures import Future
 from contextlib import closing
 from functools import partial
 
 import numpy as np
 import pytest
 
-from dflop_jax.data import EMPTY, BadSample, Loader, Sample
+from dflop_jax.data import EMPTY, Loader, Sample
 from dflop_jax.data.decoder import decode
 from dflop_jax.data.loader import RoomFilter
 from dflop_jax.data.sample import fits_in
@@ -110,10 +109,8 @@ def test_other_data_of_as_many_samples_are_refused_unless_allowed(then, now):
     assert loader(then, name="moved.json").restore(state) == 3
     with pytest.raises(ValueError, match="start a new run") as error:
         loader(now, name="new.json").restore(state)
-    assert str(error.value) == (
-        f"checkpoint was made with data digest={then}, this run has {now}; use old.json as "
-        "it was, --data.changed ok for new.json as it is, or start a new run"
-    )
+    assert f"digest={then}, this run has {now}; use old.json" in str(error.value)
+    assert "--data.changed ok for new.json as it is" in str(error.value)
     for n in (9, 8):
         allowed = loader(now, n)
         assert allowed.restore(state, "ok") == 3
@@ -224,37 +221,6 @@ def test_a_sample_unlike_its_load_counts_as_bad():
     assert len(loader.replaced) == 1
 
 
-class Slow:
-    """A decoder of another kind: whatever is asked, in the caller's thread."""
-
-    made = closed = 0
-
-    def __init__(self, source, workers):
-        self.source, Slow.made = source, Slow.made + workers
-
-    def submit(self, index, modules=None):
-        answer = Future()
-        answer.set_result(decode(self.source, index))
-        return answer
-
-    def close(self):
-        Slow.closed += 1
-
-
-def test_any_decoder_will_do(caplog):
-    source = Numbers(9, broken=[2])
-    threaded, other = (Loader(source, global_batch=4, max_bad_fraction=0.5, **more)
-                       for more in ({}, {"decoder": Slow, "workers": 3}))  # fmt: skip
-    both = [[numbers(s.values()) for s in loader.batches(range(5), lambda _, s: s)]
-            for loader in (threaded, other)]  # fmt: skip
-    assert both[0] == both[1]
-    assert (Slow.made, Slow.closed) == (3, 1)
-    assert len(threaded.replaced) == len(other.replaced) == 1
-    assert decode(source, 2) == BadSample("number 2 is broken")
-    with pytest.raises(ZeroDivisionError):
-        decode(Numbers(1, [0], error=ZeroDivisionError), 0)
-
-
 @pytest.mark.parametrize(
     "pieces, fits",
     [({}, True), ({"a": (3,)}, True), ({"a": (3, 3)}, False), ({"b": (5,)}, True),
@@ -324,11 +290,6 @@ def test_bad_samples_are_counted_over_a_resume():
     assert resumed.restore(state) == 8
     assert run(resumed, range(8, 20)) == rows[8:]
     assert len(resumed.replaced) == len(whole.replaced) == sum(map(len, rows)) == 10
-    state = Loader(source, global_batch=10).state(8)
-    del state["bad"]  # as older checkpoints
-    older = Loader(source, global_batch=10)
-    older.restore(state)
-    assert len(older.replaced) == 0
 
 
 def test_the_share_of_bad_samples_is_that_of_the_run():

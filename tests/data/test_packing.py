@@ -1,7 +1,5 @@
 """Packing against a naive packer that writes one token after the other, from the definitions."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -290,23 +288,6 @@ def test_an_empty_row_and_a_sample_that_nothing_replaces(row, loads):
 
 def sample_of(n, **more):
     return Sample({"c": {"token": np.arange(n), **more}}, {}, Load({"c": (n,)}))
-
-
-def test_what_does_not_fit_is_an_assertion():
-    for n, load in ((6, 6), (4, 3)):
-        with pytest.raises(AssertionError):
-            pack_row((0,), 5, [sample_of(n)], [Load({"c": (load,)})])
-    with pytest.raises(AssertionError, match="one piece a row"):
-        pack_row((0, 1), 10, [EMPTY], [Load({"a": (5, 5)})], "a")
-
-
-def test_pieces_that_do_not_feed_their_sample_are_an_assertion():
-    case = random_case(np.random.default_rng(3), ranks=dict.fromkeys(BLOCKS, 1))
-    groups = case.schedule.groups
-    astray = Schedule(0, tuple(replace(g, feeds=()) for g in groups))
-    fed = next(i for i, g in enumerate(groups) if any(i in other.feeds for other in groups))
-    with pytest.raises(AssertionError, match="do not feed"):
-        pack_group(case.plan.layout, astray, fed, case.samples, case.loads, model=case.model)
 
 
 def test_a_sample_without_a_field_is_named():

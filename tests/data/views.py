@@ -82,10 +82,6 @@ def from_pictures(sample):
     return (seen(sample) >= 0).any(1)
 
 
-def newlines(sample):
-    return sample.fields["llm"]["is_newline"]
-
-
 def n_tiles(load):
     return len(load.lengths("vision"))
 

@@ -132,13 +132,6 @@ def test_a_record_of_text_alone_needs_no_column_of_pictures(tmp_path):
         reader.read(*reader.locate())
 
 
-def test_columns_of_other_names(folder):
-    raw = {"chat": SAME["tags in text"]["messages"], "pictures": ["a.png", "b.png"],
-           "audio": "c.wav", "conversations": "of another", "images": ["c.wav"]}  # fmt: skip
-    names = {"messages": "chat", "image": "pictures"}
-    assert record(raw, folder, columns=names).turns == record(CONVERSATION, folder).turns
-
-
 def ask(content, answer="a", **more):
     talk = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return {"messages": talk, **more}
@@ -167,6 +160,14 @@ def ask(content, answer="a", **more):
         (ask([{"type": "table"}]), "has a part .*'table'.*, not a text, image, video, audio"),
         (ask([text("<ima"), text("ge>")], image="a.png"), "spells a tag across its parts"),
         (ask("q") | {"messages": ask("q")["messages"][:1]}, "do not alternate"),
+        ({"conversations": talk("<\ufdd2image>", "x")}, r"U\+FDD2"),
+        *(
+            (
+                {"conversations": [{**t, "loss": value} for t in talk("Hi", "Bad")]},
+                "loss of turn 0 is .*; give true or false",
+            )
+            for value in ("no", "", 2, 0.5, [])
+        ),
     ],
 )
 def test_bad_messages_are_one_line(folder, raw, why):
@@ -193,11 +194,6 @@ def test_tags_for_which_no_medium_is_left_are_text(folder, question, answer, med
     assert re.search("<video>|<audio>|An <image>", spelled)
 
 
-def test_the_tag_of_a_question_needs_its_medium(folder):
-    with pytest.raises(ValueError, match="1 <image> tags for 0 images"):
-        record({"messages": answered("<image>\nWhich?", "This.")}, folder)
-
-
 @pytest.mark.parametrize("switch", ["loss", "train"])
 @pytest.mark.parametrize("off, on", [(False, True), (0, 1), (0.0, 1.0), ("false", "true")])
 def test_an_answer_may_be_left_out_of_the_loss(folder, switch, off, on):
@@ -209,15 +205,6 @@ def test_an_answer_may_be_left_out_of_the_loss(folder, switch, off, on):
     assert record({"conversations": conversation}, folder).weights == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("value", ["no", "", 2, 0.5, []])
-@pytest.mark.parametrize("turn", [0, 1])
-def test_what_leaves_an_answer_out_is_true_or_false(folder, turn, value):
-    turns = answered("Hi", "Bad")
-    turns[turn]["loss"] = value
-    with pytest.raises(ValueError, match=rf"loss of turn {turn} is .*; give true or false"):
-        record({"messages": turns}, folder)
-
-
 def test_a_system_prompt_may_stand_beside_the_conversation(folder):
     raw = {"conversations": talk("Hello?", "Arr!"), "system": "No <image>, be a pirate."}
     found = record(raw, folder)
@@ -227,11 +214,6 @@ def test_a_system_prompt_may_stand_beside_the_conversation(folder):
     assert "No <image>, be a pirate." in ByteTokenizer().decode(ids)
     with pytest.raises(ValueError, match="a system field and a system turn"):
         record({"messages": messages("Be brief.", *TEXTS), "system": "Be long."}, folder)
-
-
-def test_text_holds_no_mark_of_ours(folder):
-    with pytest.raises(ValueError, match=r"U\+FDD2"):
-        record({"conversations": talk("<\ufdd2image>", "x")}, folder)
 
 
 def test_keys_that_are_not_read_are_named(folder):

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import numpy as np
 import pytest
 
-from dflop_jax.data import ByteTokenizer
-from dflop_jax.data.datasets.mixture import Mixture, MixturePart
-from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.token_sources import plain
-from dflop_jax.data.text.pieces import TextPiece, chat_pieces, first_tokens
+from dflop_jax.data.text.pieces import TextPiece
 from dflop_jax.records import Load
 from tests.data import views
-from tests.data.media_cases import made_dataset
 from tests.data.views import (
-    from_pictures,
     heard,
     mel,
     mel_frames,
-    newlines,
     prepared,
     seen,
     supervised,
@@ -70,20 +62,6 @@ def test_media_stand_in_their_own_order():
     assert llm["targets"][:-1].tolist() == text[1:]
 
 
-@pytest.mark.parametrize("kept", range(9))
-def test_of_a_cut_sample_media_behind_the_cut_are_gone(kept):
-    """Each medium counts as one token there."""
-    media = {0: pictures(1, 5), 1: sound(1, 10, 40)}
-    pieces = (TextPiece((1, 2)), TextPiece(medium=1), TextPiece((3, 4), True), TextPiece(medium=0),
-              TextPiece((5,)))  # fmt: skip
-    first = first_tokens(pieces, kept)
-    media = {k: medium for k, medium in media.items() if k in {p.medium for p in first}}
-    got = compose(first, media, MEDIA, **OPTIONS)
-    whole = [[1], [2], [77] * 10, [3], [4], [77] * 4, [5]]
-    assert tokens(got).tolist() == [*chain(*whole[:kept])]
-    assert (len(mel(got)), len(tiles(got))) == (kept > 2, kept > 5)
-
-
 def test_nothing_at_all():
     got = compose((), {}, MEDIA, **OPTIONS)
     assert (len(tokens(got)), len(tiles(got)), len(mel(got)), got.load) == (0, 0, 0, Load({}))
@@ -91,27 +69,3 @@ def test_nothing_at_all():
                           ((TextPiece(medium=0),) * 2, {0: sound(1, 2, 9)})]:  # fmt: skip
         with pytest.raises(ValueError, match=r"each of \d media once"):
             compose(pieces, media, MEDIA, **OPTIONS)
-
-
-def test_every_kind_of_sample_is_as_large_as_its_count(tmp_path):
-    tokenizer = ByteTokenizer()
-    found = MixtureSource(
-        Mixture((MixturePart(str(made_dataset(tmp_path))),)),
-        MEDIA,
-        lambda turns, _: chat_pieces(turns, tokenizer),
-        IndexRules(tmp_path / "index.npz", "bytes"),
-    )
-    counts = found.counts()
-    assert counts.modules == ("vision", "audio")
-    for i in range(len(found)):
-        record, total = found.record(i), int(counts.all_tokens[i])
-        got = compose(found.pieces(record), found.media(i, record), MEDIA, **OPTIONS)
-        assert len(tokens(got)) == total
-        assert [len(tiles(got)), len(mel(got))] == counts.pieces[i].tolist()
-        assert got.load == found.load(i, counts.taken(slice(i, i + 1)))
-        from_tiles = from_pictures(got) | newlines(got)
-        from_sound = heard(got) >= 0
-        assert [from_tiles.sum(), from_sound.sum()] == counts.media[1, i].tolist()
-        assert not (from_tiles & from_sound).any()
-        assert not supervised(got)[from_tiles | from_sound].any()
-        assert seen(got).max(initial=-1) < max(1, 4 * len(tiles(got)))

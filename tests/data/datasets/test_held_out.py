@@ -63,16 +63,6 @@ def test_a_share_leaves_something_on_both_sides(share, which):
         held_share(lots(np.random.default_rng(0), [3, 2]), share, 0)
 
 
-def test_they_are_drawn_over_all_records_by_the_seed():
-    (numbers,) = lots(np.random.default_rng(0), [10_000])
-    drawn = [np.flatnonzero(held_out([numbers], 500, seed)[0]) for seed in range(3)]
-    assert len({tuple(d.tolist()) for d in drawn}) == 3
-    for places in drawn:  # each tenth of the file gives about a tenth of them
-        counts = np.bincount(places // 1000, minlength=10)
-        assert counts.min() > 25
-        assert counts.max() < 80
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_equal_ids_are_held_out_together_and_all_count(seed):
     """Ids that stand in several parts, or several times in one."""

@@ -10,10 +10,13 @@ from PIL import Image
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer, SceneSource, make_source
-from tests.data.media_cases import noise, write_wav
-from tests.data.views import from_pictures, llm_tokens, media_spec, supervised, tiles, tokens
+from dflop_jax.data.media.mel import MelSpec
+from tests.data.media_cases import write_wav
+from tests.data.text.test_chat import write
+from tests.data.views import from_pictures, media_spec, supervised, tiles, tokens
 
 SPEC = media_spec(16, 4)
+HEARING = media_spec(28, 4, "anyres", 4, MelSpec(n_mels=4, window_s=1, max_windows=3))
 TOKENIZER = ByteTokenizer()
 
 
@@ -94,18 +97,6 @@ def test_answers_and_records_have_weights(folder):
     assert set(np.unique(held.sample(0).fields["llm"]["weights"])) == {0.0, 1.0}
 
 
-def test_messages_have_weights_too(folder):
-    said = [{"role": "user", "content": "<image>?"},
-            {"role": "assistant", "content": "yes", "weight": 0}]  # fmt: skip
-    sample = load(folder, [record(0, conversations=None, messages=said)]).sample(0)
-    assert not sample.fields["llm"]["weights"].any()
-
-
-def test_prompts_of_scenes_are_not_trained_on():
-    with pytest.raises(ValueError, match=r"data.loss_on_prompts is of records: give data.path"):
-        make_source(DataConfig(loss_on_prompts=True), SPEC)
-
-
 BAD = {
     "the weight of turn 1 is 'much'": {
         "conversations": [turns("<image>")[0], {"from": "gpt", "value": "a", "weight": "much"}]
@@ -125,31 +116,40 @@ BAD = {
     "up to an answer": {"conversations": turns("<image>", "a", "b")},
     "from 'robot'": {"conversations": [{"from": "robot", "value": "<image>"}]},
     "not a path or bytes": {"image": 5},
-    "broken.png": {"image": "broken.png", "at": "sample"},
     "empty.png": {"image": "empty.png"},
     "not a readable video": {"image": None, "video": "empty.png",
                              "conversations": turns("<video>", "a")},
+    "broken.png": {"image": "broken.png"},  # whose header is fine
 }  # fmt: skip
 
 
-@pytest.mark.slow(first=6)
-@pytest.mark.parametrize("reason", BAD)
-def test_a_bad_record_is_named_and_left_out(folder, reason, caplog):
-    changes = dict(BAD[reason])
-    late = changes.pop("at", None) == "sample"
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = load(folder, [record(0), record(1, **changes)])
-    if late:  # its header is fine
-        with pytest.raises(ValueError, match=r"dataset\.json\[1\] id=r1.*broken\.png"):
-            source.sample(1)
-        return
-    assert len(source) == source.counts["unusable"] == 1
-    (message,) = [r.getMessage() for r in caplog.records]
-    assert "dataset.json[1] id=r1" in message
-    assert reason in message
-    assert "\n" not in message
-    with pytest.raises(ValueError, match=r"1 of 2 records .*r1.*max_bad_fraction"):
-        load(folder, [record(0), record(1, **changes)], max_bad_fraction=0.4)
+def test_bad_records_are_named_and_left_out(folder):
+    records = [record(k, **changes) for k, changes in enumerate(BAD.values())]
+    source = load(folder, [*records, record(len(BAD))])
+    (unusable,) = (folder / "index").glob("*.unusable.txt")
+    lines = unusable.read_text().splitlines()
+    assert len(lines) == source.counts["unusable"] == len(BAD) - 1
+    for k, (line, reason) in enumerate(zip(lines, BAD)):
+        assert line.startswith(f"dataset.json[{k}] id=r{k}")
+        assert reason in line
+    with pytest.raises(ValueError, match=rf"json\[{len(BAD) - 1}\] id=r.*broken\.png") as caught:
+        source.sample(0)
+    assert "\n" not in str(caught.value)
+    assert source.sample(1).load == source.load(1)
+    with pytest.raises(ValueError, match=r"16 of 18 records .*r0.*max_bad_fraction"):
+        load(folder, [*records, record(len(BAD))], max_bad_fraction=0.4)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_named(folder):
+    (folder / "dataset.json").write_text(json.dumps([record(0)]))
+    config = DataConfig(path=str(folder), tokenizer=str(write(folder / "t")))
+    with pytest.raises(ValueError, match=r"t: the tokenizer has \d+ ids, .* 128 rows"):
+        make_source(config, SPEC, index_dir=folder, vocab_size=128)
+
+
+def test_prompts_of_scenes_are_not_trained_on():
+    with pytest.raises(ValueError, match=r"data.loss_on_prompts is of records: give data.path"):
+        make_source(DataConfig(loss_on_prompts=True), SPEC)
 
 
 def test_sound_is_left_out_in_one_line_by_a_model_without_it(folder, caplog):
@@ -223,51 +223,6 @@ def test_a_broken_line_is_named_by_file_and_line(folder, caplog):
         source.sample(10)
 
 
-def test_oversize(folder):
-    records = [record(0), record(1, conversations=turns("<image>", "long " * 99))]
-    for oversize, count in (("truncate", 2), ("drop", 1)):
-        source = load(folder, records, max_tokens=90, oversize=oversize)
-        assert len(source) == count
-        for i in range(count):
-            assert source.sample(i).load == source.load(i)
-            assert llm_tokens(source.load(i)) <= 90
-    assert source.counts["oversize"] == 1
-    with pytest.raises(ValueError, match=r"dataset\.json\[1\].*; raise it") as caught:
-        load(folder, records, max_tokens=90, oversize="error")
-    assert "data.max_tokens=90" in str(caught.value)
-
-
-def test_a_medium_that_does_not_fit_is_gone_with_what_is_behind_it(folder):
-    """Turns before it stay, however short their answers; before the first answer all of it goes."""
-    Image.fromarray(noise(64, 96)).save(folder / "large.png")
-    talk = turns("<image>", "one", "And <image>?", "two")
-    records = [record(0, image=["b.png", "large.png"], conversations=talk),
-               record(1, image="large.png", conversations=turns("<image>", "a word"))]  # fmt: skip
-    whole, cut = (load(folder, records, max_tokens=n) for n in (1024, 50))
-    assert (len(whole), len(cut), cut.counts["oversize"]) == (2, 1, 1)
-    assert (len(tiles(cut.sample(0))), len(tiles(whole.sample(0)))) == (1, 8)
-    assert text_of(cut.sample(0)).endswith("And ")
-    assert supervised(cut.sample(0)).sum() == len("one") + 1
-    assert cut.load(0) == cut.sample(0).load
-
-
-def test_held_out_records_are_fixed_and_disjoint(folder):
-    records = [record(k) for k in range(200)]
-
-    def texts(order, split):
-        part = load(folder, order, split=split, n_held_out=20)
-        return {text_of(part.sample(i)) for i in range(len(part))}
-
-    train, held, *again = [texts(order, split) for order in (records, records[::-1])
-                           for split in ("train", "eval")]  # fmt: skip
-    assert [train, held] == again
-    assert not train & held
-    assert len(train | held) == 200
-    assert len(held) == 20
-    with pytest.raises(ValueError, match="eval_samples"):
-        load(folder, records, split="eval")
-
-
 def test_make_source(folder):
     scenes = make_source(DataConfig(n_samples=7), SPEC, "eval")
     assert isinstance(scenes, SceneSource)
@@ -279,31 +234,31 @@ def test_make_source(folder):
     assert blank.sample(0).load == blank.load(0)
 
 
-@pytest.mark.parametrize("max_tokens", [1024, 150])
-def test_all_shared_media_load_as_their_headers_say(shared_data, tmp_path, max_tokens, caplog):
-    config = DataConfig(path=str(shared_data), max_tokens=max_tokens, max_frames=8)
+def test_all_shared_media_load_as_their_headers_say(shared_data, tmp_path, caplog):
+    config = DataConfig(path=str(shared_data), max_tokens=1024, max_frames=8)
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        source = make_source(config, media_spec(32, 4), index_dir=tmp_path)
-        some = range(0, len(source), 1 if max_tokens == 1024 else 4)
-        samples = [source.sample(i) for i in some]
-    assert [s.load for s in samples] == [source.load(i) for i in some]
+        source = make_source(config, HEARING, index_dir=tmp_path)
+        samples = [source.sample(i) for i in range(len(source))]
+    assert [s.load for s in samples] == [source.load(i) for i in range(len(source))]
     assert all(supervised(s).any() for s in samples)
-    assert len(source) + source.counts["left out"] + source.counts["oversize"] == 146
-    assert max_tokens < 1024 or source.counts["oversize"] == 0
+    assert len(source) + source.counts["left out"] == 146
+    assert source.counts["oversize"] == 0
     assert "repeated" not in caplog.text  # no clip breaks off
     assert all(tiles(s).std() > 0 for s in samples if len(tiles(s)))
 
 
 USABLE = {"bad_truncated_jpg", "bad_truncated_png", "bad_corrupt_idat_png", "odd_png_named_jpg",
           "bad_half_index_first", "good_control"}  # fmt: skip
+HEARD = {"bad_truncated_flac"}  # usable by their headers where a model hears
 
 
-def test_all_shared_bad_records(shared_data, tmp_path, caplog):
+@pytest.mark.parametrize("spec, usable", [(SPEC, USABLE), (HEARING, USABLE | HEARD)])
+def test_all_shared_bad_records(shared_data, tmp_path, caplog, spec, usable):
     file = shared_data / "bad/bad_records.json"
 
     def source(**more):
         config = DataConfig(path=str(file), root=(str(shared_data),), **more)
-        return make_source(config, SPEC, index_dir=tmp_path)
+        return make_source(config, spec, index_dir=tmp_path)
 
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
         kept = source(max_bad_fraction=1.0)
@@ -311,13 +266,12 @@ def test_all_shared_bad_records(shared_data, tmp_path, caplog):
     assert str(unusable) in caplog.text
     listed = json.loads(file.read_text())
     ids = [listed[int(kept.label(i).split("[")[1][:-1])]["id"] for i in range(len(kept))]
-    assert set(ids) == USABLE
-    assert kept.counts["left out"] == 1  # a sound that can be read as far as its header goes
+    assert set(ids) == usable
+    assert kept.counts["left out"] == (spec is SPEC)  # the sound of HEARD
     for raw in listed:
-        named = raw["id"] in ids or f"id={raw['id']}" in unusable.read_text()
-        assert named or raw.get("audio")
+        assert raw["id"] in USABLE | HEARD or f"id={raw['id']}" in unusable.read_text()
     for i, name in enumerate(ids):
-        if name.startswith("bad"):  # only the pixels are broken
+        if name.startswith("bad"):  # only what is behind the header is broken
             with pytest.raises(ValueError, match=f"id={name}.*bad/"):
                 kept.sample(i)
         else:

@@ -22,14 +22,12 @@ from dflop_jax.data.datasets.mixture_source import MixtureSource, Share
 from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.counts import sample_counts
-from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.text.pieces import chat_pieces
-from tests.data.media_cases import SHARED, made_dataset, make_shards, talk
+from tests.data.media_cases import made_dataset, make_shards, talk
 from tests.data.views import prepared
 
 SMALL = AnyRes(tile_px=28, patches=2, pinpoints=((28, 56), (56, 28), (56, 56), (84, 84)))
-TILED = DynamicTiling(tile_px=28, tokens_per_tile=4)
 
 
 def pieces(turns, _=None):
@@ -122,11 +120,6 @@ def test_a_bad_yaml_is_one_line(tmp_path, text, why):
     assert "\n" not in str(caught.value)
 
 
-def test_no_yaml(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.yaml"):
-        load_mixture(tmp_path / "none.yaml")
-
-
 def test_a_mixture_of_files_and_shards(tmp_path):
     file = made_dataset(tmp_path / "a")
     make_shards(file, tmp_path / "s")
@@ -186,53 +179,12 @@ def test_records_of_two_parts_are_held_out_in_both(tmp_path):
     assert 11 <= len(held) <= 13  # an id is of two records or three
 
 
-def media(found, i):
-    return found.media(i, found.record(i))
-
-
-def check_sizes(found):
-    """Every sample decodes to what its count says."""
-    counts = found.counts()
-    for i in range(len(found)):
-        decoded = media(found, i)
-        text = sum(len(p.ids) for p in found.pieces(found.record(i)))
-        assert counts.text_tokens[i] == text
-        assert counts.all_tokens[i] == text + sum(len(m.tokens) for _, m in decoded.values())
-        for k, module in enumerate(counts.modules):
-            mine = [m for name, m in decoded.values() if name == module]
-            assert sum(len(m.lengths) for m in mine) == counts.pieces[i, k], found.label(i)
-            assert sum(len(m.tokens) for m in mine) == counts.media[1, i, k]
-            for m in mine:
-                assert (m.tokens.index < max(1, m.features)).all()
-                assert {len(values) for values in m.fields.values()} == {len(m.lengths)}
-                tiles = m.fields.get("pixels", np.zeros((1, 28, 28, 3), np.uint8))
-                assert (tiles.shape[1:], tiles.dtype) == ((28, 28, 3), np.uint8)
-
-
-@pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
-def test_samples_are_as_large_as_their_counts_say(tmp_path, vision):
-    how = prepared(vision, MelSpec(), 3)
-    found = source(Mixture((MixturePart(str(made_dataset(tmp_path / "a"))),)), tmp_path, how)
-    assert (len(found), found.left_out) == (12, 0)
-    check_sizes(found)
-    assert found.counts().pieces[3].tolist() == [3, 0]  # frames of a clip
-
-
-@pytest.mark.parametrize("vision", [SMALL, TILED], ids=["anyres", "tiles"])
-def test_shared_samples_too(tmp_path, shared_data, vision):
-    how = prepared(vision, MelSpec(), 3)
-    found = source(Mixture((MixturePart(str(SHARED), subset="random:25%"),)), tmp_path, how, seed=1)
-    assert len(found) == 37
-    check_sizes(found)
-
-
 def test_what_a_model_does_not_take_is_left_out(tmp_path):
     mixture = Mixture((MixturePart(str(made_dataset(tmp_path / "a", 5))),))
     for how, left in [(None, 1), (prepared(SMALL), 4),
                       (prepared(sound=MelSpec()), 2)]:  # fmt: skip
         found = source(mixture, tmp_path, how or {})
         assert (len(found), found.left_out) == (left, 5 - left)
-        check_sizes(found)
 
 
 def test_thin_pictures_and_short_sounds_are_left_out():
@@ -280,9 +232,9 @@ def test_a_picture_that_changed_since(tmp_path):
     found = source(Mixture((MixturePart(str(file)),)), tmp_path)
     (tmp_path / "a" / "exact.png").write_bytes((tmp_path / "a" / "thin.png").read_bytes())
     with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*start the run again"):
-        media(found, 1)
+        found.media(1, found.record(1))
     (tmp_path / "a" / "exact.png").unlink()
     with pytest.raises(ValueError, match="missing file"):
-        media(found, 1)
+        found.media(1, found.record(1))
     with pytest.raises(ValueError, match="max_frames"):
         prepared(SMALL, max_frames=0)

@@ -5,8 +5,7 @@ import pytest
 
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, SceneSource
 from dflop_jax.data.datasets.scenes import COLOURS, draw_scene
-from dflop_jax.data.media.tiling import count_tiles
-from tests.data.views import llm_tokens, media_spec, n_tiles, supervised, tiles, tokens
+from tests.data.views import media_spec, supervised, tiles, tokens
 
 SPEC = media_spec(48, 9)
 TOKENIZER = ByteTokenizer()
@@ -121,32 +120,6 @@ def test_answers_follow_from_the_pixels(split):
     assert len(kinds) == 11
 
 
-def test_mixture_is_heavy_tailed_and_single_pictures_lead():
-    data = source(2000)
-    loads = [data.load(i) for i in range(2000)]
-    scenes = [data.scene(i) for i in range(2000)]
-    single = [n_tiles(load) for load, c in zip(loads, scenes, strict=True)
-              if len(c.pictures) == 1 and not c.pictures[0].frames]  # fmt: skip
-    assert set(single) == {1, 3, 4, 5, 6, 7, 8, 9, 10}
-    assert len(single) > 1000
-    assert {len(c.pictures) for c in scenes} == set(range(9))
-    frames = {n_tiles(load) for load, c in zip(loads, scenes, strict=True)
-              if any(p.frames for p in c.pictures)}  # fmt: skip
-    assert min(frames) == 4
-    assert max(frames) == 32
-    assert any(n_tiles(load) == 0 for load in loads)
-    tokens = np.array([llm_tokens(load) for load in loads])
-    assert tokens.max() > 3 * np.median(tokens)
-
-
-def test_pictures_fill_the_grid_they_were_drawn_for():
-    for i in range(300):
-        for p in source().scene(i).pictures:
-            if not p.frames:
-                cells = -(-p.width // 48) * -(-p.height // 48)
-                assert count_tiles(p.width, p.height, 48, 9) == (1 if cells == 1 else 1 + cells)
-
-
 def test_samples_repeat_have_their_load_and_differ_between_seeds_and_splits():
     a, b = source(), source()
     for i in range(60):
@@ -158,14 +131,6 @@ def test_samples_repeat_have_their_load_and_differ_between_seeds_and_splits():
         assert answer == a.scene(i).answer
     others = [source(seed=1), source(split="eval")]
     assert all([s.scene(i) for i in range(20)] != [a.scene(i) for i in range(20)] for s in others)
-
-
-def test_blank_pictures_keep_the_loads():
-    plain, blank = source(), source(blank_images=True)
-    for i in range(40):
-        assert blank.sample(i).load == plain.load(i)
-        assert (tiles(blank.sample(i)) == 128).all()
-        np.testing.assert_array_equal(tokens(blank.sample(i)), tokens(plain.sample(i)))
 
 
 def test_scenes_at_native_resolution():

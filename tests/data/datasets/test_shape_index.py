@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +26,7 @@ from dflop_jax.data.datasets.shape_index import (
     table_of,
 )
 from dflop_jax.data.text.pieces import chat_pieces
-from tests.data.media_cases import SHARED, made_dataset, make_shards, write_clip, write_wav
+from tests.data.media_cases import made_dataset, make_shards, write_clip, write_wav
 
 
 def pieces(turns, _=None):
@@ -255,47 +254,3 @@ def test_unusable_records_are_counted_and_named(tmp_path, caplog):
         check_usable(found, "a", 0.1)
     with pytest.raises(ValueError, match="0 of 0"):
         check_usable(Indexed("", table_of([], []), 0, ()), "a", 1.0)
-
-
-def test_shared_bad_records(shared_data, caplog):
-    reader = open_reader(shared_data / "bad/bad_records.json", [shared_data])
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        found = index_of(reader)
-    raw = json.loads((shared_data / "bad/bad_records.json").read_text())
-    usable = {raw[r[0]]["id"] for r in rows(found.table)}
-    assert usable == {"bad_truncated_jpg", "bad_truncated_png", "bad_corrupt_idat_png",
-                      "odd_png_named_jpg", "bad_half_index_first", "good_control",
-                      "bad_truncated_flac"}  # fmt: skip
-    assert len(found.bad) == found.listed - len(usable) == 15
-    assert "left out 4 records (N <image> tags for N images): bad_records.json[1]" in caplog.text
-
-
-def test_every_shared_record_is_usable(shared_data):
-    found = index_of(open_reader(SHARED))
-    assert (found.listed, len(found.table), found.bad) == (146, 146, ())
-    assert np.bincount(found.table.media["kind"]).tolist()[1:] == [10, 17]
-
-
-def test_a_million_records_load_in_seconds(tmp_path):
-    """Loading, not making; the bound is far above what it takes, for busy machines."""
-    n = 1_000_000
-    table = table_of([], [])
-    media = {k: np.zeros(n, v.dtype) for k, v in table.media.items()}
-    media |= {"kind": np.full(n, 2, np.int8), "samples": np.ones(n, np.int64)}
-    names = {k: v.dtype for k, v in vars(table).items() if k not in ("media", "kinds")}
-    values = {k: np.arange(n + 1 if k == "media_start" else n) for k in names}
-    columns = {k: v.astype(names[k]) for k, v in values.items()}
-    table = table.__class__(**columns, media=media)
-    save_index(tmp_path / "index.npz", {"a": Indexed("k", table, n, ())})
-    start = time.perf_counter()
-    assert len(load_index(tmp_path / "index.npz")["a"].table) == n
-    assert time.perf_counter() - start < 20
-
-
-def test_shared_broken_lists(shared_data):
-    with pytest.raises(ValueError, match=r"broken\.json: not JSON"):
-        index_of(open_reader(shared_data / "bad/broken.json"))
-    reader = open_reader(shared_data / "bad/broken_line.jsonl", [shared_data])
-    found = index_of(reader)
-    assert (found.listed, len(found.table)) == (6, 5)
-    assert "broken_line.jsonl:3: not JSON" in found.bad[0]

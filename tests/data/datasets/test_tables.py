@@ -231,20 +231,6 @@ def every_record(path):
     return [reader.read(at) for at in reader.locate()]
 
 
-def outcome(path):
-    """The number of its records, or why they cannot be read."""
-    try:
-        return len(every_record(path))
-    except ValueError as e:
-        return str(e)
-
-
-def altered(good, places, rng):
-    data = np.frombuffer(good, np.uint8).copy()
-    data[rng.choice(places, 3)] = rng.integers(0, 256, 3)
-    return data.tobytes()
-
-
 def test_a_parquet_file_that_lies_is_one_line(made, tmp_path):
     good = save_parquet(made[1] * 3, tmp_path / "a.parquet", row_group_size=9).read_bytes()
     footer = int.from_bytes(good[-8:-4], "little")
@@ -260,15 +246,6 @@ def test_a_parquet_file_that_lies_is_one_line(made, tmp_path):
         bad.write_bytes(data)
         with pytest.raises(ValueError, match=r"b\.parquet: cannot be read \(.*\)$"):
             every_record(bad)
-    rng = np.random.default_rng(0)
-    found = []
-    for k in range(24):  # of bytes changed anywhere, half of them in the footer
-        places = np.arange(len(good) - footer - 8 if k % 2 else 0, len(good))
-        bad.write_bytes(altered(good, places, rng))
-        found.append(outcome(bad))
-    reasons = [why for why in found if isinstance(why, str)]
-    assert reasons
-    assert all("b.parquet" in why and "\n" not in why for why in reasons)
 
 
 def asked(n):
@@ -316,17 +293,8 @@ def test_an_arrow_file_that_lies_is_one_line(made, tmp_path):
     table = pa.table({"question": pa.array(["x"]).dictionary_encode()})
     with pa.ipc.new_stream(str(bad), table.schema) as out:
         out.write_table(table)
-    assert "it has more than plain columns; save it as Parquet" in outcome(bad)
-    rng = np.random.default_rng(0)
-    second = good.index(b"\xff\xff\xff\xff", 8)
-    places = np.r_[0 : 8 + length, second : second + 2000]  # the schema, a batch, its offsets
-    found = []
-    for _ in range(60):
-        bad.write_bytes(altered(good, places, rng))
-        found.append(outcome(bad))
-    reasons = [why for why in found if isinstance(why, str)]
-    assert reasons
-    assert all("b.arrow" in why and "\n" not in why for why in reasons)
+    with pytest.raises(ValueError, match="it has more than plain columns; save it as Parquet"):
+        every_record(bad)
 
 
 def test_a_compressed_arrow_file_is_decoded_where_its_rows_are_read(tmp_path):

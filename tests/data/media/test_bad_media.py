@@ -8,46 +8,11 @@ import zlib
 import av
 import numpy as np
 import pytest
-from PIL import Image
 
-from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
-from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.tiling import picture_size
 from dflop_jax.data.media.video import read_frames
-from tests.data.media_cases import SHARED, count_frames, made_pictures, noise, read_upright
-
-LAYOUTS = [AnyRes(), DynamicTiling()]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["anyres", "tiles"])
-def test_odd_pictures_are_cut_as_their_headers_say(tmp_path, layout):
-    for path in made_pictures(tmp_path):
-        width, height = picture_size(path)
-        sides = np.array([width]), np.array([height])
-        for alone in (True, False):
-            usable, (tiles,), (tokens,) = layout.count(*sides, np.array([alone]))
-            image = read_upright(path)
-            assert image.size == (width, height)
-            assert usable[0]
-            assert len(layout.cut(image, alone)) == tiles, path
-            assert len(layout.place(width, height, alone)) == tokens
-
-
-def test_modes_become_rgb(tmp_path):
-    deep = np.full((5, 5), 40000, np.uint16)
-    Image.fromarray(deep).save(tmp_path / "deep.png")
-    assert np.asarray(read_upright(tmp_path / "deep.png")).tolist() == [[[156] * 3] * 5] * 5
-    red, clear = (
-        Image.new("RGBA", (2, 2), (255, 0, 0, 255)),
-        Image.new("RGBA", (2, 2), (9, 9, 9, 0)),
-    )
-    for name, image, colour in [("red", red, [255, 0, 0]), ("clear", clear, [255, 255, 255])]:
-        image.save(tmp_path / f"{name}.png")
-        assert np.asarray(read_upright(tmp_path / f"{name}.png"))[0, 0].tolist() == colour
-    cmyk = Image.fromarray(noise(20, 20)).convert("CMYK")
-    cmyk.save(tmp_path / "cmyk.tif")
-    np.testing.assert_array_equal(read_upright(tmp_path / "cmyk.tif"), cmyk.convert("RGB"))
+from tests.data.media_cases import SHARED, count_frames, read_upright
 
 
 def huge_png(path, side):

@@ -17,7 +17,6 @@ from PIL import Image
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.media import video
 from dflop_jax.data.media.native import (
     CLIP_PIXELS,
     MIN_CLIP_PIXELS,
@@ -188,27 +187,6 @@ def test_a_clip_s_patches_are_the_published_ones(published, tmp_path):
         assert (off > 0).mean() < 0.005
 
 
-def test_frames_by_seeking_are_those_of_decoding_all(tmp_path, monkeypatch):
-    def small(frame):
-        return np.asarray(frame.resize((32, 32)))
-
-    clips = [write_long(tmp_path / "a.mp4", "mpeg4", bf="2"), *shared_files("videos")[:2]]
-    for path in clips:
-        layout = Native(max_frames=5).clip(clip_of(path))
-        sought = read_numbered(path, layout.frames, small)
-        with monkeypatch.context() as plain:
-            taken = []
-            plain.setattr(video, "seek_plan", lambda *args, t=taken: t.append(1))
-            np.testing.assert_array_equal(read_numbered(path, layout.frames, small), sought)
-            assert taken
-        assert (sought[0] != sought[-1]).any()
-    whole = read_numbered(clips[0], range(9), np.asarray)
-    assert (whole[2] != whole[8]).any()
-    np.testing.assert_array_equal(
-        read_numbered(clips[0], [2, 2, 8], np.asarray), whole[[2, 2, 8]]
-    )  # fmt: skip
-
-
 def test_places_of_patches_are_those_of_their_pixels():
     rows, cols = 6, 4
     pixels = np.repeat(np.repeat(np.mgrid[:rows, :cols].transpose(1, 2, 0), 16, 0), 16, 1)
@@ -258,42 +236,6 @@ def of_shared():
         *({"image": five, "conversations": talk("<image>" * len(five), "Some.")} for five in fives),
         *({"video": p.name, "conversations": talk("Look: <video>", "It moves.")} for p in clips),
     ]
-
-
-@pytest.mark.parametrize("chat", [True, False])
-def test_samples_are_as_large_as_their_headers_say(tmp_path, chat):
-    (tmp_path / "t").mkdir()
-    write(tmp_path / "t", QWEN, special=SPECIAL)
-    options = {"tokenizer": str(tmp_path / "t")} if chat else {}
-    source = dataset(tmp_path, mixed(tmp_path), **options)
-    assert len(source) == 5
-    for i in range(5):
-        sample = source.sample(i)
-        assert sample.load == source.load(i)
-        llm, n = sample.fields["llm"], sample.load.tokens("llm")
-        assert llm["positions"].shape == (n, 3)
-        lengths = sample.load.lengths("vision")
-        assert llm["is_visual"].sum() == sum(lengths) // 4
-        if lengths:
-            vision, places = sample.fields["vision"], sample.places["vision", "llm"]
-            assert vision["patches"].shape == (sum(lengths), 3 * 2 * 16 * 16)
-            assert (vision["grid"][:, 2:].prod(1) == np.repeat(lengths, lengths)).all()
-            placed = places.index[llm["is_visual"], 0]
-            assert placed.tolist() == list(range(sum(lengths) // 4))
-
-
-def test_long_samples_are_given_fewer_pixels_and_frames(tmp_path):
-    records = mixed(tmp_path)
-    long = dataset(tmp_path, records)
-    config = DataConfig(path=str(tmp_path), min_pixels=1024, max_pixels=40_000, max_frames=6,
-                        max_clip_pixels=60_000, max_tokens=100)  # fmt: skip
-    short = make_source(config, SPEC, index_dir=tmp_path / "index", vocab_size=512, apart=False)
-    assert len(short) == 5
-    for i in range(5):
-        assert short.sample(i).load == short.load(i)
-        assert short.load(i).tokens("llm") <= 100
-    assert short.load(1).tokens("vision") < long.load(1).tokens("vision")
-    assert len(short.load(2).lengths("vision")) <= len(long.load(2).lengths("vision"))
 
 
 def test_samples_are_the_published_ones(published, tmp_path):

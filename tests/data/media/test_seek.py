@@ -8,7 +8,6 @@ import pytest
 
 from dflop_jax.data.media import video
 from dflop_jax.data.media.video import read_frames
-from tests.data.media_cases import count_frames, shared_files
 
 
 def write_long(path, codec, frames=240, **options):
@@ -58,16 +57,6 @@ def test_the_same_frames(tmp_path, monkeypatch, name, codec, options, seeks):
         one, two, sought = both(path, n, monkeypatch)
         np.testing.assert_array_equal(one, two)
         assert seeks is None or sought == seeks
-
-
-def test_the_same_frames_of_every_shared_clip(shared_data, monkeypatch):
-    gained = 0
-    for path in shared_files("videos"):
-        n = min(4, count_frames(path, 4))
-        one, two, sought = both(path, n, monkeypatch)
-        np.testing.assert_array_equal(one, two)
-        gained += sought
-    assert gained
 
 
 def test_a_clip_that_is_not_as_its_packets_say_is_decoded_from_its_start(tmp_path, monkeypatch):

@@ -8,33 +8,10 @@ from model_fields import fields, full_params, outputs
 
 from dflop_jax.data.media.mel import encoder_tokens
 from dflop_jax.train.optimizer import UNDECAYED
-from models.audio import AudioModule, sinusoids, windows
+from models.audio import AudioModule
 from models.sizes import AUDIO
 
 MODULE = AudioModule(AUDIO["whisper-nano"], 24, jnp.dtype("float32"))
-
-
-@pytest.mark.parametrize("frames", range(65))
-def test_tokens_of_frames(frames):
-    """As the steps of the convolution and of the average fall on real frames."""
-    positions = len(range(0, frames, 2))
-    assert encoder_tokens(frames) == positions // 2
-
-
-def test_whisper_positions():
-    table = sinusoids(3, 6)
-    for p in range(3):
-        for i in range(3):
-            angle = p / 10000 ** (i / 2)
-            np.testing.assert_allclose(table[p, [i, i + 3]], [np.sin(angle), np.cos(angle)], 1e-5)
-
-
-def test_windows_by_hand():
-    x = jnp.arange(1, 5, dtype=jnp.float32).reshape(1, 4, 1)
-    np.testing.assert_array_equal(windows(x, 2)[0, :, :, 0], [[0, 1, 2], [2, 3, 4]])
-    np.testing.assert_array_equal(
-        windows(x, 1)[0, :, :, 0], [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 0]]
-    )
 
 
 @pytest.mark.parametrize("items", [0, 1, 3])
@@ -76,8 +53,3 @@ def test_bfloat16_stays_near_float32():
     assert found.dtype == jnp.bfloat16
     error = jnp.abs(found.astype(jnp.float32) - want).mean()
     assert error < 3e-2 * jnp.abs(want).mean()
-
-
-def test_unknown_field_is_named():
-    with pytest.raises(ValueError, match="'pixels'"):
-        MODULE.field_spec("pixels", 1, 1)

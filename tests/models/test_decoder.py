@@ -106,36 +106,6 @@ def test_bfloat16_stays_near_float32():
     np.testing.assert_allclose(out["loss_sum"], want, rtol=2e-2)
 
 
-def test_packed_samples_equal_samples_alone():
-    module = DecoderModule(QWEN, F32)
-    params = full_params(module)
-    lengths = [3, 1, 5]
-    alone = [fields(module, 1, n, seed=n) for n in lengths]
-    for n, sample in zip(lengths, alone):
-        sample["segment_ids"] = jnp.ones((1, n), jnp.int32)
-        sample["positions"] = jnp.arange(n, dtype=jnp.int32)[None]
-        sample["weights"] = jnp.ones((1, n), jnp.float32)
-    packed = {k: jnp.concatenate([s[k] for s in alone], axis=1) for k in alone[0]}
-    packed["segment_ids"] = jnp.asarray([[1] * 3 + [2] + [3] * 5], jnp.int32)
-    run = jax.jit(partial(outputs, module))
-    want = sum(run(params, s)["loss_sum"] for s in alone)
-    np.testing.assert_allclose(run(params, packed)["loss_sum"], want, rtol=1e-5)
-
-
-def test_changing_one_sample_leaves_its_neighbours_bit_identical():
-    module = DecoderModule(QWEN, F32)
-    params = full_params(module)
-    batch = fields(module, 1, 12)
-    batch["segment_ids"] = jnp.asarray([[1] * 4 + [2] * 5 + [3] * 3], jnp.int32)
-    changed = {**batch, "tokens": batch["tokens"].at[:, 4:9].add(1) % QWEN.vocab}
-    changed["is_visual"] = batch["is_visual"].at[:, 4:9].set(False)
-    run = jax.jit(partial(forward, module, params))
-    a, b = run(batch), run(changed)
-    np.testing.assert_array_equal(a[:, :4], b[:, :4])
-    np.testing.assert_array_equal(a[:, 9:], b[:, 9:])
-    assert not np.array_equal(a[:, 4:9], b[:, 4:9])
-
-
 def test_directional_derivative_and_remat():
     module = DecoderModule(LLAMA, F32)
     params = full_params(module)
@@ -166,29 +136,6 @@ def test_directional_derivative_and_remat():
         for s in (1, -1)
     )
     np.testing.assert_allclose((float(ahead) - float(behind)) / (2 * step), norm, rtol=1e-2)
-
-
-@pytest.mark.parametrize(
-    "n_tokens, chunk", [(0, 0), (0, 4), (1, 0), (1, 4), (6, 0), (6, 1), (6, 6), (13, 6)]
-)
-def test_chunked_loss_equals_unchunked(n_tokens, chunk):
-    rng = np.random.default_rng(0)
-    vocab, width = 9, 5
-    x = jnp.asarray(rng.normal(size=(n_tokens, width)), jnp.float32)
-    table = jnp.asarray(rng.normal(size=(vocab, width)), jnp.float32)
-    targets = jnp.asarray(rng.integers(0, vocab, n_tokens), jnp.int32)
-    weights = jnp.asarray(rng.random(n_tokens), jnp.float32)
-
-    @partial(jax.jit, static_argnums=0)
-    def run(limit):
-        def loss(x, table):
-            out = cross_entropy(x, table, targets, weights, logits_elements=limit)
-            return out["loss_sum"], out["correct"]
-
-        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, table)
-
-    for a, b in zip(jax.tree.leaves(run(chunk * vocab)), jax.tree.leaves(run(10**9)), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_unsupervised_targets_may_lie_outside_of_the_vocabulary():

@@ -191,25 +191,3 @@ def test_rows_of_different_lengths_do_not_meet(made):
             np.testing.assert_allclose(logits[row], want[row, int(at[row])], atol=2e-4)
         following = batch["tokens"][jnp.arange(3), at + 1]
         logits, cache = step(params, cache, following, at + 1)
-
-
-@pytest.mark.slow(first=3)
-@pytest.mark.parametrize("made", CASES.values(), ids=CASES)
-def test_greedy_tokens_equal_those_of_full_recomputation(made):
-    module, params = made()
-    batch = one_sample_rows(module, 1, 6)
-    tokens = list(np.asarray(batch["tokens"][0]))
-    logits, cache = started(module, params, batch, [5], 16)
-    found, step = [], steps_of(module)
-    for position in range(6, 16):
-        found.append(int(logits[0].argmax()))
-        at = jnp.asarray([position], jnp.int32)
-        logits, cache = step(params, cache, jnp.asarray(found[-1:], jnp.int32), at)
-    run = jax.jit(partial(whole, module))
-    full = padded(batch, 16)
-    full["segment_ids"] = jnp.ones((1, 16), jnp.int32)
-    full["positions"] = jnp.arange(16, dtype=jnp.int32)[None]
-    for n in range(10):
-        row = jnp.asarray([tokens + found[:n] + [0] * (10 - n)], jnp.int32)
-        assert int(run(params, {**full, "tokens": row})[0, 5 + n].argmax()) == found[n]
-    assert len(set(found)) > 2  # else any cache would do

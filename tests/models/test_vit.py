@@ -13,9 +13,8 @@ from model_fields import fields, full_params, outputs
 from test_attention import oracle as attention_oracle
 from test_decoder import to_f64
 
-from models.connector import merge_patches
 from models.sizes import VISION
-from models.vit import VisionModule, patchify
+from models.vit import VisionModule
 
 NANO = VISION["nano"]
 # Pixels beyond the last whole patch, no merging, no final norm.
@@ -115,28 +114,3 @@ def test_bfloat16_stays_near_float32():
     assert found.dtype == jnp.bfloat16
     want = numpy_forward(NANO, params, batch["pixels"])
     assert np.abs(found.astype(np.float32) - want).mean() < 2e-2 * np.abs(want).mean()
-
-
-def test_tiles_do_not_see_each_other():
-    module = VisionModule(NANO, 24, jnp.dtype("float32"))
-    params = full_params(module)
-    pixels = fields(module, 3, 1)["pixels"]
-    run = jax.jit(lambda pixels: outputs(module, params, {"pixels": pixels}))
-    a, b = run(pixels), run(pixels.at[1].set(255 - pixels[1]))
-    np.testing.assert_array_equal(a[::2], b[::2])
-    assert not np.array_equal(a[1], b[1])
-
-
-def test_patchify_of_one_patch_keeps_all_pixels():
-    pixels = jnp.arange(1 * 2 * 2 * 3, dtype=jnp.uint8).reshape(1, 2, 2, 3)
-    np.testing.assert_array_equal(patchify(pixels, 2)[0, 0], pixels.ravel())
-
-
-def test_merge_of_one_is_the_identity():
-    x = jnp.arange(2 * 9 * 4).reshape(2, 9, 4)
-    np.testing.assert_array_equal(merge_patches(x, 3, 1), x)
-
-
-def test_unknown_field_is_named():
-    with pytest.raises(ValueError, match="'tokens'"):
-        VisionModule(NANO, 24, jnp.dtype("float32")).field_spec("tokens", 1, 1)

@@ -83,7 +83,6 @@ def no_reference(monkeypatch):
     monkeypatch.setattr(reference, "missing", lambda: NOTHING_INSTALLED)
 
 
-@pytest.mark.slow(first=1)
 @pytest.mark.parametrize("kind", SIZES)
 def test_a_folder_of_every_family(folders, capsys, kind):
     code, answer, err = verify(capsys, folders[kind])

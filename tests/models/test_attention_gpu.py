@@ -1,6 +1,4 @@
-"""The GPU kernels, interpreted on the CPU, against the XLA reference; and that they lower."""
-
-import functools
+"""Which blocks the GPU kernels visit, that a model chooses them, and that they lower."""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +8,16 @@ from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
     AxisType,
-    Mesh,
     NamedSharding,
     use_abstract_mesh,
 )
 from jax.sharding import PartitionSpec as P
-from model_fields import fields, full_params, outputs, packed_segments
-from test_attention import make_qkv
+from model_fields import fields, full_params, outputs
+from test_attention import mask_of, pictures_in
 from test_model_sharding import _shardings, make_sharded
 
 from models import attention_gpu
-from models.attention import attention
+from models.attention import attention, reach_of
 from models.attention_choice import known_kernel
 from models.attention_kernels import Marks, Sight
 from models.decoder import DecoderModule
@@ -31,161 +28,35 @@ from models.vit import VisionModule
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
-@functools.cache
-def value_and_grads(kernel, causal, window=0):
-    """One program for all rows of a shape; that of the kernels in a `shard_map`, as the engine has
-    them."""
-
-    def run(segments, wave, *qkv):
-        out, pull = jax.vjp(
-            lambda *qkv: attention(*qkv, segments, causal=causal, kernel=kernel, window=window),
-            *qkv,
-        )
-        return [out, *pull(wave)]
-
-    if kernel == "pallas":
-        mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
-        rows = P("data")
-        run = jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"data"})
-    return jax.jit(run)
-
-
-def wave_like(x):
-    return jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape).astype(x.dtype)
-
-
-def check(qkv, segments, causal, atol, window=0):
-    """The reference where tokens are, nothing at padding."""
-    given = (wave_like(qkv[0]), *qkv)
-    exact = (x.astype(np.float32) for x in given)
-    want = value_and_grads("xla", causal, window)(segments, *exact)
-    found = value_and_grads("pallas", causal, window)(segments, *given)
-    for x, y, z in zip(found, want, [qkv[0], *qkv], strict=True):
-        assert (x.dtype, x.shape) == (z.dtype, z.shape)
-        if segments is not None:
-            y = np.where(np.asarray(segments)[:, :, None, None] > 0, y, 0)
-        scale = max(1.0, np.abs(y).max(initial=0.0))
-        np.testing.assert_allclose(np.asarray(x, np.float32) / scale, y / scale, atol=atol)
-
-
-@pytest.mark.slow(first=4)
-@pytest.mark.parametrize(
-    "items, tokens, heads, kv_heads, head_dim",
-    [
-        (0, 3, 2, 1, 4),
-        (1, 1, 1, 1, 4),
-        (2, 9, 4, 2, 8),
-        (1, 128, 6, 2, 16),
-        (2, 129, 3, 3, 72),
-        (1, 300, 7, 1, 24),
-    ],
-)
-@pytest.mark.parametrize("causal", [False, True])
-def test_float32_equals_the_reference(items, tokens, heads, kv_heads, head_dim, causal):
-    qkv = make_qkv(items, tokens, heads, kv_heads, head_dim)
-    segments, _ = packed_segments(items, tokens, np.random.default_rng(3))
-    check(qkv, segments, causal, 2e-6)
-
-
-@pytest.mark.slow(first=2)
-@pytest.mark.parametrize("tokens, window", [(9, 3), (129, 128), (300, 1), (300, 40), (600, 256)])
-def test_windows_equal_the_reference(tokens, window):
-    qkv = make_qkv(2, tokens, 4, 2, 16)
-    segments, _ = packed_segments(2, tokens, np.random.default_rng(3))
-    for ids in (segments, None):
-        check(qkv, ids, True, 2e-6, window)
-
-
 @pytest.mark.parametrize("keys", [False, True])
-@pytest.mark.parametrize("window", [1, 32, 100, 512])
-def test_a_window_leaves_out_blocks_that_it_does_not_reach(keys, window):
-    T, held, visited = 512, 64, 32
-    start, stop = attention_gpu._spans(
-        Marks(), T, held, visited, sees=Sight(causal=True, window=window), keys=keys
-    )
-    at = np.arange(T)
-    sees = (at[:, None] >= at) & (at[:, None] - at < window)  # [queries, keys]
-    sees = sees.T if keys else sees
-    for i, (a, b) in enumerate(zip(start[0].tolist(), stop[0].tolist(), strict=True)):
-        reached = sees[i * held : (i + 1) * held].reshape(held, -1, visited).any(axis=(0, 2))
-        assert np.flatnonzero(reached).tolist() == list(range(a, b))
-
-
-@pytest.mark.slow(first=3)
-@pytest.mark.parametrize("tokens", [1, 100, 128, 200])
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_row_without_segments(tokens, causal):
-    check(make_qkv(2, tokens, 4, 2, 8), None, causal, 2e-6)
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("head_dim, tokens", [(64, 260), (128, 260), (160, 260), (512, 70)])
-def test_bfloat16_stays_near_float32(head_dim, tokens):
-    """Within its rounding, 2^-8, where the reference itself is off by as much."""
-    qkv = [jnp.asarray(x, BF16) for x in make_qkv(1, tokens, 4, 2, head_dim)]
-    segments, _ = packed_segments(1, tokens, np.random.default_rng(4))
-    check(qkv, segments, True, 2**-7)
-    check(qkv, None, False, 2**-7)
-
-
 @pytest.mark.parametrize(
-    "lengths",
-    [[300], [1] * 7 + [121, 128, 3], [64, 128, 64], [127, 1, 1, 127], [0, 200], [5, 0, 5, 300]],
-)
-def test_packings(lengths):
-    """Samples that end at a block's edge, before and after it; of one token; padding between."""
-    ids = np.concatenate([np.full(n, i if n else 0) for i, n in enumerate(lengths, 1)])
-    ids = np.pad(ids, (0, 320 - len(ids))).astype(np.int32)[None]
-    check(make_qkv(1, 320, 2, 1, 8), ids, True, 2e-6)
-
-
-def test_segment_ids_need_not_rise():
-    ids = np.random.default_rng(0).integers(0, 4, (2, 270)).astype(np.int32)
-    check(make_qkv(2, 270, 2, 1, 8), ids, True, 2e-6)
-    check(make_qkv(2, 270, 2, 1, 8), ids, False, 2e-6)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("causal", [False, True])
-def test_changing_one_sample_leaves_the_others_bit_identical(dtype, causal):
-    segments = np.repeat(np.array([[1, 2, 3, 0]], np.int32), [70, 100, 60, 50], axis=1)
-    run = value_and_grads("pallas", causal)
-    a = [jnp.asarray(x, dtype) for x in make_qkv(1, 280, 4, 2, 16, seed=0)]
-    other = [jnp.asarray(50 * x, dtype) for x in make_qkv(1, 280, 4, 2, 16, seed=1)]
-    wave = wave_like(a[0])
-    before = jax.device_get(run(segments, wave, *a))
-    for changed in range(4):
-        move = segments[0] == changed
-        b = [jnp.where(move[None, :, None, None], y, x) for x, y in zip(a, other)]
-        for x, y in zip(before, jax.device_get(run(segments, wave, *b)), strict=True):
-            np.testing.assert_array_equal(x[0, ~move], y[0, ~move])
-            assert changed == 0 or not np.array_equal(x[0, move], y[0, move])
-
-
-@pytest.mark.parametrize("keys", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_visited_blocks_are_those_of_the_own_samples(keys, causal):
-    """Against every pair of tokens: none is missed, of a packed row few are too many, and padding
-    visits none."""
-    ids = np.sort(np.random.default_rng(1).integers(1, 9, (2, 512)), axis=1).astype(np.int32)
+    "causal, window, packed, pictures",
+    [(False, 0, True, False), (True, 0, True, False), (True, 1, False, False),
+     (True, 100, False, False), (True, 512, False, False), (True, 0, True, True),
+     (True, 40, True, True)],
+)  # fmt: skip
+def test_visited_blocks_are_those_that_are_seen(causal, window, packed, pictures, keys):
+    """Against every pair of tokens: none is missed, and padding visits none."""
+    T, held, visited = 512, 128, 32
+    ids = np.sort(np.random.default_rng(1).integers(1, 9, (2, T)), axis=1).astype(np.int32)
     ids[:, 380:] = 0
-    held, visited = 128, 32
-    start, stop = attention_gpu._spans(
-        Marks(ids), 512, held, visited, sees=Sight(causal), keys=keys
-    )
-    see = (ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] > 0)
-    if causal:
-        see &= np.tri(512, dtype=bool)
-    see = see.swapaxes(1, 2) if keys else see  # [row, held token, visited token]
-    meet = see.reshape(2, 4, held, 16, visited).any(axis=(2, 4))
-    for row in range(2):
-        for i in range(4):
-            blocks = np.flatnonzero(meet[row, i])
-            if len(blocks):
-                assert (start[row, i], stop[row, i]) == (blocks[0], blocks[-1] + 1)
-            else:
-                assert start[row, i] == stop[row, i]
-    assert not meet[:, 3].any()
+    ids = ids if packed else np.ones((2, T), np.int32)
+    shown = pictures_in(ids, 2, at_most=90) if pictures else None
+    reach = np.asarray(reach_of(shown, jnp.asarray(ids))) if pictures else None
+    marks = Marks(ids if packed else None, reach)
+    sees = Sight(causal, window)
+    start, stop = attention_gpu._spans(marks, T, held, visited, sees=sees, keys=keys)
+    seen = mask_of(ids, causal, window, shown) & (ids[:, :, None] > 0)
+    seen = seen.swapaxes(1, 2) if keys else seen  # [row, held token, visited token]
+    meet = seen.reshape(2, T // held, held, T // visited, visited).any(axis=(2, 4))
+    for row, i in np.ndindex(*meet.shape[:2]):
+        blocks = np.flatnonzero(meet[row, i])
+        first, last = (int(a[row % len(a), i]) for a in (start, stop))
+        if pictures:
+            assert not len(blocks) or (first <= blocks[0] and last > blocks[-1])
+        else:
+            assert (first, last) == (blocks[0], blocks[-1] + 1) if len(blocks) else first == last
+    assert packed != meet[:, 3].any()
 
 
 def test_the_kernel_is_a_choice_of_the_model():

@@ -93,9 +93,6 @@ class _Ended:
     rank: int
     exit_code: int
 
-    def __str__(self) -> str:
-        return how_ended(self.rank, self.exit_code)
-
 
 # The number of a signal that came, or an end. A signal handler may put to a SimpleQueue.
 _Events = queue.SimpleQueue[int | _Ended]
@@ -114,36 +111,35 @@ def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
     events, output = _Events(), Output()
     with _signals_noted(events), tempfile.TemporaryDirectory(prefix="dflop-") as folder:
         step_file = Path(folder, "step")
-        shared = {STEP_FILE_ENV: str(step_file)}
-        if max_restarts:
-            shared |= {RUN_ENV: name}
         try:
             while True:
-                shared |= {
+                shared = {
                     COORDINATOR_ENV: str(Address(LOOPBACK, free_port())),
                     RESTARTS_ENV: str(restarts),
+                    STEP_FILE_ENV: str(step_file),
+                    RUN_ENV: name if max_restarts else "",
                 }
-                grace_s = RESTART_GRACE_S if restarts < max_restarts else STOP_GRACE_S
+                is_last = restarts == max_restarts
+                grace_s = STOP_GRACE_S if is_last else RESTART_GRACE_S
                 start = _Start(job, shared, events, output, grace_s)
-                cause = start.run()
+                start.run()
                 early = 0 if step_file.exists() else early + 1
                 step_file.unlink(missing_ok=True)
-                code = start.exit_code
-                if cause is None or start.signalled or code in (BAD_INPUT, PREEMPTED):
-                    return LaunchResult(code, start.exit_codes)
-                if restarts == max_restarts:
+                result = LaunchResult(start.exit_code, start.exit_codes)
+                if start.signalled or result.exit_code in (0, BAD_INPUT, PREEMPTED):
+                    return result
+                if early >= MAX_EARLY_ERRORS and result.exit_code != TRY_AGAIN and not is_last:
+                    output.say(f"{early} failures before the first step; the run ends")
+                    return result
+                if is_last:
                     if max_restarts:
                         output.say(f"no restart is left of --max-restarts {max_restarts}")
-                    return LaunchResult(code, start.exit_codes)
-                if early >= MAX_EARLY_ERRORS and code != TRY_AGAIN:
-                    output.say(f"{early} failures before the first step; the run ends")
-                    return LaunchResult(code, start.exit_codes)
+                    return result
                 restarts += 1
                 wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (early - 2)) if early > 1 else 0.0
                 when = f" in {wait_s:g} s" if wait_s else ""
                 output.say(f"restart {restarts} of {max_restarts}{when}")
-                with suppress(queue.Empty):
-                    signum = events.get(timeout=wait_s)
+                if signum := _next(events, time.monotonic() + wait_s):
                     assert isinstance(signum, int), "no process runs"
                     return LaunchResult(shell_code(-signum), start.exit_codes)
         finally:
@@ -155,6 +151,7 @@ class _Start:
 
     Attributes:
       signalled: a signal to the supervisor was passed on.
+      exit_code: of the first process that failed; 0: none has.
     """
 
     def __init__(
@@ -165,43 +162,33 @@ class _Start:
         output: Output,
         grace_s: float,
     ):
-        self.signalled = False
+        self.signalled, self.exit_code = False, 0
         self._job, self._shared = job, shared
-        self._events, self._output, self._grace_s = events, output, grace_s
+        self._events, self._grace_s = events, grace_s
+        self._show, self._say = output.show, output.say
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ended: dict[int, _Ended] = {}
-        self._cause: _Ended | None = None
+        self._codes: dict[int, int] = {}  # by rank, of those that have ended
 
-    def run(self) -> _Ended | None:
-        """Start the processes and wait until all have ended; the first that failed, if any did."""
+    def run(self) -> None:
+        """Start the processes and wait until all have ended."""
         try:
             for rank in range(len(self._job.cores)):
-                self._start(rank)
+                self._processes.append(self._popen(rank))
+            for rank, process in enumerate(self._processes):  # no thread runs while others fork
+                self._watch(rank, process)
             self._wait()
         finally:
             self._kill()
-        return self._cause
-
-    @property
-    def exit_code(self) -> int:
-        """Of the start: that of the first process that failed."""
-        if self._cause is None:
-            return 0
-        code = self._cause.exit_code
-        # Nobody here sent that signal: memory was short, jax missed a peer, a device failed.
-        killed = code < 0 and not self.signalled
-        return TRY_AGAIN if killed or code == ABORTED else shell_code(code)
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
-        """Of every process, by rank."""
-        left = _Ended(-1, -signal.SIGKILL)  # one that stays behind
-        ends = (self._ended.get(r, left) for r in range(len(self._processes)))
-        return tuple(shell_code(e.exit_code) for e in ends)
+        """Of every process, by rank; of one that stays behind as if SIGKILL had ended it."""
+        ranks = range(len(self._processes))
+        return tuple(shell_code(self._codes.get(r, -signal.SIGKILL)) for r in ranks)
 
     # ---- starting ----
 
-    def _start(self, rank: int) -> None:
+    def _popen(self, rank: int) -> subprocess.Popen[bytes]:
         number = str(len(self._job.cores))
         environment = {
             **self._job.environments[rank],
@@ -215,7 +202,7 @@ class _Start:
         if pipe:  # no terminal: lines would come in blocks, the last ones never
             environment["PYTHONUNBUFFERED"] = "1"
         try:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 self._job.program,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -228,27 +215,25 @@ class _Start:
             raise ValueError(
                 f"{self._job.program[0]}: cannot be started: {e.strerror}; check its name"
             ) from None
-        self._processes.append(process)
-        ends = ((process.stdout, STDOUT), (process.stderr, STDERR))
-        printers = [
-            threading.Thread(target=self._output.show, args=(rank, end, fd), daemon=True)
-            for end, fd in ends
-            if end is not None
-        ]
-        waiter = threading.Thread(target=self._await, args=(rank, process, printers), daemon=True)
-        for thread in (*printers, waiter):
-            thread.start()
 
-    def _await(
-        self, rank: int, process: subprocess.Popen[bytes], printers: Sequence[threading.Thread]
-    ) -> None:
-        """Thread: put the end of a process, after its last lines. What it started goes with it."""
-        code = process.wait()
-        _kill_group(process)
-        deadline = time.monotonic() + DRAIN_S
-        for printer in printers:
-            printer.join(max(0.0, deadline - time.monotonic()))
-        self._events.put(_Ended(rank, code))
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Forward what a process writes, and put its end after its last lines."""
+        printers = [
+            threading.Thread(target=self._show, args=(rank, pipe, fd), daemon=True)
+            for pipe, fd in ((process.stdout, STDOUT), (process.stderr, STDERR))
+            if pipe is not None
+        ]
+
+        def wait() -> None:
+            code = process.wait()
+            _kill_group(process)  # what it started goes with it
+            deadline = time.monotonic() + DRAIN_S
+            for printer in printers:
+                printer.join(max(0.0, deadline - time.monotonic()))
+            self._events.put(_Ended(rank, code))
+
+        for thread in (*printers, threading.Thread(target=wait, daemon=True)):
+            thread.start()
 
     # ---- waiting ----
 
@@ -257,10 +242,9 @@ class _Start:
         while self._running():
             event, now_s = _next(self._events, deadline), time.monotonic()
             if isinstance(event, _Ended):
-                self._ended[event.rank] = event
-                if event.exit_code != 0 and self._cause is None:
-                    self._cause = event
-                    deadline = min(deadline, now_s + self._end_others(event))
+                self._codes[event.rank] = event.exit_code
+                if event.exit_code != 0 and not self.exit_code:
+                    deadline = min(deadline, now_s + self._fail(event))
             elif event is not None and not self.signalled:
                 self.signalled, deadline = True, now_s + SAVE_GRACE_S
                 self._signal(event)
@@ -274,22 +258,24 @@ class _Start:
                 self._kill()
                 killed, deadline = True, now_s + KILLED_S
 
-    def _end_others(self, cause: _Ended) -> float:
-        """Ask the others to end after the first failure; the seconds that they have for it."""
-        is_saved = cause.exit_code == PREEMPTED  # and the others save with it
+    def _fail(self, cause: _Ended) -> float:
+        """The first process has failed: ask the others to end; the seconds that they have."""
+        code = cause.exit_code
+        # Nobody here sent that signal: memory was short, jax missed a peer, a device failed.
+        killed = code == ABORTED or (code < 0 and not self.signalled)
+        self.exit_code = TRY_AGAIN if killed else shell_code(code)
+        is_saved = code == PREEMPTED  # and the others save with it
         does = "waiting for" if is_saved else "ending"
-        self._say(f"{cause}; {does} the others" if self._running() else str(cause))
+        how = how_ended(cause.rank, code)
+        self._say(f"{how}; {does} the others" if self._running() else how)
         if is_saved or self.signalled:
             return STOP_GRACE_S
         self._signal(signal.SIGTERM)
         return self._grace_s
 
-    def _say(self, text: str) -> None:
-        self._output.say(text)
-
     def _running(self) -> str:
         """The processes that have not ended, in words."""
-        left = [str(r) for r in range(len(self._processes)) if r not in self._ended]
+        left = [str(r) for r in range(len(self._processes)) if r not in self._codes]
         return f"process{'es' if len(left) > 1 else ''} {', '.join(left)}" if left else ""
 
     def _signal(self, signum: int) -> None:
@@ -300,7 +286,7 @@ class _Start:
     def _kill(self) -> None:
         """End all processes with what they started; this ends stopped ones as well."""
         for rank, process in enumerate(self._processes):
-            if rank not in self._ended:
+            if rank not in self._codes:
                 _kill_group(process)
 
 

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -139,10 +138,8 @@ def time_log() -> TimeLog:
     return TimeLog(None if next(_runs) else process_began_s())
 
 
-@cache
 def process_began_s() -> float:
-    """When this process began, in seconds since the epoch; where the system does not tell, when
-    this was asked first."""
+    """When this process began, in seconds since the epoch; now where the system does not tell."""
     with suppress(OSError, ValueError, IndexError, AttributeError):
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         ticks = int(after_name[19])  # field 22: since the system began

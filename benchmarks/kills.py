@@ -117,9 +117,9 @@ class Launch:
             time.sleep(0.01)
         return False
 
-    def wait_for_end_of(self, pid: int) -> None:
-        """Wait until a process is none of the run's any more."""
-        self.wait_for(lambda: pid not in self.processes().values())
+    def wait_for_end_of(self, pids: Iterable[int]) -> None:
+        """Wait until none of these processes is the run's any more: it is started again."""
+        self.wait_for(lambda: not set(pids) & {*self.processes().values()})
 
     def does_a_step(self) -> bool:
         """Wait until the run does a step; a restart first drops the rows that it does anew."""
@@ -161,12 +161,10 @@ def killed_run(
     launch = Launch(command(run_dir), run_dir)
     try:
         for kind in kinds:
-            if not launch.does_a_step() or launch.wait_for(
-                lambda: False, rng.expovariate(1 / every_s) if every_s else 0.0
-            ):
-                break
+            launch.does_a_step()
+            launch.wait_for(lambda: False, rng.expovariate(1 / every_s) if every_s else 0.0)
             processes, steps, begun_s = launch.processes(), launch.steps(), time.monotonic()
-            if not processes:
+            if not processes:  # the run is over
                 break
             left, rank = 0, -1
             if kind == LAUNCHER:
@@ -177,7 +175,7 @@ def killed_run(
                 rank = rng.choice(sorted(processes))
                 with suppress(ProcessLookupError):
                     os.kill(processes[rank], signal.Signals[kind])
-                launch.wait_for_end_of(processes[rank])
+                launch.wait_for_end_of(processes.values())
             went_on = launch.does_a_step()
             to_step_s = time.monotonic() - begun_s if went_on else None
             survived = went_on or launch.popen.poll() == 0

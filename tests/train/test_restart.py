@@ -7,14 +7,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from dflop_jax.cluster.addresses import Address
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.peers import Peers
-from dflop_jax.cluster.processes import Processes
 from dflop_jax.cluster.variables import RESTARTS_ENV, RUN_ENV
-from dflop_jax.config import Config
 from dflop_jax.report.run_folder import METRICS, RunFolder
-from dflop_jax.train import prepare
 from dflop_jax.train.restart import is_begun, open_folder, tell_others
 
 
@@ -76,33 +72,3 @@ def test_an_error_that_a_loss_may_have_caused_leaves_time_for_the_loss(error, sa
     tell_others(peers, error)
     line = f"process 1 stopped: {says or 'KeyError'}"
     assert done == ["notice"] * bool(says) + [(line, 1)]
-
-
-# ---- before it meets others ----
-
-
-@pytest.mark.parametrize(
-    "local_index, restarts, does",
-    [(0, 0, "forget meet"), (1, 0, "meet"), (0, 1, "meet")],  # a restart is to be quick
-)
-def test_the_first_process_of_a_host_tidies_the_cache(
-    monkeypatch, tmp_path, local_index, restarts, does
-):
-    done: list[str] = []
-    here = Processes(4, 2 + local_index, Address("node1", 29400), "Slurm", 2, local_index)
-
-    def meet(*_):
-        done.append("meet")
-        raise TryAgain("nobody comes")
-
-    for name, value in (
-        ("use_cache", lambda folder: None),
-        ("find_processes", lambda config: here),
-        ("forget_unused", lambda folder, gib: done.append("forget")),
-        ("initialise", meet),
-    ):
-        monkeypatch.setattr(prepare, name, value)
-    monkeypatch.setenv(RESTARTS_ENV, str(restarts))
-    with pytest.raises(TryAgain, match="nobody comes"):
-        prepare.set_up(Config(cache_dir=str(tmp_path / "cache")))
-    assert done == does.split()

@@ -22,12 +22,11 @@ class Hub:
     Attributes:
       status: of every answer about what there is.
       file_status: of answers that send a file, which a gated repository refuses alone.
-      cut: names of files of which half is sent before the connection ends.
       asked: how often each path was got.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        self.files, self.cut = dict(files), set[str]()
+        self.files = dict(files)
         self.status = self.file_status = 200
         self.asked: Counter[str] = Counter()
         self.url = ""
@@ -79,10 +78,7 @@ def hub_of(files: Mapping[str, bytes]) -> Iterator[Hub]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            if with_body and urlsplit(self.path).path.rpartition("/")[2] in hub.cut:
-                self.wfile.write(body[: len(body) // 2])
-                self.close_connection = True
-            elif with_body:
+            if with_body:
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...

@@ -147,11 +147,6 @@ def test_a_page_that_cannot_be_written(capsys):
         assert says in refused(capsys, "check", "--data", "d.json", "--page", file)
 
 
-def test_all_bad_is_an_exit_code_too(capsys):
-    Path("d.json").write_text(json.dumps([{"conversations": []}]))
-    assert answer(capsys, "--data", "d.json")[0] == 2
-
-
 def test_a_model_and_its_template(capsys):
     processor_files(Path("qwen"))
     file = llava_data(Path("photos"), 4)

@@ -126,23 +126,6 @@ def test_an_unknown_name_and_an_unknown_revision(start):
         assert says in err
 
 
-@pytest.mark.slow
-def test_a_cut_download_is_tried_again_and_goes_on(hub, start):
-    hub.cut = {"model-2.safetensors"}
-    code, _, err = over(start())
-    assert code == 4, err
-    assert "run the command again, finished files are kept" in err
-    offline = start(HF_HUB_OFFLINE="1")  # a part of a model is none
-    code, _, err = over(offline)
-    assert code == 2, err
-    assert "does not have it whole" in err
-    hub.cut = set()
-    code, folder, err = over(start())
-    assert code == 0, err
-    assert (Path(folder) / "model-2.safetensors").read_bytes() == FILES["model-2.safetensors"]
-    assert hub.asked["model-1.safetensors"] == 1
-
-
 def test_nobody_answers(start):
     code, _, err = over(start(HF_ENDPOINT="http://127.0.0.1:9"))
     assert code == 4, err
@@ -160,19 +143,6 @@ def test_a_folder_is_itself(tmp_path):
     for name in ("gone", str(tmp_path / "gone"), "a b/c", ""):
         with pytest.raises(ValueError, match="no such folder, nor OWNER/NAME"):
             model_folder(name) if name else model_folder("no/such/model")
-
-
-def test_what_another_program_cached_in_part_is_completed(start, tmp_path):
-    cached = tmp_path / "hf" / "hub" / f"models--{NAME.replace('/', '--')}"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text(SHA)
-    folder = cached / "snapshots" / SHA
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_bytes(FILES["config.json"])
-    assert over(start(HF_ENDPOINT="http://127.0.0.1:9"))[:2] == (0, str(folder))
-    assert [f.name for f in folder.iterdir()] == ["config.json"]
-    assert over(start())[:2] == (0, str(folder))
-    assert (folder / "model-2.safetensors").read_bytes() == FILES["model-2.safetensors"]
 
 
 def test_a_cache_that_cannot_be_written(start, tmp_path):
@@ -201,14 +171,6 @@ def test_a_data_set_is_fetched_as_a_model_is(hub, start):
         "load.py": b"code",
         "cache.pickle": b"code",
     }
-    hub.cut = {"a.PNG"}
-    code, _, err = over(start(ask=ASK_DATA))
-    assert code == 4, err
-    assert f"data {NAME}, which is no path here: the hub cannot be reached" in err
-    code, _, err = over(start(ask=ASK_DATA, HF_HUB_OFFLINE="1"))  # half of it is none
-    assert code == 2, err
-    assert f"hf download --repo-type dataset {NAME}" in err
-    hub.cut = set()
     for name in (NAME, f"hf://datasets/{NAME}"):
         code, said, err = over(start(name, ask=ASK_DATA))
         assert code == 0, err

@@ -11,9 +11,8 @@ from dflop_jax.config import Config, DataConfig, ModelConfig
 from dflop_jax.data import ByteTokenizer
 from dflop_jax.generate import programs as programs_module
 from dflop_jax.generate.generate import Generator
-from dflop_jax.generate.mesh import PARAMS_SHARE, answer_mesh, min_tp, spec_of
+from dflop_jax.generate.mesh import PARAMS_SHARE, min_tp, spec_of
 from dflop_jax.generate.prompt import prompt_sample
-from dflop_jax.generate.row import bucket_of
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.load_params import Loaded
 from dflop_jax.train.prepare import build_model
@@ -105,12 +104,6 @@ def test_parameters_are_kept_in_the_dtype_that_is_asked(samples):
     assert len(said.tokens) == 3
 
 
-def test_buckets_double():
-    assert [bucket_of(n, 128) for n in (0, 1, 128, 129, 256, 257, 1025)] == [
-        128, 128, 128, 256, 256, 512, 2048,
-    ]  # fmt: skip
-
-
 class Full:
     """A device here that has so many bytes."""
 
@@ -142,12 +135,6 @@ def test_no_device_holds_all_where_one_cannot():
         assert len(held) == tp
         assert set(held.values()) == {(total - whole) / tp + whole}
         assert whole < 0.2 * total  # vectors, and what the devices do not divide
-
-
-@pytest.mark.parametrize("tp", [3, 5, 16, -1])
-def test_degrees_that_do_not_divide_the_devices_are_refused(tp):
-    with pytest.raises(ValueError, match=f"--tp {tp}: does not divide this process's 8 devices"):
-        answer_mesh(jax.devices(), tp, 4)
 
 
 def test_what_does_not_divide_is_whole():

@@ -1,6 +1,5 @@
 """Answers of a trained model: through the command line, and what a careless user may type."""
 
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -13,8 +12,7 @@ from PIL import Image
 
 from dflop_jax.cli import main
 from dflop_jax.config import Config, DataConfig, ModelConfig
-from dflop_jax.data import ByteTokenizer, MediaSpec, SceneSource, make_source
-from dflop_jax.data.media.limits import Limits
+from dflop_jax.data import ByteTokenizer, MediaSpec, make_source
 from dflop_jax.generate.generate import ChatAnswer, Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
@@ -22,6 +20,7 @@ from dflop_jax.record_files import save
 from dflop_jax.train.compiles import CompileCounter
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
+from tests.generate.likeliest import assert_likeliest
 
 from ..data.media_cases import noise, talk, write_clip, write_wav
 from ..plans import NANO, nano_profile
@@ -124,15 +123,12 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         (["nano.py", "--prompt", " <image>\n", "--image", "red.png"], "the prompt is empty"),
         (["nano.py", *ASK, "--checkpoint", "gone"], "gone: no such run folder; check --checkpoint"),
         (["nano.py", *ASK, "--checkpoint", "empty"], "empty: no checkpoint in it; it is no run"),
-        (["nano.py", *ASK, "--checkpoint", "red.png"], "red.png: no such run folder"),
         (["nano.py", *ASK, "--run_dir", "young"], "young: no checkpoint in it; the run has saved"),
         (["empty", *ASK], "empty: no config.json in it; give a run folder or an experiment file"),
         (["broken", *ASK], "broken/config.json: not a configuration"),
         (["nano.py", *ASK, "--image", "gone.png"], "gone.png: no such picture; check --image"),
         (["nano.py", *ASK, "--image", "run"], "run: is a folder, no picture; check --im"),
-        (["nano.py", *ASK, "--image", "nano.py"], "nano.py: not a readable picture"),
         (["nano.py", *ASK, "--image", "nano.py"], f"file); {SAVE_ANEW}"),
-        (["nano.py", *ASK, "--image", "cut.png"], "cut.png: "),
         (["nano.py", *ASK, "--image", "cut.png"], f"); {SAVE_ANEW}"),
         (["nano.py", "--prompt", "<image> What?"], "the prompt says <image>; it may have no tag"),
         (
@@ -144,18 +140,9 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
             "exceed data.max_tokens=128; shorten it, lower --data.max_tiles or raise",
         ),
         (["nano.py", *ASK, "--video", "gone.mp4"], "gone.mp4: no such clip; check --video"),
-        (["nano.py", *ASK, "--video", "red.png"], f"); {SAVE_ANEW}"),
         (["nano.py", *ASK, "--audio", "a.wav"], "the model hears no sounds; leave out a.wav"),
-        (["nano.py", *ASK, "--audio", "red.png"], "red.png: not a readable sound"),
-        (
-            ["nano.py", "--prompt", "<image>?", "--image", "red.png", "--video", "red.png"],
-            "one <image> for each of 1 pictures and one <video> for each of 1 clips, or no tag",
-        ),
         (["nano.py", *ASK, "--temperature", "-1"], "temperature=-1.0 must be 0"),
-        (["nano.py", *ASK, "--temperature", "nan"], "temperature=nan must be 0"),
-        (["nano.py", *ASK, "--temperature", "hot"], "invalid float value: 'hot'"),
         (["nano.py", *ASK, "--top-p", "0"], "top-p=0.0 must be above 0 and at most 1"),
-        (["nano.py", *ASK, "--top-p", "1.1"], "top-p=1.1 must be above 0"),
         (["nano.py", *ASK, "--top-k", "-1"], "top-k=-1 must be at least 0"),
         (["nano.py", *ASK, "--stop", ""], "a stop text is empty"),
         (["nano.py", *ASK, "--repetition-penalty", "0"], "repetition-penalty=0.0 must be a finite"),
@@ -163,8 +150,6 @@ def test_an_answer_streams_and_is_the_same_as_json(capsys):
         (["nano.py", *ASK, "--max-tokens", "0"], "max-tokens=0 must be at least 1"),
         (["nano.py", *ASK, "--seed", "-1"], "seed=-1 must be from 0"),
         (["nano.py", *ASK, "--model.size", "tiny"], "give the experiment that it was trained with"),
-        (["nano.py", *ASK, "--data.max_token", "9"], "did you mean data.max_tokens?"),
-        (["nano.py", *ASK, "--model.factory", "models.qwen2_audio:build"], "unknown model size"),
     ],
 )
 def test_mistakes_end_in_one_line(capsys, args, says):
@@ -182,14 +167,6 @@ def test_mistakes_end_in_one_line(capsys, args, says):
     assert err.count("\n") == 1
 
 
-def test_a_model_that_sees_no_pictures_says_so():
-    model = build_model(ModelConfig("models.qwen2_audio:build", "qwen2-audio-nano"))
-    tokenizer, data = ByteTokenizer(), DataConfig()
-    with pytest.raises(ValueError, match="sees no pictures"):
-        prompt_sample("What?", {"image": ["red.png"]}, data, model, tokenizer)
-    assert prompt_sample("What?", {}, data, model, tokenizer).load.lengths("vision") == ()
-
-
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
     shutil.copytree("run/checkpoints", tmp_path / "checkpoints")
     model = build_model(ModelConfig(size="nano"))
@@ -200,35 +177,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog):
     (tmp_path / "checkpoints/00000001/manifest.json").write_text("{}")
     with pytest.raises(ValueError, match="no checkpoint is whole"):
         load_params(tmp_path, model, jax.devices()[0])
-
-
-def test_a_prompt_is_the_beginning_of_a_training_sample():
-    """Tokens, places and tiles up to the answer equal those that training saw."""
-    model, tokenizer = build_model(ModelConfig(size="nano")), ByteTokenizer()
-    spec, data = MediaSpec.of(model.preprocessing, model.piece_tokens), DataConfig(max_tiles=4)
-    source = SceneSource(40, 3, spec, tokenizer, Limits(4, 8, data.max_tokens))
-    seen = set()
-    for i in range(40):
-        scene, sample = source.scene(i), source.sample(i)
-        if any(p.frames for p in scene.pictures):
-            continue
-        files = [f"scene{i}_{k}.png" for k in range(len(scene.pictures))]
-        for file, picture in zip(files, scene.pictures, strict=True):
-            picture.render().save(file)
-        prompt = prompt_sample(scene.question, {"image": files}, data, model, tokenizer)
-        n = int(np.flatnonzero(sample.fields["llm"]["weights"])[0]) + 1
-        assert prompt.load.tokens("llm") == n
-        for name in ("tokens", "is_visual", "is_newline"):
-            mine, theirs = prompt.fields["llm"][name], sample.fields["llm"][name]
-            np.testing.assert_array_equal(mine, theirs[:n])
-        assert prompt.load.lengths("vision") == sample.load.lengths("vision")
-        if tiles := len(prompt.load.lengths("vision")):
-            mine, theirs = (s.places["vision", "llm"].index for s in (prompt, sample))
-            np.testing.assert_array_equal(mine, theirs[:n])
-            mine, theirs = (s.fields["vision"]["pixels"] for s in (prompt, sample))
-            np.testing.assert_array_equal(mine, theirs)
-        seen.add((len(files), tiles))
-    assert {n for n, _ in seen} > {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -277,50 +225,6 @@ def test_files_are_prepared_as_in_training(tmp_path, factory, size, kinds):
     assert untagged.load.lengths("vision") == prompt.load.lengths("vision") or len(kinds) > 2
 
 
-@pytest.mark.parametrize(
-    "factory, size, file, says",
-    [
-        ("models.qwen3_vl:build", "qwen3-vl-nano", "still.mp4", "too thin or too short a clip"),
-        ("models.qwen3_vl:build", "qwen3-vl-nano", "thin.png", "too thin a picture; crop it"),
-        ("models.qwen2_audio:build", "qwen2-audio-nano", "click.wav", "too short a sound"),
-    ],
-)
-def test_files_that_are_too_small_are_named(tmp_path, factory, size, file, says):
-    model = build_model(ModelConfig(factory, size))
-    write_clip(tmp_path / "still.mp4", 1)
-    write_wav(tmp_path / "click.wav", np.ones((1, 90)), 16000)
-    Image.new("RGB", (1, 300)).save(tmp_path / "thin.png")
-    kind = {"mp4": "video", "png": "image", "wav": "audio"}[file[-3:]]
-    with pytest.raises(ValueError, match=says) as e:
-        prompt_sample("?", {kind: [tmp_path / file]}, DataConfig(), model, ByteTokenizer())
-    assert str(tmp_path / file) in str(e.value)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def run_anew(model, params, row, place, pixels):
-    """Logits after a row of tokens, with the features of pictures in their places: no padding, no
-    cache, no loop over layers."""
-    llm, vision = model.modules["llm"], model.modules["vision"]
-    features = run_layers(vision, params["vision"], pixels)
-    features = vision.exit(params["vision"]["exit"], features, {}).reshape(-1, llm.size.width)
-    batch = {
-        "tokens": row[None],
-        "is_visual": place[None] >= 0,
-        "visual": jnp.where((place >= 0)[:, None], features[place], 0.0)[None],
-        "positions": np.arange(len(row), dtype=np.int32)[None],
-        "segment_ids": np.ones((1, len(row)), np.int32),
-    }
-    x = run_layers(llm, params["llm"], batch)
-    return llm.logits(params["llm"]["exit"], x, params["llm"]["entry"])[0, -1]
-
-
-def run_layers(module, params, batch):
-    x = module.entry(params["entry"], batch)
-    for i in range(module.n_layers):
-        x = module.layer(jax.tree.map(lambda a, i=i: a[i], params["layers"]), x, batch)
-    return x
-
-
 def test_answers_equal_full_recomputation_and_compile_two_programs():
     config = Config(model=ModelConfig(size="nano"), data=DataConfig(max_tiles=2))
     generator = Generator(config, "run")
@@ -334,12 +238,7 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
         "Is it red?", {"image": ["wide.png"]}, config.data, model, ByteTokenizer()
     )
     assert len(sample.load.lengths("vision")) == 3  # padded to 4
-    prompt, pixels = sample.fields["llm"]["tokens"], sample.fields["vision"]
-    place = sample.places["vision", "llm"].index[:, 0]
-    for n, token in enumerate(answer.tokens):
-        row = np.append(prompt, np.int32(answer.tokens[:n])).astype(np.int32)
-        logits = run_anew(model, params, row, np.append(place, np.full(n, -1)), pixels)
-        assert int(logits.argmax()) == token
+    assert_likeliest(model, params, sample, answer.tokens)
     # Another question and another picture of as many tiles.
     counter = CompileCounter()
     sampling = Sampling(9, temperature=0.7, top_p=0.9)

@@ -8,19 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.contract import chip_of
 from dflop_jax.data.packing import pack_group
-from dflop_jax.data.sample import Places
 from dflop_jax.generate.mesh import answer_mesh, param_structs
 from dflop_jax.generate.programs import AnswerPrograms
-from dflop_jax.generate.row import row_of
 from dflop_jax.generate.row import rows_of as samples_in_rows
 from dflop_jax.generate.sampling import Sampling
-from dflop_jax.records import Bucket, Layout, Load, Schedule, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.verify import compare
+from dflop_jax.records import Bucket, Layout, Schedule, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.verify.samples import mixed_samples
 from models import qwen3_vl
 from models.hf_sizes import folder_size
+from tests.generate.likeliest import assert_likeliest
 from tests.rows import group_of_rows
 from tests.verify.test_verify import random_params
 
@@ -43,18 +40,6 @@ def test_text_without_positions_counts_alike_in_time_row_and_column():
     assert llm["positions"].tolist() == [[i] * 3 for i in range(n)]
 
 
-def with_answer(sample, tokens):
-    """A sample that goes on with these tokens."""
-    llm, more = sample.fields["llm"], len(tokens)
-    longer = {k: np.pad(a, ((0, more), *[(0, 0)] * (a.ndim - 1))) for k, a in llm.items()}
-    longer["tokens"][-more:] = tokens
-    longer["positions"][-more:] = llm["positions"].max() + 1 + np.arange(more)[:, None]
-    places = {pair: Places(np.pad(p.index, ((0, more), (0, 0)), constant_values=-1))
-              for pair, p in sample.places.items()}  # fmt: skip
-    load = Load({**sample.load.pieces, "llm": (len(longer["tokens"]),)})
-    return replace(sample, fields={**sample.fields, "llm": longer}, places=places, load=load)
-
-
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("ranks, tp, penalty", [(1, 1, 1.0), (2, 2, 1.0), (2, 1, 1.5)])
 def test_a_batch_answers_with_the_likeliest_tokens(ranks, tp, penalty):
@@ -70,18 +55,8 @@ def test_a_batch_answers_with_the_likeliest_tokens(ranks, tp, penalty):
     programs, how = AnswerPrograms(MODEL, mesh), Sampling(n, repetition_penalty=penalty)
     found = np.stack([*programs.tokens(here, rows, np.arange(4, dtype=np.uint32), how)])
     said = [found[:, k % ranks * (4 // ranks) + k // ranks] for k in range(3)]
-    run = jax.jit(compare._loss, static_argnums=(0, 1))
     for sample, tokens in zip(SAMPLES, said, strict=True):
-        row = row_of([with_answer(sample, tokens)], MODEL, 8)
-        chip = chip_of(jax.devices()[0])
-        logits = np.array(run(MODEL, chip, params, row.fields, row.media, row.places)[1][0])
-        whole, start = row.fields["tokens"][0], sample.load.tokens("llm")
-        for at in range(start, start + n):
-            before = whole[:at][row.fields["is_visual"][0][:at] == 0]
-            seen = np.isin(np.arange(logits.shape[1]), before)
-            one = logits[at - 1]
-            one = np.where(seen, np.where(one > 0, one / penalty, one * penalty), one)
-            assert one.argmax() == whole[at]
+        assert_likeliest(MODEL, params, sample, tokens, penalty)
     assert len({token for tokens in said for token in tokens.tolist()}) > 8  # else any would do
     if tp > 1:
         kept = here["llm"]["layers"]["key"]["kernel"]

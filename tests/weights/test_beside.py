@@ -49,7 +49,4 @@ def test_the_first_with_a_tokenizer_counts(tmp_path, llm, tower):
 def test_without_a_tokenizer_what_is_there_is_copied(tmp_path, tower):
     plain = made(tmp_path / "plain", {"scheduler_config.json": "d", "config.json": "x"})
     assert copied(tmp_path, plain) == {"scheduler_config.json": "plain d"}
-
-
-def test_no_folder_has_nothing(tmp_path):
-    assert copied(tmp_path) == {}
+    copy_beside(tmp_path / "gone", [])

@@ -11,7 +11,7 @@ import pytest
 from dflop_jax.pipeline.held import held_cuts, placed_structs
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import SubmeshPlan
-from dflop_jax.weights import Folder, ModuleParams, read, read_params, read_segment, write_folder
+from dflop_jax.weights import Folder, read, read_params, read_segment, write_folder
 from dflop_jax.weights.slices import pieces, read_slice
 from models import hf
 from models.hf_tensors import conv, linear, patch, same, vector
@@ -129,20 +129,3 @@ def test_parts_of_a_model_from_folders_of_their_own(tmp_path):
     tower = Folder(tmp_path / "vision", maps["vision"])
     with pytest.raises(ValueError, match=r"vision\.exit"):
         read_params(tower, "vision", one_device(ours["vision"]))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_there_and_back(folder, params, tmp_path, dtype):
-    """Read as float32, written as it was: the same bits."""
-    write_folder(tmp_path / "half", MODEL.weights, held(params), dtype=dtype)
-    half = Folder(tmp_path / "half", MODEL.weights)
-    half.check()
-    assert half.config["dtype"] == dtype
-    loaded = {k: read_params(half, k, one_device(p)) for k, p in params.items()}
-    assert all(a.dtype == np.float32 for a in jax.tree.leaves(loaded))
-    again = [ModuleParams(k, p) for k, p in loaded.items()]
-    write_folder(tmp_path / "again", MODEL.weights, again, source=half)
-    a, b = (tmp_path / name / "model.safetensors" for name in ("half", "again"))
-    assert a.read_bytes() == b.read_bytes()
-    narrow = read_params(half, "llm", one_device(params["llm"], dtype))
-    assert {str(a.dtype) for a in jax.tree.leaves(narrow)} == {dtype}

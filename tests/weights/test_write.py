@@ -138,33 +138,6 @@ def test_unknown_type(params, tmp_path):
         write_folder(tmp_path / "out", MODEL.weights, held(params), dtype="int8")
 
 
-def test_some_tensors_stay_float32(params, tmp_path):
-    """Where another type is asked for; not against the type of the source."""
-    tensors = [replace(t, float32=t.path[-1] == "scale") for t in MODEL.weights.tensors]
-    map_ = replace(MODEL.weights, tensors=tuple(tensors))
-    write_folder(tmp_path / "half", map_, held(params), dtype="bfloat16")
-    kinds = {n: e.dtype for n, e in Folder(tmp_path / "half", map_).entries.items()}
-    assert kinds == {t.name: "F32" if t.float32 else "BF16" for t in tensors}
-    assert len(set(kinds.values())) == 2
-    write_folder(tmp_path / "all", MODEL.weights, held(params), dtype="float16")
-    source = Folder(tmp_path / "all", map_)
-    write_folder(tmp_path / "again", map_, held(params), source=source)
-    assert {e.dtype for e in Folder(tmp_path / "again", map_).entries.values()} == {"F16"}
-
-
-def test_tokenizer_files_go_along(folder, params, tmp_path):
-    source_path = tmp_path / "source"
-    write_folder(source_path, MODEL.weights, held(params))
-    (source_path / "tokenizer.json").write_text("{}")
-    (source_path / "merges.txt").write_text("a b")
-    (source_path / "weights.bin").write_text("not this")
-    source = Folder(source_path, MODEL.weights)
-    write_folder(tmp_path / "out", MODEL.weights, held(params), source=source, dtype="bfloat16")
-    names = {f.name for f in (tmp_path / "out").iterdir()}
-    assert names == {"tokenizer.json", "merges.txt", "config.json", "model.safetensors"}
-    assert Folder(tmp_path / "out", MODEL.weights).config["dtype"] == "bfloat16"
-
-
 def test_no_head_of_its_own_when_tied(tmp_path):
     """A copy in the source is left out: it would be stale after training."""
     module = llava.build("nano").modules["llm"]

@@ -32,21 +32,13 @@ def kept_arrays(text: str) -> set[ArrayType]:
     return set(of(module.entry))
 
 
-def pair_arrays(text: str, tokens: int, heads: int = 0) -> tuple[str, ...]:
+def pair_arrays(text: str, tokens: int) -> tuple[str, ...]:
     """The arrays of `compiled.as_text()`, such as "f32[8,8192,8192]", that hold something of every
-    pair of a row's tokens.
-
-    Two of their dims are multiples of the row's tokens; or, with `heads`, one is and they have two
-    bytes or more for each pair and head, in blocks of whatever shape.
+    pair of a row's tokens: two of their dims are multiples of them.
 
     Raises:
       ValueError: the text is not that of an HLO module.
     """
-    found = []
-    for array in kept_arrays(text):
-        whole = [n for n in array.shape if n and n % tokens == 0]
-        large = heads and whole and array.n_bytes >= 2 * heads * tokens**2
-        if len(whole) > 1 or large:
-            found.append(array)
+    found = [a for a in kept_arrays(text) if sum(n and n % tokens == 0 for n in a.shape) > 1]
     found.sort(key=lambda a: (-prod(a.shape), a.dtype))
     return tuple(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in found)

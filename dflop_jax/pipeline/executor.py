@@ -67,8 +67,6 @@ class Executor:
         self.state = TrainState()
         # Called before the first update of a step, which donates the state.
         self.before_update: Callable[[], None] = lambda: None
-        # Called after each task of a step is dispatched, on every process in the same order.
-        self.after_task: Callable[[], None] = lambda: None
         self.under_way = UnderWayTasks()
         self._watcher = Watcher(set(resources(plan.layout).values()))
         self._free_s: dict[int, float] = {}
@@ -224,7 +222,6 @@ class Executor:
                 self.before_update()
             if task.segment not in self.programs.local:
                 run_task(call, task)  # only its transfers
-                self.after_task()
                 continue
             resource = self.programs.resource[task.segment]
             if resource in self._throttled and resource in self._latest:
@@ -236,7 +233,6 @@ class Executor:
             if self.one_at_a_time:
                 seen[i].done.wait()
                 settle(call)
-            self.after_task()
         return StepHandle(schedule.step, call, graph, order, seen, self._free_s)
 
     def _ordered(

@@ -45,7 +45,6 @@ def roofline_profile(
     model_degrees: Sequence[int],
     *,
     n_devices: int,
-    efficiency: Efficiency | None = None,
 ) -> ModelProfile:
     """A profile like a measured one, computed: no device, no weights.
 
@@ -58,7 +57,7 @@ def roofline_profile(
     Raises:
       ValueError: no shapes for a module, no usable degree, or a degree below 1.
     """
-    e = efficiency or Efficiency()
+    e = Efficiency()
     if n_devices < 1 or not model_degrees or min(model_degrees) < 1:
         raise ValueError(
             f"n_devices={n_devices} and model_degrees={list(model_degrees)}: give at least one "

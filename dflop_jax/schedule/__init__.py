@@ -2,7 +2,7 @@ from dflop_jax.schedule.batch import Capacity, capacity_of, oversize
 from dflop_jax.schedule.correction import Correction, Monitor
 from dflop_jax.schedule.online import WORK_PER_S, quick_schedule, reordered, schedule_batch
 from dflop_jax.schedule.shapes.arrival import arrival_buckets
-from dflop_jax.schedule.shapes.choose import BucketChoice, choose_buckets, evaluate_buckets
+from dflop_jax.schedule.shapes.choose import BucketChoice, choose_buckets
 from dflop_jax.schedule.shapes.problem import ShapeProblem
 from dflop_jax.schedule.solver.balance import balance
 from dflop_jax.schedule.worker import ScheduleWorker
@@ -19,7 +19,6 @@ __all__ = [
     "balance",
     "capacity_of",
     "choose_buckets",
-    "evaluate_buckets",
     "oversize",
     "quick_schedule",
     "reordered",

@@ -17,25 +17,19 @@ def order_tasks(
     plan: Plan,
     graph: StepGraph,
     groups: Sequence[Group],
-    seconds: Callable[[Task], float] | None = None,
 ) -> tuple[Task, ...]:
     """One total order in which to dispatch a step's tasks; a resource runs its part of it in order.
 
-    List scheduling with `seconds` per task, or as if a backward cost two forwards: a free resource
+    List scheduling as if a backward cost two forwards: a free resource
     takes the ready forward task of the deepest segment whose in-flight limit allows it ("1f1b";
     "gpipe" has no limit), else the ready backward task of the earliest group. Groups take their
     turn by the group at the pipeline's end that they feed. Ties break by (turn, group, segment).
     """
-    if seconds:
-        tasks = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
-        order = listed(tasks, _urgency(plan, graph, groups))
-    else:
-        order = textbook_order(plan, graph, groups)
-    return tuple(graph.tasks[t] for t in order)
+    return tuple(graph.tasks[t] for t in textbook_order(plan, graph, groups))
 
 
 def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
-    """What `order_tasks` says by textbook durations, in numbers of the tasks."""
+    """What `order_tasks` says, in numbers of the tasks."""
     tasks = number_tasks(plan, graph, groups, lambda t: TEXTBOOK_S[t.direction], tick_s=1.0)
     return listed(_limited(plan, groups, tasks), _urgency(plan, graph, groups))
 
@@ -43,7 +37,7 @@ def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> lis
 def both_orders(
     plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
 ) -> tuple[list[int], list[int]]:
-    """What `order_tasks` says by textbook durations and with `seconds`, in numbers of the tasks."""
+    """What `order_tasks` says, and the same by `seconds` of each task, in numbers of the tasks."""
     priced = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
     ticks = tuple(round(TEXTBOOK_S[t.direction]) for t in graph.tasks)
     ranks = _urgency(plan, graph, groups)

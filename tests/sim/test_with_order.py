@@ -14,7 +14,7 @@ from dflop_jax.records import (
 from dflop_jax.sim.fastest_order import with_order
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import step_graph
-from dflop_jax.tasks.order import check_order, order_tasks
+from dflop_jax.tasks.order import both_orders, check_order, order_tasks
 from tests.sim.cases import (
     batch,
     chain,
@@ -31,10 +31,10 @@ def test_it_is_the_better_of_two_orders():
     for _ in range(60):
         plan, schedule, priced, trainable = random_case(rng, sends=True)
         graph = step_graph(plan.layout, schedule.groups, trainable)
-        orders = [
-            order_tasks(plan, graph, schedule.groups),
-            order_tasks(plan, graph, schedule.groups, partial(priced.task_s, plan, schedule)),
-        ]
+        seconds = partial(priced.task_s, plan, schedule)
+        numbers = both_orders(plan, graph, schedule.groups, seconds)
+        orders = [tuple(graph.tasks[t] for t in order) for order in numbers]
+        assert orders[0] == order_tasks(plan, graph, schedule.groups)
         took_s = [
             simulate_step(plan, replace(schedule, order=o), priced, trainable).makespan_s
             for o in orders

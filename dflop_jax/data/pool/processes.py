@@ -72,10 +72,6 @@ class ProcessDecoder:
     def submit(self, index: int, modules: Modules = None) -> Future[Decoded]:
         return self._pool.submit(self._decode, index)
 
-    def pids(self) -> list[int]:
-        """The living processes: the one that the others are forked from, and those."""
-        return self._workers.pids()
-
     def close(self) -> None:
         """End the processes, whatever they are at."""
         self._workers.kill()
@@ -102,9 +98,6 @@ class Workers:
         self._server, self._timeout_s = ForkServer(setup), timeout_s
         self._memory_bytes = setup.memory_bytes
         self._idle: list[Process] = []
-
-    def pids(self) -> list[int]:
-        return self._server.pids()
 
     def answer(
         self,
@@ -214,10 +207,6 @@ class ForkServer:
         self._processes: set[Process] = set()
         self._child: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-
-    def pids(self) -> list[int]:
-        """This process's and its decoders'; none before it has begun."""
-        return [self._child.pid, *(p.pid for p in self._processes)] if self._child else []
 
     def started(self) -> Process:
         """Return a fresh decoder. RuntimeError: the source cannot be opened, or it was closed."""

@@ -27,7 +27,6 @@ from dflop_jax.schedule.shapes.sizes import (
 )
 
 _USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled in proportion
-_JUDGING_WORK = 2000  # units for a batch of buckets that are judged
 _MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's answer
 _SCALES = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity, in turn
 _ROW_FACTORS = (2.0, 0.5)  # factors by which it multiplies packed rows of the same tokens, in turn
@@ -170,17 +169,6 @@ def choose_buckets(
         gain=1 - faster.expected_s / slower.expected_s,
         gap=min((a.gap for a in answers), default=1.0),
     )
-
-
-def evaluate_buckets(
-    buckets: Sequence[Bucket],
-    batches: Sequence[Sequence[Load]],
-    problem: ShapeProblem,
-    *,
-    work: int = _JUDGING_WORK,
-) -> BucketChoice:
-    """Schedule and simulate the batches with these buckets: what they really cost and pad."""
-    return _choice(tuple(buckets), BucketEvaluator(batches, problem, work=work, budget=0))
 
 
 def _choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:

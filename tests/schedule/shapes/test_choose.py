@@ -11,13 +11,12 @@ from dflop_jax.records import Bucket, Edge, Load, Shape
 from dflop_jax.schedule import (
     arrival_buckets,
     choose_buckets,
-    evaluate_buckets,
     oversize,
 )
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.cover import demand
-from dflop_jax.schedule.shapes.choose import _EFFORTS, largest
-from dflop_jax.schedule.shapes.evaluate import first_least
+from dflop_jax.schedule.shapes.choose import _EFFORTS, _choice, largest
+from dflop_jax.schedule.shapes.evaluate import BucketEvaluator, first_least
 from dflop_jax.schedule.shapes.milp import (
     _MILP_GAP,
     SLACKS,
@@ -158,7 +157,7 @@ def test_choice_is_within_limits_and_pads_little(loads):
 def test_padding_is_the_unused_share():
     loads = [Load({"a": (TILE,) * 3, "b": (60,)})] * 2
     problem = problem_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
-    result = evaluate_buckets((bucket(4, (1, 100)),), [loads], problem)
+    result = _choice((bucket(4, (1, 100)),), BucketEvaluator([loads], problem, work=300, budget=0))
     assert result.padding == pytest.approx({"b": 0.4, "a": 0.25})
 
 
@@ -247,7 +246,8 @@ def test_several_short_rows_where_long_ones_are_dear(loads):
     rng = np.random.default_rng(7)
     batches = [[loads[i] for i in rng.choice(len(loads), 32)] for _ in range(3)]
     problem = problem_of(32, seconds=quadratic_seconds)
-    own, other = (evaluate_buckets(c.buckets, batches, problem, work=300) for c in (dear, linear))
+    evaluator = BucketEvaluator(batches, problem, work=300, budget=0)
+    own, other = (_choice(c.buckets, evaluator) for c in (dear, linear))
     assert own.expected_s < other.expected_s
 
 

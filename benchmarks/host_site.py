@@ -13,7 +13,6 @@ from pathlib import Path
 
 from virtual_hosts import Host, Hosts
 
-from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 from dflop_jax.report.run_folder import PLAN, PROFILE, read_metrics
 
 # A command is killed when this program ends, however that ends. Only Linux has prctl; 1 is
@@ -81,7 +80,7 @@ class Site:
     @property
     def environment(self) -> dict[str, str]:
         path = f"{self.folder / '.venv/bin'}:{os.environ['PATH']}"
-        return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), SECRET_ENV: new_secret()}
+        return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
 
     def start(
         self,

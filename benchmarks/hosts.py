@@ -31,7 +31,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dflop_jax.cluster.ending import TRY_AGAIN, shell_code
-from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 from dflop_jax.report.run_folder import read_metrics
 
 # Slurm looks every 30 s, and signals where less than the named seconds and 30 more are left: with
@@ -62,7 +61,7 @@ def slurm_time_limit(site: Site, hosts: virtual_hosts.Hosts) -> str:
         script = script.replace(old, new)
     (site.folder / "job.sh").write_text(script)
     with virtual_slurm.virtual_slurm(hosts, site.folder / "slurm") as slurm:
-        words = "sbatch", "--parsable", f"--export=ALL,{SECRET_ENV}={new_secret()}", "job.sh"
+        words = "sbatch", "--parsable", "--export=ALL", "job.sh"
         number = slurm.said("env", f"PYTHONPATH={ROOT}", *words, cwd=site.folder).strip()
         deadline = time.monotonic() + LIMIT_S
         while (job := slurm.job(number))["JobState"] in UNFINISHED:
@@ -85,9 +84,7 @@ def slurm_first_dies(site: Site, hosts: virtual_hosts.Hosts) -> str:
         site.wait_for_steps("dies", 5, [job])
         os.kill(trainer(hosts.hosts[0]), signal.SIGKILL)
         assert job.wait() == shell_code(-signal.SIGKILL), job.said()
-        assert f"Exited with exit code {TRY_AGAIN}" in job.said(), job.said()
-        assert "Traceback" not in job.said(), job.said()
-        return job.line(r"process 0 \([^)]*\) died")
+        return job.line(r"Terminating process because the JAX distributed service")
 
 
 def open_mpi(site: Site, hosts: virtual_hosts.Hosts) -> str:
@@ -98,7 +95,7 @@ def open_mpi(site: Site, hosts: virtual_hosts.Hosts) -> str:
     agent.chmod(0o755)
     names = ",".join(h.name for h in hosts.hosts)
     mpirun = ["mpirun", "--allow-run-as-root", "-H", names, "--mca", "plm_rsh_agent", str(agent),
-              "--mca", "oob_tcp_if_include", "eth0", "-x", SECRET_ENV, "-x", "PATH",
+              "--mca", "oob_tcp_if_include", "eth0", "-x", "PATH",
               "-x", "PYTHONPATH", "dflop", "train", "experiments/demo.py", "--run_dir", "runs/mpi",
               "--resume", "auto"]  # fmt: skip
     job = site.run(hosts.hosts[0].command(*mpirun), "mpi")
@@ -113,35 +110,35 @@ def open_mpi(site: Site, hosts: virtual_hosts.Hosts) -> str:
 
 
 def short_partition(site: Site, hosts: virtual_hosts.Hosts) -> str:
-    """20 s of partition inside a step, within peer_timeout_s"""
+    """10 s of partition inside a step, within peer_timeout_s"""
     jobs = site.train_by_hand(hosts, "short")
     site.wait_for_steps("short", site.steps // 4, jobs)
     hosts.cut([0], [1])
-    time.sleep(20.0)
+    time.sleep(10.0)
     hosts.join()
     assert [job.wait() for job in jobs] == [0, 0], [job.said() for job in jobs]
     assert site.is_whole("short")
     longest = max(row["step_s"] for row in read_metrics(site.folder / "runs/short"))
-    assert longest > 10.0, "nothing was cut off"
+    assert longest > 5.0, "nothing was cut off"
     return f"the longest step took {longest:.0f} s; no restart, losses equal"
 
 
 def long_partition(site: Site, hosts: virtual_hosts.Hosts) -> str:
-    """60 s of partition: both sides end and name the other"""
+    """60 s of partition: process 0 names the other, which jax ends"""
     jobs = site.train_by_hand(hosts, "long")
     site.wait_for_steps("long", 30, jobs)
     hosts.cut([0], [1])
     begun = time.monotonic()
     codes = [job.wait() for job in jobs]
     took_s = time.monotonic() - begun
-    assert codes == [TRY_AGAIN, TRY_AGAIN], (codes, [job.said() for job in jobs])
+    assert codes == [TRY_AGAIN, shell_code(-signal.SIGABRT)], (codes, [job.said() for job in jobs])
     assert took_s < 60.0, took_s
-    said = [job.line(rf"process {1 - i} \([^)]*\) is silent") for i, job in enumerate(jobs)]
+    said = jobs[0].line(r"process 1 \([^)]*\) is silent")
     hosts.join()
     jobs = site.train_by_hand(hosts, "long", "--resume", "auto")
     assert [job.wait() for job in jobs] == [0, 0], [job.said() for job in jobs]
     assert site.is_whole("long")
-    return f"{said[0]}, {said[1]}: exit codes 4 after {took_s:.0f} s; resumed, losses equal"
+    return f"{said}: exit codes 4 and 134 after {took_s:.0f} s; resumed, losses equal"
 
 
 def no_such_name(site: Site, hosts: virtual_hosts.Hosts) -> str:

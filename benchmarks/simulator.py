@@ -216,7 +216,9 @@ def measure_plan(
         samples = {i: source.sample(first + i) for i in range(size)}
         loads = [source.load(first + i) for i in range(size)]
         solved = msgspec.json.encode(schedule_batch(loads, plan, chosen_by, ex.trainable, step=k))
-        schedule = msgspec.json.decode(peers.share(f"schedule/{name}/{k}", solved), type=Schedule)
+        schedule = msgspec.json.decode(
+            peers.broadcast(f"schedule/{name}/{k}", solved), type=Schedule
+        )
         batches.append((schedule, loads, samples))
     ex.compile(sync=lambda: peers.barrier("compiled"))
     ex.init(run.train.seed)

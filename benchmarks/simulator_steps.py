@@ -68,7 +68,9 @@ def run_batches(ex: Any, batches: Any, peers: Any) -> list[list[Step]]:
 
     no_flops = dict.fromkeys(ex.plan.modules, PieceFlops(0.0))  # they are not reported here
     packer = Packer(ex.plan, ex.model, own_ranks(ex.programs), peers, no_flops)
-    packed = [packer.pack(s, loads, samples, key=f"pack/{s.step}") for s, loads, samples in batches]
+    packed = [
+        packer.pack(s, loads, samples, key="pack", step=s.step) for s, loads, samples in batches
+    ]
     measured: list[list[Step]] = [[] for _ in packed]
     watch = Watch(peers)
     for i in range((1 + MOST_ROUNDS) * len(packed)):
@@ -124,7 +126,7 @@ class Watch:
         self._before = now
         share = (elapsed_s - idle_s - own_s) / elapsed_s
         share = 0.0 if math.isnan(share) else max(0.0, share)
-        return float(self._peers.share("others", repr(share).encode())), own_s
+        return float(self._peers.broadcast("others", repr(share).encode())), own_s
 
 
 # ---- errors of predictions ----

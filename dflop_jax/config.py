@@ -370,13 +370,10 @@ class DistributedConfig:
     ] = ""
     num_processes: Annotated[NonNegativeInt, "processes of the run; 0: as the launcher says"] = 0
     process_id: Annotated[int, "this process, from 0; -1: as the launcher says"] = -1
-    secret_file: Annotated[
-        str, "file with the secret of the run; empty: DFLOP_SECRET, or the user's own file"
-    ] = ""
     connect_timeout_s: Annotated[PositiveFloat, "longest wait for all processes at the start"] = (
         120.0
     )
-    peer_timeout_s: Annotated[PositiveFloat, "silence after which a process counts as hung"] = 30.0
+    peer_timeout_s: Annotated[PositiveFloat, "silence after which a process counts as lost"] = 15.0
     hang_factor: Annotated[
         NonNegativeFloat,
         "times the longest measured that a step, a save, an evaluation or another section of the "

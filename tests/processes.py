@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from dflop_jax.cluster.addresses import LOOPBACK, free_port
-from dflop_jax.cluster.secret import new_secret
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(tempfile.gettempdir()) / "dflop_jax_tests"  # of compiled programs, for all tests
@@ -34,11 +33,7 @@ def run_processes(
 ) -> list[str]:
     """Output of each of `n` processes `python -m module ARGS`, each with `devices` CPU devices."""
     port = free_port()
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "DFLOP_SECRET": new_secret(),
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.processes", module, *map(str, job), *args],

@@ -14,7 +14,6 @@ import subprocess
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -23,7 +22,6 @@ from dflop_jax.cli import main
 from dflop_jax.cli.main import _parser
 from dflop_jax.cluster import distributed, environment
 from dflop_jax.cluster.ending import BAD_INPUT
-from dflop_jax.cluster.rendezvous import Meeting
 from dflop_jax.train import trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,21 +39,18 @@ SLURM = next(b for b in blocks("bash") if "#SBATCH" in b)
 
 
 class _Met(Exception):
-    """What a command got to: whom it met, and what jax was told."""
+    """What a command got to: whom it would meet."""
 
 
 @pytest.fixture
 def met(monkeypatch):
-    """Run a command line and return (coordinator, process, number, timeout, jax's arguments)."""
+    """Run a command line and return [(coordinator, process, number)]."""
     monkeypatch.chdir(ROOT)
     seen: list[Any] = []
 
-    def meet(at, index, number, versions, secret, timeout_s):
-        seen.append((str(at), index, number))
-        return Meeting("10.0.0.2", {})
-
-    def connect(*args, **named):
-        seen.append((args, named))
+    def connect(processes, config):
+        seen.append((str(processes.coordinator), processes.index, processes.number))
+        raise _Met
 
     class Trainer:
         def __init__(self, config, **_):
@@ -63,17 +58,14 @@ def met(monkeypatch):
 
         def fit(self):
             distributed.initialise(self.config.distributed, self.config.plan.devices)
-            raise _Met
 
     for module, name, stub in (
-        (distributed, "meet", meet),
-        (distributed, "find_secret", lambda config: b"of this test"),
         (distributed, "_keep_stdout_clean", lambda: None),
-        (distributed, "connect", MagicMock()),
-        (distributed, "hold_open", MagicMock()),
         (distributed.ending, "in_run", threading.Event()),
         (distributed, "_joined", None),
-        (distributed.jax.distributed, "initialize", connect),
+        (distributed, "_connect", connect),
+        (distributed, "need_no_log", lambda: None),
+        (distributed.faulthandler, "enable", lambda: None),
         (distributed, "jax_has_started", lambda: False),
         (environment, "jax_has_started", lambda: True),
         (distributed.jax.config, "update", lambda name, value: None),
@@ -142,11 +134,10 @@ def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, met,
     argv = said[1:]
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    (coordinator, process, number), (_, named) = met(argv)
+    ((coordinator, process, number),) = met(argv)
     # Port as jax computes it from the job's number: the same on all hosts.
     assert coordinator == f"gpu07:{61440 + 4098 % 4096}"
     assert (process, number) == (index, nodes * per_node)
-    assert named["cluster_detection_method"] == "deactivate"
 
 
 def test_the_slurm_script_is_signalled_and_requeued():
@@ -230,14 +221,12 @@ def test_the_jobset_starts_processes_that_meet(monkeypatch, met, index):
         if "value" in entry:
             assert isinstance(entry["value"], str)  # the API server refuses numbers
             environment[entry["name"]] = entry["value"]
-        elif entry["name"] == "DFLOP_SECRET":
-            assert set(entry["valueFrom"]) == {"secretKeyRef"}
         else:
             assert entry["valueFrom"] == {"fieldRef": {"fieldPath": INDEX_PATH}}
             environment[entry["name"]] = str(index)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    (coordinator, process, number), _ = met(container["command"])
+    ((coordinator, process, number),) = met(container["command"])
     host = f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
     assert coordinator == f"{host}:29400"
     assert (process, number) == (index, spec["completions"])
@@ -248,7 +237,7 @@ def test_the_jobset_starts_processes_that_meet(monkeypatch, met, index):
 
 def test_the_command_by_hand(met):
     (text,) = [b for b in blocks("bash") if "--distributed.coordinator" in b]
-    (coordinator, process, number), _ = met(shlex.split(text))
+    ((coordinator, process, number),) = met(shlex.split(text))
     assert (coordinator, process, number) == ("node1:29400", 0, 2)
 
 
@@ -266,16 +255,15 @@ def test_the_launch_command(monkeypatch, met):
         ("PROCESS_ID", "1"),
     ):
         monkeypatch.setenv(f"DFLOP_{name}", value)
-    ((coordinator, process, number), _) = met(words[at + 1 :])
+    ((coordinator, process, number),) = met(words[at + 1 :])
     assert (coordinator, process, number) == ("127.0.0.1:5", 1, 2)
 
 
 def test_every_variable_and_flag_named_exists():
-    from dflop_jax.cluster import secret, variables
+    from dflop_jax.cluster import variables
     from dflop_jax.config import DistributedConfig
 
-    names = {**vars(variables), **vars(secret)}
-    known = {value for name, value in names.items() if name.endswith("_ENV")}
+    known = {value for name, value in vars(variables).items() if name.endswith("_ENV")}
     assert set(re.findall(r"\bDFLOP_[A-Z_]+", CLUSTERS)) <= known
     fields = {f"--distributed.{f.name}" for f in dataclasses.fields(DistributedConfig)}
     assert set(re.findall(r"--distributed\.[a-z_]+", CLUSTERS)) == fields

@@ -79,6 +79,7 @@ MANY_ARGUMENTS = {
 
 # Files that read private names of jax, and what no public name gives them.
 PRIVATE_JAX = {
+    "dflop_jax/cluster/messages.py",  # jax's client of its coordination service
     "dflop_jax/cluster/processes.py",  # how jax reads Slurm's, Open MPI's and Kubernetes' variables
     "dflop_jax/train/compile_cache.py",  # compiled programs kept by every process
     "models/attention_cudnn.py",  # cuDNN attention over packed rows

@@ -34,7 +34,7 @@ from dflop_jax.checkpoint.store import (
     WrittenPart,
 )
 from dflop_jax.cluster.ending import RunFailed
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import initial_structs
 
@@ -70,7 +70,7 @@ class Checkpointer:
         self,
         folder: Path,
         ex: Executor,
-        peers: Peers,
+        peers: ProcessGroup,
         *,
         keep: int,
         keep_every: int = 0,
@@ -168,7 +168,7 @@ class Checkpointer:
                 ready = b"ready"
             except (OSError, ValueError) as e:
                 trouble = str(e)
-        if not self._peers.share(f"{key}/begin", ready):
+        if not self._peers.broadcast(f"{key}/begin", ready):
             return self._report(step, trouble)
         parts, trouble = self._written(key, step, pieces)
         if not self._peers.is_hub:

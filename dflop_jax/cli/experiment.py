@@ -17,7 +17,7 @@ from dflop_jax.cli.terminal import Parser
 from dflop_jax.config import Config, Field, check_effective, fields, override
 
 if TYPE_CHECKING:
-    from dflop_jax.cluster.peers import Peers
+    from dflop_jax.cluster.messages import ProcessGroup
     from dflop_jax.data import Source
     from dflop_jax.records import Profile
     from dflop_jax.train.prepare import Workplace
@@ -226,7 +226,7 @@ def profile_of(args: argparse.Namespace, place: Workplace, source: Source | None
     return profiling.make_profile(place, source, tick)
 
 
-def end_together(peers: Peers, exit_code: int = 0) -> None:
+def end_together(peers: ProcessGroup, exit_code: int = 0) -> None:
     """End a command together with the other processes of its run: from here on one that ends is no
     failure. Ends this process where not all come to it."""
     from dflop_jax.cluster.distributed import LEAVE_S, shutdown

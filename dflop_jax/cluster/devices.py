@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.processes import Processes
 
 
@@ -95,7 +95,7 @@ def gpu_share(processes: Processes, each: int) -> list[int] | None:
 
 
 @cache
-def connect_pairs(devices: tuple[jax.Device, ...], peers: Peers) -> None:
+def connect_pairs(devices: tuple[jax.Device, ...], peers: ProcessGroup) -> None:
     """Have jax connect every two processes for transfers between CPUs, both ways, once; all of them
     call this.
 

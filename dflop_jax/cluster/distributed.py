@@ -1,43 +1,50 @@
-"""Make one run of several processes: find the others, meet them, and let jax connect.
+"""Make one run of several processes: find the others and let jax connect them.
 
-`initialise` comes before anything that asks jax for devices. Alone, a process needs none of it.
+`initialise` comes before anything that asks jax for devices. Alone, a process needs none of it. A
+script that has called `jax.distributed.initialize` itself is taken as it is.
+
+Where jax does not reach process 0, or waits for a process that does not come, it aborts the process
+from C++ with a stack trace. So each process looks first whether process 0 is there, and gives up
+with one line before jax does.
 """
 
 from __future__ import annotations
 
+import errno
+import faulthandler
 import math
 import os
 import socket
 import sys
-import tempfile
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
 from pathlib import Path
 
 import jax
+import msgspec
 
 from dflop_jax.cluster import ending
-from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
+from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port, host_of, is_same_host
 from dflop_jax.cluster.devices import devices_each, jax_has_started, limit_devices, on_cpu
+from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.environment import network_settings, prepare
-from dflop_jax.cluster.hold import connect, hold_open
+from dflop_jax.cluster.messages import HEARTBEATS, WAIT_S, Connection, ProcessGroup, connection
 from dflop_jax.cluster.processes import Processes, find_processes
-from dflop_jax.cluster.rendezvous import Meeting, meet
-from dflop_jax.cluster.secret import find_secret
 from dflop_jax.config import DistributedConfig
 from dflop_jax.full_disk import dropping, is_standard, need_no_log
 
-# jax's own watch ends a process from C++; whoever watches the peers has to come before it.
-HEARTBEATS_PER_PEER_TIMEOUT = 4  # time-outs of ours in one of jax's
-LEAST_HEARTBEAT_S = 100  # jax's own default
 LEAVE_S = 10.0  # longest wait for the others at the end
 # jax's own wait for them is longer: when it is over, it ends those from C++ that still work.
 SHUTDOWN_S = 30
-LONGEST_FOLDER = 80  # characters; the name of a Unix socket has at most 103 everywhere
+RETRY_S = 0.2  # between two attempts to reach process 0
+# Process 0 waits for the others longer than they do: jax aborts them when process 0 goes first.
+MORE_S = 5.0
+NO_PROXY = "no_grpc_proxy"
+ABORT_S = 60  # jax gives up, with a stack trace, so long after this process does
 
 
 @dataclass(frozen=True)
@@ -47,15 +54,14 @@ class Membership:
     Attributes:
       number: processes of the run.
       index: which one this is.
-      links: open sockets by process, to this one's parent and children (`tree`); none for one
-        process. End of file on one: that process is gone.
       planned: devices of the run as configured; 0: all.
+      group: exchanges messages with the other processes.
     """
 
     number: int = 1
     index: int = 0
     planned: int = 0
-    links: Mapping[int, socket.socket] = field(default_factory=dict, repr=False, compare=False)
+    group: ProcessGroup = field(default_factory=ProcessGroup, repr=False, compare=False)
 
 
 @dataclass
@@ -65,14 +71,15 @@ class _Joined:
     processes: Processes
     devices_each: int
     member: Membership
-    line: Callable[[], socket.socket]  # gives the connection that carries what jax says
+    adopted: bool
 
 
 _joined: _Joined | None = None
 
 
 def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
-    """Join the run that flags, `dflop launch` or the cluster describe; nothing for one process.
+    """Join the run that flags, `dflop launch` or the cluster describe, or that a script has joined
+    by `jax.distributed.initialize`; nothing for one process.
 
     Called again in the same process it returns the same membership.
 
@@ -80,49 +87,61 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
       plan_devices: devices of the whole run (`plan.devices`), shared evenly; 0: all there are.
 
     Raises:
-      ValueError: the description is incomplete or wrong, the run has no secret or not all have
-        the same, devices cannot be shared, or jax has started or is connected already.
+      ValueError: the description is incomplete or wrong, or differs between processes, devices
+        cannot be shared, or jax has started already.
       TryAgain: not all processes came within `connect_timeout_s`, or the port is in use.
     """
     global _joined
     prepare()
-    processes = find_processes(config)
-    each = devices_each(processes, plan_devices)
-    if _joined is None and jax.distributed.is_initialized():
-        raise ValueError(
-            "this program has called jax.distributed.initialize(), which dflop_jax does itself; "
-            "leave the call out, and start its processes with dflop launch"
-        )
-    if processes.number == 1:
-        if processes.devices_each and not jax_has_started():
-            limit_devices(processes, each)
-        return Membership(planned=plan_devices)
-    if _joined is not None:
-        if (_joined.processes, _joined.devices_each) != (processes, each):
+    made = connection()
+    adopted = made is not None if _joined is None else _joined.adopted
+    group = None
+    if made and _joined is None:
+        group = _group(made, config)
+    try:
+        processes = _adopt(made, config) if made and adopted else find_processes(config)
+        each = devices_each(processes, plan_devices)
+        if processes.number == 1:
+            if each and not (adopted or jax_has_started()):
+                limit_devices(processes, each)
+            return Membership(planned=plan_devices)
+        if _joined is not None:
+            if (_joined.processes, _joined.devices_each) != (processes, each):
+                raise ValueError(
+                    "this program has joined a run of other processes or devices already: start "
+                    "another one"
+                )
+            return _joined.member
+        # CPUs exchange arrays over addresses that jax is told before it starts.
+        if jax_has_started() and not (adopted and not on_cpu()):
             raise ValueError(
-                "this program has joined a run of other processes or devices already: start "
-                "another one"
+                "jax is in use already, so it cannot connect to other processes any more; call "
+                "nothing of jax before, such as jax.devices()"
             )
-        return _joined.member
-    if jax_has_started():
-        raise ValueError(
-            "jax is in use already, so it cannot connect to other processes any more; call nothing "
-            "of jax before, such as jax.devices()"
-        )
-    coordinator = processes.coordinator
-    assert coordinator is not None
-    limit_devices(processes, each)
-    versions = f"jax {jax.__version__}"
-    secret = find_secret(config)
-    meeting = meet(
-        coordinator, processes.index, processes.number, versions, secret, config.connect_timeout_s
-    )
-    line = _connect(processes, meeting, config)
-    member = Membership(processes.number, processes.index, plan_devices, meeting.links)
-    _joined = _Joined(processes, each, member, line)
-    ending.in_run.set()
-    ending.ends_in_time(SHUTDOWN_S + LEAVE_S)
+        ending.in_run.set()
+        faulthandler.enable()  # jax ends a process that has lost another by SIGABRT
+        need_no_log()
+        if group is None:
+            limit_devices(processes, each)
+            _keep_stdout_clean()
+            group = _group(_connect(processes, config), config)
+            ending.ends_in_time(SHUTDOWN_S + LEAVE_S)
+        elif on_cpu() and each and not jax_has_started():
+            jax.config.update("jax_num_cpu_devices", each)
+        _introduce(group, processes, config.connect_timeout_s)
+    except ValueError as e:
+        if group:
+            group.fail(f"process {group.process} stopped: {e}", ending.BAD_INPUT)
+        raise
+    group.wait_s = WAIT_S
+    member = Membership(processes.number, processes.index, plan_devices, group)
+    _joined = _Joined(processes, each, member, adopted)
     return member
+
+
+def _group(made: Connection, config: DistributedConfig) -> ProcessGroup:
+    timeout_s, wait_s = config.peer_timeout_s, config.connect_timeout_s
+    return ProcessGroup(made.process, made.count, made.client, timeout_s=timeout_s, wait_s=wait_s)
 
 
 def run_devices(member: Membership) -> list[jax.Device]:
@@ -152,16 +171,13 @@ def shutdown(timeout_s: float = LEAVE_S) -> bool:
     to an end. Does nothing for one process.
     """
     joined = _joined
-    if joined is None or not jax.distributed.is_initialized():
+    if joined is None or joined.adopted or not jax.distributed.is_initialized():
         return True
     left = threading.Event()
 
     def together() -> None:
         with suppress(jax.errors.JaxRuntimeError):  # somebody did not come
             jax.distributed.shutdown()  # waits for all
-            # Process 0 waits until the others hang up, and a program that ends copies no more.
-            with suppress(OSError):  # they have
-                joined.line().shutdown(socket.SHUT_RDWR)
             left.set()
 
     # In a thread, since a request to a process 0 that is gone returns only after minutes.
@@ -169,57 +185,176 @@ def shutdown(timeout_s: float = LEAVE_S) -> bool:
     waiting.start()
     waiting.join(timeout_s)
     if left.is_set():
-        for link in joined.member.links.values():
-            link.close()
         ending.in_run.clear()
     return left.is_set()
+
+
+# ---- a script that has connected jax ----
+
+
+def _adopt(made: Connection, config: DistributedConfig) -> Processes:
+    """The processes that a script has connected by `jax.distributed.initialize`.
+
+    Raises:
+      ValueError: flags say otherwise.
+    """
+    for name, said, is_so in (
+        ("num_processes", config.num_processes, config.num_processes in (0, made.count)),
+        ("process_id", config.process_id, config.process_id in (-1, made.process)),
+    ):
+        if not is_so:
+            raise ValueError(
+                f"distributed.{name}={said}, but this program has called "
+                f"jax.distributed.initialize() as process {made.process} of {made.count}; leave "
+                "the flag out"
+            )
+    address = Address.parse(made.coordinator)
+    return Processes(made.count, made.process, address, "jax.distributed.initialize")
 
 
 # ---- what jax is told ----
 
 
-def _connect(
-    processes: Processes, meeting: Meeting, config: DistributedConfig
-) -> Callable[[], socket.socket]:
-    """Have jax join the run; its coordination service takes over the port of the meeting.
+def _connect(processes: Processes, config: DistributedConfig) -> Connection:
+    """Have jax join the run.
 
-    Returns what gives the connection to that service.
+    Raises:
+      TryAgain: process 0 is not there, not all came in time, or the port is in use.
     """
-    service, own_host = processes.coordinator, meeting.own_host
+    service, wait_s = processes.coordinator, config.connect_timeout_s
     assert service is not None
     interface = service.interface()
-    if on_cpu():  # GPUs move arrays between processes themselves
+    # Its handler would take SIGTERM away from ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_check_proxy_envs", False)
+    # gRPC would ask the proxy of `http_proxy` for process 0.
+    direct = os.environ.get(NO_PROXY) or os.environ.get("no_proxy", "")
+    os.environ[NO_PROXY] = ",".join(filter(None, (direct, service.host)))
+    if processes.index:
+        _reach(service, processes, wait_s).close()
+    else:
+        _check_port(service, interface)
+    failed: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            jax.distributed.initialize(
+                str(service),
+                processes.number,
+                processes.index,
+                cluster_detection_method="deactivate",
+                initialization_timeout=math.ceil(wait_s + MORE_S + ABORT_S),
+                heartbeat_timeout_seconds=math.ceil(HEARTBEATS * config.peer_timeout_s),
+                shutdown_timeout_seconds=SHUTDOWN_S,
+                coordinator_bind_address=str(Address(interface or "::", service.port)),
+            )
+        except jax.errors.JaxRuntimeError as e:
+            failed.append(e)
+
+    connecting = threading.Thread(target=connect, daemon=True)  # nothing interrupts it
+    connecting.start()
+    connecting.join(wait_s + (MORE_S if processes.index == 0 else 0.0))
+    if failed:
+        why = str(failed[0]).partition("\n")[0]
+        raise TryAgain(f"jax does not connect at {service} ({why}): start the run again")
+    if not (made := None if connecting.is_alive() else connection()):
+        raise TryAgain(
+            f"after {wait_s:g} s, not all of the {processes.number} processes had come to "
+            f"{service}; see their logs, start all with the same number, or raise "
+            "--distributed.connect_timeout_s"
+        )
+    return made
+
+
+def _check_port(service: Address, interface: str) -> None:
+    """Look whether process 0 can listen; jax 0.10 crashes where it cannot.
+
+    Raises:
+      TryAgain: the port is in use.
+      ValueError: it cannot for another reason.
+    """
+    family = socket.AF_INET6 if ":" in interface else socket.AF_INET
+    try:
+        socket.create_server((interface, service.port), family=family).close()
+    except OSError as e:
+        why = f"process 0 cannot listen at {service}: {os.strerror(e.errno or 0)}"
+        if e.errno == errno.EADDRINUSE:
+            raise TryAgain(f"{why}; end what holds the port, or name another") from None
+        raise ValueError(
+            f"{why}; name a port that this user may use, at an address of this host"
+        ) from None
+
+
+def _reach(service: Address, processes: Processes, wait_s: float) -> socket.socket:
+    """A connection to where process 0 listens, or is about to."""
+    deadline, why = time.monotonic() + wait_s, "no answer"
+    while (left_s := deadline - time.monotonic()) > 0:
+        try:
+            link = socket.create_connection((service.host, service.port), timeout=left_s)
+            # Without a listener, a connection to a port of one's own host may reach itself.
+            if link.getsockname() != link.getpeername():
+                return link
+            link.close()
+        except OSError as e:  # process 0, or its name, may not be there yet
+            why = "no answer" if isinstance(e, TimeoutError) else e.strerror or str(e)
+        time.sleep(min(RETRY_S, left_s))
+    raise TryAgain(
+        f"process {processes.index} did not reach process 0 at {service} within {wait_s:g} s "
+        f"({why}); is it the address of process 0's host, and does process 0 run? check"
+    )
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    """What process 0 is told of a process: how many it says they are, what it runs, the address of
+    its host as process 0's host knows it, and process 0's as it knows that; "": the same host."""
+
+    number: int
+    versions: str
+    host: str = ""
+    hub: str = ""
+
+
+def _introduce(group: ProcessGroup, processes: Processes, wait_s: float) -> None:
+    """Check that all processes were started alike, and say where each receives arrays.
+
+    Raises:
+      ValueError: they were not.
+      TryAgain: see `_reach`.
+    """
+    mine = _Hello(processes.number, f"jax {jax.__version__}")
+    if processes.index:
+        assert processes.coordinator is not None
+        with _reach(processes.coordinator, processes, wait_s) as link:
+            if not is_same_host(link):
+                here, there = host_of(link.getsockname()), host_of(link.getpeername())
+                mine = msgspec.structs.replace(mine, host=here, hub=there)
+    rows = group.gather("hello", msgspec.json.encode(mine))
+    hellos = [msgspec.json.decode(row, type=_Hello) for row in rows]
+    why = next(
+        (
+            f"process {p} says {says} {theirs}, process 0 says {ours}; start all alike"
+            for p, h in enumerate(hellos)
+            for says, theirs, ours in (
+                ("the number of processes is", h.number, mine.number),
+                ("it runs", h.versions, mine.versions),
+            )
+            if theirs != ours
+        ),
+        "",
+    )
+    hub = next((h.hub for h in hellos if h.hub), LOOPBACK)
+    told = group.broadcast("hello", msgspec.json.encode((why, hub)))
+    why, hub = msgspec.json.decode(told, type=tuple[str, str])
+    if why:
+        raise ValueError(why)
+    own_host = mine.host or hub
+    if not on_cpu():  # GPUs move arrays between processes themselves
+        os.environ.update(network_settings(os.environ, one_host=own_host == LOOPBACK))
+    elif not jax_has_started():
         transfers = Address(own_host, free_port())
         jax.config.update("jax_cross_host_transfer_socket_address", str(transfers))
         any_port = f"{str(transfers).rpartition(':')[0]}:0"
         jax.config.update("jax_cross_host_transport_addresses", any_port)
-    else:
-        os.environ.update(network_settings(os.environ, one_host=own_host == LOOPBACK))
-    # Its handler would take SIGTERM away from ours.
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.config.update("jax_check_proxy_envs", False)  # no proxy is asked for a Unix socket
-    need_no_log()
-    _keep_stdout_clean()
-    here = Address(interface or LOOPBACK, service.port)
-    reach = cache(partial(connect, service if processes.index else here))
-    if processes.index:
-        reach()  # before jax tries, which ends the process from C++ when it does not get there
-    heartbeat_s = max(LEAST_HEARTBEAT_S, HEARTBEATS_PER_PEER_TIMEOUT * config.peer_timeout_s)
-    usual = tempfile.gettempdir()
-    where = usual if len(usual) <= LONGEST_FOLDER else "/tmp"
-    with tempfile.TemporaryDirectory(prefix="dflop-", dir=where) as folder:
-        hold_open(Path(folder, "jax"), reach)
-        jax.distributed.initialize(
-            f"unix:{folder}/jax",
-            processes.number,
-            processes.index,
-            cluster_detection_method="deactivate",
-            initialization_timeout=math.ceil(max(30.0, config.connect_timeout_s)),
-            heartbeat_timeout_seconds=math.ceil(heartbeat_s),
-            shutdown_timeout_seconds=SHUTDOWN_S,
-            coordinator_bind_address=str(Address(interface or "::", service.port)),
-        )
-    return reach
 
 
 @contextmanager

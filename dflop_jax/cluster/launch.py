@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from dflop_jax.cluster.processes import find_processes
-from dflop_jax.cluster.secret import SECRET_ENV, new_secret
 from dflop_jax.cluster.supervisor import Job, LaunchResult, supervise
 from dflop_jax.cluster.variables import DEVICES_ENV, LOCAL_NUMBER_ENV
 from dflop_jax.config import DistributedConfig
@@ -66,11 +65,11 @@ def launch(
                 f"{found.source} has started {found.number} processes, and dflop launch starts "
                 "those of one host; put the command itself in its place, one process a task"
             )
-    shared = {SECRET_ENV: new_secret(), DEVICES_ENV: str(devices_per_process or "")}
+    devices = {DEVICES_ENV: str(devices_per_process or "")}
     environments = []
     for share in cores:
         pool = _POOL_OF_TWO if len(share or ()) == 1 else {}
-        environments.append({**_KEEP_MEMORY, **pool, **os.environ, **shared})
+        environments.append({**_KEEP_MEMORY, **pool, **os.environ, **devices})
     return supervise(Job(program, environments, cores), max_restarts)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.processes import find_processes
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, chip_of
@@ -144,7 +144,7 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
             hardware, devices = None, use_devices(config.plan.devices)
             chip = chip_of(devices[0])
         model = model_on(chip, config)
-        place = Workplace(config, model, devices, Peers(), hardware)
+        place = Workplace(config, model, devices, ProcessGroup(), hardware)
         need = least_bytes(place)
     except ValueError as e:
         return None, [Fact("model", str(e), wrong=True)]

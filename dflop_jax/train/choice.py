@@ -62,7 +62,7 @@ def known_before(
         if known.says:
             log(known.says)
     mine = known.profile, known.plan, known.recounted
-    shared = place.peers.share("given", msgspec.json.encode(mine))
+    shared = place.peers.broadcast("given", msgspec.json.encode(mine))
     profile, plan, recounted = msgspec.json.decode(
         shared, type=tuple[Profile | None, Plan | None, bool]
     )
@@ -111,7 +111,7 @@ def choose(
         progress.log("profiling model and data")
         with place.time.part(PROFILE):
             profile = make_profile(place, source)
-            shared = place.peers.share("profiled", msgspec.json.encode(profile))
+            shared = place.peers.broadcast("profiled", msgspec.json.encode(profile))
         profile = msgspec.json.decode(shared, type=Profile)
     plan, prices, remat = known.plan, known.prices, place.config.train.remat
     if plan and remat != "auto" and (other := with_remat(plan, remat)) != plan:

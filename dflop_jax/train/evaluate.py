@@ -127,7 +127,7 @@ class HeldOut:
                     self._packed_bytes += packed.n_bytes
                     # As process 0 decides, so that all pack the same batches later.
                     fits = b"x" if self._packed_bytes <= PACKED_BYTES else b""
-                    self._room = bool(self._peers.share(f"{key}{k}/fits", fits))
+                    self._room = bool(self._peers.broadcast(f"{key}fits", fits, step=k))
                     if self._room:
                         self._packed.append(packed)
                 yield self._batches[k].dataset, packed
@@ -137,7 +137,7 @@ class HeldOut:
 
     def _pack(self, key: str, k: int, samples: dict[int, Sample]) -> ReadyBatch:
         batch = self._batches[k]
-        return self._packer.pack(batch.schedule, batch.loads, samples, key=f"{key}{k}")
+        return self._packer.pack(batch.schedule, batch.loads, samples, key=key, step=k)
 
     def run(self, step: int) -> Evaluation:
         """Evaluate the current parameters, or their average where the run keeps one."""
@@ -158,7 +158,7 @@ class HeldOut:
         known = [sums_by_source[name].get(k, 0.0) for name, k in keys] + [
             float(k in sums_by_source[n]) for n, k in keys
         ]
-        totals = self._peers.sums(f"evaluated/{step}", known)
+        totals = self._peers.sums("evaluated", known, step=step)
         whole_sums: dict[str, dict[str, float]] = {name: {} for name in sums_by_source}
         for i, (name, key) in enumerate(keys):
             if totals[len(keys) + i]:  # who predicts no tokens has none that are correct

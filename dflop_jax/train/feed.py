@@ -12,7 +12,8 @@ import jax
 import msgspec
 import numpy as np
 
-from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.cluster.ending import RunFailed
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Loader, Sample
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_groups
@@ -26,7 +27,9 @@ from dflop_jax.train.losses import BatchLoss, modules_with_loss
 from dflop_jax.train.moved import BatchTraffic, moved
 from dflop_jax.train.step_figures import imbalance
 
-_FEED = "feed/"  # begins the keys of what is sent ahead of the steps
+# Keys of what is sent ahead of the steps.
+_FEED = "feed/"
+_SCHEDULE, _BATCH = f"{_FEED}schedule", f"{_FEED}batch"
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Packer:
     plan: Plan
     model: MultimodalModel
     ranks: Ranks
-    peers: Peers
+    peers: ProcessGroup
     needed: Mapping[str, PieceFlops]
 
     def own(self, schedule: Schedule, loads: Sequence[Load]) -> dict[int, frozenset[str]]:
@@ -124,11 +127,12 @@ class Packer:
         samples: Mapping[int, Sample],
         *,
         key: str,
+        step: int,
         bad: Sequence[int] = (),
         draws: str = "",
     ) -> ReadyBatch:
-        """Return the host arrays of a scheduled batch; `key` names it among the processes, `draws`
-        what is drawn for its tokens (see `pack_groups`).
+        """Return the host arrays of a scheduled batch; `key` and `step` name it among the
+        processes, `draws` what is drawn for its tokens (see `pack_groups`).
 
         Raises:
           RunFailed: the processes hold different schedules.
@@ -142,7 +146,7 @@ class Packer:
             ranks=self.ranks,
             draws=draws,
         )
-        total = _agree(self.peers, key, schedule, self._counts(schedule, packed, bad))
+        total = _agree(self.peers, key, step, schedule, self._counts(schedule, packed, bad))
         executed = dict.fromkeys(self.plan.layout.modules, 0)
         for g in schedule.groups:
             ranks = self.plan.layout.data_ranks(g.module)
@@ -195,9 +199,11 @@ def digest(schedule: Schedule) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Counts:
+def _agree(
+    peers: ProcessGroup, key: str, step: int, schedule: Schedule, counts: _Counts
+) -> _Counts:
     """Add up everybody's counts, after a check that all run the same schedule."""
-    parts = peers.gather(f"{key}/counts", msgspec.json.encode((digest(schedule), counts)))
+    parts = peers.gather(key, msgspec.json.encode((digest(schedule), counts)), step=step)
     total = counts
     if peers.is_hub:
         rows = [msgspec.json.decode(v, type=tuple[str, _Counts]) for v in parts]
@@ -216,25 +222,24 @@ def _agree(peers: Peers, key: str, schedule: Schedule, counts: _Counts) -> _Coun
             sum(c.supervised_tokens for c in every),
             BatchTraffic.total([c.moved for c in every]),
         )
-    shared = peers.share(f"{key}/total", msgspec.json.encode(total))
+    shared = peers.broadcast(key, msgspec.json.encode(total), step=step)
     return msgspec.json.decode(shared, type=_Counts)
 
 
 class Schedules:
     """One schedule per step on every process: solved on process 0, sent to the others as bytes."""
 
-    def __init__(self, peers: Peers, worker: ScheduleWorker | None):
+    def __init__(self, peers: ProcessGroup, worker: ScheduleWorker | None):
         self._peers, self._worker = peers, worker
 
     def get(self, step: int) -> tuple[Schedule, float]:
         """Return the schedule of a step and the seconds waited for its solver; ValueError when it
         cannot be scheduled."""
-        key = f"{_FEED}schedule/{step}"
         if self._worker is None:
-            data, wait_s = self._peers.share(key), 0.0
+            data, wait_s = self._peers.broadcast(_SCHEDULE, step=step), 0.0
         else:
             solved, wait_s = self._worker.get(step)
-            data = self._peers.share(key, to_json(solved))
+            data = self._peers.broadcast(_SCHEDULE, to_json(solved), step=step)
         return from_json(data, Schedule), wait_s
 
 
@@ -253,9 +258,8 @@ def feed(
     def prepare(step: int, samples: dict[int, Sample]) -> tuple[ReadyBatch, float]:
         schedule, wait_s, loads = scheduled.pop(step)
         bad = loader.replaced.found(range(step, step + 1))
-        key = f"{_FEED}batch/{step}"
         draws = f"{loader.seed}/{step}"
-        batch = packer.pack(schedule, loads, samples, key=key, bad=bad, draws=draws)
+        batch = packer.pack(schedule, loads, samples, key=_BATCH, step=step, bad=bad, draws=draws)
         loader.replaced.add(step, batch.bad)
         return batch, wait_s
 

@@ -269,7 +269,7 @@ class Loop:
         self._save(done)
         self.saver.wait()
         there = b"x" * (done in self.saver.steps()) if self.peers.is_hub else None
-        if not self.peers.share(f"whole/{done}", there):
+        if not self.peers.broadcast(f"whole/{done}", there):
             return None
         return self.saver.folder_of(done)
 

@@ -8,7 +8,7 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -16,8 +16,8 @@ import jax
 import msgspec
 
 from dflop_jax.cluster.devices import connect_pairs
-from dflop_jax.cluster.distributed import Membership, initialise, run_devices
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.distributed import initialise, run_devices
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.sections import Sections
 from dflop_jax.config import Config, ModelConfig, TrainConfig, check_warmup
 from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
@@ -124,7 +124,7 @@ class Workplace:
     config: Config
     model: MultimodalModel
     devices: list[jax.Device]
-    peers: Peers
+    peers: ProcessGroup
     hardware: Hardware | None = None
     hosts: tuple[str, ...] = ()
     time: TimeLog = field(default_factory=TimeLog)
@@ -249,7 +249,7 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
         member = initialise(config.distributed, config.plan.devices)
         alone = member.number == 1
         devices = use_devices(member.planned) if alone else run_devices(member)
-        peers = _peers(member, config.distributed.peer_timeout_s)
+        peers = member.group
         if member.number > 1 and devices[0].platform == "cpu":
             connect_pairs(tuple(devices), peers)
     noted.go_on_with(START)
@@ -263,10 +263,10 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     return place
 
 
-def _hosts(peers: Peers) -> tuple[str, ...]:
+def _hosts(peers: ProcessGroup) -> tuple[str, ...]:
     """The name of every process's host."""
     names = peers.gather("hosts", socket.gethostname().encode())
-    shared = peers.share("hosts", msgspec.json.encode([name.decode() for name in names]))
+    shared = peers.broadcast("hosts", msgspec.json.encode([name.decode() for name in names]))
     return msgspec.json.decode(shared, type=tuple[str, ...])
 
 
@@ -281,11 +281,6 @@ def _set_up_elsewhere(config: Config) -> Workplace:
         )
     if config.plan.node:
         hardware = replace(hardware, devices_per_node=config.plan.node)
-    peers = _peers(Membership(), 30.0)
+    peers = ProcessGroup()
     config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=False))
     return Workplace(config, model_on(hardware.chip, config), [], peers, hardware)
-
-
-@cache
-def _peers(member: Membership, timeout_s: float) -> Peers:
-    return Peers(member.index, member.number, member.links, timeout_s=timeout_s)

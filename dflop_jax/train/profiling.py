@@ -16,7 +16,7 @@ import jax
 import msgspec
 
 from dflop_jax.cluster.host_memory import free_bytes
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import PlanConfig
 from dflop_jax.contract import (
     Module,
@@ -150,7 +150,7 @@ def probe_shapes(place: Workplace, data: DataProfile) -> dict[str, list[Shape]]:
     shapes = shapes_to_time(data, model, place.token_multiple)
     if place.hardware or place.devices[0].platform != "cpu":
         return shapes
-    free = place.peers.share("profile/free", msgspec.json.encode(free_bytes()))
+    free = place.peers.broadcast("profile/free", msgspec.json.encode(free_bytes()))
     free_of_host = msgspec.json.decode(free, type=int | None)
     if free_of_host is None:
         return shapes
@@ -166,7 +166,7 @@ def _timed_profile(
 ) -> ModelProfile:
     model, peers = place.model, place.peers
     # Process 0's: what jax may take of a device, and so what is needed, differs a little.
-    shared = peers.share("profile/degrees", msgspec.json.encode(degrees))
+    shared = peers.broadcast("profile/degrees", msgspec.json.encode(degrees))
     degrees = msgspec.json.decode(shared, type=list[int])
     devices = _local(place)
 
@@ -210,13 +210,13 @@ def _measured_once(
                 f"cache_dir={folder}: cannot be written, and what is measured would be lost; "
                 "choose another --cache_dir"
             )
-    known = peers.share(f"{name}/cached", known)
+    known = peers.broadcast(f"{name}/cached", known)
     if not known:
         measured = measure()
         if peers.is_hub:
             save(measured, file)
             known = msgspec.json.encode(measured)
-        known = peers.share(name, known)
+        known = peers.broadcast(name, known)
     return msgspec.json.decode(known, type=kind)
 
 
@@ -245,7 +245,7 @@ def timed_links(place: Workplace, node: int) -> list[LinkTiming]:
     return slowest([msgspec.json.decode(part, type=list[LinkTiming]) for part in parts])
 
 
-def _compute_apart(devices: Sequence[jax.Device], peers: Peers) -> bool:
+def _compute_apart(devices: Sequence[jax.Device], peers: ProcessGroup) -> bool:
     """Whether no two processes compute with the same cores: accelerators, hosts of their own or
     pinned processes."""
     if not devices or devices[0].platform != "cpu":
@@ -256,7 +256,7 @@ def _compute_apart(devices: Sequence[jax.Device], peers: Peers) -> bool:
         own_cores = [socket.gethostname()]
     gathered = peers.gather("profile/cores", msgspec.json.encode(own_cores))
     cores = [core for part in gathered for core in msgspec.json.decode(part, type=list[str])]
-    return peers.share("profile/apart", b"1" * (len(cores) == len(set(cores)))) == b"1"
+    return peers.broadcast("profile/apart", b"1" * (len(cores) == len(set(cores)))) == b"1"
 
 
 def _concurrency(

@@ -10,7 +10,7 @@ from statistics import mean
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
@@ -62,11 +62,11 @@ class ReadyRun:
     callbacks: Callbacks
 
 
-def agree(config: Config, peers: Peers) -> None:
+def agree(config: Config, peers: ProcessGroup) -> None:
     """ValueError unless every process has the same configuration."""
     encoded = msgspec.json.encode(config)
     ours = msgspec.json.decode(encoded)
-    theirs = msgspec.json.decode(peers.share("config", encoded))
+    theirs = msgspec.json.decode(peers.broadcast("config", encoded))
     for name, value in theirs.items():
         if name not in ("distributed", "cache_dir") and ours[name] != value:
             raise ValueError(

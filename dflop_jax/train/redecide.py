@@ -130,7 +130,7 @@ class Redecider:
         """
         peers = self._place.peers
         new = self._decide(done, step_s) if peers.is_hub else None
-        shared = peers.share(f"redecide/{done}", msgspec.json.encode(new))
+        shared = peers.broadcast(f"redecide/{done}", msgspec.json.encode(new))
         return msgspec.json.decode(shared, type=NewPlan | None)
 
     def _decide(self, done: int, step_s: Sequence[float]) -> NewPlan | None:

@@ -18,7 +18,7 @@ from dflop_jax.checkpoint.store import (
     CorruptCheckpoint,
     OtherVersion,
 )
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.train.meta import Meta, read_meta
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Resumed:
 
 def find_checkpoint(
     folder: Path,
-    peers: Peers,
+    peers: ProcessGroup,
     unreadable: tuple[Unreadable, ...] = (),
     at: int | None = None,
 ) -> Resumed | None:
@@ -88,7 +88,7 @@ def find_checkpoint(
     below = min((u.step for u in unreadable), default=None)
     steps = [s for s in store.steps() if below is None or s < below] if peers.is_hub else []
     key = f"checkpoints/{below}"
-    shared = peers.share(key, msgspec.json.encode(steps))
+    shared = peers.broadcast(key, msgspec.json.encode(steps))
     steps = msgspec.json.decode(shared, type=list[int])
     if at is not None:
         if at not in steps:
@@ -114,7 +114,7 @@ def find_checkpoint(
     raise ValueError(f"{folder}: {_NONE[why]}")
 
 
-def any_trouble(peers: Peers, key: str, trouble: Unreadable | None) -> Unreadable | None:
+def any_trouble(peers: ProcessGroup, key: str, trouble: Unreadable | None) -> Unreadable | None:
     """The first process's trouble, on every process; process 0 logs it."""
     text = msgspec.json.encode(trouble).decode() if trouble else ""
     if not (first := peers.first_text(key, text)):
@@ -126,7 +126,7 @@ def any_trouble(peers: Peers, key: str, trouble: Unreadable | None) -> Unreadabl
 
 
 def restore(
-    saver: Checkpointer, resumed: Resumed, peers: Peers, *, reset_optimizer: bool = False
+    saver: Checkpointer, resumed: Resumed, peers: ProcessGroup, *, reset_optimizer: bool = False
 ) -> Resumed:
     """Load the checkpoint's arrays, or those of an older one where it is damaged; returns the one
     that was used. Newer ones are set aside: this run writes those steps anew.

@@ -5,19 +5,21 @@ from __future__ import annotations
 import glob
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dflop_jax.cluster.peers import Peers
 from dflop_jax.cluster.supervised import is_restart, launch_name
 from dflop_jax.config import Config
 from dflop_jax.report.run_folder import CONFIG, has_begun, launch_of
 
+if TYPE_CHECKING:
+    from dflop_jax.cluster.messages import ProcessGroup
+
 TIME = "{time}"
 
 
-def settled_run_dir(pattern: str, peers: Peers, *, resume: bool) -> str:
+def settled_run_dir(pattern: str, peers: ProcessGroup, *, resume: bool) -> str:
     """`pattern` with the time in the place of "{time}", the same on all processes.
 
     A run that is resumed, or that its launch has started again, keeps the name that it has: of all
@@ -26,7 +28,7 @@ def settled_run_dir(pattern: str, peers: Peers, *, resume: bool) -> str:
     if TIME not in pattern:
         return pattern
     name = _named(pattern, resume).encode() if peers.is_hub else None
-    return peers.share("run_dir", name).decode()
+    return peers.broadcast("run_dir", name).decode()
 
 
 def _named(pattern: str, resume: bool) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import CheckpointConfig
 from dflop_jax.report.evaluation_rows import HeldOutRow, read_evaluations
 from dflop_jax.report.run_folder import RunFolder
@@ -41,13 +41,13 @@ def best_of(rows: Iterable[HeldOutRow], steps: Iterable[int]) -> Best:
 
 
 def best_so_far(
-    config: CheckpointConfig, folder: RunFolder | None, saver: Checkpointer, peers: Peers
+    config: CheckpointConfig, folder: RunFolder | None, saver: Checkpointer, peers: ProcessGroup
 ) -> Best:
     """The best checkpoint of a run, on every process, where it is to be kept."""
     if not config.keep_best:
         return Best()
     best = best_of(read_evaluations(folder.path), saver.steps()) if folder else Best()
-    return msgspec.json.decode(peers.share("best", msgspec.json.encode(best)), type=Best)
+    return msgspec.json.decode(peers.broadcast("best", msgspec.json.encode(best)), type=Best)
 
 
 class Saves:

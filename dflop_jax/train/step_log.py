@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import msgspec
 
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.step_result import LocalResult, StepHandle, StepResult
 from dflop_jax.records import Plan, Trace
@@ -85,7 +85,7 @@ class RowFacts:
 
     config: TrainConfig
     plan: Plan
-    peers: Peers
+    peers: ProcessGroup
     rates: Mapping[str, float] = field(default_factory=dict)
     peaks: Peaks | None = None
     time: TimeLog = field(default_factory=TimeLog)
@@ -143,7 +143,7 @@ class StepLog:
         report = Report(part, compiled - self._compiled, stop, held, stops_for)
         self._compiled = compiled
         # Not as JSON, which has no number for what is not finite.
-        gathered = self.peers.gather(f"step/{batch.step}", msgspec.msgpack.encode(report))
+        gathered = self.peers.gather("report", msgspec.msgpack.encode(report), step=batch.step)
         answer = b""
         if self.peers.is_hub:
             reports = [REPORTS.decode(v) for v in gathered]
@@ -160,7 +160,7 @@ class StepLog:
             )
             answer = msgspec.msgpack.encode(decided)
         verdict = msgspec.msgpack.decode(
-            self.peers.share(f"verdict/{batch.step}", answer), type=Verdict
+            self.peers.broadcast("verdict", answer, step=batch.step), type=Verdict
         )
         self.losses.append(verdict.loss)
         self.compiles.append(verdict.compiles)

@@ -202,7 +202,7 @@ class PlanTrials:
     def follow(self) -> tuple[Plan, Prices]:
         """Do what process 0 asks, until it has chosen; returns the chosen plan and its prices."""
         while True:
-            asked = from_json(self._place.peers.share(_FINALIST), TimingRequest)
+            asked = from_json(self._place.peers.broadcast(_FINALIST), TimingRequest)
             if asked.prices:
                 return asked.plan, asked.prices.prices
             with suppress(PlanTooLarge):  # process 0 knows it, too
@@ -221,7 +221,7 @@ class PlanTrials:
         return taken
 
     def _share(self, asked: TimingRequest) -> None:
-        self._place.peers.share(_FINALIST, to_json(asked))
+        self._place.peers.broadcast(_FINALIST, to_json(asked))
 
     def _all(self, asked: TimingRequest) -> Timed:
         """What process 0 and the others do together."""

@@ -198,7 +198,7 @@ class Trainer:
             self._take_over(folder, resumed, chosen.profile)
         # The plan's figures are in the folder then, and nothing else asks for times.
         as_it_was = resumed is not None and resumed.meta.plan == ex.plan
-        untimed = peers.share("untimed", b"1" * as_it_was if peers.is_hub else None) == b"1"
+        untimed = peers.broadcast("untimed", b"1" * as_it_was if peers.is_hub else None) == b"1"
         timed = chosen.timed or self._warm_up(ex, progress, repeats=0 if untimed else REPEATS)
         if folder:
             made = ex.plan if untimed else predicted(self.place, chosen.profile, prices, timed)

@@ -10,7 +10,8 @@ from typing import TypeVar
 import jax
 import msgspec
 
-from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.cluster.ending import RunFailed
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.hardware import GIB
 from dflop_jax.pipeline.out_of_memory import ran_out, short_bytes
 from dflop_jax.plan.on_devices import PlanTooLarge
@@ -34,7 +35,7 @@ def plan_words(plan: Plan) -> str:
 
 
 def in_agreement(
-    peers: Peers,
+    peers: ProcessGroup,
     plan: Plan,
     what: str,
     work: Callable[[Sync], T],
@@ -56,7 +57,7 @@ def in_agreement(
         told = peers.gather("memory", msgspec.json.encode(mine))
         known = (msgspec.json.decode(t, type=Shortage | None) for t in told)
         worst = max((s for s in known if s), key=lambda s: s.short_bytes, default=None)
-        shared = peers.share("memory", msgspec.json.encode(worst))
+        shared = peers.broadcast("memory", msgspec.json.encode(worst))
         if short := msgspec.json.decode(shared, type=Shortage | None):
             raise PlanTooLarge(_line(plan, what, short), short.short_bytes)
 
@@ -80,7 +81,7 @@ def in_agreement(
 
 
 @contextmanager
-def said_in_a_line(peers: Peers, plan: Plan, what: str) -> Iterator[None]:
+def said_in_a_line(peers: ProcessGroup, plan: Plan, what: str) -> Iterator[None]:
     """PlanTooLarge in place of XLA's error where this process runs out of memory; the others are
     not asked."""
     shortage = None
@@ -94,7 +95,7 @@ def said_in_a_line(peers: Peers, plan: Plan, what: str) -> Iterator[None]:
         raise PlanTooLarge(_line(plan, what, shortage), shortage.short_bytes)
 
 
-def _shortage(peers: Peers, error: RuntimeError) -> Shortage | None:
+def _shortage(peers: ProcessGroup, error: RuntimeError) -> Shortage | None:
     if not ran_out(error):
         return None
     return Shortage(peers.process, short_bytes(error, jax.local_devices()))
@@ -109,7 +110,7 @@ def _line(plan: Plan, what: str, shortage: Shortage) -> str:
 
 
 @contextmanager
-def _ends_the_run(peers: Peers, why: str, after_s: float) -> Iterator[None]:
+def _ends_the_run(peers: ProcessGroup, why: str, after_s: float) -> Iterator[None]:
     """End every process unless this is left in time."""
     timer = threading.Timer(after_s, peers.fail, (why, 2))
     timer.daemon = True

@@ -12,7 +12,7 @@ import pytest
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer, StateArray, state_arrays
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.executor import Executor
@@ -88,7 +88,7 @@ def runs(tmp_path_factory):
 
 
 def saver_of(ex, folder, *, keep=3) -> Checkpointer:
-    return Checkpointer(folder, ex, Peers(), keep=keep)
+    return Checkpointer(folder, ex, ProcessGroup(), keep=keep)
 
 
 def save(saver: Checkpointer, step: int, meta=None) -> None:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from dflop_jax.cluster import devices as own_devices
 from dflop_jax.cluster import distributed
-from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
+from dflop_jax.cluster.addresses import Address, free_port
 from dflop_jax.cluster.devices import devices_each, gpu_share, on_cpu, visible_gpus
 from dflop_jax.cluster.distributed import Membership, initialise, run_devices
 from dflop_jax.cluster.processes import Processes
-from dflop_jax.cluster.rendezvous import Meeting
 from dflop_jax.config import DistributedConfig
 
 AT = Address("node1", 29400)
@@ -146,24 +147,6 @@ def test_jax_in_use_is_said_before_anything_waits():
         initialise(FLAGS)
 
 
-CONNECTED = """
-import sys, jax
-jax.distributed.initialize(sys.argv[1], 1, 0)
-from dflop_jax import Config
-from dflop_jax.train.prepare import set_up
-set_up(Config(cache_dir=sys.argv[2]))
-"""
-
-
-def test_a_program_that_has_connected_jax_itself_is_refused(tmp_path):
-    code = [sys.executable, "-c", CONNECTED, f"127.0.0.1:{free_port()}", str(tmp_path / "cache")]
-    cpu = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    got = subprocess.run(code, capture_output=True, text=True, timeout=120, env=cpu, check=False)
-    last = got.stderr.splitlines()[-1]
-    assert last.startswith("ValueError: this program has called jax.distributed.initialize()")
-    assert "dflop launch" in last
-
-
 JOIN = """
 import faulthandler, os, signal, sys, threading, time
 faulthandler.enable()
@@ -172,8 +155,10 @@ jax.config.update("jax_platforms", "cpu")
 from dflop_jax.config import DistributedConfig
 from dflop_jax.cluster import devices as own_devices
 from dflop_jax.cluster import distributed, ending
-what = sys.argv[1]
-config = DistributedConfig(connect_timeout_s=60.0)
+what, *more = sys.argv[1:]
+if what == "leave" and more:
+    os.environ["DFLOP_NUM_PROCESSES"] = more[0]
+config = DistributedConfig(connect_timeout_s=60.0, peer_timeout_s=3.0)
 me = distributed.initialise(config, plan_devices=4)
 assert distributed.initialise(config, plan_devices=4) is me
 devices = distributed.run_devices(me)
@@ -210,22 +195,17 @@ elif what == "fail":  # the launcher learns of it, though process 0 is busy and 
         ending.ended(6)
     time.sleep(600)
 elif what == "lose":
-    gone = int(sys.argv[2])
-    (link,) = me.links.values()
-    link.sendall(b"r")
-    assert link.recv(1) == b"r"  # both have done their part
-    if me.index == gone:
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert link.recv(1) == b""
-    print("saw", flush=True)
-    assert not distributed.shutdown(0.5)
-    print("alone", flush=True)
-    ending.leave(4)
+    me.group.barrier("computed")
+    time.sleep(1.0)  # the others have passed it
+    if me.index == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGSTOP if sys.argv[3] == "stop" else signal.SIGKILL)
+    time.sleep(600)
 """
 
 
 def start(tmp_path: Path, *args: str, **named) -> subprocess.Popen[str]:
-    (tmp_path / "join.py").write_text(JOIN)
+    text = named["env"].pop("JOIN", JOIN) if "env" in named else JOIN
+    (tmp_path / "join.py").write_text(text)
     return subprocess.Popen(
         [*args[:-1], str(tmp_path / "join.py"), *args[-1].split()],
         stdout=subprocess.PIPE,
@@ -269,65 +249,87 @@ def test_an_exit_does_not_wait_for_the_others(tmp_path):
     assert "process 1 ended with exit code 6; ending the others" in err
 
 
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("gone", [0, 1])
-def test_a_lost_process_is_seen_and_jax_does_not_abort(tmp_path, gone):
-    """Started by hand, since a launcher would stop the other one first."""
+def started_by_hand(tmp_path: Path, *words: str, number: int = 2, **named) -> list[Any]:
+    """Processes that no launcher watches, each with its own words."""
     port = free_port()
-    pair = [
+    return [
         start(
             tmp_path,
-            *(sys.executable, f"lose {gone}"),
+            *(sys.executable, said),
             env={
                 **os.environ,
                 "DFLOP_COORDINATOR": f"127.0.0.1:{port}",
-                "DFLOP_NUM_PROCESSES": "2",
+                "DFLOP_NUM_PROCESSES": str(number),
                 "DFLOP_PROCESS_ID": str(i),
-                "DFLOP_SECRET": "the secret of this test",
                 "http_proxy": "http://127.0.0.1:9",  # gRPC would ask it, and get no answer
+                **named,
             },
         )
-        for i in range(2)
+        for i, said in enumerate(words)
     ]
-    ends = [end(p) for p in pair]
-    assert pair[gone].returncode == -9, ends[gone]
-    out, err = ends[1 - gone]
-    assert pair[1 - gone].returncode == 4, err
-    assert out.splitlines()[-2:] == ["saw", "alone"]
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_lost_process_is_named(tmp_path, how):
+    pair = started_by_hand(tmp_path, *[f"lose 1 {how}"] * 2)
+    _, err = end(pair[0])
+    pair[1].kill()
+    assert pair[0].returncode == 4, err
+    lines = [line for line in err.splitlines() if line.startswith("dflop: ")]
+    assert len(lines) == 1
+    assert re.match(r"dflop: process 1 \(.*, pid \d+\) is silent for \d s; the run ends", lines[0])
     assert "Check failure" not in err
-    assert "Terminating process" not in err
+    end(pair[1])
 
 
-# ---- where jax listens ----
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_without_process_0_the_others_abort_with_their_stacks(tmp_path, how):
+    pair = started_by_hand(tmp_path, *[f"lose 0 {how}"] * 2)
+    _, err = end(pair[1])
+    pair[0].kill()
+    assert pair[1].returncode == -signal.SIGABRT, err
+    assert "Fatal Python error: Aborted" in err
+    assert re.search(r'File ".*join.py", line \d+ in <module>', err)
+    end(pair[0])
 
 
-@pytest.mark.parametrize(
-    "interface, own_host, service, transfers",
-    [
-        ("10.0.0.1", "10.0.0.2", "10.0.0.1:29400", "10.0.0.2"),
-        ("", "10.0.0.2", "[::]:29400", "10.0.0.2"),
-        (LOOPBACK, LOOPBACK, f"{LOOPBACK}:29400", LOOPBACK),
-    ],
-)
-def test_where_jax_listens(monkeypatch, interface, own_host, service, transfers):
-    set_to: dict[str, str] = {}
-    told: dict[str, object] = {}
-    monkeypatch.setattr(Address, "interface", lambda self: interface)
-    for name, value in (
-        ("on_cpu", lambda: True),
-        ("need_no_log", lambda: None),
-        ("_keep_stdout_clean", lambda: None),
-        ("connect", lambda at: at),
-        ("hold_open", lambda path, reach: None),
-    ):
-        monkeypatch.setattr(distributed, name, value)
-    monkeypatch.setattr(distributed.jax.config, "update", set_to.__setitem__)
-    monkeypatch.setattr(
-        distributed.jax.distributed, "initialize", lambda *_, **named: told.update(named)
-    )
-    first = Processes(2, 0, AT)
-    reach = distributed._connect(first, Meeting(own_host, {}), DistributedConfig())
-    assert told["coordinator_bind_address"] == service
-    assert set_to["jax_cross_host_transfer_socket_address"].rpartition(":")[0] == transfers
-    assert set_to["jax_cross_host_transport_addresses"] == f"{transfers}:0"
-    assert reach() == Address(interface or LOOPBACK, 29400)
+def test_processes_that_do_not_come_are_told_in_a_line(tmp_path):
+    short = JOIN.replace("connect_timeout_s=60.0", "connect_timeout_s=2.0")
+    short = short.replace("plan_devices=4", "plan_devices=0")
+    started = started_by_hand(tmp_path, "leave", "leave", number=3, JOIN=short)
+    for process in started:
+        _, err = end(process)
+        assert process.returncode != -signal.SIGABRT, err
+        assert "after 2 s, not all of the 3 processes had come to 127.0.0.1:" in err
+    alone = started_by_hand(tmp_path, "leave", "leave", JOIN=short)
+    alone[0].kill()
+    _, err = end(alone[1])
+    assert "process 1 did not reach process 0 at 127.0.0.1:" in err
+    assert "within 2 s (Connection refused)" in err
+    end(alone[0])
+
+
+def test_processes_that_count_differently_are_told_in_a_line(tmp_path):
+    text = JOIN.replace("plan_devices=4", "plan_devices=0")
+    pair = started_by_hand(tmp_path, "leave", "leave 3", JOIN=text)
+    for process in pair:
+        _, err = end(process)
+        assert process.returncode in (1, 2)  # by itself, or told by the other
+        assert (
+            "process 1 says the number of processes is 3, process 0 says 2; start all alike"
+            in err.splitlines()[-1]
+        )
+
+
+def test_a_port_in_use_is_told_in_a_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = f"127.0.0.1:{taken.getsockname()[1]}"
+        (process,) = started_by_hand(tmp_path, "leave", DFLOP_COORDINATOR=config)
+        _, err = end(process)
+    last = err.splitlines()[-1]
+    assert "process 0 cannot listen at 127.0.0.1:" in last
+    assert "Address already in use; end what holds the port" in last

@@ -22,7 +22,7 @@ from dflop_jax.cluster.ending import (
     TRY_AGAIN,
     preemption,
 )
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.step_result import LocalResult
 from dflop_jax.pipeline.task_times import Spans
@@ -132,7 +132,7 @@ def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
     batch = SimpleNamespace(step=5, loss=loss, schedule=None)
     counter = SimpleNamespace(read=lambda: 0)
 
-    def finish(peers: Peers) -> step_log.Verdict:
+    def finish(peers: ProcessGroup) -> step_log.Verdict:
         plan = SimpleNamespace(layout=None)
         facts = step_log.RowFacts(TrainConfig(), plan, peers)
         log = step_log.StepLog(facts, None, SimpleNamespace(log=lambda line: None), counter)
@@ -180,7 +180,7 @@ def test_who_leaves_alone_says_so(monkeypatch, exit_code, ends_with):
     ends = []
     monkeypatch.setattr(distributed, "shutdown", lambda: False)
     monkeypatch.setattr(ending, "end_now", lambda why, code: ends.append((why, code)))
-    end_together(Peers(), exit_code)
+    end_together(ProcessGroup(), exit_code)
     ((why, code),) = ends
     assert "not all of its processes came to its end in 10 s" in why
     assert code == ends_with

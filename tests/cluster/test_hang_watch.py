@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from itertools import product
@@ -11,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dflop_jax.cluster import hang_watch
+from dflop_jax.cluster import hang_watch, messages
 from dflop_jax.cluster.hang_watch import hangs_watched
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.sections import (
     REMEMBERED,
     UNMEASURED,
@@ -24,9 +23,7 @@ from dflop_jax.cluster.sections import (
     says,
     who_hangs,
 )
-from dflop_jax.cluster.tree import children_of, parent_of
-
-LIMIT_S = 15.0  # of waits that end as soon as what they wait for is there
+from tests.cluster.service import LIMIT_S, make_job
 
 
 class Clock:
@@ -152,25 +149,10 @@ def test_the_main_thread_is_found_from_another():
 class Jobs:
     """Processes played by threads, each with sections of its own."""
 
-    def __init__(self, n: int, folder, fan_out: int, least_s: float = 0.2):
+    def __init__(self, n: int, folder: Path, least_s: float = 0.2):
         self.folder = folder
-        pairs = {p: socket.socketpair() for p in range(1, n)}
-        ends = [{q: pairs[q][0] for q in children_of(p, n, fan_out)} for p in range(n)]
-        for p, (_, end) in pairs.items():
-            ends[p][parent_of(p, fan_out)] = end
-        self.failures: list[list[tuple[str, int]]] = [[] for _ in range(n)]
-        self.peers: list[Peers] = [Peers()] * n
-
-        def meet(p: int) -> None:
-            failed = self.failures[p]
-            end = lambda why, code: failed.append((why, code))  # noqa: E731
-            self.peers[p] = Peers(p, n, ends[p], timeout_s=60.0, on_failure=end)
-
-        threads = [threading.Thread(target=meet, args=(p,)) for p in range(n)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(LIMIT_S)
+        self.job = make_job(n)
+        self.failures, self.peers = self.job.failures, self.job.groups
         self.sections = [Sections(10.0, least_s, ("step", "save")) for _ in range(n)]
         self._least_s = least_s
 
@@ -183,19 +165,14 @@ class Jobs:
     def watching(self, p: int):
         return hangs_watched(self.sections[p], self.peers[p], self.folder, least_s=self._least_s)
 
-    def close(self) -> None:
-        threads = [threading.Thread(target=p.close) for p in self.peers]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(LIMIT_S)
 
-
-@pytest.fixture(params=[2, 1])
-def jobs(request, tmp_path):
-    made = Jobs(3, tmp_path / "hung", fan_out=request.param)
+@pytest.fixture
+def jobs(monkeypatch, tmp_path):
+    monkeypatch.setattr(messages, "BEAT_S", 0.05)
+    monkeypatch.setattr(messages, "SLICE_S", 0.1)
+    made = Jobs(3, tmp_path / "hung")
     yield made
-    made.close()
+    made.job.stop()
 
 
 def wait_for(condition) -> None:
@@ -247,7 +224,7 @@ def test_who_waits_for_one_that_is_in_time_is_patient(jobs):
 
 def test_an_evaluation_gets_on_by_its_tasks_and_a_step_does_not():
     for is_step in (False, True):
-        peers, sections, said = Peers(), Sections(10.0, 0.3, ("some",)), []
+        peers, sections, said = ProcessGroup(), Sections(10.0, 0.3, ("some",)), []
         begun = [0]
         sections.tasks = lambda begun=begun: TaskPlace(0, 0, begun[0])
         for _ in range(2):
@@ -261,7 +238,7 @@ def test_an_evaluation_gets_on_by_its_tasks_and_a_step_does_not():
 
 def test_a_disk_that_hangs_holds_up_no_end(jobs, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr(hang_watch, "ANSWER_S", 0.5)
+    monkeypatch.setattr(hang_watch, "WRITE_S", 0.5)
     monkeypatch.setattr(hang_watch, "write_stacks", lambda *_: released.wait())
     jobs.measured()
     with jobs.watching(0), jobs.watching(1), jobs.watching(2):
@@ -275,7 +252,7 @@ def test_a_process_that_was_stopped_as_a_whole_does_not_hang(monkeypatch, tmp_pa
     sections = Sections(10.0, 0.5, ("step",), clock)
     for _ in range(2):
         sections.begin("step", 1)
-    with hangs_watched(sections, Peers(), tmp_path, least_s=0.5, end=said.append):
+    with hangs_watched(sections, ProcessGroup(), tmp_path, least_s=0.5, end=said.append):
         clock.s += 600.0  # between two looks
         wait_for_real(lambda: not sections.is_late)
         assert not said
@@ -293,9 +270,9 @@ def wait_for_real(condition) -> None:
 
 
 def test_afterwards_nothing_is_watched(tmp_path):
-    peers, sections = Peers(), Sections(10.0, 0.1, ("step",))
+    peers, sections = ProcessGroup(), Sections(10.0, 0.1, ("step",))
     with hangs_watched(sections, peers, tmp_path, least_s=0.1, end=lambda why: None):
         sections.begin("step", 0)
     assert sections.name == ""
-    assert not peers.calls
+    assert peers.status() == b""
     assert not [t for t in threading.enumerate() if t.name == "hang-watch"]

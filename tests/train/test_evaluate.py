@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import socket
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.mixture import MixturePart, short_names
 from dflop_jax.data.packing import Ranks
@@ -28,6 +27,7 @@ from dflop_jax.train import evaluate
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss, held_out_samples
 from dflop_jax.train.feed import Packer
 from dflop_jax.train.prepare import build_model
+from tests.cluster.service import make_job
 from tests.plans import NANO, programs
 from tests.report.runs import make_plan, make_row
 
@@ -87,7 +87,7 @@ def by_hand(samples):
 
 def test_every_dataset_has_a_loss_of_its_own(mixture):
     source = opened(mixture)
-    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), Peers(), NEEDED)
+    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), ProcessGroup(), NEEDED)
     held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
     row = held_out.run(5)
     chosen = held_out_samples(source, 20, mixture.data.seed)
@@ -112,7 +112,7 @@ def test_samples_without_a_supervised_token_have_no_loss():
 def test_packed_batches_that_stay_are_bounded(mixture, monkeypatch):
     """The others are packed anew for every evaluation, which gives the same."""
     source, packed = opened(mixture), []
-    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), Peers(), NEEDED)
+    packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), ProcessGroup(), NEEDED)
 
     class Counting:
         plan, model, peers, own = packer.plan, packer.model, packer.peers, packer.own
@@ -145,17 +145,17 @@ def test_packed_batches_that_stay_are_bounded(mixture, monkeypatch):
 
 def test_processes_drop_and_pack_the_same_batches(mixture, monkeypatch):
     """Neither waits for what the other does not pack, wherever the first pass ends."""
-    source, links = opened(mixture), socket.socketpair()
+    source, job = opened(mixture), make_job(2)
     monkeypatch.setattr(evaluate, "PACKED_BYTES", 1)
 
-    def process(number):
-        peers = Peers(number, 2, {1 - number: links[number]})
+    def process(peers):
         packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), peers, NEEDED)
         held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
         return [held_out.run(step) for step in (1, 2)]
 
     with ThreadPoolExecutor(2) as pool:
-        first, second = [f.result(120) for f in [pool.submit(process, k) for k in range(2)]]
+        first, second = [f.result(120) for f in [pool.submit(process, g) for g in job.groups]]
+    job.stop()
     assert first == second
     assert replace(first[0], step=2) == first[1]
 

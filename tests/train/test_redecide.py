@@ -15,7 +15,7 @@ import pytest
 
 from dflop_jax import CheckpointConfig, PlanConfig
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.data import make_loader
 from dflop_jax.plan.predict import simulate
 from dflop_jax.record_files import load as read
@@ -218,7 +218,7 @@ class Looks:
         train = dataclasses.replace(CONFIG.train, steps=100, global_batch=4)
         plan = PlanConfig(redecide_every=2, profile_samples=8)
         config = dataclasses.replace(CONFIG, train=train, plan=plan)
-        place = SimpleNamespace(config=config, peers=Peers())
+        place = SimpleNamespace(config=config, peers=ProcessGroup())
         profile = Profile(nano_profile().model, DataProfile("d", 9, (load(1, 20), load(1, 21))))
         progress = SimpleNamespace(log=self.said.append)
         self.redecider = Redecider(place, profile, PLAN, self.loads, 50.0, progress)

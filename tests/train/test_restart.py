@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from dflop_jax.cluster.ending import TryAgain
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.variables import RESTARTS_ENV, RUN_ENV
 from dflop_jax.report.run_folder import METRICS, RunFolder
 from dflop_jax.train.restart import is_begun, open_folder, tell_others
@@ -30,27 +30,27 @@ def test_only_what_the_launch_has_begun_is_resumed(start, tmp_path):
     with RunFolder(old):
         pass
     start("a", 0)
-    assert not is_begun(ours, Peers())
+    assert not is_begun(ours, ProcessGroup())
     with open_folder(ours, "overwrite"):
         pass
-    assert not is_begun(ours, Peers())  # the first start obeys
+    assert not is_begun(ours, ProcessGroup())  # the first start obeys
     assert (tmp_path / "ours" / "launch").read_text() == "a"
     start("a", 1)
-    assert is_begun(ours, Peers())
-    assert not is_begun(old, Peers())  # of an older run, which the script has not come to
+    assert is_begun(ours, ProcessGroup())
+    assert not is_begun(old, ProcessGroup())  # of an older run, which the script has not come to
     start("b", 0)  # another launch, as after a requeue
-    assert not is_begun(ours, Peers())
+    assert not is_begun(ours, ProcessGroup())
     with open_folder(ours, "resume"):
         pass
     start("b", 1)
-    assert is_begun(ours, Peers())
+    assert is_begun(ours, ProcessGroup())
 
 
 def test_without_a_supervisor_nothing_changes(monkeypatch, tmp_path):
     for name in (RUN_ENV, RESTARTS_ENV):
         monkeypatch.delenv(name, raising=False)
     with open_folder(str(tmp_path), "error") as folder:
-        assert not is_begun(str(tmp_path), Peers())
+        assert not is_begun(str(tmp_path), ProcessGroup())
     assert {p.name for p in folder.path.iterdir()} == {"lock", METRICS}
 
 

@@ -15,7 +15,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.format import decode_manifest, encode_manifest
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.ending import FAILED, RunFailed, exit_code_of
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.resume import Unreadable, any_trouble, find_checkpoint
 
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, caplog, what):
     ]  # fmt: skip
     caplog.clear()
     known = (Unreadable(10, "damaged", ""),)
-    assert find_checkpoint(folder / "checkpoints", Peers(), known).meta.step == 9
+    assert find_checkpoint(folder / "checkpoints", ProcessGroup(), known).meta.step == 9
     assert warnings_of(caplog) == []
 
 
@@ -176,7 +176,7 @@ def test_the_end_is_saved_by_who_saves_by_time(whole):
 
 
 def test_finding_checkpoints(whole, caplog):
-    peers = Peers()
+    peers = ProcessGroup()
     assert find_checkpoint(Path("nowhere"), peers) is None
     checkpoints = shutil.copytree(whole / "checkpoints", "checkpoints")
     found = find_checkpoint(Path(checkpoints), peers)
@@ -201,7 +201,7 @@ def test_meta_of_another_program_is_not_damage(caplog):
     store.prepare(1)
     store.commit(1, [], [store.write(1, [], [], 0)], {"step": 1})
     with pytest.raises(ValueError, match="resume by the one that wrote them"):
-        find_checkpoint(Path("checkpoints"), Peers())
+        find_checkpoint(Path("checkpoints"), ProcessGroup())
     assert "checkpoint of step 1 is of another version" in warnings_of(caplog)[0]
 
 
@@ -212,15 +212,15 @@ def test_a_format_of_another_version_is_not_damage(caplog, monkeypatch):
         patch.setattr(format_module, "VERSION", 9)
         store.commit(1, [], [store.write(1, [], [], 0)], {"step": 1})
     with pytest.raises(ValueError, match="resume by the one that wrote them"):
-        find_checkpoint(Path("checkpoints"), Peers())
+        find_checkpoint(Path("checkpoints"), ProcessGroup())
     assert "format version 9; this program reads 2" in warnings_of(caplog)[0]
 
 
 def test_trouble_is_logged_once(caplog):
-    assert any_trouble(Peers(), "k", None) is None
+    assert any_trouble(ProcessGroup(), "k", None) is None
     assert warnings_of(caplog) == []
     trouble = Unreadable(3, "damaged", "a 100% broken disk")
-    assert any_trouble(Peers(), "k", trouble) == trouble
+    assert any_trouble(ProcessGroup(), "k", trouble) == trouble
     assert warnings_of(caplog) == [
         "checkpoint of step 3 is damaged, using an older one: a 100% broken disk"
     ]

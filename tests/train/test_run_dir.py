@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax import Config, TrainConfig
-from dflop_jax.cluster.peers import Peers
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.variables import RESTARTS_ENV, RUN_ENV
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train import run_dir
@@ -24,7 +24,7 @@ def settle(monkeypatch, tmp_path):
 
     def at(time, resume=False, pattern=PATTERN):
         monkeypatch.setattr(run_dir.time, "strftime", lambda how: time)
-        return settled_run_dir(pattern, Peers(0, 1, {}), resume=resume)
+        return settled_run_dir(pattern, ProcessGroup(), resume=resume)
 
     return at
 
@@ -81,7 +81,7 @@ class Rows:
 def test_epochs_say_the_steps(epochs, n, steps, batch):
     config = Config(train=TrainConfig(steps=7, epochs=epochs, global_batch=8))
     model = SimpleNamespace()
-    train = in_steps(Workplace(config, model, [], Peers(0, 1, {})), n).config.train
+    train = in_steps(Workplace(config, model, [], ProcessGroup()), n).config.train
     assert (train.steps, train.epochs, train.global_batch) == (steps, 0, batch)
     said = data_line(Rows("rows", n), train, 8)
     assert said.startswith(f"data: rows: {n} samples; {steps} steps of {batch} samples")
@@ -91,7 +91,7 @@ def test_epochs_say_the_steps(epochs, n, steps, batch):
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_a_warm_up_that_was_set_is_no_longer_than_the_epochs(ratio):
     train = TrainConfig(epochs=1, global_batch=8, warmup_steps=9, warmup_ratio=ratio)
-    place = Workplace(Config(train=train), SimpleNamespace(), [], Peers(0, 1, {}))
+    place = Workplace(Config(train=train), SimpleNamespace(), [], ProcessGroup())
     if ratio:
         assert in_steps(place, 64).config.train.steps == 8
         return

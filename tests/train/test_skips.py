@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.peers import RunFailed
+from dflop_jax.cluster.ending import RunFailed
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.report.summary import summarise

@@ -1,8 +1,6 @@
 """Finalists are tried by all processes together, in one order; the chosen one's programs stay, and
 what one process cannot hold all drop."""
 
-import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +9,8 @@ import jax
 import pytest
 
 from dflop_jax import TrainConfig
-from dflop_jax.cluster.peers import Peers, RunFailed
+from dflop_jax.cluster.ending import RunFailed
+from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.sections import UNMEASURED, Sections
 from dflop_jax.pipeline.calibration import Calibration
 from dflop_jax.plan.on_devices import PlanTooLarge
@@ -22,6 +21,7 @@ from dflop_jax.train import timing
 from dflop_jax.train.timing import PlanTrials
 from dflop_jax.train.trying import in_agreement
 
+from ..cluster.service import make_job
 from ..plans import chain, programs
 
 PLANS = [chain(2, vision=1), chain(3, vision=1), chain(4, vision=2)]
@@ -94,10 +94,10 @@ def finalists(peers, folder, n=3, said=None):
 
 def run_two(folder, search, n=3, said=None):
     """What both processes come to: (plan, its prices, what was taken) each."""
-    here, there = socket.socketpair()
+    job = make_job(2)
 
     def hub():
-        peers = Peers(0, 2, {1: here}, on_failure=lambda why, code: None)
+        peers = job.groups[0]
         mine = finalists(peers, folder, n, said)
         try:
             plan = search(mine)
@@ -109,13 +109,14 @@ def run_two(folder, search, n=3, said=None):
         return plan, prices, mine.take(plan)
 
     def other():
-        peers = Peers(1, 2, {0: there}, on_failure=lambda why, code: None)
-        mine = finalists(peers, folder, n)
+        mine = finalists(job.groups[1], folder, n)
         plan, prices = mine.follow()
         return plan, prices, mine.take(plan)
 
     with ThreadPoolExecutor(2) as pool:
-        return [f.result(20) for f in [pool.submit(hub), pool.submit(other)]]
+        results = [f.result(20) for f in [pool.submit(hub), pool.submit(other)]]
+    job.stop()
+    return results
 
 
 def test_all_processes_time_the_same_plans_and_keep_the_chosen_one(timed, tmp_path):
@@ -157,7 +158,7 @@ def test_what_was_timed_before_is_read_and_not_compiled_again(timed, tmp_path):
 
 def test_each_program_begins_the_deadline_of_compiling_anew(monkeypatch, tmp_path):
     clock = [0.0]
-    place = finalists(Peers(), tmp_path)._place
+    place = finalists(ProcessGroup(), tmp_path)._place
     place.sections = Sections(10.0, 1.0, (), lambda: clock[0])
     place.sections.begin("compile")
     late: list[bool] = []
@@ -269,34 +270,28 @@ def test_what_one_process_cannot_hold_all_drop(tmp_path, monkeypatch, part):
 
 def test_the_run_ends_where_the_others_cannot_leave():
     """Process 0 waits on its device for what process 1 did not send."""
-    here, there = socket.socketpair()
-    ended, over = [], threading.Event()
-
-    def end(why, code):
-        ended.append((why, code))
-        over.set()
+    job = make_job(2)
 
     def stuck(sync):
-        assert over.wait(20)
+        job.wait_for_failures([0])
 
     def fails(sync):
         raise jax.errors.JaxRuntimeError(SHORT)
 
     def hub():
-        peers = Peers(0, 2, {1: here}, on_failure=end)
-        in_agreement(peers, PLANS[0], "in a step", stuck, 0.1)
+        in_agreement(job.groups[0], PLANS[0], "in a step", stuck, 0.1)
 
     def other():
-        peers = Peers(1, 2, {0: there}, on_failure=end)
-        in_agreement(peers, PLANS[0], "in a step", fails, 0.1)
+        in_agreement(job.groups[1], PLANS[0], "in a step", fails, 0.1)
 
-    with here, there, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool:
         waits, failed = pool.submit(hub), pool.submit(other)
         with pytest.raises(PlanTooLarge, match=r"process 1 ran out of it in a step, 2\.00 GiB"):
             failed.result(20)
         with pytest.raises((PlanTooLarge, RunFailed)):  # a real process has ended
             waits.result(20)
-    (why, code), *_ = ended
+    job.stop()
+    ((why, code),) = job.failures[0]
     assert code == 2
     assert "give a smaller --plan.memory_bytes" in why
 
@@ -306,7 +301,7 @@ def test_other_errors_are_raised_as_they_are():
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        in_agreement(Peers(), PLANS[0], "compiling", work)
+        in_agreement(ProcessGroup(), PLANS[0], "compiling", work)
 
 
 def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):

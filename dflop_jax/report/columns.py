@@ -109,8 +109,11 @@ def _read(path: Path, size: int, changed_ns: int) -> Columns:
         columns.n_skipped += row.skipped is not None
         columns.made_by[row.made_by or "unknown"] += 1
         for name, value in _numbers(row):
-            column = values.setdefault(name, array("d"))
-            column.extend([math.nan] * (n - len(column)))
+            column = values.get(name)
+            if column is None:
+                column = values[name] = array("d")
+            if len(column) < n:
+                column.extend([math.nan] * (n - len(column)))
             column.append(value)
     for name, column in values.items():
         column.extend([math.nan] * (columns.n_steps - len(column)))

@@ -277,19 +277,12 @@ def write(root: Path, name: str, text: str) -> None:
     "file, text, why",
     [
         ("dflop_jax/sim/a.py", "from dflop_jax.pipeline.b import x", "sim imports pipeline"),
-        ("dflop_jax/sim/a.py", "import dflop_jax.pipeline", "sim imports pipeline"),
-        ("dflop_jax/sim/a.py", "from dflop_jax import pipeline", "sim imports pipeline"),
         ("dflop_jax/sim/a.py", "from ..pipeline import b", "sim imports pipeline"),
-        ("dflop_jax/sim/a.py", "from .. import pipeline", "sim imports pipeline"),
         ("dflop_jax/pipeline/b.py", "def f():\n  import dflop_jax.sim.a", "pipeline imports sim"),
-        ("dflop_jax/tasks/a.py", "from ..pipeline import b", "tasks imports pipeline"),
-        ("dflop_jax/plan/a.py", "from dflop_jax.pipeline.b import x", "plan imports pipeline"),
-        ("dflop_jax/report/a.py", "from dflop_jax.train.a import x", "report imports train"),
         ("dflop_jax/data/a.py", "from dflop_jax import balance", "data imports __init__"),
         ("dflop_jax/records.py", "import dflop_jax.config", "records imports config"),
         ("dflop_jax/new/a.py", "import dflop_jax.config", "unknown stage new"),
         ("dflop_jax/train/a.py", "import models.llava", "dflop_jax imports models"),
-        ("dflop_jax/cli/main.py", "from experiments import demo", "dflop_jax imports experiments"),
         ("models/a.py", "from dflop_jax.contract import Module", "models imports dflop_jax"),
     ],
 )
@@ -308,10 +301,8 @@ def test_a_forbidden_arrow_is_found(tmp_path, file, text, why):
     [
         ("dflop_jax/sim/a.py", "from dflop_jax.tasks.order import x"),
         ("dflop_jax/pipeline/b.py", "from ..tasks.order import x\nimport jax"),
-        ("dflop_jax/plan/a.py", "from dflop_jax.sim.a import x"),
         ("dflop_jax/train/a.py", "from dflop_jax import report"),
         ("dflop_jax/__init__.py", "from dflop_jax.train.a import Trainer"),
-        ("models/a.py", "from models.b import x\nimport flax"),
         ("experiments/demo.py", "import models.llava, dflop_jax"),
     ],
 )

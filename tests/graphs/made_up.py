@@ -3,7 +3,7 @@
 "sights" take pictures of any size, packed into rows; "smells" take whiffs of six grains, one a row;
 "words" read both at their first layer, and what the sights' first layer saw once more between two
 inner layers; "echoes" read the words' hidden states and have a loss of their own. The words' head
-is tied to their embedding.
+is tied to their embedding. What words read of the sights is a weighted sum of two features.
 """
 
 from __future__ import annotations
@@ -130,9 +130,16 @@ class MadeUp:
         "echoes": Toy("echoes", 2, loss_weight=0.5),
     }
     edges = (
-        {"source": "sights", "target": "words", "name": "seen"},
+        {"source": "sights", "target": "words", "name": "seen", "sources": 2},
         {"source": "smells", "target": "words", "name": "seen"},
-        {"source": "sights", "target": "words", "name": "deep", "tap": "early", "enters": 4},
+        {
+            "source": "sights",
+            "target": "words",
+            "name": "deep",
+            "tap": "early",
+            "enters": 4,
+            "sources": 2,
+        },
         {"source": "words", "target": "echoes", "name": "heard", "tap": "last"},
     )
 
@@ -186,9 +193,11 @@ class MadeUpData:
         if pictures:
             values = rng.normal(size=(sum(pictures), 2)).astype(np.float32)
             fields["sights"], pieces["sights"] = {"values": values}, tuple(pictures)
-            index_of = np.full((t, 1), -1, np.int32)
+            index_of = np.full((t, 2), -1, np.int32)
             index_of[2 : 2 + seen, 0] = rng.permutation(seen)
-            places["sights", "words"] = Places(index_of)
+            index_of[3 : 2 + seen, 1] = rng.integers(0, seen, seen - 1)
+            weight = rng.random((t, 2)).astype(np.float32)
+            places["sights", "words"] = Places(index_of, weight)
         if whiffs:
             values = rng.normal(size=(whiffs, GRAINS)).astype(np.float32)
             fields["smells"], pieces["smells"] = {"values": values}, (GRAINS,) * whiffs
@@ -206,7 +215,7 @@ class MadeUpData:
         return Sample(fields, places, Load(pieces))
 
 
-def plain_loss(params, pieces, fields, indices, scales):
+def plain_loss(params, pieces, fields, places, scales):
     """The weighted loss of one sample of these (module, lengths of its pieces), every module run
     plainly on its own pieces."""
     modules, lengths_of, outputs = MadeUp.modules, dict(pieces), {}
@@ -222,12 +231,12 @@ def plain_loss(params, pieces, fields, indices, scales):
             batch = {k: v[cut] if per_piece else v[cut][None] for k, v in fields[name].items()}
             batch["segment_ids"] = jnp.ones((1, n), jnp.int32)
             placed = {"seen": 0.0, "heard": 0.0, "deep": 0.0}
-            for (source, target), index in indices.items():
+            for (source, target), (index, weight) in places.items():
                 if target != name:
                     continue
                 for key, rows in outputs[source].items():
-                    own = index[cut, 0]
-                    taken = jnp.where((own >= 0)[:, None], rows[jnp.maximum(own, 0)], 0.0)
+                    own = jnp.where(index[cut] >= 0, weight[cut], 0.0)
+                    taken = (own[..., None] * rows[jnp.maximum(index[cut], 0)]).sum(1)
                     where = {"exit": "seen", "early": "deep", "last": "heard"}[key]
                     placed[where] = placed[where] + taken[None]
             p = params[name]

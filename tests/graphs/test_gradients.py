@@ -141,8 +141,10 @@ def oracle(n=8):
     with jax.numpy_rank_promotion("allow"):
         for s in samples:
             pieces = tuple(s.load.pieces.items())
-            indices = {edge: places.index for edge, places in s.places.items()}
-            value, gradient = value_and_grad(params, pieces, s.fields, indices, scales)
+            one = {e: np.ones(p.index.shape, np.float32) for e, p in s.places.items()}
+            places = {e: (p.index, one[e] if p.weight is None else p.weight)
+                      for e, p in s.places.items()}  # fmt: skip
+            value, gradient = value_and_grad(params, pieces, s.fields, places, scales)
             loss += float(value)
             grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64), grads, gradient)
     return samples, params, scales, loss, grads

@@ -5,7 +5,9 @@ import numpy as np
 import optax
 import pytest
 
+from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.train.initial import published
 from dflop_jax.weights import write_folder
 from models import hf, llava, omni
@@ -55,9 +57,13 @@ def test_parts_with_a_fresh_connector(tmp_path):
         ("llm", hf.decoder(model.modules["llm"])),
     ):
         write_folder(tmp_path / module, map_, held({module: params[module]}))
-    from tests.pipeline.test_omni import make_plan
-
-    plan = make_plan(model, {"vision": (0, 1, 1, 1), "audio": (1, 1, 1, 1), "llm": (2, 1, 2, 1)})
+    submeshes = [SubmeshPlan(m, i, 1, 1 + (m == "llm"), 1) for i, m in enumerate(model.modules)]
+    segments = [SegmentPlan(m, m, 0, x.n_layers, m, True, True) for m, x in model.modules.items()]
+    bucket = Bucket.of({**{m: Shape(8, n) for m, n in model.piece_tokens.items()},
+                        "llm": Shape(2, 96)})  # fmt: skip
+    tied = tuple(m for m, x in model.modules.items() if x.tied)
+    layout = Layout(tuple(submeshes), tuple(segments), (bucket,), edges_of(model), tied=tied)
+    plan = Plan("test", layout)
     names = tuple(f"{m}={tmp_path / m}" for m in ("vision", "llm"))
     found, fresh = begun(model, plan, published(model, names)), begun(model, plan, None)
     assert_same(found["llm"], params["llm"])

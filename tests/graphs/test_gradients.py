@@ -4,14 +4,10 @@ import functools
 
 import jax
 import numpy as np
-import optax
 import pytest
 
 from dflop_jax.contract import edges_of
-from dflop_jax.data.packing import pack_group
 from dflop_jax.pipeline import segment
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
     Layout,
@@ -25,6 +21,7 @@ from dflop_jax.records import (
 )
 from tests.graphs.made_up import GRAINS, MadeUp, MadeUpData, plain_loss, scales_of
 from tests.pipeline import plain
+from tests.pipeline.test_gradients import assert_norm, assert_trees_close, grads_of
 from tests.rows import group_of_rows
 
 MODEL = MadeUp()
@@ -132,22 +129,17 @@ def oracle(n=8):
     data = MadeUpData(n, kinds=5)  # few, so that the oracle compiles few programs
     samples = [data.sample(i) for i in range(n)]
     scales = scales_of(samples)
-    ex = Executor(MODEL, make_plan("one device"), optax.sgd(1.0))
-    ex.init(0)
-    params = plain.join(ex.plan, ex.state.params)
-    ex.close()
-    loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
+    params = plain.fresh_params(MODEL, make_plan("one device"))
+    every_args = []
+    for s in samples:
+        places = {
+            edge: (p.index, np.ones(p.index.shape, np.float32) if p.weight is None else p.weight)
+            for edge, p in s.places.items()
+        }
+        every_args.append((tuple(s.load.pieces.items()), s.fields, places, scales))
     value_and_grad = jax.jit(jax.value_and_grad(plain_loss), static_argnums=1)
     with jax.numpy_rank_promotion("allow"):
-        for s in samples:
-            pieces = tuple(s.load.pieces.items())
-            one = {e: np.ones(p.index.shape, np.float32) for e, p in s.places.items()}
-            places = {e: (p.index, one[e] if p.weight is None else p.weight)
-                      for e, p in s.places.items()}  # fmt: skip
-            value, gradient = value_and_grad(params, pieces, s.fields, places, scales)
-            loss += float(value)
-            grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64), grads, gradient)
-    return samples, params, scales, loss, grads
+        return samples, params, scales, *plain.summed(value_and_grad, params, every_args)
 
 
 @pytest.mark.slow(first=1)
@@ -159,37 +151,17 @@ def oracle(n=8):
 def test_step_equals_plain_computation(layout, fan_in, n_groups, unrolled, monkeypatch):
     monkeypatch.setattr(segment, "unrolled_layers", lambda chip: unrolled)
     samples, params, scales, want_loss, want = oracle()
-    loads = [s.load for s in samples]
     plan = make_plan(layout, fan_in)
-    schedule = make_schedule(plan, loads, n_groups, seed=fan_in, fan_in=fan_in)
+    schedule = make_schedule(plan, [s.load for s in samples], n_groups, fan_in, fan_in=fan_in)
     fed = max(len(schedule.fed_by(i, "sights")) for i in range(len(schedule.groups)))
     assert fed == fan_in
     read = max(sum(schedule.groups[f].module == "echoes" for f in g.feeds) for g in schedule.groups)
     assert read == fan_in
-    arrays = []
-    for g in range(len(schedule.groups)):
-        packed = pack_group(plan.layout, schedule, g, samples, loads, model=MODEL)
-        arrays.append(GroupArrays(packed.fields, packed.places))
-    ex = Executor(MODEL, plan, optax.sgd(1.0), clip_norm=0.0, evaluates=True)
-    try:
-        ex.init(0)
-        start = plain.join(plan, ex.state.params)
-        jax.tree.map(np.testing.assert_array_equal, start, params)
-        ex.compile()
-        evaluated = ex.run_evaluation(schedule, arrays).result().sums
-        result = ex.run_step(schedule, arrays, scales).result()
-        after = plain.join(plan, ex.state.params)
-    finally:
-        ex.close()
-    loss = sum(scales[m] * result.sums[f"{m}.loss_sum"] for m in scales)
+    loss, grads, start, result = grads_of(
+        MODEL, plan, samples, schedule, scales=scales, clip_norm=0.0, evaluates=True
+    )
+    jax.tree.map(np.testing.assert_array_equal, start, params)
     assert loss == pytest.approx(want_loss, rel=1e-5)
-    assert evaluated == pytest.approx(result.sums, rel=1e-5)
-    grads = jax.tree.map(lambda a, b: a.astype(np.float64) - b, start, after)
-    flat = jax.tree_util.tree_leaves_with_path(want)
-    squares = sum(np.square(w).sum() for _, w in flat)
-    assert result.grad_norm == pytest.approx(np.sqrt(squares), rel=1e-5)  # the tied one counts once
-    for (path, w), g in zip(flat, jax.tree.leaves(grads), strict=True):
-        where = jax.tree_util.keystr(path)
-        assert np.abs(w).max() > 0, where
-        # The update is a difference of float32 parameters of order one.
-        assert np.abs(g - w).max() <= 1e-5 * np.abs(w).max() + 3e-7, where
+    assert_norm(result, want)  # in which the tied parameter counts once
+    assert all(np.abs(w).max() > 0 for w in jax.tree.leaves(want))
+    assert_trees_close(grads, want)

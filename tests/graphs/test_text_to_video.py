@@ -6,7 +6,6 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from PIL import Image
 
@@ -16,10 +15,7 @@ from dflop_jax.config import CheckpointConfig
 from dflop_jax.contract import edges_of, with_adapter
 from dflop_jax.data.datasets import clips
 from dflop_jax.data.datasets.moving_scenes import MovingScenes, latents_of
-from dflop_jax.data.packing import pack_group
 from dflop_jax.generate.clip import write_clip
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
     DataProfile,
@@ -36,6 +32,7 @@ from dflop_jax.records import (
 )
 from models import wan
 from tests.pipeline import plain
+from tests.pipeline.test_gradients import assert_norm, assert_trees_close, grads_of, trained
 from tests.rows import group_of_rows
 
 MODEL = wan.build("nano+wan-nano")
@@ -138,12 +135,6 @@ def make_schedule(plan, n):
     return Schedule(0, tuple(groups))
 
 
-def group_of(path):
-    """Name by which a parameter is frozen."""
-    module, part = path[0].key, path[1].key
-    return MODEL.modules[module].freeze_groups[part]
-
-
 @functools.cache
 def samples_of(path):
     source = clips.make(DataConfig(path=path), MODEL, "train")
@@ -176,19 +167,11 @@ def plain_loss(model, params, fields, heard, scale):
 def oracle(folder):
     """(samples, parameters, scale, loss, gradients), one sample at a time on one device."""
     samples = samples_of(str(folder / "clips.json"))
-    ex = Executor(MODEL, make_plan("one device"), optax.sgd(1.0))
-    ex.init(0)
-    params = plain.join(ex.plan, ex.state.params)
-    ex.close()
+    params = plain.fresh_params(MODEL, make_plan("one device"))
     scale = 1.0 / sum(float(s.fields["generator"]["weights"].sum()) for s in samples)
-    loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
+    every_args = [(s.fields, s.places["llm", "generator"].index, scale) for s in samples]
     value_and_grad = jax.jit(jax.value_and_grad(functools.partial(plain_loss, MODEL)))
-    for s in samples:
-        heard = s.places["llm", "generator"].index
-        value, gradient = value_and_grad(params, s.fields, heard, scale)
-        loss += float(value)
-        grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64), grads, gradient)
-    return samples, params, scale, loss, grads
+    return samples, params, scale, *plain.summed(value_and_grad, params, every_args)
 
 
 @pytest.mark.slow(first=1)
@@ -198,36 +181,17 @@ def oracle(folder):
 )
 def test_gradients_of_plans_equal_plain_computation(layout, freeze, oracle):
     samples, params, scale, want_loss, want = oracle
-    loads = [s.load for s in samples]
     plan = make_plan(layout)
     schedule = make_schedule(plan, len(samples))
-    arrays = []
-    for g in range(len(schedule.groups)):
-        packed = pack_group(plan.layout, schedule, g, samples, loads, model=MODEL)
-        arrays.append(GroupArrays(packed.fields, packed.places))
-    ex = Executor(MODEL, plan, optax.sgd(1.0), freeze=freeze)
-    try:
-        ex.init(0)
-        start = plain.join(plan, ex.state.params)
-        jax.tree.map(np.testing.assert_array_equal, start, params)
-        ex.compile()
-        result = ex.run_step(schedule, arrays, {"generator": scale}).result()
-        after = plain.join(plan, ex.state.params)
-    finally:
-        ex.close()
-    assert scale * result.sums["generator.loss_sum"] == pytest.approx(want_loss, rel=1e-5)
-    flat = [
-        (path, np.zeros_like(w) if group_of(path) in freeze else w)
-        for path, w in jax.tree_util.tree_leaves_with_path(want)
-    ]
-    norm = np.sqrt(sum(np.square(w).sum() for _, w in flat))
-    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-    grads = jax.tree.map(lambda a, b: a.astype(np.float64) - b, start, after)
-    for (path, w), g in zip(flat, jax.tree.leaves(grads), strict=True):
-        where = jax.tree_util.keystr(path)
-        assert (np.abs(w).max() > 0) == (group_of(path) not in freeze), where
-        # The update is a difference of float32 parameters of order one.
-        assert np.abs(g - w).max() <= 1e-5 * np.abs(w).max() + 3e-7, where
+    loss, grads, start, result = grads_of(
+        MODEL, plan, samples, schedule, scales={"generator": scale}, freeze=freeze
+    )
+    jax.tree.map(np.testing.assert_array_equal, start, params)
+    assert loss == pytest.approx(want_loss, rel=1e-5)
+    own = trained(MODEL, want, freeze)
+    assert_norm(result, own)
+    assert all(np.abs(w).max() > 0 for w in jax.tree.leaves(own))
+    assert_trees_close(grads, own)
 
 
 # ---- pictures ----

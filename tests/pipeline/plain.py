@@ -8,9 +8,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dflop_jax.contract import edges_of, with_adapter
-from dflop_jax.data.packing import seeds
+from dflop_jax.data.packing import pack_group, seeds
+from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
     Bucket,
@@ -154,6 +156,14 @@ def pack(model, plan: Plan, schedule: Schedule, samples, draws: str = "") -> lis
     return out
 
 
+def really_packed(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
+    """As a run packs samples of the data layer."""
+    loads = [s.load for s in samples]
+    groups = range(len(schedule.groups))
+    every = [pack_group(plan.layout, schedule, g, samples, loads, model=model) for g in groups]
+    return [GroupArrays(packed.fields, packed.places) for packed in every]
+
+
 def random_schedule(plan: Plan, samples, n_groups: int, seed: int, *, text_only=()) -> Schedule:
     """A permutation of the samples dealt to rows; `text_only` samples form a last group that no
     tile feeds. As many groups of tiles feed every other group as the plan's `fan_in`, or each feeds
@@ -227,19 +237,48 @@ def plain_loss_and_grads(model, params, samples, draws: str = ""):
 
         return jax.value_and_grad(loss_sum)(params)
 
-    loss, count = 0.0, sum(int(s.supervised[1:].sum()) for s in samples)
-    grads = jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
-    tile = 0
+    count = sum(int(s.supervised[1:].sum()) for s in samples)
+    tile, every_args = 0, []
     for i, s in enumerate(samples):
         own = row_fields([s], len(s.tokens)) | numbers(model, "llm", draws, i, len(s.tokens))
         fields = {k: v[None] for k, v in own.items()}
         every = [numbers(model, "vision", draws, tile + k, 1) for k in range(len(s.pixels))]
         of_tiles = {k: np.concatenate([one_[k] for one_ in every]) for k in (every or [{}])[0]}
         tile += len(s.pixels)
-        value, gradient = one(params, s.pixels, fields, s.visual, of_tiles)
-        loss += float(value) / count
-        grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64) / count, grads, gradient)
+        every_args.append((s.pixels, fields, s.visual, of_tiles))
+    loss, grads = summed(one, params, every_args)
+    return loss / count, jax.tree.map(lambda a: a / count, grads)
+
+
+def summed(value_and_grad, params, every_args):
+    """(loss, gradients) of samples, of these arguments each, added up in float64."""
+    loss, grads = 0.0, jax.tree.map(lambda a: np.zeros(a.shape, np.float64), params)
+    for args in every_args:
+        value, gradient = value_and_grad(params, *args)
+        loss += float(value)
+        grads = jax.tree.map(lambda a, g: a + np.asarray(g, np.float64), grads, gradient)
     return loss, grads
+
+
+def fresh_params(model, plan: Plan):
+    """The parameters that every plan of a model begins with, by module."""
+    ex = Executor(model, plan, optax.sgd(1.0))
+    ex.init(0)
+    params = join(plan, ex.state.params)
+    ex.close()
+    return params
+
+
+def losses_of(ex, samples, first: int, n: int) -> list[float]:
+    """Losses of some steps on text, each of a schedule of its own."""
+    losses = []
+    for step in range(first, first + n):
+        schedule = random_schedule(ex.plan, samples, 1, seed=step)
+        arrays = pack(ex.model, ex.plan, schedule, samples)
+        scales = scales_of(arrays)
+        result = ex.run_step(schedule, arrays, scales).result()
+        losses.append(result.sums["llm.loss_sum"] * scales["llm"])
+    return losses
 
 
 def run_module(module, params, fields):

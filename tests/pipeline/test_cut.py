@@ -1,19 +1,12 @@
 """How parameters are cut over data ranks: evenly over any number of them."""
 
-from math import prod
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.pipeline.cut import cut_over, data_dim, flat_boxes, split_spec
-from dflop_jax.profile.parts import param_dims, part_names
-from dflop_jax.profile.state import shard_share
-from dflop_jax.records import ParamDims
-from models.composed import Composed
-from models.sizes import AUDIO, DECODERS, VISION, ModelSize
+from dflop_jax.pipeline.cut import cut_over, flat_boxes, split_spec
 
 from .plain import whole_of
 
@@ -94,51 +87,3 @@ def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model, 
             read[place] = stack[tuple(slice(*r) for r in box)].reshape(read[place].shape)
         np.testing.assert_array_equal(read, held[..., low:high])
     assert (saved[1:] == 1).all()
-
-
-def all_shapes():
-    """Of every module of `models.sizes`: (its name, parameters of a layer and of the ends)."""
-    small = DECODERS["nano"]
-    sizes = [(name, ModelSize(decoder)) for name, decoder in DECODERS.items()]
-    sizes += [(name, ModelSize(small, vision=tower)) for name, tower in VISION.items()]
-    sizes += [(name, ModelSize(small, audio=encoder)) for name, encoder in AUDIO.items()]
-    for name, size in sizes:
-        module = next(iter(Composed(size, jnp.dtype(jnp.float32)).modules.values()))
-        ends = [part for part in part_names(module) if part != "layers"]
-        yield (
-            name,
-            [("layers", p) for p in param_dims(module, ("layers",))]
-            + [("ends", p) for p in param_dims(module, ends)],
-        )
-
-
-@pytest.mark.slow
-def test_state_is_split_evenly_over_any_number_of_ranks():
-    """All sizes, 1 to 4,096 ranks: a rank has its share of the elements, to 2% or an element of
-    each parameter; as the cuts themselves have it, of counts that divide little or nothing."""
-    ranks = np.arange(1, 4097)
-    for name, parameters in all_shapes():
-        for part in ("layers", "ends"):
-            dims = [p for where, p in parameters if where == part]
-            total = sum(prod(p.sizes) for p in dims)
-            of_rank = shard_share(dims, ranks) * total
-            even = total / ranks
-            assert (of_rank >= even - 1e-6).all()
-            assert (of_rank - even <= np.maximum(0.02 * even, len(dims))).all(), name
-            for n in (5, 320, 2560, 4093):
-                held = sum(prod(held_by_a_rank(p, n, part == "layers")) for p in dims)
-                assert held == pytest.approx(of_rank[n - 1]), (name, n)
-
-
-def held_by_a_rank(p: ParamDims, data: int, stacked: bool) -> tuple[int, ...]:
-    """Sizes of a device's piece of a parameter, of one layer."""
-    lead, stage = ((1,), ["stage"]) if stacked else ((), [])
-    whole = P(*stage, *("model" if i == p.split else None for i in range(len(p.sizes))))
-    struct = jax.ShapeDtypeStruct((*lead, *p.sizes), jnp.float32)
-    cut = cut_over(struct, whole, stacked=stacked, data=data, model=1)
-    shape = list(cut.held_shape(struct.shape))
-    if cut.is_split:
-        dim = data_dim(cut.spec)
-        assert shape[dim] % data == 0
-        shape[dim] //= data
-    return tuple(shape)

@@ -32,15 +32,7 @@ def executor(zero, data, *, block=0, dtype="float32", size=NANO.size, m=None, tr
 
 
 def steps(ex, first, n):
-    """Losses of some steps on text."""
-    losses = []
-    for step in range(first, first + n):
-        schedule = plain.random_schedule(ex.plan, SAMPLES, 1, seed=step)
-        arrays = plain.pack(ex.model, ex.plan, schedule, SAMPLES)
-        scales = plain.scales_of(arrays)
-        result = ex.run_step(schedule, arrays, scales).result()
-        losses.append(result.sums["llm.loss_sum"] * scales["llm"])
-    return losses
+    return plain.losses_of(ex, SAMPLES, first, n)
 
 
 @pytest.mark.slow(first=1)

@@ -31,16 +31,15 @@ def oracle(m):
     """(samples, modules' parameters, loss, gradients) of a model, computed plainly."""
     samples = plain.random_samples(m, N, 1)
     plan = plain.plan_of(m, (0, 1, 1, 1), (1, 1, 1, 1))
-    ex = Executor(m, plan, optax.sgd(1.0))
-    ex.init(0)
-    params = plain.join(plan, ex.state.params)
-    ex.close()
+    params = plain.fresh_params(m, plan)
     return samples, params, *plain.plain_loss_and_grads(m, params, samples)
 
 
-def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", **kwargs):
+def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", scales=None,
+             **kwargs):  # fmt: skip
     """(loss, gradients as the reduction gives them, parameters, result) of one step; `change` is
-    made to the initial state."""
+    made to the initial state. With `scales` of their losses, samples are those of the data layer,
+    and an evaluation gives the same sums if the executor `evaluates`."""
     ex = Executor(m, plan, optax.sgd(1.0), **kwargs)
     try:
         ex.init(0)
@@ -49,8 +48,11 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", **
         held, split = ({n: of(s) for n, s in segments} for of in (held_cuts, split_cuts))
         params = plain.join(plan, ex.state.params, held)
         ex.compile()
-        arrays = plain.pack(m, plan, schedule, samples, draws)
-        scales = plain.scales_of(arrays)
+        if scales is None:
+            arrays = plain.pack(m, plan, schedule, samples, draws)
+            scales = plain.scales_of(arrays)
+        else:
+            arrays = plain.really_packed(m, plan, schedule, samples)
         captured: dict = {}
         reduce_program = {n: ex.programs.compiled[n, "reduce"] for n in ex.trainable}
         for n, program in reduce_program.items():
@@ -64,9 +66,12 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", **
                 return out
 
             ex.programs.compiled[n, "reduce"] = spy
+        evaluates = kwargs.get("evaluates")
+        evaluated = ex.run_evaluation(schedule, arrays).result().sums if evaluates else None
         result = ex.run_step(schedule, arrays, scales).result()
+        assert evaluated is None or evaluated == pytest.approx(result.sums, rel=1e-5)
         return (
-            result.sums["llm.loss_sum"] * scales["llm"],
+            sum(result.sums[f"{name}.loss_sum"] * scale for name, scale in scales.items()),
             plain.join(plan, captured, split),
             params,
             result,
@@ -102,12 +107,21 @@ def check_step(m, plan, *, schedule=None, seed=1, n_groups=2, text_only=(0,), fr
     loss, grads, start, result = grads_of(m, plan, samples, schedule, freeze=freeze)
     assert_trees_close(start, params, 1e-6)
     assert loss == pytest.approx(want_loss, rel=1e-5)
-    trained = {
-        name: {p: t for p, t in parts.items() if m.modules[name].freeze_groups[p] not in freeze}
-        for name, parts in want.items()
-    }
-    assert_trees_close(grads, trained, tolerance)
+    assert_trees_close(grads, trained(m, want, freeze), tolerance)
     return grads, result
+
+
+def trained(m, params, freeze):
+    """By module, the parts that are not frozen."""
+    return {
+        name: {p: t for p, t in parts.items() if m.modules[name].freeze_groups[p] not in freeze}
+        for name, parts in params.items()
+    }
+
+
+def assert_norm(result, grads):
+    squares = sum(np.square(g).sum() for g in jax.tree.leaves(grads))
+    assert result.grad_norm == pytest.approx(np.sqrt(squares), rel=1e-5)
 
 
 # name -> (vision (first, stage, data, model), llm, options)

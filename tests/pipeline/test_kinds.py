@@ -91,18 +91,6 @@ def executor(m, *llm, zero=1, **options):
     return Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0)
 
 
-def losses(ex, samples, first, n):
-    """Of some steps on text."""
-    every = []
-    for step in range(first, first + n):
-        schedule = plain.random_schedule(ex.plan, samples, 1, seed=step)
-        arrays = plain.pack(ex.model, ex.plan, schedule, samples)
-        scales = plain.scales_of(arrays)
-        result = ex.run_step(schedule, arrays, scales).result()
-        every.append(result.sums["llm.loss_sum"] * scales["llm"])
-    return every
-
-
 @dataclass(frozen=True)
 class HalfText(MixedText):
     """Works in bfloat16, but for two parameters of one kind."""
@@ -142,7 +130,7 @@ def test_parameters_of_a_kind_stay_float32(zero):
     try:
         ex.init(0)
         ex.compile()
-        first, *_, last = losses(ex, samples, 0, 4)
+        first, *_, last = plain.losses_of(ex, samples, 0, 4)
         assert last < first
         held, masters = ex.state.params["llm"], ex.state.masters["llm"]
         for name, a in held["gate"].items():
@@ -177,20 +165,20 @@ def test_a_checkpoint_goes_on_under_another_cut(m, options, tmp_path):
         for seed, ex in enumerate((whole, cut)):
             ex.init(seed)
             ex.compile()
-        before = losses(whole, samples, 0, 2)
+        before = plain.losses_of(whole, samples, 0, 2)
         saver, other = saver_of(whole, tmp_path / "whole"), saver_of(cut, tmp_path / "cut")
         save(saver, 2)
         parts = {n.split("/")[2] for n in reader_of(saver, 2).specs if n.startswith("params/llm/")}
         assert parts - {"entry", "exit"} == {*layer_kinds_of(m.modules["llm"])}
         kept = state_of(whole)
-        want = losses(whole, samples, 2, 2)
+        want = plain.losses_of(whole, samples, 2, 2)
         assert max(want) < max(before)
         other.restore(reader_of(saver, 2))
         jax.tree.map(np.testing.assert_array_equal, state_of(cut), kept)
         save(other, 2)
-        assert losses(cut, samples, 2, 2) == pytest.approx(want, rel=1e-5)
+        assert plain.losses_of(cut, samples, 2, 2) == pytest.approx(want, rel=1e-5)
         saver.restore(reader_of(other, 2))
-        assert losses(whole, samples, 2, 2) == want
+        assert plain.losses_of(whole, samples, 2, 2) == want
     finally:
         for ex in (whole, cut):
             ex.close()

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from dflop_jax.contract import SAVED_NAMES
 from dflop_jax.pipeline.residuals import REMAT, Recorded
-from models import attention_split
 from models.decoder import DecoderModule
 from models.sizes import DECODERS
 
@@ -100,7 +98,3 @@ def test_without_a_gradient_nothing_is_kept():
     assert not double.has_gradient
     np.testing.assert_array_equal(out, 2 * h)
     assert double.backward([], {}, {}, given, out) == ({}, None, {})
-
-
-def test_the_models_use_the_names_of_the_contract():
-    assert attention_split.SAVED in SAVED_NAMES

@@ -15,7 +15,6 @@ import dflop_jax.plan.ranking as ranking_module
 import dflop_jax.plan.search as search_module
 import dflop_jax.plan.sizing as sizing
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import work_budget
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.pricing import plan_prices
@@ -428,41 +427,6 @@ def test_a_look_at_one_policy_finds_its_best(policy):
     assert ranking.nearly_best(policy, 0.999 * best.bound_s) == []
 
 
-def test_a_look_ends_where_nothing_seems_fast_enough(monkeypatch):
-    config = dataclasses.replace(CONFIG, policy="auto", sampled_batches=1)
-    spec = SearchSpec(4, BATCH, config)
-    evaluator = search_module.evaluator_of(model_profile(), data_profile(), spec)
-    ranking = Ranking(evaluator, list(searched(evaluator.rules)), ())
-    best, *_ = ranking.nearly_best("dflop", np.inf)
-    steps, n_begun = [], 0
-    nearer, begun = Candidate.nearer, Ranking._begun
-
-    def kept(self, evaluator):
-        steps.extend(nearer(self, evaluator))
-        return steps[-1:]
-
-    def counted(self, *candidate):
-        nonlocal n_begun
-        n_begun += 1
-        return begun(self, *candidate)
-
-    monkeypatch.setattr(Candidate, "nearer", kept)
-    monkeypatch.setattr(Ranking, "_begun", counted)
-    assert ranking.nearly_best("dflop", 0.999 * best.bound_s) == []
-    needed = n_begun
-    monkeypatch.setattr(ranking_module, "_MOST_SLOW_STEPS", 1)
-    for most_s in (0.999 * best.bound_s, 1.05 * best.bound_s):
-        steps, n_begun = [], 0
-        found = ranking.nearly_best("dflop", most_s)
-        assert n_begun < needed or found
-        by_all = [s.by_all(len(evaluator.batches)) for s in steps if s.bound_s <= most_s]
-        within = [s for s in by_all if s.bound_s <= most_s]
-        least_s = min((s.bound_s for s in within), default=0.0)
-        assert {c.key for c in found} <= {s.key for s in within}
-        assert [c.bound_s for c in found[:1]] == [least_s] * bool(within)
-        assert all(c.bound_s <= ranking_module.CLOSE * least_s for c in found)
-
-
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 0.3)])
 def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
@@ -473,24 +437,6 @@ def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
     plans = {p: run(p, 4, profile=profile).plan for p in ("auto", *POLICIES)}
     all_s = {p: sum(evaluator.trial_s(plan, i) for i in range(8)) for p, plan in plans.items()}
     assert all_s["auto"] == pytest.approx(min(all_s.values()), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_a_policy_that_wins_by_a_look_is_searched_whole(monkeypatch):
-    """Though the ranking's first are of another, and the look at it shows its second candidate."""
-    alone = run("orch", 4).plan
-    ranked, look = Ranking.ranked, Ranking.nearly_best
-
-    def of_another(self, *told):
-        return ranked(self.of("dflop") if len(self.policies) > 1 else self, *told)
-
-    def second(self, policy, most_s):
-        return look(self, policy, most_s)[1:2]
-
-    monkeypatch.setattr(ranking_module, "CLOSE", 10.0)
-    monkeypatch.setattr(Ranking, "ranked", of_another)
-    monkeypatch.setattr(Ranking, "nearly_best", second)
-    assert searched_anew("auto", 4).plan.layout == alone.layout
 
 
 def test_trials_hold_other_batches_some_of_them_drifted():

@@ -212,9 +212,3 @@ def on_a_device(structs) -> int:
     """Bytes that a device has of arrays, by their shardings."""
     leaves = jax.tree.leaves(structs)
     return sum(s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape)) for s in leaves)
-
-
-def test_frozen_parts_have_no_optimizer_state():
-    profile = with_optimizer(PROFILE, MODEL, make_optimizer(TrainConfig()), {"llm"})
-    plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
-    assert optimizer_bytes(plan, MeshShape(), profile) == 0

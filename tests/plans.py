@@ -127,6 +127,16 @@ NANO = Plan(
 )
 
 
+def profile_of(timings, n_layers, *, layer_bytes=1000, ends_bytes=1000, share=0.5, **fields):
+    """A made-up profile of these timings; modules are alike in what is not given."""
+    alike = {
+        "layer_param_bytes": layer_bytes, "ends_param_bytes": ends_bytes, "entry_share": share
+    }  # fmt: skip
+    given = {name: dict.fromkeys(n_layers, value) for name, value in alike.items()}
+    given |= {"key": "k", "device": "cpu", "concurrency": 1.0, "n_layers": dict(n_layers)}
+    return ModelProfile(timings=tuple(timings), **(given | fields))
+
+
 def nano_profile():
     """Made up, with times in proportion to size: good enough to plan with."""
     recompute = {"none": Recompute(), "dots": Recompute()}
@@ -141,19 +151,8 @@ def nano_profile():
             ("llm", 1, 256),
         )
     )
-    one = {"vision": 1000, "llm": 1000}
-    model = ModelProfile(
-        key="k",
-        device="cpu",
-        timings=timings,
-        layer_param_bytes=one,
-        ends_param_bytes=one,
-        n_layers={"vision": 2, "llm": 4},
-        entry_share={"vision": 0.5, "llm": 0.5},
-        concurrency=1.0,
-        edges=(EDGE,),
-        tied=("llm",),
-        piece_tokens={"vision": TILE_TOKENS},
-    )
+    layers = {"vision": 2, "llm": 4}
+    tiles = {"vision": TILE_TOKENS}
+    model = profile_of(timings, layers, edges=(EDGE,), tied=("llm",), piece_tokens=tiles)
     loads = tuple(load(t, 60 + 4 * t) for t in (0, 1, 2, 3, 4))
     return Profile(model, DataProfile("made up", 5, loads))

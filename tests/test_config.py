@@ -129,7 +129,6 @@ def test_booleans(text, value):
     "values, says",
     [
         ({"train.step": "3"}, "unknown override train.step; did you mean train.steps?"),
-        ({"data.paht": "x"}, "unknown override data.paht; did you mean data.path?"),
         ({"policy": "x"}, "unknown override policy"),
         ({"train": "x"}, "unknown override train"),
         ({"zzzzzz": "x"}, "unknown override zzzzzz; see --help for the names"),
@@ -142,11 +141,7 @@ def test_booleans(text, value):
         ),
         ({"data.blank_images": "maybe"}, "`data.blank_images`"),
         ({"model.dtype": "fp16"}, "model.dtype='float16' is not one of float32, bfloat16"),
-        ({"model.dtype": "float16"}, "model.dtype='float16' is not one of float32, bfloat16"),
-        ({"data.oversize": "cut"}, "data.oversize='cut' is not one of drop, truncate, error"),
         ({"plan.policy": "best"}, "plan.policy='best' is not one of auto, dflop, orch, "),
-        ({"train.learning_rate": "0"}, "train.learning_rate=0.0 must be a finite number above 0"),
-        ({"train.learning_rate": "nan"}, "train.learning_rate=nan must be a finite number above 0"),
         *(
             ({"train.profile_steps": text}, f"profile_steps={text!r}: write FIRST:LAST")
             for text in ("3", "a:b", "2:", ":2", "-1:2", "3:2", "1:2:3", "1.0:2")
@@ -155,33 +150,24 @@ def test_booleans(text, value):
         ({"train.learning_rates": "vision="}, "has 'vision='; write NAME=RATE"),
         ({"train.learning_rates": "=1e-5"}, "has '=1e-5'; write NAME=RATE"),
         ({"train.learning_rates": "llm=fast"}, "has 'llm=fast'; write NAME=RATE"),
-        ({"train.learning_rates": "llm=1=2"}, "has 'llm=1=2'; write NAME=RATE"),
         ({"train.learning_rates": "llm=0"}, "learning_rates llm=0.0 must be a finite number above"),
         ({"train.learning_rates": "llm=inf"}, "learning_rates llm=inf must be a finite number"),
         ({"train.learning_rates": "a=1,a=2"}, "gives 'a' twice; drop one of them"),
         ({"train.weight_decays": "llm"}, "has 'llm'; write NAME=NUMBER, such as vision=0"),
         ({"train.weight_decays": "llm=-1"}, "weight_decays llm=-1.0 must be a finite number, 0 or"),
         ({"train.optimizer": "sgd"}, "train.optimizer='sgd' is not one of adamw, lion"),
-        ({"train.stage": "both"}, "train.stage='both' is not one of full, connector, llm"),
-        (
-            {"train.schedule": "step"},
-            "train.schedule='step' is not one of constant, linear, ",
-        ),
         (
             {"train.moments_dtype": "bfloat16", "train.beta2": "0.999"},
             "train.moments_dtype=bfloat16 cannot follow train.beta2=0.999",
         ),
-        ({"plan.zero": "4"}, "plan.zero='4' is not one of auto, 1, 2, 3"),
         ({"train.remat": "true"}, "train.remat='true' is not one of auto, none, dots, named,"),
         ({"train.remat_layers": "true"}, "unknown override train.remat_layers; did you mean train"),
         ({"train.lora_ranks": "vision=0"}, "lora_ranks vision=0 must be a whole number above 0"),
         ({"train.lora_ranks": "vision=2.5"}, "lora_ranks vision=2.5 must be a whole number"),
         ({"train.lora_ranks": "vision"}, "has 'vision'; write PATTERN=RANK, such as vision=4"),
-        ({"train.lora_rank": "-1"}, "train.lora_rank=-1 must be a finite number, 0 or above"),
         ({"train.steps": "3", "train.epochs": "1"}, "say the same in two ways; give one of them"),
         ({"data.columns": "chat"}, "data.columns has 'chat'; write FIELD=COLUMN, such as"),
         ({"data.columns": "image=a,image=b"}, "data.columns gives 'image' twice; drop one"),
-        ({"train.lora_alpha": "0"}, "train.lora_alpha=0.0 must be a finite number above 0"),
     ],
 )
 def test_mistakes_are_one_line(values, says):

@@ -7,18 +7,6 @@ import pytest
 from dflop_jax.hardware import HARDWARE, chip_peak_flops, find_hardware
 
 
-def test_derived_figures_of_the_data_sheets():
-    """DGX boxes: 8 devices' sums as printed on their own sheets."""
-    a100, h100, b200 = (find_hardware(n) for n in ("a100-80", "h100", "b200"))
-    assert 8 * a100.memory_bytes == 640e9
-    assert 8 * 2 * a100.link_bandwidth == 4.8e12
-    assert 8 * 2 * h100.link_bandwidth == 7.2e12
-    assert 8 * b200.memory_bandwidth == 64e12
-    assert 8 * b200.bfloat16_flops * 4 * 2 == 144e15  # sparse FP4: twice and twice again
-    # FLOPs per byte at which products stop to be bound by memory.
-    assert h100.bfloat16_flops / h100.memory_bandwidth == pytest.approx(295, rel=0.01)
-
-
 def test_names_are_found_whatever_their_case_and_others_list_the_known():
     assert find_hardware(" H100 ") is HARDWARE["h100"]
     for wrong in ("v100", "", "a100"):

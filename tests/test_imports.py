@@ -139,7 +139,9 @@ def forbidden_imports(root: Path) -> list[str]:
 
 def circles(root: Path) -> list[list[str]]:
     """Modules of ours that import each other, also by way of others, also for their types only."""
-    sources = [f for top in TOP_MAY_IMPORT for f in sorted((root / top).rglob("*.py"))]
+    sources = [
+        f for top in (*TOP_MAY_IMPORT, "experiments") for f in sorted((root / top).rglob("*.py"))
+    ]
     files = {module_of(f, root).removesuffix(".__init__"): f for f in sources}
     imports = {m: {n for _, n in imported(f, root) if n in files} for m, f in files.items()}
     left = {m: names - {m} for m, names in imports.items()}

@@ -7,8 +7,6 @@ import pytest
 
 from dflop_jax.records import Load
 from experiments.paper import (
-    cases,
-    costs,
     dflop,
     report,
     results,
@@ -36,15 +34,7 @@ class Drawn:
 TINY = Case("tiny + nano", Nano(), Drawn(), 8, 32, systems.CLUSTER)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_profiles():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cases, "SEEN", 64)
-        patch.setattr(cases, "TUNING", 2)
-        patch.setattr(costs, "DEGREES", (1, 2))
-        patch.setattr(costs, "ITEMS", (1, 8))
-        patch.setattr(costs, "TOKENS", (512, 2048))
-        yield
+pytestmark = pytest.mark.usefixtures("small_profiles")
 
 
 @pytest.mark.slow

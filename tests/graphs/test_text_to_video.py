@@ -21,7 +21,6 @@ from dflop_jax.records import (
     DataProfile,
     LayerTiming,
     Layout,
-    ModelProfile,
     Plan,
     Profile,
     Recompute,
@@ -33,6 +32,7 @@ from dflop_jax.records import (
 from models import wan
 from tests.pipeline import plain
 from tests.pipeline.test_gradients import assert_norm, assert_trees_close, grads_of, trained
+from tests.plans import profile_of
 from tests.rows import group_of_rows
 
 MODEL = wan.build("nano+wan-nano")
@@ -247,20 +247,8 @@ def made_up_profile(path):
                     recompute={"none": Recompute()})
         for m, rows, tokens in sizes
     )  # fmt: skip
-    every = dict.fromkeys(MODEL.modules, 1000)
-    model = ModelProfile(
-        key="k",
-        device="cpu",
-        timings=timings,
-        layer_param_bytes=every,
-        ends_param_bytes=every,
-        n_layers={m: module.n_layers for m, module in MODEL.modules.items()},
-        entry_share=dict.fromkeys(MODEL.modules, 0.5),
-        concurrency=1.0,
-        edges=edges_of(MODEL),
-        tied=(),
-        piece_tokens={},
-    )
+    layers = {m: module.n_layers for m, module in MODEL.modules.items()}
+    model = profile_of(timings, layers, edges=edges_of(MODEL))
     return Profile(model, DataProfile("made up", 6, tuple(s.load for s in samples_of(path))))
 
 

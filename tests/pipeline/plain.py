@@ -104,16 +104,8 @@ def pack(model, plan: Plan, schedule: Schedule, samples, draws: str = "") -> lis
     out = []
     for g, group in enumerate(schedule.groups):
         if group.module == "vision":
-            pixels = np.zeros(
-                (
-                    group.microbatches,
-                    plan.layout.data_ranks("vision") * group.shape.rows,
-                    px,
-                    px,
-                    3,
-                ),
-                np.uint8,
-            )
+            rows = plan.layout.data_ranks("vision") * group.shape.rows
+            pixels = np.zeros((group.microbatches, rows, px, px, 3), np.uint8)
             drawn = {k: np.zeros(pixels.shape[:2], a.dtype)
                      for k, a in numbers(model, "vision", draws, 0, 1).items()}  # fmt: skip
             owner = [k for k, s in enumerate(samples) for _ in s.pixels]
@@ -225,9 +217,8 @@ def plain_loss_and_grads(model, params, samples, draws: str = ""):
             spec = model.modules["llm"].field_spec("visual", 1, visual.shape[0])
             features = jnp.zeros(spec.shape, spec.dtype)
             if len(pixels):
-                out = run_module(
-                    model.modules["vision"], params["vision"], {"pixels": pixels, **of_tiles}
-                )
+                tiles = {"pixels": pixels, **of_tiles}
+                out = run_module(model.modules["vision"], params["vision"], tiles)
                 flat = out.reshape(-1, out.shape[-1])
                 row = flat[jnp.maximum(visual, 0)]
                 features = jnp.where((visual >= 0)[:, None], row, jnp.zeros_like(row))[None]
@@ -325,9 +316,7 @@ def in_order(plan: Plan, s: SegmentPlan, stacked: np.ndarray) -> np.ndarray:
     return chunks.swapaxes(0, 1).reshape(stacked.shape)
 
 
-def join(
-    plan: Plan, trees: dict[str, dict], cuts: dict[str, dict] | None = None
-) -> dict[str, dict]:
+def join(plan: Plan, trees: dict[str, dict], cuts: dict[str, dict] | None = None):
     """Per-segment trees -> per-module trees of numpy arrays, layers concatenated; `cuts` say by
     segment how the arrays are cut, if some may be flat."""
     out = {}
@@ -341,11 +330,8 @@ def join(
                 if part not in ENDS and s.rounds > 1:
                     host = jax.tree.map(partial(in_order, plan, s), host)
                 if part not in ENDS and part in parts:
-                    parts[part] = jax.tree.map(
-                        lambda a, b: np.concatenate([a, b]), parts[part], host
-                    )
-                else:
-                    parts[part] = host
+                    host = jax.tree.map(lambda *two: np.concatenate(two), parts[part], host)
+                parts[part] = host
         out[module] = parts
     return out
 
@@ -368,7 +354,7 @@ def plan_of(
     of so many `rounds`."""
     submeshes, segments = [], []
     if vision is not None:
-        submeshes.append(_block("vision", *vision))
+        submeshes.append(SubmeshPlan("vision", *vision))
         n = model.modules["vision"].n_layers
         segments.append(SegmentPlan("vision", "vision", 0, n, "vision", True, True))
     n, k = model.modules["llm"].n_layers, llm_segments
@@ -376,7 +362,7 @@ def plan_of(
     size = shape[0] * shape[1] * shape[2]
     for i in range(k):
         name = "llm" if k == 1 else f"llm{i}"
-        submeshes.append(_block(name, first + i * size, *shape))
+        submeshes.append(SubmeshPlan(name, first + i * size, *shape))
         segments.append(
             SegmentPlan(name, "llm", n * i // k, n * (i + 1) // k, name, i == 0, i == k - 1)
         )
@@ -399,10 +385,6 @@ def plan_of(
         ),
         Scheduling(order=order),
     )
-
-
-def _block(name: str, first: int, stage: int, data: int, model: int) -> SubmeshPlan:
-    return SubmeshPlan(name, first, stage=stage, data=data, model=model)
 
 
 def with_zero(plan: Plan, **degrees: int | tuple[int, int]) -> Plan:

@@ -190,15 +190,6 @@ def test_each_part_steps_at_its_own_rate():
             jax.tree_util.tree_leaves_with_path(want[n]), jax.tree.leaves(got[n]), strict=True
         ):
             np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6, err_msg=str(path))
-    # Steps of the first update are of the size of the rate.
-    before = start(updates["vision"])[0]
-    moved = {
-        part: np.abs(
-            np.asarray(jax.tree.leaves(got["vision"][part])[0]) - jax.tree.leaves(before[part])[0]
-        ).mean()
-        for part in ("layers", "exit")
-    }
-    assert moved["exit"] > 2 * moved["layers"] > 0
 
 
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|reduce-scatter|all-gather|all-to-all)(-start)?\(")

@@ -50,6 +50,7 @@ from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit
+from tests.plans import profile_of
 
 LINKS = dataclasses.replace(
     find_hardware("cpu"), link_bandwidth=4e6, network_bandwidth=1e6, devices_per_node=4
@@ -124,21 +125,11 @@ def model_profile(vision=1.0, llm=1.0, *, degrees=(1, 2), concurrency=8.0, graph
                     recompute=recompute(f, f, temp, 0.25),
                 )
             )  # fmt: skip
-    return ModelProfile(
-        key="k",
-        device="cpu",
-        timings=tuple(timings),
-        layer_param_bytes=dict.fromkeys(layers, 10_000),
-        ends_param_bytes=dict.fromkeys(layers, 5_000),
-        n_layers=layers,
-        entry_share=dict.fromkeys(layers, 0.3),
-        piece_tokens={"vision": TILE} if "vision" in layers else {},
-        concurrency=concurrency,
-        task_overhead_s=1e-4,
-        edges=edges,
-        tied=tied,
-        priced_by="a formula",
-    )
+    return profile_of(
+        timings, layers, layer_bytes=10_000, ends_bytes=5_000, share=0.3,
+        piece_tokens={"vision": TILE} if "vision" in layers else {}, concurrency=concurrency,
+        task_overhead_s=1e-4, edges=edges, tied=tied, priced_by="a formula",
+    )  # fmt: skip
 
 
 @functools.cache

@@ -18,8 +18,9 @@ from dflop_jax.plan.limits import (
 )
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.spec import SearchSpec
-from dflop_jax.records import LayerTiming, Load, ModelProfile, Shape
+from dflop_jax.records import LayerTiming, Load, Shape
 from tests.plan.cases import BATCH, CONFIG, data_profile, model_profile
+from tests.plans import profile_of
 
 A100 = find_hardware("a100-80").plannable_bytes  # 69.9e9
 # Parameters of LLMs, layers, width: of Qwen2.5.
@@ -33,17 +34,11 @@ def published(name):
         LayerTiming(m, 1, Shape(1, 1024), 1e-3, 2e-3, 1e-3, 2e-3, 1024 * 2.0 * w)
         for m, w in (("vision", 1152), ("llm", width))
     ]
-    return ModelProfile(
-        key="k",
-        device="a100-80",
-        timings=tuple(timings),
-        layer_param_bytes={"vision": int(4 * 0.4e9 / 27), "llm": int(4 * parameters / layers)},
-        ends_param_bytes={"vision": 0, "llm": 0},
-        n_layers={"vision": 27, "llm": layers},
-        entry_share={"vision": 0.5, "llm": 0.5},
-        concurrency=8.0,
+    layer_bytes = {"vision": int(4 * 0.4e9 / 27), "llm": int(4 * parameters / layers)}
+    return profile_of(
+        timings, {"vision": 27, "llm": layers}, layer_param_bytes=layer_bytes, ends_bytes=0,
         halved=("vision", "llm"),
-    )
+    )  # fmt: skip
 
 
 def job(name, devices, batch, config=None, memory=A100, node=8):
@@ -112,11 +107,8 @@ def test_a_search_says_how_far_it_went():
     assert own.limits == Limits(2, 4, 16)
     assert own == search_plan(profile, data, config=given, **small)
     said = explained(own.limits, dataclasses.replace(asked, max_stage=4))
-    assert said == (
-        "looked up to plan.max_model 2 (by the job), plan.max_stage 4 (given), "
-        "plan.max_microbatches 16 (by the job); 33% of the steps that plans are judged by "
-        "hold other shares of media than the data's (plan.drift)"
-    )
+    for one in ("max_model 2 (by the job)", "max_stage 4 (given)", "33%"):
+        assert one in said
 
 
 def test_nothing_fits_names_the_limits():

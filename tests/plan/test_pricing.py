@@ -18,7 +18,6 @@ from dflop_jax.records import (
     Edge,
     LayerTiming,
     Layout,
-    ModelProfile,
     Plan,
     ProgramId,
     SegmentPlan,
@@ -27,6 +26,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
+from tests.plans import profile_of
 
 HARDWARE = dataclasses.replace(find_hardware("a100-80"), devices_per_node=4)
 PARAMS = {"a": 25_000, "b": 45_000}  # of all layers and both ends
@@ -50,20 +50,11 @@ def profile(tied=(), pair_s=0.0):
         else t
         for t in timings
     ]
-    return ModelProfile(
-        key="k",
-        device="cpu",
-        timings=tuple(timings),
-        layer_param_bytes=dict.fromkeys(PARAMS, 10_000),
-        ends_param_bytes=dict.fromkeys(PARAMS, 5_000),
-        n_layers=LAYERS,
-        entry_share=dict.fromkeys(PARAMS, 0.3),
-        concurrency=8.0,
-        task_overhead_s=1e-4,
-        edges=(Edge("a", "b", "f"),),
-        tied=tuple(tied),
+    return profile_of(
+        timings, LAYERS, layer_bytes=10_000, ends_bytes=5_000, share=0.3, concurrency=8.0,
+        task_overhead_s=1e-4, edges=(Edge("a", "b", "f"),), tied=tuple(tied),
         piece_tokens={"a": 16},
-    )
+    )  # fmt: skip
 
 
 def linked(tied=()):

@@ -125,23 +125,6 @@ def test_memory_is_saved_where_it_is_needed_and_only_there():
     assert forced.candidates[0].makespan_s > free.candidates[0].makespan_s
 
 
-def test_parameters_are_shared_where_they_do_not_fit():
-    """State that outweighs all else: with links, and where they take no time."""
-    heavy = dataclasses.replace(
-        model_profile(degrees=(1,)), layer_param_bytes={"vision": 10**4, "llm": 10**7}
-    )
-    for hardware in (None, LINKS):
-        options = {"profile": on(hardware, heavy), "allowed": lambda m: m.stage == 1}
-        free = run("orch", 4, **options)
-        shared = run("orch", 4, zero=3, shown=100, **options)
-        limit = 1.05 * min(c.peak_bytes for c in shared.candidates)
-        tight = run("orch", 4, memory_bytes=limit, **options)
-        assert all(s.zero > 1 for s in tight.plan.layout.segments if s.module == "llm")
-        assert tight.candidates[0].makespan_s >= free.candidates[0].makespan_s * (1 - 1e-9)
-        with pytest.raises(ValueError, match="no pl"):
-            run("orch", 4, zero=1, memory_bytes=limit, **options)
-
-
 def test_nodes_share_among_themselves_where_memory_holds_it():
     """Two nodes of 2 and a slow network between them, heavy parameters that all are shared."""
     heavy = dataclasses.replace(
@@ -270,14 +253,6 @@ def test_buckets_hold_every_sample_and_are_as_many_as_allowed():
                 and b.shape("llm").tokens >= load.tokens("llm")
                 for b in plan.layout.buckets
             )
-
-
-def test_a_heavier_encoder_gets_more_devices():
-    def devices(weight):
-        plan = run(n_devices=4, profile=model_profile(vision=weight)).plan
-        return plan.layout.submesh("vision").n_devices
-
-    assert devices(0.01) < devices(30.0) == 3
 
 
 def test_what_the_host_does_for_a_task_makes_groups_fewer():

@@ -21,7 +21,6 @@ from dflop_jax.records import (
     Layout,
     Link,
     MeshShape,
-    ModelProfile,
     Plan,
     Recompute,
     SegmentPlan,
@@ -30,6 +29,7 @@ from dflop_jax.records import (
     with_remat,
 )
 from dflop_jax.sim.memory import peak_bytes
+from tests.plans import profile_of
 
 PATCHES = 16
 SHAPES = [Shape(i, t) for i, t in ((1, 32), (1, 128), (4, 32), (1, 512))]
@@ -63,7 +63,6 @@ def timings(module, shapes, model=1, c=LAYER):
 
 
 def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
-    both = ("vision", "llm")
     if rows is None:
         rows = [
             t
@@ -71,18 +70,10 @@ def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
             for tp in (1, 2)
             for t in timings(m, shapes, tp)
         ]
-    return ModelProfile(
-        key="k",
-        device="cpu",
-        timings=tuple(rows),
-        layer_param_bytes=dict.fromkeys(both, 1000),
-        ends_param_bytes=dict.fromkeys(both, 600),
-        n_layers=dict.fromkeys(both, 4),
-        entry_share=dict.fromkeys(both, entry_share),
-        concurrency=concurrency,
-        task_overhead_s=overhead,
-        piece_tokens={"vision": PATCHES},
-    )
+    return profile_of(
+        rows, dict.fromkeys(("vision", "llm"), 4), ends_bytes=600, share=entry_share,
+        concurrency=concurrency, task_overhead_s=overhead, piece_tokens={"vision": PATCHES},
+    )  # fmt: skip
 
 
 def predict(model, module, degree, shape, kind):
@@ -133,19 +124,6 @@ def test_a_noisy_split_does_not_spoil_whole_programs():
             got = sum(n * predict(model, "llm", 1, shape, f"{part}_forward")
                       for part, n in (("layer", 3), ("ends", 1)))  # fmt: skip
             assert got == pytest.approx(5 * cost(LAYER, shape), rel=0.2)
-
-
-def test_small_shapes_count_as_much_as_large_ones():
-    rng = np.random.default_rng(0)
-    shapes = [Shape(i, t) for i in (1, 2, 4) for t in (32, 64, 128, 512)]
-    rows = []
-    for shape in shapes:
-        f = cost(LAYER, shape) * rng.uniform(0.97, 1.03)
-        rows.append(LayerTiming("llm", 1, shape, f, f, f, f))
-    model = CostModel(profile(rows))
-    for row in rows:
-        got = predict(model, "llm", 1, row.shape, "layer_forward")
-        assert got == pytest.approx(cost(LAYER, row.shape), rel=0.06)
 
 
 def test_predictions_never_fall_with_size_however_noisy():
@@ -407,18 +385,6 @@ def test_peak_bytes_by_hand(remat, zero, half):
     )
     peak = peak_bytes(plan.layout, CostModel(model), {"vision": 2, "l0": 1})
     assert peak == pytest.approx({"vision": vision, "l0": text}, rel=1e-6)  # fits keep 24 bits
-
-
-def test_what_runs_no_backward_keeps_its_inputs_only():
-    edges = (Edge("vision", "llm", "v"),)
-    plan, model = plan_of(edges=edges), CostModel(dataclasses.replace(profile(), edges=edges))
-    s = plan.layout.segment("vision")
-    trained, frozen = (
-        model.segment_bytes(s, MeshShape(), 1, 3, PATCHES, backward=b) for b in (True, False)
-    )
-    one = cost(LAYER, Shape(3, PATCHES))
-    assert frozen.kept == pytest.approx(100 * one)
-    assert trained.kept == pytest.approx((100 + 4 * 80 + 40) * one)
 
 
 def test_frozen_segments_hold_their_parameters_only():

@@ -81,15 +81,6 @@ def test_each_kind_of_kernel_by_hand():
     assert seconds(twice) == pytest.approx(2 * seconds(Kernel(ELEMENTWISE, 0, 1e9)))
 
 
-def test_few_rows_are_bound_by_the_parameters_they_read():
-    e = Efficiency()
-    n = 8192
-    got = seconds(product(n, rows=1))
-    assert got == pytest.approx(2 * (n * n + 2 * n) / (2039e9 * e.bandwidth) + e.launch_s)
-    per_row = [seconds(product(n, rows=r)) / r for r in (1, 16, 256, 4096)]
-    assert per_row == sorted(per_row, reverse=True)
-
-
 @pytest.fixture(scope="module")
 def profile():
     return roofline_profile(NANO, A100, SHAPES, (1, 2, 4), n_devices=4)

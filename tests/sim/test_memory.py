@@ -12,7 +12,6 @@ from dflop_jax.records import (
     SEND,
     Event,
     LayerTiming,
-    ModelProfile,
     Trace,
 )
 from dflop_jax.sim.fastest_order import with_order
@@ -27,6 +26,7 @@ from dflop_jax.sim.memory import (
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit, links
 from dflop_jax.tasks.order import most_in_flight
+from tests.plans import profile_of
 from tests.sim.cases import (
     ONE,
     SHAPES,
@@ -197,9 +197,7 @@ def made_up(plan, **fields):
         for s in SHAPES
     )
     layers = {m: plan.layout.segments_of(m)[-1].stop for m in plan.layout.modules}
-    both = dict.fromkeys(plan.layout.modules, 1000)
-    share = dict.fromkeys(plan.layout.modules, 0.5)
-    return ModelProfile("k", "cpu", timings, both, both, layers, share, 8.0, **fields)
+    return profile_of(timings, layers, concurrency=8.0, **fields)
 
 
 def test_the_table_of_a_profile_matches_its_peak():

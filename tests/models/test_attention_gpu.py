@@ -14,8 +14,8 @@ from jax.sharding import (
 from jax.sharding import PartitionSpec as P
 from model_fields import fields, full_params, outputs
 from test_attention import mask_of, pictures_in
-from test_model_sharding import _shardings, make_sharded
 
+from dflop_jax.contract import MODEL_SHARDED
 from models import attention_gpu
 from models.attention import attention, reach_of
 from models.attention_choice import known_kernel
@@ -112,6 +112,10 @@ def test_the_kernels_lower_for_a_gpu(dtype, head_dim, segments):
         assert lower(run, q, k, v, ids) == {"forward": 1, "kv_gradient": 1, "q_gradient": 1}
 
 
+def varying(tree, *axes):
+    return jax.tree.map(lambda a: jax.lax.pcast(a, axes, to="varying"), tree)
+
+
 @triton
 @pytest.mark.parametrize("name", ["decoder", "vision"])
 def test_they_lower_inside_the_pipeline(name):
@@ -123,11 +127,28 @@ def test_they_lower_inside_the_pipeline(name):
         "vision": VisionModule(VISION["nano"], 8, BF16, "pallas"),
     }[name].on_chip("sm_80")
 
-    def placed(a, sharding):
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    def total(layers, x, batch):
+        step = jax.checkpoint(lambda x, p: (module.layer(p, x, batch), None))
+        return jnp.sum(jax.lax.scan(step, x, layers)[0].astype(F32))
 
-    params = jax.tree.map(placed, full_params(module), _shardings(module, mesh))
-    batch = fields(module, 4, 100)
-    batch = jax.tree.map(lambda a: placed(a, NamedSharding(mesh, P("data"))), batch)
-    count = lower(make_sharded(module, mesh), params, batch)
-    assert count == {"forward": 2, "kv_gradient": 1, "q_gradient": 1}  # a layer is recomputed
+    def gradients(layers, entry, batch):
+        batch = varying(batch, "stage")
+        x = module.entry(varying(entry, "stage", "data"), batch)
+        grads = jax.grad(total)(varying(layers, "data"), x, batch)
+        return jax.tree.map(lambda g: g[None], grads)
+
+    def placed(a, names, lead=()):
+        split = ("model" if name in MODEL_SHARDED else None for name in names)
+        return jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=NamedSharding(mesh, P(*lead, *split))
+        )
+
+    params, batch = full_params(module), fields(module, 4, 100)
+    layers = jax.tree.map(lambda a, n: placed(a, n, ("stage",)), params["layers"],
+                          module.logical_axes("layers"))  # fmt: skip
+    entry = jax.tree.map(placed, params["entry"], module.logical_axes("entry"))
+    batch = jax.tree.map(lambda a: placed(a, (), ("data",)), batch)
+    specs = {"in_specs": (P("stage"), P(), P("data")), "out_specs": P("data", "stage")}
+    run = jax.shard_map(gradients, mesh=mesh, axis_names={"stage", "data"}, **specs)
+    # A layer is computed again.
+    assert lower(run, layers, entry, batch) == {"forward": 2, "kv_gradient": 1, "q_gradient": 1}

@@ -73,15 +73,6 @@ def test_the_share_is_the_rate_and_nothing_repeats():
         assert agree == pytest.approx(0.75**2 + 0.25**2, abs=0.02)
 
 
-def test_a_token_is_the_same_wherever_it_stands():
-    seeds = np.array([[11, 12, 13, 14]])
-    x = np.random.default_rng(1).normal(size=(1, 4, 8)).astype(np.float32)
-    got = np.asarray(drawn(seeds).seen(jnp.asarray(x), "up"))
-    order = [2, 0, 3, 1]
-    again = drawn(seeds[:, order]).seen(jnp.asarray(x[:, order]), "up")
-    np.testing.assert_array_equal(got[:, order], again)
-
-
 def test_joined_tokens_and_pieces_have_numbers():
     x = jnp.ones((2, 3, 32))
     joined = drawn([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14]]).seen(x, "up")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.embedding import embed, run_sums
+from models.embedding import embed
 from models.llava import build
 
 VOCAB, WIDTH = 11, 4
@@ -35,15 +35,6 @@ def test_bfloat16_gradients_are_summed_in_float32():
     got = jax.vjp(lambda t: embed(t, tokens).astype(jnp.bfloat16), jnp.ones((VOCAB, WIDTH)))[1](dx)
     np.testing.assert_array_equal(got[0][0], 513.0)  # bfloat16 ends at 256
     assert not np.any(got[0][1:])
-
-
-def test_runs_of_any_length_are_summed_at_their_first():
-    keys = np.repeat(np.arange(6), [1, 8, 9, 63, 65, 200])
-    rows = np.random.default_rng(0).integers(0, 9, (len(keys), 2)).astype(np.float32)
-    got = np.asarray(run_sums(jnp.asarray(keys), jnp.asarray(rows)))
-    for key in range(6):
-        mine = keys == key
-        np.testing.assert_array_equal(got[mine.argmax()], rows[mine].sum(axis=0))
 
 
 def test_no_scatter_adds_in_an_order_of_its_own():

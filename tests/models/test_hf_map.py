@@ -2,15 +2,12 @@
 
 import dataclasses
 import json
-import math
 from itertools import groupby
 
 import jax
-import numpy as np
 import pytest
 
 from models import hf, hf_sizes, internvl, llava, qwen2_audio, qwen3_vl
-from models.hf_tensors import conv, linear, patch, same, vector
 
 MODELS = {
     **dict.fromkeys(("llava-ov-0.5b", "llava-ov-7b", "llava-ov-llama3-8b"), llava.build),
@@ -69,25 +66,6 @@ def test_parts_alone():
     check_bijection(hf.tower(vision).tensors, leaves(vision, "vision", ("entry", "layers")))
     vision = internvl.build("internvl-2.5-38b").modules["vision"]
     check_bijection(hf.tower(vision).tensors, leaves(vision, "vision", ("entry", "layers")))
-
-
-@pytest.mark.parametrize(
-    "layout, by_hand",
-    [
-        (linear((5, 2, 3)), lambda a, i: a[i[1] * 3 + i[2], i[0]]),
-        (linear((2, 3, 5), n_in=2), lambda a, i: a[i[2], i[0] * 3 + i[1]]),
-        (vector((2, 3)), lambda a, i: a[i[0] * 3 + i[1]]),
-        (same((4, 5)), lambda a, i: a[i]),
-        (same((4,), leading=2), lambda a, i: a[0, 0, i[0]]),
-        (patch((2 * 2 * 3, 5), 2), lambda a, i: a[i[1], i[0] % 3, i[0] // 6, i[0] // 3 % 2]),
-        (conv((3, 4, 5)), lambda a, i: a[i[2], i[1], i[0]]),
-    ],
-)
-def test_layouts_by_hand(layout, by_hand):
-    file = np.arange(math.prod(layout.file_shape)).reshape(layout.file_shape)
-    found = file.reshape(layout.split).transpose(layout.order).reshape(layout.shape)
-    for index in np.ndindex(*layout.shape):
-        assert found[index] == by_hand(file, index)
 
 
 @pytest.mark.parametrize(

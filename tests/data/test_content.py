@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.contract import attention_flops_of, content_flops_of, content_of
+from dflop_jax.contract import content_flops_of, content_of
 from dflop_jax.data.content import counter_of
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.one_kind import kinds_apart
@@ -104,12 +104,3 @@ def test_kernels_that_skip_the_rest_are_priced_by_what_is_seen():
         for kind, apart in kinds_apart(module).items():
             want = module.attention_flops[kind] if kernel == "pallas" else {}
             assert content_flops_of(apart) == want
-
-
-def test_flops_of_text_alone():
-    """What `attention_flops_of` tells of a kind, at lengths around its window."""
-    apart = kinds_apart(MODELS["gemma3"].modules["llm"])[SLIDING]
-    a_pair = attention_flops_of(apart)(1)
-    for n in (0, 1, 7, 8, 9, 50):
-        seen = sum(min(i + 1, 8) for i in range(n))
-        assert attention_flops_of(apart)(n) == seen * a_pair

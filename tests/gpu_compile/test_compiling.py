@@ -16,10 +16,10 @@ from dflop_jax import children
 from dflop_jax.cli import main
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.gpu_compile import compiling, toolchain
-from dflop_jax.gpu_compile.child import CompileJob, CompileRequest, Line, compiled, one_line
+from dflop_jax.gpu_compile.child import CompileJob, compiled, one_line
 from dflop_jax.gpu_compile.chips import CHIPS, find_chip, target_config
 from dflop_jax.gpu_compile.compiling import compile_plan, compile_plans
-from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
+from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
 from dflop_jax.hardware import find_hardware
 from dflop_jax.record_files import load, save
 from dflop_jax.records import SubmeshPlan
@@ -220,15 +220,6 @@ def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
     monkeypatch.setattr(children, "program", running("import sys; sys.exit('no disk left')"))
     with pytest.raises(RuntimeError, match=r"exit code 1.*no disk left"):
         compile_plan(CompileJob(config(), NANO))
-
-
-def test_what_it_reads_and_writes_survives_the_way():
-    import msgspec
-
-    request = CompileRequest((CompileJob(config(), NANO),), 3)
-    assert msgspec.json.decode(msgspec.json.encode(request), type=CompileRequest) == request
-    line = Line(0, states=(SegmentState("s", "m", 0, 1, 2, 3, 4, "none"),), done=HEAD)
-    assert msgspec.json.decode(msgspec.json.encode(line), type=Line) == line
 
 
 def test_a_model_too_large_names_the_program_and_by_how_much(experiment, capsys, monkeypatch):

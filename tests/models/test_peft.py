@@ -2,34 +2,35 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import (
-    features,
-    parameters,
-    placed,
-    randomise,
-    text_batch,
-    torch,
-    transformers,
-)
+from hf_reference import torch, transformers
 
-from dflop_jax.contract import with_adapter
-from dflop_jax.weights import AdapterForm, write_adapter
-from models import internvl, llava, qwen2_audio, qwen3_vl
-from models.composed import Published
-from models.processors import MEAN, STD
-from models.sizes import DecoderSize, ModelSize, VisionSize
-from tests.pipeline.plain import run_module
+from dflop_jax.contract import chip_of, folded, n_rows, stacked_parts
+from dflop_jax.generate.row import row_of
+from dflop_jax.verify import compare, reference
+from dflop_jax.verify.results import LOGIT_TOLERANCE, SHARE_OF_ROUNDING
+from dflop_jax.verify.samples import mixed_samples
+from dflop_jax.weights import (
+    AdapterForm,
+    Folder,
+    ModuleParams,
+    read_config,
+    write_adapter,
+    write_folder,
+)
+from models import gemma4, internvl, llava, qwen2_audio, qwen3_5, qwen3_vl
 from tests.train.lora_cases import with_adapters
+from tests.verify import gemma_folders, qwen3_5_folders
+from tests.verify.test_verify import random_params
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     peft = pytest.importorskip("peft")
 
-ALPHA = 12.0
-LOGITS = 1e-5
+ALPHA, RANK = 12.0, 2
 
 
 def loaded(map_, *, meta=False):
@@ -40,57 +41,92 @@ def loaded(map_, *, meta=False):
         return getattr(transformers, map_.config["architectures"][0])(config)
 
 
+def base_of(folder, model):
+    """The parameters of a folder, as one device holds them."""
+    opened, device = Folder(folder, model.weights), jax.devices()[0]
+    return {m: compare._read(opened, m, module, device) for m, module in model.modules.items()}
+
+
+def with_random_adapters(model, params, seed):
+    """Adapters of the sizes that the modules say, that act."""
+    rng = np.random.default_rng(seed)
+
+    def drawn(a):
+        return (0.1 * rng.normal(size=a.shape) / np.sqrt(len(a))).astype(np.float32)
+
+    out = {m: dict(tree) for m, tree in params.items()}
+    for m, module in model.modules.items():
+        for part in getattr(module, "adapters", {}):
+            one = jax.eval_shape(lambda key, p=part, it=module: it.init(p, key), jax.random.key(0))
+            rows = n_rows(module, part) if part in stacked_parts(module) else 0
+            lead = (rows,) if rows else ()
+            full = jax.tree.map(lambda a, lead=lead: np.empty((*lead, *a.shape), bool), one)
+            out[m][part] = jax.tree.map(drawn, full)
+    return out
+
+
+def logits_of(model, params, row):
+    run = jax.jit(compare._loss, static_argnums=(0, 1))
+    _, logits = run(model, chip_of(jax.devices()[0]), params, row.fields, row.media, row.places)
+    return np.asarray(logits[0, : int(row.lengths[0])])
+
+
+# Of layers, a convolution, a connector; ranks by pattern.
+TARGETS = ("llm", "vision", "connector.out")
+RANKS = (("vision", 3), ("vision.up", 5), ("llm.down", 1), ("connector", 4))
+ONE_RANK = {"ranks": (("llm.key", 3),)}
+
+
+def internvl_folder(path):
+    model = internvl.build("internvl-nano")
+    held = [ModuleParams(name, tree) for name, tree in random_params(model, 3).items()]
+    write_folder(path, model.weights, held)
+    return path
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_logits_with_ranks_by_pattern_and_targets_in_the_tower(tmp_path):
-    """Of layers, a convolution, a connector; two ranks of the LLM's."""
-    decoder = DecoderSize(24, 2, 4, 2, 40, 50, rope_theta=1e4, qkv_bias=True, tied=False)
-    tower = VisionSize(16, 4, 16, 2, 2, 24, merge=2, post_norm=False, form="internvit")
-    plain = Published(ModelSize(decoder, tower, layout="dynamic"), jnp.dtype("float32"))
-    ranks = (("vision", 2), ("vision.up", 5), ("llm.down", 1), ("connector", 4))
-    model = plain.with_lora(3, ALPHA, targets=("llm", "vision", "connector.out"), ranks=ranks)
-    map_ = model.weights
-    theirs = randomise(loaded(map_), 3)
-    theirs.config.image_token_id = 0
-    params = with_adapters(model, parameters(map_, theirs), 4)
-    write_adapter(tmp_path / "adapter", map_, params, AdapterForm(3, ALPHA))
+@pytest.mark.parametrize(
+    "kind, write, build, how",
+    [
+        ("internvl", internvl_folder, internvl.build, {"targets": TARGETS, "ranks": RANKS}),
+        ("qwen3_5_text", qwen3_5_folders.qwen3_5_text, qwen3_5.build_text, ONE_RANK),
+        ("gemma4_text", gemma_folders.gemma4_text, gemma4.build_text, ONE_RANK),
+    ],
+)
+def test_peft_reads_the_adapters_of_every_kind(kind, write, build, how, tmp_path):
+    """Of layers, a convolution and a connector, with ranks by pattern; of matrices that are rows of
+    one tensor, and of keys that are values, too."""
+    folder = write(tmp_path / "base")
+    plain = build(str(folder))
+    model = plain.with_lora(RANK, ALPHA, **how)
+    params = with_random_adapters(model, base_of(folder, plain), 4)
+    write_adapter(tmp_path / "adapter", model.weights, params, AdapterForm(RANK, ALPHA))
 
-    rng = np.random.default_rng(5)
-    n = tower.tokens_per_tile
-    tokens = np.array([[3, *[0] * n, 7, 9, 2], [4, 5, *[0] * n, 8, 1]])
-    pixels = rng.integers(0, 256, (2, 16, 16, 3), dtype=np.uint8)
-    normed = ((pixels / 255 - MEAN) / STD).astype(np.float32).transpose(0, 3, 1, 2)
-    given = {"input_ids": torch.from_numpy(tokens), "pixel_values": torch.from_numpy(normed)}
-    with torch.no_grad():
-        before = theirs(**given).logits.numpy()
-        adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
-        want = adapted.eval()(**given).logits.numpy()
+    samples = mixed_samples(plain)
+    row = row_of([s.sample for s in samples], plain, compare.TOKEN_MULTIPLE)
+    got = logits_of(model, params, row)
+    loaded = reference._loaded
 
-    mask = tokens == 0
-    vision, llm = (model.modules[name] for name in ("vision", "llm"))
-    seen = run_module(vision, params["vision"], {"pixels": jnp.asarray(pixels)})
-    got = logits_of(llm, params["llm"], text_batch(tokens, placed(seen, mask), mask))
-    assert np.abs(got - want).max() <= LOGITS
-    assert np.abs(before - want).max() > 0.1  # they matter
-    # Folded in, they say the same.
-    folded = {name: model.modules[name].merged(params[name]) for name in params}
-    seen = features(plain.modules["vision"], folded["vision"], {"pixels": jnp.asarray(pixels)})
-    again = logits_of(llm, folded["llm"], text_batch(tokens, placed(seen, mask), mask))
-    assert np.abs(again - want).max() <= LOGITS
-    kept = {m.r["default"] for m in adapted.modules() if isinstance(m, peft.tuners.lora.LoraLayer)}
-    assert kept == {1, 2, 3, 4, 5}
+    def adapted(*args):
+        model = peft.PeftModel.from_pretrained(loaded(*args), tmp_path / "adapter")
+        return model.requires_grad_(True).base_model.model
 
-
-def logits_of(module, params, batch):
-    class Head:
-        n_layers, tied = module.n_layers, False
-        entry, layer = module.entry, module.layer
-
-        @staticmethod
-        def exit(exit_params, x, batch, entry):
-            return module.logits(exit_params, x, entry)
-
-    return np.asarray(run_module(Head, params, batch))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_loaded", adapted)
+        name = read_config(folder)["architectures"][0]
+        single = reference.run(folder, kind, name, samples)
+        want = reference.run(folder, kind, name, samples, double=True)
+    rounding, _ = compare.logit_errors(np.concatenate(single.logits), want)
+    tolerance = max(LOGIT_TOLERANCE, SHARE_OF_ROUNDING * rounding)
+    assert tolerance < 1e-4
+    error, _ = compare.logit_errors(got, want)
+    assert error <= tolerance
+    before = logits_of(plain, base_of(folder, plain), row)
+    assert np.abs(before - got).max() > 0.003  # they matter
+    merged = {m: folded(module, params[m]) for m, module in model.modules.items()}
+    error, _ = compare.logit_errors(logits_of(plain, merged, row), want)
+    assert error <= tolerance
 
 
 @pytest.mark.parametrize(
@@ -142,11 +178,3 @@ def test_what_cannot_be_written(tmp_path):
     with pytest.raises(ValueError, match=r"unknown type of weights 'int4'"):
         write_adapter(tmp_path / "a", model.weights, odd, AdapterForm(2, 1.0, dtype="int4"))
     assert not list(tmp_path.iterdir())
-
-
-def test_a_part_with_an_adapter_gets_it_among_its_parameters():
-    assert with_adapter("exit", {"exit": {"x": 1}, "exit_adapter": {"y": 2}}) == {
-        "x": 1,
-        "adapter": {"y": 2},
-    }
-    assert with_adapter("tap", {}) is None

@@ -66,16 +66,6 @@ def test_a_clip_says_the_same_alone_and_among_others():
     assert not np.array_equal(moved[n:], packed[n:])
 
 
-@pytest.mark.parametrize("field", ["text", "time", "latents", "positions"])
-def test_a_clip_hears_each_of_its_fields(field):
-    params = full_params(GENERATOR)
-    one = piece(5, (2, 2, 3), 0)
-    clip = one["role"] == wan_layers.CLIP
-    plain = np.asarray(said(params, row([one], 64)))[: len(clip)][clip]
-    turned = {**one, field: np.roll(one[field], 1, axis=0) * 3}
-    assert not np.allclose(plain, np.asarray(said(params, row([turned], 64)))[: len(clip)][clip])
-
-
 def test_only_patches_ask_and_only_their_own_weights_count():
     params = full_params(GENERATOR)
     batch = row([piece(5, (2, 2, 3), 0), piece(3, (1, 4, 2), 1)], 64)

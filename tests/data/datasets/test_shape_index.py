@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -237,20 +236,16 @@ def test_nothing_is_decoded(dataset, monkeypatch):
     assert len(index_of(open_reader(dataset)).table) == 12
 
 
-def test_unusable_records_are_counted_and_named(tmp_path, caplog):
+def test_too_many_unusable_records_end_the_run(tmp_path, caplog):
     file = made_dataset(tmp_path)
     records = json.loads(file.read_text())
     records[1]["image"] = "none.png"
     records[4]["conversations"] = []
     file.write_text(json.dumps(records))
-    with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        found = index_of(open_reader(file))
-    assert found.listed == 12
-    assert [r[0] for r in rows(found.table)] == [0, 2, 3, *range(5, 12)]
-    assert "dataset.json[1] id=r1: missing file" in found.bad[0]
-    assert "dataset.json[4] id=r4: no conversations" in caplog.text
+    found = index_of(open_reader(file))
+    assert (found.listed, len(found.bad), len(found.table)) == (12, 2, 10)
     check_usable(found, "a", 0.2)
-    with pytest.raises(ValueError, match=r"2 of 12 .*missing file.*max_bad_fraction=0\.1"):
+    with pytest.raises(ValueError, match=r"2 of 12 .*r1: missing file.*max_bad_fraction=0\.1"):
         check_usable(found, "a", 0.1)
     with pytest.raises(ValueError, match="0 of 0"):
         check_usable(Indexed("", table_of([], []), 0, ()), "a", 1.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.data.media.audio import count_samples, read_sound
-from dflop_jax.data.media.mel import MelSpec, encoder_tokens, log_mel, mel_filters, sound_counts
+from dflop_jax.data.media.mel import MelSpec, encoder_tokens, log_mel, sound_counts
 from tests.data.media_cases import shared_files
 
 SPEC = MelSpec()
@@ -59,10 +59,6 @@ def test_made_sounds_are_the_extractor_s(extractor, n):
     check(extractor, tone(n))
 
 
-def test_silence(extractor):
-    check(extractor, np.zeros(5000, np.float32))
-
-
 def test_tokens_are_those_of_the_model_and_the_processor(extractor):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -78,10 +74,6 @@ def test_tokens_are_those_of_the_model_and_the_processor(extractor):
     )
     assert (windows == 1).all()
     assert tokens[-1] == 750
-
-
-def test_filters_are_slaney_s(extractor):
-    np.testing.assert_allclose(mel_filters(SPEC), extractor.mel_filters, atol=1e-9)
 
 
 def test_longer_sounds_take_more_windows_when_allowed():

@@ -134,13 +134,6 @@ def test_text_is_that_of_transformers(tmp_path, theirs, template, shape):
     assert not any(t["content"] in supervised for t in raw["messages"] if t["role"] == "tool")
 
 
-def test_what_a_template_does_not_ask_for_is_not_shown(tmp_path):
-    chat = ChatTokenizer(write(tmp_path, TEMPLATES["either"], special=SPECIAL))
-    assert [n for n in ("tools", "tool_calls", "reasoning_content") if chat.shows(n)] == [
-        "tools", "tool_calls",
-    ]  # fmt: skip
-
-
 def test_processes_that_read_records_do_not_import_transformers(tmp_path):
     """They are given what the main process made of the folder."""
     folder = write(tmp_path / "t", TEMPLATES["either"], special=SPECIAL)

@@ -1,6 +1,6 @@
 """What a page draws over the steps of runs: charts of lines, as plain values for JSON.
 
-A chart is {"title", "unit", "over", "stacked", "from_zero", "lines"}; a line is {"name", "light",
+A chart is {"title", "unit", "stacked", "from_zero", "lines"}; a line is {"name", "light",
 "dark", "dash", "axis", "y"}: colours of a light and a dark page, a number of a kind of dashes,
 which of the `axes` it is over, and its values there, null where there is none. Units are "", "s",
 "%" (of 1), "bytes" and "FLOP/s".
@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.report.colours import DARK, LINE_COLOURS, palette, phase_colours
-from dflop_jax.report.columns import PICTURE_POINTS, Name
-from dflop_jax.report.curves import begins, means
+from dflop_jax.report.columns import PICTURE_POINTS, Name, means
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST
 from dflop_jax.report.reader import RunRecord
 
@@ -46,7 +45,7 @@ class _Drawing:
     def chart(self, title: str, unit: str, lines: Sequence[dict[str, Any]], **more: Any) -> None:
         drawn = [line for line in lines if any(y is not None for y in line["y"])]
         if drawn:
-            usual = {"over": "step", "stacked": False, "from_zero": True}
+            usual = {"stacked": False, "from_zero": True}
             self.charts.append({"title": title, "unit": unit, **usual, **more, "lines": drawn})
 
 
@@ -78,17 +77,10 @@ def drawing(runs: Sequence[RunRecord]) -> dict[str, Any]:
             _colour_of(i),
             0,
             axes[i],
-            means(np.nancumsum(run.rows.of("n_bad")), PICTURE_POINTS),
+            means(np.nancumsum(run.rows.of("n_bad"))),
         )
         for i, run in enumerate(runs)
     ])  # fmt: skip
-    goodput = []
-    for i, run in enumerate(runs):
-        hours, shares = map(np.array, run.goodput)
-        axis = d.axis(hours[begins(hours, PICTURE_POINTS)].tolist())
-        name = run.name if several else "steps that count"
-        goodput.append(_line(name, _colour_of(i), 0, axis, means(shares, PICTURE_POINTS)))
-    d.chart("goodput so far", "%", goodput, over="hours")
     own = dict.fromkeys(key for run in runs for key in run.rows.keys("own"))
     for key in [*own][:_MOST_OWN]:
         d.chart(key, "", _of_runs(runs, axes, ("own", key), key), from_zero=False)

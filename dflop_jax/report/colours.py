@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, UPDATE
-from dflop_jax.report import spent
 from dflop_jax.report.metrics import IDLE as IDLE_PHASE
+from dflop_jax.report.spent import DATA, SAVE, SCHEDULE
 
 IDLE, INK, FAINT = "#eef0f3", "#1f2933", "#7b8794"
 Palette = Mapping[str, tuple[str, str]]  # module -> (forward, backward)
@@ -23,13 +23,12 @@ OTHER_COLOURS = (("#c7d59f", "#6b8e23"), ("#f4b6c2", "#c2455f"), ("#d9c7b0", "#8
 DIRECTION_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d", SEND: "#b3bcc8", RETURN: "#8793a3"}
 # Of curves that have no colour of their own, by turns: runs, say.
 LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
-_PHASES = {FORWARD: "#7fcdbb", BACKWARD: "#1b8a7a"}  # of a step's seconds, whatever the module
+# Of what a step's seconds go to, whatever the module.
+_PHASES = {
+    FORWARD: "#7fcdbb", BACKWARD: "#1b8a7a", DATA: "#9ecae1", SCHEDULE: "#d4b9da", SAVE: "#fdd49e",
+    **DIRECTION_COLOURS,
+}  # fmt: skip
 _IDLE_PHASE = ("#d5dae0", "#3b444e")  # light and dark
-# Of what a run's seconds go to, training apart; the last is time that no process had.
-_SPENT_COLOURS = (
-    "#9ecae1", "#7fcdbb", "#fdd49e", "#d4b9da", "#c7d59f", "#c2455f", "#b3bcc8",
-    "#8793a3", "#d9c7b0", "#d98324", "#8e44ad", "#e0a100", "#6b8e23", "#52606d",
-)  # fmt: skip
 # Each colour of a timeline -> the one that stands for it on a dark page.
 DARK = {
     "#7fcdbb": "#2c7d6f",
@@ -64,13 +63,8 @@ def phase_colours(phase: str) -> tuple[str, str]:
     """The colours, light and dark, of what a step's seconds go to (`metrics.StepFigures`)."""
     if phase == IDLE_PHASE:
         return _IDLE_PHASE
-    light = (_PHASES | DIRECTION_COLOURS | spent_colours()).get(phase, LINE_COLOURS[0])
+    light = _PHASES.get(phase, LINE_COLOURS[0])
     return light, DARK[light]
-
-
-def spent_colours() -> dict[str, str]:
-    """Colours of what a run's seconds go to (`report.spent.PARTS`)."""
-    return dict(zip(spent.PARTS, ("#2b6cb0", *_SPENT_COLOURS), strict=True))
 
 
 def luminance(colour: str) -> float:

@@ -1,4 +1,5 @@
-"""The figures of a run's metrics.jsonl as columns over its steps: 8 bytes of each figure a step."""
+"""The figures of a run's metrics.jsonl as columns over its steps (8 bytes of each figure a step),
+and curves of them with a bounded number of points."""
 
 from __future__ import annotations
 
@@ -11,30 +12,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from dflop_jax.report.curves import begins, extremes, means
-from dflop_jax.report.metrics import KEYED, SCALARS, WARMUP_STEPS, SkippedUpdate
-from dflop_jax.report.row_file import whole_lines
-from dflop_jax.report.run_folder import checked_row, metrics_file, no_step
+from dflop_jax.report.metrics import KEYED, SCALARS, WARMUP_STEPS, spread
+from dflop_jax.report.run_folder import metrics_file, metrics_rows, no_step
 
 CURVE_POINTS = 4096  # stretches of the loss curve: two points for each pixel of the widest picture
 PICTURE_POINTS = 600  # max. points of a page's curve
 _RUNS_REMEMBERED = 4  # a report asks several times for the figures of each run
-
-_Row = msgspec.defstruct(
-    "_Row",
-    [
-        ("step", int),
-        ("step_s", float),
-        *((n, float | None, None) for n in SCALARS if n not in ("step", "step_s")),
-        *((n, dict[str, float | None] | None, None) for n in KEYED),
-        ("skipped", SkippedUpdate | None, None),
-        ("made_by", str | None, None),
-    ],
-)
-_ROWS: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Row)
 Name = str | tuple[str, str]  # a field, or a field and a key
 
 
@@ -63,6 +48,14 @@ class Columns:
         """A field over the steps after warm-up; over all of a run that is no longer."""
         return self.of(name)[WARMUP_STEPS if self.n_steps > WARMUP_STEPS else 0 :]
 
+    def median(self, name: Name) -> float:
+        """The median of a field over the steps after warm-up; nan where it has no value."""
+        return spread(self.steady(name)).median
+
+    def medians(self, name: str) -> dict[str, float]:
+        """The medians of a field that is itself keyed."""
+        return {key: self.median((name, key)) for key in self.keys(name)}
+
     def curve(self, max_stretches: int = CURVE_POINTS) -> tuple[list[float], list[float]]:
         """(steps, losses); of a run of more steps the lowest and the highest loss of as many
         stretches."""
@@ -72,12 +65,11 @@ class Columns:
 
     def picture_steps(self) -> list[float]:
         """The first step of each stretch of a page's curve."""
-        steps = self.of("step")
-        return steps[begins(steps, PICTURE_POINTS)].tolist()
+        return self.of("step")[:: _stretch(self.n_steps, PICTURE_POINTS)].tolist()
 
     def picture(self, name: Name) -> list[float | None]:
         """The mean of a field over each stretch of a page's curve; None where it has no value."""
-        return means(self.of(name), PICTURE_POINTS)
+        return means(self.of(name))
 
 
 def read_columns(folder: str | Path) -> Columns:
@@ -98,13 +90,7 @@ def read_columns(folder: str | Path) -> Columns:
 def _read(path: Path, size: int, changed_ns: int) -> Columns:
     columns = Columns()
     values: dict[Name, array[float]] = {}
-    for n, line in enumerate(whole_lines(path)):
-        try:
-            row = _ROWS.decode(line)
-        except msgspec.DecodeError as e:
-            where = f"{path}:{n + 1}"
-            checked_row(line, where)
-            raise ValueError(f"{where}: not a row of metrics ({e}); remove the line") from None
+    for n, row in enumerate(metrics_rows(path)):
         columns.n_steps += 1
         columns.n_skipped += row.skipped is not None
         columns.made_by[row.made_by or "unknown"] += 1
@@ -130,3 +116,35 @@ def _numbers(row: Any) -> Iterator[tuple[Name, float]]:
         for key, value in (getattr(row, name) or {}).items():
             if value is not None:
                 yield (name, key), value
+
+
+def extremes(values: np.ndarray, max_stretches: int) -> np.ndarray:
+    """Indices, ascending, of the lowest and the highest value of each stretch of equal length;
+    all of them where there are no more values than stretches."""
+    length = _stretch(len(values), max_stretches)
+    if length == 1:
+        return np.arange(len(values))
+    padded = np.full(-(-len(values) // length) * length, math.nan)
+    padded[: len(values)] = values
+    stretches = padded.reshape(-1, length)
+    begin = np.arange(len(stretches)) * length
+    # A nan gives way to any number.
+    low = np.where(np.isnan(stretches), math.inf, stretches).argmin(axis=1)
+    high = np.where(np.isnan(stretches), -math.inf, stretches).argmax(axis=1)
+    return np.unique([begin + low, begin + high])
+
+
+def means(values: np.ndarray, max_stretches: int = PICTURE_POINTS) -> list[float | None]:
+    """The mean of the finite values of each stretch of equal length; None where it has none."""
+    if not len(values):
+        return []
+    begin = np.arange(0, len(values), _stretch(len(values), max_stretches))
+    is_known = np.isfinite(values)
+    totals = np.add.reduceat(np.where(is_known, values, 0.0), begin)
+    counts = np.add.reduceat(is_known.astype(int), begin)
+    return [float(t / n) if n else None for t, n in zip(totals, counts)]
+
+
+def _stretch(n: int, max_stretches: int) -> int:
+    """Values in each of at most so many stretches of `n`."""
+    return max(1, -(-n // max_stretches))

@@ -8,14 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from dflop_jax.folders import writing
-from dflop_jax.report.panels import Panel
-from dflop_jax.report.run_folder import CONFIG
-from dflop_jax.report.summary import RunSummary, figures, loss_curve, summarise, trace_panels
+from dflop_jax.report.reader import RunRecord, read_runs
+from dflop_jax.report.summary import figures, summary_of
 from dflop_jax.report.wording import number
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
@@ -40,83 +38,56 @@ def compare(folders: Sequence[Path], out: Path, only: Sequence[str] = ()) -> Tab
     """
     from dflop_jax.report.timeline import draw
 
-    runs = _runs(folders)
-    panels = [p for name, (folder, _) in runs.items() for p in _chosen(folder, name)]
-    curves = {name: loss_curve(folder) for name, (folder, _) in runs.items()}
+    runs = read_runs(folders)
+    rows = compared(runs)
+    measured_first = (sorted(r.panels, key=lambda p: p.trace.source != "measured") for r in runs)
     with writing(out, "choose another --out") as picture:
-        draw(panels, curves, picture)
+        panels = [p for of_run in measured_first for p in of_run[:1]]
+        draw(panels, {run.name: run.rows.curve() for run in runs}, picture)
 
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("figure")
-    for name in runs:
-        table.add_column(escape(name), justify="right", overflow="fold")
-    for label, cells in compared([s for _, s in runs.values()]):
-        if only and not label.startswith(tuple(only)):
-            continue
-        style = "bold" if label == SPEEDUP else None
-        table.add_row(escape(label), *map(escape, cells), style=style)
+    for run in runs:
+        table.add_column(escape(run.name), justify="right", overflow="fold")
+    for label, cells in rows:
+        if not only or label.startswith(tuple(only)):
+            style = "bold" if label == SPEEDUP else None
+            table.add_row(escape(label), *map(escape, cells), style=style)
     return table
 
 
-def compared(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
+def compared(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """(label, a text per run): speed-ups, then every figure that any of the runs has."""
-    cells = [dict(figures(s)) for s in summaries]
-    ups = speedups(summaries)
-    rows = [(SPEEDUP, ["-" if math.isnan(up) else f"{number(up)} x" for up in ups])]
+    cells = [dict(figures(summary_of(run))) for run in runs]
+    rows = [(SPEEDUP, ["-" if math.isnan(up) else f"{number(up)} x" for up in speedups(runs)])]
     return rows + [(label, [c.get(label, "-") for c in cells]) for label in _labels(cells)]
 
 
 def compare_json(folders: Sequence[Path]) -> dict[str, Any]:
     """The same figures for programs: {"runs": [{..., "speedup": ...}]}, unknown ones null."""
-    runs = _runs(folders)
-    ups = speedups([s for _, s in runs.values()])
+    runs = read_runs(folders)
     return {
         "runs": [
-            _finite(asdict(s)) | {"name": name, "speedup": _finite(up)}
-            for (name, (_, s)), up in zip(runs.items(), ups)
+            _finite(asdict(summary_of(run)) | {"speedup": up})
+            for run, up in zip(runs, speedups(runs))
         ]
     }
 
 
-def run_names(folders: Sequence[Path]) -> dict[str, Path]:
-    """Runs by a name that tells them apart: the folder's, or its path where that repeats.
-
-    Raises:
-      ValueError: no folder.
-    """
-    if not folders:
-        raise ValueError("no run folder given; name at least one, for example runs/demo/dflop")
-    paths = list(dict.fromkeys(Path(f) for f in folders))
-    short = [p.resolve().name for p in paths]
-    return {s if short.count(s) == 1 else str(p): p for s, p in zip(short, paths)}
-
-
-def _runs(folders: Sequence[Path]) -> dict[str, tuple[Path, RunSummary]]:
-    return {name: (path, summarise(path)) for name, path in run_names(folders).items()}
-
-
-def _chosen(folder: Path, name: str) -> list[Panel]:
-    """The run's panel in a comparison, none without a trace."""
-    panels = trace_panels(folder, name)
-    return [p for p in panels if p.trace.source == "measured"][:1] or panels[:1]
-
-
-def speedups(summaries: Sequence[RunSummary]) -> list[float]:
+def speedups(runs: Sequence[RunRecord]) -> list[float]:
     """Median step time of the first run over each run's; nan for a run of another model, other data
     or another global batch, whose steps are other work."""
-    base, work = summaries[0].step_s.median, _work(summaries[0])
+    times_s, work = [run.rows.median("step_s") for run in runs], [_work(run) for run in runs]
     return [
-        base / s.step_s.median if s.step_s.median > 0 and _work(s) == work else math.nan
-        for s in summaries
+        times_s[0] / s if s > 0 and own == work[0] else math.nan for s, own in zip(times_s, work)
     ]
 
 
-def _work(summary: RunSummary) -> list[Any]:
+def _work(run: RunRecord) -> list[Any]:
     """What a step of a run is of, as its configuration says; empty where there is none."""
     try:
-        config = msgspec.json.decode(Path(summary.folder, CONFIG).read_bytes())
-        return [config[section][name] for section, name in _STEP_FIELDS]
-    except (OSError, msgspec.DecodeError, LookupError, TypeError):
+        return [run.config[section][name] for section, name in _STEP_FIELDS]
+    except (LookupError, TypeError):
         return []
 
 

@@ -20,13 +20,12 @@ from markupsafe import Markup
 from dflop_jax.folders import writing
 from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
 from dflop_jax.report.charts import drawing
-from dflop_jax.report.colours import DARK, INK, luminance, spent_colours
-from dflop_jax.report.compare import compared, run_names, speedups
+from dflop_jax.report.colours import DARK, INK, luminance
+from dflop_jax.report.compare import compared, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.panels import Panel, label_of, legend_entries, rows_of
-from dflop_jax.report.reader import RunRecord, read_run
-from dflop_jax.report.spent import Spent
-from dflop_jax.report.summary import RunSummary, bucket_text, label_texts, submesh_rows
+from dflop_jax.report.reader import RunRecord, read_runs
+from dflop_jax.report.summary import bucket_text, label_texts, submesh_rows
 from dflop_jax.report.wording import number
 
 # Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
@@ -53,7 +52,7 @@ def page(folders: Sequence[Path], memory: Memory | None = None) -> str:
     Raises:
       ValueError: no folder, or one with neither steps nor trace, without plan, or a broken file.
     """
-    runs = [read_run(name, f) for name, f in run_names(folders).items()]
+    runs = read_runs(folders)
     shown = [(run, panel, labels) for run in runs for panel, labels in run.traces]
     legend = legend_entries([panel for _, panel, _ in shown]) if shown else {"idle": ""}
     colours = [_colour(label, c) for label, c in legend.items() if label != "idle"]
@@ -75,14 +74,12 @@ def page(folders: Sequence[Path], memory: Memory | None = None) -> str:
 
 
 def _tables(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    stepped = [run for run in runs if run.summary is not None]
-    summaries = [run.summary for run in stepped if run.summary is not None]
-    figures = compared(summaries) if summaries else []
+    stepped = [run for run in runs if run.rows.n_steps]
+    figures = compared(stepped) if stepped else []
     return {
         "names": [run.name for run in stepped],
-        "speedups": _verdict(stepped, summaries),
-        "figures": figures[1:] if len(summaries) == 1 else figures,
-        "spent": [_spent(run.name, run.spent) for run in runs if run.spent],
+        "speedups": _verdict(stepped) if stepped else [],
+        "figures": figures[1:] if len(stepped) == 1 else figures,
         "warmup": WARMUP_STEPS,
         "plans": [_plan(run.name, run.plan) for run in runs],
     }
@@ -90,7 +87,7 @@ def _tables(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _status(run: RunRecord) -> str:
     """Where a run is, in words."""
-    planned, done = run.n_planned, run.rows.n_steps
+    planned, done = run.config.get("train", {}).get("steps", 0), run.rows.n_steps
     of = f" of {planned:,}" if planned else ""
     return f"{run.name}: {done:,} steps" + of * (done != planned)
 
@@ -108,7 +105,7 @@ def _notes(runs: Sequence[RunRecord]) -> list[str]:
     notes = [
         f"{r.name}: simulated, no step trained; figures come with a training run."
         for r in runs
-        if r.summary is None
+        if not r.rows.n_steps
     ]
     return notes + [
         f"{r.name}: no trace, so no timeline; a run writes its trace when it ends."
@@ -117,25 +114,17 @@ def _notes(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def _verdict(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]) -> list[dict[str, str]]:
-    ups = speedups(summaries) if summaries else []
+def _verdict(runs: Sequence[RunRecord]) -> list[dict[str, str]]:
     return [
         {
             "name": run.name,
-            "step": f"{number(1e3 * s.step_s.median)} ms",
+            "step": f"{number(1e3 * run.rows.median('step_s'))} ms",
             "speedup": ""
             if run is runs[0] or math.isnan(up)
             else f"{number(up)} × as fast as {runs[0].name}",
         }
-        for run, s, up in zip(runs, summaries, ups)
+        for run, up in zip(runs, speedups(runs))
     ]
-
-
-def _spent(name: str, spent: Spent) -> dict[str, Any]:
-    """Where a run's time went: (what, share, colour) of every part."""
-    colours = spent_colours()
-    parts = [(what, share, colours[what]) for what, share in spent.shares().items()]
-    return {"name": name, "parts": parts}
 
 
 def _plan(name: str, plan: Plan) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import get_type_hints
 
+import msgspec
 import numpy as np
 
 # Steps left out of every steady-state figure: they warm caches, queues and the solver up.
@@ -116,6 +117,18 @@ _HINTS = get_type_hints(StepMetrics)
 # Fields that hold a number, and those that hold one by name (of a submesh, a module, a process).
 SCALARS = tuple(n for n, kind in _HINTS.items() if kind in (int, float, float | None))
 KEYED = tuple(n for n, k in _HINTS.items() if k in (Mapping[str, float], Mapping[str, int]))
+# What reports read of a row, of other versions too: only step and step_s have to be there.
+MetricsRow = msgspec.defstruct(
+    "MetricsRow",
+    [
+        ("step", int),
+        ("step_s", float),
+        *((n, float | None, None) for n in SCALARS if n not in ("step", "step_s")),
+        *((n, dict[str, float | None] | None, None) for n in KEYED),
+        ("skipped", SkippedUpdate | None, None),
+        ("made_by", str | None, None),
+    ],
+)
 
 
 @dataclass(frozen=True)

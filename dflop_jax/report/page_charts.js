@@ -94,7 +94,7 @@ function drawChart(made, chart) {
     const at = x(mark), anchor = at > width - 24 ? "end" : "middle";
     svg(out, "text", { class: "faint", x: at, y: height - 4, "text-anchor": anchor }, grouped(mark, decimals(apart)));
   }
-  svg(out, "text", { class: "faint", x: 0, y: height - 4 }, chart.over);
+  svg(out, "text", { class: "faint", x: 0, y: height - 4 }, "step");
   chart.lines.forEach((line, i) => {
     const below = chart.stacked ? heights[i - 1] ?? heights[i].map(() => 0) : null;
     drawLine(out, line, xs[i].map(x), heights[i].map((v) => (v === null ? null : y(v))), below?.map(y));
@@ -157,7 +157,7 @@ function showAt(made, at, tipX, tipY) {
   hair.setAttribute("x2", x(here));
   hair.setAttribute("visibility", "visible");
   const rows = chart.lines.map((line, i) => [line.name, told(chart.unit, line.y[nearest(xs[i], here)])]);
-  showTip(`${chart.over} ${told("", here)}`, rows, tipX, tipY);
+  showTip(`step ${told("", here)}`, rows, tipX, tipY);
 }
 
 function hideAt(made) {

@@ -1,96 +1,103 @@
-"""A run folder as a page reads it: plan, rows of steps, evaluations, and where its time went."""
+"""A run folder as reports read it, in one pass: plan, rows of steps, evaluations and traces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from dflop_jax.records import Plan
 from dflop_jax.report.columns import Columns, read_columns
-from dflop_jax.report.evaluation_rows import HeldOutRow, read_evaluations
 from dflop_jax.report.panels import Panel, panel_of
-from dflop_jax.report.run_folder import CONFIG, SIMULATED, TRACE, has_steps, read_plan
-from dflop_jax.report.spent import Spent, read_goodput, read_spent
-from dflop_jax.report.summary import RunSummary, summarise
+from dflop_jax.report.run_folder import (
+    CONFIG,
+    SIMULATED,
+    TRACE,
+    HeldOutRow,
+    has_steps,
+    read_evaluations,
+    read_plan,
+)
 from dflop_jax.report.trace import read_trace
 
 _TITLES = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"}
 
 
-class _Steps(msgspec.Struct):
-    steps: int = 0
-
-
-class _Config(msgspec.Struct):
-    """What is read of a run's config.json."""
-
-    train: _Steps = msgspec.field(default_factory=_Steps)
-
-
 @dataclass(frozen=True)
 class RunRecord:
-    """What a page shows of a run.
+    """What reports show of a run.
 
     Attributes:
       rows: of its steps; empty where it did none.
-      summary: its figures; None where it did no step.
-      goodput: see `read_goodput`.
-      traces: panels of its traces that hold an event, each with the labels of its groups.
-      n_planned: steps that it is to do; 0 where nothing tells.
+      config: its config.json; empty where that is missing or broken.
     """
 
     name: str
     folder: Path
     plan: Plan
     rows: Columns
-    summary: RunSummary | None
     evaluations: Sequence[HeldOutRow]
-    spent: Spent | None
-    goodput: tuple[list[float], list[float]]
-    traces: Sequence[tuple[Panel, dict[int, str]]]
-    n_planned: int
+    config: dict[str, Any]
+
+    @cached_property
+    def traces(self) -> list[tuple[Panel, dict[int, str]]]:
+        """Panels of its traces that hold an event, each with the labels of its groups."""
+        return [*self._panels(TRACE), *self._panels(SIMULATED)]
+
+    @property
+    def panels(self) -> list[Panel]:
+        """Those of the traces that the run itself wrote."""
+        return [panel for panel, _ in self._panels(TRACE)]
+
+    def _panels(self, file: str) -> list[tuple[Panel, dict[int, str]]]:
+        if not (self.folder / file).exists():
+            return []
+        return [
+            (panel_of(self.plan.layout, t, title), labels)
+            for t, labels in read_trace(self.folder / file)
+            if t.makespan_s > 0
+            for title in [_TITLES[file].format(name=self.name, step=t.step, source=t.source)]
+        ]
 
 
-def read_run(name: str, folder: Path) -> RunRecord:
-    """All of a run folder that has steps or a timeline.
+def read_run(folder: str | Path, name: str = "") -> RunRecord:
+    """All of a run folder that has steps or a timeline; `name` is the folder's unless given.
 
     Raises:
       ValueError: it holds neither, no plan, or a broken row, named as file:line.
     """
+    path = Path(folder)
     # Without a timeline there is nothing to show of a run without steps: errors say what to do.
-    needs_steps = not any((folder / file).exists() for file in _TITLES)
-    stepped = needs_steps or has_steps(folder)
-    rows, plan = read_columns(folder) if stepped else Columns(), read_plan(folder)
+    has_trace = any((path / file).exists() for file in _TITLES)
     return RunRecord(
-        name,
-        folder,
-        plan,
-        rows,
-        summarise(folder) if stepped else None,
-        read_evaluations(folder),
-        read_spent(folder),
-        read_goodput(folder),
-        _traces(name, folder, plan),
-        _n_planned(folder),
+        name or path.resolve().name,
+        path,
+        rows=Columns() if has_trace and not has_steps(path) else read_columns(path),
+        plan=read_plan(path),
+        evaluations=read_evaluations(path),
+        config=_config(path),
     )
 
 
-def _traces(name: str, folder: Path, plan: Plan) -> list[tuple[Panel, dict[int, str]]]:
-    return [
-        (panel_of(plan.layout, t, title.format(name=name, step=t.step, source=t.source)), labels)
-        for file, title in _TITLES.items()
-        if (folder / file).exists()
-        for t, labels in read_trace(folder / file)
-        if t.makespan_s > 0
-    ]
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """Runs by a name that tells them apart: the folder's, or its path where that repeats.
+
+    Raises:
+      ValueError: no folder; or see `read_run`.
+    """
+    if not folders:
+        raise ValueError("no run folder given; name at least one, for example runs/demo/dflop")
+    paths = list(dict.fromkeys(Path(f) for f in folders))
+    short = [p.resolve().name for p in paths]
+    return [read_run(p, s if short.count(s) == 1 else str(p)) for s, p in zip(short, paths)]
 
 
-def _n_planned(folder: Path) -> int:
+def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = msgspec.json.decode((folder / CONFIG).read_bytes(), type=_Config)
+        return msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
-        return 0
-    return config.train.steps
+        return {}

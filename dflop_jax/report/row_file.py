@@ -9,13 +9,14 @@ import logging
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from dflop_jax.full_disk import FULL
 
 log = logging.getLogger("dflop_jax")
+Row = TypeVar("Row")
 
 
 class RowFile:
@@ -122,3 +123,19 @@ def whole_lines(path: Path) -> Iterator[bytes]:
         for line in file:
             if line.endswith(b"\n") or key_of(line) is not None:
                 yield line.rstrip(b"\n")
+
+
+def read_rows(
+    path: Path, kind: type[Row], what: str, remedy: str = "remove the line"
+) -> Iterator[Row]:
+    """The whole rows of a file as records of a kind; none without the file.
+
+    Raises:
+      ValueError: a line is not `what`, named as file:line.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    for n, line in enumerate(whole_lines(path), 1):
+        try:
+            yield decoder.decode(line)
+        except msgspec.DecodeError as e:
+            raise ValueError(f"{path}:{n}: not {what} ({e}); {remedy}") from None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
-import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -19,11 +18,10 @@ from dflop_jax.folders import made, missing, remove_empty, writing
 from dflop_jax.full_disk import FULL, despite_full_disk
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
-from dflop_jax.report.evaluation_rows import EVALUATIONS
-from dflop_jax.report.metrics import KEYED, SCALARS, StepMetrics
-from dflop_jax.report.row_file import RowFile, key_of, whole_lines
+from dflop_jax.report.metrics import MetricsRow, StepMetrics
+from dflop_jax.report.row_file import RowFile, key_of, read_rows, whole_lines
 from dflop_jax.report.spent import EVENTS
-from dflop_jax.report.trace import read_trace, write_trace
+from dflop_jax.report.trace import write_trace
 from dflop_jax.report.trackers import (
     TENSORBOARD,
     WANDB_ID,
@@ -33,9 +31,8 @@ from dflop_jax.report.trackers import (
 )
 
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
-METRICS, TRACE = "metrics.jsonl", "trace.json"
+METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"
 TIMELINE, LOSS, SUMMARY = "timeline.png", "loss.png", "summary.md"
-SPENT = "spent.png"
 SAMPLES = "corrections.jsonl"
 CHECKPOINTS, XPROF = "checkpoints", "xprof"
 HUNG = "hung"  # a folder of the stacks of every process of a run that hung
@@ -47,10 +44,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system t
 PAGE, PICTURE = "report.html", "report.png"
 SIMULATED, SIMULATED_PICTURE = "simulated.json", "simulated.png"
 _WRITTEN_BY_STEP = (METRICS, EVALUATIONS, SAMPLES, EVENTS)
-_OF_REPORT = (TIMELINE, LOSS, SPENT, SUMMARY, PAGE, PICTURE, WANDB_ID)
+_OF_REPORT = (TIMELINE, LOSS, SUMMARY, PAGE, PICTURE, WANDB_ID)
 _OUTPUTS = (*_WRITTEN_BY_STEP, _LAUNCH, TRACE, *_OF_REPORT)
-_NUMBERS = {*SCALARS, *KEYED}
-_Numbers = dict[str, float | dict[str, float | None] | None]
 # A folder without any of these is nobody's run folder; others write such as config.json, too.
 _MARKS = (METRICS, PROFILE, PLAN, _LOCK, SIMULATED, f"{CHECKPOINTS}/*/COMMITTED")
 _BESIDE = {".log", ".out", ".err"}  # of what a shell or Slurm writes to a folder before its run
@@ -244,21 +239,24 @@ def _warn_unlocked(path: Path, why: str) -> None:
     )
 
 
-def read_metrics(folder: str | Path, *, empty_ok: bool = False) -> list[dict[str, Any]]:
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl (a folder or the file itself), in file order; of a long run
     `columns.read_columns` needs less.
 
     A last line that a kill cut short is ignored.
 
     Raises:
-      ValueError: no such folder or file, no row in it (unless `empty_ok`), or a broken line,
-        named as file:line.
+      ValueError: no such folder or file, no row in it, or a broken line, named as file:line.
     """
     path = metrics_file(folder)
-    rows = [checked_row(line, f"{path}:{n}") for n, line in enumerate(whole_lines(path), 1)]
-    if not rows and not empty_ok:
+    if not [*metrics_rows(path)]:
         raise no_step(path)
-    return rows
+    return [msgspec.json.decode(line) for line in whole_lines(path)]
+
+
+def metrics_rows(path: Path) -> Iterator[Any]:
+    """What reports read of the rows of a metrics.jsonl; ValueError names a broken line."""
+    return read_rows(path, MetricsRow, "a row of metrics")
 
 
 def metrics_file(folder: str | Path) -> Path:
@@ -279,26 +277,22 @@ def no_step(path: Path) -> ValueError:
 
 def has_steps(folder: str | Path) -> bool:
     """Whether a run folder holds a row of metrics; ValueError where its first line is broken."""
-    path = Path(folder) / METRICS
-    line = next(whole_lines(path), None)
-    return line is not None and bool(checked_row(line, f"{path}:1"))
+    return next(metrics_rows(Path(folder) / METRICS), None) is not None
 
 
-def checked_row(line: bytes, where: str) -> dict[str, Any]:
-    """A row of metrics; ValueError names the place of a broken one."""
-    try:
-        row = msgspec.json.decode(line, type=dict[str, Any])
-    except msgspec.DecodeError as e:
-        raise ValueError(f"{where}: not a row of metrics ({e}); remove the line") from None
-    step, step_s = row.get("step"), row.get("step_s")
-    whole = isinstance(step, int) and isinstance(step_s, int | float) and math.isfinite(step_s)
-    if not whole:
-        raise ValueError(f"{where}: a row needs step and step_s; remove the line")
-    try:
-        msgspec.convert({k: v for k, v in row.items() if k in _NUMBERS}, _Numbers)
-    except msgspec.ValidationError as e:
-        raise ValueError(f"{where}: not a row of metrics ({e}); remove the line") from None
-    return row
+class HeldOutRow(msgspec.Struct):
+    """What a report reads of a row of evaluations.jsonl (of `train.evaluate`)."""
+
+    step: int
+    loss: float | None
+    accuracy: float | None
+    by_source: dict[str, dict[str, float | None]] = {}
+
+
+def read_evaluations(folder: str | Path) -> list[HeldOutRow]:
+    """The whole rows of a run's evaluations.jsonl, none without it; ValueError names a broken
+    one."""
+    return [*read_rows(Path(folder) / EVALUATIONS, HeldOutRow, "a row of evaluations")]
 
 
 def has_begun(folder: str | Path) -> bool:
@@ -368,9 +362,3 @@ def launch_of(folder: str | Path) -> str:
 def read_plan(folder: str | Path) -> Plan:
     """The plan of a run; ValueError names the file when it is missing or broken."""
     return load(Plan, Path(folder) / PLAN)
-
-
-def read_traces(folder: str | Path) -> list[Trace]:
-    """Traces of a run; empty when it wrote none (a run that was killed early)."""
-    path = Path(folder) / TRACE
-    return [trace for trace, _ in read_trace(path)] if path.exists() else []

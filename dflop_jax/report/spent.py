@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from dflop_jax.report.row_file import RowFile, whole_lines
+from dflop_jax.report.row_file import RowFile, read_rows
 
 EVENTS = "events.jsonl"
 IMPORT, START, TRAINING, LOST, STOPPED = "import", "start", "training", "lost steps", "stopped"
@@ -174,52 +173,25 @@ def read_spent(folder: str | Path) -> Spent | None:
     Raises:
       ValueError: a broken row, named as file:line.
     """
-    return _read(folder)[0]
-
-
-def read_goodput(folder: str | Path) -> tuple[list[float], list[float]]:
-    """(hours since the run began, `Spent.goodput` so far) at the end of every step."""
-    return _read(folder)[1:]
-
-
-def _read(folder: str | Path) -> tuple[Spent | None, list[float], list[float]]:
     seconds = dict.fromkeys(PARTS, 0.0)
-    of_steps = array("d")  # seconds of every step that counts, by its number
-    hours: list[float] = []
-    goodput: list[float] = []
-    first_s: float | None = None
-    until_s = 0.0  # when the last row was written, in seconds since the epoch
+    of_steps: dict[int, float] = {}  # training seconds of every step that counts
+    first_s = until_s = 0.0  # when the run began and when the last row was written, since the epoch
     starts = 0
-    for row in _rows(Path(folder) / EVENTS):
+    for row in read_rows(Path(folder) / EVENTS, EventRow, "a row of events"):
         if row.begun_s is not None:
             starts += 1
-            first_s = row.begun_s if first_s is None else first_s
+            first_s = first_s or row.begun_s
             # Several runs of one process follow each other; its imports were before the first.
             seconds[STOPPED] += max(row.begun_s - until_s, 0.0) if until_s else 0.0
         for part, s in row.seconds.items():
             seconds[part] = seconds.get(part, 0.0) + s
         if row.resumed is not None:
-            lost_s = sum(of_steps[row.resumed :])
+            lost_s = sum(of_steps.pop(step) for step in [*of_steps] if step >= row.resumed)
             seconds[TRAINING] -= lost_s
             seconds[LOST] += lost_s
-            del of_steps[row.resumed :]
         if row.step >= 0:
-            of_steps.extend([0.0] * (row.step + 1 - len(of_steps)))
             of_steps[row.step] = row.seconds.get(TRAINING, 0.0)
         until_s = row.until_s
-        wall_s = until_s - (first_s or until_s)
-        if row.step >= 0 and wall_s > 0:
-            hours.append(wall_s / 3600)
-            goodput.append(seconds[TRAINING] / wall_s)
-    if first_s is None:
-        return None, [], []
-    positive = {k: s for k, s in seconds.items() if s > 0}
-    return Spent(positive, until_s - first_s, starts), hours, goodput
-
-
-def _rows(path: Path) -> Iterator[EventRow]:
-    for n, line in enumerate(whole_lines(path), 1):
-        try:
-            yield msgspec.json.decode(line, type=EventRow)
-        except msgspec.DecodeError as e:
-            raise ValueError(f"{path}:{n}: not a row of events ({e}); remove the line") from None
+    if not starts:
+        return None
+    return Spent({k: s for k, s in seconds.items() if s > 0}, until_s - first_s, starts)

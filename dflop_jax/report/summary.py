@@ -17,19 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dflop_jax.records import AXES, Bucket, Layout, Shape
-from dflop_jax.report.columns import read_columns
-from dflop_jax.report.evaluation_rows import HeldOutRow, read_evaluations
 from dflop_jax.report.metrics import KEYED, WARMUP_STEPS, Spread, StepFigures, spread
-from dflop_jax.report.panels import Panel, panel_of
-from dflop_jax.report.run_folder import (
-    LOSS,
-    SPENT,
-    SUMMARY,
-    TIMELINE,
-    TRACE,
-    read_plan,
-    read_traces,
-)
+from dflop_jax.report.reader import RunRecord, read_run
+from dflop_jax.report.run_folder import LOSS, METRICS, SUMMARY, TIMELINE, TRACE, HeldOutRow, no_step
 from dflop_jax.report.spent import TRAINING, Spent, read_spent
 from dflop_jax.report.wording import duration, flops_text, number, percent
 
@@ -81,30 +71,32 @@ def summarise(folder: str | Path) -> RunSummary:
     Raises:
       ValueError: no such folder, no step in its metrics, or a broken or missing plan.
     """
-    path = Path(folder)
-    rows, plan, spent = read_columns(path), read_plan(path), read_spent(path)
+    return summary_of(read_run(folder))
 
-    def medians(name: str) -> dict[str, float]:
-        return {key: spread(rows.steady((name, key))).median for key in rows.keys(name)}
 
-    evaluated = next(reversed(read_evaluations(path)), None)
+def summary_of(run: RunRecord) -> RunSummary:
+    """The figures of a run; ValueError where it did no step."""
+    rows, plan = run.rows, run.plan
+    if not rows.n_steps:
+        raise no_step(run.folder / METRICS)
+
     steps, losses = rows.of("step"), rows.of("loss")
     of_step: dict[str, Any] = {
-        name: medians(name) if name in KEYED else spread(rows.steady(name)).median
+        name: rows.medians(name) if name in KEYED else rows.median(name)
         for name in (f.name for f in fields(StepFigures))
     }
     return RunSummary(
-        name=path.resolve().name,
-        folder=str(path),
+        name=run.name,
+        folder=str(run.folder),
         policy=plan.policy,
         n_steps=rows.n_steps,
         steps_lost=max(0, int(steps[-1] + 1 - steps[0]) - rows.n_steps),
         step_s=spread(rows.steady("step_s")),
         busy_predicted=plan.predicted.busy_fraction,
-        busy_measured=medians("busy_fraction"),
+        busy_measured=rows.medians("busy_fraction"),
         makespan_chosen_by_s=plan.predicted.chosen_by_s or math.nan,
         makespan_predicted_s=plan.predicted.makespan_s or math.nan,
-        schedule_gap=spread(rows.steady("schedule_gap")).median,
+        schedule_gap=rows.median("schedule_gap"),
         made_by=dict(rows.made_by.most_common()),
         n_integer=int((rows.of("integer_bound_s") > 0).sum()),
         compiles_after_warmup=int(np.nansum(rows.of("compiles")[WARMUP_STEPS:])),
@@ -113,17 +105,15 @@ def summarise(folder: str | Path) -> RunSummary:
         loss_last=float(losses[-1]),
         n_bad=int(np.nansum(rows.of("n_bad"))),
         n_skipped=rows.n_skipped,
-        held_out=_held_out(evaluated),
+        held_out=_held_out(run.evaluations[-1]) if run.evaluations else {},
         submeshes=_submesh_texts(plan.layout),
         buckets=[bucket_text(b) for b in plan.layout.buckets],
-        spent=spent,
+        spent=read_spent(run.folder),
         **of_step,
     )
 
 
-def _held_out(row: HeldOutRow | None) -> dict[str, tuple[float, float]]:
-    if row is None:
-        return {}
+def _held_out(row: HeldOutRow) -> dict[str, tuple[float, float]]:
     named = {"": {"loss": row.loss, "accuracy": row.accuracy}, **row.by_source}
     return {
         name: (_or_nan(losses.get("loss")), _or_nan(losses.get("accuracy")))
@@ -252,7 +242,7 @@ def summary_table(s: RunSummary) -> Group:
         table.add_row(escape(label), escape(text))
     lines = [f"submesh {text}" for text in s.submeshes]
     lines += [f"bucket {text} per data rank" for text in s.buckets]
-    files = (Path(s.folder) / name for name in (TIMELINE, LOSS, SPENT, SUMMARY))
+    files = (Path(s.folder) / name for name in (TIMELINE, LOSS, SUMMARY))
     lines += [str(path) for path in files if path.exists()]
     return Group(table, *(Text(line) for line in lines))
 
@@ -273,37 +263,14 @@ def markdown(s: RunSummary, pictures: list[str]) -> str:
 
 
 def write_summary(folder: str | Path) -> RunSummary:
-    """Write timeline.png (when there is a trace), loss.png, spent.png and summary.md; return the
-    figures."""
-    from dflop_jax.report.spent_picture import draw_spent
+    """Write timeline.png (when there is a trace), loss.png and summary.md; return the figures."""
     from dflop_jax.report.timeline import draw
 
-    path = Path(folder)
-    summary = summarise(path)
-    pictures = []
-    panels = trace_panels(path, summary.name)
+    run = read_run(folder)
+    summary, panels = summary_of(run), run.panels
     if panels:
-        draw(panels, {}, path / TIMELINE)
-        pictures.append(TIMELINE)
-    draw([], {summary.name: loss_curve(path)}, path / LOSS)
-    pictures.append(LOSS)
-    if summary.spent:
-        draw_spent(summary.spent, path / SPENT)
-        pictures.append(SPENT)
-    (path / SUMMARY).write_text(markdown(summary, pictures), encoding="utf-8")
+        draw(panels, {}, run.folder / TIMELINE)
+    draw([], {summary.name: run.rows.curve()}, run.folder / LOSS)
+    text = markdown(summary, [TIMELINE, LOSS] if panels else [LOSS])
+    (run.folder / SUMMARY).write_text(text, encoding="utf-8")
     return summary
-
-
-def trace_panels(folder: Path, name: str) -> list[Panel]:
-    """Panels of a run's traces that hold an event, modules named from its plan."""
-    plan = read_plan(folder)
-    return [
-        panel_of(plan.layout, t, f"{name}, step {t.step}, {t.source}")
-        for t in read_traces(folder)
-        if t.makespan_s > 0
-    ]
-
-
-def loss_curve(folder: Path) -> tuple[list[float], list[float]]:
-    """(steps, losses) of a run, as many as a picture shows."""
-    return read_columns(folder).curve()

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import msgspec
-
-from dflop_jax.report.row_file import RowFile, RowKey, whole_lines
+from dflop_jax.report.row_file import RowFile, RowKey, read_rows
 from dflop_jax.schedule.learnt import StepSample
 
 
@@ -25,14 +23,8 @@ class SampleFile:
 
     def read(self) -> Iterator[StepSample]:
         """Every sample, in the order in which they were added."""
-        for n, line in enumerate(whole_lines(self._rows.path), 1):
-            try:
-                yield msgspec.json.decode(line, type=StepSample)
-            except msgspec.DecodeError as e:
-                raise ValueError(
-                    f"{self._rows.path}:{n}: not a sampled step ({e}); remove the line, and "
-                    "schedules of steps that are run anew follow new times"
-                ) from None
+        remedy = "remove the line, and schedules of steps that are run anew follow new times"
+        return read_rows(self._rows.path, StepSample, "a sampled step", remedy)
 
     def append(self, sample: StepSample) -> None:
         """Add a row; see `RowFile.append`."""

@@ -13,8 +13,7 @@ import msgspec
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import CheckpointConfig
-from dflop_jax.report.evaluation_rows import HeldOutRow, read_evaluations
-from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.run_folder import HeldOutRow, RunFolder, read_evaluations
 from dflop_jax.train.meta import Meta
 from dflop_jax.train.skips import Skips
 

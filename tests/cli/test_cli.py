@@ -294,7 +294,6 @@ RUN_FILES = {
     "trace.json",
     "timeline.png",
     "loss.png",
-    "spent.png",
     "events.jsonl",
     "summary.md",
 }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dflop_jax.records import Event, Layout, Plan, Predicted, SegmentPlan, SubmeshPlan, Trace
 from dflop_jax.report.metrics import StepMetrics
+from dflop_jax.report.trace import read_trace
 from tests.plans import EDGE, bucket
 
 
@@ -80,3 +83,7 @@ def make_row(step: int, **changes) -> StepMetrics:
         "integer_bound_s": 0.39,
     }
     return StepMetrics(**(values | changes))
+
+
+def read_traces(run: Path) -> list[Trace]:
+    return [trace for trace, _ in read_trace(run / "trace.json")]

@@ -16,11 +16,10 @@ from dflop_jax.record_files import save
 from dflop_jax.records import RETURN, SEND, Event, Trace
 from dflop_jax.report.compare import compare_json
 from dflop_jax.report.html import page, write_page
-from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan, read_traces
-from dflop_jax.report.spent import EVENTS, EventRow
+from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan
 from dflop_jax.report.trace import read_trace, write_trace
 from dflop_jax.train.evaluate import Evaluation
-from tests.report.runs import make_plan, make_row, one_f_one_b
+from tests.report.runs import make_plan, make_row, one_f_one_b, read_traces
 
 
 class Parsed(HTMLParser):
@@ -82,8 +81,6 @@ def charted_run(folder: Path) -> Path:
             phases = {"forward": 0.1 * i, "idle": 0.01}
             run.append(make_row(i, phase_s=phases, n_bad=i % 2, imbalance={"llm": 0.1},
                                 memory_bytes={"host": 2.0**31}, own={"x": i}))  # fmt: skip
-            begun_s = None if i else 1e9
-            run.rows[EVENTS].append(EventRow(1e9 + 2 * i + 2, {"training": 1.5}, i, begun_s))
         run.append_evaluation(Evaluation(3, 1.0, 0.5))
     return folder
 
@@ -103,9 +100,6 @@ def test_charts_are_drawn_over_the_steps(tmp_path):
     assert drawn("step time by phase") == ("forward", steps, pytest.approx([0, 0.1, 0.2, 0.3, 0.4]))
     assert drawn("samples replaced so far") == ("samples", steps, [0, 1, 1, 2, 2])
     assert drawn("x") == ("x", steps, steps)
-    _, hours, shares = drawn("goodput so far")
-    assert hours == pytest.approx([(2 * i + 2) / 3600 for i in steps], rel=1e-5)
-    assert shares == [0.75] * 5
     assert {"padding", "imbalance: fullest over mean data rank", "memory in use"} <= {*charts}
     assert "run: 5 steps" in Parsed(page([tmp_path / "run"])).texts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dflop_jax.report.html import write_page
-from dflop_jax.report.run_folder import read_traces
 from tests.report.browser import Browser, missing
+from tests.report.runs import read_traces
 from tests.report.test_html import charted_run, hostile_run
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"{missing()}: no page to look at")

@@ -41,7 +41,7 @@ def disk(monkeypatch):
 
 
 def steps(path):
-    return [row["step"] for row in read_metrics(path, empty_ok=True)]
+    return [row["step"] for row in read_metrics(path)]
 
 
 @pytest.mark.parametrize("left", [0, 1, 300])

@@ -14,8 +14,8 @@ import pytest
 from dflop_jax.config import Config
 from dflop_jax.report.columns import read_columns
 from dflop_jax.report.metrics import StepMetrics, spread
-from dflop_jax.report.run_folder import PAGE, RunFolder, read_metrics, read_plan, read_traces
-from tests.report.runs import make_plan, make_row
+from dflop_jax.report.run_folder import PAGE, RunFolder, read_metrics, read_plan
+from tests.report.runs import make_plan, make_row, read_traces
 
 # The names that design.md promises to readers of metrics.jsonl.
 DESIGN_FIELDS = {

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from PIL import Image
 
 from dflop_jax.report.row_file import RowFile
 from dflop_jax.report.spent import (
@@ -19,7 +18,6 @@ from dflop_jax.report.spent import (
     TimeLog,
     read_spent,
 )
-from dflop_jax.report.spent_picture import draw_spent
 from dflop_jax.report.summary import figures, summarise
 
 
@@ -131,7 +129,7 @@ def test_without_events_nothing_is_told_and_a_broken_row_is_named(make_run, tmp_
         summarise(run)
 
 
-def test_figures_and_picture(begin, make_run, tmp_path):
+def test_figures(begin, make_run, tmp_path):
     clock = Clock()
     log = begin(clock, 0)
     clock.passes(11.0)
@@ -139,13 +137,8 @@ def test_figures_and_picture(begin, make_run, tmp_path):
     log.stop_writing()
     run = make_run("with")
     (tmp_path / EVENTS).rename(run / EVENTS)
-    summary = summarise(run)
-    cells = dict(figures(summary))
+    cells = dict(figures(summarise(run)))
     assert cells["wall time, starts"] == "20 s, 1"
     assert cells["goodput: time of steps that count"] == "55.0%"
     assert cells["time of plan"] == "25.0%"
     assert "time of evaluation" not in cells
-    draw_spent(summary.spent, tmp_path / "spent.png")
-    with Image.open(tmp_path / "spent.png") as image:
-        colours = {c for _, c in image.convert("RGB").getcolors(1 << 20)}
-    assert (0x2B, 0x6C, 0xB0) in colours  # of training

@@ -19,8 +19,7 @@ from dflop_jax.data.datasets.mixture import MixturePart, short_names
 from dflop_jax.data.packing import Ranks
 from dflop_jax.record_files import save
 from dflop_jax.records import Prices
-from dflop_jax.report.evaluation_rows import read_evaluations
-from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.run_folder import RunFolder, read_evaluations
 from dflop_jax.report.summary import figures, summarise
 from dflop_jax.report.trackers import evaluation_scalars
 from dflop_jax.train import evaluate

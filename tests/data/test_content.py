@@ -13,8 +13,6 @@ from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.records import Load
 from dflop_jax.verify.samples import mixed_samples
 from models import gemma, gemma4, llava
-from models.attention import Sight, _mask, reach_of
-from models.attention_kernels import Marks
 from models.gemma_decoder import GemmaModule
 from models.gemma_sizes import GEMMA3, GEMMA4, GLOBAL, SLIDING
 
@@ -78,17 +76,6 @@ def test_loads_have_what_the_samples_tokens_see(name):
         assert load.content.keys() == {"llm"}
         seen.add(content["seen_ahead"] > 0)
     assert seen == {False, True}
-
-
-def test_this_is_the_mask_of_attention():
-    visual = np.repeat([False, True, False, True, False], [5, 9, 2, 12, 3])
-    ids = np.ones((1, len(visual)), np.int32)
-    for heads in (GEMMA3["gemma3-nano"].decoder.sliding, GEMMA4["gemma4-nano"].decoder.whole):
-        reach = reach_of(visual[None], ids) if heads.pictures else None
-        span, sight = (0, len(visual)), Sight(True, heads.window)
-        np.testing.assert_array_equal(
-            _mask(Marks(ids, reach), span, span, sight)[0], sees(heads, visual)
-        )
 
 
 def test_modules_that_name_no_features_have_pairs():

@@ -1,17 +1,13 @@
 """Models of transformers as the reference: random ones, and their values in our parameters."""
 
-import functools
 import logging
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_fields import PARTS, forward
+from model_fields import PARTS
 
-from dflop_jax.verify.compare import gradient_errors
-from dflop_jax.verify.reference import named_gradients
 from dflop_jax.weights.contract import by_name, shape_of
 
 with warnings.catch_warnings():
@@ -20,8 +16,6 @@ with warnings.catch_warnings():
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-
-LOGITS, GRADIENTS = 1e-4, 1e-4  # largest absolute, largest relative error
 
 
 def randomise(model, seed):
@@ -69,69 +63,3 @@ def to_ours(map_, named):
 
 def parameters(map_, model):
     return to_ours(map_, {n: p.detach().numpy() for n, p in model.named_parameters()})
-
-
-def gradients(map_, model):
-    """Those of the last backward pass, in our layout."""
-    return to_ours(map_, named_gradients(model))
-
-
-def features(module, params, batch):
-    return module.exit(params["exit"], forward(module, params, batch), batch)
-
-
-def logits(module, params, batch):
-    x = forward(module, params, batch)
-    return module.logits(params["exit"], x, params["entry"] if module.tied else None)
-
-
-def text_batch(tokens, visual=None, is_visual=None):
-    """Fields of the LLM for rows that are one sample each, for evaluation."""
-    shape = tokens.shape
-    return {
-        "tokens": jnp.asarray(tokens, jnp.int32),
-        "segment_ids": jnp.ones(shape, jnp.int32),
-        "positions": jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape),
-        "is_visual": jnp.zeros(shape, bool) if is_visual is None else jnp.asarray(is_visual),
-        "visual": visual,
-    }
-
-
-def placed(found, mask, used=None):
-    """Features [items, tokens, width] in order at the marked places of rows [rows, tokens]; of an
-    item the first `used` count."""
-    items, tokens, width = found.shape
-    used = np.full(items, tokens) if used is None else used
-    pick = [i * tokens + t for i in range(items) for t in range(used[i])]
-    assert len(pick) == mask.sum()
-    index = np.zeros(mask.shape, np.int32)
-    index[mask] = pick
-    return jnp.take(found.reshape(-1, width), index, axis=0)
-
-
-def check(map_, model, outputs, ours, name):
-    """Outputs and every gradient of a random linear function of them, here and there.
-
-    `outputs` is the reference's, with a graph; `ours` maps parameters to the same.
-    """
-    params = parameters(map_, model)
-    weights = np.random.default_rng(0).normal(size=tuple(outputs.shape)).astype(np.float32)
-    (outputs * torch.from_numpy(weights)).sum().backward()
-
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def objective(params):
-        found = ours(params)
-        return jnp.sum(found * weights), found
-
-    # Compiled for seconds and run for milliseconds: no optimisation.
-    fast = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    (_, found), grads = jax.jit(objective, compiler_options=fast)(params)
-    error = np.abs(np.asarray(found) - outputs.detach().numpy()).max()
-    assert found.dtype == jnp.float32
-    assert error <= LOGITS, f"{name}: {error}"
-
-    assert jax.tree.structure(gradients(map_, model)) == jax.tree.structure(grads)
-    errors = gradient_errors(map_, grads, named_gradients(model))
-    worst = max(errors.values())
-    assert worst <= GRADIENTS, f"{name}: {errors}"
-    print(f"{name}: outputs {error:.1e}, gradients {worst:.1e}")

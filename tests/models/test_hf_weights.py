@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_reference import parameters, randomise, torch, transformers
-from safetensors.numpy import load_file
 
 from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.layout import make_segments
@@ -61,40 +60,20 @@ def plan(model):
     )
 
 
-def arrays_of(folder):
-    return {n: a for f in sorted(folder.glob("*.safetensors")) for n, a in load_file(f).items()}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_there_and_back(name, dtype, tmp_path):
+def test_transformers_loads_what_it_did_not_write(name, tmp_path):
+    """Of segments, without a source, as for a model that was trained from nothing."""
     model, cls = CASES[name]
     map_ = model.weights
     kind = {"model_type": map_.config["model_type"], **map_.config}
     theirs = randomise(cls(transformers.AutoConfig.for_model(**kind)), 5)
-    theirs = theirs.to(getattr(torch, dtype))
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
-    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-
     source = Folder(tmp_path / "theirs", map_)
-    source.check()
-    held, found = [], {}
-    for s in make_segments(model, plan(model).layout, jax.devices()).values():
-        params = read_segment(source, s)
-        held.append(ModuleParams(s.plan.module, params))
-        found[s.plan.module] = params
-    jax.tree.map(np.testing.assert_array_equal, found, parameters(map_, theirs.float()))
-
-    write_folder(tmp_path / "ours", map_, held, source=source, max_file_bytes=60_000)
-    a, b = arrays_of(tmp_path / "theirs"), arrays_of(tmp_path / "ours")
-    assert a.keys() == b.keys()
-    for key, array in a.items():
-        assert array.dtype == b[key].dtype
-        assert array.tobytes() == b[key].tobytes()
-    assert_loads(cls, tmp_path / "ours", theirs)
-
-    # Without the source, as for a model that was trained from nothing.
-    write_folder(tmp_path / "new", map_, held)
+    segments = make_segments(model, plan(model).layout, jax.devices()).values()
+    held = [ModuleParams(s.plan.module, read_segment(source, s)) for s in segments]
+    found = {params.module: params.params for params in held}
+    jax.tree.map(np.testing.assert_array_equal, found, parameters(map_, theirs))
+    write_folder(tmp_path / "new", map_, held, max_file_bytes=60_000)
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["architectures"] == [cls.__name__]
     assert_loads(cls, tmp_path / "new", theirs, but=tuple(u.name for u in map_.unused))

@@ -20,8 +20,8 @@ from dflop_jax.verify.results import Verified
 from dflop_jax.verify.round_trip import spread
 from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import Folder, ModuleParams, write_folder
-from models.composed import Composed
-from models.sizes import DECODERS, ModelSize
+from models.composed import Composed, Published
+from models.sizes import DECODERS, VISION, ModelSize
 
 SIZES = {
     "llava_onevision": "anyres-nano",
@@ -32,7 +32,17 @@ SIZES = {
 NOTHING_INSTALLED = "torch is not installed"
 
 
+# What the named sizes have none of: a Llama, whose heads are none of its width's, and the tower of
+# InternVL's 6B.
+LLAMA = replace(DECODERS["nano"], width=48, n_heads=6, n_kv_heads=2, vocab=90, qkv_bias=False,
+                tied=False, rope_theta=5e5, norm_eps=1e-5)  # fmt: skip
+SIX = replace(VISION["internvit-nano"], qkv_bias=False, qk_norm=True, rms_norm=True)
+OTHER = {"internvl of Llama": ModelSize(LLAMA, SIX, layout="dynamic")}
+
+
 def small_model(kind):
+    if kind in OTHER:
+        return Published(OTHER[kind], np.dtype(np.float32))
     return build_model(ModelConfig(FAMILIES[kind], SIZES[kind], "float32"))
 
 
@@ -62,7 +72,7 @@ def folders(tmp_path_factory):
     """By kind, a folder in several files of bfloat16."""
     jax.devices()  # started with conftest's 8
     made = {}
-    for kind in SIZES:
+    for kind in (*SIZES, *OTHER):
         model = small_model(kind)
         held = [ModuleParams(name, tree) for name, tree in random_params(model, 1).items()]
         made[kind] = tmp_path_factory.mktemp("verify") / kind
@@ -83,7 +93,7 @@ def no_reference(monkeypatch):
     monkeypatch.setattr(reference, "missing", lambda: NOTHING_INSTALLED)
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("kind", [*SIZES, *OTHER])
 def test_a_folder_of_every_family(folders, capsys, kind):
     code, answer, err = verify(capsys, folders[kind])
     assert (code, err, answer["bit_identical"]) == (0, "", True)

@@ -56,19 +56,6 @@ def text_of(sample):
     return TOKENIZER.decode(tokens(sample)[~from_pictures(sample)])
 
 
-def test_order_of_media_follows_the_tags(folder):
-    talk = turns("Left <image> and", "one", "right <image>.", "two")
-    sample = load(folder, [record(0, image=["b.png", "a.png"], conversations=talk)]).sample(0)
-    pixels, ids = tiles(sample), tokens(sample)
-    assert len(pixels) == 1 + 1 + 2  # b is one tile, a its base tile and a grid of 1 x 2
-    assert (pixels[0] == (0, 0, 255)).all()
-    assert (pixels[1] == (255, 0, 0)).all()
-    first, second = np.split(np.flatnonzero(from_pictures(sample)), [4])
-    assert TOKENIZER.decode(ids[: first[0]]) == "user\nLeft "
-    assert TOKENIZER.decode(ids[first[-1] + 1 : second[0]]).endswith("user\nright ")
-    assert TOKENIZER.decode(ids[supervised(sample)]) == "onetwo"
-
-
 def weights_by_token(sample):
     """The weight of every token, which stands one before it."""
     weights = sample.fields["llm"]["weights"]

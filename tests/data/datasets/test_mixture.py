@@ -160,33 +160,6 @@ def test_what_is_held_out_is_as_asked_for(tmp_path):
             source(parts, tmp_path, split=split, n_held_out=n)
 
 
-def test_records_of_two_parts_are_held_out_in_both(tmp_path):
-    """The same records in a file and in shards, and a part of them once more."""
-    file = made_dataset(tmp_path / "a", 40)
-    make_shards(file, tmp_path / "s")
-    parts = Mixture(
-        (
-            MixturePart(f"{file}"),
-            MixturePart(f"{tmp_path}/s"),
-            MixturePart(f"{file}", subset="end:10"),
-        )
-    )
-    train, held = (source(parts, tmp_path, split=s, n_held_out=11) for s in ("train", "eval"))
-    ids = [{found.record(i).name.split("id=")[1] for i in range(len(found))}
-           for found in (train, held)]  # fmt: skip
-    assert not ids[0] & ids[1]
-    assert len(train) + len(held) == 90
-    assert 11 <= len(held) <= 13  # an id is of two records or three
-
-
-def test_what_a_model_does_not_take_is_left_out(tmp_path):
-    mixture = Mixture((MixturePart(str(made_dataset(tmp_path / "a", 5))),))
-    for how, left in [(None, 1), (prepared(SMALL), 4),
-                      (prepared(sound=MelSpec()), 2)]:  # fmt: skip
-        found = source(mixture, tmp_path, how or {})
-        assert (len(found), found.left_out) == (left, 5 - left)
-
-
 def test_thin_pictures_and_short_sounds_are_left_out():
     def record(**changes):
         fields = ("number", "file", "offset", "size_bytes", "lot")

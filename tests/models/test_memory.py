@@ -12,9 +12,9 @@ from model_fields import fields, full_params
 
 from dflop_jax.generate.decoding import decode, grown, prefill
 from dflop_jax.generate.row import run_layers
-from models.attention import attention
 from models.decoder import DecoderModule
-from models.memory import KeysAndValues
+from models.gemma_decoder import GemmaModule
+from models.gemma_sizes import GEMMA3, GLOBAL, SLIDING
 from models.qwen3_5_decoder import HybridModule
 from models.qwen3_5_sizes import QWEN3_5
 from models.sizes import DECODERS
@@ -31,43 +31,10 @@ SIZES = {
 
 WINDOW = 4
 HYBRID = dataclasses.replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows(DecoderModule):
-    """A decoder in which the layers that the pattern calls "w" see a window."""
-
-    pattern: str = "wfw"
-
-    @property
-    def layer_kinds(self):
-        return tuple({"w": "window", "f": "full"}[c] for c in self.pattern)
-
-    @property
-    def inputs(self):
-        names = super().inputs
-        return {**names, **dict.fromkeys(("window", "full"), names["layers"])}
-
-    def attend_of(self, kind):
-        return partial(attention, kernel="xla", window=WINDOW if kind == "window" else 0)
-
-    def layer(self, params, x, batch, kind, mix=None):
-        return super().layer(params, x, batch, mix or self.attend_of(kind))
-
-    def memory(self, kind):
-        return KeysAndValues(self.attend_of(kind), WINDOW if kind == "window" else 0)
-
-
-def windows(pattern):
-    """(a decoder with windows, its parameters)."""
-    size = dataclasses.replace(TIED, n_layers=len(pattern))
-    params = full_params(DecoderModule(size, F32), seed=3)
-    module = Windows(size, F32, pattern=pattern)
-    layers = params.pop("layers")
-    for kind in dict.fromkeys(module.layer_kinds):
-        here = np.flatnonzero(np.array(module.layer_kinds) == kind)
-        params[kind] = jax.tree.map(lambda a, here=here: a[here], layers)
-    return module, params
+GEMMA = GEMMA3["gemma3-nano"].decoder
+GEMMA = dataclasses.replace(
+    GEMMA, sliding=dataclasses.replace(GEMMA.sliding, window=WINDOW, pictures=False)
+)
 
 
 def plain(size):
@@ -77,7 +44,8 @@ def plain(size):
 
 def one_sample_rows(module, items, tokens):
     """Rows of one sample each, visual tokens among its first ones."""
-    batch = fields(DecoderModule(module.size, F32), items, tokens)
+    size = dataclasses.replace(TIED, width=module.size.width, vocab=module.size.vocab)
+    batch = fields(DecoderModule(size, F32), items, tokens)
     batch["segment_ids"] = jnp.ones((items, tokens), jnp.int32)
     batch["positions"] = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), (items, 1))
     return batch
@@ -111,12 +79,18 @@ def padded(batch, tokens):
     return out
 
 
-def delta_nets(pattern):
-    """(a decoder of gated delta nets, "l", and gated attention, its parameters)."""
-    kinds = tuple({"l": "linear", "f": "full"}[c] for c in pattern)
-    size = dataclasses.replace(HYBRID, n_layers=len(pattern), kinds=kinds)
-    module, rng = HybridModule(size, F32), np.random.default_rng(3)
-    params = {}
+KINDS = {"l": "linear", "f": "full", "w": SLIDING, "g": GLOBAL}
+
+
+def of_kinds(pattern):
+    """(a decoder with layers of these kinds: gated delta nets and gated attention, or windows and
+    attention to all; its parameters)."""
+    kinds = tuple(KINDS[c] for c in pattern)
+    if {"l", "f"} & set(pattern):
+        module = HybridModule(dataclasses.replace(HYBRID, n_layers=len(kinds), kinds=kinds), F32)
+    else:
+        module = GemmaModule(dataclasses.replace(GEMMA, kinds=kinds), F32)
+    rng, params = np.random.default_rng(3), {}
     for part in module.inputs:
         n = kinds.count(part) if part in kinds else 0
         one = jax.eval_shape(partial(module.init, part), jax.random.key(0))
@@ -130,9 +104,9 @@ def delta_nets(pattern):
 
 
 CASES = {
-    **{pattern: partial(delta_nets, pattern) for pattern in ("l", "llfl")},
+    **{p: partial(of_kinds, p) for p in ("l", "llfl", "w")},
     **{name: partial(plain, size) for name, size in SIZES.items()},
-    **{pattern: partial(windows, pattern) for pattern in ("w", "wfw", "wwfwwf")},
+    **{p: partial(of_kinds, p) for p in ("wgw", "wwgwwg")},
 }
 
 
@@ -161,18 +135,18 @@ def test_logits_equal_those_of_the_whole_row_at_every_position(made, prompt):
 
 
 def test_a_window_keeps_no_more_than_its_tokens():
-    module, params = windows("wfw")
+    module, params = of_kinds("wgw")
     batch = one_sample_rows(module, 2, 8)
     _, cache = started(module, params, batch, [7, 3], 64)
     slots = {kind: kept.keys_LBSKH.shape[:3] for kind, kept in cache.kept.items()}
-    assert slots == {"window": (2, 2, WINDOW), "full": (1, 2, 64)}
+    assert slots == {SLIDING: (2, 2, WINDOW), GLOBAL: (1, 2, 64)}
     slots = {k: a.keys_LBSKH.shape[2] for k, a in grown(module, cache, 99).kept.items()}
-    assert slots == {"window": WINDOW, "full": 99}
+    assert slots == {SLIDING: WINDOW, GLOBAL: 99}
 
 
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
-    "made", [partial(plain, TIED), partial(windows, "wfw"), partial(delta_nets, "lfl")]
+    "made", [partial(plain, TIED), partial(of_kinds, "wgw"), partial(of_kinds, "lfl")]
 )
 def test_rows_of_different_lengths_do_not_meet(made):
     module, params = made()

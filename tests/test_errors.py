@@ -127,16 +127,3 @@ def test_every_message_says_what_to_do():
 )
 def test_remedies_are_told_from_facts(text, says):
     assert bool(REMEDY.search(text)) == says
-
-
-def test_messages_are_read_whole():
-    source = """
-def f(x):
-    if x:
-        raise ValueError(f"{x}: no such " "file" + f"; check {x!r}")
-    raise TryAgain("a" if x else f"b {x}") from None
-    raise KeyError("not said in a line")
-"""
-    assert sorted(_raised(ast.parse(source))) == ["a", "b {x}", "{x}: no such file; check {x}"]
-    assert Message("cli/a.py", "…", "{why}").is_whole is False
-    assert Message("data/media/a.py", "no frames", "no frames").is_whole is False

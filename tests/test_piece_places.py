@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.record_files import load
-from dflop_jax.records import PiecePlaces, Schedule, from_json, to_json
+from dflop_jax.records import PiecePlaces, from_json, to_json
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -37,11 +37,3 @@ def test_damaged_places_are_refused_in_one_line(columns, tmp_path):
     with pytest.raises(ValueError, match=r"r\.json") as failed:
         load(PiecePlaces, tmp_path / "r.json")
     assert "\n" not in str(failed.value)
-
-
-def test_a_schedule_of_nested_rows_is_made_again(tmp_path):
-    group = {"module": "llm", "shape": {"rows": 1, "tokens": 8}, "rows": [[[[0]]]]}
-    old = {"record": "Schedule", "version": 3, "value": {"step": 0, "groups": [group]}}
-    (tmp_path / "r.json").write_text(json.dumps(old))
-    with pytest.raises(ValueError, match="version 3, this program reads 6; make it again"):
-        load(Schedule, tmp_path / "r.json")

@@ -76,21 +76,6 @@ def test_durations_follow_the_tables_of_their_sources(mixture, kind, field, limi
         assert np.mean(own <= x) == pytest.approx(pooled(x) / pooled(min(limit, 1e9)), abs=0.02)
 
 
-def test_kinds_and_pictures_follow_the_tables():
-    drawn = data.draw("vision", 40_000, seed=5)
-    assert np.mean(drawn.kind == "video") == pytest.approx(60 / 185, abs=0.01)
-    assert np.mean(drawn.kind == "single image") == pytest.approx(65 / 185, abs=0.01)
-    assert (drawn.images[drawn.kind == "video"] == 0).all()
-    assert (drawn.images[drawn.kind == "single image"] == 1).all()
-    owner = np.repeat(np.arange(len(drawn.images)), drawn.images)
-    pixels = drawn.sizes[drawn.kind[owner] == "single image"].prod(axis=1)
-    sources = [t for t in data.tables() if t["kind"] == "single image"]
-    for x in np.quantile(pixels, [0.2, 0.5, 0.9]):
-        below = [np.mean(data.at(t["pixels"], np.linspace(0, 1, 20_001)) <= x) for t in sources]
-        weights = [t["rows"] for t in sources]
-        assert np.mean(pixels <= x) == pytest.approx(np.average(below, weights=weights), abs=0.02)
-
-
 def test_draws_repeat_by_seed_and_differ_otherwise():
     one, two = (data.loads("vision", "anyres", 50, seed=1) for _ in range(2))
     assert one == two

@@ -12,9 +12,9 @@ from dflop_jax.plan.space import separate as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Load, with_remat
-from experiments.paper import cases, costs, true_shapes, tune
+from experiments.paper import cases, costs, true_shapes
 from experiments.paper.cases import Case, tuning
-from experiments.paper.true_shapes import amounts_of, bins_of, dealt, run_step, segment_s
+from experiments.paper.true_shapes import amounts_of, bins_of, run_step
 from experiments.paper.tune import plan_of, published_plan, tuned
 from tests.plan.cases import TILE, layouts, model_profile, recompute
 
@@ -179,22 +179,6 @@ def test_every_sample_has_a_bin(n, grouping):
     assert sorted(bins.tolist()) == list(range(n))
 
 
-def test_samples_balance_by_what_they_add_to_every_stage():
-    """Of the stages, those that no sample loads more than another are left out."""
-    plan = next(
-        p for p in plans(megatron, 4) if len(p.layout.submeshes) == len(p.layout.segments) == 4
-    )
-    samples = amounts_of(MODEL.profile, LOADS)
-    columns, grouped = true_shapes._stage_columns(MODEL, plan, samples)
-    assert grouped == ()
-    assert columns.shape[0] == len(LOADS)
-    assert columns.shape[1] < 4
-    alone = [segment_s(MODEL, plan, dealt(plan, samples, np.arange(4), 4))[s.name][:, 0]
-             for s in plan.layout.segments]  # fmt: skip
-    order = [np.argsort(x).tolist() for x in alone]
-    assert {tuple(np.argsort(c)) for c in columns.T} <= {tuple(o) for o in order}
-
-
 def test_bad_numbers_of_microbatches_and_groupings():
     plan = plans(pytorch, 1)[0]
     for m in (0, 5):
@@ -237,31 +221,3 @@ def test_the_published_baseline_has_the_scripts_degrees_and_is_not_tuned():
         published_plan(replace(CASE, n_devices=2))
     with pytest.raises(ValueError, match="the least needs"):
         published_plan(replace(CASE, hardware=replace(A100, memory_bytes=1.0)))
-
-
-def test_memory_rules_plans_out_and_layers_are_recomputed_for_it(monkeypatch):
-    heavy = tuple(
-        replace(t, recompute={r: replace(c, layer_bytes=50 * c.layer_bytes)
-                              for r, c in t.recompute.items()})
-        for t in profile().timings
-    )  # fmt: skip
-    model = CostModel(replace(profile(), timings=heavy))
-    monkeypatch.setattr(costs, "_cost_model", lambda *_: model)
-    space = plans(megatron, 4)
-
-    def tuned_within(n_bytes):
-        hardware = replace(A100, memory_bytes=n_bytes / 0.95)
-        plan, m = tuned(replace(CASE, hardware=hardware), space, "arrival")
-        sizes = [amounts_of(model.profile, b) for b in tuning(CASE)]
-        parts = [dealt(plan, s, bins_of(model, plan, s, m, "arrival"), m) for s in sizes]
-        return plan, true_shapes.peak_bytes(model, plan, tune._largest(parts))
-
-    free, peak = tuned_within(1e12)
-    assert {s.remat for s in free.layout.segments} == {"none"}
-    with pytest.raises(ValueError, match="the least needs"):
-        tuned_within(peak / 1e4)
-    limit = peak
-    while {s.remat for s in tuned_within(limit)[0].layout.segments} == {"none"}:
-        limit *= 0.7
-        assert tuned_within(limit)[1] <= limit
-    assert tuned_within(limit)[1] <= limit

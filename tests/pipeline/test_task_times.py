@@ -42,24 +42,6 @@ def test_ranks_that_exchange_are_told_apart_by_what_they_compute():
     assert seconds(order, parts, {"a": 0, "b": 0}, waits_for) == {0: quick_s, 1: 2 * quick_s}
 
 
-def test_times_of_a_process_are_its_own():
-    """Two processes run forward, then backward of the same groups; the second is slower."""
-    order = [Task("b", g, d) for d in (FORWARD, BACKWARD) for g in range(2)]
-    waits_for = {
-        t: (Task("b", t.group, FORWARD),) if t.direction == BACKWARD else () for t in order
-    }
-    quick = spans((0, 0.0, 1.0), (1, 0.0, 2.0), (2, 0.0, 4.0), (3, 0.0, 6.0))
-    late = spans((0, 0.0, 2.0), (1, 0.0, 4.0), (2, 0.0, 8.0), (3, 9.0, 13.0))
-    # The first task of a resource may have waited; what was dispatched late began late.
-    found = seconds(order, [quick, late], {"b": 0}, waits_for)
-    assert found == {0: 1.0 + 2.0 + 2.0, 1: 2.0 + 4.0 + 4.0}
-    # A task of another process makes the input: the time until it is there is no work.
-    chain = [Task("a", 0, FORWARD), Task("b", 1, FORWARD), Task("b", 0, FORWARD)]
-    waits = {chain[0]: (), chain[1]: (), chain[2]: (chain[0],)}
-    parts = [spans((0, 0.0, 5.0)), spans((1, 0.0, 1.0), (2, 0.0, 6.0))]
-    assert seconds(chain, parts, {"a": 0, "b": 1}, waits) == {0: 0.0, 1: 1.0}
-
-
 # ---- the same by the definitions, process by process and task by task ----
 
 

@@ -237,14 +237,6 @@ def test_expected_times_of_few_groups(n):
         }
 
 
-def test_programs_of_nothing_but_host_work_expect_nothing():
-    """Of a resource whose tasks take the device no time, nothing is to be learnt."""
-    prices = Prices({p: Price(HOST_S) for p in host_prices().programs}, host_s=HOST_S,
-                    shares_cores=True)  # fmt: skip
-    schedule = Schedule(0, (Group("b", Shape(1, 128)),))
-    assert set(expected_times(ROWS, schedule, prices, ["b"]).values()) == {0.0}
-
-
 def test_no_price_falls_below_the_work_of_the_host():
     prices = host_prices()
     name = "b/1x128/backward"

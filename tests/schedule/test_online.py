@@ -11,14 +11,14 @@ import pytest
 from scipy import optimize
 
 from dflop_jax.records import REDUCE, UPDATE, Bucket, Load, Schedule, Shape, Task
-from dflop_jax.schedule import Capacity, oversize, packing, quick_schedule, schedule_batch
+from dflop_jax.schedule import Capacity, oversize, quick_schedule, schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
 from dflop_jax.schedule.dealing import dealt_answer
 from dflop_jax.schedule.groups import PackingSpace, greedy_answer, schedule_groups
-from dflop_jax.schedule.packing import DEALT_PER_WORK, pack
+from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver import improve
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.fastest_order import with_order
@@ -418,17 +418,6 @@ def test_every_packing_meets_the_demand(seed):
         assert (wanted.room_DC @ counts >= wanted.need_D - 1e-6).all()
 
 
-def test_dealing_a_large_batch_leaves_work_for_exchanges(monkeypatch):
-    """What 2,000 samples cost to deal to 1,000 rows is little of what they cost by count."""
-    left = []
-    monkeypatch.setattr(packing, "improve", lambda s, t, budget, rng: left.append(budget.left))
-    plan = make_plan([bucket(24, (1, 384))], {"a": 1, "b": 1})
-    batch = Batch(make_batch(np.random.default_rng(0), 2000), plan.layout.modules)
-    buckets = list(plan.layout.buckets) * 1000
-    pack(batch, buckets, capacity_of(plan.layout), Budget(400.0), np.random.default_rng(0))
-    assert left == [pytest.approx(400 - 2000 / DEALT_PER_WORK, abs=2)]
-
-
 def test_samples_without_pieces_of_a_module_run_without_its_group():
     """Also where every bucket has the module: that shape is compiled, but nothing runs it."""
     loads = [Load({"b": (60,)})] * 8
@@ -437,14 +426,6 @@ def test_samples_without_pieces_of_a_module_run_without_its_group():
     check(got, loads, plan)
     assert {g.module for g in got.groups} == {"b"}
     assert got.status == "optimal"
-
-
-def test_empty_microbatches_pad_a_group():
-    plan = make_plan([bucket(8, (1, 128))], group_size=4)
-    loads = [Load({"a": (TILE,), "b": (9,)})]
-    got = solve(loads, plan)
-    check(got, loads, plan)
-    assert np.bincount(got.groups[1].pieces.microbatch, minlength=4).tolist() == [1, 0, 0, 0]
 
 
 def test_oversize_sample_is_named_with_the_choices(small_plan):

@@ -110,35 +110,6 @@ def test_the_first_stage_holds_what_its_order_says(order, m, stages):
     assert peak["a0"] == most_in_flight(schedule.order)["a0"]
 
 
-def test_what_an_order_holds_at_once_is_what_the_simulation_shows():
-    """Segments that run forward and backward hold as many groups as their order has in flight,
-    with inputs that are there when they are read."""
-    rng, compared = np.random.default_rng(2), 0
-    for _ in range(60):
-        plan, schedule, priced, trainable = random_case(rng)
-        schedule = with_order(plan, schedule, priced, trainable)
-        trace = simulate_step(plan, schedule, priced, trainable)
-        counts = most_in_flight(schedule.order)
-        # Time is too coarse where tasks take none; runs are numbered in the order instead.
-        place = {(t.segment, t.group, t.direction): i for i, t in enumerate(schedule.order)}
-        events = tuple(
-            Event(e.submesh, e.segment, e.group, e.direction, float(p), p + 0.5)
-            for e in trace.events
-            if (p := place[e.segment, e.group, e.direction]) >= 0
-        )
-        for s in plan.layout.segments:
-            if plan.layout.segments_of(s.module)[0] != s:
-                continue  # else the input waits for the segment
-            table = ByteTable({}, {(s.name, shape): 1.0 for shape in SHAPES})
-            shown = Trace(0, "x", events)
-            curves = memory_over_time(plan.layout, shown, facts(schedule)[0], table)
-            back = any(t.segment == s.name and t.direction == BACKWARD for t in schedule.order)
-            if back:
-                assert peaks(curves)[s.submesh] == counts[s.name]
-                compared += 1
-    assert compared > 50
-
-
 def test_every_moment_holds_the_inputs_that_are_in_use():
     rng = np.random.default_rng(0)
     for _ in range(40):

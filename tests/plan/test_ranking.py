@@ -35,7 +35,7 @@ from .cases import (
 # LLM, and one with a tap and an edge that passes a module by. Every other case gets memory for half
 # of the candidates, so that recompute policies and ZeRO degrees have something to do.
 CASES = [
-    *(("two", seed) for seed in (0, 1, 2, 3, 4, 5, 7, 12)),
+    *(("two", seed) for seed in (0, 1, 4, 2, 3, 5, 7, 12)),
     *(("apart", seed) for seed in (2, 3)),
     *(("chain", seed) for seed in (0, 2)),
     *(("taps", seed) for seed in (2, 3)),

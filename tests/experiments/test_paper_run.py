@@ -1,4 +1,4 @@
-"""Two of the papers' results from end to end, on a model small enough for a test."""
+"""One of the papers' results from end to end, on a model small enough for a test."""
 
 from dataclasses import dataclass
 

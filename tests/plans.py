@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dflop_jax.contract import edges_of
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -66,6 +67,27 @@ def chain(
     return Plan(
         "test", Layout(submeshes, tuple(segments), buckets, edges=edges), Scheduling(order=order)
     )
+
+
+def graph_plan(model, parts_of, shapes, **more) -> Plan:
+    """A plan of a model's modules, of every segment (last layer + 1, first device, then, where they
+    are not 1 and "none", (stage, data, model) and the recompute policy)."""
+    submeshes, segments = [], []
+    for module, parts in parts_of.items():
+        start = 0
+        for i, (stop, first, *rest) in enumerate(parts):
+            name, (mesh, remat) = f"{module}{i}", (*rest, *((1, 1, 1), "none")[len(rest) :])
+            submeshes.append(SubmeshPlan(name, first, *mesh))
+            ends = i == 0, i == len(parts) - 1
+            segments.append(SegmentPlan(name, module, start, stop, name, *ends, remat))
+            start = stop
+    given = {
+        "edges": edges_of(model),
+        "group_size": max(m.stage for m in submeshes),
+        "tied": tuple(m for m, module in model.modules.items() if module.tied),
+    }
+    buckets = (Bucket.of(shapes),)
+    return Plan("test", Layout(tuple(submeshes), tuple(segments), buckets, **(given | more)))
 
 
 def random_plan(rng: np.random.Generator) -> Plan:

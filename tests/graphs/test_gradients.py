@@ -6,22 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.contract import edges_of
 from dflop_jax.pipeline import segment
 from dflop_jax.records import (
-    Bucket,
-    Layout,
-    Plan,
     Schedule,
-    SegmentPlan,
     Shape,
-    SubmeshPlan,
     first_pieces,
     piece_tokens,
 )
 from tests.graphs.made_up import GRAINS, MadeUp, MadeUpData, plain_loss, scales_of
 from tests.pipeline import plain
 from tests.pipeline.test_gradients import assert_norm, assert_trees_close, grads_of
+from tests.plans import graph_plan
 from tests.rows import group_of_rows
 
 MODEL = MadeUp()
@@ -31,48 +26,27 @@ SHAPES = {
     "words": Shape(2, 192),
     "echoes": Shape(1, 40),
 }
-# By module: data ranks, and of each segment (last layer + 1, first device).
-LAYOUTS = {
+TWO = (1, 2, 1)  # data ranks
+LAYOUTS = {  # see `graph_plan`
     "all apart": {
-        "sights": (1, [(1, 0), (3, 1)]),
-        "smells": (2, [(2, 2)]),
-        "words": (1, [(2, 4), (4, 5), (6, 6)]),
-        "echoes": (1, [(2, 7)]),
+        "sights": [(1, 0), (3, 1)],
+        "smells": [(2, 2, TWO)],
+        "words": [(2, 4), (4, 5), (6, 6)],
+        "echoes": [(2, 7)],
     },
     "two ranks each, shared": {
-        "sights": (2, [(3, 0)]),
-        "smells": (1, [(2, 0)]),
-        "words": (2, [(3, 2), (6, 4)]),
-        "echoes": (2, [(2, 4)]),
+        "sights": [(3, 0, TWO)],
+        "smells": [(2, 0)],
+        "words": [(3, 2, TWO), (6, 4, TWO)],
+        "echoes": [(2, 4, TWO)],
     },
-    "one device": {m: (1, [(MODEL.modules[m].n_layers, 0)]) for m in MODEL.modules},
+    "one device": {m: [(module.n_layers, 0)] for m, module in MODEL.modules.items()},
 }
 
 
-def make_plan(layout, fan_in=1, group_size=1):
-    submeshes, segments = [], []
-    for module, (ranks, parts) in LAYOUTS[layout].items():
-        start = 0
-        for i, (stop, first) in enumerate(parts):
-            name = f"{module}{i}"
-            submeshes.append(SubmeshPlan(name, first, 1, ranks, 1))
-            segments.append(
-                SegmentPlan(name, module, start, stop, name, i == 0, i == len(parts) - 1)
-            )
-            start = stop
-    return Plan(
-        "test",
-        Layout(
-            tuple(submeshes),
-            tuple(segments),
-            (Bucket.of(SHAPES),),
-            edges=edges_of(MODEL),
-            group_size=group_size,
-            fan_in=fan_in,
-            divided_readers=("echoes",) if fan_in > 1 else (),
-            tied=("words",),
-        ),
-    )
+def make_plan(layout, fan_in=1):
+    divided = ("echoes",) if fan_in > 1 else ()
+    return graph_plan(MODEL, LAYOUTS[layout], SHAPES, fan_in=fan_in, divided_readers=divided)
 
 
 def dealt(plan, module, pieces, tokens):

@@ -32,19 +32,18 @@ from dflop_jax.records import (
 from models import wan
 from tests.pipeline import plain
 from tests.pipeline.test_gradients import assert_norm, assert_trees_close, grads_of, trained
-from tests.plans import profile_of
+from tests.plans import graph_plan, profile_of
 from tests.rows import group_of_rows
 
 MODEL = wan.build("nano+wan-nano")
 SHAPES = {"llm": Shape(2, 64), "generator": Shape(2, 96)}
-# By module, of each segment: (last layer + 1, first device, (stage, data, model), recompute).
-LAYOUTS = {
+LAYOUTS = {  # see `graph_plan`
     "one device": {
-        "llm": [(4, 0, (1, 1, 1), "none")],
-        "generator": [(2, 0, (1, 1, 1), "none")],
+        "llm": [(4, 0)],
+        "generator": [(2, 0)],
     },
     "apart": {
-        "llm": [(1, 0, (1, 1, 1), "segment"), (4, 1, (1, 1, 1), "none")],
+        "llm": [(1, 0, (1, 1, 1), "segment"), (4, 1)],
         "generator": [(1, 2, (1, 1, 1), "layers"), (2, 3, (1, 1, 1), "dots")],
     },
     "stages, ranks, heads": {
@@ -52,8 +51,8 @@ LAYOUTS = {
         "generator": [(2, 4, (1, 2, 2), "none")],
     },
     "chunks round two": {
-        "llm": [(2, 0, (1, 1, 1), "none"), (4, 1, (1, 1, 1), "none")],
-        "generator": [(1, 0, (1, 1, 1), "named"), (2, 1, (1, 1, 1), "none")],
+        "llm": [(2, 0), (4, 1)],
+        "generator": [(1, 0, (1, 1, 1), "named"), (2, 1)],
     },
 }
 SIZES = ((4, 2, 2, 4), (4, 1, 4, 4))  # of latents; few, so that the oracle compiles few programs
@@ -90,26 +89,7 @@ def folder(tmp_path_factory):
 
 
 def make_plan(layout):
-    submeshes, segments = [], []
-    for module, parts in LAYOUTS[layout].items():
-        start = 0
-        for i, (stop, first, (stages, data, model), remat) in enumerate(parts):
-            name = f"{module}{i}"
-            submeshes.append(SubmeshPlan(name, first, stages, data, model))
-            segments.append(
-                SegmentPlan(name, module, start, stop, name, i == 0, i == len(parts) - 1, remat)
-            )
-            start = stop
-    return Plan(
-        "test",
-        Layout(
-            tuple(submeshes),
-            tuple(segments),
-            (Bucket.of(SHAPES),),
-            edges=edges_of(MODEL),
-            group_size=max(m.stage for m in submeshes),
-        ),
-    )
+    return graph_plan(MODEL, LAYOUTS[layout], SHAPES, tied=())
 
 
 def make_schedule(plan, n):

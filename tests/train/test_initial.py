@@ -5,13 +5,13 @@ import numpy as np
 import optax
 import pytest
 
-from dflop_jax.contract import edges_of
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Shape
 from dflop_jax.train.initial import published
 from dflop_jax.weights import write_folder
 from models import hf, llava, omni
 from tests.pipeline import plain
+from tests.plans import graph_plan
 from tests.weights.conftest import held, random_params
 
 ANYRES = llava.build("anyres-nano")
@@ -57,13 +57,10 @@ def test_parts_with_a_fresh_connector(tmp_path):
         ("llm", hf.decoder(model.modules["llm"])),
     ):
         write_folder(tmp_path / module, map_, held({module: params[module]}))
-    submeshes = [SubmeshPlan(m, i, 1, 1 + (m == "llm"), 1) for i, m in enumerate(model.modules)]
-    segments = [SegmentPlan(m, m, 0, x.n_layers, m, True, True) for m, x in model.modules.items()]
-    bucket = Bucket.of({**{m: Shape(8, n) for m, n in model.piece_tokens.items()},
-                        "llm": Shape(2, 96)})  # fmt: skip
-    tied = tuple(m for m, x in model.modules.items() if x.tied)
-    layout = Layout(tuple(submeshes), tuple(segments), (bucket,), edges_of(model), tied=tied)
-    plan = Plan("test", layout)
+    shapes = {**{m: Shape(8, n) for m, n in model.piece_tokens.items()}, "llm": Shape(2, 96)}
+    meshes = {"vision": (0,), "audio": (1,), "llm": (2, (1, 2, 1))}
+    parts = {m: [(x.n_layers, *meshes[m])] for m, x in model.modules.items()}
+    plan = graph_plan(model, parts, shapes)
     names = tuple(f"{m}={tmp_path / m}" for m in ("vision", "llm"))
     found, fresh = begun(model, plan, published(model, names)), begun(model, plan, None)
     assert_same(found["llm"], params["llm"])

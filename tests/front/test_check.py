@@ -13,7 +13,7 @@ from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.reasons import reason_of
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.train.prepare import build_model
-from tests.cli.command_line import refused, run
+from tests.cli.command_line import run
 from tests.data.media_cases import made_dataset, talk, write_wav
 from tests.front.made import llava_data, processor_files
 
@@ -136,15 +136,6 @@ def test_what_cannot_be_read_at_all(capsys, content, says):
     assert (code, err.count("\n"), said["records"]) == (2, 1, 0)
     assert says in err
     assert sum(said["bad_by_reason"].values()) == 1
-
-
-def test_a_page_that_cannot_be_written(capsys):
-    Path("d.json").write_text("[]")
-    for file, says in (
-        ("d.json/p.html", "d.json: is a file; choose another --page"),
-        ("d.json/a/p.html", "d.json: is a file; choose another --page"),
-    ):
-        assert says in refused(capsys, "check", "--data", "d.json", "--page", file)
 
 
 def test_a_model_and_its_template(capsys):

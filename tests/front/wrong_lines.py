@@ -11,7 +11,7 @@ from dflop_jax.weights import ModuleParams, write_folder
 from models import qwen3_vl
 from tests.cli.command_line import EXPERIMENT
 from tests.front.made import llava_data, processor_files
-from tests.verify.test_verify import random_params
+from tests.verify.folders import random_params
 
 ASK = "--model qwen --data photos/train.json"
 # Command line -> part of what it says, the remedy if it has one.

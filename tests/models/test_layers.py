@@ -1,12 +1,22 @@
-"""The exact GELU against scipy, in value and slope."""
+"""The exact GELU against scipy, in value and slope; modules in bfloat16."""
+
+import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from model_fields import fields, forward, full_params, outputs
 
+from models.audio import AudioModule
+from models.decoder import DecoderModule
 from models.layers import exact_gelu
+from models.sizes import AUDIO, DECODERS, VISION
+from models.vit import VisionModule
+
+BF16 = jnp.dtype("bfloat16")
 
 X = np.concatenate([np.linspace(-12, 12, 4801), [0.0, -1e-6, 1e-6, 100.0, -100.0]])
 
@@ -20,3 +30,26 @@ def test_exact_gelu_and_its_slope(dtype, tolerance):
     assert value.dtype == slope.dtype == dtype
     np.testing.assert_allclose(np.asarray(value, float), x64 * share, tolerance, 1e-6)
     np.testing.assert_allclose(np.asarray(slope, float), share + x64 * density, tolerance, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        DecoderModule(DECODERS["nano"], BF16),
+        VisionModule(VISION["nano"], 24, BF16),
+        AudioModule(AUDIO["whisper-nano"], 24, BF16),
+    ],
+    ids=["llm", "vision", "audio"],
+)
+def test_modules_in_bfloat16_stay_near_float32(module):
+    exact = dataclasses.replace(module, dtype=jnp.dtype(jnp.float32))
+    params, batch = full_params(exact), fields(exact, 2, 11)
+    found, want = (jax.jit(partial(outputs, m))(params, batch) for m in (module, exact))
+    if isinstance(found, dict):
+        assert found["loss_sum"].dtype == found["correct"].dtype == jnp.float32
+        assert jax.eval_shape(partial(forward, module), params, batch).dtype == BF16
+        np.testing.assert_allclose(found["loss_sum"], want["loss_sum"], rtol=2e-2)
+        return
+    assert found.dtype == BF16
+    error = jnp.abs(found.astype(jnp.float32) - want).mean()
+    assert error < 3e-2 * jnp.abs(want).mean()

@@ -24,7 +24,7 @@ from dflop_jax.weights import (
 from models import gemma4, internvl, llava, qwen2_audio, qwen3_5, qwen3_vl
 from tests.train.lora_cases import with_adapters
 from tests.verify import gemma_folders, qwen3_5_folders
-from tests.verify.test_verify import random_params
+from tests.verify.folders import random_params
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -19,7 +19,7 @@ from models import qwen3_vl
 from models.hf_sizes import folder_size
 from tests.generate.likeliest import assert_likeliest
 from tests.rows import group_of_rows
-from tests.verify.test_verify import random_params
+from tests.verify.folders import random_params
 
 MODEL = qwen3_vl.build("qwen3-vl-nano")
 SAMPLES = [m.sample for m in mixed_samples(MODEL)[:3]]  # a picture and a clip, two pictures, text

@@ -5,7 +5,7 @@ import pytest
 from dflop_jax.verify.verify import verify
 from models import gemma, gemma4, gemma4_hf, gemma_hf
 from tests.verify import gemma_folders
-from tests.verify.equal import check_equal
+from tests.verify.folders import check_equal
 
 
 @pytest.mark.slow(first=1)

@@ -11,7 +11,7 @@ from dflop_jax.verify.verify import verify
 from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import qwen3_5, qwen3_5_hf
 from tests.verify import qwen3_5_folders
-from tests.verify.equal import check_equal
+from tests.verify.folders import check_equal
 from tests.verify.qwen3_5_folders import text
 
 

@@ -22,6 +22,7 @@ from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import Folder, ModuleParams, write_folder
 from models.composed import Composed, Published
 from models.sizes import DECODERS, VISION, ModelSize
+from tests.verify.folders import random_params
 
 SIZES = {
     "llava_onevision": "anyres-nano",
@@ -44,27 +45,6 @@ def small_model(kind):
     if kind in OTHER:
         return Published(OTHER[kind], np.dtype(np.float32))
     return build_model(ModelConfig(FAMILIES[kind], SIZES[kind], "float32"))
-
-
-def random_params(model, seed):
-    """Every parameter random, of a size that keeps activations near 1."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path, spec):
-        fan_in = np.prod(spec.shape[:-1]) if len(spec.shape) > 1 else 25
-        noise = rng.normal(size=spec.shape) / np.sqrt(fan_in)
-        return (noise + (path[-1].key == "scale")).astype(np.float32)
-
-    def part(module, name):
-        one = jax.eval_shape(lambda key: module.init(name, key), jax.random.key(0))
-        if name != "layers":
-            return jax.tree_util.tree_map_with_path(draw, one)
-        layers = [jax.tree_util.tree_map_with_path(draw, one) for _ in range(module.n_layers)]
-        return jax.tree.map(lambda *a: np.stack(a), *layers)
-
-    return {
-        name: {p: part(module, p) for p in module.inputs} for name, module in model.modules.items()
-    }
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dflop_jax.contract import edges_of
@@ -12,8 +10,8 @@ from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshP
 from dflop_jax.weights import ModuleParams, write_folder
 from models.composed import Published
 from models.sizes import DECODERS, VISION, ModelSize
+from tests.verify.folders import random_params
 
-PARTS = ("entry", "layers", "exit")
 DECODER = dataclasses.replace(DECODERS["nano"], tied=False, vocab=96, n_layers=6)
 TOWER = dataclasses.replace(VISION["internvit-nano"], qk_norm=True, rms_norm=True, qkv_bias=False)
 MODEL = Published(ModelSize(DECODER, TOWER, layout="dynamic"), jnp.dtype("float32"))
@@ -34,18 +32,6 @@ PLAN = Plan(
         group_size=2,
     ),
 )
-
-
-def random_params(model, seed):
-    """{module: {part: tree}} as numpy arrays, layers stacked."""
-    rng = np.random.default_rng(seed)
-
-    def part(module, name):
-        specs = jax.eval_shape(lambda key: module.init(name, key), jax.random.key(0))
-        lead = (module.n_layers,) if name == "layers" else ()
-        return jax.tree.map(lambda s: rng.normal(size=(*lead, *s.shape)).astype(np.float32), specs)
-
-    return {k: {name: part(m, name) for name in PARTS} for k, m in model.modules.items()}
 
 
 def held(params):

@@ -1,7 +1,6 @@
 """Writing a folder: files by size, from segments, whole or not at all."""
 
 import json
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -15,7 +14,6 @@ from dflop_jax.weights import (
     read_segment,
     write,
     write_folder,
-    write_segment,
 )
 from models import hf, llava
 from models.composed import Published
@@ -75,36 +73,6 @@ def test_what_the_source_has_beside_the_model_is_kept(tmp_path):
     assert again.keys() == {*arrays, f"model.{name}"}
     assert again[f"model.{name}"].dtype == np.float16
     np.testing.assert_array_equal(again[f"model.{name}"], scale)
-
-
-def test_parameters_that_are_one_tensor(params, tmp_path):
-    """One after the other along its first dim, read into shards and written from segments."""
-    both = {"gate": 0, "up": DECODER.mlp}
-    tensors = [
-        replace(
-            t,
-            name=t.name.replace("gate_proj", "up_proj"),
-            offset=both.get(t.path[0], 0) * (t.module == "llm"),
-        )
-        for t in MODEL.weights.tensors
-    ]
-    map_ = replace(MODEL.weights, tensors=tuple(tensors))
-    write_folder(tmp_path / "out", map_, held(params))
-    folder = Folder(tmp_path / "out", map_)
-    folder.check()
-    arrays = load_file(tmp_path / "out" / "model.safetensors")
-    found = arrays["language_model.model.layers.1.mlp.up_proj.weight"]
-    layers = params["llm"]["layers"]
-    want = [np.asarray(layers[name]["kernel"][1]).T for name in both]
-    np.testing.assert_array_equal(found, np.concatenate(want))
-    segments = make_segments(MODEL, PLAN.layout, jax.devices())
-    for segment in segments.values():
-        read = read_segment(folder, segment)
-        whole = ModuleParams(segment.plan.module, read, segment.held_rows)
-        names = write_segment(tmp_path / "part", map_, whole, folder)
-        assert len(names) == len(set(names))
-        for name, array in load_file(tmp_path / "part").items():
-            np.testing.assert_array_equal(array, arrays[name])
 
 
 def test_nothing_is_left_of_a_failure(params, tmp_path, monkeypatch):

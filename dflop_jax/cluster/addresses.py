@@ -102,8 +102,3 @@ def is_same_host(connection: socket.socket) -> bool:
     """Whether both ends of a connection are on this host."""
     there, here = host_of(connection.getpeername()), host_of(connection.getsockname())
     return is_loopback(there) or there == here
-
-
-def reached_at(connection: socket.socket, own_host: str) -> str:
-    """Where others reach the host at a connection's other end; `own_host` where it is this one."""
-    return own_host if is_same_host(connection) else host_of(connection.getpeername())

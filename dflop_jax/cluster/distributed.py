@@ -141,7 +141,7 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
 
 def _group(made: Connection, config: DistributedConfig) -> ProcessGroup:
     timeout_s, wait_s = config.peer_timeout_s, config.connect_timeout_s
-    return ProcessGroup(made.process, made.count, made.client, timeout_s=timeout_s, wait_s=wait_s)
+    return ProcessGroup(made.process, made.number, made.client, timeout_s=timeout_s, wait_s=wait_s)
 
 
 def run_devices(member: Membership) -> list[jax.Device]:
@@ -199,17 +199,17 @@ def _adopt(made: Connection, config: DistributedConfig) -> Processes:
       ValueError: flags say otherwise.
     """
     for name, said, is_so in (
-        ("num_processes", config.num_processes, config.num_processes in (0, made.count)),
+        ("num_processes", config.num_processes, config.num_processes in (0, made.number)),
         ("process_id", config.process_id, config.process_id in (-1, made.process)),
     ):
         if not is_so:
             raise ValueError(
                 f"distributed.{name}={said}, but this program has called "
-                f"jax.distributed.initialize() as process {made.process} of {made.count}; leave "
+                f"jax.distributed.initialize() as process {made.process} of {made.number}; leave "
                 "the flag out"
             )
     address = Address.parse(made.coordinator)
-    return Processes(made.count, made.process, address, "jax.distributed.initialize")
+    return Processes(made.number, made.process, address, "jax.distributed.initialize")
 
 
 # ---- what jax is told ----

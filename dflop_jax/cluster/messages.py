@@ -24,8 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
@@ -41,19 +40,19 @@ BEATS_PER_TIMEOUT = 5
 # keeps 25 kB for each slice that times out, until the key is written.
 SLICE_S = 1.0
 WAIT_S = 7200.0  # default deadline of a wait: the longest search for a plan or compilation
+EXIT_S = 300.0  # deadline at the end of Python, as jax's own
 ANNOUNCE_S = 3.0  # process 0 waits so long for the others to read why the run fails
 MAX_NAMES = 8  # silent processes named in one line
 _ROOT = "dflop"  # of all keys
 _ALIVE, _FAILURE, _HEARD = (f"{_ROOT}/{n}" for n in ("alive", "failure", "heard"))
 
 
-@dataclass(frozen=True)
-class Connection:
+class Connection(NamedTuple):
     """How jax has connected this process: its client of the service, and what jax was told."""
 
     client: Any
     process: int
-    count: int
+    number: int
     coordinator: str
 
 
@@ -246,6 +245,7 @@ class ProcessGroup:
         if (error := getattr(sys, "last_value", None)) is not None:
             self.fail(f"process {self.process} stopped: {' '.join(str(error).split())}")
             leave(FAILED)  # jax would wait for the others, which have ended, and abort
+        self.wait_s = min(self.wait_s, EXIT_S)
         with suppress(RunFailed):
             self.close()
         self._stop()

@@ -349,7 +349,7 @@ def main(_: list[str]) -> None:
 
     joined = connection()
     assert joined is not None
-    group = ProcessGroup(joined.process, joined.count, joined.client, wait_s=60.0)
+    group = ProcessGroup(joined.process, joined.number, joined.client, wait_s=60.0)
     found: dict[str, Any] = {"process": group.process}
     values = [os.urandom(n) if n < BIG else bytes(range(250)) * (n // 250) for n in SIZES]
     found["sizes"] = [len(group.broadcast("sizes", v if group.is_hub else None)) for v in values]

@@ -17,7 +17,7 @@ from tests.small import Small
 
 from . import plain
 from .test_dip import chunked
-from .test_gradients import N
+from .test_gradients import N, keep_reduced
 
 # (processes, devices of each) -> name -> plan: submeshes on processes of their own, with differing
 # (data, model) on the two sides, and on the same processes. Every layout compiles on every process,
@@ -90,16 +90,7 @@ def check(want, name, plan):
     ex.calibrate(repeats=0)
     arrays = plain.pack(m, plan, schedule, samples)
     scales = plain.scales_of(arrays)
-    captured = {}
-    for n in set(ex.trainable) & ex.programs.local:
-
-        def spy(grads, more, n=n, program=ex.programs.compiled[n, "reduce"]):
-            out = program(grads, more)
-            own = ex.programs.segments[n].own_parts
-            captured[n] = {p: t for p, t in out[0].items() if p in own}
-            return out
-
-        ex.programs.compiled[n, "reduce"] = spy
+    captured = keep_reduced(ex, set(ex.trainable) & ex.programs.local)
     part = ex.run_step(schedule, arrays, scales).local()
     compared = 0
     for n, tree in captured.items():

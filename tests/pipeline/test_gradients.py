@@ -53,19 +53,7 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", sc
             scales = plain.scales_of(arrays)
         else:
             arrays = plain.really_packed(m, plan, schedule, samples)
-        captured: dict = {}
-        reduce_program = {n: ex.programs.compiled[n, "reduce"] for n in ex.trainable}
-        for n, program in reduce_program.items():
-
-            def spy(grads, more, n=n, program=program):
-                out = program(grads, more)
-                own = ex.programs.segments[n].own_parts
-                captured[n] = jax.tree.map(
-                    np.asarray, {p: t for p, t in out[0].items() if p in own}
-                )
-                return out
-
-            ex.programs.compiled[n, "reduce"] = spy
+        captured = keep_reduced(ex, ex.trainable, np.asarray)
         evaluates = kwargs.get("evaluates")
         evaluated = ex.run_evaluation(schedule, arrays).result().sums if evaluates else None
         result = ex.run_step(schedule, arrays, scales).result()
@@ -78,6 +66,21 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", sc
         )
     finally:
         ex.close()
+
+
+def keep_reduced(ex, segments, read=lambda leaf: leaf):
+    """What the reduction gives of these segments' gradients, once a step has run."""
+    captured: dict = {}
+    for n in segments:
+
+        def spy(grads, more, n=n, program=ex.programs.compiled[n, "reduce"]):
+            out = program(grads, more)
+            own = ex.programs.segments[n].own_parts
+            captured[n] = jax.tree.map(read, {p: t for p, t in out[0].items() if p in own})
+            return out
+
+        ex.programs.compiled[n, "reduce"] = spy
+    return captured
 
 
 def assert_trees_close(got, want, tolerance=1e-5):

@@ -45,34 +45,27 @@ def raced(evaluator, **plans):
     return [f.plan.name for f in race.race(evaluator, list(plans.values()))]
 
 
-def test_one_plan_or_none_runs_nothing():
-    assert raced(Evaluator({"a": 1.0})) == ["a"]
-    assert raced(Evaluator({})) == []
-    evaluator = Evaluator({"a": 1.0})
-    raced(evaluator)
-    assert not evaluator.asked
-
-
-def test_those_far_behind_leave_after_the_first_trials():
-    evaluator = Evaluator({"a": 1.3, "b": 1.0, "c": 1.2})
-    assert raced(evaluator) == ["b", "c", "a"]
-    assert evaluator.asked == dict.fromkeys("abc", FIRST)
-    assert evaluator.looked == dict.fromkeys("abc", 1)
-
-
-def test_the_slower_half_leaves_and_the_others_go_on_until_they_are_told_apart():
+@pytest.mark.parametrize("seconds, apart, known, order, asked", [
+    ({}, 0.0, {}, "", {}),
+    ({"a": 1.0}, 0.0, {}, "a", {}),
+    # Those far behind leave after the first trials.
+    ({"a": 1.3, "b": 1.0, "c": 1.2}, 0.0, {}, "bca", dict.fromkeys("abc", FIRST)),
+    # The slower half leaves, of six others three; the rest go on until they are told apart.
+    ({n: 1 + 0.01 * i for i, n in enumerate("abcdefg")}, 1e-4, {}, "abcdefg",
+     dict.fromkeys("abcd", race._TELLING) | dict.fromkeys("efg", FIRST)),
+    # What has run is not run again.
+    ({"a": 1.0, "b": 1.2}, 0.0, {"a": (1.0, 2.0)}, "ab", {"b": FIRST}),
+    # Equal plans are not compared for long, and no plan runs more than the most trials.
+    ({"a": 1.0, "b": 1.0}, 0.0, {}, "ab", dict.fromkeys("ab", race._TELLING)),
+    ({"c": 1.0, "d": 1.001}, 0.03, {}, None, dict.fromkeys("cd", race._MOST)),
+])  # fmt: skip
+def test_plans_run_as_many_trials_as_tell_them_apart(seconds, apart, known, order, asked):
     """Trials differ threefold, but the plans run the same ones."""
-    evaluator = Evaluator({n: 1 + 0.01 * i for i, n in enumerate("abcdefg")}, apart=1e-4)
-    assert raced(evaluator) == list("abcdefg")
-    four = dict.fromkeys("abcd", race._TELLING)  # of six others three stay
-    assert evaluator.asked == four | dict.fromkeys("efg", FIRST)
-
-
-def test_what_has_run_is_not_run_again():
-    evaluator = Evaluator({"a": 1.0, "b": 1.2})
-    assert raced(evaluator, a=finalist("a", trials_s=(1.0, 2.0))) == ["a", "b"]
-    assert evaluator.asked == {"b": FIRST}
-    assert evaluator.looked == {"b": 1}
+    evaluator = Evaluator(seconds, apart=apart)
+    got = raced(evaluator, **{n: finalist(n, trials_s=trials) for n, trials in known.items()})
+    assert order is None or got == [*order]
+    assert evaluator.asked == asked
+    assert len(seconds) < 2 or evaluator.looked == dict.fromkeys(asked, 1)
 
 
 def test_prices_of_its_own_come_with_the_lookahead_that_suits_them():
@@ -92,12 +85,6 @@ def test_those_that_stay_together_cost_no_more_than_the_work(effort, times, larg
     beyond = sum(evaluator.asked.values()) - FIRST * len(names)
     cost = beyond * 2 * larger * (race.TRIAL_WORK + race._BATCH_COST)
     assert 0.4 * times * race._ALL_WORK <= cost <= times * race._ALL_WORK
-
-
-def test_no_plan_runs_more_than_the_most_trials():
-    evaluator = Evaluator({"c": 1.0, "d": 1.001}, apart=0.03)
-    raced(evaluator)
-    assert evaluator.asked == dict.fromkeys("cd", race._MOST)
 
 
 @pytest.mark.parametrize("faster", [1e-9, 1e-2])

@@ -116,17 +116,11 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     save(profile, tmp_path / "p.json")
     assert load(ModelProfile, tmp_path / "p.json") == profile
     few = {m: shapes[2:3] for m, shapes in SHAPES.items()}
-    one, again = (
-        roofline_profile(build("nano", "bfloat16"), A100, few, degrees, n_devices=4)
-        for degrees in ((1, 2), (2, 1))
-    )
+    one, again = (roofline_profile(NANO, A100, few, d, n_devices=4) for d in ((1, 2), (2, 1)))
     assert again == one
     other = roofline_profile(NANO, find_hardware("h100"), few, (1,), n_devices=4)
     assert other.key != profile.key
-    assert (profile.priced_by, other.priced_by) == (
-        "the data sheet of a100-80",
-        "the data sheet of h100",
-    )
+    assert other.priced_by == "the data sheet of h100"
     model = CostModel(profile)
     for t in profile.timings:
         got = model.fits.predict(t.module, t.model, t.shape.rows, t.shape.tokens, "layer_backward")

@@ -66,19 +66,6 @@ def test_a_clip_says_the_same_alone_and_among_others():
     assert not np.array_equal(moved[n:], packed[n:])
 
 
-def test_only_patches_ask_and_only_their_own_weights_count():
-    params = full_params(GENERATOR)
-    batch = row([piece(5, (2, 2, 3), 0), piece(3, (1, 4, 2), 1)], 64)
-    x = forward(GENERATOR, params, batch)
-    before = GENERATOR.entry(params["entry"], batch)
-    others = np.asarray(batch["role"][0]) != wan_layers.CLIP
-    np.testing.assert_array_equal(x[0][others], before[0][others])
-    errors = np.square(np.asarray(said(params, batch)) - np.asarray(batch["target"][0]))
-    want = (errors.mean(-1) * np.asarray(batch["weights"][0])).sum()
-    loss = GENERATOR.exit(params["exit"], x, batch)["loss_sum"]
-    np.testing.assert_allclose(loss, want, rtol=1e-5)
-
-
 def test_long_rows_read_their_text_in_blocks(monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 32, 2, 4)), jnp.float32) for _ in range(3))

@@ -12,15 +12,13 @@ from dflop_jax.cli import main
 from dflop_jax.cluster import host_memory
 from dflop_jax.config import ModelConfig
 from dflop_jax.front.families import FAMILIES
-from dflop_jax.generate.row import row_of
 from dflop_jax.record_files import save
 from dflop_jax.train.prepare import build_model
 from dflop_jax.verify import compare, reference, round_trip
 from dflop_jax.verify.results import Verified
 from dflop_jax.verify.round_trip import spread
-from dflop_jax.verify.samples import mixed_samples
 from dflop_jax.weights import Folder, ModuleParams, write_folder
-from models.composed import Composed, Published
+from models.composed import Published
 from models.sizes import DECODERS, VISION, ModelSize
 from tests.verify.folders import random_params
 
@@ -223,13 +221,3 @@ def test_copies_of_a_tied_tensor_are_compared_whole(folders, tmp_path, capsys, n
         found, answer, _ = verify(capsys, tmp_path / "tied")
         assert (found, answer["bit_identical"]) == (code, code == 0)
         assert answer["groups"][-1]["name"] == "copies of tied tensors"
-
-
-def test_a_model_of_text_alone_has_samples():
-    model = Composed(ModelSize(DECODERS["nano"]), np.dtype(np.float32))
-    samples = mixed_samples(model)
-    lengths = [len(s.sample.fields["llm"]["tokens"]) for s in samples]
-    assert lengths == [11, 155]
-    row = row_of([s.sample for s in samples], model, 8)
-    assert (row.lengths.tolist(), row.media) == ([166], {})
-    assert row.fields["tokens"].shape == (1, 168)

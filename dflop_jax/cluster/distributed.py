@@ -141,7 +141,10 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
 
 def _group(made: Connection, config: DistributedConfig) -> ProcessGroup:
     timeout_s, wait_s = config.peer_timeout_s, config.connect_timeout_s
-    return ProcessGroup(made.process, made.number, made.client, timeout_s=timeout_s, wait_s=wait_s)
+    group = ProcessGroup(made.process, made.number, made.client, timeout_s=timeout_s, wait_s=wait_s)
+    ends = f"process {made.process} ended with exit code"
+    ending.leaving.append(lambda code: group.fail(f"{ends} {code}", code))
+    return group
 
 
 def run_devices(member: Membership) -> list[jax.Device]:

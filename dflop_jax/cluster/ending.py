@@ -28,6 +28,7 @@ ONE_SIGNAL_S = 0.3
 SAY_S = 1.0  # longest wait for standard error to take the last line
 
 in_run = threading.Event()  # this process is one of several, and has not left them
+leaving: list[Callable[[int], None]] = []  # told of an exit code other than 0, before the end
 is_command = threading.Event()  # it runs a command of ours, and may end by itself
 
 
@@ -167,7 +168,10 @@ def ended(exit_code: int) -> int:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End this process now, with its output written but nothing else awaited."""
+    """End this process now, with its output written; the others of a run are told of a failure,
+    and nothing else is awaited."""
+    for tell in leaving if exit_code else ():
+        tell(exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -191,7 +191,7 @@ if what == "leave":
     assert not jax.distributed.is_initialized()
     print("left", flush=True)
 elif what == "fail":  # the launcher learns of it, though process 0 is busy and never comes
-    if me.index == 1:
+    if me.index == int(more[0]):
         ending.ended(6)
     time.sleep(600)
 elif what == "lose":
@@ -243,7 +243,7 @@ def test_two_processes_meet_compute_and_leave(tmp_path):
 
 def test_an_exit_does_not_wait_for_the_others(tmp_path):
     launch_two = [sys.executable, "-m", "dflop_jax.cli", "launch", "-n", "2", "--", "python"]
-    process = start(tmp_path, *launch_two, "fail")
+    process = start(tmp_path, *launch_two, "fail 1")
     _, err = process.communicate(timeout=120)
     assert process.returncode == 6
     assert "process 1 ended with exit code 6; ending the others" in err
@@ -293,6 +293,16 @@ def test_without_process_0_the_others_abort_with_their_stacks(tmp_path, how):
     assert "Fatal Python error: Aborted" in err
     assert re.search(r'File ".*join.py", line \d+ in <module>', err)
     end(pair[0])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_end_of_a_process_ends_the_other(tmp_path, failing):
+    """Without a launcher, and without an abort by jax."""
+    pair = started_by_hand(tmp_path, *[f"fail {failing}"] * 2)
+    errs = [end(p)[1] for p in pair]
+    assert [p.returncode for p in pair] == [6, 6], errs
+    assert f"dflop: process {failing} ended with exit code 6" in errs[1 - failing]
+    assert "Check failure" not in errs[0] + errs[1]
 
 
 def test_processes_that_do_not_come_are_told_in_a_line(tmp_path):

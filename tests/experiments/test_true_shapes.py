@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.baselines import megatron, pytorch
+from dflop_jax.plan.baselines import pytorch
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.space import separate as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import Load, with_remat
+from dflop_jax.records import Load
 from experiments.paper import cases, costs, true_shapes
-from experiments.paper.cases import Case, tuning
+from experiments.paper.cases import Case
 from experiments.paper.true_shapes import amounts_of, bins_of, run_step
-from experiments.paper.tune import plan_of, published_plan, tuned
+from experiments.paper.tune import plan_of, published_plan
 from tests.plan.cases import TILE, layouts, model_profile, recompute
 
 LAYERS = {"vision": 2, "llm": 4}
@@ -186,29 +186,6 @@ def test_bad_numbers_of_microbatches_and_groupings():
             run_step(CASE, plan, LOADS, m, "arrival")
     with pytest.raises(ValueError, match="not arrival or balanced"):
         run_step(CASE, plan, LOADS, 1, "sorted")
-
-
-@pytest.mark.parametrize("grouping", ["arrival", "balanced"])
-def test_tuning_is_about_as_good_as_trying_everything(grouping):
-    space = [*plans(pytorch, 4), *plans(megatron, 4), *plans(families, 4)][::4]
-
-    def mean_s(plan, m):
-        return np.mean([run_step(CASE, plan, b, m, grouping).makespan_s for b in tuning(CASE)])
-
-    tried = []
-    for plan in space:
-        ranks = plan.layout.data_ranks("llm")
-        tried += [mean_s(with_remat(plan, "none"), m) for m in (1, 2, 4, 8) if m * ranks <= 8]
-    assert mean_s(*tuned(CASE, space, grouping)) <= 1.05 * min(tried)
-
-
-@pytest.mark.parametrize("grouping", ["arrival", "balanced"])
-def test_the_slowest_replica_is_that_of_all(monkeypatch, grouping):
-    for plan in (p for p in plans(megatron, 4) if p.layout.data_ranks("llm") == 2):
-        step = run_step(CASE, plan, batch(16), 4, grouping)
-        with monkeypatch.context() as every:
-            every.setattr(true_shapes, "_LOOKS_SLOW", 0.0)
-            assert step == run_step(CASE, plan, batch(16), 4, grouping)
 
 
 def test_the_published_baseline_has_the_scripts_degrees_and_is_not_tuned():

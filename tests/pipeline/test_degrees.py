@@ -172,20 +172,3 @@ def test_a_degree_says_what_a_device_holds(dtype, item):
         assert found["masters"] == (0 if item == 4 else 4 * n_split)
         assert found["opt_state"] == 8 * n_split + counters
         assert found["grads"] == 4 * (n_split if zero >= 2 else n_whole)
-
-
-def test_frozen_parts_have_no_masters():
-    """They are held in the dtype that programs read, and split like those that train."""
-    m = NANO.with_lora(2, 4.0)
-    m = dataclasses.replace(m, dtype=jax.numpy.dtype("bfloat16"))
-    plan = plain.with_zero(plain.plan_of(m, None, (0, 1, 2, 1), bucket=(0, 96)), llm=3)
-    ex = Executor(m, plan, make_optimizer(TRAIN), freeze=("vision", "connector", "llm"))
-    ex.init(0)
-    params, masters = ex.state.params["llm"], ex.state.masters["llm"]
-    assert set(masters) == {"adapter"}
-    n_split = 0
-    for leaf in jax.tree.leaves(params):
-        assert leaf.dtype == jax.numpy.bfloat16
-        n_split += leaf.addressable_shards[0].data.size * 2 == leaf.size
-    assert n_split == len(jax.tree.leaves(params)) > 10
-    ex.close()

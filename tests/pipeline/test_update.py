@@ -206,27 +206,6 @@ def test_parameters_travel_together(monkeypatch, together, most):
             assert together > 1 or count > 8
 
 
-def per_device(array):
-    return array.addressable_shards[0].data.size
-
-
-def test_state_and_gradients_are_sharded_over_data():
-    _, updates = updates_of(WIDE, 1.0)
-    for update in updates.values():
-        s = update.segment
-        params = start(update)[1]
-        state = update.begin(params)[2]
-        adam = next(x for x in state if isinstance(x, optax.ScaleByAdamState))
-        for moments in (adam.mu, adam.nu):
-            for p, m in zip(jax.tree.leaves(params), jax.tree.leaves(moments), strict=True):
-                assert per_device(m) * s.data_ranks == per_device(p), m.shape  # nano's all divide
-        assert adam.count.sharding.is_fully_replicated
-        # The accumulators keep the ranks' gradients apart: one entry per data rank and device.
-        for g in jax.tree.leaves(grad_structs(s)["layers"]):
-            assert g.shape[0] == s.data_ranks
-            assert g.sharding.shard_shape(g.shape)[0] == 1
-
-
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_is_sent_of_new_parameters_is_in_the_working_dtype(zero):
     """Nothing is where every rank keeps its piece; what they become: `test_optimizers`."""

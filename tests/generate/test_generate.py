@@ -13,7 +13,7 @@ from PIL import Image
 from dflop_jax.cli import main
 from dflop_jax.config import Config, DataConfig, ModelConfig
 from dflop_jax.data import ByteTokenizer, MediaSpec, make_source
-from dflop_jax.generate.generate import ChatAnswer, Generator
+from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.record_files import save
@@ -265,24 +265,3 @@ def test_end_tokens_are_those_of_the_folder_that_is_loaded():
     Path("other/generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     config = Config(model=ModelConfig(size="nano"))
     assert Generator(config, "other").ends == Generator(config, "run").ends | {7, 9}
-
-
-@pytest.mark.parametrize("tokens, why", [((), "ended its turn at once"), ((9,), "1 tokens are no")])
-def test_an_empty_answer_is_said_to_be_one(capsys, monkeypatch, tokens, why):
-    answer = ChatAnswer("?", " ", tokens, "end", 0, 3, 2, "run", 0.1, 0.0)
-
-    class Silent:
-        def __init__(self, *args, **kwargs): ...
-
-        def answer(self, prompt, media, *args):
-            assert media["image"] == ["red.png", "wide.png", "red.png"]
-            return answer
-
-    monkeypatch.setattr("dflop_jax.generate.generate.Generator", Silent)
-    pictures = ["--image", "red.png", "wide.png", "--image", "red.png"]
-    code, out, err = run(capsys, "nano.py", *ASK, *pictures)
-    assert (code, out) == (0, "\n")
-    assert "the answer is empty: " in err
-    assert why in err
-    code, out, err = run(capsys, "nano.py", *ASK, *pictures, "--json")
-    assert (code, err, json.loads(out)["tokens"]) == (0, "", list(tokens))

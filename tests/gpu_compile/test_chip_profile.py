@@ -162,17 +162,6 @@ def test_shapes_are_powers_of_two_around_the_data(tmp_path, monkeypatch):
     }
 
 
-def test_without_the_compiler_a_line_says_where_prices_come_from(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(chip_profile, "make_profile", lambda *_: "sheet")
-    monkeypatch.setattr(
-        chip_profile, "compiler_environment", lambda: (_ for _ in ()).throw(ValueError("no ptxas"))
-    )
-    place = SimpleNamespace(hardware=H100)
-    assert chip_profile.predicted_profile(place, None, None, said.append) == "sheet"
-    assert said == ["prices come from data sheets, not from compiled programs: no ptxas"]
-
-
 # ---- one probe, by the compiler of this machine ----
 
 

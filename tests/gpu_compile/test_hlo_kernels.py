@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
-from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACK,
@@ -134,46 +132,3 @@ def test_a_compiled_program_has_the_flops_of_its_products():
 def test_a_text_that_is_none_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
         hlo_kernels("nothing")
-
-
-def test_seconds_of_a_program_under_the_roofline():
-    """A product, a copy, a fusion that reads one layer of a stack, and an update in place."""
-    text = """
-HloModule jit_f
-
-fused (p0: bf16[4,128,128], p1: bf16[128,128]) -> bf16[128,128] {
-  %p0 = bf16[4,128,128]{2,1,0} parameter(0)
-  %p1 = bf16[128,128]{1,0} parameter(1)
-  %one = bf16[1,128,128]{2,1,0} slice(%p0), slice={[1:2], [0:128], [0:128]}
-  %flat = bf16[128,128]{1,0} bitcast(%one)
-  ROOT %sum = bf16[128,128]{1,0} multiply(%flat, %p1)
-}
-
-update (p0: f32[4,128,128], p1: f32[1,128,128], p2: s32[]) -> f32[4,128,128] {
-  %p0 = f32[4,128,128]{2,1,0} parameter(0)
-  %p1 = f32[1,128,128]{2,1,0} parameter(1)
-  %p2 = s32[] parameter(2)
-  %zero = s32[] constant(0)
-  ROOT %new = f32[4,128,128]{2,1,0} dynamic-update-slice(%p0, %p1, %p2, %zero, %zero)
-}
-
-ENTRY main (a: bf16[4,128,128], b: bf16[128,128]) -> bf16[128,128] {
-  %a = bf16[4,128,128]{2,1,0} parameter(0)
-  %b = bf16[128,128]{1,0} parameter(1)
-  %c = f32[4,128,128]{2,1,0} parameter(2)
-  %d = f32[1,128,128]{2,1,0} parameter(3)
-  %i = s32[] parameter(4)
-  %read = bf16[128,128]{1,0} fusion(%a, %b), kind=kLoop, calls=fused
-  %written = f32[4,128,128]{2,1,0} fusion(%c, %d, %i), kind=kLoop, calls=update
-  %again = bf16[128,128]{1,0} copy(%read)
-  ROOT %out = bf16[128,128] dot(%again, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-"""
-    hardware = replace(find_hardware("h100"), memory_bandwidth=1e9)
-    reach = Efficiency(matmul=0.7, half_dim=1e-9, bandwidth=1.0, launch_s=1e-3)
-    page = 128 * 128
-    product_s = 3 * 2 * page / 1e9  # bound by its bytes
-    read_s = 3 * 2 * page / 1e9  # of the stack one layer
-    copied_s = (2 * 2 * page + 2 * 4 * page + 4) / 1e9  # of the update its place, what changes
-    got = Table.of([hlo_kernels(text)], [1], hardware).seconds(reach)
-    assert got == pytest.approx([product_s + read_s + copied_s + 4e-3])

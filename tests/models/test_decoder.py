@@ -99,8 +99,3 @@ def test_unsupervised_targets_may_lie_outside_of_the_vocabulary():
     targets, weights = jnp.asarray([-100, 1], jnp.int32), jnp.asarray([0.0, 1.0])
     out = cross_entropy(x, table, targets, weights, logits_elements=100)
     np.testing.assert_allclose(out["loss_sum"], np.log(4), rtol=1e-6)
-
-
-def test_unknown_field_is_named():
-    with pytest.raises(ValueError, match="'pixels'"):
-        DecoderModule(QWEN, F32).field_spec("pixels", 1, 1)

@@ -49,30 +49,6 @@ def test_every_value_by_hand(layer):
         assert got[row, token, i, j] == pytest.approx(x[row, token, i, j] * scale * seen)
 
 
-def test_the_share_is_the_rate_and_nothing_repeats():
-    rng = np.random.default_rng(0)
-    seeds = rng.integers(1, 2**32, (4, 64))
-    x = jnp.ones((4, 64, 128))
-    masks = [
-        np.asarray(d.seen(x, name)) > 0
-        for d, name in (
-            (drawn(seeds), "up"),
-            (drawn(seeds), "gate"),
-            (drawn(seeds, layer=4), "up"),
-            (drawn(seeds, part="exit"), "up"),
-            (drawn(rng.permutation(seeds)), "up"),
-        )
-    ]
-    for mask in masks:
-        assert mask.mean() == pytest.approx(0.75, abs=4 * (0.75 * 0.25 / mask.size) ** 0.5)
-        # Of tokens and of features none is left out more often than chance has it.
-        assert np.abs(mask.mean(axis=(0, 1)) - 0.75).max() < 5 * (0.1875 / 256) ** 0.5
-        assert np.abs(mask.mean(axis=2) - 0.75).max() < 5 * (0.1875 / 128) ** 0.5
-    for other in masks[1:]:  # independent of the first
-        agree = (masks[0] == other).mean()
-        assert agree == pytest.approx(0.75**2 + 0.25**2, abs=0.02)
-
-
 def test_joined_tokens_and_pieces_have_numbers():
     x = jnp.ones((2, 3, 32))
     joined = drawn([[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14]]).seen(x, "up")

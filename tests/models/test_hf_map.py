@@ -1,7 +1,7 @@
 """The map from checkpoints to parameters: a bijection, for every size; configurations both ways."""
 
-import dataclasses
 import json
+from functools import partial
 from itertools import groupby
 
 import jax
@@ -17,55 +17,34 @@ MODELS = {
 }
 
 
-def leaves(module, key, parts=()):
-    """{(module, part, path): (shape, layers)} of a module, or of some of its parts."""
-    out = {}
-    for part in parts or module.inputs:
-        specs = jax.eval_shape(lambda k, part=part: module.init(part, k), jax.random.key(0))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(specs):
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_once(name):
+    """{(module, part, path): (shape, layers)} of the model, and of its map."""
+    model, want = MODELS[name](name), {}
+    map_ = model.weights
+    for key, module in model.modules.items():
+        for part in module.inputs:
+            specs = jax.eval_shape(partial(module.init, part), jax.random.key(0))
             layers = list(range(module.n_layers)) if part == "layers" else [None]
-            out[key, part, tuple(k.key for k in path)] = (leaf.shape, layers)
-    return out
-
-
-def check_bijection(tensors, want):
-    names = [t.name for t in tensors]
-    assert len(set(names)) == len(names)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(specs):
+                want[key, part, tuple(k.key for k in path)] = (leaf.shape, layers)
 
     def place(t):
         return (t.module, t.part, t.path)
 
-    found = {k: list(g) for k, g in groupby(sorted(tensors, key=place), key=place)}
+    found = {k: list(g) for k, g in groupby(sorted(map_.tensors, key=place), key=place)}
     assert found.keys() == want.keys()
     for key, group in found.items():
         shape, layers = want[key]
         assert {t.layout.shape for t in group} == {shape}
         assert [t.layer for t in group] == layers
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_parameter_once(name):
-    model = MODELS[name](name)
-    want = {}
-    for key, module in model.modules.items():
-        want |= leaves(module, key)
-    map_ = model.weights
-    check_bijection(map_.tensors, want)
+    names = [t.name for t in map_.tensors]
+    assert len(set(names)) == len(names)
     for t in map_.tensors:
         assert map_.canonical(t.name) == t.name
         assert not map_.is_ignored(t.name)
     for u in map_.unused:
         assert map_.is_ignored(u.name)
-
-
-def test_parts_alone():
-    model = llava.build("llava-ov-0.5b")
-    llm, vision = model.modules["llm"], model.modules["vision"]
-    alone = dataclasses.replace(llm, newline=False)  # the line end is the composition's
-    check_bijection(hf.decoder(llm).tensors, leaves(alone, "llm"))
-    check_bijection(hf.tower(vision).tensors, leaves(vision, "vision", ("entry", "layers")))
-    vision = internvl.build("internvl-2.5-38b").modules["vision"]
-    check_bijection(hf.tower(vision).tensors, leaves(vision, "vision", ("entry", "layers")))
 
 
 @pytest.mark.parametrize(

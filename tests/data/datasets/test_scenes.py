@@ -218,12 +218,3 @@ def test_oversize_scenes(oversize):
         assert sample.load == data.load(i)
         assert len(tokens(sample)) <= 90
         assert TOKENIZER.decode(tokens(sample)[supervised(sample)]) == data.scene(i).answer
-
-
-def test_bad_arguments():
-    with pytest.raises(ValueError, match="n_samples"):
-        source(0)
-    with pytest.raises(ValueError, match="split"):
-        source(split="test")
-    with pytest.raises(IndexError):
-        source(3).load(3)

@@ -19,7 +19,6 @@ from dflop_jax.data.datasets.index_build import IndexRules, check_usable, update
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.datasets.shape_index import (
     Indexed,
-    joined,
     load_index,
     save_index,
     table_of,
@@ -91,16 +90,6 @@ def test_saved_and_loaded(dataset, tmp_path):
     assert rows(again["a"].table) == rows(found.table)
     assert (again["a"].key, again["a"].listed) == (found.key, 12)
     assert (again["ä/b"].bad, len(again["ä/b"].table)) == (("why",), 0)
-
-
-def test_tables_are_joined(dataset, tmp_path):
-    table, other = (
-        index_of(open_reader(d)).table for d in (dataset, made_dataset(tmp_path / "d", 4))
-    )
-    assert rows(joined([])) == []
-    assert rows(joined([table, other, table])) == rows(table) + rows(other) + rows(table)
-    with pytest.raises(ValueError, match="wrong media_start"):
-        table.__class__(**{**vars(table), "media_start": table.media_start[:-1]})
 
 
 def test_only_what_changed_is_made_anew(dataset, tmp_path):

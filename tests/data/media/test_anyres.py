@@ -175,11 +175,3 @@ def test_no_picture_and_bad_settings():
         AnyRes(pinpoints=((384, 400),))
     with pytest.raises(ValueError, match="missing"):
         AnyRes(pinpoints=())
-
-
-def test_shifted_sources_are_those_of_later_tiles():
-    sources = picture_sources(800, 600, SPEC)
-    features = np.random.default_rng(2).standard_normal((len(sources) + 5000, 3))
-    moved = sources.shifted(1458)
-    got = gather(features, moved, np.zeros(3))
-    np.testing.assert_array_equal(got, gather(features[1458:], sources, np.zeros(3)))

@@ -74,11 +74,3 @@ def test_shared_bad_media_are_one_line(shared_data, name):
 
 def test_a_shared_picture_of_another_ending(shared_data):
     assert read_all(SHARED / "bad" / "png_named_jpg.jpg").size == (200, 345)
-
-
-def test_every_shared_bad_file_is_tried_somewhere(shared_data):
-    """A new file in that folder is to be tried too."""
-    lists = {"broken_line.jsonl", "broken.json", "bad_records.json"}  # in test_shape_index
-    media = {p.name for p in (SHARED / "bad").iterdir()} - lists
-    (parameters,) = [m.args[1] for m in test_shared_bad_media_are_one_line.pytestmark]
-    assert media == {*parameters, "png_named_jpg.jpg"}

@@ -4,8 +4,7 @@ Command:  python benchmarks/gpu_compile.py [--json FILE] [--quick] [--only TEXT 
 Minutes:  about 90 on 2 cores; --quick, which predicts nothing, under 3
 Needs:    the extra gpu-compile
 Expected: every program compiles, or its plan is refused in one line; no float32 product above 1% of
-          a program's FLOPs (3% where there are gated delta nets), and at any tensor degree no
-          gather of whole queries, keys or values;
+          a program's FLOPs (3% where there are gated delta nets);
           bytes within 5% of the prediction by the median, 12% at worst
 
 Every case is a model at full width and depth in bfloat16 under a plan of a policy's kind: `dflop`
@@ -261,7 +260,6 @@ def row(case: Case, program: ProgramReport, plan: Plan, costs: CostModel | None)
         "flops": program.flops,
         "executed_over_needed": program.executed_over_needed,
         "f32_dot_flops": program.float32_dot_flops,
-        "attention_gathers": program.attention_gathers,
         "pair_arrays": list(program.pair_arrays),
         "unknown": list(program.unknown),
         "error": program.error,
@@ -316,8 +314,6 @@ def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
             if r["f32_dot_flops"] > most * r["flops"]:
                 share = r["f32_dot_flops"] / r["flops"]
                 found.append(f"{where}: {share:.1%} of its products are in float32")
-            if r["attention_gathers"]:
-                found.append(f"{where}: {r['attention_gathers']} gathers of whole heads")
             if r.get("pair_arrays"):
                 found.append(f"{where}: keeps pairs of tokens: {' '.join(r['pair_arrays'])}")
     return found
@@ -326,14 +322,14 @@ def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:
 def show(outcomes: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="Programs of published models, compiled for GPUs that are not here")
     table.add_column("model, policy, degrees, chip")
-    numbers = "programs", "compile s", "most temp GiB", "done/needed", "float32", "gathers"
+    numbers = "programs", "compile s", "most temp GiB", "done/needed", "float32"
     for name in numbers:
         table.add_column(name, justify="right")
     table.add_column("verdict")
     for name, case in outcomes.items():
         rows = case["rows"]
         if not rows:
-            table.add_row(name, *["-"] * 6, f"refused: {case['refused']}")
+            table.add_row(name, *["-"] * 5, f"refused: {case['refused']}")
             continue
         ratios = [r["executed_over_needed"] for r in rows if r["executed_over_needed"]]
         flops = max(1.0, sum(r["flops"] for r in rows))
@@ -344,7 +340,6 @@ def show(outcomes: dict[str, dict[str, Any]]) -> Table:
             f"{max(r['temp_bytes'] for r in rows) / GIB:.1f}",
             f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
             f"{sum(r['f32_dot_flops'] for r in rows) / flops:.1%}",
-            str(sum(r["attention_gathers"] for r in rows)),
             case["verdict"].split(" (")[0],
         )
     return table

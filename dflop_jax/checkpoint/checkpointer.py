@@ -12,10 +12,11 @@ after that in the background, and the checkpoint exists once process 0 has commi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from dflop_jax.checkpoint.background import Background, Copying, Waiting
 from dflop_jax.checkpoint.state_arrays import StateArray, read_array, specs_of, state_arrays
 from dflop_jax.checkpoint.store import (
     ArrayPiece,
@@ -39,6 +39,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import initial_structs
 
 log = logging.getLogger(__name__)
+Waiting = Callable[[], AbstractContextManager[None]]
 
 
 def _saved(ex: Executor, segment: str, kind: str) -> Any:
@@ -57,6 +58,25 @@ def _pieces(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> Iterat
     for place, box in a.boxes(index):
         starts, sizes = tuple(b[0] for b in box), [b[1] - b[0] for b in box]
         yield ArrayPiece(a.name, starts, data[place].reshape(sizes))
+
+
+class Copying:
+    """The copy to the host that updates wait for. The executor holds it, so it holds none: with
+    the executor its state goes, which the next one needs the memory of."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self.done = threading.Event()
+        self.done.set()
+        self.waited_s = 0.0
+        self._waiting = waiting
+
+    def wait(self) -> None:
+        if self.done.is_set():
+            return
+        start = time.perf_counter()
+        with self._waiting():
+            self.done.wait()
+        self.waited_s += time.perf_counter() - start
 
 
 class Checkpointer:
@@ -80,20 +100,22 @@ class Checkpointer:
         self._store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
         self._arrays = state_arrays(ex)
         self._specs = specs_of(self._arrays)
-        self._saving = Background(waiting)
+        self._waiting, self._copying = waiting, Copying(waiting)
+        self._thread: threading.Thread | None = None
+        self._begun_s = 0.0  # what beginning to save has taken
         self._error: BaseException | None = None
         self.trouble = ""  # why the last save failed, on process 0
-        ex.before_update = self._saving.copying.wait
+        ex.before_update = self._copying.wait
 
     @property
     def stall_s(self) -> float:
         """What saving has kept training waiting."""
-        return self._saving.stall_s
+        return self._begun_s + self._copying.waited_s
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way, which the next one would wait for."""
-        return self._saving.is_busy
+        return self._thread is not None and self._thread.is_alive()
 
     def folder_of(self, step: int) -> Path:
         """Where the checkpoint after `step` steps is."""
@@ -115,15 +137,23 @@ class Checkpointer:
         It is committed once `meta` is there, when the rows of these steps are in the metrics.
         A checkpoint that cannot be written is reported and left out; training goes on.
         """
-        with self._saving.beginning():
-            self.check()
-            self.trouble = ""
-            held = list(self._local_shards())
-            self._saving.begin(partial(self._run, self._saving.copying, held, step, meta))
+        start = time.perf_counter()
+        self.wait()
+        self.trouble = ""
+        held = list(self._local_shards())
+        self._copying.done.clear()
+        self._thread = threading.Thread(
+            target=self._run, args=(held, step, meta), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        self._begun_s += time.perf_counter() - start
 
     def wait(self) -> None:
         """Wait until the save under way has ended."""
-        self._saving.wait()
+        if self._thread is not None:
+            with self._waiting():
+                self._thread.join()
+            self._thread = None
         self.check()
 
     def check(self) -> None:
@@ -141,11 +171,7 @@ class Checkpointer:
                         yield a, shard
 
     def _run(
-        self,
-        copying: Copying,
-        held: list[tuple[StateArray, Any]],
-        step: int,
-        meta: Future[Mapping[str, Any]],
+        self, held: list[tuple[StateArray, Any]], step: int, meta: Future[Mapping[str, Any]]
     ) -> None:
         try:
             try:
@@ -153,7 +179,7 @@ class Checkpointer:
                 pieces = [p for a, s in held for p in _pieces(a, s.index, np.array(s.data))]
                 held.clear()
             finally:
-                copying.done.set()
+                self._copying.done.set()
             self._write(step, pieces, meta)
         except RunFailed:
             pass  # the main thread meets it too

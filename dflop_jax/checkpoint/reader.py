@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
 class CheckpointReader:
     """A committed checkpoint: `step`, `meta`, `specs` by name, and `read`. Threads may share it."""
 
-    def __init__(self, source: OnDisk, manifest: Manifest):
+    def __init__(self, folder: Path, manifest: Manifest):
         self.step, self.meta, self.specs = manifest.step, manifest.meta, manifest.specs
-        self._source = source
+        self._folder = folder
         self._pieces: dict[str, list[tuple[int, StoredPiece]]] = {n: [] for n in self.specs}
         for part in manifest.parts:
             for piece in part.pieces:
@@ -49,12 +49,16 @@ class CheckpointReader:
             for p in manifest.parts
             if p.pieces
         }
-        opened = lru_cache(OPEN_FILES)(source.open)
-        self._block = lru_cache(CACHED_BLOCKS)(partial(_read_block, opened, parts))
+
+        @lru_cache(OPEN_FILES)
+        def opened(process: int) -> _OpenFile:
+            return _OpenFile(process_file(folder, process), parts[process])
+
+        self._block = lru_cache(CACHED_BLOCKS)(lambda process, n: opened(process).block(n))
 
     def __str__(self) -> str:
         """Where it is."""
-        return str(self._source)
+        return str(self._folder)
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray:
         """The box of `shape` elements at `start` of an array, from the pieces that overlap it.
@@ -66,21 +70,21 @@ class CheckpointReader:
         """
         spec = self.specs.get(name)
         if spec is None:
-            raise ValueError(f"{self._source}: has no array {name}")
+            raise ValueError(f"{self._folder}: has no array {name}")
         if not is_inside(start, shape, spec.shape):
             raise ValueError(
-                f"{self._source}: array {name} of shape {spec.shape} has no box {tuple(shape)} at"
+                f"{self._folder}: array {name} of shape {spec.shape} has no box {tuple(shape)} at"
                 f" {tuple(start)}"
             )
         out = np.empty(tuple(shape), spec.numpy_dtype)
         try:
-            with storage_errors(f"read array {name}", self._source):
+            with storage_errors(f"read array {name}", self._folder):
                 for process, piece in self._pieces[name]:
                     self._read_shared(process, piece, out, tuple(start))
         except CorruptCheckpoint:
-            if not self._source.was_removed():
+            if (self._folder / MARKER).exists():
                 raise
-            raise CorruptCheckpoint(f"{self._source}: removed while it was read") from None
+            raise CorruptCheckpoint(f"{self._folder}: removed while it was read") from None
         return out
 
     def _read_shared(self, process: int, piece: StoredPiece, out: np.ndarray, start: Index) -> None:
@@ -111,58 +115,34 @@ class CheckpointReader:
         return data
 
 
-class OnDisk:
-    """The files of a checkpoint's folder."""
-
-    def __init__(self, folder: Path, manifest: Manifest):
-        self._folder = folder
-        self._n_bytes = {p.process: p.n_bytes for p in manifest.parts}
-
-    def __str__(self) -> str:
-        return str(self._folder)
-
-    def open(self, process: int) -> _OpenFile:
-        return _OpenFile(process_file(self._folder, process), self._n_bytes[process])
-
-    def was_removed(self) -> bool:
-        return not (self._folder / MARKER).exists()
-
-
 class _OpenFile:
     """A file of pieces, closed when nobody needs it any more; threads may share it.
 
     Raises:
-      CorruptCheckpoint: it is missing, or not of `n_bytes`.
+      CorruptCheckpoint: it is missing, or not of the bytes that were written.
     """
 
-    def __init__(self, path: Path, n_bytes: int):
-        self.path, self.name, self._descriptor = path, str(path), -1
+    def __init__(self, path: Path, part: WrittenPart):
+        self._path, self._crc32s, self._descriptor = path, part.crc32s, -1
         with lost_file(path):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             size = os.fstat(self._descriptor).st_size
-        if size != n_bytes:
-            raise CorruptCheckpoint(f"{path}: has {size} bytes, {n_bytes} were written")
+        if size != part.n_bytes:
+            raise CorruptCheckpoint(f"{path}: has {size} bytes, {part.n_bytes} were written")
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
-    def read(self, offset: int, n_bytes: int) -> bytes:
-        """So many bytes from there on, fewer at the end."""
-        parts = []
-        with lost_file(self.path):
-            while n_bytes and (part := os.pread(self._descriptor, n_bytes, offset)):
+    def block(self, number: int) -> memoryview:
+        """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
+        offset, parts = number * BLOCK_BYTES, list[bytes]()
+        stop = offset + BLOCK_BYTES  # or the end of the file
+        with lost_file(self._path):
+            while part := os.pread(self._descriptor, stop - offset, offset):
                 parts.append(part)
-                offset, n_bytes = offset + len(part), n_bytes - len(part)
-        return b"".join(parts)
-
-
-def _read_block(
-    opened: Callable[[int], _OpenFile], parts: Mapping[int, WrittenPart], process: int, block: int
-) -> memoryview:
-    """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
-    file = opened(process)
-    data = file.read(block * BLOCK_BYTES, BLOCK_BYTES)
-    if zlib.crc32(data) != parts[process].crc32s[block]:
-        raise CorruptCheckpoint(f"{file.name}: damaged (its checksum)")
-    return memoryview(data)
+                offset += len(part)
+        data = b"".join(parts)
+        if zlib.crc32(data) != self._crc32s[number]:
+            raise CorruptCheckpoint(f"{self._path}: damaged (its checksum)")
+        return memoryview(data)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from dflop_jax.checkpoint.format import ArraySpec
+from dflop_jax.checkpoint.reader import CheckpointReader
 from dflop_jax.contract import n_rows
 from dflop_jax.pipeline.cut import Box, Cut
 from dflop_jax.pipeline.elementwise import part_of_leaves
@@ -102,13 +103,7 @@ def specs_of(arrays: list[StateArray]) -> dict[str, ArraySpec]:
     return {a.name: ArraySpec(a.name, a.shape, a.struct.dtype.name) for a in arrays}
 
 
-class Boxes(Protocol):
-    """What arrays are read from by boxes, such as a `CheckpointReader`."""
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> np.ndarray: ...
-
-
-def read_array(reader: Boxes, a: StateArray) -> jax.Array:
+def read_array(reader: CheckpointReader, a: StateArray) -> jax.Array:
     """An array of a checkpoint, each process its own slices.
 
     Raises:

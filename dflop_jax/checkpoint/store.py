@@ -36,8 +36,8 @@ from dflop_jax.checkpoint.format import (
     storage_errors,
 )
 from dflop_jax.checkpoint.layout import check_whole
-from dflop_jax.checkpoint.reader import CheckpointReader, OnDisk
-from dflop_jax.checkpoint.writer import ProcessFile, flush, write_blocks
+from dflop_jax.checkpoint.reader import CheckpointReader
+from dflop_jax.checkpoint.writer import flush, write_part
 
 __all__ = [
     "ArrayPiece",
@@ -114,19 +114,17 @@ class CheckpointStore:
           ValueError: this checkpoint exists, or a piece does not fit its spec.
           StorageError: disk full, no permission and the like.
         """
-        file = ProcessFile.of(specs, pieces)
         path = process_file(self.folder(step), process)
         try:
             with storage_errors(f"save checkpoint {step}", self.root):
                 self._refuse_committed(step)
-                crc32s = write_blocks(path, file) if file.parts else []
+                return write_part(path, specs, pieces, process)
         except StorageError:
             with suppress(OSError):
                 path.unlink()
             with suppress(OSError):  # the last one out
                 path.parent.rmdir()
             raise
-        return file.written(process, crc32s)
 
     def commit(
         self,
@@ -194,7 +192,7 @@ class CheckpointStore:
             raise OtherVersion(f"{folder / MANIFEST}: {e}") from None
         if manifest.step != step:
             raise CorruptCheckpoint(f"{folder}: holds step {manifest.step}; rename it back")
-        return CheckpointReader(OnDisk(folder, manifest), manifest)
+        return CheckpointReader(folder, manifest)
 
     def set_aside(self, step: int, why: str) -> Path:
         """Rename a checkpoint that cannot be read, or is not to be, so that its step may be saved

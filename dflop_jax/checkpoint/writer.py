@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Self
 
@@ -16,7 +16,6 @@ from dflop_jax.checkpoint.format import (
     BLOCK_BYTES,
     ArrayPiece,
     ArraySpec,
-    StoredPiece,
     WrittenPart,
     by_name,
     digest_specs,
@@ -29,62 +28,49 @@ from dflop_jax.checkpoint.layout import lay_out
 FLUSH_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class ProcessFile:
-    """What a process's file is made of: its parts, end to end, and where which piece then lies."""
+def write_part(
+    path: Path, specs: Iterable[ArraySpec], pieces: Iterable[ArrayPiece], process: int
+) -> WrittenPart:
+    """Write the file of the pieces that a process holds, of specs of which its own are needed, and
+    fsync; without pieces there is none. Returns what process 0 is told of it.
 
-    parts: tuple[bytes | ArrayPiece, ...]
-    n_bytes: int
-    pieces: tuple[StoredPiece, ...]
-    specs_digest: str
-
-    @classmethod
-    def of(cls, specs: Iterable[ArraySpec], pieces: Iterable[ArrayPiece]) -> ProcessFile:
-        """The file of the pieces that a process holds, of specs of which its own are needed.
-
-        Raises:
-          ValueError: a piece does not fit its spec.
-        """
-        known = by_name(specs)
-        stored, ordered = lay_out(known, pieces)
-        header = safetensors_header(known, stored) if ordered else b""
-        stored = [replace(p, offset_bytes=len(header) + p.offset_bytes) for p in stored]
-        n_bytes = len(header) + sum(p.array.nbytes for p in ordered)
-        digest = digest_specs(known, (p.name for p in ordered))
-        return cls((header, *ordered) if ordered else (), n_bytes, tuple(stored), digest)
-
-    def blocks(self, crc32s: list[int]) -> Iterator[memoryview]:
-        """Its bytes in order, pieces in C order, no part of more than a block; the CRC-32 of each
-        block is added to `crc32s`."""
-        crc, used = 0, 0
-        for part in self.parts:
-            left = memoryview(part) if isinstance(part, bytes) else _bytes_of(part.array)
-            while left:
-                now, left = left[: BLOCK_BYTES - used], left[BLOCK_BYTES - used :]
-                yield now
-                crc, used = zlib.crc32(now, crc), used + len(now)
-                if used == BLOCK_BYTES:
-                    crc32s.append(crc)
-                    crc, used = 0, 0
-        if used:
-            crc32s.append(crc)
-
-    def written(self, process: int, crc32s: Iterable[int]) -> WrittenPart:
-        """What process 0 is told of it once it is where it is to be."""
-        digest = self.specs_digest
-        return WrittenPart(process, self.n_bytes, tuple(crc32s), self.pieces, digest)
-
-
-def write_blocks(path: Path, file: ProcessFile) -> list[int]:
-    """Write a process's file and fsync; the CRC-32 of every block."""
+    Raises:
+      ValueError: a piece does not fit its spec.
+    """
+    known = by_name(specs)
+    stored, ordered = lay_out(known, pieces)
+    header = safetensors_header(known, stored) if ordered else b""
     crc32s: list[int] = []
-    with _created(path) as out, _EarlyFlush(out) as early:
-        for block in file.blocks(crc32s):
-            out.write(block)
-            early.flush()
-        early.wait()
-        flush(out)
-    return crc32s
+    if ordered:
+        with _created(path) as out, _EarlyFlush(out) as early:
+            for block in _blocks(header, ordered, crc32s):
+                out.write(block)
+                early.flush()
+            early.wait()
+            flush(out)
+    return WrittenPart(
+        process,
+        n_bytes=len(header) + sum(p.array.nbytes for p in ordered),
+        crc32s=tuple(crc32s),
+        pieces=tuple(replace(p, offset_bytes=len(header) + p.offset_bytes) for p in stored),
+        specs_digest=digest_specs(known, (p.name for p in ordered)),
+    )
+
+
+def _blocks(header: bytes, pieces: Sequence[ArrayPiece], crc32s: list[int]) -> Iterator[memoryview]:
+    """Header and pieces in C order, no part of more than a block; the CRC-32 of each block is added
+    to `crc32s`."""
+    crc, used = 0, 0
+    for left in (memoryview(header), *(_bytes_of(p.array) for p in pieces)):
+        while left:
+            now, left = left[: BLOCK_BYTES - used], left[BLOCK_BYTES - used :]
+            yield now
+            crc, used = zlib.crc32(now, crc), used + len(now)
+            if used == BLOCK_BYTES:
+                crc32s.append(crc)
+                crc, used = 0, 0
+    if used:
+        crc32s.append(crc)
 
 
 class _EarlyFlush:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 SECONDS = 14.0  # for all, of which the data have what the rest leaves
 LEAST_S = 4.0  # for the data
+# Of a `DataLook`, what `--json` prints as it is.
+_SEEN = ("listed", "decoded", "bad_by_reason", "unread", "compared", "left_out", "cut_text",
+         "cut_media", "too_long")  # fmt: skip
 EXAMPLES = 3  # of what is wrong with records
 SAMPLE_S = 4.0  # for a sample that hurts its decoder
 STAND_IN = ("models.omni:build", "omni-tiny")  # takes every kind of media, where no model is named
@@ -132,15 +135,7 @@ def run(args: argparse.Namespace) -> Checked:
         )
     return Checked(
         records=seen.read,
-        listed=seen.listed,
-        decoded=seen.decoded,
-        bad_by_reason=seen.bad_by_reason,
-        unread=seen.unread,
-        compared=seen.compared,
-        left_out=seen.left_out,
-        cut_text=seen.cut_text,
-        cut_media=seen.cut_media,
-        too_long=seen.too_long,
+        **{name: getattr(seen, name) for name in _SEEN},
         tokens=_counts(seen.tokens),
         pieces=_counts(seen.pieces),
         facts={f.name: f.value for f in facts},

@@ -2,8 +2,7 @@
 
 It prints what each program takes and computes, and whether the plan fits into the chip's memory.
 The table has seconds to compile, arguments, temporaries, FLOPs executed over those needed, the
-share of products in float32, bytes of collectives, and the all-gathers that bring whole queries,
-keys or values to attention.
+share of products in float32 and bytes of collectives.
 """
 
 from __future__ import annotations
@@ -14,11 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import (
-    add_plan_file,
-    add_profile_file,
-    profile_of,
-)
+from dflop_jax.cli.experiment import add_options, given_plan
 from dflop_jax.cli.front_door import Asked, asked, open_place, said
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GIB
@@ -29,8 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_profile_file(parser)
-    add_plan_file(parser)
+    add_options(parser, "--profile-file", "--plan-file")
     parser.add_argument("--out", metavar="JSON", help="also write the report to this file")
 
 
@@ -68,18 +62,15 @@ def run(args: argparse.Namespace) -> Any:
 
 def _plan(args: argparse.Namespace, ask: Asked) -> Plan:
     """The plan of --plan-file, else the planner's for the named GPU."""
-    from dflop_jax.record_files import load
-    from dflop_jax.records import Plan
     from dflop_jax.train import planning
 
-    if args.plan_file:
+    if plan := given_plan(args):
         with said(ask) as notes:
             notes.show()
-        return load(Plan, args.plan_file)
+        return plan
     check = (lambda place: None) if args.profile_file else planning.check_plannable
-    place, source = open_place(args, check)
-    profile = profile_of(args, place, source)
-    tick = ticker("planning", "placements", at_once=source is not None)
+    place, profile = open_place(args, check)
+    tick = ticker("planning", "placements", at_once=not args.profile_file)
     return planning.make_plan(place, profile, tick).plan
 
 
@@ -100,7 +91,6 @@ def _table(report: CompileReport) -> Table:
         "done/\nneeded",
         "in\nfloat32",
         "sent",
-        "q, k, v\nsent",
     ):
         table.add_column(name, justify="right")
     for p in report.programs:
@@ -110,7 +100,7 @@ def _table(report: CompileReport) -> Table:
 
 def _figures(p: ProgramReport) -> list[str]:
     if p.error:
-        return ["fails", *("-",) * 6]
+        return ["fails", *("-",) * 5]
     ratio, sent = p.executed_over_needed, sum(s.n_bytes for s in p.collectives)
     return [
         "equal" if p.same_as else f"{p.compile_s:.1f}",
@@ -119,5 +109,4 @@ def _figures(p: ProgramReport) -> list[str]:
         (f"{ratio:.2f}" if ratio else "-") + "?" * bool(p.unknown),
         f"{p.float32_dot_flops / p.flops:.0%}" if p.flops else "-",
         f"{sent / GIB:.2f}" if p.collectives else "-",
-        str(p.attention_gathers) if p.flops else "-",
     ]

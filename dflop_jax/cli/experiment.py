@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_origin
 
 from dflop_jax.cli.terminal import Parser
-from dflop_jax.config import Config, Field, check_effective, fields, override
+from dflop_jax.config import Config, Field, check_effective, fields
 
 if TYPE_CHECKING:
     from dflop_jax.cluster.messages import ProcessGroup
-    from dflop_jax.data import Source
-    from dflop_jax.records import Profile
-    from dflop_jax.train.prepare import Workplace
+    from dflop_jax.records import Plan, Profile
 
 LONGEST_NAME = 120  # characters of a folder's name
 # Of a command's arguments, those that its answer does not depend on.
@@ -81,11 +79,6 @@ def _metavar(leaf: Field) -> str:
     one = _METAVARS.get(leaf.name) or next(ending, _BY_KIND.get(leaf.kind, "NAME"))
     several = f"{one}[,{one}...]" if get_origin(leaf.kind) is tuple else one
     return "|".join(leaf.choices) or several
-
-
-def experiment_config(args: argparse.Namespace, base: Config | None = None) -> Config:
-    """The configuration of a command line: the experiment's (or `base`) with its overrides."""
-    return override(base or load_experiment(args.experiment), overrides(args))
 
 
 def overrides(args: argparse.Namespace) -> dict[str, str]:
@@ -161,13 +154,22 @@ def _at_fault(file: Path, path: str) -> Iterator[None]:
 # ---- options of several commands ----
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="write there (default: run_dir, or once a run has begun there, a folder in it that "
-        "is named after the question)",
-    )
+_OPTIONS = {
+    "--profile-file": ("JSON", "use this profile"),
+    "--plan-file": ("JSON", "use this plan"),
+    "--out": (
+        "FOLDER",
+        "write there (default: run_dir, or once a run has begun there, a folder in it that is "
+        "named after the question)",
+    ),
+}
+
+
+def add_options(parser: argparse.ArgumentParser, *flags: str) -> None:
+    """Add those of the options that several commands have."""
+    for flag in flags:
+        metavar, text = _OPTIONS[flag]
+        parser.add_argument(flag, metavar=metavar, help=text)
 
 
 def out_folder(args: argparse.Namespace, config: Config, *, keep: bool = True) -> Path:
@@ -191,14 +193,6 @@ def question(args: argparse.Namespace) -> str:
     return name
 
 
-def add_profile_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--profile-file", metavar="JSON", help="use this profile")
-
-
-def add_plan_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--plan-file", metavar="JSON", help="use this plan")
-
-
 def given_profile(args: argparse.Namespace) -> Profile | None:
     """The profile of --profile-file; None without that option."""
     from dflop_jax.record_files import load
@@ -208,22 +202,12 @@ def given_profile(args: argparse.Namespace) -> Profile | None:
     return load(Profile, file) if file else None
 
 
-def profile_of(args: argparse.Namespace, place: Workplace, source: Source | None) -> Profile:
-    """The profile of --profile-file, else a new one of the data, measured here or predicted for
-    `plan.hardware`."""
-    from dflop_jax.cli.terminal import note, ticker
-    from dflop_jax.gpu_compile.chip_profile import predicted_profile
-    from dflop_jax.train import profiling
+def given_plan(args: argparse.Namespace) -> Plan | None:
+    """The plan of --plan-file; None without that option."""
+    from dflop_jax.record_files import load
+    from dflop_jax.records import Plan
 
-    if given := given_profile(args):
-        return given
-    assert source is not None, "without --profile-file, data are opened"
-    if place.hardware:
-        return predicted_profile(
-            place, source, ticker("predicting prices", "programs", at_once=True), note
-        )
-    tick = ticker("profiling model and data", "shapes", at_once=True)
-    return profiling.make_profile(place, source, tick)
+    return load(Plan, args.plan_file) if args.plan_file else None
 
 
 def end_together(peers: ProcessGroup, exit_code: int = 0) -> None:

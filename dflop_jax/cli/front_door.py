@@ -13,14 +13,16 @@ from dflop_jax.cli.experiment import (
     experiment_arguments,
     given_profile,
     load_experiment,
+    out_folder,
     overrides,
 )
-from dflop_jax.cli.terminal import HeldNotes, Parser, note
+from dflop_jax.cli.terminal import HeldNotes, Parser, note, ticker
 from dflop_jax.config import Config, override
 from dflop_jax.front.setting import Setting, with_settings
 
 if TYPE_CHECKING:
     from dflop_jax.data import Source
+    from dflop_jax.records import Plan, Profile
     from dflop_jax.train.prepare import Workplace
 
 MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
@@ -154,10 +156,10 @@ def said(ask: Asked) -> Iterator[HeldNotes]:
 
 def open_place(
     args: argparse.Namespace, refuse: Callable[[Workplace], object] = lambda place: None
-) -> tuple[Workplace, Source | None]:
-    """The workplace of a command line, and its data, None where --profile-file has what is asked
-    of them; says what they are, but with a profile only where no experiment file does: the answer
-    comes at once then, and a mistake stands alone.
+) -> tuple[Workplace, Profile]:
+    """The workplace of a command line, and the profile: that of --profile-file, else a new one of
+    the data. Says what workplace and data are, but with a profile only where no experiment file
+    does: the answer comes at once then, and a mistake stands alone.
 
     Args:
       refuse: raises ValueError for what no measurement would change.
@@ -174,7 +176,6 @@ def open_place(
         if says:
             notes.add(workplace_line(place))
         refuse(place)
-        source = None
         if profile is None:
             source = place.source()
             check_not_empty(source)
@@ -183,4 +184,33 @@ def open_place(
                 asked_batch = ask.config.train.global_batch
                 notes.add(data_line(source, place.config.train, asked_batch))
         notes.show()
-    return place, source
+    return place, profile or _new_profile(place, source)
+
+
+def _new_profile(place: Workplace, source: Source) -> Profile:
+    """The profile of data, measured here or predicted for `plan.hardware`."""
+    from dflop_jax.gpu_compile.chip_profile import predicted_profile
+    from dflop_jax.train import profiling
+
+    if place.hardware:
+        tick = ticker("predicting prices", "programs", at_once=True)
+        return predicted_profile(place, source, tick, note)
+    tick = ticker("profiling model and data", "shapes", at_once=True)
+    return profiling.make_profile(place, source, tick)
+
+
+def refuse_early(args: argparse.Namespace, plan: Plan | None = None) -> Callable[[Workplace], None]:
+    """What refuses, before anything is measured, a folder that the answer cannot go to, and a plan
+    that does not fit the model or, without plan and profile, what cannot be planned."""
+
+    def refuse(place: Workplace) -> None:
+        from dflop_jax.pipeline.layout import check_model
+        from dflop_jax.train import planning
+
+        out_folder(args, place.config, keep=False)
+        if plan:
+            check_model(plan.layout, place.model)
+        elif not args.profile_file:
+            planning.check_plannable(place)
+
+    return refuse

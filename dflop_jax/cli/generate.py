@@ -10,10 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflop_jax.cli.experiment import experiment_config, overrides
+from dflop_jax.cli.experiment import load_experiment, overrides
 from dflop_jax.cli.folder_config import folder_config
 from dflop_jax.cli.terminal import show
-from dflop_jax.config import Config
+from dflop_jax.config import Config, override
 
 if TYPE_CHECKING:
     from dflop_jax.generate.generate import ChatAnswer
@@ -185,10 +185,11 @@ def _config(args: argparse.Namespace) -> tuple[Config, str]:
             f"{folder}: no such run folder, folder of weights or experiment file; check the path, "
             "or train it first"
         )
-    base = None
-    if folder.is_dir():
+    if not folder.is_dir():
+        base = load_experiment(args.experiment)
+    else:
         base = _published(args) if is_published(folder) else folder_config(folder, args)
-    config = experiment_config(args, base)
+    config = override(base, overrides(args))
     return config, args.checkpoint or (args.experiment if folder.is_dir() else config.run_dir)
 
 

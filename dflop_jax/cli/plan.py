@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import (
-    add_out,
-    add_profile_file,
-    end_together,
-    out_folder,
-    profile_of,
-)
-from dflop_jax.cli.front_door import open_place
+from dflop_jax.cli.experiment import add_options, end_together, out_folder
+from dflop_jax.cli.front_door import open_place, refuse_early
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.hardware import GB, GIB
 from dflop_jax.records import layer_key
@@ -32,13 +26,11 @@ if TYPE_CHECKING:
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.records import Link, Plan
     from dflop_jax.train.planning import WhatIf
-    from dflop_jax.train.prepare import Workplace
     from dflop_jax.train.utilisation import ExpectedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_profile_file(parser)
-    add_out(parser)
+    add_options(parser, "--profile-file", "--out")
     parser.add_argument(
         "--explain", action="store_true", help="also show why others lost and what would help"
     )
@@ -52,16 +44,10 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.train import planning
     from dflop_jax.train.utilisation import expected_run
 
-    def refuse(place: Workplace) -> None:
-        out_folder(args, place.config, keep=False)  # refused now rather than at the end
-        if not args.profile_file:
-            planning.check_plannable(place)
-
-    place, source = open_place(args, refuse)
+    place, profile = open_place(args, refuse_early(args))
     config = place.config
-    profile = profile_of(args, place, source)
     shown = {"shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
-    tick = ticker("planning", "placements", at_once=source is not None)
+    tick = ticker("planning", "placements", at_once=not args.profile_file)
     result = planning.make_plan(place, profile, tick, **shown)
     helps = []
     if args.explain:

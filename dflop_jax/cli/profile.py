@@ -8,18 +8,13 @@ from typing import Any
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import (
-    add_out,
-    end_together,
-    out_folder,
-    profile_of,
-)
+from dflop_jax.cli.experiment import add_options, end_together, out_folder
 from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_out(parser)
+    add_options(parser, "--out")
 
 
 def run(args: argparse.Namespace) -> Any:
@@ -27,10 +22,8 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PROFILE
 
-    place, source = open_place(args, lambda place: out_folder(args, place.config, keep=False))
-    config = place.config
-    profile = profile_of(args, place, source)
-    out = out_folder(args, config) / PROFILE
+    place, profile = open_place(args, lambda place: out_folder(args, place.config, keep=False))
+    out = out_folder(args, place.config) / PROFILE
     save(profile, out)
     if not args.json:
         table = Table(

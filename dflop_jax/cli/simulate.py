@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dflop_jax.cli.experiment import (
-    add_out,
-    add_plan_file,
-    add_profile_file,
-    end_together,
-    out_folder,
-    profile_of,
-)
-from dflop_jax.cli.front_door import open_place
+from dflop_jax.cli.experiment import add_options, end_together, given_plan, out_folder
+from dflop_jax.cli.front_door import open_place, refuse_early
 from dflop_jax.cli.terminal import show, ticker
-
-if TYPE_CHECKING:
-    from dflop_jax.train.prepare import Workplace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_profile_file(parser)
-    add_plan_file(parser)
-    add_out(parser)
+    add_options(parser, "--profile-file", "--plan-file", "--out")
     parser.add_argument("--batches", type=int, default=4, help="global batches (default: 4)")
 
 
 def run(args: argparse.Namespace) -> Any:
     """Write the simulated trace and its picture; returns the step's times."""
-    from dflop_jax.pipeline.layout import check_model
     from dflop_jax.plan.predict import schedule_batches
     from dflop_jax.plan.pricing import plan_prices
-    from dflop_jax.record_files import load, save
-    from dflop_jax.records import Plan
+    from dflop_jax.record_files import save
     from dflop_jax.report.panels import panel_of
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED, SIMULATED_PICTURE
     from dflop_jax.report.timeline import draw
@@ -44,19 +30,10 @@ def run(args: argparse.Namespace) -> Any:
 
     if args.batches < 1:
         raise ValueError(f"--batches {args.batches} must be at least 1")
-    given = load(Plan, args.plan_file) if args.plan_file else None
-
-    def refuse(place: Workplace) -> None:
-        out_folder(args, place.config, keep=False)  # refused now rather than at the end
-        if given:
-            check_model(given.layout, place.model)
-        elif not args.profile_file:
-            planning.check_plannable(place)
-
-    place, source = open_place(args, refuse)
+    given = given_plan(args)
+    place, profile = open_place(args, refuse_early(args, given))
     config = place.config
-    profile = profile_of(args, place, source)
-    tick = ticker("planning", "placements", at_once=not given and source is not None)
+    tick = ticker("planning", "placements", at_once=not given and not args.profile_file)
     plan = given or planning.make_plan(place, profile, tick).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
     prices = plan_prices(plan.layout, profile.model)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.experiment import (
-    add_plan_file,
-    add_profile_file,
+    add_options,
     end_together,
+    given_plan,
     given_profile,
     import_from_here,
 )
@@ -44,8 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{PREEMPTED} (1 without checkpoints); --resume auto goes on. A second one ends it at "
         "once. A dry run saves nothing and ends with 1."
     )
-    add_profile_file(parser)
-    add_plan_file(parser)
+    add_options(parser, "--profile-file", "--plan-file")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -123,12 +122,10 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     from dflop_jax.report.run_folder import check_own
 
     check_own(ask.config.run_dir)
-    from dflop_jax.record_files import load
-    from dflop_jax.records import Plan
     from dflop_jax.train.callbacks import callbacks_at
     from dflop_jax.train.trainer import Trainer
 
-    plan = load(Plan, args.plan_file) if args.plan_file else None
+    plan = given_plan(args)
     if args.callbacks:
         import_from_here()
     callbacks, profile = callbacks_at(args.callbacks), given_profile(args)

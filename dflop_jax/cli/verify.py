@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from dflop_jax.cli.experiment import given_plan
 from dflop_jax.cli.terminal import show, ticker
 
 if TYPE_CHECKING:
@@ -29,12 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Verified:
     """Verify, and show a table by groups of tensors."""
-    from dflop_jax.record_files import load
-    from dflop_jax.records import Plan
     from dflop_jax.verify.verify import verify
 
-    plan = load(Plan, args.plan_file) if args.plan_file else None
-    result = verify(Path(args.folder), plan, ticker("reading", "segments"))
+    result = verify(Path(args.folder), given_plan(args), ticker("reading", "segments"))
     if not args.json:
         show(_table(result))
         show(_verdict(result))

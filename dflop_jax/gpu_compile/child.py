@@ -18,8 +18,8 @@ import msgspec
 from dflop_jax.children import begin
 from dflop_jax.config import Config
 from dflop_jax.gpu_compile.chips import absent_devices
-from dflop_jax.gpu_compile.hlo_arrays import pair_arrays
 from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
+from dflop_jax.gpu_compile.hlo_text import pair_arrays
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
 from dflop_jax.pipeline.compiling import jobs, learn, lowering_of
@@ -213,7 +213,6 @@ def _figures(cost: HloCost) -> dict[str, Any]:
         "flops": cost.flops,
         "float32_dot_flops": cost.float32_flops,
         "collectives": tuple(sent),
-        "attention_gathers": cost.attention_gathers,
         "unknown": (*loops, *sorted(cost.unknown_kernels)),
     }
 

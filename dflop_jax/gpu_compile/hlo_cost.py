@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
-from dflop_jax.gpu_compile.hlo_text import ArrayType, Computation, HloModule, Instruction, parse_hlo
+from dflop_jax.gpu_compile.hlo_text import ArrayType, Computation, Instruction, parse_hlo
 from dflop_jax.profile.kernels import ATTENTION_PRODUCTS
 from dflop_jax.records import pairs
 
@@ -39,12 +39,6 @@ _NO_PRODUCT = re.compile(
 )
 # Beginnings of collectives whose type holds what they read, too.
 _HOLD_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatter-start")
-# Operations that hand an array on, perhaps in another layout, or as elementwise work of it.
-_LAYOUT = ("bitcast", "copy", "transpose", "reshape", "pad", "slice", "dynamic-slice",
-           "get-tuple-element", "tuple", "concatenate", "copy-start", "copy-done",
-           "all-gather-done", "opt-barrier", "broadcast")  # fmt: skip
-_PASSES_ON = frozenset((*_LAYOUT, "convert", "add", "multiply", "select", "fusion"))
-_FLOATS = re.compile(r"b?f\d")
 
 
 @dataclass(frozen=True)
@@ -66,19 +60,14 @@ class HloCost:
     Attributes:
       flops: of all products.
       float32_flops: of those with an operand of 32 bits or more.
-      kernel_flops: of those that attention kernels compute.
       collectives: by kind.
-      attention_gathers: all-gathers whose result an attention product reads, as the text has them,
-        however often they run.
       unknown_loops: loops whose length the text does not say.
       unknown_kernels: custom calls that nothing is known of, and how often they run.
     """
 
     flops: float = 0.0
     float32_flops: float = 0.0
-    kernel_flops: float = 0.0
     collectives: Mapping[str, Traffic] = field(default_factory=dict)
-    attention_gathers: int = 0
     unknown_loops: int = 0
     unknown_kernels: Mapping[str, float] = field(default_factory=dict)
 
@@ -93,9 +82,7 @@ class HloCost:
         return HloCost(
             self.flops + times * other.flops,
             self.float32_flops + times * other.float32_flops,
-            self.kernel_flops + times * other.kernel_flops,
             collectives,
-            self.attention_gathers + other.attention_gathers,
             self.unknown_loops + other.unknown_loops,
             dict(kernels),
         )
@@ -116,7 +103,7 @@ def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
     @cache
     def of(name: str) -> HloCost:
         computation = module.computations.get(name, {})
-        total = HloCost(attention_gathers=_attention_gathers(module, computation))
+        total = HloCost()
         for instruction in computation.values():
             cost = _own_cost(computation, instruction, seen_pairs)
             times, unknown = runs(instruction)
@@ -169,8 +156,7 @@ def _own_cost(computation: Computation, instruction: Instruction, seen_pairs: fl
         known = opcode == "custom-call" and _NO_PRODUCT.search(target)
         return HloCost(unknown_kernels={} if known else {target or opcode: 1.0})
     is_wide = any(a.dtype in ("f32", "f64") for a in operands(computation, instruction)[:2])
-    is_kernel = opcode == "custom-call" and instruction.custom_call_target not in CUBLAS
-    return HloCost(flops, flops if is_wide else 0.0, flops if is_kernel else 0.0)
+    return HloCost(flops, flops if is_wide else 0.0)
 
 
 def product_flops(
@@ -244,61 +230,3 @@ def moved_bytes(computation: Computation, instruction: Instruction) -> float:
     if instruction.opcode in _HOLD_OPERANDS:
         made -= read
     return max(read, made)
-
-
-def _attention_gathers(module: HloModule, computation: Computation) -> int:
-    """All-gathers of floats whose result reaches an attention product by nothing but layout and
-    elementwise work."""
-    reached: set[str] = set()
-    seen: set[str] = set()
-    waiting = [
-        name
-        for i in computation.values()
-        if _is_attention(module, computation, i)
-        for name in i.operands
-    ]
-    while waiting:
-        name = waiting.pop()
-        if name in seen or name not in computation:
-            continue
-        seen.add(name)
-        i = computation[name]
-        is_tensor = any(_FLOATS.match(a.dtype) and len(a.shape) >= 3 for a in i.arrays)
-        if i.opcode.removesuffix("-start") == "all-gather" and is_tensor:
-            reached.add(name)
-        elif i.opcode in _PASSES_ON and not _holds_product(module, i):
-            waiting += [] if _is_small_part(computation, i) else i.operands
-    return len(reached)
-
-
-def _is_small_part(computation: Computation, i: Instruction) -> bool:
-    """Whether it takes an array without heads, such as a norm's scale, out of several that were
-    gathered at once."""
-    if i.opcode != "get-tuple-element" or len(i.arrays[0].shape) >= 3:
-        return False
-    source = computation.get(i.operands[0])
-    return source is not None and source.opcode in ("all-gather", "all-gather-done")
-
-
-def _is_attention(module: HloModule, computation: Computation, instruction: Instruction) -> bool:
-    """Whether an instruction is a product of two activations (one with a batch dim), or an
-    attention kernel."""
-    if instruction.opcode == "fusion":
-        return any(
-            i.opcode == "dot" and bool(dims(i, "batch"))
-            for name in bodies(instruction)
-            for i in module.computations.get(name, {}).values()
-        )
-    if instruction.opcode not in ("dot", "custom-call"):
-        return False
-    if instruction.opcode == "dot" or instruction.custom_call_target in CUBLAS:
-        return bool(dims(instruction, "batch"))
-    return product_flops(computation, instruction, 1.0) is not None
-
-
-def _holds_product(module: HloModule, instruction: Instruction) -> bool:
-    return any(
-        i.opcode == "dot"
-        for name in bodies(instruction)
-        for i in module.computations.get(name, {}).values()
-    )

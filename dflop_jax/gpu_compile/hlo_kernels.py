@@ -17,7 +17,13 @@ from math import prod
 import numpy as np
 
 from dflop_jax.gpu_compile import hlo_cost
-from dflop_jax.gpu_compile.hlo_text import Computation, HloModule, Instruction, parse_hlo
+from dflop_jax.gpu_compile.hlo_text import (
+    RUNS_OTHERS,
+    Computation,
+    HloModule,
+    Instruction,
+    parse_hlo,
+)
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACK,
@@ -38,7 +44,6 @@ _FREE = frozenset({
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "iota", "async-update", "add-dependency", "domain",
 })  # fmt: skip
-_RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start"})
 _WORKSPACE = ("s8", "u8")  # what libraries are lent
 _SLICES = ("dynamic-slice", "slice")
 # Operations that move an array and compute nothing of it.
@@ -67,7 +72,7 @@ def hlo_kernels(text: str, seen_pairs: float = 1.0, *, content: bool = True) -> 
         computation = module.computations.get(name, {})
         kernels: Counter[Kernel] = Counter()
         for instruction in computation.values():
-            if instruction.opcode in _RUNS_OTHERS:
+            if instruction.opcode in RUNS_OTHERS:
                 times, _ = hlo_cost.runs(instruction)
                 # A loop whose length is known asks no condition; of branches one runs.
                 names = instruction.called.get("body") or tuple(hlo_cost.bodies(instruction))
@@ -98,9 +103,7 @@ def _kernel(
         return _fusion(module, computation, i)
     if i.opcode == "dot" or i.custom_call_target in hlo_cost.CUBLAS:
         return _product(computation, i)
-    n_bytes = _read(computation, i) + sum(
-        a.n_bytes for a in i.arrays if a.dtype not in ("s8", "u8")
-    )
+    n_bytes = _read(computation, i) + sum(a.n_bytes for a in i.arrays if a.dtype not in _WORKSPACE)
     if i.opcode == "custom-call":
         flops = hlo_cost.product_flops(computation, i, seen_pairs)
         if flops is None:

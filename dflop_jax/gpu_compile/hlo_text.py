@@ -1,9 +1,10 @@
-"""Reads the text of an optimized HLO module into computations of instructions."""
+"""Reads the text of an optimized HLO module into computations of instructions, and finds arrays in
+it that grow with the square of a row's tokens."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,6 +19,9 @@ _CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _NAME = re.compile(r"%([\w.\-]+)")
+# Instructions whose called computations have arrays of their own in memory and launch kernels; what
+# a fusion computes inside has none.
+RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start"})
 
 
 @dataclass(frozen=True)
@@ -145,3 +149,36 @@ def _arrays(text: str) -> tuple[ArrayType, ...]:
         sizes = (match.group(2) or "").replace("<=", "")
         arrays.append(ArrayType(dtype, tuple(int(n) for n in sizes.split(",") if n)))
     return tuple(arrays)
+
+
+def kept_arrays(text: str) -> set[ArrayType]:
+    """Arrays that instructions read and write, those in loops and branches included.
+
+    Raises:
+      ValueError: the text is not that of an HLO module.
+    """
+    module = parse_hlo(text)
+
+    def of(name: str) -> Iterator[ArrayType]:
+        for instruction in module.computations.get(name, {}).values():
+            yield from instruction.arrays
+            if instruction.opcode in RUNS_OTHERS:
+                for names in instruction.called.values():
+                    for inner in names:
+                        yield from of(inner)
+
+    return set(of(module.entry))
+
+
+def pair_arrays(text: str, tokens: int) -> tuple[str, ...]:
+    """The arrays of `compiled.as_text()`, such as "f32[8,8192,8192]", that hold something of every
+    pair of a row's tokens: two of their dims are multiples of these. An attention without a kernel
+    makes such arrays of its scores.
+
+    Raises:
+      ValueError: the text is not that of an HLO module.
+    """
+
+    found = [a for a in kept_arrays(text) if sum(n and n % tokens == 0 for n in a.shape) > 1]
+    found.sort(key=lambda a: (-prod(a.shape), a.dtype))
+    return tuple(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in found)

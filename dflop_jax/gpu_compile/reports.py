@@ -27,8 +27,7 @@ class ProgramReport:
       compile_s: seconds of XLA; 0 where `same_as` is given.
       handed_bytes: of its outputs, what a forward task leaves for its backward task.
       needed_flops: see `needed`; 0 of programs that compute no layer, whose ratio is None.
-      attention_gathers: see `hlo_cost`.
-      pair_arrays: of a task, see `hlo_arrays`.
+      pair_arrays: of a task, see `hlo_text`.
       unknown: loops of unknown length and kernels whose FLOPs nobody knows, which are missing.
       error: why it could not be compiled, in a line; the figures are then 0.
     """
@@ -51,7 +50,6 @@ class ProgramReport:
     executed_over_needed: float | None = None
     float32_dot_flops: float = 0.0
     collectives: tuple[Sent, ...] = ()
-    attention_gathers: int = 0
     pair_arrays: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     error: str = ""

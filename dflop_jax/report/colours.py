@@ -67,7 +67,7 @@ def phase_colours(phase: str) -> tuple[str, str]:
     return light, DARK[light]
 
 
-def luminance(colour: str) -> float:
-    """How bright a colour "#rrggbb" looks, from 0 to 1."""
+def ink_on(colour: str) -> str:
+    """The colour of text on a colour "#rrggbb": white on dark ones."""
     r, g, b = bytes.fromhex(colour[1:])
-    return (0.299 * r + 0.587 * g + 0.114 * b) / 255
+    return "#ffffff" if 0.299 * r + 0.587 * g + 0.114 * b < 0.55 * 255 else INK

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from dflop_jax.folders import writing
 from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
 from dflop_jax.report.charts import drawing
-from dflop_jax.report.colours import DARK, INK, luminance
+from dflop_jax.report.colours import DARK, ink_on
 from dflop_jax.report.compare import compared, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.panels import Panel, label_of, legend_entries, rows_of
@@ -226,14 +226,8 @@ def _main_colour(events: Sequence[Event], shade: Mapping[Event, int]) -> int:
 
 def _colour(label: str, light: str) -> dict[str, str]:
     dark = DARK[light]
-    ink = {c: "#ffffff" if luminance(c) < 0.55 else INK for c in (light, dark)}
-    return {
-        "label": label,
-        "light": light,
-        "light_ink": ink[light],
-        "dark": dark,
-        "dark_ink": ink[dark],
-    }
+    inks = {"light_ink": ink_on(light), "dark_ink": ink_on(dark)}
+    return {"label": label, "light": light, "dark": dark, **inks}
 
 
 def _joined(names: Sequence[str]) -> str:

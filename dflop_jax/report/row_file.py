@@ -44,13 +44,24 @@ class RowFile:
         self._flush()
 
     def keep(self, wanted: Callable[[RowKey], bool]) -> int:
-        """Drop the other rows, and a last one that a kill cut short; returns how many whole
-        ones."""
+        """Drop the other rows, and a last one that a kill cut short; returns how many whole ones.
+        The new file is renamed over the old one, so that a kill in between loses no row."""
         self._flush()
         if self._file is not None:
             self._file.close()
             self._file = None
-        return keep_rows(self.path, wanted)
+        if not self.path.exists():
+            return 0
+        fresh, dropped = self.path.with_suffix(".tmp"), 0
+        with self.path.open("rb") as old, fresh.open("wb") as new:
+            for line in old:
+                key = key_of(line)
+                if key is not None and wanted(key):
+                    new.write(line.rstrip(b"\n") + b"\n")
+                else:
+                    dropped += key is not None
+        fresh.replace(self.path)
+        return dropped
 
     def close(self) -> None:
         """Write what can be written; a warning says that the rest is lost."""
@@ -95,23 +106,6 @@ def key_of(line: bytes) -> RowKey | None:
         return _KEYS.decode(line)
     except msgspec.DecodeError:
         return None
-
-
-def keep_rows(path: Path, wanted: Callable[[RowKey], bool]) -> int:
-    """Drop the other rows of a file, and a last one that a kill cut short; returns how many whole
-    ones. The new file is renamed over the old one, so that a kill in between loses no row."""
-    if not path.exists():
-        return 0
-    fresh, dropped = path.with_suffix(".tmp"), 0
-    with path.open("rb") as old, fresh.open("wb") as new:
-        for line in old:
-            key = key_of(line)
-            if key is not None and wanted(key):
-                new.write(line.rstrip(b"\n") + b"\n")
-            else:
-                dropped += key is not None
-    fresh.replace(path)
-    return dropped
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:

@@ -117,26 +117,19 @@ class RunFolder:
                 ) from None
             _warn_unlocked(self.path, e.strerror or str(e))
         metrics = self.path / METRICS
-        has_rows = metrics.exists() and metrics.stat().st_size > 0
-        if has_rows and existing == "error":
+        metrics.touch()
+        what = "the metrics" if metrics.stat().st_size else "checkpoints"
+        if existing == "error" and self._is_worth_keeping((CHECKPOINTS,)):
             raise ValueError(
-                f"{self.path}: holds the metrics of another run; "
-                "choose another --run_dir, go on with that run (--resume auto) or replace it "
-                "(--overwrite)"
-            )
-        checkpoints = self.path / CHECKPOINTS
-        if existing == "error" and checkpoints.is_dir() and any(checkpoints.iterdir()):
-            raise ValueError(
-                f"{checkpoints}: holds checkpoints of another run; "
-                "choose another --run_dir, go on with that run (--resume auto) or replace it "
-                "(--overwrite)"
+                f"{self.path}: holds {what} of another run; choose another --run_dir, go on with "
+                "that run (--resume auto) or replace it (--overwrite)"
             )
         if existing == "overwrite":
             for name in _OUTPUTS:
                 (self.path / name).unlink(missing_ok=True)
             for name in (CHECKPOINTS, TENSORBOARD, XPROF, HUNG):
                 shutil.rmtree(self.path / name, ignore_errors=True)
-        metrics.touch()
+            metrics.touch()
 
     def restart(self, start_step: int) -> None:
         """Drop the rows of `start_step` and later steps, which are run anew, and one that a kill
@@ -168,10 +161,10 @@ class RunFolder:
         finally:
             self._lock.close()
 
-    def _is_worth_keeping(self) -> bool:
-        """Whether there are rows, or something is saved."""
+    def _is_worth_keeping(self, folders: Sequence[str] = (CHECKPOINTS, HUNG)) -> bool:
+        """Whether there are rows, or something is saved in one of the folders."""
         has_rows = (self.path / METRICS).stat().st_size > 0
-        return has_rows or any(any(self.path.glob(f"{name}/*")) for name in (CHECKPOINTS, HUNG))
+        return has_rows or any(any(self.path.glob(f"{name}/*")) for name in folders)
 
     def write_config(self, config: Any) -> None:
         """The run's configuration, a dataclass, as plain JSON."""

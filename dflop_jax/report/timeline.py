@@ -26,10 +26,11 @@ from dflop_jax.report.colours import (
     INK,
     LINE_COLOURS,
     Palette,
-    luminance,
+    ink_on,
     palette,
 )
 from dflop_jax.report.panels import Panel, colour_of, legend_entries, modules_of, rows_of
+from dflop_jax.report.wording import number
 
 WIDTH_PX, DPI = 1400, 100  # of the picture: twice the second, and letters are twice as large
 # Inches, which fit its letters: a row of bars, a title above and the gap below, axis and legend at
@@ -119,7 +120,7 @@ def _draw_panel(
     ax.axvline(makespan, color=INK, linewidth=1.0, linestyle=(0, (3, 2)), clip_on=False, zorder=4)
     _head(ax, 0.0, panel.title, color=INK, fontsize=11, weight="bold")
     _head(ax, 1.008, "busy", color=FAINT, fontsize=9)
-    total = f"makespan {_number(makespan)} {unit}"
+    total = f"makespan {number(makespan)} {unit}"
     right_px, title_px, total_px = makespan * px_per_unit, 9 * len(panel.title) + 20, 140
     fits = right_px - total_px >= title_px  # a short trace's figure stands after its title
     x_px = right_px if fits else max(right_px, title_px)
@@ -145,18 +146,14 @@ def _draw_bars(
         colours.append(colour)
         label = str(e.group) if e.group >= 0 else ""
         if label and width * px_per_unit >= 7 * len(label) + 4:
-            ink = "white" if luminance(colour) < 0.55 else INK
-            ax.text(x + width / 2, row, label, ha="center", va="center", color=ink, fontsize=8.5)
+            middle, ink = (x + width / 2, row), ink_on(colour)
+            ax.text(*middle, label, ha="center", va="center", color=ink, fontsize=8.5)
     # A white edge parts neighbours, but would eat the colour of a narrow bar.
     edges = [0.8 if b.get_width() * px_per_unit >= 4 else 0.0 for b in boxes]
     bars = PatchCollection(
         boxes, facecolors=colours, edgecolors="white", linewidths=edges, zorder=2
     )
     ax.add_collection(bars)
-
-
-def _number(value: float) -> str:
-    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
 
 
 def _foot_height(panels: Sequence[Panel]) -> float:

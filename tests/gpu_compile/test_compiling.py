@@ -292,7 +292,7 @@ def test_heads_that_need_not_divide_and_heads_that_a_chip_does_not_hold(experime
     good, bad = compile_plans([job("256", "auto"), job("1024", "pallas")])
     assert not [p.error for p in good.programs if p.error]
     (program,) = (p for p in good.programs if p.name == "llm backward 1x256")
-    assert (program.attention_gathers, program.float32_dot_flops) == (0, 0.0)
+    assert program.float32_dot_flops == 0.0
     assert 1.0 < program.executed_over_needed < 2.0
     assert not bad.fits
     assert bad.verdict.startswith("llm backward 1x256 cannot be compiled for a100-40: ")

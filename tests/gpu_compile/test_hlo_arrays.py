@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax.gpu_compile.hlo_arrays import pair_arrays
+from dflop_jax.gpu_compile.hlo_text import pair_arrays
 
 HEADS, TOKENS, SIZE, BLOCK = 2, 96, 4, 32
 

@@ -1,4 +1,4 @@
-"""The counter of FLOPs, collectives and gathers, by hand: on texts, and on compiled programs."""
+"""The counter of FLOPs and collectives, by hand: on texts, and on compiled programs."""
 
 from __future__ import annotations
 
@@ -79,34 +79,6 @@ def test_shards_count_what_one_device_computes_and_sends():
     cost = hlo_cost(program.lower(x, up, down).compile().as_text())
     assert cost.flops == 2 * 2 * 64 * 128 * 256 / 4
     assert cost.collectives == {"all-reduce": Traffic(1.0, 64 * 128 * 4)}
-
-
-def test_a_gather_of_whole_heads_is_seen_and_one_of_hidden_states_is_not():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
-    heads = NamedSharding(mesh, P(None, None, "model"))
-    whole = NamedSharding(mesh, P())
-    rows = NamedSharding(mesh, P(None, "model"))
-
-    def attention(q, k):
-        return jnp.einsum("btnh,bsnh->bnts", q, k)
-
-    def gathered(q, k):
-        k = jax.lax.with_sharding_constraint(k, whole)
-        return attention(jax.lax.with_sharding_constraint(q, whole), k)
-
-    def gathered_before(x, wq, wk):
-        x = jax.lax.with_sharding_constraint(x, whole)
-        q, k = (jnp.einsum("btd,dnh->btnh", x, w) for w in (wq, wk))
-        return attention(q, k)
-
-    q = array(2, 64, 4, 32, sharding=heads)
-    cost = hlo_cost(jax.jit(gathered, out_shardings=whole).lower(q, q).compile().as_text())
-    assert cost.attention_gathers == 2
-    x = array(2, 64, 128, sharding=rows)
-    w = array(128, 4, 32, sharding=NamedSharding(mesh, P(None, "model")))
-    text = jax.jit(gathered_before).lower(x, w, w).compile().as_text()
-    assert "all-gather" in text
-    assert hlo_cost(text).attention_gathers == 0
 
 
 # ---- texts ----
@@ -218,23 +190,6 @@ def test_kernels_of_states_count_two_products_a_chunk(name):
     arrays = "%w = f32[5,8,64,32] parameter(0)", "%r = f32[5,8,64,16] parameter(1)"
     cost = hlo_cost(entry(*arrays, call))
     assert cost.flops == cost.float32_flops == 5 * 8 * 2 * (2 * 64 * 16 * 32)
-
-
-@pytest.mark.parametrize("part, gathers", [(0, 1), (1, 0)])
-def test_of_arrays_gathered_at_once_the_one_that_is_read_counts(part, gathers):
-    """Heads, or a norm's scale that stands beside them."""
-    kind = ("bf16[2,64,8,32]{3,2,1,0}", "bf16[32]{0}")
-    text = entry(
-        "%h = bf16[2,32,8,32]{3,2,1,0} parameter(0)",
-        "%s = bf16[16]{0} parameter(1)",
-        f"%g = ((bf16[2,32,8,32]{{3,2,1,0}}, bf16[16]{{0}}), ({', '.join(kind)})) "
-        "all-gather-start(%h, %s), dimensions={1}",
-        f"%d = ({', '.join(kind)}) all-gather-done(%g)",
-        f"%p = {kind[part]} get-tuple-element(%d), index={part}",
-        "%q = bf16[2,64,8,32]{3,2,1,0} broadcast(%p)",
-        CUDNN.format(back="", mask="CAUSAL").replace("%k", "%q"),
-    )
-    assert hlo_cost(text).attention_gathers == gathers
 
 
 def test_a_kernel_that_nobody_knows_is_named():

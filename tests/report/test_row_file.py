@@ -151,8 +151,9 @@ def test_a_last_line_that_a_kill_cut_short_is_not_read(tmp_path, content, rows):
 def test_rows_that_go_are_cut_off_or_left_out(tmp_path, order, end):
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"step": k, "x": "y"}) for k in order) + end)
-    assert row_file.keep_rows(file, lambda row: row.step < 2) == 2
+    rows = row_file.RowFile(file)
+    assert rows.keep(lambda row: row.step < 2) == 2
     assert file.read_text() == '{"step": 0, "x": "y"}\n{"step": 1, "x": "y"}\n'
-    assert row_file.keep_rows(file, lambda row: True) == 0
-    assert row_file.keep_rows(file, lambda row: False) == 2
+    assert rows.keep(lambda row: True) == 0
+    assert rows.keep(lambda row: False) == 2
     assert file.read_bytes() == b""

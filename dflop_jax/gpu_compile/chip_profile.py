@@ -27,7 +27,6 @@ from dflop_jax.profile.parts import has_loss
 from dflop_jax.profile.recompute import POLICIES
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import (
-    LAYERS,
     DataProfile,
     Hardware,
     LayerTiming,
@@ -199,8 +198,7 @@ class Ladder:
     shapes: tuple[Shape, Shape]
     remats: tuple[Remat, ...]
     has_loss: bool
-    kind: str = LAYERS
-    depths: tuple[int, int] = _DEPTHS
+    kind: str
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -209,7 +207,7 @@ class Ladder:
     @property
     def probes(self) -> list[Probe]:
         points = [(s, r) for r in self.remats for s in self.shapes]
-        kinds = [(d, True) for d in self.depths] + [(self.depths[1], False)] * self.has_loss
+        kinds = [(d, True) for d in _DEPTHS] + [(_DEPTHS[1], False)] * self.has_loss
         return [self._probe(s, r, d, ends) for s, r in points for d, ends in kinds]
 
     def _probe(self, shape: Shape, remat: Remat, depth: int, ends: bool) -> Probe:
@@ -221,12 +219,12 @@ class Ladder:
     ) -> tuple[_Cost, _Cost]:
         """What (one layer, all else) of programs with the module's ends, or without, costs."""
         if not ends:
-            whole = costs[self._probe(shape, remat, self.depths[1], ends)]
+            whole = costs[self._probe(shape, remat, _DEPTHS[1], ends)]
             shared = np.where(np.arange(len(whole)) == _WORK, whole, 0.0)
-            return (whole - shared) / self.depths[1], shared
-        low, high = (costs[self._probe(shape, remat, d, ends)] for d in self.depths)
-        layer = np.maximum(0.0, high - low) / (self.depths[1] - self.depths[0])
-        return layer, high - self.depths[1] * layer
+            return (whole - shared) / _DEPTHS[1], shared
+        low, high = (costs[self._probe(shape, remat, d, ends)] for d in _DEPTHS)
+        layer = np.maximum(0.0, high - low) / (_DEPTHS[1] - _DEPTHS[0])
+        return layer, high - _DEPTHS[1] * layer
 
     def timing(
         self, traced: LayerTiming, costs: Mapping[Probe, _Cost], hidden_bytes: float
@@ -269,10 +267,10 @@ class Ladder:
         more_s = [a[_BACKWARD_S] - b[_BACKWARD_S] for a, b in zip((layer, ends), none, strict=True)]
         loss_bytes = 0.0
         if self.has_loss:
-            whole_bytes = ends[_WORK] + self.depths[1] * layer[_WORK]
+            whole_bytes = ends[_WORK] + _DEPTHS[1] * layer[_WORK]
             layer, ends = self._split(costs, shape, remat, ends=False)
             hidden_bytes *= rank_share(shape.rows, shape.tokens, self.ways)
-            kept_bytes = self.depths[1] * layer[_RESIDUALS] + 2 * hidden_bytes
+            kept_bytes = _DEPTHS[1] * layer[_RESIDUALS] + 2 * hidden_bytes
             loss_bytes = whole_bytes - kept_bytes
         figures = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
         layer_s, ends_s, *held = (max(0.0, float(x)) for x in (*figures, loss_bytes))

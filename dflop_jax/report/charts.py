@@ -9,17 +9,18 @@ which of the `axes` it is over, and its values there, null where there is none. 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dflop_jax.report.colours import DARK, LINE_COLOURS, palette, phase_colours
-from dflop_jax.report.columns import PICTURE_POINTS, Name, means
+from dflop_jax.report.columns import PICTURE_POINTS, Columns, means
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST
 from dflop_jax.report.reader import RunRecord
 
+Values = Sequence[float | None]
 _MOST_OWN = 12  # charts of the user's own metrics
 _MEMORY = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239"}
 _PER_NAME = (
@@ -31,12 +32,15 @@ _PER_NAME = (
 )
 
 
-@dataclass
 class _Drawing:
-    """Axes and charts so far."""
+    """Axes and charts of runs so far; the first axes are the steps of each run."""
 
-    axes: list[list[float]] = field(default_factory=list)
-    charts: list[dict[str, Any]] = field(default_factory=list)
+    def __init__(self, runs: Sequence[RunRecord]) -> None:
+        self.runs, self.several = runs, len(runs) > 1
+        self.axes: list[list[float]] = []
+        self.charts: list[dict[str, Any]] = []
+        for run in runs:
+            self.axis(run.rows.picture_steps())
 
     def axis(self, x: Sequence[float]) -> int:
         self.axes.append([_short(v) or 0.0 for v in x])
@@ -48,91 +52,67 @@ class _Drawing:
             usual = {"stacked": False, "from_zero": True}
             self.charts.append({"title": title, "unit": unit, **usual, **more, "lines": drawn})
 
+    def by_run(self, name: str, values: Callable[[Columns], Values]) -> list[dict[str, Any]]:
+        """A line for each run; `name` is that of a single one's."""
+        return [
+            _line(run.name if self.several else name, _colour_of(i), 0, i, values(run.rows))
+            for i, run in enumerate(self.runs)
+        ]
+
+    def by_key(self, field_name: str) -> list[dict[str, Any]]:
+        """A line for each key of a field, in the colour of its own, in the dashes of its run."""
+        keys = dict.fromkeys(key for run in self.runs for key in run.rows.keys(field_name))
+        colours: Mapping[str, str] = _MEMORY
+        if field_name != "memory_bytes":
+            colours = {module: pair[1] for module, pair in palette([*keys]).items()}
+        return [
+            _line(
+                f"{key}, {run.name}" if self.several else key,
+                _both(colours.get(key, LINE_COLOURS[-1])),
+                i,
+                i,
+                run.rows.picture((field_name, key)),
+            )
+            for i, run in enumerate(self.runs)
+            for key in run.rows.keys(field_name)
+        ]
+
 
 def drawing(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """The axes and charts of runs, all in one picture but for the phases of each one's steps."""
-    d = _Drawing()
-    axes = [d.axis(run.rows.picture_steps()) for run in runs]
-    several = len(runs) > 1
-    losses = [line for i, run in enumerate(runs) for line in _losses(d, i, run, several)]
+    d = _Drawing(runs)
+    losses = [line for i, run in enumerate(runs) for line in _losses(d, i, run)]
     d.chart("loss", "", losses, from_zero=False)
-    phased = [bool(run.rows.keys("phase_s")) for run in runs]
-    if several or not all(phased):
-        d.chart("step time", "s", _of_runs(runs, axes, "step_s", "step time"))
+    if d.several or not runs[0].rows.keys("phase_s"):
+        d.chart("step time", "s", d.by_run("step time", lambda rows: rows.picture("step_s")))
     for i, run in enumerate(runs):
-        title = "step time by phase" + f", {run.name}" * several
         lines = [
-            _line(key, phase_colours(key), 0, axes[i], run.rows.picture(("phase_s", key)))
+            _line(key, phase_colours(key), 0, i, run.rows.picture(("phase_s", key)))
             for key in run.rows.keys("phase_s")
         ]
-        d.chart(title, "s", lines, stacked=True)
+        d.chart("step time by phase" + f", {run.name}" * d.several, "s", lines, stacked=True)
     has_mfu = any(run.rows.keys("mfu_by_module") for run in runs)
     for name, title, unit in _PER_NAME:
-        if name == "flops_per_s_by_module" and has_mfu:
-            continue
-        d.chart(title, unit, _by_name(runs, axes, name, several))
-    d.chart("samples replaced so far", "", [
-        _line(
-            run.name if several else "samples",
-            _colour_of(i),
-            0,
-            axes[i],
-            means(np.nancumsum(run.rows.of("n_bad"))),
-        )
-        for i, run in enumerate(runs)
-    ])  # fmt: skip
+        if name != "flops_per_s_by_module" or not has_mfu:
+            d.chart(title, unit, d.by_key(name))
+    replaced = d.by_run("samples", lambda rows: means(np.nancumsum(rows.of("n_bad"))))
+    d.chart("samples replaced so far", "", replaced)
     own = dict.fromkeys(key for run in runs for key in run.rows.keys("own"))
     for key in [*own][:_MOST_OWN]:
-        d.chart(key, "", _of_runs(runs, axes, ("own", key), key), from_zero=False)
+        column = partial(Columns.picture, name=("own", key))
+        d.chart(key, "", d.by_run(key, column), from_zero=False)
     return {"axes": d.axes, "charts": d.charts}
 
 
-def _losses(d: _Drawing, i: int, run: RunRecord, several: bool) -> list[dict[str, Any]]:
+def _losses(d: _Drawing, i: int, run: RunRecord) -> list[dict[str, Any]]:
     steps, losses = run.rows.curve(PICTURE_POINTS)
-    lines = [_line(run.name if several else "loss", _colour_of(i), 0, d.axis(steps), losses)]
+    lines = [_line(run.name if d.several else "loss", _colour_of(i), 0, d.axis(steps), losses)]
     if held_out := run.evaluations:
         axis = d.axis([row.step for row in held_out])
-        name = "held out" + f", {run.name}" * several
-        lines.append(_line(name, _colour_of(i + (not several)), 1, axis,
+        name = "held out" + f", {run.name}" * d.several
+        lines.append(_line(name, _colour_of(i + (not d.several)), 1, axis,
                            [row.loss for row in held_out]))  # fmt: skip
     return lines
-
-
-def _by_name(
-    runs: Sequence[RunRecord], axes: Sequence[int], field_name: str, several: bool
-) -> list[dict[str, Any]]:
-    """A line for each key of a field, in the colour of its own, and in the dashes of its run."""
-    keys = dict.fromkeys(key for run in runs for key in run.rows.keys(field_name))
-    colours: Mapping[str, str] = _MEMORY
-    if field_name != "memory_bytes":
-        colours = {module: pair[1] for module, pair in palette([*keys]).items()}
-    return [
-        _line(
-            f"{key}, {run.name}" if several else key,
-            _both(colours.get(key, LINE_COLOURS[-1])),
-            i,
-            axes[i],
-            run.rows.picture((field_name, key)),
-        )
-        for i, run in enumerate(runs)
-        for key in run.rows.keys(field_name)
-    ]
-
-
-def _of_runs(
-    runs: Sequence[RunRecord], axes: Sequence[int], column: Name, name: str
-) -> list[dict[str, Any]]:
-    """A line for each run; `name` is that of a single one's."""
-    return [
-        _line(
-            run.name if len(runs) > 1 else name,
-            _colour_of(i),
-            0,
-            axes[i],
-            run.rows.picture(column),
-        )
-        for i, run in enumerate(runs)
-    ]
 
 
 def _colour_of(i: int) -> tuple[str, str]:
@@ -143,9 +123,7 @@ def _both(light: str) -> tuple[str, str]:
     return light, DARK[light]
 
 
-def _line(
-    name: str, colours: tuple[str, str], dash: int, axis: int, y: Sequence[float | None]
-) -> dict[str, Any]:
+def _line(name: str, colours: tuple[str, str], dash: int, axis: int, y: Values) -> dict[str, Any]:
     light, dark = colours
     values = [None if v is None else _short(v) for v in y]
     return {"name": name, "light": light, "dark": dark, "dash": dash, "axis": axis, "y": values}

@@ -18,12 +18,12 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from dflop_jax.folders import writing
-from dflop_jax.records import RETURN, SEND, Event, Plan, Trace
+from dflop_jax.records import Event, Plan, Trace
 from dflop_jax.report.charts import drawing
 from dflop_jax.report.colours import DARK, ink_on
 from dflop_jax.report.compare import compared, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
-from dflop_jax.report.panels import Panel, label_of, legend_entries, rows_of
+from dflop_jax.report.panels import Panel, legend_entries
 from dflop_jax.report.reader import RunRecord, read_runs
 from dflop_jax.report.summary import bucket_text, label_texts, submesh_rows
 from dflop_jax.report.wording import number
@@ -147,11 +147,11 @@ def _panel(
 ) -> dict[str, Any]:
     """What page.js draws of a trace; a task is [row, start_s, end_s, colour, segment, direction,
     group, bucket]."""
-    trace, rows = panel.trace, _rows(panel)
+    trace, rows, links = panel.trace, panel.rows, panel.links
     row_number = {name: i for i, name in enumerate(rows)}
-    busy, links = trace.busy_fraction(), _links(trace)
+    busy = trace.busy_fraction()
     texts = label_texts(run.plan.layout)
-    shade = {e: colours[label_of(e, panel.modules)] for e in trace.events}
+    shade = {e: colours[panel.label(e)] for e in trace.events}
     curves, note = _memory(run.folder, run.plan, trace, labels, memory)
     return {
         "title": panel.title,
@@ -185,23 +185,6 @@ def _panel(
             for name, points in curves.items()
         ],
     }
-
-
-def _rows(panel: Panel) -> list[str]:
-    """Submeshes in the plan's order, each with the links that leave it; others as they begin."""
-    links = _links(panel.trace)
-    by_start = rows_of(panel)
-    rows: list[str] = []
-    for name in dict.fromkeys([*panel.submeshes, *by_start]):
-        if name not in links:
-            rows += [name, *(row for row in by_start if links.get(row) == name)]
-    return rows + [row for row in links if row not in rows]
-
-
-def _links(trace: Trace) -> dict[str, str]:
-    """Row of a link -> the submesh that sends over it."""
-    names = {e.submesh for e in trace.events if e.direction in (SEND, RETURN)}
-    return {name: name.split(" → ")[0] for name in names}
 
 
 def _memory(

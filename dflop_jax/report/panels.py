@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,24 +16,45 @@ from dflop_jax.records import (
     Layout,
     Trace,
 )
-from dflop_jax.report.colours import (
-    DIRECTION_COLOURS,
-    IDLE,
-    MODULE_COLOURS,
-    Palette,
-    palette,
-)
+from dflop_jax.report.colours import DIRECTION_COLOURS, IDLE, palette
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A trace to draw: its title, the module of each segment (default: from the segment's name)
-    and submeshes that get a row even when they stay idle."""
+    """A trace to draw: its title, the module of each segment (default: the segment's name) and
+    submeshes that get a row even when they stay idle."""
 
     title: str
     trace: Trace
     modules: Mapping[str, str] = field(default_factory=dict)
     submeshes: Sequence[str] = ()
+
+    def module(self, e: Event) -> str:
+        """The module that a task is of."""
+        return self.modules.get(e.segment, e.segment)
+
+    def label(self, e: Event) -> str:
+        """What the legend calls a task."""
+        if e.direction in DIRECTION_COLOURS:
+            return e.direction
+        return f"{self.module(e)} {e.direction}"
+
+    @property
+    def links(self) -> dict[str, str]:
+        """Row of a link -> the submesh that sends over it."""
+        names = {e.submesh for e in self.trace.events if e.direction in (SEND, RETURN)}
+        return {name: name.split(" → ")[0] for name in names}
+
+    @property
+    def rows(self) -> list[str]:
+        """Submeshes from top to bottom: in the plan's order, each with the links that leave it;
+        others as they begin."""
+        links, rows = self.links, list[str]()
+        begun = dict.fromkeys(e.submesh for e in sorted(self.trace.events, key=lambda e: e.start_s))
+        for name in dict.fromkeys([*self.submeshes, *begun]):
+            if name not in links:
+                rows += [name, *(row for row in begun if links.get(row) == name)]
+        return rows + [row for row in links if row not in rows]
 
 
 def panel_of(layout: Layout, trace: Trace, title: str) -> Panel:
@@ -43,40 +63,11 @@ def panel_of(layout: Layout, trace: Trace, title: str) -> Panel:
     return Panel(title, trace, modules, [m.name for m in layout.submeshes])
 
 
-def rows_of(panel: Panel) -> list[str]:
-    """Submeshes from top to bottom: in the order in which they first work, idle ones last."""
-    first: dict[str, float] = dict.fromkeys(panel.submeshes, math.inf)
-    for e in panel.trace.events:
-        first[e.submesh] = min(first.get(e.submesh, math.inf), e.start_s)
-    return sorted(first, key=lambda name: (first[name], name))
-
-
-def module_of(segment: str, modules: Mapping[str, str]) -> str:
-    """Return the segment's module; without a plan, the known module its name starts with."""
-    if segment in modules:
-        return modules[segment]
-    return next((m for m in MODULE_COLOURS if segment.startswith(m)), segment)
-
-
 def modules_of(panels: Sequence[Panel]) -> list[str]:
     """Modules of all panels in the order of their plans, then those that only traces name."""
     planned = [m for p in panels for m in p.modules.values()]
-    traced = [module_of(e.segment, p.modules) for p in panels for e in p.trace.events]
+    traced = [p.module(e) for p in panels for e in p.trace.events]
     return list(dict.fromkeys([*planned, *traced]))
-
-
-def colour_of(e: Event, modules: Mapping[str, str], colours: Palette) -> str:
-    """Return the colour of a task's bar."""
-    if e.direction in DIRECTION_COLOURS:
-        return DIRECTION_COLOURS[e.direction]
-    return colours[module_of(e.segment, modules)][e.direction == BACKWARD]
-
-
-def label_of(e: Event, modules: Mapping[str, str]) -> str:
-    """Return what the legend calls a task."""
-    if e.direction in DIRECTION_COLOURS:
-        return e.direction
-    return f"{module_of(e.segment, modules)} {e.direction}"
 
 
 def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
@@ -86,7 +77,8 @@ def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
     labels = [f"{m} {direction}" for m in colours for direction in (FORWARD, BACKWARD)]
     rank = {label: i for i, label in enumerate([*labels, SEND, RETURN, REDUCE, UPDATE])}
     entries = {
-        label_of(e, p.modules): colour_of(e, p.modules, colours)
+        p.label(e): DIRECTION_COLOURS.get(e.direction)
+        or colours[p.module(e)][e.direction == BACKWARD]
         for p in panels
         for e in p.trace.events
     }

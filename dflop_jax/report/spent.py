@@ -7,12 +7,10 @@ runs again are counted as lost. So its seconds add up to those on the clock.
 
 from __future__ import annotations
 
-import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +19,14 @@ import msgspec
 from dflop_jax.report.row_file import RowFile, read_rows
 
 EVENTS = "events.jsonl"
-IMPORT, START, TRAINING, LOST, STOPPED = "import", "start", "training", "lost steps", "stopped"
+START, TRAINING, LOST, STOPPED = "start", "training", "lost steps", "stopped"
 # What else the seconds of a run go to; the order is that of a report.
 CONNECT, PROFILE, PLAN, COMPILE = "connect", "profile", "plan", "compile"
 DATA, SCHEDULE, SAVE = "wait for data", "wait for the schedule", "wait for a save"
 EVALUATION, REDECISION, END = "evaluation", "re-decision", "end"
 PARTS = (
     TRAINING, DATA, SCHEDULE, SAVE, EVALUATION, REDECISION, LOST,
-    IMPORT, CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
+    CONNECT, START, PROFILE, PLAN, COMPILE, END, STOPPED,
 )  # fmt: skip
 _LEAST_S = 1e-3  # of a row that tells nothing but seconds
 _MOST_WAITING = 1_000  # rows: a run begins with dozens, and only process 0 has a file
@@ -41,8 +39,8 @@ class EventRow(msgspec.Struct):
       until_s: the moment, in seconds since the epoch.
       seconds: by what they went to; their sum reaches back to the row before.
       step: the step that then ended; -1 for none.
-      begun_s: the first row of a process: when it began. What lies between the row before and then
-        went to none of its work.
+      begun_s: the first row of a process: when its run began. What lies between the row before
+        and then went to none of its work.
       resumed: the step that the process began with; later ones before it are lost.
     """
 
@@ -57,12 +55,12 @@ class TimeLog:
     """Notes what a process's time goes to. Rows wait until there is a file (`write_to`), which only
     process 0 has; `clock` gives seconds since the epoch."""
 
-    def __init__(self, begun_s: float | None = None, clock: Callable[[], float] = time.time):
+    def __init__(self, clock: Callable[[], float] = time.time):
         self._clock = clock
         self.on_part: Callable[[str], None] = lambda name: None  # called when another one begins
-        self._until_s = begun_s or clock()
+        self._until_s = clock()
         self._begun_s: float | None = self._until_s
-        self._part = IMPORT
+        self._part = START
         self._rows: RowFile | None = None
         self._waiting: deque[EventRow] = deque(maxlen=_MOST_WAITING)
 
@@ -129,24 +127,6 @@ class TimeLog:
             self._waiting.clear()
 
 
-_runs = itertools.count()  # of this process
-
-
-def time_log() -> TimeLog:
-    """That of a run which begins now; the first run of a process began with the process."""
-    return TimeLog(None if next(_runs) else process_began_s())
-
-
-def process_began_s() -> float:
-    """When this process began, in seconds since the epoch; now where the system does not tell."""
-    with suppress(OSError, ValueError, IndexError, AttributeError):
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(after_name[19])  # field 22: since the system began
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-        return time.time() - max(age_s, 0.0)
-    return time.time()
-
-
 @dataclass(frozen=True)
 class Spent:
     """Seconds of a run by what they went to, in the order of `PARTS`; `starts` counts the processes
@@ -181,7 +161,6 @@ def read_spent(folder: str | Path) -> Spent | None:
         if row.begun_s is not None:
             starts += 1
             first_s = first_s or row.begun_s
-            # Several runs of one process follow each other; its imports were before the first.
             seconds[STOPPED] += max(row.begun_s - until_s, 0.0) if until_s else 0.0
         for part, s in row.seconds.items():
             seconds[part] = seconds.get(part, 0.0) + s

@@ -20,16 +20,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dflop_jax.records import Event
-from dflop_jax.report.colours import (
-    FAINT,
-    IDLE,
-    INK,
-    LINE_COLOURS,
-    Palette,
-    ink_on,
-    palette,
-)
-from dflop_jax.report.panels import Panel, colour_of, legend_entries, modules_of, rows_of
+from dflop_jax.report.colours import FAINT, IDLE, INK, LINE_COLOURS, ink_on
+from dflop_jax.report.panels import Panel, legend_entries
 from dflop_jax.report.wording import number
 
 WIDTH_PX, DPI = 1400, 100  # of the picture: twice the second, and letters are twice as large
@@ -49,21 +41,18 @@ def draw(panels: Sequence[Panel], curves: Mapping[str, Curve], out: str | Path) 
     Raises:
       ValueError: neither a curve nor a panel, or panels without an event.
     """
-    foot = _foot_height(panels)
+    legend = legend_entries(panels)
+    foot = FOOT_IN + 0.2 * math.ceil(len(legend) / LEGEND_COLUMNS)
     below = LOSS_IN if curves else 0.0
-    above = _panels_height(panels) + foot if panels or not curves else 0.0
+    rows_in = ROW_IN * sum(len(p.rows) for p in panels)
+    above = rows_in + len(panels) * (HEAD_IN + GAP_IN) + foot if panels or not curves else 0.0
     fig = Figure(figsize=(WIDTH_PX / DPI, above + below), facecolor="white")
     if above:
-        _draw_panels(fig, panels, bottom_in=below + foot)
-        _legend(fig, panels, bottom_in=below)
+        _draw_panels(fig, panels, legend, bottom_in=below + foot)
+        _legend(fig, legend, bottom_in=below)
     if below:
         _draw_loss_axes(fig, curves)
     fig.savefig(out, dpi=DPI)
-
-
-def _panels_height(panels: Sequence[Panel]) -> float:
-    rows = sum(len(rows_of(p)) for p in panels)
-    return rows * ROW_IN + len(panels) * (HEAD_IN + GAP_IN)
 
 
 def _axes(fig: Figure, bottom_in: float, height_in: float) -> Axes:
@@ -72,14 +61,15 @@ def _axes(fig: Figure, bottom_in: float, height_in: float) -> Axes:
     return fig.add_axes((LEFT_IN / width, bottom_in / height, inner, height_in / height))
 
 
-def _draw_panels(fig: Figure, panels: Sequence[Panel], bottom_in: float) -> None:
+def _draw_panels(
+    fig: Figure, panels: Sequence[Panel], colours: Mapping[str, str], bottom_in: float
+) -> None:
     span = max((p.trace.makespan_s for p in panels), default=0.0)
     if span <= 0:
         raise ValueError("no trace with events to draw; train with a traced step first")
     unit, per_s = next(((u, k) for u, k in (("s", 1.0), ("ms", 1e3)) if span * k >= 1), ("µs", 1e6))
-    colours = palette(modules_of(panels))
     for i, panel in enumerate(reversed(panels)):
-        height = len(rows_of(panel)) * ROW_IN
+        height = len(panel.rows) * ROW_IN
         ax = _axes(fig, bottom_in, height)
         ax.set_xlim(0, span * per_s)
         _draw_panel(ax, panel, colours, per_s, unit, px_per_unit=_inner_px() / (span * per_s))
@@ -95,15 +85,14 @@ def _inner_px() -> float:
 
 
 def _draw_panel(
-    ax: Axes, panel: Panel, colours: Palette, per_s: float, unit: str, px_per_unit: float
+    ax: Axes, panel: Panel, colours: Mapping[str, str], per_s: float, unit: str, px_per_unit: float
 ) -> None:
-    trace, names = panel.trace, rows_of(panel)
+    trace, names = panel.trace, panel.rows
     makespan, busy = trace.makespan_s * per_s, trace.busy_fraction()
     for row, name in enumerate(names):
         top = row - BAR / 2
         ax.add_patch(Rectangle((0, top), makespan, BAR, facecolor=IDLE, edgecolor="none", zorder=0))
-        mine = [e for e in trace.events if e.submesh == name]
-        shades = {e: colour_of(e, panel.modules, colours) for e in mine}
+        shades = {e: colours[panel.label(e)] for e in trace.events if e.submesh == name}
         _draw_bars(ax, shades, row, per_s, px_per_unit)
         share, side = f"{busy.get(name, 0.0):.0%}", ax.get_yaxis_transform()
         style: dict[str, Any] = {"color": INK, "fontsize": 11, "weight": "bold"}
@@ -156,12 +145,7 @@ def _draw_bars(
     ax.add_collection(bars)
 
 
-def _foot_height(panels: Sequence[Panel]) -> float:
-    return FOOT_IN + 0.2 * math.ceil(len(legend_entries(panels)) / LEGEND_COLUMNS)
-
-
-def _legend(fig: Figure, panels: Sequence[Panel], bottom_in: float) -> None:
-    entries = legend_entries(panels)
+def _legend(fig: Figure, entries: Mapping[str, str], bottom_in: float) -> None:
     edge = {"idle": "#cbd2d9"}
     fig.legend(
         handles=[Patch(facecolor=c, edgecolor=edge.get(k, c), label=k) for k, c in entries.items()],

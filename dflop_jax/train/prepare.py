@@ -30,10 +30,8 @@ from dflop_jax.report.spent import (
     DATA,
     EVALUATION,
     SAVE,
-    START,
     TRAINING,
     TimeLog,
-    time_log,
 )
 from dflop_jax.train.compile_cache import use_cache
 from dflop_jax.train.run_dir import settled_run_dir
@@ -244,7 +242,7 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     with writing(config.cache_dir, "choose another --cache_dir") as cache:
         cache.mkdir(exist_ok=True)
     use_cache(config.cache_dir)
-    noted = time_log()
+    noted = TimeLog()
     with noted.part(CONNECT):
         member = initialise(config.distributed, config.plan.devices)
         alone = member.number == 1
@@ -252,7 +250,6 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
         peers = member.group
         if member.number > 1 and devices[0].platform == "cpu":
             connect_pairs(tuple(devices), peers)
-    noted.go_on_with(START)
     config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=resume))
     model = model_on(chip_of(devices[0]), config)
     watch = config.distributed

@@ -39,11 +39,11 @@ def test_bars_stand_at_their_times_in_their_colours(tmp_path):
         Event("llm", "llm", 0, "forward", 0.25, 0.5),
         Event("llm", "llm", 0, "backward", 0.5, 1.0),
     )
-    panel = panels.Panel("one", Trace(0, "measured", events), {}, ("spare",))
+    panel = panels.Panel("one", Trace(0, "measured", events), {}, ("enc", "llm", "spare"))
     tl.draw([panel], {}, tmp_path / "t.png")
     image = pixels(tmp_path / "t.png")
     assert image.shape[1] == tl.WIDTH_PX
-    foot = tl._foot_height([panel]) * tl.DPI
+    foot = (tl.FOOT_IN + 0.2) * tl.DPI  # of one row of the legend
 
     def at(row: int, time: float) -> np.ndarray:
         x = tl.LEFT_IN * tl.DPI + time * (tl.WIDTH_PX - (tl.LEFT_IN + tl.RIGHT_IN) * tl.DPI)
@@ -75,20 +75,14 @@ def test_traces_share_one_time_axis(tmp_path):
     assert widths[1] / widths[0] == pytest.approx(2.0, rel=0.02)
 
 
-def test_rows_follow_the_flow_and_modules_the_plan():
+def test_rows_and_modules_follow_the_plan():
     trace = one_f_one_b({"zeta": (1.0, 1.0), "alpha": (1.0, 1.0)}, [1.0], "x")
-    assert panels.rows_of(panels.Panel("x", trace)) == ["zeta", "alpha"]
-    assert panels.rows_of(panels.Panel("x", trace, {}, ("idle", "alpha"))) == [
-        "zeta",
-        "alpha",
-        "idle",
-    ]
+    assert panels.Panel("x", trace).rows == ["zeta", "alpha"]
+    assert panels.Panel("x", trace, {}, ("idle", "alpha")).rows == ["idle", "alpha", "zeta"]
     planned = panels.panel_of(make_plan().layout, trace, "x")
     assert planned.modules == {"vision": "vision", "llm": "llm"}
     assert planned.submeshes == ["enc", "llm"]
-    assert panels.module_of("part7", {"part7": "llm"}) == "llm"
-    assert panels.module_of("llm.3", {}) == "llm"
-    assert panels.module_of("foreign", {}) == "foreign"
+    assert panels.modules_of([planned]) == ["vision", "llm", "zeta", "alpha"]
 
 
 def test_modules_without_a_colour_of_their_own_take_turns():

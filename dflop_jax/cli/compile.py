@@ -101,7 +101,7 @@ def _table(report: CompileReport) -> Table:
 def _figures(p: ProgramReport) -> list[str]:
     if p.error:
         return ["fails", *("-",) * 5]
-    ratio, sent = p.executed_over_needed, sum(s.n_bytes for s in p.collectives)
+    ratio, sent = p.executed_over_needed, sum(p.collectives.values())
     return [
         "equal" if p.same_as else f"{p.compile_s:.1f}",
         f"{p.argument_bytes / GIB:.2f}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the folder, a matrix of a layer at a time."""
+    from dflop_jax.train.exports import beside, check_only_adapters, merged_params
+    from dflop_jax.train.lazy_params import saved_params
     from dflop_jax.train.load_params import of_newest
+    from dflop_jax.train.meta import frozen_parts
     from dflop_jax.train.prepare import trained_model
+    from dflop_jax.weights import AdapterForm, Folder, write_adapter, write_folder
 
     if Path(args.out).exists():
         raise ValueError(f"{args.out}: exists already; choose another --out or remove it")
@@ -67,43 +70,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         config = replace(config, model=replace(config.model, weights=tuple(args.weights)))
     model: Any = trained_model(config)
     map_, whole = _map(model, config, args.module)
-    write = partial(_write, args=args, config=config, model=model, map_=map_, whole=whole)
+
+    def write(reader: CheckpointReader, folder: Path) -> int:
+        if args.adapter:
+            check_only_adapters(config, model, frozen_parts(reader.meta))
+            train, dtype = config.train, args.dtype or "float32"
+            form = AdapterForm(train.lora_rank, train.lora_alpha, train.lora_dropout, whole, dtype)
+            params = saved_params(reader, model, average=args.ema)
+            write_adapter(args.out, map_, params, form)
+        else:
+            held = merged_params(reader, model, average=args.ema)
+            source = Folder(whole, map_) if whole else None
+            more = [] if args.module else beside(config)
+            write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)
+        return reader.step
+
     step = of_newest(args.run_folder, write)
     files = sorted(f.name for f in Path(args.out).iterdir())
     if not args.json:
         show(f"wrote step {step} to {args.out}: {', '.join(files)}")
     return {"folder": args.out, "step": step, "files": files}
-
-
-def _write(
-    reader: CheckpointReader,
-    folder: Path,
-    *,
-    args: argparse.Namespace,
-    config: Config,
-    model: Any,
-    map_: Any,
-    whole: str,
-) -> int:
-    """Write what a checkpoint holds; its step."""
-    from dflop_jax.train.exports import beside, check_only_adapters, merged_params
-    from dflop_jax.train.lazy_params import saved_params
-    from dflop_jax.train.meta import frozen_parts
-    from dflop_jax.weights import AdapterForm, Folder, write_adapter, write_folder
-
-    if args.adapter:
-        check_only_adapters(config, model, frozen_parts(reader.meta))
-        train = config.train
-        form = AdapterForm(
-            train.lora_rank, train.lora_alpha, train.lora_dropout, whole, args.dtype or "float32"
-        )
-        write_adapter(args.out, map_, saved_params(reader, model, average=args.ema), form)
-    else:
-        held = merged_params(reader, model, average=args.ema)
-        source = Folder(whole, map_) if whole else None
-        more = [] if args.module else beside(config)
-        write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)
-    return reader.step
 
 
 def _map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:

@@ -21,7 +21,7 @@ from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_cost import HloCost, hlo_cost
 from dflop_jax.gpu_compile.hlo_text import pair_arrays
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
-from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, Sent
+from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState
 from dflop_jax.pipeline.compiling import jobs, learn, lowering_of
 from dflop_jax.pipeline.flow import device_bytes, field_structs, x_structs
 from dflop_jax.pipeline.held import grad_structs, program_structs
@@ -208,11 +208,10 @@ def _bytes(stats: Any) -> dict[str, Any]:
 
 def _figures(cost: HloCost) -> dict[str, Any]:
     loops = [f"{cost.unknown_loops} loops of unknown length"] * bool(cost.unknown_loops)
-    sent = (Sent(k, t.count, t.n_bytes) for k, t in sorted(cost.collectives.items()))
     return {
         "flops": cost.flops,
         "float32_dot_flops": cost.float32_flops,
-        "collectives": tuple(sent),
+        "collectives": dict(sorted(cost.collectives.items())),
         "unknown": (*loops, *sorted(cost.unknown_kernels)),
     }
 

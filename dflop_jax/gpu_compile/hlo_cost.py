@@ -9,7 +9,6 @@ of unknown length, which count once, and kernels that nothing is known of.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,49 +41,34 @@ _HOLD_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatte
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Collectives of a kind that a program runs, and the bytes of the larger side of each on one
-    device, in all."""
-
-    count: float = 0.0
-    n_bytes: float = 0.0
-
-    def plus(self, other: Traffic, times: float = 1.0) -> Traffic:
-        return Traffic(self.count + times * other.count, self.n_bytes + times * other.n_bytes)
-
-
-@dataclass(frozen=True)
 class HloCost:
     """What one run takes on one device.
 
     Attributes:
       flops: of all products.
       float32_flops: of those with an operand of 32 bits or more.
-      collectives: by kind.
+      collectives: bytes of the larger side of each collective on one device, in all, by kind.
       unknown_loops: loops whose length the text does not say.
-      unknown_kernels: custom calls that nothing is known of, and how often they run.
+      unknown_kernels: custom calls that nothing is known of.
     """
 
     flops: float = 0.0
     float32_flops: float = 0.0
-    collectives: Mapping[str, Traffic] = field(default_factory=dict)
+    collectives: Mapping[str, float] = field(default_factory=dict)
     unknown_loops: int = 0
-    unknown_kernels: Mapping[str, float] = field(default_factory=dict)
+    unknown_kernels: frozenset[str] = frozenset()
 
     def plus(self, other: HloCost, times: float = 1.0) -> HloCost:
         """The sum with another that runs `times` times."""
         collectives = dict(self.collectives)
-        for kind, traffic in other.collectives.items():
-            collectives[kind] = collectives.get(kind, Traffic()).plus(traffic, times)
-        kernels = Counter(dict(self.unknown_kernels))
-        for name, n in other.unknown_kernels.items():
-            kernels[name] += times * n  # type: ignore[assignment]
+        for kind, n_bytes in other.collectives.items():
+            collectives[kind] = collectives.get(kind, 0.0) + times * n_bytes
         return HloCost(
             self.flops + times * other.flops,
             self.float32_flops + times * other.float32_flops,
             collectives,
             self.unknown_loops + other.unknown_loops,
-            dict(kernels),
+            self.unknown_kernels | other.unknown_kernels,
         )
 
 
@@ -147,14 +131,14 @@ def _own_cost(computation: Computation, instruction: Instruction, seen_pairs: fl
     """Cost of an instruction without what it calls."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in COLLECTIVES:
-        return HloCost(collectives={opcode: Traffic(1.0, moved_bytes(computation, instruction))})
+        return HloCost(collectives={opcode: moved_bytes(computation, instruction)})
     if opcode not in ("dot", "convolution", "custom-call"):
         return HloCost()
     flops = product_flops(computation, instruction, seen_pairs)
     if flops is None:
         target = instruction.custom_call_target
         known = opcode == "custom-call" and _NO_PRODUCT.search(target)
-        return HloCost(unknown_kernels={} if known else {target or opcode: 1.0})
+        return HloCost(unknown_kernels=frozenset([] if known else [target or opcode]))
     is_wide = any(a.dtype in ("f32", "f64") for a in operands(computation, instruction)[:2])
     return HloCost(flops, flops if is_wide else 0.0)
 

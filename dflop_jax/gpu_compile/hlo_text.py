@@ -50,18 +50,14 @@ class Instruction:
     Attributes:
       arrays: of its result, those of a tuple side by side.
       operands: names of the instructions that it reads.
-      argument: the text between its parentheses, such as a parameter's number.
-      attributes: the text behind them.
-      is_root: whether its result is its computation's.
+      attributes: the text behind its parentheses.
     """
 
     name: str
     opcode: str
     arrays: tuple[ArrayType, ...]
     operands: tuple[str, ...]
-    argument: str
     attributes: str
-    is_root: bool
 
     @cached_property
     def called(self) -> Mapping[str, tuple[str, ...]]:
@@ -125,9 +121,7 @@ def _instruction(line: str) -> Instruction | None:
         arrays=_arrays(rest[:stop]),
         # A constant's text is its value.
         operands=() if opcode == "constant" else tuple(_NAME.findall(argument)),
-        argument=argument,
         attributes=rest[close_at + 1 :],
-        is_root=bool(head.group(1)),
     )
 
 

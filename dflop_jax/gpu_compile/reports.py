@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Collectives of a kind in one run of a program on one device, and their bytes in all."""
-
-    kind: str
-    count: float
-    n_bytes: float
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,6 +19,7 @@ class ProgramReport:
       compile_s: seconds of XLA; 0 where `same_as` is given.
       handed_bytes: of its outputs, what a forward task leaves for its backward task.
       needed_flops: see `needed`; 0 of programs that compute no layer, whose ratio is None.
+      collectives: bytes in one run, by kind.
       pair_arrays: of a task, see `hlo_text`.
       unknown: loops of unknown length and kernels whose FLOPs nobody knows, which are missing.
       error: why it could not be compiled, in a line; the figures are then 0.
@@ -49,7 +42,7 @@ class ProgramReport:
     needed_flops: float = 0.0
     executed_over_needed: float | None = None
     float32_dot_flops: float = 0.0
-    collectives: tuple[Sent, ...] = ()
+    collectives: Mapping[str, float] = field(default_factory=dict)
     pair_arrays: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     error: str = ""

@@ -51,7 +51,7 @@ def test_notes_come_when_it_takes_long(capsys, monkeypatch):
 def programs(name):
     one = SimpleNamespace(
         name=name, mesh=(2, 1, 8), error="", executed_over_needed=1.03, same_as="",
-        collectives=[SimpleNamespace(n_bytes=3e9)], compile_s=123.4, argument_bytes=12e9, unknown=0,
+        collectives={"all-reduce": 3e9}, compile_s=123.4, argument_bytes=12e9, unknown=0,
         temp_bytes=33e9, float32_dot_flops=1e9, flops=2e12,
         kind="forward",
     )  # fmt: skip

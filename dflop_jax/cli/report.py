@@ -26,8 +26,9 @@ def run(args: argparse.Namespace) -> Any:
     """
     from dflop_jax.report.compare import compare, compare_json
     from dflop_jax.report.html import write_page
+    from dflop_jax.report.reader import read_run
     from dflop_jax.report.run_folder import PAGE, PICTURE, check_answer_file, has_steps
-    from dflop_jax.report.summary import summarise, summary_table
+    from dflop_jax.report.summary import summary_table
 
     folders = [Path(f) for f in args.runs]
     for folder in folders:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> Any:
         table = compare(stepped, picture)
         wrote.append(picture)
         if not args.json:
-            show(summary_table(summarise(stepped[0])) if len(folders) == 1 else table)
+            show(summary_table(read_run(stepped[0])) if len(folders) == 1 else table)
     if not args.json:
         show(f"wrote {' and '.join(map(str, wrote))}")
     return compare_json(stepped) if stepped else {"runs": []}

@@ -158,10 +158,11 @@ def _existing(args: argparse.Namespace) -> Any:
 
 
 def _show(args: argparse.Namespace, result: FitResult) -> None:
-    from dflop_jax.report.summary import summarise, summary_table
+    from dflop_jax.report.reader import read_run
+    from dflop_jax.report.summary import summary_table
 
     if not args.json and result.losses:
-        show(summary_table(summarise(result.run_dir)))
+        show(summary_table(read_run(result.run_dir)))
         show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")
 
 

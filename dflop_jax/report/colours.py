@@ -60,7 +60,7 @@ def palette(modules: Sequence[str]) -> Palette:
 
 
 def phase_colours(phase: str) -> tuple[str, str]:
-    """The colours, light and dark, of what a step's seconds go to (`metrics.StepFigures`)."""
+    """The colours, light and dark, of what a step's seconds go to (`metrics.StepMetrics`)."""
     if phase == IDLE_PHASE:
         return _IDLE_PHASE
     light = _PHASES.get(phase, LINE_COLOURS[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from dflop_jax.folders import writing
 from dflop_jax.report.reader import RunRecord, read_runs
-from dflop_jax.report.summary import figures, summary_of
+from dflop_jax.report.summary import figures
 from dflop_jax.report.wording import number
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
@@ -58,17 +57,26 @@ def compare(folders: Sequence[Path], out: Path, only: Sequence[str] = ()) -> Tab
 
 def compared(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """(label, a text per run): speed-ups, then every figure that any of the runs has."""
-    cells = [dict(figures(summary_of(run))) for run in runs]
+    cells = [{f.label: f.text for f in figures(run)} for run in runs]
     rows = [(SPEEDUP, ["-" if math.isnan(up) else f"{number(up)} x" for up in speedups(runs)])]
     return rows + [(label, [c.get(label, "-") for c in cells]) for label in _labels(cells)]
 
 
 def compare_json(folders: Sequence[Path]) -> dict[str, Any]:
-    """The same figures for programs: {"runs": [{..., "speedup": ...}]}, unknown ones null."""
+    """The same figures for programs: {"runs": [{"name", "folder", "speedup", "figures"}]}, these
+    with "unit" and "values" by label; unknown ones are null."""
     runs = read_runs(folders)
     return {
         "runs": [
-            _finite(asdict(summary_of(run)) | {"speedup": up})
+            {
+                "name": run.name,
+                "folder": str(run.folder),
+                "speedup": _known(up),
+                "figures": {
+                    f.label: {"unit": f.unit, "values": [*map(_known, f.values)]}
+                    for f in figures(run)
+                },
+            }
             for run, up in zip(runs, speedups(runs))
         ]
     }
@@ -103,7 +111,5 @@ def _labels(cells: Sequence[dict[str, str]]) -> list[str]:
     return order
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+def _known(value: float | str) -> float | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value

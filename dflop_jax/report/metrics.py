@@ -28,43 +28,8 @@ class SkippedUpdate:
     samples: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepFigures:
-    """Figures that a step has and a run's summary has the medians of.
-
-    `tokens_per_s` counts tokens of samples, not padding, in the last module. `padding_fraction` is
-    per module the share of executed tokens that are padding. `schedule_s` is the solver's time off
-    the training path, `makespan_s` the schedule's. `model_flops` are the FLOPs that the batch
-    needs, without padding and recomputation; `flops_per_s` are these over `step_s`; `mfu` is that
-    over the peak of all devices of the run, null where no peak is known. A module's `mfu_by_module`
-    is over the peak of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes
-    of features that went to another data rank for each pair of modules ("source > target"),
-    forward; as many bytes of gradients came back. `phase_s` has the seconds of the step by what the
-    mean device did in them, `imbalance` per module how many more tokens the fullest data rank has
-    than the mean one, relative, over all groups. `memory_bytes` are those of the process or device
-    that holds most: in use on a "device", the most so far there ("device_peak"), on the "host".
-    `own` has the numbers of the user's callbacks.
-    """
-
-    tokens_per_s: float = 0.0
-    padding_fraction: Mapping[str, float] = field(default_factory=dict)
-    schedule_s: float = 0.0
-    makespan_s: float = 0.0
-    model_flops: float = 0.0
-    flops_per_s: float = 0.0
-    flops_per_s_by_module: Mapping[str, float] = field(default_factory=dict)
-    mfu: float | None = None
-    mfu_by_module: Mapping[str, float] = field(default_factory=dict)
-    moved_in_node: Mapping[str, float] = field(default_factory=dict)
-    moved_across_nodes: Mapping[str, float] = field(default_factory=dict)
-    phase_s: Mapping[str, float] = field(default_factory=dict)
-    imbalance: Mapping[str, float] = field(default_factory=dict)
-    memory_bytes: Mapping[str, float] = field(default_factory=dict)
-    own: Mapping[str, float] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
-class StepMetrics(StepFigures):
+class StepMetrics:
     """What one optimizer step did; a row of metrics.jsonl has exactly these fields.
 
     `loss` is per supervised token of the global batch, added up over the modules that have one.
@@ -82,6 +47,19 @@ class StepMetrics(StepFigures):
     are the seconds that a process computed without waiting for others, by process (of the 32
     slowest; empty in a run of one). `skipped` is null where the step updated the parameters.
     Numbers that are not finite are null in the file.
+
+    `tokens_per_s` counts tokens of samples, not padding, in the last module. `padding_fraction` is
+    per module the share of executed tokens that are padding. `schedule_s` is the solver's time off
+    the training path, `makespan_s` the schedule's. `model_flops` are the FLOPs that the batch
+    needs, without padding and recomputation; `flops_per_s` are these over `step_s`; `mfu` is that
+    over the peak of all devices of the run, null where no peak is known. A module's `mfu_by_module`
+    is over the peak of the devices that hold it. `moved_in_node` and `moved_across_nodes` are bytes
+    of features that went to another data rank for each pair of modules ("source > target"),
+    forward; as many bytes of gradients came back. `phase_s` has the seconds of the step by what the
+    mean device did in them, `imbalance` per module how many more tokens the fullest data rank has
+    than the mean one, relative, over all groups. `memory_bytes` are those of the process or device
+    that holds most: in use on a "device", the most so far there ("device_peak"), on the "host".
+    `own` has the numbers of the user's callbacks.
     """
 
     step: int
@@ -107,6 +85,21 @@ class StepMetrics(StepFigures):
     model_flops_by_module: Mapping[str, float] = field(default_factory=dict)
     process_s: Mapping[str, float] = field(default_factory=dict)
     skipped: SkippedUpdate | None = None
+    tokens_per_s: float = 0.0
+    padding_fraction: Mapping[str, float] = field(default_factory=dict)
+    schedule_s: float = 0.0
+    makespan_s: float = 0.0
+    model_flops: float = 0.0
+    flops_per_s: float = 0.0
+    flops_per_s_by_module: Mapping[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    mfu_by_module: Mapping[str, float] = field(default_factory=dict)
+    moved_in_node: Mapping[str, float] = field(default_factory=dict)
+    moved_across_nodes: Mapping[str, float] = field(default_factory=dict)
+    phase_s: Mapping[str, float] = field(default_factory=dict)
+    imbalance: Mapping[str, float] = field(default_factory=dict)
+    memory_bytes: Mapping[str, float] = field(default_factory=dict)
+    own: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step < 0 or not 0 <= self.step_s < math.inf:

@@ -1,4 +1,4 @@
-"""What one run came to: figures from its folder, as records, a terminal table and summary.md.
+"""What one run came to: a table of figures, for the terminal, summary.md, comparisons and pages.
 
 Steady figures (times, rates, fractions) are medians that leave the first `WARMUP_STEPS` steps out.
 """
@@ -6,9 +6,8 @@ Steady figures (times, rates, fractions) are medians that leave the first `WARMU
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Group
@@ -17,112 +16,142 @@ from rich.table import Table
 from rich.text import Text
 
 from dflop_jax.records import AXES, Bucket, Layout, Shape
-from dflop_jax.report.metrics import KEYED, WARMUP_STEPS, Spread, StepFigures, spread
+from dflop_jax.report.metrics import WARMUP_STEPS, spread
 from dflop_jax.report.reader import RunRecord, read_run
 from dflop_jax.report.run_folder import LOSS, METRICS, SUMMARY, TIMELINE, TRACE, HeldOutRow, no_step
-from dflop_jax.report.spent import TRAINING, Spent, read_spent
+from dflop_jax.report.spent import TRAINING, read_spent
 from dflop_jax.report.wording import duration, flops_text, number, percent
+
+# How numbers of units are written that are no suffix: shares, FLOPs and seconds of a whole run.
+_TEXTS = {"%": percent, "FLOP": flops_text, "s": duration}
 
 
 @dataclass(frozen=True)
-class RunSummary(StepFigures):
-    """Figures of one run, those of its median step among them; nan where the run did not measure
-    one.
+class Figure:
+    """A figure of a run, or several of a kind side by side; nan where the run has none.
 
-    `makespan_chosen_by_s` is the mean step by which the planner chose the plan,
-    `makespan_predicted_s` that by the plan's own programs. `busy_predicted` is the planner's,
-    `busy_measured` the run's, per submesh. `schedule_gap` is the median over steps of how much
-    longer the schedule is than its proved bound; `made_by` counts schedules by what found them,
-    `n_integer` those of which an integer program proved a bound. `held_out` are loss and token
-    accuracy of the last evaluation: by "" of all held-out samples, and by the name of each dataset
-    of a mixture.
-    `steps_lost` are steps between the first and the last whose row found no room on the disk.
-    `spent` is where the run's time went, None where nothing tells.
+    `unit` is that of the numbers: "ms", "GiB", "MB", "FLOP", "s", "%" (of 1), or "".
     """
 
-    name: str
-    folder: str
-    policy: str
-    n_steps: int
-    steps_lost: int
-    step_s: Spread
-    busy_predicted: dict[str, float]
-    busy_measured: dict[str, float]
-    makespan_chosen_by_s: float
-    makespan_predicted_s: float
-    schedule_gap: float
-    made_by: dict[str, int]
-    n_integer: int
-    compiles_after_warmup: int
-    schedule_wait_s: float
-    loss_first: float
-    loss_last: float
-    n_bad: int
-    n_skipped: int
-    held_out: dict[str, tuple[float, float]]
-    submeshes: list[str]
-    buckets: list[str]
-    spent: Spent | None
+    label: str
+    unit: str
+    values: tuple[float | str, ...]
+    between: str = " / "
+
+    @property
+    def text(self) -> str:
+        """The values as people read them."""
+        return self.between.join(map(self._text, self.values))
+
+    def _text(self, value: float | str) -> str:
+        if isinstance(value, str | int):
+            return str(value)
+        if text := _TEXTS.get(self.unit):
+            return text(value)
+        return f"{number(value)} {self.unit}".rstrip()
 
 
-def summarise(folder: str | Path) -> RunSummary:
-    """The figures of a run folder.
+def figures(run: RunRecord) -> list[Figure]:
+    """The figures of a run.
+
+    The planner chose the plan by one mean step, and predicts another by the plan's own programs.
+    `held out` are loss and token accuracy of the last evaluation, of all held-out samples and of
+    each dataset of a mixture. Steps without a row are those whose row found no room on the disk.
 
     Raises:
-      ValueError: no such folder, no step in its metrics, or a broken or missing plan.
+      ValueError: it did no step, or a row of its events is broken.
     """
-    return summary_of(read_run(folder))
-
-
-def summary_of(run: RunRecord) -> RunSummary:
-    """The figures of a run; ValueError where it did no step."""
-    rows, plan = run.rows, run.plan
+    rows, predicted = run.rows, run.plan.predicted
     if not rows.n_steps:
         raise no_step(run.folder / METRICS)
 
-    steps, losses = rows.of("step"), rows.of("loss")
-    of_step: dict[str, Any] = {
-        name: rows.medians(name) if name in KEYED else rows.median(name)
-        for name in (f.name for f in fields(StepFigures))
-    }
-    return RunSummary(
-        name=run.name,
-        folder=str(run.folder),
-        policy=plan.policy,
-        n_steps=rows.n_steps,
-        steps_lost=max(0, int(steps[-1] + 1 - steps[0]) - rows.n_steps),
-        step_s=spread(rows.steady("step_s")),
-        busy_predicted=plan.predicted.busy_fraction,
-        busy_measured=rows.medians("busy_fraction"),
-        makespan_chosen_by_s=plan.predicted.chosen_by_s or math.nan,
-        makespan_predicted_s=plan.predicted.makespan_s or math.nan,
-        schedule_gap=rows.median("schedule_gap"),
-        made_by=dict(rows.made_by.most_common()),
-        n_integer=int((rows.of("integer_bound_s") > 0).sum()),
-        compiles_after_warmup=int(np.nansum(rows.of("compiles")[WARMUP_STEPS:])),
-        schedule_wait_s=float(np.nansum(rows.steady("schedule_wait_s"))),
-        loss_first=float(losses[0]),
-        loss_last=float(losses[-1]),
-        n_bad=int(np.nansum(rows.of("n_bad"))),
-        n_skipped=rows.n_skipped,
-        held_out=_held_out(run.evaluations[-1]) if run.evaluations else {},
-        submeshes=_submesh_texts(plan.layout),
-        buckets=[bucket_text(b) for b in plan.layout.buckets],
-        spent=read_spent(run.folder),
-        **of_step,
-    )
+    def one(label: str, *values: float | str, unit: str = "", between: str = " / ") -> Figure:
+        return Figure(label, unit, values, between)
+
+    def median(label: str, name: str, unit: str = "", scale: float = 1.0) -> Figure:
+        return one(label, scale * rows.median(name), unit=unit)
+
+    def medians(label: str, name: str, unit: str, scale: float = 1.0) -> list[Figure]:
+        values = rows.medians(name).items()
+        return [one(label.format(key), scale * value, unit=unit) for key, value in values]
+
+    steps, losses, step_s = rows.of("step"), rows.of("loss"), spread(rows.steady("step_s"))
+    n_lost = max(0, int(steps[-1] + 1 - steps[0]) - rows.n_steps)
+    across = rows.medians("moved_across_nodes")
+    busy = predicted.busy_fraction, rows.medians("busy_fraction")
+    return [
+        one("policy", run.plan.policy),
+        one("steps", rows.n_steps),
+        *([one("steps without a row", n_lost)] if n_lost else []),
+        one("step time, median", 1e3 * step_s.median, unit="ms"),
+        one("step time, p10 - p90", 1e3 * step_s.p10, 1e3 * step_s.p90, unit="ms", between=" - "),
+        median("tokens / s", "tokens_per_s"),
+        median("model FLOP a step", "model_flops", "FLOP"),
+        median("model FLOP / s", "flops_per_s", "FLOP"),
+        *medians("model FLOP / s, {}", "flops_per_s_by_module", "FLOP"),
+        median("MFU", "mfu", "%"),
+        *medians("MFU, {}", "mfu_by_module", "%"),
+        *medians("padding, {}", "padding_fraction", "%"),
+        *medians("imbalance, {}", "imbalance", "%"),
+        *medians("{}, of a step", "phase_s", "ms", 1e3),
+        *medians("memory, {}", "memory_bytes", "GiB", 2.0**-30),
+        *(
+            one(f"features moved {k}, in nodes / across", v / 1e6, across[k] / 1e6, unit="MB")
+            for k, v in rows.medians("moved_in_node").items()
+        ),
+        *(
+            one(f"busy {k}, predicted / measured", *(d.get(k, math.nan) for d in busy), unit="%")
+            for k in dict.fromkeys([*busy[0], *busy[1]])
+        ),
+        one("step predicted, chosen by", 1e3 * (predicted.chosen_by_s or math.nan), unit="ms"),
+        one("step predicted, own programs", 1e3 * (predicted.makespan_s or math.nan), unit="ms"),
+        median("makespan, scheduled", "makespan_s", "ms", 1e3),
+        median("schedule over its proved bound", "schedule_gap", "%"),
+        one("schedules found by", ", ".join(f"{k} {n}" for k, n in rows.made_by.most_common())),
+        one("steps with an integer program's bound", int((rows.of("integer_bound_s") > 0).sum())),
+        one("compiles after warm-up", int(np.nansum(rows.of("compiles")[WARMUP_STEPS:]))),
+        median("schedule solved in", "schedule_s", "ms", 1e3),
+        one("schedule waited for, total", _sum(1e3 * rows.steady("schedule_wait_s")), unit="ms"),
+        one("loss, first -> last", *losses[[0, -1]].tolist(), between=" -> "),
+        *(figure for row in run.evaluations[-1:] for figure in _held_out(row)),
+        *medians("own metric {}, median", "own", ""),
+        one("samples replaced", int(_sum(rows.of("n_bad")))),
+        one("steps that changed no parameter", rows.n_skipped),
+        *_spent(run.folder),
+    ]
 
 
-def _held_out(row: HeldOutRow) -> dict[str, tuple[float, float]]:
-    named = {"": {"loss": row.loss, "accuracy": row.accuracy}, **row.by_source}
-    return {
-        name: (_or_nan(losses.get("loss")), _or_nan(losses.get("accuracy")))
-        for name, losses in named.items()
-    }
+def _sum(values: np.ndarray) -> float:
+    return float(np.nansum(values))
+
+
+def _held_out(row: HeldOutRow) -> list[Figure]:
+    whole = {"loss": row.loss, "accuracy": row.accuracy}
+    return [
+        Figure(f"held-out {what}{name and f', {name}'}", unit, (_or_nan(losses.get(what)),))
+        for name, losses in {"": whole, **row.by_source}.items()
+        for what, unit in (("loss", ""), ("accuracy", "%"))
+    ]
 
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def _spent(folder: Path) -> list[Figure]:
+    """Where a run's time went."""
+    if not (spent := read_spent(folder)):
+        return []
+    return [
+        Figure("wall time", "s", (spent.wall_s,)),
+        Figure("starts", "", (spent.starts,)),
+        Figure("goodput: time of steps that count", "%", (spent.goodput,)),
+        *(
+            Figure(f"time of {part}", "%", (share,))
+            for part, share in spent.shares().items()
+            if part != TRAINING
+        ),
+    ]
 
 
 def shape_text(module: str, shape: Shape) -> str:
@@ -172,105 +201,44 @@ def _submesh_texts(layout: Layout) -> list[str]:
     ]
 
 
-def figures(s: RunSummary) -> list[tuple[str, str]]:
-    """(label, text) of a run's figures: the rows of its own table and of a comparison."""
-    ms = 1e3
-    t = s.step_s
-    rows = [
-        ("policy", s.policy),
-        ("steps", str(s.n_steps)),
-        *([("steps without a row", str(s.steps_lost))] if s.steps_lost else []),
-        ("step time, median", f"{number(t.median * ms)} ms"),
-        ("step time, p10 - p90", f"{number(t.p10 * ms)} - {number(t.p90 * ms)} ms"),
-        ("tokens / s", number(s.tokens_per_s)),
-        ("model FLOP a step", flops_text(s.model_flops)),
-        ("model FLOP / s", flops_text(s.flops_per_s)),
-        *((f"model FLOP / s, {m}", flops_text(v)) for m, v in s.flops_per_s_by_module.items()),
-        ("MFU", percent(s.mfu)),
-        *((f"MFU, {m}", percent(v)) for m, v in s.mfu_by_module.items()),
-    ]
-    rows += [(f"padding, {k}", percent(v)) for k, v in s.padding_fraction.items()]
-    rows += [(f"imbalance, {k}", percent(v)) for k, v in s.imbalance.items()]
-    rows += [(f"{k}, of a step", f"{number(v * ms)} ms") for k, v in s.phase_s.items()]
-    rows += [(f"memory, {k}", f"{number(v / 2**30)} GiB") for k, v in s.memory_bytes.items()]
-    for name, n_bytes in s.moved_in_node.items():
-        both = (f"{number(v / 1e6)} MB" for v in (n_bytes, s.moved_across_nodes[name]))
-        rows.append((f"features moved {name}, in nodes / across", " / ".join(both)))
-    for name in dict.fromkeys([*s.busy_predicted, *s.busy_measured]):
-        both = (percent(d.get(name, math.nan)) for d in (s.busy_predicted, s.busy_measured))
-        rows.append((f"busy {name}, predicted / measured", " / ".join(both)))
+def _plan_lines(run: RunRecord) -> list[str]:
     return [
-        *rows,
-        ("step predicted, chosen by", f"{number(s.makespan_chosen_by_s * ms)} ms"),
-        ("step predicted, own programs", f"{number(s.makespan_predicted_s * ms)} ms"),
-        ("makespan, scheduled", f"{number(s.makespan_s * ms)} ms"),
-        ("schedule over its proved bound", percent(s.schedule_gap)),
-        ("schedules found by", ", ".join(f"{k} {n}" for k, n in s.made_by.items())),
-        ("integer program solved", f"in {s.n_integer} of {s.n_steps} steps"),
-        ("compiles after warm-up", str(s.compiles_after_warmup)),
-        ("schedule solved in", f"{number(s.schedule_s * ms)} ms"),
-        ("schedule waited for, total", f"{number(s.schedule_wait_s * ms)} ms"),
-        ("loss, first -> last", f"{number(s.loss_first)} -> {number(s.loss_last)}"),
-        *(
-            (f"held out{name and f', {name}'}: loss / accuracy", f"{number(a)} / {percent(b)}")
-            for name, (a, b) in s.held_out.items()
-        ),
-        *((f"own metric {name}, median", number(v)) for name, v in s.own.items()),
-        ("samples replaced", str(s.n_bad)),
-        ("steps that changed no parameter", str(s.n_skipped)),
-        *(_spent_figures(s.spent) if s.spent else ()),
+        *(f"submesh {text}" for text in _submesh_texts(run.plan.layout)),
+        *(f"bucket {bucket_text(b)} per data rank" for b in run.plan.layout.buckets),
     ]
 
 
-def _spent_figures(spent: Spent) -> list[tuple[str, str]]:
-    """Where a run's time went."""
-    rows = [
-        ("wall time, starts", f"{duration(spent.wall_s)}, {spent.starts}"),
-        ("goodput: time of steps that count", percent(spent.goodput)),
-    ]
-    shares = spent.shares()
-    shares.pop(TRAINING, None)
-    return rows + [(f"time of {part}", percent(share)) for part, share in shares.items()]
-
-
-def summary_table(s: RunSummary) -> Group:
+def summary_table(run: RunRecord) -> Group:
     """What the terminal shows of one run: its figures, its plan and where its pictures are."""
-    table = Table(title=f"run {s.name}", title_justify="left", show_header=False)
+    table = Table(title=f"run {run.name}", title_justify="left", show_header=False)
     table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right")
-    for label, text in figures(s):
-        table.add_row(escape(label), escape(text))
-    lines = [f"submesh {text}" for text in s.submeshes]
-    lines += [f"bucket {text} per data rank" for text in s.buckets]
-    files = (Path(s.folder) / name for name in (TIMELINE, LOSS, SUMMARY))
-    lines += [str(path) for path in files if path.exists()]
+    for figure in figures(run):
+        table.add_row(escape(figure.label), escape(figure.text))
+    files = (run.folder / name for name in (TIMELINE, LOSS, SUMMARY))
+    lines = [*_plan_lines(run), *(str(path) for path in files if path.exists())]
     return Group(table, *(Text(line) for line in lines))
 
 
-def markdown(s: RunSummary, pictures: list[str]) -> str:
+def markdown(run: RunRecord, pictures: list[str]) -> str:
     """summary.md: figures, plan, pictures (file names beside it)."""
-    lines = [f"# Run {s.name}", "", "| figure | value |", "|---|---:|"]
-    lines += [f"| {label} | {text} |" for label, text in figures(s)]
+    lines = [f"# Run {run.name}", "", "| figure | value |", "|---|---:|"]
+    lines += [f"| {figure.label} | {figure.text} |" for figure in figures(run)]
     note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
-    lines += ["", note, "", "## Plan", ""]
-    lines += [f"- submesh {text}" for text in s.submeshes]
-    lines += [f"- bucket {text} per data rank" for text in s.buckets]
-    lines += ["", "## Pictures", ""] if pictures else []
-    lines += [f"![{name}]({name})\n" for name in pictures]
+    lines += ["", note, "", "## Plan", "", *(f"- {line}" for line in _plan_lines(run))]
+    lines += ["", "## Pictures", "", *(f"![{name}]({name})\n" for name in pictures)]
     if TIMELINE in pictures:
         lines.append(f"Open `{TRACE}` at https://ui.perfetto.dev to look closer.")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write_summary(folder: str | Path) -> RunSummary:
-    """Write timeline.png (when there is a trace), loss.png and summary.md; return the figures."""
+def write_summary(folder: str | Path) -> None:
+    """Write timeline.png (when there is a trace), loss.png and summary.md."""
     from dflop_jax.report.timeline import draw
 
     run = read_run(folder)
-    summary, panels = summary_of(run), run.panels
-    if panels:
+    if panels := run.panels:
         draw(panels, {}, run.folder / TIMELINE)
-    draw([], {summary.name: run.rows.curve()}, run.folder / LOSS)
-    text = markdown(summary, [TIMELINE, LOSS] if panels else [LOSS])
+    draw([], {run.name: run.rows.curve()}, run.folder / LOSS)
+    text = markdown(run, [TIMELINE, LOSS] if panels else [LOSS])
     (run.folder / SUMMARY).write_text(text, encoding="utf-8")
-    return summary

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from dflop_jax.records import Event, Layout, Plan, Predicted, SegmentPlan, SubmeshPlan, Trace
 from dflop_jax.report.metrics import StepMetrics
+from dflop_jax.report.reader import read_run
+from dflop_jax.report.summary import Figure, figures
 from dflop_jax.report.trace import read_trace
 from tests.plans import EDGE, bucket
 
@@ -87,3 +89,13 @@ def make_row(step: int, **changes) -> StepMetrics:
 
 def read_traces(run: Path) -> list[Trace]:
     return [trace for trace, _ in read_trace(run / "trace.json")]
+
+
+def figures_of(run: str | Path) -> dict[str, Figure]:
+    """The figures of a run folder by label."""
+    return {figure.label: figure for figure in figures(read_run(run))}
+
+
+def cells_of(run: str | Path) -> dict[str, str]:
+    """Their texts."""
+    return {label: figure.text for label, figure in figures_of(run).items()}

@@ -10,10 +10,9 @@ import pytest
 from dflop_jax.report import row_file, run_folder
 from dflop_jax.report.row_file import whole_lines
 from dflop_jax.report.run_folder import RunFolder, read_metrics
-from dflop_jax.report.summary import figures, summarise
 from dflop_jax.report.trackers import step_scalars
 from dflop_jax.train.evaluate import Evaluation
-from tests.report.runs import make_plan, make_row
+from tests.report.runs import cells_of, make_plan, make_row
 
 
 class Disk:
@@ -79,7 +78,7 @@ def test_rows_that_a_full_disk_lost_show_after_a_resume(tmp_path, disk, caplog):
         run.restart(3)
         run.append(make_row(3))
     assert steps(tmp_path) == [0, 3]
-    assert dict(figures(summarise(tmp_path)))["steps without a row"] == "2"
+    assert cells_of(tmp_path)["steps without a row"] == "2"
 
 
 def test_other_errors_end_the_run_as_ever(tmp_path, disk):

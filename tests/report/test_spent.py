@@ -17,7 +17,7 @@ from dflop_jax.report.spent import (
     TimeLog,
     read_spent,
 )
-from dflop_jax.report.summary import figures, summarise
+from tests.report.runs import cells_of
 
 
 class Clock:
@@ -121,10 +121,11 @@ def test_a_clock_that_is_set_back_takes_nothing_away(tmp_path):
 
 def test_without_events_nothing_is_told_and_a_broken_row_is_named(make_run, tmp_path):
     run = make_run()
-    assert read_spent(run) is None is summarise(run).spent
+    assert read_spent(run) is None
+    assert "wall time" not in cells_of(run)
     (run / EVENTS).write_text('{"step": 3}\n')
     with pytest.raises(ValueError, match=r"events\.jsonl:1: not a row of events.*remove"):
-        summarise(run)
+        cells_of(run)
 
 
 def test_figures(begin, make_run, tmp_path):
@@ -135,8 +136,8 @@ def test_figures(begin, make_run, tmp_path):
     log.stop_writing()
     run = make_run("with")
     (tmp_path / EVENTS).rename(run / EVENTS)
-    cells = dict(figures(summarise(run)))
-    assert cells["wall time, starts"] == "20 s, 1"
+    cells = cells_of(run)
+    assert (cells["wall time"], cells["starts"]) == ("20 s", "1")
     assert cells["goodput: time of steps that count"] == "55.0%"
     assert cells["time of plan"] == "25.0%"
     assert "time of evaluation" not in cells

@@ -13,10 +13,11 @@ from rich.console import Console
 from dflop_jax.config import Config, override
 from dflop_jax.report.compare import compare, compare_json
 from dflop_jax.report.html import page
+from dflop_jax.report.reader import read_run
 from dflop_jax.report.run_folder import RunFolder
-from dflop_jax.report.summary import figures, summarise, summary_table, write_summary
+from dflop_jax.report.summary import summary_table, write_summary
 from dflop_jax.report.wording import duration, number, percent
-from tests.report.runs import make_plan, make_row
+from tests.report.runs import cells_of, figures_of, make_plan, make_row
 
 
 def text_of(table) -> str:
@@ -26,19 +27,22 @@ def text_of(table) -> str:
 
 
 def test_figures_leave_the_warm_up_out(make_run):
-    s = summarise(make_run(n_steps=12))
+    s = figures_of(make_run(n_steps=12))
     times = [0.5 + 0.01 * i for i in range(2, 12)]
-    assert s.step_s.median == pytest.approx(statistics.median(times))
-    assert s.step_s.p10 < s.step_s.median < s.step_s.p90
-    assert s.compiles_after_warmup == 0  # the 7 of step 0 are warm-up
-    assert s.schedule_gap == pytest.approx(0.05)
-    assert (s.made_by, s.n_integer) == ({"local": 12}, 12)
-    assert s.busy_predicted == {"enc": 0.7, "llm": 0.9}
-    assert s.busy_measured == {"enc": 0.6, "llm": 0.8}
-    assert s.padding_fraction == {"vision": 0.1, "llm": 0.05}
-    assert (s.makespan_chosen_by_s, s.makespan_predicted_s) == (0.38, 0.4)
-    assert (s.loss_first, s.loss_last) == (5.0, 5.0 / 12)
-    assert (s.n_steps, s.policy, s.name) == (12, "dflop", "run")
+    (median,), (p10, p90) = (s[f"step time, {k}"].values for k in ("median", "p10 - p90"))
+    assert median == pytest.approx(1e3 * statistics.median(times))
+    assert p10 < median < p90
+    assert s["compiles after warm-up"].values == (0,)  # the 7 of step 0 are warm-up
+    assert s["schedule over its proved bound"].values == pytest.approx((0.05,))
+    assert s["schedules found by"].text == "local 12"
+    assert s["steps with an integer program's bound"].values == (12,)
+    assert s["busy enc, predicted / measured"].values == (0.7, 0.6)
+    assert s["busy llm, predicted / measured"].values == (0.9, 0.8)
+    assert (s["padding, vision"].values, s["padding, llm"].values) == ((0.1,), (0.05,))
+    assert s["step predicted, chosen by"].values == pytest.approx((380.0,))
+    assert s["step predicted, own programs"].values == pytest.approx((400.0,))
+    assert s["loss, first -> last"].values == (5.0, 5.0 / 12)
+    assert (s["steps"].values, s["policy"].values) == ((12,), ("dflop",))
 
 
 def test_counts_are_sums_and_a_late_compile_shows(tmp_path):
@@ -46,8 +50,9 @@ def test_counts_are_sums_and_a_late_compile_shows(tmp_path):
         run.write_plan(make_plan())
         for i in range(6):
             run.append(make_row(i, compiles=int(i == 4), n_bad=1, schedule_wait_s=0.5))
-    s = summarise(tmp_path / "r")
-    assert (s.compiles_after_warmup, s.n_bad, s.schedule_wait_s) == (1, 6, 2.0)
+    s = figures_of(tmp_path / "r")
+    names = ("compiles after warm-up", "samples replaced", "schedule waited for, total")
+    assert [s[name].values for name in names] == [(1,), (6,), (2000.0,)]
 
 
 def test_what_a_run_did_not_measure_is_a_dash(tmp_path):
@@ -56,22 +61,23 @@ def test_what_a_run_did_not_measure_is_a_dash(tmp_path):
         for i in range(4):
             row = make_row(i, loss=math.nan, schedule_gap=math.nan, busy_fraction={})
             run.append(row)
-    cells = dict(figures(summarise(tmp_path / "r")))
+    cells = cells_of(tmp_path / "r")
     assert cells["schedule over its proved bound"] == "-"
     assert cells["schedules found by"] == "local 4"
-    assert cells["integer program solved"] == "in 4 of 4 steps"
+    assert cells["steps with an integer program's bound"] == "4"
     assert cells["loss, first -> last"] == "- -> -"
     assert cells["busy enc, predicted / measured"] == "70.0% / -"
-    assert compare_json([tmp_path / "r"])["runs"][0]["loss_last"] is None
+    (run,) = compare_json([tmp_path / "r"])["runs"]
+    assert run["figures"]["loss, first -> last"] == {"unit": "", "values": [None, None]}
     write_summary(tmp_path / "r")
     assert "timeline" not in (tmp_path / "r" / "summary.md").read_text()  # no trace, no picture
 
 
 def test_summary_page_and_table_hold_every_figure(make_run):
     path = make_run()
-    s = write_summary(path)
-    page, table = (path / "summary.md").read_text(), text_of(summary_table(s))
-    for label, value in figures(s):
+    write_summary(path)
+    page, table = (path / "summary.md").read_text(), text_of(summary_table(read_run(path)))
+    for label, value in cells_of(path).items():
         assert f"| {label} | {value} |" in page
         assert label in table
         assert value in table
@@ -117,7 +123,8 @@ def test_comparison_is_relative_to_the_first(make_run, tmp_path):
     blind, dflop = compare_json(runs)["runs"]
     assert (blind["name"], dflop["name"]) == ("blind", "dflop")
     assert blind["speedup"] == 1.0
-    ratio = summarise(runs[0]).step_s.median / summarise(runs[1]).step_s.median
+    first, other = (run["figures"]["step time, median"]["values"][0] for run in (blind, dflop))
+    ratio = first / other
     assert dflop["speedup"] == pytest.approx(ratio)
     assert f"{number(ratio)} x" in text
     assert text.index("blind") < text.index("dflop")

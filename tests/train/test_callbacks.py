@@ -11,10 +11,10 @@ import pytest
 from dflop_jax import Callback, CheckpointConfig
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.report.summary import figures, summarise
 from dflop_jax.report.trackers import step_scalars
 from dflop_jax.train.callbacks import Callbacks, StepDone, callbacks_at
 from dflop_jax.train.trainer import Trainer
+from tests.report.runs import cells_of
 
 from ..plans import nano_profile
 from .resume_cases import (  # noqa: F401
@@ -74,7 +74,7 @@ def test_a_callback_is_told_of_all_and_adds_a_metric():
         assert seen.told.index(("before", step)) < seen.told.index(("after", step))
     rows = read_metrics("run")
     assert [r["own"] for r in rows] == [{"loss_squared": r["loss"] ** 2} for r in rows]
-    assert "own metric loss_squared, median" in dict(figures(summarise("run")))
+    assert "own metric loss_squared, median" in cells_of("run")
 
 
 def test_a_callback_ends_a_run_as_if_it_were_done():

@@ -20,7 +20,6 @@ from dflop_jax.data.packing import Ranks
 from dflop_jax.record_files import save
 from dflop_jax.records import Prices
 from dflop_jax.report.run_folder import RunFolder, read_evaluations
-from dflop_jax.report.summary import figures, summarise
 from dflop_jax.report.trackers import evaluation_scalars
 from dflop_jax.train import evaluate
 from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss, held_out_samples
@@ -28,7 +27,7 @@ from dflop_jax.train.feed import Packer
 from dflop_jax.train.prepare import build_model
 from tests.cluster.service import make_job
 from tests.plans import NANO, programs
-from tests.report.runs import make_plan, make_row
+from tests.report.runs import cells_of, make_plan, make_row
 
 MODEL = build_model(ModelConfig(size="nano"))
 NEEDED = dict.fromkeys(NANO.layout.modules, lambda length, content: float(length))
@@ -233,9 +232,9 @@ def test_what_was_evaluated_is_reported(tmp_path):
         folder.append(make_row(0))
         folder.append_evaluation(Evaluation(1, 9.0, 0.1))
         folder.append_evaluation(row)
-    cells = dict(figures(summarise(tmp_path)))
-    assert cells["held out: loss / accuracy"] == "2.00 / 50.0%"
-    assert cells["held out, b: loss / accuracy"] == "3.00 / 25.0%"
+    cells = cells_of(tmp_path)
+    assert (cells["held-out loss"], cells["held-out accuracy"]) == ("2.00", "50.0%")
+    assert (cells["held-out loss, b"], cells["held-out accuracy, b"]) == ("3.00", "25.0%")
     with (tmp_path / "evaluations.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     assert read_evaluations(tmp_path)[-1].by_source["a"] == {"loss": 1.0, "accuracy": 0.75}

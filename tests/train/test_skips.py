@@ -14,10 +14,10 @@ from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.ending import RunFailed
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.report.summary import summarise
 from dflop_jax.train import skips
 from dflop_jax.train.optimizer import learning_rates
 from dflop_jax.train.skips import FEWEST_NORMS, NORM_WINDOW, Skips
+from tests.report.runs import cells_of
 
 from .resume_cases import (  # the fixtures come by their names
     CONFIG,
@@ -105,7 +105,7 @@ def test_a_step_that_is_not_finite_is_left_out_and_named(overflown):
     rates = learning_rates(CONFIG.train)
     want = [rates[r["step"] - (r["step"] > BAD)] for r in rows]
     np.testing.assert_allclose([r["learning_rate"] for r in rows], want, rtol=1e-6)
-    assert summarise(overflown).n_skipped == 1
+    assert cells_of(overflown)["steps that changed no parameter"] == "1"
 
 
 @pytest.mark.parametrize("saved, rows", [(6, BAD), (9, BAD + 1)])

@@ -51,7 +51,7 @@ WRONG = {
     "init": "give one first",
     "train --model= --data photos": "no model: give --model FOLDER_OR_NAME",
     "train --model qwen --data=": "no data: give --data PATH_OR_NAME",
-    "evaluate gone": "no such run folder, folder of weights or experiment file",
+    "generate gone": "no such run folder, folder of weights or experiment file",
     "train --model qwen --data empty.json": "holds no records; name a file that does",
     # Of the wrong kind.
     "train --model photos/train.json --data photos": "no such folder, nor OWNER/NAME",

@@ -138,7 +138,7 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
 
 
 @pytest.mark.parametrize("graph, frozen", [
-    ("two", {"vision"}), ("two", {"llm"}),
+    ("two", {"vision"}),
     ("taps", {"vision"}), ("taps", {"vision", "llm"}), ("taps", {"llm"}),
 ])  # fmt: skip
 def test_frozen_parts_are_not_timed_nor_given_an_optimizer(graph, frozen):

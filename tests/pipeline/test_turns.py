@@ -5,11 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.turns import turn_at
-from dflop_jax.records import MeshShape, SegmentPlan
-from tests.small import Small
 
 
 def run_by_hand(microbatches, stages, rounds):
@@ -50,16 +46,3 @@ def test_stages_take_turns_as_microbatches_come(microbatches, stages, rounds):
                 last = rounds * microbatches - 1
                 assert number[i, stage] == (0 if i < stage else last)
     assert taken == [set(range(rounds * microbatches))] * stages
-
-
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_rounds_go_through_the_layers_in_order(rounds):
-    """A stage goes through its stack chunk by chunk, so a microbatch meets every layer in turn."""
-    module = Small(n_layers=15).modules["llm"]
-    plan = SegmentPlan("llm", "llm", 3, 15, "all", False, True, rounds=rounds)
-    mesh = device_mesh(MeshShape(stage=2), jax.devices())
-    s = Segment(plan, module, mesh, 2, frozenset())
-    stages = np.array(s.held_layers).reshape(2, -1)
-    n = s.chunk_layers
-    met = [stage[r * n : (r + 1) * n] for r in range(rounds) for stage in stages]
-    assert np.concatenate(met).tolist() == list(range(3, 15))

@@ -1,4 +1,4 @@
-"""What the audio encoder promises beside its numbers (those: test_hf_models)."""
+"""What the audio encoder promises beside its numbers (those: tests/verify)."""
 
 import jax
 import jax.numpy as jnp

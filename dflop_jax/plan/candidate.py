@@ -1,46 +1,87 @@
-"""What a search compares: a plan of one bucket, made exact step by step, and its figures."""
+"""What a search compares: a plan, from the lower bound of its makespan to its timed programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from dflop_jax.plan.bounds import Bounds
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.options import Option, options_of, saving_words
+from dflop_jax.plan.options import Option, options_of, saving_words, with_options
 from dflop_jax.plan.placement import name_of
-from dflop_jax.plan.uniform import Uniform, around
-from dflop_jax.records import REMAT, Bucket, Plan, Predicted
+from dflop_jax.plan.uniform import Uniform, around, as_plan
+from dflop_jax.profile.state import Array
+from dflop_jax.records import REMAT, Bucket, Plan, Predicted, Prices
+from dflop_jax.schedule import BucketChoice
 
 # What decides between candidates that are equally fast: the least is the better.
 Key = tuple[object, ...]
-Options = Mapping[str, Option]  # of every module
+# Share of a step that second recompute policies must save, since they double the programs to be
+# compiled; twice as much leaves some of them out.
+WORTH_PROGRAMS = 0.01
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan whose one bucket cuts a mean batch into `cut` groups, and what is known of it.
+    """A plan and what is known of it, more and more.
 
-    bound_s: its mean makespan is at least that. find_largest: the bucket that memory holds with
-    these options of modules, None: with any; None where memory is not limited. uniform: simulates
-    its groups; None: a baseline, whose batches were scheduled. groups_of: counts those that the
-    scheduler makes of a batch. groups: of each batch that it is ranked by. bounds_s: of each
-    batch's makespan. steps: taken towards exactness, each of which simulates a batch.
+    A layout of a space starts with open options and lower bounds by volumes. Its groups are
+    counted batch by batch, which raises the bounds: counting is expensive, and of thousands of
+    layouts few come near. Each choice of options is then a candidate of its own, whose groups are
+    simulated batch by batch until it is exact. The best get other buckets, run trials, and at last
+    have their programs timed.
+
+    Attributes:
+      plan: with the simplest options while these are open.
+      cut: groups into which its one bucket cuts a mean batch.
+      bound_s: lower bound of its mean makespan; its makespan where it is exact.
+      place: in a space, (bounds, layout, cut); None: a baseline, which is exact from the start.
+      options: open ones, by number, that fit.
+      by_batch_s: lower bounds of each batch's makespan, [n_batches, n_options].
+      groups: of each batch: counted for the first `n_counted`, lower bounds for the others.
+      uniform: simulates its groups once options are chosen.
+      n_simulated: batches whose bound is a simulated makespan.
+      ranked_plan: with the one bucket that it was ranked by, where `plan` has others.
+      max_microbatches: into which the buckets of `plan` cut a mean batch.
+      choice: how these buckets were chosen; None: they follow from the one bucket.
+      trials_s: seconds in the first trials, which are the same for all.
+      prices: of its own programs, once they are timed.
     """
 
     plan: Plan
-    cut: int
-    bound_s: float
-    find_largest: Callable[[Options | None], Bucket] | None = field(
-        default=None, compare=False, repr=False
-    )
-    uniform: Uniform | None = field(default=None, compare=False, repr=False)
-    groups_of: Callable[[int], float] | None = field(default=None, compare=False, repr=False)
+    cut: int = 0
+    bound_s: float = 0.0
+    place: tuple[Bounds, int, int] | None = field(default=None, compare=False, repr=False)
+    options: Sequence[Mapping[str, int]] = field(default=(), compare=False, repr=False)
+    by_batch_s: Array = field(default=None, compare=False, repr=False)
     groups: tuple[float, ...] = ()
-    bounds_s: tuple[float, ...] = ()
-    steps: int = 0
+    n_counted: int = 0
+    uniform: Uniform | None = field(default=None, compare=False, repr=False)
+    n_simulated: int = 0
+    ranked_plan: Plan | None = None
+    max_microbatches: int = 0
+    choice: BucketChoice | None = None
+    trials_s: tuple[float, ...] = ()
+    prices: Prices | None = None
+
+    @staticmethod
+    def of(policy: str, bounds: Bounds, p: int, c: int, n_batches: int | None) -> Candidate:
+        """Layout `p` of a space at cut `c` with open options, by the first `n_batches`; None: by
+        all."""
+        space = bounds.space
+        plan = as_plan(space.layout_at(p, c), policy, (space.bucket(p, c),), space.rules)
+        groups, options = tuple(bounds.groups[:n_batches, p, c].tolist()), bounds.fitting(p, c)
+        return Candidate(
+            plan.with_layout(fan_in=space.fan_in(c)),
+            int(space.cuts[c]),
+            place=(bounds, p, c),
+            options=options,
+            groups=groups,
+        )._bounded(bounds.batches_s(p, c, options, groups))
 
     @property
     def policy(self) -> str:
@@ -51,18 +92,6 @@ class Candidate:
         """Where its modules lie, in short."""
         return name_of(self.plan.layout)
 
-    @cached_property
-    def largest(self) -> Bucket | None:
-        """The largest bucket that memory holds with its options; None: any."""
-        if self.find_largest is None:
-            return None
-        return self.find_largest({s.module: Option.held_by(s) for s in self.plan.layout.segments})
-
-    @cached_property
-    def roomiest(self) -> Bucket | None:
-        """The largest bucket that memory holds with the options that need least; None: any."""
-        return self.find_largest(None) if self.find_largest else None
-
     @property
     def saving(self) -> str:
         """How its modules save memory, in words; "none" if they do not."""
@@ -70,8 +99,13 @@ class Candidate:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches into which a mean batch is cut."""
+        """Microbatches into which its one bucket cuts a mean batch."""
         return self.cut * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Microbatches of a group."""
+        return self.plan.layout.group_size
 
     @property
     def makespan_s(self) -> float:
@@ -89,48 +123,103 @@ class Candidate:
         """Bytes of the device that needs most, where figures are predicted."""
         return max(self.plan.predicted.peak_bytes.values())
 
-    @property
-    def group_size(self) -> int:
-        """Microbatches of a group."""
-        return self.plan.layout.group_size
-
     @cached_property
     def key(self) -> Key:
-        options = options_of(self.plan.layout).values()
-        simplest = tuple((o.zero, o.shard_devices, REMAT.index(o.remat)) for o in options)
+        simplest: Key = ()
+        if not self.is_open:
+            options = options_of(self.plan.layout).values()
+            simplest = tuple((o.zero, o.shard_devices, REMAT.index(o.remat)) for o in options)
         return self.policy, self.name, self.group_size, self.cut, simplest
 
     @property
-    def exact(self) -> bool:
-        return self.uniform is None or self.steps == len(self.groups)
+    def is_open(self) -> bool:
+        """Whether its options are not chosen yet."""
+        return self.place is not None and self.uniform is None
 
-    def nearer(self, _evaluator: Evaluator) -> list[Candidate]:
-        """The same with a batch more simulated."""
-        assert self.uniform is not None, "a baseline is exact"
-        bounds_s = list(self.bounds_s)
-        bounds_s[self.steps] = self.uniform.makespan_s(self.groups[self.steps])
-        return [
-            replace(
-                self,
-                bounds_s=tuple(bounds_s),
-                bound_s=float(np.mean(bounds_s)),
-                steps=self.steps + 1,
-            )
-        ]
+    @property
+    def is_exact(self) -> bool:
+        return self.place is None or self.n_simulated == len(self.groups)
 
-    def by_all(self, n_batches: int) -> Candidate:
-        """The same, exact by so many batches."""
-        assert self.uniform is not None, "a baseline is exact"
-        assert self.groups_of is not None, "a baseline is exact"
-        groups = tuple(map(self.groups_of, range(n_batches)))
-        bounds_s = tuple(map(self.uniform.makespan_s, groups))
-        return replace(
-            self,
-            groups=groups,
-            bounds_s=bounds_s,
-            bound_s=float(np.mean(bounds_s)),
-            steps=len(groups),
-        )
+    def nearer(self, evaluator: Evaluator) -> list[Candidate]:
+        """The same with one more batch counted or simulated, or, once all batches are counted, with
+        each choice of options."""
+        assert self.place is not None, "a baseline is exact"
+        by_batch_s, groups = self.by_batch_s.copy(), list(self.groups)
+        if self.uniform is not None:
+            batch = self.n_simulated
+            by_batch_s[batch] = self.uniform.makespan_s(groups[batch])
+            return [self._bounded(by_batch_s, n_simulated=batch + 1)]
+        batch = self.n_counted
+        if batch == len(groups):
+            return self._with_options(evaluator)
+        bounds, p, c = self.place
+        groups[batch] = self._count_groups(evaluator, batch)
+        if groups[batch] != self.groups[batch]:
+            by_batch_s[batch] = bounds.batches_s(p, c, self.options, groups[batch : batch + 1])[0]
+        return [self._bounded(by_batch_s, groups=tuple(groups), n_counted=batch + 1)]
+
+    def by_all(self, evaluator: Evaluator) -> Candidate:
+        """The same, exact by all batches."""
+        assert self.uniform is not None, "its options are chosen"
+        groups = tuple(self._count_groups(evaluator, i) for i in range(len(evaluator.batches)))
+        by_batch_s = np.array([[self.uniform.makespan_s(n)] for n in groups])
+        return self._bounded(by_batch_s, groups=groups, n_simulated=len(groups))
+
+    def _bounded(self, by_batch_s: Array, **changes: Any) -> Candidate:
+        """The same with other bounds of the batches' makespans."""
+        bound_s = float(by_batch_s.mean(axis=0).min())
+        return replace(self, by_batch_s=by_batch_s, bound_s=bound_s, **changes)
+
+    def _count_groups(self, evaluator: Evaluator, batch: int) -> float:
+        """Groups of a batch, the same with any options: as counted, or as volumes say: counting
+        divides a group into as many parts as may go together, on average these are fewer."""
+        assert self.place is not None, "batches of a baseline are scheduled"
+        bounds, *place = self.place
+        return max(float(bounds.groups[batch, *place]), evaluator.n_groups(self.plan.layout, batch))
+
+    def _with_options(self, evaluator: Evaluator) -> list[Candidate]:
+        """A candidate for each choice of options."""
+        assert self.place is not None, "a baseline has its options"
+        bounds, p, c = self.place
+        space, content = bounds.space, bounds.content(p, c)
+        chosen = list(range(len(self.options)))
+        if space.divided:  # simulating is expensive, and the others differ by little
+            chosen = [int(self.by_batch_s.mean(axis=0).argmin())]
+        candidates = []
+        for i in chosen:
+            options = {m: space.tables[m].options[o] for m, o in self.options[i].items()}
+            plan = with_options(self.plan, options)
+            uniform = evaluator.uniform(plan, content, space.parts(c))
+            candidates.append(self._bounded(self.by_batch_s[:, [i]], plan=plan, uniform=uniform))
+        return candidates
+
+    @property
+    def ranked(self) -> Plan:
+        """The plan with the one bucket that it was ranked by."""
+        return self.ranked_plan or self.plan
+
+    def largest_buckets(self) -> list[Bucket | None]:
+        """The largest bucket that memory holds with the ranked options, and with any; None: any."""
+        if self.place is None or not self.place[0].space.rules.spec.memory_bytes:
+            return [None]
+        bounds, p, c = self.place
+        options = {s.module: Option.held_by(s) for s in self.ranked.layout.segments}
+        return list(dict.fromkeys(bounds.largest(p, c, these) for these in (options, None)))
+
+    def trial_s(self, n: int) -> float:
+        """Mean seconds of the first `n` trials, by which candidates are compared."""
+        mean_s = float(np.mean(self.trials_s[:n]))
+        return mean_s * (1 + WORTH_PROGRAMS) if self.plan.scheduling.kept else mean_s
+
+    def gain_over(self, other: Candidate) -> float:
+        """Share of the other's seconds that it saves, by the trials that both ran."""
+        n = min(len(self.trials_s), len(other.trials_s))
+        return 1 - self.trial_s(n) / other.trial_s(n)
+
+    def with_about_s(self) -> Plan:
+        """The plan with about its makespan, which its trials took."""
+        about_s = float(np.mean(self.trials_s))
+        return replace(self.plan, predicted=replace(self.plan.predicted, makespan_s=about_s))
 
     def with_figures(self, evaluator: Evaluator) -> Candidate:
         """The same, its plan with the figures of its uniform steps, in which memory holds as many

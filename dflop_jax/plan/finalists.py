@@ -11,7 +11,6 @@ from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import readers_of, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.finalist import Finalist
 from dflop_jax.plan.ladder import with_ladder
 from dflop_jax.plan.race import at_a_glance, close_to_best, joined, race
 from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
@@ -54,7 +53,7 @@ def refined(
     if all(c.policy != fastest for c in _near(evaluator, ranked)):
         alone = ranking.of(fastest)
         raced = joined(evaluator, raced, _raced(alone, alone.ranked(), spared))
-    unlike: dict[Layout, Finalist] = {}
+    unlike: dict[Layout, Candidate] = {}
     for one in raced:
         unlike.setdefault(one.plan.layout, one)
     return [one.with_about_s() for one in unlike.values()]
@@ -62,21 +61,20 @@ def refined(
 
 def _raced(
     ranking: Ranking, ranked: Sequence[Candidate], spared: Callable[[Plan], Plan]
-) -> list[Finalist]:
+) -> list[Candidate]:
     """What is made of candidates of balanced batches, the fastest first."""
     evaluator, first = ranking.evaluator, ranked[0]
     near = at_a_glance(evaluator, [_with_ladder(evaluator, c) for c in _near(evaluator, ranked)])
     others = at_a_glance(evaluator, _others(ranking, near, first.bound_s))
     n_sized = _SIZED[evaluator.config.effort]
     leading = near[:n_sized]
-    leading += [f for f in _placements(near)[:n_sized] if f not in leading]
+    leading += [f for f in placements(near)[:n_sized] if f not in leading]
     firsts = {f.plan.policy: f for f in reversed([*near, *others])}
     close = close_to_best([*near, *others])
     tried = [*near, *others]
     for one in [*leading, *(f for f in firsts.values() if f not in leading)]:
-        assert one.of is not None, "it was made of one"
-        if one.of.plan.layout != one.plan.layout:
-            tried.append(Finalist(one.of.plan, one.of, one.finest))
+        if one.ranked.layout != one.plan.layout:
+            tried.append(replace(one, plan=one.ranked, trials_s=()))
         tried += _with_shorter_rows(evaluator, one)
         if one in leading or one in close:
             tried += _sized(evaluator, one)
@@ -98,7 +96,7 @@ def _near(evaluator: Evaluator, ranked: Sequence[Candidate]) -> list[Candidate]:
     return [r for i, r in enumerate(ranked) if i < n or r.bound_s <= close][:MOST_CLOSE]
 
 
-def _others(ranking: Ranking, near: Sequence[Finalist], best_s: float) -> list[Finalist]:
+def _others(ranking: Ranking, near: Sequence[Candidate], best_s: float) -> list[Candidate]:
     """About the best of every policy that `near` holds none of, as far as these are not far behind:
     with one bucket policies compare otherwise than with chosen ones."""
     others, most_s = ranking.policies - {f.plan.policy for f in near}, _OTHER_BY_ONE_BUCKET * best_s
@@ -106,37 +104,35 @@ def _others(ranking: Ranking, near: Sequence[Finalist], best_s: float) -> list[F
     return [_with_ladder(ranking.evaluator, c) for c in found]
 
 
-def _placements(finalists: Sequence[Finalist]) -> list[Finalist]:
-    """The first of each placement."""
-    made_of = {id(f.of): f for f in finalists}
-    return [made_of[id(candidate)] for candidate in placements(f.of for f in finalists if f.of)]
+def _with_ladder(evaluator: Evaluator, candidate: Candidate) -> Candidate:
+    ranked = candidate.plan
+    return replace(
+        candidate,
+        plan=replace(ranked, layout=with_ladder(ranked.layout, evaluator.rules)),
+        ranked_plan=ranked,
+        max_microbatches=candidate.microbatches,
+    )
 
 
-def _with_ladder(evaluator: Evaluator, candidate: Candidate) -> Finalist:
-    plan = replace(candidate.plan, layout=with_ladder(candidate.plan.layout, evaluator.rules))
-    return Finalist(plan, candidate, candidate.microbatches)
-
-
-def _sized(evaluator: Evaluator, one: Finalist) -> list[Finalist]:
+def _sized(evaluator: Evaluator, one: Candidate) -> list[Candidate]:
     """The candidate's plan with chosen buckets, of each granularity that the effort allows."""
     most, quick = evaluator.config.max_microbatches, evaluator.config.effort == "quick"
     granularities = _GRANULARITIES[-1:] if quick else _GRANULARITIES
-    finest = {max(1, min(most, round(x * one.finest))) for x in granularities}
-    assert one.of is not None, "it was made of one"
-    found = []
+    finest = {max(1, min(most, round(x * one.max_microbatches))) for x in granularities}
+    largest, found = one.largest_buckets()[0], []
     for at_most in sorted(finest, reverse=True):
-        found += _with_buckets(evaluator, one.of, one.of.largest, at_most, "quick", with_milp=False)
+        found += _with_buckets(evaluator, one, largest, at_most, "quick", with_milp=False)
     return found
 
 
-def _with_program(evaluator: Evaluator, raced: Sequence[Finalist]) -> list[Finalist]:
+def _with_program(evaluator: Evaluator, raced: Sequence[Candidate]) -> list[Candidate]:
     """The plans with what the integer program of shapes makes of the candidates of the fastest,
     which says how their own buckets compare; with effort "full" of a longer search, too."""
-    first: dict[int, Finalist] = {}  # of a candidate, that buckets were chosen for
+    first: dict[int, Candidate] = {}  # of a ranked plan, that buckets were chosen for
     for one in raced:
-        known = next((f for f in raced if f.of is one.of and f.choice), None)
-        if known:  # else the candidate leaves no room for a choice
-            first.setdefault(id(one.of), known)
+        known = next((f for f in raced if f.ranked is one.ranked and f.choice), None)
+        if known:  # else the plan leaves no room for a choice
+            first.setdefault(id(one.ranked), known)
     asked = [a for known in list(first.values())[:_ASKED] for a in _by_program(evaluator, known)]
     new = [a for a in asked if all(a.plan.layout != f.plan.layout for f in raced)]
     won, *others = joined(evaluator, raced, new)
@@ -151,21 +147,19 @@ def _with_program(evaluator: Evaluator, raced: Sequence[Finalist]) -> list[Final
     return [_told(won, choice, gain), *others]
 
 
-def _by_program(evaluator: Evaluator, known: Finalist) -> list[Finalist]:
+def _by_program(evaluator: Evaluator, known: Candidate) -> list[Candidate]:
     """What the program makes of a candidate, as large as memory holds with its options, and where
     it is another answer with any: larger buckets may be worth these."""
-    candidate, effort = known.of, evaluator.config.effort
-    assert candidate is not None, "it was made of one"
-    assert known.choice is not None, "its buckets were chosen"
+    n, effort = known.max_microbatches, evaluator.config.effort
     start = known.choice if effort == "quick" else None
-    found: dict[Layout, Finalist] = {}
-    for largest in dict.fromkeys([candidate.largest, candidate.roomiest]):
-        for a in _with_buckets(evaluator, candidate, largest, known.finest, effort, start=start):
+    found: dict[Layout, Candidate] = {}
+    for largest in known.largest_buckets():
+        for a in _with_buckets(evaluator, known, largest, n, effort, start=start):
             found.setdefault(a.plan.layout, a)
     return [more for a in found.values() for more in (a, *_with_divided_readers(evaluator, a))]
 
 
-def _told(won: Finalist, asked: BucketChoice, gain: float) -> Finalist:
+def _told(won: Candidate, asked: BucketChoice, gain: float) -> Candidate:
     """The finalist, whose plan says how it compares with what the program of shapes made."""
     predicted = replace(
         won.plan.predicted,
@@ -176,7 +170,7 @@ def _told(won: Finalist, asked: BucketChoice, gain: float) -> Finalist:
     return replace(won, plan=replace(won.plan, predicted=predicted))
 
 
-def _with_divided_readers(evaluator: Evaluator, one: Finalist) -> list[Finalist]:
+def _with_divided_readers(evaluator: Evaluator, one: Candidate) -> list[Candidate]:
     """The plan whose modules that only read others go through in several groups, where the policy
     divides modules, none of this plan is and memory holds it. The ranking leaves it out: what it
     brings is less than what equal groups are off."""
@@ -187,13 +181,13 @@ def _with_divided_readers(evaluator: Evaluator, one: Finalist) -> list[Finalist]
     return _anew(evaluator, one, divided) if divided != layout else []
 
 
-def _anew(evaluator: Evaluator, one: Finalist, layout: Layout) -> list[Finalist]:
+def _anew(evaluator: Evaluator, one: Candidate, layout: Layout) -> list[Candidate]:
     """The same with another layout, where memory holds it."""
     plan = replace(one.plan, layout=layout).with_scheduling(lookahead=0)
     return [replace(one, plan=plan, trials_s=())] if evaluator.fits(plan) else []
 
 
-def _with_shorter_rows(evaluator: Evaluator, one: Finalist) -> list[Finalist]:
+def _with_shorter_rows(evaluator: Evaluator, one: Candidate) -> list[Candidate]:
     """The plan with packed rows as short as the longest piece allows, no more of them than before;
     nothing where they are, where these hold not every sample, or where batches need many more
     groups: whether a batch fits into one or two of them, too few are judged to tell. Programs of
@@ -223,16 +217,17 @@ def _groups(evaluator: Evaluator, plan: Plan) -> float:
 
 def _with_buckets(
     evaluator: Evaluator,
-    ranked: Candidate,
+    one: Candidate,
     largest: Bucket | None,
     finest: int,
     effort: str,
     **options: Any,
-) -> list[Finalist]:
+) -> list[Candidate]:
     """The candidate's plan with chosen buckets; nothing if they do not fit."""
     try:
-        plan, choice = with_buckets(evaluator, ranked.plan, largest, finest, effort, **options)
+        plan, choice = with_buckets(evaluator, one.ranked, largest, finest, effort, **options)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     plan = evaluator.with_cheapest_options(plan)
-    return [Finalist(plan, ranked, finest, choice)] if evaluator.fits(plan) else []
+    sized = replace(one, plan=plan, max_microbatches=finest, choice=choice, trials_s=())
+    return [sized] if evaluator.fits(plan) else []

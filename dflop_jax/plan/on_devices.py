@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.finalist import Finalist
 from dflop_jax.plan.race import race
 from dflop_jax.records import Plan, Prices
 
@@ -81,11 +81,11 @@ class _Devices:
         """Whether a plan leaves free what others were short of."""
         return not self._short_bytes or self._evaluator.fits(plan)
 
-    def by_profile(self, plan: Plan) -> list[Finalist]:
+    def by_profile(self, plan: Plan) -> list[Candidate]:
         """The plan as the profile has it; nothing where the devices do not hold it."""
-        return [Finalist(self._figured(plan))] if self.hold(plan) else []
+        return [Candidate(self._figured(plan))] if self.hold(plan) else []
 
-    def timed(self, plan: Plan, *, alone: bool) -> list[Finalist]:
+    def timed(self, plan: Plan, *, alone: bool) -> list[Candidate]:
         """The plan, judged by its own times; nothing where the devices do not hold it. `alone`: the
         profile chose it."""
         if not self.hold(plan):
@@ -102,13 +102,13 @@ class _Devices:
         timed = self._evaluator.evaluate(free, by_profile_s, prices)
         if alone:
             timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
-        return [Finalist(timed, prices=prices)]
+        return [Candidate(timed, prices=prices)]
 
     def _figured(self, plan: Plan) -> Plan:
         """With the figures that the profile gives."""
         return self._evaluator.evaluate(plan, plan.predicted.makespan_s)
 
-    def after_a_step(self, judged: Finalist) -> Plan | None:
+    def after_a_step(self, judged: Candidate) -> Plan | None:
         """The plan once it has run a step; None where the devices do not hold that."""
         left = {
             m: max(0.0, n - self._short_bytes) for m, n in judged.plan.scheduling.free_bytes.items()

@@ -11,8 +11,8 @@ from itertools import compress
 
 import numpy as np
 
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import TRIAL_WORK, Evaluator
-from dflop_jax.plan.finalist import Finalist
 from dflop_jax.schedule.sample import LARGE_BATCH
 from dflop_jax.schedule.shapes.evaluate import TIE
 
@@ -31,20 +31,20 @@ _CLOSE = 1.05
 _BATCH_COST, _ALL_WORK, _FULL_TIMES = 500, 75_000, 4
 
 
-def at_a_glance(evaluator: Evaluator, finalists: Sequence[Finalist]) -> list[Finalist]:
+def at_a_glance(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The plans by their first trials, the fastest first."""
-    return _fastest_first([_run(evaluator, f, _FIRST) for f in finalists], _FIRST)
+    return _fastest_first([_run(evaluator, f, _FIRST) for f in candidates], _FIRST)
 
 
-def close_to_best(finalists: Sequence[Finalist]) -> list[Finalist]:
+def close_to_best(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Those that are close to the fastest by the first trials."""
-    most_s = _CLOSE * min(f.seconds(_FIRST) for f in finalists)
-    return [f for f in finalists if f.seconds(_FIRST) <= most_s]
+    most_s = _CLOSE * min(f.trial_s(_FIRST) for f in candidates)
+    return [f for f in candidates if f.trial_s(_FIRST) <= most_s]
 
 
-def race(evaluator: Evaluator, finalists: Sequence[Finalist]) -> list[Finalist]:
+def race(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
     """The plans, the fastest first, those that left early last; one alone runs nothing."""
-    running, left = list(finalists), list[Finalist]()
+    running, left = list(candidates), list[Candidate]()
     work = float(_ALL_WORK) * (_FULL_TIMES if evaluator.config.effort == "full" else 1)
     n = _FIRST
     while len(running) > 1:
@@ -62,8 +62,8 @@ def race(evaluator: Evaluator, finalists: Sequence[Finalist]) -> list[Finalist]:
 
 
 def joined(
-    evaluator: Evaluator, raced: Sequence[Finalist], new: Sequence[Finalist]
-) -> list[Finalist]:
+    evaluator: Evaluator, raced: Sequence[Candidate], new: Sequence[Candidate]
+) -> list[Candidate]:
     """The plans of a race and new ones that race its fastest; the fastest first, the others by the
     first trials."""
     if not new:
@@ -72,21 +72,21 @@ def joined(
     return [fastest, *_fastest_first([*others, *raced[1:]], _FIRST)]
 
 
-def _run(evaluator: Evaluator, finalist: Finalist, n: int) -> Finalist:
+def _run(evaluator: Evaluator, candidate: Candidate, n: int) -> Candidate:
     """The plan with the seconds of its first `n` trials, with the lookahead that suits it."""
-    plan, known = finalist.plan, finalist.trials_s
-    if not known and finalist.prices is None:
+    plan, known = candidate.plan, candidate.trials_s
+    if not known and candidate.prices is None:
         plan = evaluator.with_lookahead(plan)
-    more = (evaluator.trial_s(plan, i, finalist.prices) for i in range(len(known), n))
-    return replace(finalist, plan=plan, trials_s=(*known, *more))
+    more = (evaluator.trial_s(plan, i, candidate.prices) for i in range(len(known), n))
+    return replace(candidate, plan=plan, trials_s=(*known, *more))
 
 
-def _fastest_first(finalists: Sequence[Finalist], n: int) -> list[Finalist]:
+def _fastest_first(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
     """By the first `n` trials; of equals that of fewer buckets, then the first."""
-    waiting, ordered = list(finalists), list[Finalist]()
+    waiting, ordered = list(candidates), list[Candidate]()
     while waiting:
-        least_s = min(f.seconds(n) for f in waiting)
-        equal = [f for f in waiting if f.seconds(n) <= least_s * (1 + TIE)]
+        least_s = min(f.trial_s(n) for f in waiting)
+        equal = [f for f in waiting if f.trial_s(n) <= least_s * (1 + TIE)]
         ordered.append(min(equal, key=lambda f: len(f.plan.layout.buckets)))
         waiting = [f for f in waiting if f is not ordered[-1]]
     return ordered
@@ -97,10 +97,10 @@ def _trial_cost(evaluator: Evaluator) -> float:
     return len(batches) * max(1.0, len(batches[0]) / LARGE_BATCH) * (TRIAL_WORK + _BATCH_COST)
 
 
-def _told_apart(one: Finalist, best: Finalist, n: int) -> bool:
+def _told_apart(one: Candidate, best: Candidate, n: int) -> bool:
     """Whether a plan is surely slower than the best in the same trials, or surely as fast."""
     if n < _TELLING:
-        return one.seconds(n) > _FAR * best.seconds(n)
+        return one.trial_s(n) > _FAR * best.trial_s(n)
     behind = np.subtract(one.trials_s[:n], best.trials_s[:n]) / np.mean(best.trials_s[:n])
     error = behind.std(ddof=1) / math.sqrt(n)
     return bool(behind.mean() > _SURE * error or abs(behind.mean()) + _SURE * error < _SAME)

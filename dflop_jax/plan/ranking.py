@@ -17,7 +17,6 @@ import numpy as np
 
 from dflop_jax.plan.bounds import Bounds, all_bounds
 from dflop_jax.plan.candidate import Candidate, Key
-from dflop_jax.plan.counted import Counted
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.estimate import Rules
@@ -48,8 +47,8 @@ _PLACEMENT, _CUT = 2, 4
 _NEAREST = 5  # candidates of least bounds that are made exact then; each simulates all batches
 
 
-# What no schedule of a candidate undercuts, and what begins to count it.
-_Upcoming = tuple[float, Callable[[], list[Counted]]]
+# Lower bound of a candidate, and what begins to count it.
+_Upcoming = tuple[float, Callable[[], list[Candidate]]]
 
 
 def searched(rules: Rules) -> Iterator[tuple[str, Bounds]]:
@@ -125,7 +124,7 @@ class Ranking:
         alone = self.of(policy, n_batches=1)
         in_order = alone._in_order(_MOST_LOOK_STEPS, most_s)
         unlike = islice(_distinct(in_order, _CUT), _LOOKED)
-        by_all = [c.by_all(len(self.evaluator.batches)) for c in unlike]
+        by_all = [c.by_all(self.evaluator) for c in unlike]
         by_all.sort(key=lambda c: (c.bound_s, c.key))
         return [c for c in by_all if c.bound_s <= min(most_s, CLOSE * by_all[0].bound_s)]
 
@@ -137,7 +136,7 @@ class Ranking:
         are all. Ends where all others take longer than `most_s`."""
         waiting = self._by_table()
         upcoming = next(waiting, None)
-        heap: list[tuple[float, Key, Counted | Candidate]] = []
+        heap: list[tuple[float, Key, Candidate]] = []
         exact = list(self._exact)
         n_steps = n_slow = 0
         while exact or heap or upcoming:
@@ -152,7 +151,6 @@ class Ranking:
                 exact.remove(first)
                 yield first
                 continue
-            nearer: Sequence[Counted | Candidate]
             if upcoming and upcoming_s <= known_s:
                 nearer = upcoming[1]()
                 upcoming = next(waiting, None)
@@ -160,7 +158,7 @@ class Ranking:
                 nearer = heapq.heappop(heap)[-1].nearer(self.evaluator)
                 self._note(nearer)
             for r in nearer:
-                if isinstance(r, Candidate) and r.exact:
+                if r.is_exact:
                     exact.append(r)
                 else:
                     heapq.heappush(heap, (r.bound_s, r.key, r))
@@ -171,17 +169,17 @@ class Ranking:
                 exact += [self._made_exact(r) for *_, r in heapq.nsmallest(_NEAREST, heap)]
                 heap, upcoming = [], None
 
-    def _made_exact(self, one: Counted | Candidate) -> Candidate:
+    def _made_exact(self, one: Candidate) -> Candidate:
         """It, or of its choices of options what seems best."""
-        while not (isinstance(one, Candidate) and one.exact):
-            nearer: Sequence[Counted | Candidate] = one.nearer(self.evaluator)
+        while not one.is_exact:
+            nearer = one.nearer(self.evaluator)
             self._note(nearer)
             one = min(nearer, key=lambda r: (r.bound_s, r.key))
         return one
 
-    def _note(self, nearer: Iterable[Counted | Candidate]) -> None:
+    def _note(self, nearer: Iterable[Candidate]) -> None:
         """Count candidates that are simulated, each once, whatever options were."""
-        self._evaluated |= {r.key[:_CUT] for r in nearer if isinstance(r, Candidate) and r.steps}
+        self._evaluated |= {r.key[:_CUT] for r in nearer if r.n_simulated}
 
     def _by_table(self) -> Iterator[_Upcoming]:
         """Candidates that memory holds, the least bound first."""
@@ -199,11 +197,11 @@ class Ranking:
             p, c = divmod(int(place[i]), len(of_space.space.cuts))
             yield float(bounds[i]), partial(self._begun, policy, of_space, p, c)
 
-    def _begun(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Counted]:
+    def _begun(self, policy: str, bounds: Bounds, p: int, c: int) -> list[Candidate]:
         """A candidate that nothing is counted of; nothing where devices cannot form it."""
         if not all(map(self.rules.spec.allowed, bounds.space.layout_at(p, c).submeshes)):
             return []
-        return [Counted.begun(policy, bounds, p, c, self._n_batches)]
+        return [Candidate.of(policy, bounds, p, c, self._n_batches)]
 
     def nearest(self) -> tuple[float, str]:
         """(bytes of the device that needs most, placement and options) of what needs least."""

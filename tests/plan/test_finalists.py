@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.plan import finalists
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.finalist import Finalist
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.records import Load
@@ -28,7 +28,7 @@ def shortened(plan, loads, batch_tokens=(0,)):
     evaluator = SimpleNamespace(
         rules=rules, loads=loads, batches=batch_tokens, n_groups=n_groups, fits=lambda plan: True
     )
-    found = finalists._with_shorter_rows(evaluator, Finalist(plan, trials_s=(1.0,)))
+    found = finalists._with_shorter_rows(evaluator, Candidate(plan, trials_s=(1.0,)))
     assert not any(f.trials_s for f in found)
     return [f.plan.layout.buckets for f in found]
 

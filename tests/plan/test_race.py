@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from dflop_jax.plan import race
-from dflop_jax.plan.finalist import WORTH_PROGRAMS, Finalist
+from dflop_jax.plan.candidate import WORTH_PROGRAMS, Candidate
 
 FIRST = race._FIRST
 
 
-def finalist(name, buckets=1, kept=(), **known):
+def candidate(name, buckets=1, kept=(), **known):
     layout = SimpleNamespace(buckets=(None,) * buckets)
     plan = SimpleNamespace(name=name, layout=layout, scheduling=SimpleNamespace(kept=kept))
-    return Finalist(plan, **known)
+    return Candidate(plan, **known)
 
 
 class Evaluator:
@@ -41,7 +41,7 @@ class Evaluator:
 
 
 def raced(evaluator, **plans):
-    plans = {name: plans.get(name, finalist(name)) for name in evaluator.seconds}
+    plans = {name: plans.get(name, candidate(name)) for name in evaluator.seconds}
     return [f.plan.name for f in race.race(evaluator, list(plans.values()))]
 
 
@@ -62,7 +62,7 @@ def raced(evaluator, **plans):
 def test_plans_run_as_many_trials_as_tell_them_apart(seconds, apart, known, order, asked):
     """Trials differ threefold, but the plans run the same ones."""
     evaluator = Evaluator(seconds, apart=apart)
-    got = raced(evaluator, **{n: finalist(n, trials_s=trials) for n, trials in known.items()})
+    got = raced(evaluator, **{n: candidate(n, trials_s=trials) for n, trials in known.items()})
     assert order is None or got == [*order]
     assert evaluator.asked == asked
     assert len(seconds) < 2 or evaluator.looked == dict.fromkeys(asked, 1)
@@ -70,7 +70,7 @@ def test_plans_run_as_many_trials_as_tell_them_apart(seconds, apart, known, orde
 
 def test_prices_of_its_own_come_with_the_lookahead_that_suits_them():
     evaluator = Evaluator({"a": 1.0, "b": 1.2})
-    raced(evaluator, a=finalist("a", prices="its own"))
+    raced(evaluator, a=candidate("a", prices="its own"))
     assert evaluator.looked == {"b": 1}
 
 
@@ -91,30 +91,30 @@ def test_those_that_stay_together_cost_no_more_than_the_work(effort, times, larg
 def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
     for names in ("fm", "mf"):
         evaluator = Evaluator({n: 1 - faster * (n == "m") for n in names})
-        order = raced(evaluator, f=finalist("f", 2), m=finalist("m", 3))
+        order = raced(evaluator, f=candidate("f", 2), m=candidate("m", 3))
         assert order[0] == ("f" if faster < 1e-6 else "m")
 
 
 @pytest.mark.parametrize("saved, worth", [(0.9, False), (1.1, True)])
 def test_second_policies_are_worth_their_programs(saved, worth):
     evaluator = Evaluator({"plain": 1.0, "second": 1 - saved * WORTH_PROGRAMS})
-    order = raced(evaluator, second=finalist("second", kept=("some",)))
+    order = raced(evaluator, second=candidate("second", kept=("some",)))
     assert order[0] == ("second" if worth else "plain")
 
 
 def test_new_plans_race_the_fastest_alone():
     evaluator = Evaluator({"a": 1.0, "b": 1.05, "new": 1.02, "best": 0.9})
-    before = race.race(evaluator, [finalist("a"), finalist("b")])
+    before = race.race(evaluator, [candidate("a"), candidate("b")])
     assert race.joined(evaluator, before, []) == before
     asked = evaluator.asked["b"]
-    after = race.joined(evaluator, before, [finalist("new"), finalist("best")])
+    after = race.joined(evaluator, before, [candidate("new"), candidate("best")])
     assert [f.plan.name for f in after] == ["best", "a", "new", "b"]
     assert evaluator.asked["b"] == asked
 
 
 def test_a_glance_sorts_by_the_first_trials_and_tells_what_is_close():
     evaluator = Evaluator({"a": 1.06, "b": 1.0, "c": 1.04})
-    seen = race.at_a_glance(evaluator, [finalist(n) for n in "abc"])
+    seen = race.at_a_glance(evaluator, [candidate(n) for n in "abc"])
     assert [f.plan.name for f in seen] == ["b", "c", "a"]
     assert {len(f.trials_s) for f in seen} == {FIRST}
     assert race.close_to_best(seen) == seen[:2]
@@ -128,6 +128,6 @@ def test_it_is_right_more_often_than_the_first_trials_alone():
         evaluator = Evaluator({f"{i}{k}": 1 + 0.005 * i for i in range(8)}, apart=0.01)
         right += raced(evaluator)[0] == f"0{k}"
         evaluator.asked.clear()
-        seen = race.at_a_glance(evaluator, [finalist(n) for n in evaluator.seconds])
+        seen = race.at_a_glance(evaluator, [candidate(n) for n in evaluator.seconds])
         alone += seen[0].plan.name == f"0{k}"
     assert right >= alone + 8, (right, alone)

@@ -12,7 +12,7 @@ import pytest
 import dflop_jax.plan.search as search_module
 import dflop_jax.plan.space as space_module
 from dflop_jax.plan.bounds import all_bounds
-from dflop_jax.plan.counted import Counted
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.ranking import CLOSE
 from dflop_jax.plan.search import search_plan
@@ -125,7 +125,7 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
             layout = bounds.space.layout_at(p, c)
             exact_s = took[name_of(layout), (int(bounds.space.cuts[c]), layout.group_size)]
             assert bounds.bound_s[p, c] <= exact_s * (1 + 1e-9)
-            counted = Counted.begun("dflop", bounds, p, c, None)
+            counted = Candidate.of("dflop", bounds, p, c, None)
             bounds_s = [bounds.bound_s[p, c], counted.bound_s]
             for _ in evaluator.batches:
                 (counted,) = counted.nearer(evaluator)

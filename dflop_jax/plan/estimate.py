@@ -27,7 +27,6 @@ from dflop_jax.plan.placement import (
     cut_costs,
     module_segments,
 )
-from dflop_jax.plan.pricing import moved_by, reduce_s, update_s
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.volume import (
     CUTS,
@@ -38,7 +37,7 @@ from dflop_jax.plan.volume import (
     piece_rows,
 )
 from dflop_jax.profile.cost_model import CostModel, Figures
-from dflop_jax.profile.state import Array, SegmentBytes, ShardSeconds, StateBytes
+from dflop_jax.profile.state import Array, SegmentBytes, SegmentState, ShardSeconds, StateBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -309,7 +308,8 @@ def _costs(
     remats = list({o.remat: o for o in options}.values())
     assert len(options) == len(shards) * len(remats), "every way to share state goes with every one"
     shape = (len(shards), *figures.is_there.shape)
-    moved = _stacked([moved_by(o, mesh, rules.profile) for o in shards], mesh.data)
+    states = [SegmentState(o, mesh, rules.profile) for o in shards]
+    moved = _stacked([s.moved() for s in states], mesh.data)
     state = _stacked([costs.state_of(o, mesh, trained=trains) for o in shards], mesh.data)
     backward = BACKWARD in tasks
     held = {
@@ -332,9 +332,8 @@ def _costs(
         """Of what is the same under all recompute policies, by option."""
         return np.repeat(np.broadcast_to(by_shards, shape), len(remats), axis=0)
 
-    def at_end_s(of: Callable[[SegmentPlan, MeshShape, ModelProfile], Array]) -> Array:
-        by_shards = [np.broadcast_to(of(o, mesh, rules.profile), shape[1:]) for o in shards]
-        return alike(np.stack(by_shards))
+    def at_end_s(of: Callable[[SegmentState], Array]) -> Array:
+        return alike(np.stack([np.broadcast_to(of(s), shape[1:]) for s in states]))
 
     def held_bytes(name: str) -> Array:
         return by_option(lambda o: getattr(held[o.remat], name))
@@ -343,8 +342,8 @@ def _costs(
     return SegmentCosts(
         alike(task_s(shards[0], FORWARD)) if FORWARD in tasks else none,
         by_option(lambda o: task_s(o, BACKWARD)) if backward else none,
-        at_end_s(reduce_s) if trains else none,
-        at_end_s(update_s) if trains else none,
+        at_end_s(SegmentState.reduce_s) if trains else none,
+        at_end_s(SegmentState.update_s) if trains else none,
         SegmentBytes(*(held_bytes(f.name) for f in fields(SegmentBytes))),
     )
 

@@ -13,15 +13,7 @@ import numpy as np
 
 from dflop_jax.profile.collectives import send_s
 from dflop_jax.profile.fit import Fits
-from dflop_jax.profile.state import (
-    Array,
-    SegmentBytes,
-    ShardSeconds,
-    StateBytes,
-    end_bytes,
-    state_bytes,
-    whole_bytes,
-)
+from dflop_jax.profile.state import Array, SegmentBytes, SegmentState, ShardSeconds, StateBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -252,11 +244,11 @@ class CostModel:
 
     def state_of(self, segment: SegmentPlan, mesh: MeshShape, *, trained: bool) -> StateBytes:
         """What a segment holds by its data ranks' shares, the same under every recompute policy."""
-        alone = not self.hands_over(segment)
+        state, alone = SegmentState(segment, mesh, self.profile), not self.hands_over(segment)
         return StateBytes(
-            held=state_bytes(segment, mesh, self.profile, trained=trained),
-            at_end=end_bytes(segment, mesh, self.profile) if trained else 0.0,
-            whole=whole_bytes(segment, mesh, self.profile, trained=trained, ends_in_loss=alone),
+            held=state.held_bytes(trained=trained),
+            at_end=state.end_bytes() if trained else 0.0,
+            whole=state.whole_bytes(trained=trained, ends_in_loss=alone),
         )
 
     def bytes_of(

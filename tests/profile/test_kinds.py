@@ -20,7 +20,7 @@ from dflop_jax.profile.measure import model_profile, profile_key, time_layer
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.profile.state import parameter_bytes
+from dflop_jax.profile.state import SegmentState
 from dflop_jax.record_files import load, save
 from dflop_jax.records import (
     BACKWARD,
@@ -111,7 +111,7 @@ def test_bytes_are_those_of_the_parameters(costs, start, stop):
     layers = {part: tree for part, tree in held.items() if part in ("mean", "gate")}
     want = sum(a.size * 4 for a in jax.tree.leaves(layers))
     ends = costs.profile.ends_param_bytes["llm"] * (s.first + s.last) / 2
-    assert parameter_bytes(s, MeshShape(), costs.profile) == want + ends
+    assert SegmentState(s, MeshShape(), costs.profile).parameter_bytes == want + ends
     if (start, stop) == (0, 6):
         assert costs.profile.layers_bytes("llm") == want
 

@@ -16,18 +16,7 @@ from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.optimizer_state import with_optimizer
-from dflop_jax.profile.state import (
-    end_bytes,
-    ends_bytes,
-    optimizer_bytes,
-    shard_bytes,
-    shard_share,
-    state_bytes,
-    trained_bytes,
-    whole_bytes,
-    working_bytes,
-    working_layer_bytes,
-)
+from dflop_jax.profile.state import SegmentState, shard_share
 from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
@@ -65,12 +54,12 @@ def test_what_is_held_is_what_shardings_say(module, data, zero):
     mesh, n_layers = MeshShape(data=data), MODEL.modules[module].n_layers
     plan = SegmentPlan(module, module, 0, n_layers, "m", True, True, "none", zero)
     params, grads = held(module, mesh, zero)
-    size, shard = (shard_bytes(plan, shape, PROFILE) for shape in (MeshShape(), mesh))
-    got = state_bytes(plan, mesh, PROFILE, trained=True)
-    assert got == pytest.approx(params + grads + 2 * shard)
+    state = SegmentState(plan, mesh, PROFILE)
+    size, shard = SegmentState(plan, MeshShape(), PROFILE).shard_bytes(), state.shard_bytes()
+    assert state.held_bytes(trained=True) == pytest.approx(params + grads + 2 * shard)
     assert params == pytest.approx(shard if zero == 3 else size)
     assert grads == pytest.approx(shard if zero >= 2 else size)
-    assert state_bytes(plan, mesh, PROFILE, trained=False) == pytest.approx(params)
+    assert state.held_bytes(trained=False) == pytest.approx(params)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -79,7 +68,9 @@ def test_a_block_of_ranks_holds_all_of_it(zero):
     plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
     plan = dataclasses.replace(plan, zero=zero, shard_devices=3)
     assert held("llm", MeshShape(data=6), zero, 3) == held("llm", MeshShape(data=3), zero)
-    in_blocks, alone = (state_bytes(plan, MeshShape(data=n), PROFILE, trained=True) for n in (6, 3))
+    in_blocks, alone = (
+        SegmentState(plan, MeshShape(data=n), PROFILE).held_bytes(trained=True) for n in (6, 3)
+    )
     assert in_blocks == alone
 
 
@@ -109,12 +100,14 @@ def test_a_ranks_share_by_hand():
 
 def test_only_gathered_parameters_are_whole_at_the_end():
     plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
-    one, three = (dataclasses.replace(plan, zero=z) for z in (1, 3))
-    own = shard_bytes(plan, MeshShape(data=4), PROFILE)
-    size = shard_bytes(plan, MeshShape(), PROFILE)
-    assert end_bytes(three, MeshShape(data=4), PROFILE) == pytest.approx(1.85 * own)
-    assert end_bytes(one, MeshShape(data=4), PROFILE) == pytest.approx(3.2 * own + size)
-    assert end_bytes(one, MeshShape(), PROFILE) == end_bytes(three, MeshShape(), PROFILE) == size
+    one, three = (
+        {n: SegmentState(of, MeshShape(data=n), PROFILE) for n in (1, 4)}
+        for of in (plan, dataclasses.replace(plan, zero=3))
+    )
+    own, size = one[4].shard_bytes(), one[1].shard_bytes()
+    assert three[4].end_bytes() == pytest.approx(1.85 * own)
+    assert one[4].end_bytes() == pytest.approx(3.2 * own + size)
+    assert one[1].end_bytes() == three[1].end_bytes() == size
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -127,7 +120,8 @@ def test_what_is_whole_while_a_task_runs(zero, data, half):
         "llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True, "none", zero
     )
     working, mesh = 0.5 if half else 1.0, MeshShape(data=data)
-    layer, ends = (of(plan, mesh, PROFILE) for of in (working_layer_bytes, ends_bytes))
+    state = SegmentState(plan, mesh, PROFILE)
+    layer, ends = state.working_layer_bytes, state.ends_bytes
     dims = (
         {k: tuple(dataclasses.replace(d, working_bytes=int(4 * working)) for d in every)
          for k, every in of_all.items()}
@@ -137,13 +131,15 @@ def test_what_is_whole_while_a_task_runs(zero, data, half):
     loose = dataclasses.replace(loose, **dict(zip(("layer_dims", "ends_dims"), dims)))
     moved = (data > 1) * (zero > 1)
     whole = layer * (zero == 3) * working + layer + ends
-    assert whole_bytes(plan, mesh, loose, trained=True, ends_in_loss=False) == moved * whole
+    state = SegmentState(plan, mesh, loose)
+    assert state.whole_bytes(trained=True, ends_in_loss=False) == moved * whole
     for tied, read in ((), 0.5), (("llm",), 1.0):
         profile = dataclasses.replace(loose, tied=tied)
         want = layer + (layer + read * ends) * working * (zero == 3)
-        got = whole_bytes(plan, mesh, profile, trained=True, ends_in_loss=True)
+        state = SegmentState(plan, mesh, profile)
+        got = state.whole_bytes(trained=True, ends_in_loss=True)
         assert got == moved * want
-    frozen = whole_bytes(plan, mesh, loose, trained=False, ends_in_loss=False)
+    frozen = SegmentState(plan, mesh, loose).whole_bytes(trained=False, ends_in_loss=False)
     assert frozen == moved * (zero == 3) * working * layer
 
 
@@ -163,7 +159,7 @@ def test_optimizer_state_is_what_shardings_say(name, dtype):
         held = sum(
             s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape)) for s in structs if s.ndim
         )
-        assert float(optimizer_bytes(plan, mesh, profile)) == held
+        assert float(SegmentState(plan, mesh, profile).optimizer_bytes) == held
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -193,19 +189,20 @@ def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
             update.master_structs,
             [s for s in jax.tree.leaves(update.state_structs) if s.ndim],
         )
-        assert state_bytes(plan, mesh, profile, trained=True) == on_a_device(trees)
+        state, of_all = (SegmentState(plan, mesh, p) for p in (profile, plain))
+        assert state.held_bytes(trained=True) == on_a_device(trees)
         split = MeshShape(data=data, model=2)
         segment = dataclasses.replace(segment, mesh=device_mesh(split, jax.devices()))
-        assert working_bytes(plan, split, profile) == on_a_device(program_structs(segment))
+        working = SegmentState(plan, split, profile).working_bytes
+        assert working == on_a_device(program_structs(segment))
         adapters = [tree for p, tree in param_structs(segment).items() if p in trains]
         n_elements = sum(prod(a.shape) for a in jax.tree.leaves(adapters))
-        assert trained_bytes(plan, mesh, profile) == pytest.approx(4 * n_elements)
-        of_all = end_bytes(plan, mesh, plain)
-        assert float(end_bytes(plan, mesh, profile)) < 0.3 * float(of_all)
-        whole = whole_bytes(plan, mesh, profile, trained=True, ends_in_loss=False)
-        assert float(whole) <= float(
-            whole_bytes(plan, mesh, plain, trained=True, ends_in_loss=False)
+        assert state.trained_bytes == pytest.approx(4 * n_elements)
+        assert float(state.end_bytes()) < 0.3 * float(of_all.end_bytes())
+        whole, of_all_whole = (
+            float(s.whole_bytes(trained=True, ends_in_loss=False)) for s in (state, of_all)
         )
+        assert whole <= of_all_whole
 
 
 def on_a_device(structs) -> int:

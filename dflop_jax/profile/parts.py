@@ -23,7 +23,9 @@ from dflop_jax.contract import Module, adapter_of, layer_kinds_of, split_dim, ta
 from dflop_jax.pipeline.parts import exit_struct, hidden_struct, logical_axes, part_struct
 from dflop_jax.pipeline.residuals import REMAT, Recorded
 from dflop_jax.pipeline.token_split import matrix_cuts, rows_and_tokens, run_part
+from dflop_jax.profile.fit import DEPTHS
 from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
+from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.sharded_trace import Region, Value, trace
 from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, token_dim
 
@@ -235,7 +237,7 @@ def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
 
 
 @lru_cache(maxsize=1024)
-def part_kept(
+def residual_bytes(
     module: Module,
     part: str,
     shape: Shape,
@@ -244,26 +246,68 @@ def part_kept(
     placed: Names = (),
     remat: Remat = "none",
 ) -> float:
-    """Bytes on one device that forward of a part keeps for backward, as the runtime hands them on:
-    nothing that follows from parameters and fields alone; `half_bytes` as in `value_bytes`."""
+    """Bytes on one device that a microbatch's forward of a part keeps for backward, as the runtime
+    hands them on: nothing that follows from parameters and fields alone.
+
+    Args:
+      half_bytes: what an element of a half-precision activation takes: 2 on accelerators, 4 in
+        programs of XLA's CPU compiler.
+    """
     residuals = dict.fromkeys(_kept_region(module, part, shape, placed, ways, remat).outs)
     return sum(value_bytes(v, half_bytes) for v in residuals)
 
 
 @lru_cache(maxsize=4096)
-def part_work(
+def live_bytes(
     module: Module,
     part: str,
-    direction: str,
     shape: Shape,
     ways: int,
     half_bytes: int,
     placed: Names = (),
     remat: Remat = "none",
 ) -> float:
-    """Most bytes on one device that a part has alive at once beside its inputs."""
-    region = _region(module, part, direction, shape, placed, ways, remat)
+    """Most bytes on one device that backward of a part has alive at once beside its arguments."""
+    region = _region(module, part, BACKWARD, shape, placed, ways, remat)
     return working_bytes(region, partial(value_bytes, half_bytes=half_bytes))
+
+
+def program_bytes(
+    module: Module,
+    shape: Shape,
+    ways: int,
+    half_bytes: int,
+    remat: Remat = "none",
+    placed: Names = (),
+    *,
+    loss: bool = False,
+) -> tuple[float, float, float]:
+    """(residual bytes of a layer, of both ends, live bytes of backward's largest part, however many
+    layers there are) of a module; see `residual_bytes`. `loss`: the exit gives a loss, whose
+    gradient is computed at once."""
+
+    def residuals(part: str) -> float:
+        fields = placed if part == "entry" else ()
+        return residual_bytes(module, part, shape, ways, half_bytes, fields, remat)
+
+    def alive(part: str) -> float:
+        fields, at_once = placed if part == "entry" else (), loss and part == "exit"
+        policy = "layers" if at_once else remat
+        return live_bytes(module, part, shape, ways, half_bytes, fields, policy)
+
+    ends = [p for p in end_names(module) if not (loss and p == "exit")]
+    return residuals("layers"), sum(map(residuals, ends)), max(map(alive, part_names(module)))
+
+
+def probe_bytes(module: Module, shape: Shape) -> float:
+    """Bytes of activations of the largest program that times a shape on one CPU device, parameters
+    aside."""
+
+    def of_kind(apart: Module) -> float:
+        layer, ends, alive = program_bytes(apart, shape, 1, half_bytes=4)
+        return max(DEPTHS) * layer + ends + alive
+
+    return max(map(of_kind, kinds_apart(module).values()))
 
 
 def value_bytes(value: Value, half_bytes: int) -> float:

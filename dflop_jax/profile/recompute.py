@@ -15,8 +15,7 @@ from dflop_jax.contract import Module, MultimodalModel, edges_of
 from dflop_jax.profile.efficiency import Efficiency, Table
 from dflop_jax.profile.kernels import ATTENTION
 from dflop_jax.profile.least_squares import rounded
-from dflop_jax.profile.memory import kept_bytes, temporaries
-from dflop_jax.profile.parts import Names, end_names, has_loss, part_kernels
+from dflop_jax.profile.parts import Names, end_names, has_loss, part_kernels, program_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -66,21 +65,17 @@ class Predictor:
         ends = [p for p in end_names(self.module) if not (loss and p == "exit")]
         ends_s = sum(self._again_s(p, shape, remat) for p in ends)
         layer_s = self._again_s("layers", shape, remat)
-        layer_bytes, ends_bytes = kept_bytes(
-            self.module, shape, self.ways, remat,
-            placed=self.placed, half_bytes=self.half_bytes, loss=loss,
-        )  # fmt: skip
+        layer_bytes, ends_bytes, temp_bytes = program_bytes(
+            self.module, shape, self.ways, self.half_bytes, remat, self.placed, loss=loss
+        )
         reached = self.hardware.memory_bandwidth * self.efficiency.bandwidth
         return Recompute(
             layer_s=layer_s + _STACK_PASSES * layer_bytes / reached,
             ends_s=ends_s,
             layer_bytes=layer_bytes,
             ends_bytes=ends_bytes,
-            temp_bytes=temporaries(
-                self.module, shape, self.ways, remat,
-                placed=self.placed, half_bytes=self.half_bytes, loss=loss,
-            ),
-        )  # fmt: skip
+            temp_bytes=temp_bytes,
+        )
 
     def _again_s(self, part: str, shape: Shape, remat: Remat) -> float:
         """Seconds of a part's forward that backward computes again."""

@@ -20,10 +20,9 @@ from dflop_jax.plan.placement import Extent, ModelFacts
 from dflop_jax.plan.possible import check_possible
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.plan.spec import SearchSpec
-from dflop_jax.profile.memory import kept_bytes
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, part_state_bytes
-from dflop_jax.profile.parts import divides
+from dflop_jax.profile.parts import divides, residual_bytes
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -155,7 +154,7 @@ def check_names(place: Workplace) -> None:
         shape = Shape(1, place.model.piece_tokens.get(name, place.token_multiple))
         every = kinds_apart(module).values()
         named, least = (
-            max(kept_bytes(apart, shape, 1, remat)[0] for apart in every)
+            max(residual_bytes(apart, "layers", shape, 1, 2, remat=remat) for apart in every)
             for remat in ("named", "layers")
         )
         if named <= least:

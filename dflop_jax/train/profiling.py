@@ -32,9 +32,8 @@ from dflop_jax.pipeline.layout import can_join
 from dflop_jax.plan.limits import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
 from dflop_jax.profile.measure import model_profile, profile_key, together
-from dflop_jax.profile.memory import probe_bytes
 from dflop_jax.profile.optimizer_state import with_optimizer
-from dflop_jax.profile.parts import param_dims
+from dflop_jax.profile.parts import param_dims, probe_bytes
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shapes import shapes_to_time, shapes_within
 from dflop_jax.profile.state import float32_bytes

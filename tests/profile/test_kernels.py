@@ -19,8 +19,8 @@ from dflop_jax.profile.parts import (
     divides,
     forward_flops,
     hidden_bytes,
-    part_kept,
     part_kernels,
+    residual_bytes,
 )
 from dflop_jax.profile.sharded_trace import trace
 from dflop_jax.records import BACKWARD, FORWARD, Shape
@@ -216,11 +216,12 @@ def test_a_part_keeps_what_its_policy_says():
     llm, shape = MODELS["llava"].modules["llm"], Shape(1, 96)
     hidden = hidden_bytes(llm, shape)
     none, dots, layers, segment = (
-        part_kept(llm, "layers", shape, 1, 2, (), r) for r in ("none", "dots", "layers", "segment")
+        residual_bytes(llm, "layers", shape, 1, 2, (), r)
+        for r in ("none", "dots", "layers", "segment")
     )
     assert layers == hidden < dots < none == segment
-    assert part_kept(llm, "layers", shape, 2, 2, (), "layers") == hidden / 2
-    assert part_kept(llm, "entry", shape, 1, 2) == 0.0  # tokens and features are there anyway
+    assert residual_bytes(llm, "layers", shape, 2, 2, (), "layers") == hidden / 2
+    assert residual_bytes(llm, "entry", shape, 1, 2) == 0.0  # tokens and features are there anyway
     flops = {
         r: sum(k.flops * k.repeats for k in part_kernels(llm, "layers", BACKWARD, shape, 1, (), r))
         for r in ("none", "dots", "layers")

@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.efficiency import Efficiency
-from dflop_jax.profile.memory import kept_bytes, temporaries
+from dflop_jax.profile.parts import live_bytes, program_bytes
 from dflop_jax.profile.recompute import POLICIES, Predictor
 from dflop_jax.records import LayerTiming, Recompute, Shape
 from models.decoder import DecoderModule
@@ -19,18 +19,17 @@ ROWS = Shape(2, 128)
 
 
 def test_the_ends_of_a_loss_keep_nothing():
-    layer, ends = kept_bytes(DEEP, ROWS, 1, loss=True)
+    layer, ends, _ = program_bytes(DEEP, ROWS, 1, 2, loss=True)
     assert layer > DEEP.size.width * ROWS.size * 4
-    assert ends == 0.0 < kept_bytes(DEEP, ROWS, 1)[1]
-    assert kept_bytes(DEEP, ROWS, 1, "layers")[0] == DEEP.size.width * ROWS.size * 4
+    assert ends == 0.0 < program_bytes(DEEP, ROWS, 1, 2)[1]
+    assert program_bytes(DEEP, ROWS, 1, 2, "layers")[0] == DEEP.size.width * ROWS.size * 4
 
 
-def test_temporaries_are_those_of_the_largest_part():
-    whole, inner, again = (
-        temporaries(DEEP, ROWS, 1, remat, parts=parts)
-        for remat, parts in (("none", None), ("none", ("layers",)), ("layers", ("layers",)))
+def test_live_bytes_are_those_of_the_largest_part():
+    inner, again = (
+        live_bytes(DEEP, "layers", ROWS, 1, 2, remat=remat) for remat in ("none", "layers")
     )
-    assert inner <= whole
+    assert inner <= program_bytes(DEEP, ROWS, 1, 2)[2]
     assert inner <= again
 
 

@@ -228,8 +228,10 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
 
     @cache
     def table(module: str, form: Form, stages: int, tasks: Tasks) -> Segments:
-        data = sorted(degrees[module, form, stages])
-        return module_table(rules, module, form, stages, data, tasks)
+        cuts, data = rules.cuts(stages), np.array(sorted(degrees[module, form, stages]))[:, None]
+        mesh, segments = replace(form.mesh, data=data), rules.segments(module, form)
+        sizes = rules.row_sizes(module, cuts[0] * cuts[1], data, mesh.model)
+        return module_table(rules, segments, tasks, mesh, cuts, sizes)
 
     @cache
     def member(

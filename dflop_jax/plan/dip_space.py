@@ -11,9 +11,9 @@ import numpy as np
 from dflop_jax.plan.bounds import Bounds, Divided, Space
 from dflop_jax.plan.choices import Member, least
 from dflop_jax.plan.dip import POLICY, layouts, with_sub_microbatches
-from dflop_jax.plan.estimate import Rules, Segments, segment_costs
+from dflop_jax.plan.estimate import Rules, Segments, module_table
 from dflop_jax.plan.structure import Structure, structure_of
-from dflop_jax.plan.volume import ROOM, group_content, least_groups
+from dflop_jax.plan.volume import ROOM
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Bucket, Layout, Plan, Shape, SubmeshPlan
 from dflop_jax.tasks.graph import in_flight_limit
@@ -36,7 +36,7 @@ def _bounds(rules: Rules, layout: Layout) -> Bounds:
     parts = tuple(_parts(rules, n, one) for n, one in zip(cuts.tolist(), at_cut, strict=True))
     structure = structure_of(layout, rules)
     (block,) = structure.blocks
-    tables = {m: _table(rules, m, structure, cuts, at_cut, parts) for m in block}
+    tables = {m: _table(rules, m, structure, at_cut, parts) for m in block}
     limits = {n: in_flight_limit(Plan(POLICY, replace(layout, fan_in=n))) for n in set(fan_in)}
     members = {}
     for m, table in tables.items():
@@ -86,33 +86,24 @@ def _table(
     rules: Rules,
     module: str,
     structure: Structure,
-    cuts: np.ndarray,
     at_cut: Sequence[Layout],
     parts: Sequence[Mapping[str, int]],
 ) -> Segments:
     """A module at every cut, [1, n_cuts]; `at_cut` is the layout that runs there."""
-    volume, segments = rules.volumes[module], at_cut[0].segments_of(module)
-    rank = at_cut[0].submesh(segments[0].submesh)
+    segments, tasks = at_cut[0].segments_of(module), structure.facts(module)[0]
+    mesh = at_cut[0].submesh(segments[0].submesh).shape
     shapes = [one.buckets[0].shape(module) for one in at_cut]
     rows = np.array([[s.rows if s else 0 for s in shapes]])
     tokens = np.array([[s.tokens if s else 0 for s in shapes]])
-    most_parts = [one.fan_in if module in one.divided else 1 for one in at_cut]
-    together = np.array([[n[module] for n in parts]])
-    sizes, content = rows * tokens, group_content(volume, cuts * together, np.array(rank.data))
-    data: Array = np.array([[rank.data]])
-    mesh = replace(rank.shape, data=data)
-    figures = rules.costs.at(module, rank.model, rows, tokens)
-    tasks = structure.facts(module)[0]
-    return Segments(
-        rules.options(module),
-        np.array([rank.data]),
-        rows,
-        tokens,
-        sizes <= np.maximum(rules.trusted_tokens(module), sizes[:, -1:]),
-        least_groups(
-            volume, rules.room(module, rows, tokens) * most_parts * rank.data, rules.shares[0]
-        ),
-        segment_costs(rules, segments, tasks, mesh, 1, figures, content),
+    return module_table(
+        rules,
+        segments,
+        tasks,
+        replace(mesh, data=np.array([[mesh.data]])),
+        rules.cuts(1),
+        (rows, tokens),
+        parts=np.array([[n[module] for n in parts]]),
+        max_parts=np.array([one.fan_in if module in one.divided else 1 for one in at_cut]),
     )
 
 

@@ -241,47 +241,29 @@ class Segments:
 
 def module_table(
     rules: Rules,
-    module: str,
-    form: Form,
-    stages: int,
-    degrees: Sequence[int],
-    tasks: Sequence[Collection[str]],
-) -> Segments:
-    """A module's table for rising data degrees; `form` has any, `stages` are those of the deepest
-    loop, `tasks` each segment's."""
-    costs, volume = rules.costs, rules.volumes[module]
-    data: Array = np.array(degrees)[:, None]
-    (cuts, group_size), mesh = rules.cuts(stages), replace(form.mesh, data=data)
-    microbatches = cuts * group_size
-    rows, tokens = rules.row_sizes(module, microbatches, data, mesh.model)
-    room = rules.room(module, rows, tokens) * data * group_size
-    sizes, content = rows * tokens, group_content(volume, cuts, data)
-    smallest = sizes[:, [int(microbatches.argmax())]]
-    figures = costs.at(module, mesh.model, rows, tokens)
-
-    segments = rules.segments(module, form)
-    return Segments(
-        rules.options(module),
-        data[:, 0],
-        rows,
-        tokens,
-        sizes <= np.maximum(rules.trusted_tokens(module), smallest),
-        least_groups(volume, room, rules.shares[0]),
-        segment_costs(rules, segments, tasks, mesh, group_size, figures, content),
-    )
-
-
-def segment_costs(
-    rules: Rules,
     segments: Sequence[SegmentPlan],
     tasks: Sequence[Collection[str]],
     mesh: MeshShape,
-    group_size: Array,
-    figures: Figures,
-    content: Sequence[Array],
-) -> list[SegmentCosts]:
-    """What each of a module's segments takes, of which most are alike; `tasks` are each one's,
-    `group_size` of each cut."""
+    cuts: tuple[Array, Array],
+    sizes: tuple[Array, Array],
+    parts: Array = 1,
+    max_parts: Array = 1,
+) -> Segments:
+    """A module's table.
+
+    Args:
+      segments: of the module, most of which are alike; `tasks` are each one's.
+      mesh: has rising data degrees, [n_forms, 1].
+      cuts: groups of a mean batch at each cut, and microbatches of a group.
+      sizes: rows of a rank at each cut, and tokens of a row.
+      parts, max_parts: groups of the module that go together, on average and at most.
+    """
+    module, (n_groups, group_size), (rows, tokens) = segments[0].module, cuts, sizes
+    volume, data, n_tokens = rules.volumes[module], mesh.data, rows * tokens
+    smallest = n_tokens[:, [int((n_groups * group_size).argmax())]]
+    room = rules.room(module, rows, tokens) * max_parts * data * group_size
+    figures = rules.costs.at(module, mesh.model, rows, tokens)
+    content = group_content(volume, n_groups * parts, data)
     known: dict[tuple[object, ...], SegmentCosts] = {}
     costs = []
     for s, has in zip(segments, tasks, strict=True):
@@ -289,7 +271,15 @@ def segment_costs(
         if key not in known:
             known[key] = _costs(rules, s, mesh, group_size, figures, content, has)
         costs.append(known[key])
-    return costs
+    return Segments(
+        rules.options(module),
+        data[:, 0],
+        rows,
+        tokens,
+        n_tokens <= np.maximum(rules.trusted_tokens(module), smallest),
+        least_groups(volume, room, rules.shares[0]),
+        costs,
+    )
 
 
 def _costs(

@@ -228,8 +228,9 @@ def all_bounds(families: Sequence[Family], rules: Rules) -> Iterator[Bounds]:
 
     @cache
     def table(module: str, form: Form, stages: int, tasks: Tasks) -> Segments:
-        cuts, data = rules.cuts(stages), np.array(sorted(degrees[module, form, stages]))[:, None]
+        data: Array = np.array(sorted(degrees[module, form, stages]))[:, None]
         mesh, segments = replace(form.mesh, data=data), rules.segments(module, form)
+        cuts = rules.cuts(stages)
         sizes = rules.row_sizes(module, cuts[0] * cuts[1], data, mesh.model)
         return module_table(rules, segments, tasks, mesh, cuts, sizes)
 

@@ -92,6 +92,7 @@ def _table(
     """A module at every cut, [1, n_cuts]; `at_cut` is the layout that runs there."""
     segments, tasks = at_cut[0].segments_of(module), structure.facts(module)[0]
     mesh = at_cut[0].submesh(segments[0].submesh).shape
+    data: Array = np.array([[mesh.data]])
     shapes = [one.buckets[0].shape(module) for one in at_cut]
     rows = np.array([[s.rows if s else 0 for s in shapes]])
     tokens = np.array([[s.tokens if s else 0 for s in shapes]])
@@ -99,7 +100,7 @@ def _table(
         rules,
         segments,
         tasks,
-        replace(mesh, data=np.array([[mesh.data]])),
+        replace(mesh, data=data),
         rules.cuts(1),
         (rows, tokens),
         parts=np.array([[n[module] for n in parts]]),

@@ -259,7 +259,8 @@ def module_table(
       parts, max_parts: groups of the module that go together, on average and at most.
     """
     module, (n_groups, group_size), (rows, tokens) = segments[0].module, cuts, sizes
-    volume, data, n_tokens = rules.volumes[module], mesh.data, rows * tokens
+    volume, n_tokens = rules.volumes[module], rows * tokens
+    data: Array = mesh.data
     smallest = n_tokens[:, [int((n_groups * group_size).argmax())]]
     room = rules.room(module, rows, tokens) * max_parts * data * group_size
     figures = rules.costs.at(module, mesh.model, rows, tokens)

@@ -8,10 +8,9 @@ Layouts that differ in sizes only form a family, whose numbers are arrays.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from types import MappingProxyType
 
 import numpy as np
 
@@ -64,69 +63,37 @@ class Family:
         return replace(self, data=self.data[keep], first=self.first[keep])
 
 
-def separate(
-    n_devices: int,
-    n_layers: Mapping[str, int],
-    *,
-    max_model: int,
-    max_stage: int,
-    rounds: Sequence[int] = ROUNDS,
-    unstaged: Collection[str] = (),
-    patterns: Mapping[str, int] = MappingProxyType({}),
-    degrees: Mapping[str, Sequence[int]] | None = None,
-) -> Iterator[Family]:
+def separate(extent: Extent) -> Iterator[Family]:
     """DFLOP: modules in two blocks at least, each with its own (stage, data, model); a model of
     one module has all devices for it.
 
     Beyond two blocks the devices are divided in coarser steps and one module at most is a pipeline.
-    Modules that are `unstaged` are pipelines of segments only, never of stages; `rounds` are tried
-    for loops of stages, which hold whole `patterns` of layers (`ModelFacts`). `degrees` are the
-    tensor-parallel degrees by module; None: all up to `max_model`.
     """
-    n_blocks_at_least = min(2, len(n_layers))
-    models = degrees or dict.fromkeys(n_layers, range(1, max_model + 1))
+    n_layers, n_devices = extent.facts.n_layers, extent.n_devices
     for blocks in _partitions(len(n_layers)):
         n_blocks = max(blocks) + 1
-        if n_blocks < n_blocks_at_least or n_blocks > n_devices:
+        if n_blocks < min(2, len(n_layers)) or n_blocks > n_devices:
             continue
-        sizes = _splits(n_devices, n_blocks)
         forms = [
-            _forms(
-                n, n_devices, models[m], max_stage, () if m in unstaged else rounds,
-                patterns.get(m, 1),
-            )
-            if blocks.count(b) == 1
-            else _forms(n, n_devices, models[m], 1, ())
-            for (m, n), b in zip(n_layers.items(), blocks, strict=True)
-        ]  # fmt: skip
+            _forms(extent, m, extent.config.max_stage if blocks.count(b) == 1 else 1)
+            for m, b in zip(n_layers, blocks, strict=True)
+        ]
+        sizes = _splits(n_devices, n_blocks)
         most_pipelines = len(n_layers) if n_blocks <= _FINELY_SPLIT_BLOCKS else 1
         for chosen in product(*forms):
             if sum(f.n_segments * f.mesh.stage > 1 for f in chosen) <= most_pipelines:
                 yield from _family(chosen, blocks, sizes)
 
 
-def shared(
-    n_devices: int,
-    n_layers: Mapping[str, int],
-    *,
-    max_model: int,
-    max_stage: int,
-    rounds: Sequence[int] = ROUNDS,
-    unstaged: Collection[str] = (),
-    patterns: Mapping[str, int] = MappingProxyType({}),
-    degrees: Mapping[str, Sequence[int]] | None = None,
-) -> Iterator[Family]:
+def shared(extent: Extent) -> Iterator[Family]:
     """OrchMLLM: every module on all devices, each with its own parallelism, one after the other;
     the last module may be a loop of stages. Each module is balanced over its own data ranks."""
-    models = degrees or dict.fromkeys(n_layers, range(1, max_model + 1))
-    *others, last = n_layers
-    forms = [_forms(n_layers[m], n_devices, models[m], 1, ()) for m in others]
-    rounds = () if last in unstaged else rounds
-    whole = patterns.get(last, 1)
-    loops = _forms(n_layers[last], n_devices, models[last], max_stage, rounds, whole)
+    *others, last = extent.facts.n_layers
+    forms = [_forms(extent, m, 1) for m in others]
+    loops = _forms(extent, last, extent.config.max_stage)
     forms.append([f for f in loops if f.n_segments == 1])
     for chosen in product(*forms):
-        yield from _family(chosen, (0,) * len(n_layers), np.array([[n_devices]]))
+        yield from _family(chosen, (0,) * len(forms), np.array([[extent.n_devices]]))
 
 
 SPACES = {"dflop": separate, "orch": shared}
@@ -154,16 +121,15 @@ def _splits(n_devices: int, n_blocks: int) -> np.ndarray:
     return np.diff(ends, axis=1)
 
 
-def _forms(
-    n_layers: int,
-    n_devices: int,
-    models: Sequence[int],
-    max_stage: int,
-    rounds: Sequence[int],
-    pattern: int = 1,
-) -> list[Form]:
+def _forms(extent: Extent, module: str, max_stage: int) -> list[Form]:
     """Forms of a module on one data rank. A pipeline of depth s comes as s segments, and as one
-    segment with stage=s for each number of rounds in which they divide its patterns of layers."""
+    segment with stage=s for each number of rounds in which they divide its patterns of layers; a
+    module that is `unstaged` comes as segments only."""
+    facts, n_devices = extent.facts, extent.n_devices
+    n_layers, pattern = facts.n_layers[module], facts.patterns[module]
+    fixed = extent.config.rounds
+    rounds = () if module in facts.unstaged else (fixed,) if fixed else ROUNDS
+    models = sorted(k for k in facts.degrees[module] if k <= extent.max_model)
     forms = []
     for depth in range(1, min(max_stage, n_layers, n_devices) + 1):
         for model in (m for m in models if depth * m <= n_devices):
@@ -205,19 +171,14 @@ def families(extent: Extent) -> dict[str, list[Family]]:
     Raises:
       ValueError: nothing is left.
     """
-    facts, config, most = extent.facts, extent.config, extent.max_model
-    searched = ("dflop", "orch") if config.policy == "auto" else (config.policy,)
-    degrees = {m: sorted(k for k in facts.degrees[m] if k <= most) for m in facts.n_layers}
+    configured = extent.config.policy
+    searched = ("dflop", "orch") if configured == "auto" else (configured,)
     spaces: dict[str, list[Family]] = {}
     for policy in searched:
         if policy not in SPACES:
             continue
         of_policy = spaces.setdefault(policy, [])
-        for family in SPACES[policy](
-            extent.n_devices, facts.n_layers, max_model=most, max_stage=config.max_stage,
-            rounds=(config.rounds,) if config.rounds else ROUNDS, unstaged=facts.unstaged,
-            patterns=facts.patterns, degrees=degrees,
-        ):  # fmt: skip
+        for family in SPACES[policy](extent):
             inside = [
                 in_nodes(first, data * form.n_devices, form.mesh.model, extent.node)
                 for form, data, first in zip(family.forms, family.data.T, family.first.T)

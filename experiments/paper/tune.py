@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from dflop_jax.config import PlanConfig
 from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import cut_costs
+from dflop_jax.plan.placement import Extent, ModelFacts, cut_costs
 from dflop_jax.plan.space import separate
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Layout, Plan, Remat, Scheduling, with_remat
@@ -94,8 +95,11 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
     profile = cost_model(case).profile
     costs = cut_costs(profile)
     step = case.n_devices // _SPLITS if case.n_devices > _EVERY_SPLIT else 1
-    bounds = {"max_model": min(MAX_MODEL, case.hardware.devices_per_node), "max_stage": MAX_STAGE}
-    for family in separate(case.n_devices, profile.n_layers, **bounds):
+    degrees = dict.fromkeys(profile.n_layers, range(1, MAX_MODEL + 1))
+    alike = dict.fromkeys(profile.n_layers, 1)
+    facts = ModelFacts(profile.n_layers, degrees, frozenset(), alike)
+    config = PlanConfig(max_model=MAX_MODEL, max_stage=MAX_STAGE)
+    for family in separate(Extent(facts, case.n_devices, case.hardware.devices_per_node, config)):
         *encoders, _ = family.forms
         if family.stages > 1 or any(f.n_segments > 1 for f in encoders):
             continue

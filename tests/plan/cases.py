@@ -14,7 +14,7 @@ import numpy as np
 import dflop_jax.plan.sizing as sizing
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.placement import RunCosts, name_of
+from dflop_jax.plan.placement import Extent, ModelFacts, RunCosts, name_of
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.plan.space import SPACES
@@ -291,8 +291,17 @@ def full_groups(plan, pairs, n):
     )
 
 
+def extent(n_devices, n_layers, *, max_model, max_stage, unstaged=(), patterns=None):
+    """A space of modules with every tensor-parallel degree."""
+    degrees = dict.fromkeys(n_layers, range(1, max_model + 1))
+    patterns = patterns or dict.fromkeys(n_layers, 1)
+    facts = ModelFacts(n_layers, degrees, frozenset(unstaged), patterns)
+    config = PlanConfig(max_model=max_model, max_stage=max_stage)
+    return Extent(facts, n_devices, n_devices, config)
+
+
 def layouts(space, n_devices, n_layers, ends=None, **limits):
-    families = space(n_devices, n_layers, **limits)
+    families = space(extent(n_devices, n_layers, **limits))
     return [f.layout(i, n_layers, ends) for f in families for i in range(len(f))]
 
 

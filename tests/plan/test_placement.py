@@ -27,7 +27,7 @@ from dflop_jax.records import (
     Shape,
 )
 
-from .cases import layouts
+from .cases import extent, layouts
 
 LAYERS = {"vision": 3, "llm": 4}
 THREE = {"vision": 2, "audio": 3, "llm": 4}
@@ -231,7 +231,7 @@ def test_a_model_of_one_module_gives_it_all_devices(space, n):
 
 
 def test_one_device_cannot_be_shared_out():
-    assert list(separate(1, LAYERS, **SPACE)) == []
+    assert list(separate(extent(1, LAYERS, **SPACE))) == []
     one = Form(MeshShape())
     assert laid_out(blind, 1, LAYERS, **SPACE) == [lay_out((one, one), (0, 0), LAYERS)]
 
@@ -294,7 +294,7 @@ def test_what_layers_cost_comes_from_the_timings_of_their_kinds():
 def test_loops_hold_whole_patterns(kinds, want):
     assert pattern(kinds) == want
     n = len(kinds)
-    families = separate(8, {"llm": n}, max_model=1, max_stage=4, patterns={"llm": want})
+    families = separate(extent(8, {"llm": n}, max_model=1, max_stage=4, patterns={"llm": want}))
     loops = {(f.forms[0].mesh.stage, f.forms[0].rounds) for f in families}
     for stages, rounds in itertools.product((2, 3, 4), (1, 2)):
         size = n // (stages * rounds)

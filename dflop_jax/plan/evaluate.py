@@ -10,10 +10,9 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.ladder import ladder_of
 from dflop_jax.plan.options import with_options
 from dflop_jax.plan.pricing import prices_of
-from dflop_jax.plan.uniform import Uniform
+from dflop_jax.plan.uniform import Uniform, ladder_of
 from dflop_jax.records import (
     NO_GROUP,
     REDUCE,

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from dflop_jax.hardware import GIB, HARDWARE
 from dflop_jax.plan.candidate import Candidate
+from dflop_jax.plan.dip import POLICY as DIP
+from dflop_jax.plan.dip import rank_sizes, rank_submeshes
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import options_of, with_options
+from dflop_jax.plan.placement import Extent
 from dflop_jax.plan.ranking import searched
-from dflop_jax.records import Plan, Profile, Shape, by_feature, content_s, piece_content
+from dflop_jax.plan.space import baseline, families
+from dflop_jax.records import (
+    Plan,
+    Profile,
+    Shape,
+    SubmeshPlan,
+    by_feature,
+    content_s,
+    piece_content,
+)
 from dflop_jax.schedule.shapes.evaluate import TIE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
@@ -126,6 +139,24 @@ def _module_bytes(evaluator: Evaluator, plan: Plan, module: str) -> float:
     """Bytes of the device that needs most among a module's, however many groups a batch takes."""
     peaks = evaluator.most_by_submesh(plan)
     return max(peaks[s.submesh] for s in plan.layout.segments_of(module))
+
+
+def check_possible(extent: Extent, allowed: Callable[[SubmeshPlan], bool]) -> None:
+    """ValueError, as `search_plan` would raise it, unless the policy has a placement whose
+    submeshes are `allowed`, which no measurement changes."""
+    if not any(all(map(allowed, submeshes)) for submeshes in _submeshes(extent)):
+        raise ValueError(NO_SUBMESHES)
+
+
+def _submeshes(extent: Extent) -> Iterator[tuple[SubmeshPlan, ...]]:
+    """Those of each placement."""
+    for space in families(extent).values():
+        for family in space:
+            for i in range(len(family)):
+                yield family.layout(i, extent.facts.n_layers).submeshes
+    yield from (layout.submeshes for layout in baseline(extent))
+    if extent.config.policy in (DIP, "auto"):
+        yield from (rank_submeshes(*sizes) for sizes in rank_sizes(extent))
 
 
 def why_nothing_fits(rules: Rules, least_bytes: float, nearest: str) -> str:

@@ -11,11 +11,11 @@ from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import readers_of, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.ladder import with_ladder
 from dflop_jax.plan.race import at_a_glance, close_to_best, joined, race
 from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
 from dflop_jax.plan.second_policy import with_second_policies
 from dflop_jax.plan.sizing import with_buckets
+from dflop_jax.plan.uniform import with_ladder
 from dflop_jax.records import Bucket, Layout, Plan, Shape
 from dflop_jax.schedule import BucketChoice
 from dflop_jax.schedule.shapes.spare import beyond

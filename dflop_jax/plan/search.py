@@ -22,8 +22,8 @@ from dflop_jax.plan.finalists import refined
 from dflop_jax.plan.limits import LEAST, Limits, with_limits
 from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.ranking import Ranking, placements, searched
+from dflop_jax.plan.sizing import with_spare
 from dflop_jax.plan.space import baseline
-from dflop_jax.plan.spare import with_spare
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.cost_model import CostModel

@@ -1,7 +1,8 @@
-"""The shapes of a plan's buckets: sized by sampled samples, or by how they arrive."""
+"""The shapes of a plan's buckets: sized by sampled samples, by how they arrive, or for a tail."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from dflop_jax.plan.dip import POLICY, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.uniform import as_plan
-from dflop_jax.records import Bucket, Layout, Plan
+from dflop_jax.records import Bucket, Layout, Load, Plan
 from dflop_jax.schedule import (
     BucketChoice,
     ShapeProblem,
@@ -18,6 +19,8 @@ from dflop_jax.schedule import (
     capacity_of,
     choose_buckets,
 )
+from dflop_jax.schedule.shapes.evaluate import roomiest_first
+from dflop_jax.schedule.shapes.spare import beyond, holding_capacity, spare_bucket
 
 
 def arrival_plan(evaluator: Evaluator, layout: Layout, policy: str, cap: int) -> Plan:
@@ -54,6 +57,27 @@ def with_buckets(
     problem = _problem(evaluator, plan, largest, finest)
     choice = choose_buckets(evaluator.loads, problem, effort=effort, **options)
     return problem.with_buckets(choice.buckets), choice
+
+
+def with_spare(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
+    """The plan with a bucket for samples of `tail` that none of its buckets holds, since they are
+    larger than those that were profiled.
+
+    As it is where there is none, or where memory, with the options that the plan has, is too small
+    for such a bucket: then these samples are not trained on (`data.oversize`).
+    """
+    large = [tail[i] for i in beyond(tail, plan)] if tail else []
+    if not large:
+        return plan
+    rules = evaluator.rules
+    spare = spare_bucket(
+        large, holding_capacity(plan), rules.profile.piece_tokens, rules.spec.token_multiple
+    )
+    # Parts have one shape: of a divided module a sample gets as many as may feed one group.
+    parts = {m: plan.layout.shapes(m)[0] for m in plan.layout.divided if plan.layout.shapes(m)}
+    spare = Bucket(tuple((m, parts.get(m, shape)) for m, shape in spare.shapes))
+    spared = plan.with_layout(buckets=roomiest_first((*plan.layout.buckets, spare)))
+    return spared if evaluator.fits(spared) else plan
 
 
 def _problem(evaluator: Evaluator, plan: Plan, largest: Bucket | None, finest: int) -> ShapeProblem:

@@ -230,10 +230,10 @@ def traced_forward(
     return jax.make_jaxpr(partial(_forward, module, part, 1))(params, x, fields), inputs
 
 
-def hidden_bytes(module: Module, shape: Shape, half_bytes: int = 2) -> float:
+def hidden_bytes(module: Module, shape: Shape) -> float:
     """Bytes of the hidden states between layers, on one data rank."""
     arrays = jax.tree.leaves(hidden_struct(module, shape))
-    return sum(value_bytes(Value(a.shape, a.dtype, 1), half_bytes) for a in arrays)
+    return sum(Value(a.shape, a.dtype, 1).n_bytes for a in arrays)
 
 
 @lru_cache(maxsize=1024)

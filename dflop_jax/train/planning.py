@@ -14,10 +14,9 @@ from dflop_jax.hardware import GIB
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.plan import search
-from dflop_jax.plan.explain import Saving
+from dflop_jax.plan.explain import Saving, check_possible
 from dflop_jax.plan.limits import with_limits
 from dflop_jax.plan.placement import Extent, ModelFacts
-from dflop_jax.plan.possible import check_possible
 from dflop_jax.plan.search import SearchResult, search_plan
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.profile.one_kind import kinds_apart

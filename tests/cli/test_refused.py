@@ -8,8 +8,8 @@ import pytest
 from dflop_jax.config import PlanConfig
 from dflop_jax.gpu_compile import chip_profile
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.plan.explain import check_possible
 from dflop_jax.plan.placement import Extent, ModelFacts
-from dflop_jax.plan.possible import check_possible
 from dflop_jax.record_files import save
 from dflop_jax.records import Edge, SubmeshPlan
 from dflop_jax.train import profiling

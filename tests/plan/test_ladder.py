@@ -7,8 +7,8 @@ import pytest
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.ladder import ladder_of, with_ladder
 from dflop_jax.plan.spec import SearchSpec
+from dflop_jax.plan.uniform import ladder_of, with_ladder
 from dflop_jax.records import Bucket, Shape
 
 from ..plans import chain

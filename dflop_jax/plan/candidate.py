@@ -189,7 +189,8 @@ class Candidate:
         for i in chosen:
             options = {m: space.tables[m].options[o] for m, o in self.options[i].items()}
             plan = with_options(self.plan, options)
-            uniform = evaluator.uniform(plan, content, space.parts(c))
+            trainable = evaluator.rules.trainable(plan.layout)
+            uniform = Uniform(plan, content, evaluator.prices, trainable, space.parts(c))
             candidates.append(self._bounded(self.by_batch_s[:, [i]], plan=plan, uniform=uniform))
         return candidates
 

@@ -12,7 +12,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import with_options
 from dflop_jax.plan.pricing import prices_of
-from dflop_jax.plan.uniform import Uniform, ladder_of
+from dflop_jax.plan.uniform import ladder_of
 from dflop_jax.records import (
     NO_GROUP,
     REDUCE,
@@ -105,14 +105,6 @@ class Evaluator:
 
     def prices(self, layout: Layout) -> Prices:
         return prices_of(layout, self.rules.costs)
-
-    def uniform(
-        self,
-        plan: Plan,
-        content: Mapping[str, tuple[int, ...]],
-        parts: Mapping[str, int] | None = None,
-    ) -> Uniform:
-        return Uniform(plan, content, self.prices, self.rules.trainable(plan.layout), parts)
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""

@@ -45,30 +45,6 @@ def as_plan(
     return with_options(Plan(policy, shaped, scheduling), options)
 
 
-def uniform_groups(
-    layout: Layout,
-    content: Mapping[str, tuple[int, ...]],
-    n: int,
-    parts: Mapping[str, int] | None = None,
-) -> tuple[Group, ...]:
-    """`n` times the groups of the plan's only bucket: of every module that it has a shape of as
-    many as `parts` says (None: one), with the same content; it is not said which pieces they hold.
-    """
-    (bucket,) = layout.buckets
-    shapes = [(m, s) for m in layout.modules if (s := bucket.shape(m)) is not None]
-    counts = [(parts or {}).get(m, 1) for m, _ in shapes]
-    first = accumulate(counts, initial=0)
-    places = {m: range(at, at + k) for (m, _), k, at in zip(shapes, counts, first)}
-    groups: list[Group] = []
-    for i in range(n):
-        for (m, shape), count in zip(shapes, counts, strict=True):
-            read_by = (f for t in layout.targets(m) for f in places.get(t, ()))
-            feeds = (i * sum(counts) + f for f in read_by)
-            size = layout.group_size
-            groups += [Group(m, shape, tuple(feeds), content[m], microbatches=size)] * count
-    return tuple(groups)
-
-
 def around(n: float) -> tuple[int, int]:
     """The whole numbers of groups that a number with a part is between, or twice itself."""
     return math.floor(n), math.ceil(n)
@@ -76,14 +52,17 @@ def around(n: float) -> tuple[int, int]:
 
 @dataclass
 class Uniform:
-    """Steps of a plan with one bucket by its number of groups; `parts` as for `uniform_groups`.
-    `price` is asked once, and only for what is simulated, since a search has thousands."""
+    """Steps of a plan with one bucket by its number of groups.
+
+    content: of each group of a module. price: asked once, and only for what is simulated, since a
+    search has thousands. parts: groups of each module that go together.
+    """
 
     plan: Plan
     content: Mapping[str, tuple[int, ...]]
     price: Callable[[Layout], Prices]
     trainable: Sequence[str]
-    parts: Mapping[str, int] | None = None
+    parts: Mapping[str, int]
     _makespans: dict[int, float] = field(default_factory=dict)
 
     @cached_property
@@ -91,8 +70,25 @@ class Uniform:
         return self.price(self.plan.layout)
 
     def trace(self, n: int) -> Trace:
-        schedule = Schedule(0, uniform_groups(self.plan.layout, self.content, n, self.parts))
+        schedule = Schedule(0, self._groups(n))
         return simulate_step(self.plan, schedule, self.prices, self.trainable)
+
+    def _groups(self, n: int) -> tuple[Group, ...]:
+        """`n` times the groups that go together, of every module that the bucket has a shape of; it
+        is not said which pieces they hold."""
+        layout, (bucket,) = self.plan.layout, self.plan.layout.buckets
+        shapes = [(m, s) for m in layout.modules if (s := bucket.shape(m)) is not None]
+        counts = [self.parts[m] for m, _ in shapes]
+        first = accumulate(counts, initial=0)
+        places = {m: range(at, at + k) for (m, _), k, at in zip(shapes, counts, first)}
+        groups: list[Group] = []
+        for i in range(n):
+            for (m, shape), count in zip(shapes, counts, strict=True):
+                read_by = (f for t in layout.targets(m) for f in places.get(t, ()))
+                feeds = tuple(i * sum(counts) + f for f in read_by)
+                group = Group(m, shape, feeds, self.content[m], microbatches=layout.group_size)
+                groups += [group] * count
+        return tuple(groups)
 
     def makespan_s(self, n: float) -> float:
         """Of a part of a group more than a whole number: as far on the way to the next."""
@@ -103,9 +99,8 @@ class Uniform:
     def _whole_s(self, n: int) -> float:
         """Simulated once; no trace is kept, since a search has hundreds."""
         if n not in self._makespans:
-            layout = self.plan.layout
-            groups = uniform_groups(layout, self.content, n, self.parts)
-            graph = step_graph(layout, groups, self.trainable)
+            groups = self._groups(n)
+            graph = step_graph(self.plan.layout, groups, self.trainable)
             order = textbook_order(self.plan, graph, groups)
             step = makespan_by(self.plan, Schedule(0, groups), graph, self.prices)
             self._makespans[n] = step(order)

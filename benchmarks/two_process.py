@@ -52,6 +52,7 @@ from two_process_runs import (
 from dflop_jax import ModelConfig
 from dflop_jax.cluster.launch import launch
 from dflop_jax.report.compare import compare
+from dflop_jax.report.reader import read_runs
 from dflop_jax.train.prepare import build_model
 
 
@@ -145,7 +146,7 @@ def show(rows: dict[str, Row]) -> None:
             f"({best_blind})"
         )
         picture = RUNS / "compare.png"
-        compare([run_folder(n) for n in POLICIES], picture)
+        compare(read_runs([run_folder(n) for n in POLICIES]), picture)
         console.print(f"timelines under one time axis: {picture}")
 
 

@@ -102,6 +102,7 @@ def main() -> int:
 
     from dflop_jax.cluster.launch import launch
     from dflop_jax.report.compare import compare
+    from dflop_jax.report.reader import read_runs
 
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) >= 2:
         command = ["python", __file__, "--process"]
@@ -112,7 +113,7 @@ def main() -> int:
     console = Console()
     folders = [Path(config(name).run_dir) for name in RUNS]
     picture = Path("runs/demo/compare.png")
-    console.print(compare(folders, picture, SHOWN))
+    console.print(compare(read_runs(folders), picture, SHOWN))
     console.print(choice(folders))
     console.print(f"timelines of all under one time axis: {picture}")
     console.print(f"all figures: dflop report {' '.join(map(str, folders))}")

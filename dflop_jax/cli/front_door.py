@@ -17,7 +17,7 @@ from dflop_jax.cli.experiment import (
     overrides,
 )
 from dflop_jax.cli.terminal import HeldNotes, Parser, note, ticker
-from dflop_jax.config import Config, override
+from dflop_jax.config import Config, fields, override
 from dflop_jax.front.setting import Setting, with_settings
 
 if TYPE_CHECKING:
@@ -93,13 +93,8 @@ def asked(args: argparse.Namespace, *, whole: bool = True) -> Asked:
     standing = {s.name: s for s in settings if s.name not in given}
     # What the user gives in another way is out of force.
     chosen = with_settings(config, standing.values())
-    return Asked(config, tuple(s for s in standing.values() if _same(s, chosen, config)))
-
-
-def _same(setting: Setting, one: Config, other: Config) -> bool:
-    section, _, name = setting.name.rpartition(".")
-    values = [getattr(getattr(c, section) if section else c, name) for c in (one, other)]
-    return values[0] == values[1]
+    in_force = {f.name for f in fields() if f.value(chosen) == f.value(config)}
+    return Asked(config, tuple(s for name, s in standing.items() if name in in_force))
 
 
 def _check_named(args: argparse.Namespace, given: dict[str, str]) -> None:

@@ -26,8 +26,8 @@ def run(args: argparse.Namespace) -> Any:
     """
     from dflop_jax.report.compare import compare, compare_json
     from dflop_jax.report.html import write_page
-    from dflop_jax.report.reader import read_run
-    from dflop_jax.report.run_folder import PAGE, PICTURE, check_answer_file, has_steps
+    from dflop_jax.report.reader import read_runs
+    from dflop_jax.report.run_folder import PAGE, PICTURE, check_answer_file
     from dflop_jax.report.summary import summary_table
 
     folders = [Path(f) for f in args.runs]
@@ -41,13 +41,14 @@ def run(args: argparse.Namespace) -> Any:
         picture = Path("compare.png")
     for file in (page, picture):
         check_answer_file(file)
-    wrote = [write_page(folders, page, trace_memory)]
-    stepped = [f for f in folders if has_steps(f)]  # the others have a simulated trace alone
+    runs = read_runs(folders)
+    wrote = [write_page(runs, page, trace_memory)]
+    stepped = [r for r in runs if r.rows.n_steps]  # the others have a simulated trace alone
     if stepped:
         table = compare(stepped, picture)
         wrote.append(picture)
         if not args.json:
-            show(summary_table(read_run(stepped[0])) if len(folders) == 1 else table)
+            show(summary_table(stepped[0]) if len(folders) == 1 else table)
     if not args.json:
         show(f"wrote {' and '.join(map(str, wrote))}")
     return compare_json(stepped) if stepped else {"runs": []}

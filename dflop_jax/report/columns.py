@@ -8,7 +8,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from dflop_jax.report.run_folder import metrics_file, metrics_rows, no_step
 
 CURVE_POINTS = 4096  # stretches of the loss curve: two points for each pixel of the widest picture
 PICTURE_POINTS = 600  # max. points of a page's curve
-_RUNS_REMEMBERED = 4  # a report asks several times for the figures of each run
 Name = str | tuple[str, str]  # a field, or a field and a key
 
 
@@ -78,17 +76,7 @@ def read_columns(folder: str | Path) -> Columns:
     Raises:
       ValueError: as for `read_metrics`.
     """
-    path = metrics_file(folder)
-    stat = path.stat()
-    columns = _read(path, stat.st_size, stat.st_mtime_ns)
-    if not columns.n_steps:
-        raise no_step(path)
-    return columns
-
-
-@lru_cache(_RUNS_REMEMBERED)
-def _read(path: Path, size: int, changed_ns: int) -> Columns:
-    columns = Columns()
+    path, columns = metrics_file(folder), Columns()
     values: dict[Name, array[float]] = {}
     for n, row in enumerate(metrics_rows(path)):
         columns.n_steps += 1
@@ -101,6 +89,8 @@ def _read(path: Path, size: int, changed_ns: int) -> Columns:
             if len(column) < n:
                 column.extend([math.nan] * (n - len(column)))
             column.append(value)
+    if not columns.n_steps:
+        raise no_step(path)
     for name, column in values.items():
         column.extend([math.nan] * (columns.n_steps - len(column)))
         columns.values[name] = np.frombuffer(column)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dflop_jax.folders import writing
-from dflop_jax.report.reader import RunRecord, read_runs
+from dflop_jax.report.reader import RunRecord
 from dflop_jax.report.summary import figures
 from dflop_jax.report.wording import number
 
@@ -22,7 +22,7 @@ _STEP_FIELDS = (
 )  # fmt: skip
 
 
-def compare(folders: Sequence[Path], out: Path, only: Sequence[str] = ()) -> Table:
+def compare(runs: Sequence[RunRecord], out: Path, only: Sequence[str] = ()) -> Table:
     """Table of the runs' figures, a column per run; the picture goes to `out` (a .png).
 
     Args:
@@ -32,12 +32,10 @@ def compare(folders: Sequence[Path], out: Path, only: Sequence[str] = ()) -> Tab
     time axis, and all loss curves.
 
     Raises:
-      ValueError: no folder, one that is not a run folder with at least a step, or `out` cannot be
-        written.
+      ValueError: one of them did no step, or `out` cannot be written.
     """
     from dflop_jax.report.timeline import draw
 
-    runs = read_runs(folders)
     rows = compared(runs)
     measured_first = (sorted(r.panels, key=lambda p: p.trace.source != "measured") for r in runs)
     with writing(out, "choose another --out") as picture:
@@ -62,10 +60,9 @@ def compared(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     return rows + [(label, [c.get(label, "-") for c in cells]) for label in _labels(cells)]
 
 
-def compare_json(folders: Sequence[Path]) -> dict[str, Any]:
+def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """The same figures for programs: {"runs": [{"name", "folder", "speedup", "figures"}]}, these
     with "unit" and "values" by label; unknown ones are null."""
-    runs = read_runs(folders)
     return {
         "runs": [
             {

@@ -24,7 +24,7 @@ from dflop_jax.report.colours import DARK, ink_on
 from dflop_jax.report.compare import compared, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
 from dflop_jax.report.panels import Panel, legend_entries
-from dflop_jax.report.reader import RunRecord, read_runs
+from dflop_jax.report.reader import RunRecord
 from dflop_jax.report.summary import bucket_text, label_texts, submesh_rows
 from dflop_jax.report.wording import number
 
@@ -35,24 +35,23 @@ Memory = Callable[
 ]
 
 
-def write_page(folders: Sequence[Path], out: str | Path, memory: Memory | None = None) -> Path:
-    """Write the page about run folders to `out`; see `page`."""
-    text = page(folders, memory)
+def write_page(runs: Sequence[RunRecord], out: str | Path, memory: Memory | None = None) -> Path:
+    """Write the page about runs to `out`; see `page`."""
+    text = page(runs, memory)
     with writing(out, "choose another --out") as path:
         path.write_text(text, encoding="utf-8")
     return path
 
 
-def page(folders: Sequence[Path], memory: Memory | None = None) -> str:
-    """HTML of one page about runs, each in a folder with a plan and with steps or a trace.
+def page(runs: Sequence[RunRecord], memory: Memory | None = None) -> str:
+    """HTML of one page about runs.
 
     Timelines are of trace.json and simulated.json, as far as a folder has them; `memory` gives
     their memory over time.
 
     Raises:
-      ValueError: no folder, or one with neither steps nor trace, without plan, or a broken file.
+      ValueError: a trace is broken.
     """
-    runs = read_runs(folders)
     shown = [(run, panel, labels) for run in runs for panel, labels in run.traces]
     legend = legend_entries([panel for _, panel, _ in shown]) if shown else {"idle": ""}
     colours = [_colour(label, c) for label, c in legend.items() if label != "idle"]

@@ -15,13 +15,15 @@ from dflop_jax.report.columns import Columns, read_columns
 from dflop_jax.report.panels import Panel, panel_of
 from dflop_jax.report.run_folder import (
     CONFIG,
+    METRICS,
     SIMULATED,
     TRACE,
     HeldOutRow,
-    has_steps,
+    metrics_rows,
     read_evaluations,
     read_plan,
 )
+from dflop_jax.report.spent import Spent, read_spent
 from dflop_jax.report.trace import read_trace
 
 _TITLES = {TRACE: "{name}, step {step}, {source}", SIMULATED: "{name}, {source}"}
@@ -34,6 +36,7 @@ class RunRecord:
     Attributes:
       rows: of its steps; empty where it did none.
       config: its config.json; empty where that is missing or broken.
+      spent: where its time went; None where nothing tells.
     """
 
     name: str
@@ -42,6 +45,7 @@ class RunRecord:
     rows: Columns
     evaluations: Sequence[HeldOutRow]
     config: dict[str, Any]
+    spent: Spent | None
 
     @cached_property
     def traces(self) -> list[tuple[Panel, dict[int, str]]]:
@@ -72,14 +76,16 @@ def read_run(folder: str | Path, name: str = "") -> RunRecord:
     """
     path = Path(folder)
     # Without a timeline there is nothing to show of a run without steps: errors say what to do.
-    has_trace = any((path / file).exists() for file in _TITLES)
+    needs_steps = not any((path / file).exists() for file in _TITLES)
+    has_steps = next(metrics_rows(path / METRICS), None) is not None
     return RunRecord(
         name or path.resolve().name,
         path,
-        rows=Columns() if has_trace and not has_steps(path) else read_columns(path),
+        rows=read_columns(path) if needs_steps or has_steps else Columns(),
         plan=read_plan(path),
         evaluations=read_evaluations(path),
         config=_config(path),
+        spent=read_spent(path),
     )
 
 

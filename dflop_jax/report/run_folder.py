@@ -268,11 +268,6 @@ def no_step(path: Path) -> ValueError:
     return ValueError(f"{path}: holds no step yet; let the run finish a step, or train it again")
 
 
-def has_steps(folder: str | Path) -> bool:
-    """Whether a run folder holds a row of metrics; ValueError where its first line is broken."""
-    return next(metrics_rows(Path(folder) / METRICS), None) is not None
-
-
 class HeldOutRow(msgspec.Struct):
     """What a report reads of a row of evaluations.jsonl (of `train.evaluate`)."""
 

@@ -13,6 +13,7 @@ from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.record_files import save
 from dflop_jax.records import Trace
 from dflop_jax.report.html import write_page
+from dflop_jax.report.reader import read_runs
 from dflop_jax.report.run_folder import PLAN, SIMULATED
 from dflop_jax.report.timeline import LINE_COLOURS
 from dflop_jax.report.trace import group_labels, write_trace
@@ -151,7 +152,7 @@ def write_timelines(case: Case, out: Path) -> Path:
         labels = group_labels([step.schedule])
         write_trace(folder / SIMULATED, [_without_links(trace)], labels)
         folders.append(folder)
-    return write_page(folders, out / "timelines.html")
+    return write_page(read_runs(folders), out / "timelines.html")
 
 
 def _without_links(trace: Trace) -> Trace:

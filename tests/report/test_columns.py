@@ -60,13 +60,6 @@ def test_the_curve_of_a_long_run_has_its_extremes(tmp_path):
     assert all(rows[int(s)]["loss"] == loss for s, loss in zip(curve_steps, losses, strict=True))
 
 
-def test_a_file_that_grew_is_read_again(tmp_path):
-    folder = write(tmp_path / "run", made_rows(3))
-    assert read_columns(folder).n_steps == 3
-    write(folder, made_rows(4))
-    assert read_columns(folder).n_steps == 4
-
-
 def test_a_broken_line_is_named(tmp_path):
     folder = write(tmp_path / "run", made_rows(2))
     with (folder / "metrics.jsonl").open("a") as file:

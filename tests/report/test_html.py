@@ -14,8 +14,8 @@ import pytest
 from dflop_jax.cli import main
 from dflop_jax.record_files import save
 from dflop_jax.records import RETURN, SEND, Event, Trace
-from dflop_jax.report.compare import compare_json
 from dflop_jax.report.html import page, write_page
+from dflop_jax.report.reader import read_runs
 from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan
 from dflop_jax.report.trace import read_trace, write_trace
 from dflop_jax.train.evaluate import Evaluation
@@ -49,13 +49,17 @@ class Parsed(HTMLParser):
         return json.loads(scripts[0])
 
 
+def page_of(folders, memory=None):
+    return page(read_runs(folders), memory)
+
+
 def cells(parsed: Parsed) -> str:
     return "\n".join(parsed.texts)
 
 
 def test_the_data_hold_every_event_and_come_back(make_run):
     run = make_run()
-    panels = Parsed(page([run])).data["panels"]
+    panels = Parsed(page_of([run])).data["panels"]
     assert [p["title"] for p in panels] == ["run, step 5, measured", "run, step 5, simulated"]
     for panel, (trace, labels) in zip(panels, read_trace(run / "trace.json"), strict=True):
         assert panel["makespan_s"] == trace.makespan_s
@@ -86,7 +90,7 @@ def charted_run(folder: Path) -> Path:
 
 
 def test_charts_are_drawn_over_the_steps(tmp_path):
-    data = Parsed(page([charted_run(tmp_path / "run")])).data
+    data = Parsed(page_of([charted_run(tmp_path / "run")])).data
     charts = {c["title"]: c for c in data["charts"]}
 
     def drawn(title, line=0):
@@ -101,7 +105,7 @@ def test_charts_are_drawn_over_the_steps(tmp_path):
     assert drawn("samples replaced so far") == ("samples", steps, [0, 1, 1, 2, 2])
     assert drawn("x") == ("x", steps, steps)
     assert {"padding", "imbalance: fullest over mean data rank", "memory in use"} <= {*charts}
-    assert "run: 5 steps" in Parsed(page([tmp_path / "run"])).texts
+    assert "run: 5 steps" in Parsed(page_of([tmp_path / "run"])).texts
 
 
 def test_memory_is_what_the_caller_knows(make_run):
@@ -114,7 +118,7 @@ def test_memory_is_what_the_caller_knows(make_run):
             raise ValueError("no table\nof bytes")
         return {"enc": ((0.0, 5.0), (0.1, 9.0), (0.2, 5.0)), "llm": ((0.0, 0.0),)}
 
-    measured, simulated = Parsed(page([run], memory)).data["panels"]
+    measured, simulated = Parsed(page_of([run], memory)).data["panels"]
     assert [a[2] for a in asked] == read_traces(run)
     assert asked[0][:2] == (run, read_plan(run))
     enc, llm = measured["memory"]
@@ -122,7 +126,7 @@ def test_memory_is_what_the_caller_knows(make_run):
     assert (enc["peak"], llm["peak"]) == (9.0, 0.0)
     assert (measured["note"], simulated["memory"]) == ("", [])
     assert simulated["note"] == "memory over time is not known: no table of bytes"
-    assert Parsed(page([run])).data["panels"][0]["memory"] == []
+    assert Parsed(page_of([run])).data["panels"][0]["memory"] == []
 
 
 BAD = "</script><script>window.bad=1</script><!--"
@@ -148,7 +152,7 @@ def hostile_run(folder: Path) -> Path:
 
 def test_no_name_breaks_out_of_the_page(tmp_path):
     run = hostile_run(tmp_path)
-    text = page([run], lambda *_: {BAD: ((0.0, 1.0),)})
+    text = page_of([run], lambda *_: {BAD: ((0.0, 1.0),)})
     parsed = Parsed(text)
     assert (parsed.count("script"), parsed.count("img")) == (2, 0)
     assert run.name in parsed.texts  # the heading, to the letter
@@ -162,24 +166,24 @@ def test_no_name_breaks_out_of_the_page(tmp_path):
 
 
 def test_the_page_loads_nothing(make_run):
-    for tag, attributes in Parsed(page([make_run()])).tags:
+    for tag, attributes in Parsed(page_of([make_run()])).tags:
         assert tag not in ("img", "iframe", "object", "embed", "base")
         assert "src" not in attributes
         assert attributes.get("href", "data:,") == "data:,"
-    policy = [a["content"] for t, a in Parsed(page([make_run("b")])).tags if "http-equiv" in a]
+    policy = [a["content"] for t, a in Parsed(page_of([make_run("b")])).tags if "http-equiv" in a]
     assert "default-src 'none'" in policy[0]
 
 
 def test_several_runs_share_one_page(make_run):
     runs = [make_run("blind", slow=2.0, policy="blind"), make_run("dflop")]
-    parsed = Parsed(page(runs))
+    parsed = Parsed(page_of(runs))
     titles = [p["title"] for p in parsed.data["panels"]]
     assert [t.split(",")[0] for t in titles] == ["blind", "blind", "dflop", "dflop"]
     text = cells(parsed)
     assert "blind and dflop" in text
     assert "2.00 × as fast as blind" in text
     assert parsed.texts.index("speed-up") < parsed.texts.index("step time, median")
-    assert "speed-up" not in cells(Parsed(page(runs[:1])))  # of nothing
+    assert "speed-up" not in cells(Parsed(page_of(runs[:1])))  # of nothing
     assert "vision 0–3" in text
     assert "1 × 3 × 2" in text
 
@@ -193,7 +197,7 @@ def test_links_stand_under_the_submesh_that_sends(tmp_path, make_run):
         Event("llm → enc", "vision", 1, RETURN, 2.0, 3.0),
     )
     write_trace(run / SIMULATED, [Trace(0, "simulated", events)])
-    panel = Parsed(page([run])).data["panels"][-1]
+    panel = Parsed(page_of([run])).data["panels"][-1]
     assert panel["title"] == "run, simulated"
     assert [(r["name"], r["link"]) for r in panel["rows"]] == [
         ("enc", False),
@@ -206,14 +210,14 @@ def test_links_stand_under_the_submesh_that_sends(tmp_path, make_run):
 def test_a_run_without_trace_keeps_its_tables(make_run):
     run = make_run()
     (run / "trace.json").unlink()
-    parsed = Parsed(page([run]))
+    parsed = Parsed(page_of([run]))
     assert parsed.data["panels"] == []
     assert "run: no trace, so no timeline; a run writes its trace when it ends." in parsed.texts
     assert "Timelines" not in parsed.texts
     assert "step time, median" in parsed.texts
     # A trace of nothing is none.
     write_trace(run / "trace.json", [Trace(0, "measured", ())])
-    assert "no trace" in cells(Parsed(page([run])))
+    assert "no trace" in cells(Parsed(page_of([run])))
 
 
 def test_no_step_needs_a_trace(tmp_path):
@@ -222,33 +226,32 @@ def test_no_step_needs_a_trace(tmp_path):
     run.write_plan(make_plan())
     run.close()
     with pytest.raises(ValueError, match="holds no step yet; let the run finish"):
-        page([folder])
+        page_of([folder])
     write_trace(folder / SIMULATED, [one_f_one_b({"enc": (1.0, 2.0)}, [1.0], "simulated")])
-    parsed = Parsed(page([folder]))
+    parsed = Parsed(page_of([folder]))
     assert "planned: simulated, no step trained; figures come with a training run." in parsed.texts
     assert len(parsed.data["panels"]) == 1
     assert "Figures" not in parsed.texts
     (folder / "metrics.jsonl").unlink()
-    assert len(Parsed(page([folder])).data["panels"]) == 1
+    assert len(Parsed(page_of([folder])).data["panels"]) == 1
 
 
 def test_bad_folders_and_files_are_named(make_run, tmp_path):
     run = make_run()
     with pytest.raises(ValueError, match=r"missing.*train it"):
-        page([run, tmp_path / "missing"])
-    for of in (page, compare_json):
-        with pytest.raises(ValueError, match="name at least one"):
-            of([])
+        page_of([run, tmp_path / "missing"])
+    with pytest.raises(ValueError, match="name at least one"):
+        page_of([])
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file: is a file; choose another --out"):
-        write_page([run], tmp_path / "file" / "x.html")
+        write_page(read_runs([run]), tmp_path / "file" / "x.html")
     (run / SIMULATED).write_text("{}")
     with pytest.raises(ValueError, match=r"simulated\.json: not a trace"):
-        page([run])
+        page_of([run])
     (run / SIMULATED).unlink()
     (run / "plan.json").unlink()
     with pytest.raises(ValueError, match=r"plan\.json: no such file"):
-        page([run])
+        page_of([run])
 
 
 def run_cli(capsys, *args):

@@ -13,11 +13,15 @@ from rich.console import Console
 from dflop_jax.config import Config, override
 from dflop_jax.report.compare import compare, compare_json
 from dflop_jax.report.html import page
-from dflop_jax.report.reader import read_run
+from dflop_jax.report.reader import read_run, read_runs
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import summary_table, write_summary
 from dflop_jax.report.wording import duration, number, percent
 from tests.report.runs import cells_of, figures_of, make_plan, make_row
+
+
+def json_of(folders):
+    return compare_json(read_runs(folders))
 
 
 def text_of(table) -> str:
@@ -67,7 +71,7 @@ def test_what_a_run_did_not_measure_is_a_dash(tmp_path):
     assert cells["steps with an integer program's bound"] == "4"
     assert cells["loss, first -> last"] == "- -> -"
     assert cells["busy enc, predicted / measured"] == "70.0% / -"
-    (run,) = compare_json([tmp_path / "r"])["runs"]
+    (run,) = json_of([tmp_path / "r"])["runs"]
     assert run["figures"]["loss, first -> last"] == {"unit": "", "values": [None, None]}
     write_summary(tmp_path / "r")
     assert "timeline" not in (tmp_path / "r" / "summary.md").read_text()  # no trace, no picture
@@ -108,19 +112,19 @@ def test_a_speed_up_is_of_the_same_work(make_run, tmp_path):
     for folder, change in zip(runs, changes, strict=True):
         config = override(Config(), change)
         (folder / "config.json").write_bytes(msgspec.json.encode(config))
-    ups = [run["speedup"] for run in compare_json(runs)["runs"]]
+    ups = [run["speedup"] for run in json_of(runs)["runs"]]
     assert ups == [1.0, 1.0, None, None, None]
-    text = text_of(compare(runs, tmp_path / "compare.png"))
+    text = text_of(compare(read_runs(runs), tmp_path / "compare.png"))
     row = next(line for line in text.splitlines() if "speed-up" in line)
     assert (row.count(" x"), row.count("-")) == (2, 4)
-    assert page(runs).count("as fast as base") == 1
+    assert page(read_runs(runs)).count("as fast as base") == 1
 
 
 def test_comparison_is_relative_to_the_first(make_run, tmp_path):
     runs = [make_run("blind", slow=2.0, policy="blind"), make_run("dflop", n_steps=8)]
     out = tmp_path / "pictures" / "compare.png"
-    text = text_of(compare(runs, out))
-    blind, dflop = compare_json(runs)["runs"]
+    text = text_of(compare(read_runs(runs), out))
+    blind, dflop = json_of(runs)["runs"]
     assert (blind["name"], dflop["name"]) == ("blind", "dflop")
     assert blind["speedup"] == 1.0
     first, other = (run["figures"]["step time, median"]["values"][0] for run in (blind, dflop))
@@ -128,22 +132,22 @@ def test_comparison_is_relative_to_the_first(make_run, tmp_path):
     assert dflop["speedup"] == pytest.approx(ratio)
     assert f"{number(ratio)} x" in text
     assert text.index("blind") < text.index("dflop")
-    json.dumps(compare_json(runs), allow_nan=False)
+    json.dumps(json_of(runs), allow_nan=False)
     with Image.open(out) as image:
         assert image.size[0] == 1400
 
 
 def test_runs_of_one_name_are_told_apart(make_run, tmp_path):
     runs = [make_run("a/run"), make_run("b/run")]
-    assert [r["name"] for r in compare_json(runs)["runs"]] == [str(r) for r in runs]
-    assert len(compare_json([runs[0], runs[0]])["runs"]) == 1
+    assert [r["name"] for r in json_of(runs)["runs"]] == [str(r) for r in runs]
+    assert len(json_of([runs[0], runs[0]])["runs"]) == 1
 
 
 def test_runs_with_other_rows_and_no_trace_compare(make_run, tmp_path):
     with RunFolder(tmp_path / "other") as run:
         run.write_plan(make_plan())
         run.append(make_row(0, padding_fraction={"vision": 0.1, "audio": 0.2, "llm": 0.3}))
-    text = text_of(compare([make_run(), tmp_path / "other"], tmp_path / "c.png"))
+    text = text_of(compare(read_runs([make_run(), tmp_path / "other"]), tmp_path / "c.png"))
     order = [text.index(f"padding, {m}") for m in ("vision", "audio", "llm")]
     assert order == sorted(order)
-    compare([tmp_path / "other"], tmp_path / "c.png")  # losses alone
+    compare(read_runs([tmp_path / "other"]), tmp_path / "c.png")  # losses alone

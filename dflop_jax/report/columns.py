@@ -6,19 +6,16 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from dflop_jax.report.metrics import KEYED, SCALARS, WARMUP_STEPS, spread
+from dflop_jax.report.metrics import KEYED, SCALARS, WARMUP_STEPS, Name, numbers, spread
 from dflop_jax.report.run_folder import metrics_file, metrics_rows, no_step
 
 CURVE_POINTS = 4096  # stretches of the loss curve: two points for each pixel of the widest picture
 PICTURE_POINTS = 600  # max. points of a page's curve
-Name = str | tuple[str, str]  # a field, or a field and a key
 
 
 @dataclass
@@ -82,7 +79,7 @@ def read_columns(folder: str | Path) -> Columns:
         columns.n_steps += 1
         columns.n_skipped += row.skipped is not None
         columns.made_by[row.made_by or "unknown"] += 1
-        for name, value in _numbers(row):
+        for name, value in numbers(row, (*SCALARS, *KEYED)):
             column = values.get(name)
             if column is None:
                 column = values[name] = array("d")
@@ -95,17 +92,6 @@ def read_columns(folder: str | Path) -> Columns:
         column.extend([math.nan] * (columns.n_steps - len(column)))
         columns.values[name] = np.frombuffer(column)
     return columns
-
-
-def _numbers(row: Any) -> Iterator[tuple[Name, float]]:
-    """The numbers that a row has."""
-    for name in SCALARS:
-        if (value := getattr(row, name)) is not None:
-            yield name, value
-    for name in KEYED:
-        for key, value in (getattr(row, name) or {}).items():
-            if value is not None:
-                yield (name, key), value
 
 
 def extremes(values: np.ndarray, max_stretches: int) -> np.ndarray:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -110,6 +110,22 @@ _HINTS = get_type_hints(StepMetrics)
 # Fields that hold a number, and those that hold one by name (of a submesh, a module, a process).
 SCALARS = tuple(n for n, kind in _HINTS.items() if kind in (int, float, float | None))
 KEYED = tuple(n for n, k in _HINTS.items() if k in (Mapping[str, float], Mapping[str, int]))
+# What trackers get of a row.
+TRACKED = ("loss", "grad_norm", "step_s", "tokens_per_s", "flops_per_s", "mfu", "learning_rates",
+           "busy_fraction", "padding_fraction", "own")  # fmt: skip
+Name = str | tuple[str, str]  # a field, or a field and a key
+
+
+def numbers(row: Any, names: Iterable[str]) -> Iterator[tuple[Name, float]]:
+    """The numbers in some fields of a `StepMetrics` or a `MetricsRow`."""
+    for name in names:
+        value = getattr(row, name)
+        if isinstance(value, int | float):
+            yield name, value
+        else:
+            yield from (((name, key), v) for key, v in (value or {}).items() if v is not None)
+
+
 # What reports read of a row, of other versions too: only step and step_s have to be there.
 MetricsRow = msgspec.defstruct(
     "MetricsRow",

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dflop_jax.config import Config
-from dflop_jax.report.metrics import StepMetrics
+from dflop_jax.report.metrics import TRACKED, StepMetrics, numbers
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
 
@@ -30,18 +30,10 @@ class Tracker(Protocol):
 
 
 def step_scalars(row: StepMetrics) -> dict[str, float]:
-    """What is tracked of a step, by name."""
+    """What is tracked of a step, by field or "field/key"."""
     return {
-        "loss": row.loss,
-        "grad_norm": row.grad_norm,
-        "step_s": row.step_s,
-        "tokens_per_s": row.tokens_per_s,
-        "flops_per_s": row.flops_per_s,
-        **({} if row.mfu is None else {"mfu": row.mfu}),
-        **{f"learning_rate/{part}": rate for part, rate in row.learning_rates.items()},
-        **{f"busy_fraction/{name}": share for name, share in row.busy_fraction.items()},
-        **{f"padding_fraction/{name}": share for name, share in row.padding_fraction.items()},
-        **{f"own/{name}": value for name, value in row.own.items()},
+        name if isinstance(name, str) else "/".join(name): value
+        for name, value in numbers(row, TRACKED)
     }
 
 

@@ -64,8 +64,8 @@ def test_every_scalar_of_every_step(tmp_path):
         "tokens_per_s": lambda row: row.tokens_per_s,
         "flops_per_s": lambda row: row.flops_per_s,
         "mfu": lambda row: row.mfu,
-        "learning_rate/llm": lambda row: 1e-3,
-        "learning_rate/vision": lambda row: 2e-6,
+        "learning_rates/llm": lambda row: 1e-3,
+        "learning_rates/vision": lambda row: 2e-6,
         "busy_fraction/enc": lambda row: row.busy_fraction["enc"],
         "busy_fraction/llm": lambda row: row.busy_fraction["llm"],
         "padding_fraction/vision": lambda row: row.padding_fraction["vision"],
@@ -166,7 +166,7 @@ def test_wandb_gets_the_same_scalars_and_continues_its_run(wandb, tmp_path):
     assert run.finished == 2
     assert sorted(run.logged) == list(range(6))
     assert run.logged[5]["loss"] == make_row(5).loss
-    assert run.logged[5]["learning_rate/vision"] == 2e-6
+    assert run.logged[5]["learning_rates/vision"] == 2e-6
     assert [step for step in run.logged if "held_out/loss" in run.logged[step]] == [3, 5]
     for call in wandb.calls:
         assert (call["project"], call["resume"], call["dir"]) == ("mine", "allow", str(tmp_path))

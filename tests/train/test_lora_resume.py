@@ -42,7 +42,7 @@ def test_a_killed_run_resumes_as_the_whole(tmp_path_factory):
     fit(killed, "resume", train=train, model=NANO_MODEL)
     assert_as_whole(killed, whole)
     scalars, of_whole = events_of(killed), events_of(whole)
-    for name in ("loss", "learning_rate/lora", "held_out/loss"):
+    for name in ("loss", "learning_rates/lora", "held_out/loss"):
         assert scalars[name] == of_whole[name]
     assert list(scalars["loss"]) == list(range(STEPS))
     assert list(scalars["held_out/loss"]) == [3, 7, 11]

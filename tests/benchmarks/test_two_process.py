@@ -91,7 +91,8 @@ def test_rows_are_trained_shown_and_written(monkeypatch, capsys):
         return SimpleNamespace(exit_code=1)
 
     monkeypatch.setattr(two, "launch", launch)
-    monkeypatch.setattr(two, "compare", lambda folders, picture: None)
+    monkeypatch.setattr(two, "read_runs", lambda folders: folders)
+    monkeypatch.setattr(two, "compare", lambda runs, picture: None)
     monkeypatch.setattr(sys, "argv", ["two_process", "--json", "rows.json"])
     assert two.main() == 1
     figures = json.loads(Path("rows.json").read_text())

@@ -264,11 +264,12 @@ class _Start:
         # Nobody here sent that signal: memory was short, jax missed a peer, a device failed.
         killed = code == ABORTED or (code < 0 and not self.signalled)
         self.exit_code = TRY_AGAIN if killed else shell_code(code)
-        is_saved = code == PREEMPTED  # and the others save with it
-        does = "waiting for" if is_saved else "ending"
+        # A process that ends by such a code has told the others, which end by themselves.
+        end_alone = code in (PREEMPTED, BAD_INPUT, TRY_AGAIN)
+        does = "waiting for" if end_alone else "ending"
         how = how_ended(cause.rank, code)
         self._say(f"{how}; {does} the others" if self._running() else how)
-        if is_saved or self.signalled:
+        if end_alone or self.signalled:
             return STOP_GRACE_S
         self._signal(signal.SIGTERM)
         return self._grace_s

@@ -100,6 +100,7 @@ def changed(left):
 
 
 @pytest.mark.slow(first=2)
+@pytest.mark.filterwarnings("ignore:os.fork")  # dflop launch itself does not import jax
 @pytest.mark.parametrize("command", [c.module.__name__.rpartition(".")[2] for c in COMMANDS])
 def test_every_command_leaves_a_finished_run_as_it_was(left, capsys, monkeypatch, command):
     if command == "verify":

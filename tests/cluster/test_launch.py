@@ -232,6 +232,7 @@ def test_mistakes_are_one_line(capsys, monkeypatch, tmp_path, args, says):
     assert says in err
 
 
+@pytest.mark.filterwarnings("ignore:os.fork")  # dflop launch itself does not import jax
 def test_processes_that_others_have_started_are_refused(capsys, monkeypatch):
     for name, value in (
         ("COORDINATOR", "node1:29400"),

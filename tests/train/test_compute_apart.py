@@ -14,7 +14,7 @@ class Hub:
     def gather(self, key, value):
         return [value, *self.others]
 
-    def share(self, key, value):
+    def broadcast(self, key, value):
         return value
 
 

@@ -117,6 +117,8 @@ def test_bad_samples_of_several_processes_are_counted_once():
     ours = _Counts([4, 9], {}, {}, {}, 0, BatchTraffic())
     theirs = msgspec.json.encode((digest(schedule), replace(ours, bad=[2, 9])))
     peers = SimpleNamespace(
-        is_hub=True, gather=lambda _, mine: [mine, theirs], share=lambda _, total: total
+        is_hub=True,
+        gather=lambda _, mine, step: [mine, theirs],
+        broadcast=lambda _, total, step: total,
     )
-    assert _agree(peers, "", schedule, ours).bad == [2, 4, 9]
+    assert _agree(peers, "", 3, schedule, ours).bad == [2, 4, 9]

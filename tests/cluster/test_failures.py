@@ -199,8 +199,8 @@ def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
         took_s = time.monotonic() - start
     assert job.returncode == TRY_AGAIN, output
     assert re.search(rf"process {stopped} \(.*pid {pids[stopped]}\) is silent for", output), output
-    assert f"process {1 - stopped} ended with exit code {TRY_AGAIN}; ending the others" in output
-    # The launcher gives the hung process, too, time to end by itself.
+    assert f"process {1 - stopped} ended with exit code {TRY_AGAIN}; waiting for the" in output
+    # The supervisor gives the hung process, too, time to end by itself.
     assert took_s < PEER_TIMEOUT_S + STOP_GRACE_S + 10.0
 
 

@@ -28,6 +28,7 @@ from dflop_jax.records import (
 from tests.rows import group_of_rows, rows_of
 
 ENDS = ("entry", "exit", "entry_adapter", "exit_adapter")
+AXES = ("stage", "data", "model")  # of meshes here, whatever others there are
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ def plan_of(
     of so many `rounds`."""
     submeshes, segments = [], []
     if vision is not None:
-        submeshes.append(_block("vision", *vision))
+        submeshes.append(SubmeshPlan("vision", vision[0], **dict(zip(AXES, vision[1:]))))
         n = model.modules["vision"].n_layers
         segments.append(SegmentPlan("vision", "vision", 0, n, "vision", True, True))
     n, k = model.modules["llm"].n_layers, llm_segments
@@ -362,7 +363,7 @@ def plan_of(
     size = shape[0] * shape[1] * shape[2]
     for i in range(k):
         name = "llm" if k == 1 else f"llm{i}"
-        submeshes.append(_block(name, first + i * size, *shape))
+        submeshes.append(SubmeshPlan(name, first + i * size, **dict(zip(AXES, shape))))
         segments.append(
             SegmentPlan(name, "llm", n * i // k, n * (i + 1) // k, name, i == 0, i == k - 1)
         )
@@ -385,10 +386,6 @@ def plan_of(
         ),
         Scheduling(order=order),
     )
-
-
-def _block(name: str, first: int, stage: int, data: int, model: int) -> SubmeshPlan:
-    return SubmeshPlan(name, first, stage=stage, data=data, model=model)  # whatever axes there are
 
 
 def with_zero(plan: Plan, **degrees: int | tuple[int, int]) -> Plan:

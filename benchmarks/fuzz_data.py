@@ -32,8 +32,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fuzz_cases import BYTES, WAYS, Bench, record, seeds_of
 from json_rows import add_json, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from fuzz_cases import BYTES, WAYS, Bench, record, seeds_of
 
 SAID_EVERY = 500  # cases
 DEADLINE_S = 120.0  # for one case, on a busy machine

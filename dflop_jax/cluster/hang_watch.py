@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +50,6 @@ class HangWatch:
         self._sections, self._peers, self._folder = sections, peers, folder
         self._end = end or peers.give_up
         self._every_s = min(LONGEST_LOOK_S, least_s / LOOKS_A_DEADLINE)
-        self._name = f"{socket.gethostname()}, pid {os.getpid()}"
         self._closing = threading.Event()
         self._hung = False
         self._behind: list[tuple[int, tuple[int, ...]]] = []  # at the last look, and how far
@@ -106,7 +103,7 @@ class HangWatch:
         writing.join(WRITE_S)
 
     def _whereabouts(self) -> Whereabouts:
-        return self._sections.whereabouts(self._peers.process, self._name)
+        return self._sections.whereabouts(self._peers.process, self._peers.name)
 
 
 def write_stacks(folder: Path, here: Whereabouts, why: str) -> None:

@@ -95,6 +95,7 @@ class ProcessGroup:
       clock: of this process, in seconds; traces use it.
 
     Attributes:
+      name: host and pid of this process.
       wait_s: deadline of every wait.
       status: called every second; process 0 reads what it returned in `statuses`.
       on_hang: called with the reason before a run ends because a process hangs or is lost.
@@ -119,7 +120,7 @@ class ProcessGroup:
         self._on_failure = on_failure or end_now
         read = lambda name, wait_s: self._read(name, "the time", 0, wait_s)  # noqa: E731
         self._offset = ClockOffset(client, read, clock)
-        self._name = f"{socket.gethostname()}, pid {os.getpid()}"
+        self.name = f"{socket.gethostname()}, pid {os.getpid()}"
         self._changed = threading.Condition()
         self._run, self._calls, self._abandoned = 0, Counter[str](), set[str]()
         self._failed = self._told = self._closing = False
@@ -307,7 +308,7 @@ class ProcessGroup:
                 return
             # Where the service is gone, jax ends this process.
             with suppress(jax.errors.JaxRuntimeError, RunFailed):
-                life = msgspec.msgpack.encode(_Life(beat, self._name, self.status()))
+                life = msgspec.msgpack.encode(_Life(beat, self.name, self.status()))
                 self._client.key_value_set_bytes(
                     f"{_ALIVE}/{self.process}", life, allow_overwrite=True
                 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from dflop_jax.data import Sample
+from dflop_jax.data.bounds import without_mark
 from dflop_jax.generate.generate import Generator, Said
 from dflop_jax.generate.prompt import Media
 from dflop_jax.generate.row import LLM
@@ -54,7 +55,9 @@ def read_prompts(file: str | Path) -> list[FilePrompt]:
     """
     file = Path(file)
     try:
-        lines = file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        lines = without_mark(file.read_bytes()).split(b"\n")
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from None
     except OSError as e:
         raise ValueError(f"{file}: {(e.strerror or str(e)).lower()}; check --prompts") from None
     prompts = []

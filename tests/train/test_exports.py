@@ -39,7 +39,7 @@ MODEL = llava.build("anyres-nano")
 
 @pytest.mark.slow
 def test_a_run_is_exported_as_it_was_saved(capsys):
-    params = jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1))
+    params = random_params(MODEL, 1)
     write_folder("hf", MODEL.weights, held(params), dtype="bfloat16")
     halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     about = {"size": {"height": 32, "width": 32}, **halves}
@@ -158,7 +158,7 @@ def changed(pair, rank, alpha):
 
 @pytest.mark.slow
 def test_adapters_are_folded_in_a_few_matrices_at_a_time(monkeypatch):
-    params = jax.tree.map(lambda a: 0.05 * a, random_params(MODEL, 1))
+    params = random_params(MODEL, 1)
     write_folder("hf", MODEL.weights, held(params), dtype="bfloat16")
     start = config(model=ModelConfig(size="anyres-nano", weights=("hf",)))
     # By these rates two steps move adapters far.

@@ -1,9 +1,8 @@
 """What a page draws over the steps of runs: charts of lines, as plain values for JSON.
 
-A chart is {"title", "unit", "stacked", "from_zero", "lines"}; a line is {"name", "light",
-"dark", "dash", "axis", "y"}: colours of a light and a dark page, a number of a kind of dashes,
-which of the `axes` it is over, and its values there, null where there is none. Units are "", "s",
-"%" (of 1), "bytes" and "FLOP/s".
+A chart is {"title", "unit", "stacked", "from_zero", "lines"}; a line is {"name", "colour", "dash",
+"axis", "y"}: a number of a kind of dashes, which of the `axes` it is over, and its values there,
+null where there is none. Units are "", "s", "%" (of 1), "bytes" and "FLOP/s".
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.report.colours import DARK, LINE_COLOURS, palette, phase_colours
-from dflop_jax.report.columns import PICTURE_POINTS, Columns, means
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST
-from dflop_jax.report.reader import RunRecord
+from dflop_jax.report.panels import LINE_COLOURS, PHASE_COLOURS, palette
+from dflop_jax.report.reader import PICTURE_POINTS, Columns, RunRecord, means
 
 Values = Sequence[float | None]
 _MOST_OWN = 12  # charts of the user's own metrics
@@ -68,7 +66,7 @@ class _Drawing:
         return [
             _line(
                 f"{key}, {run.name}" if self.several else key,
-                _both(colours.get(key, LINE_COLOURS[-1])),
+                colours.get(key, LINE_COLOURS[-1]),
                 i,
                 i,
                 run.rows.picture((field_name, key)),
@@ -87,8 +85,9 @@ def drawing(runs: Sequence[RunRecord]) -> dict[str, Any]:
         d.chart("step time", "s", d.by_run("step time", lambda rows: rows.picture("step_s")))
     for i, run in enumerate(runs):
         lines = [
-            _line(key, phase_colours(key), 0, i, run.rows.picture(("phase_s", key)))
+            _line(key, colour, 0, i, run.rows.picture(("phase_s", key)))
             for key in run.rows.keys("phase_s")
+            for colour in [PHASE_COLOURS.get(key, LINE_COLOURS[0])]
         ]
         d.chart("step time by phase" + f", {run.name}" * d.several, "s", lines, stacked=True)
     has_mfu = any(run.rows.keys("mfu_by_module") for run in runs)
@@ -115,18 +114,13 @@ def _losses(d: _Drawing, i: int, run: RunRecord) -> list[dict[str, Any]]:
     return lines
 
 
-def _colour_of(i: int) -> tuple[str, str]:
-    return _both(LINE_COLOURS[i % len(LINE_COLOURS)])
+def _colour_of(i: int) -> str:
+    return LINE_COLOURS[i % len(LINE_COLOURS)]
 
 
-def _both(light: str) -> tuple[str, str]:
-    return light, DARK[light]
-
-
-def _line(name: str, colours: tuple[str, str], dash: int, axis: int, y: Values) -> dict[str, Any]:
-    light, dark = colours
+def _line(name: str, colour: str, dash: int, axis: int, y: Values) -> dict[str, Any]:
     values = [None if v is None else _short(v) for v in y]
-    return {"name": name, "light": light, "dark": dark, "dash": dash, "axis": axis, "y": values}
+    return {"name": name, "colour": colour, "dash": dash, "axis": axis, "y": values}
 
 
 def _short(value: float) -> float | None:

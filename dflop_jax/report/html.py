@@ -20,10 +20,9 @@ from markupsafe import Markup
 from dflop_jax.folders import writing
 from dflop_jax.records import Event, Plan, Trace
 from dflop_jax.report.charts import drawing
-from dflop_jax.report.colours import DARK, ink_on
 from dflop_jax.report.compare import compared, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
-from dflop_jax.report.panels import Panel, legend_entries
+from dflop_jax.report.panels import Panel, ink_on, legend_entries
 from dflop_jax.report.reader import RunRecord
 from dflop_jax.report.summary import bucket_text, label_texts, submesh_rows
 from dflop_jax.report.wording import number
@@ -54,10 +53,17 @@ def page(runs: Sequence[RunRecord], memory: Memory | None = None) -> str:
     """
     shown = [(run, panel, labels) for run in runs for panel, labels in run.traces]
     legend = legend_entries([panel for _, panel, _ in shown]) if shown else {"idle": ""}
-    colours = [_colour(label, c) for label, c in legend.items() if label != "idle"]
+    colours = [
+        {"label": label, "colour": c, "ink": ink_on(c)}
+        for label, c in legend.items()
+        if label != "idle"
+    ]
     index = {c["label"]: i for i, c in enumerate(colours)}
     panels = [_panel(run, panel, labels, index, memory) for run, panel, labels in shown]
-    heading = _joined([run.name for run in runs])
+    *names, last = (run.name for run in runs)
+    heading = f"{', '.join(names)} and {last}" if names else last
+    stepped = [run for run in runs if run.rows.n_steps]
+    figures = compared(stepped) if stepped else []
     return _TEMPLATES.get_template("page.html").render(
         title=f"{heading} · dflop report",
         heading=heading,
@@ -68,20 +74,12 @@ def page(runs: Sequence[RunRecord], memory: Memory | None = None) -> str:
         data={"panels": panels, **drawing(runs)},
         status=[_status(run) for run in runs],
         notes=_notes(runs),
-        **_tables(runs),
+        names=[run.name for run in stepped],
+        speedups=_verdict(stepped) if stepped else [],
+        figures=figures[1:] if len(stepped) == 1 else figures,
+        warmup=WARMUP_STEPS,
+        plans=[_plan(run.name, run.plan) for run in runs],
     )
-
-
-def _tables(runs: Sequence[RunRecord]) -> dict[str, Any]:
-    stepped = [run for run in runs if run.rows.n_steps]
-    figures = compared(stepped) if stepped else []
-    return {
-        "names": [run.name for run in stepped],
-        "speedups": _verdict(stepped) if stepped else [],
-        "figures": figures[1:] if len(stepped) == 1 else figures,
-        "warmup": WARMUP_STEPS,
-        "plans": [_plan(run.name, run.plan) for run in runs],
-    }
 
 
 def _status(run: RunRecord) -> str:
@@ -204,13 +202,3 @@ def _main_colour(events: Sequence[Event], shade: Mapping[Event, int]) -> int:
     for e in events:
         spent[shade[e]] = spent.get(shade[e], 0.0) + e.end_s - e.start_s
     return max(spent, key=lambda c: spent[c], default=0)
-
-
-def _colour(label: str, light: str) -> dict[str, str]:
-    dark = DARK[light]
-    inks = {"light_ink": ink_on(light), "dark_ink": ink_on(dark)}
-    return {"label": label, "light": light, "dark": dark, **inks}
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
@@ -140,19 +140,15 @@ MetricsRow = msgspec.defstruct(
 )
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and the 10th and 90th percentile of a sample."""
+class Spread(NamedTuple):
+    """The 10th, 50th and 90th percentile of a sample."""
 
-    median: float
     p10: float
+    median: float
     p90: float
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Median, p10, p90 of the finite values; all nan when there is none."""
-    finite = [v for v in values if math.isfinite(v)]
-    if not finite:
-        return Spread(math.nan, math.nan, math.nan)
-    p10, median, p90 = np.percentile(finite, [10, 50, 90])
-    return Spread(float(median), float(p10), float(p90))
+    """That of the finite values; all nan when there is none."""
+    finite = [v for v in values if math.isfinite(v)] or [math.nan]
+    return Spread(*np.percentile(finite, [10, 50, 90]).tolist())

@@ -104,7 +104,7 @@ function drawChart(made, chart) {
   const lasts = chart.lines.map((line) => known(line.y).at(-1));
   chart.lines.forEach((line, i) => {
     const item = html(key, "li"), swatch = html(item, "i");
-    coloured(swatch, "background", line);
+    swatch.style.background = line.colour;
     item.append(`${line.name} `);
     html(item, "b", {}, told(chart.unit, lasts[i]));
   });
@@ -116,7 +116,7 @@ function drawLine(out, line, xs, ys, below) {
   if (below) {
     const over = xs.map((x, i) => `${x} ${ys[i]}`), under = xs.map((x, i) => `${x} ${below[i]}`).reverse();
     const wide = xs.length === 1 ? [`${xs[0] + 3} ${ys[0]}`, `${xs[0] + 3} ${below[0]}`] : [];
-    coloured(svg(out, "path", { class: "layer", d: `M${[...over, ...wide, ...under].join("L")}Z` }), "fill", line);
+    svg(out, "path", { class: "layer", d: `M${[...over, ...wide, ...under].join("L")}Z` }).style.fill = line.colour;
     return;
   }
   let path = "", drawn = 0;
@@ -126,17 +126,11 @@ function drawLine(out, line, xs, ys, below) {
     drawn++;
   });
   const dash = DASHES[line.dash % DASHES.length];
-  coloured(svg(out, "path", { class: "curve", d: path, "stroke-dasharray": dash }), "stroke", line);
+  svg(out, "path", { class: "curve", d: path, "stroke-dasharray": dash }).style.stroke = line.colour;
   if (drawn > 24) return; // few points are marked, so that single ones are seen
   ys.forEach((y, i) => {
-    if (y !== null) coloured(svg(out, "circle", { cx: xs[i], cy: y, r: 2.2 }), "fill", line);
+    if (y !== null) svg(out, "circle", { cx: xs[i], cy: y, r: 2.2 }).style.fill = line.colour;
   });
-}
-
-/** Give a style its colour of a light and of a dark page; older browsers keep the light one. */
-function coloured(node, style, line) {
-  node.style[style] = line.light;
-  node.style[style] = `light-dark(${line.light}, ${line.dark})`;
 }
 
 // ---- values at the pointer ----

@@ -1,4 +1,5 @@
-"""What a timeline shows of a trace, for pictures and pages: its rows, labels and colours."""
+"""What a timeline shows of a trace, for pictures and pages: its rows, labels and colours, and the
+colours of curves."""
 
 from __future__ import annotations
 
@@ -16,7 +17,42 @@ from dflop_jax.records import (
     Layout,
     Trace,
 )
-from dflop_jax.report.colours import DIRECTION_COLOURS, IDLE, palette
+from dflop_jax.report.metrics import IDLE as IDLE_PHASE
+from dflop_jax.report.spent import DATA, SAVE, SCHEDULE
+
+IDLE, INK, FAINT = "#eef0f3", "#1f2933", "#7b8794"
+Palette = Mapping[str, tuple[str, str]]  # module -> (forward, backward)
+# Of modules of well-known names; hues that colour-blind readers tell apart.
+MODULE_COLOURS = {
+    "vision": ("#7fcdbb", "#1b8a7a"),
+    "audio": ("#fdd49e", "#d98324"),
+    "generator": ("#d4b9da", "#8e44ad"),
+    "llm": ("#9ecae1", "#2b6cb0"),
+}
+# Of other modules, in the order in which plans have them.
+OTHER_COLOURS = (("#c7d59f", "#6b8e23"), ("#f4b6c2", "#c2455f"), ("#d9c7b0", "#8c6239"))
+# Of tasks that look alike whatever their module.
+DIRECTION_COLOURS = {REDUCE: "#e0a100", UPDATE: "#52606d", SEND: "#b3bcc8", RETURN: "#8793a3"}
+# Of curves that have no colour of their own, by turns: runs, say.
+LINE_COLOURS = ("#c2455f", "#2b6cb0", "#1b8a7a", "#d98324", "#8e44ad", "#52606d")
+# Of what a step's seconds go to, whatever the module.
+PHASE_COLOURS = {
+    FORWARD: "#7fcdbb", BACKWARD: "#1b8a7a", DATA: "#9ecae1", SCHEDULE: "#d4b9da", SAVE: "#fdd49e",
+    IDLE_PHASE: "#b9c1ca", **DIRECTION_COLOURS,
+}  # fmt: skip
+
+
+def palette(modules: Sequence[str]) -> Palette:
+    """Colours of modules: their own, or by turns those of `OTHER_COLOURS`."""
+    others = [m for m in modules if m not in MODULE_COLOURS]
+    spare = {m: OTHER_COLOURS[i % len(OTHER_COLOURS)] for i, m in enumerate(others)}
+    return {m: MODULE_COLOURS.get(m) or spare[m] for m in modules}
+
+
+def ink_on(colour: str) -> str:
+    """The colour of text on a colour "#rrggbb": white on dark ones."""
+    r, g, b = bytes.fromhex(colour[1:])
+    return "#ffffff" if 0.299 * r + 0.587 * g + 0.114 * b < 0.55 * 255 else INK
 
 
 @dataclass(frozen=True)

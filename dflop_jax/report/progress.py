@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 from rich import progress as rich_progress
 from rich.console import Console
 
-from dflop_jax.config import TrainConfig
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.wording import duration, flops_text, number
 
@@ -50,21 +48,11 @@ class Progress:
         )
         self._task = self._bar.add_task("", total=total_steps, completed=start)
 
-    @classmethod
-    def of(cls, train: TrainConfig, start: int, *, quiet: bool) -> Self:
-        """That of a run."""
-        return cls(train.steps, start, every=train.log_every, quiet=quiet)
-
     def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def restart(self, start: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dflop_jax.full_disk import FULL
+from dflop_jax.folders import FULL
 
 log = logging.getLogger("dflop_jax")
 Row = TypeVar("Row")

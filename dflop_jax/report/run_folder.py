@@ -9,13 +9,11 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import msgspec
 
-from dflop_jax.folders import made, missing, remove_empty, writing
-from dflop_jax.full_disk import FULL, despite_full_disk
+from dflop_jax.folders import FULL, despite_full_disk, made, missing, remove_empty, writing
 from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
 from dflop_jax.report.metrics import MetricsRow, StepMetrics
@@ -141,12 +139,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
         if self._missing and not self._is_worth_keeping():
             shutil.rmtree(self.path, ignore_errors=True)

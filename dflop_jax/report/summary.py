@@ -77,6 +77,7 @@ def figures(run: RunRecord) -> list[Figure]:
 
     steps, losses, step_s = rows.of("step"), rows.of("loss"), spread(rows.steady("step_s"))
     n_lost = max(0, int(steps[-1] + 1 - steps[0]) - rows.n_steps)
+    waited_ms = 1e3 * float(np.nansum(rows.steady("schedule_wait_s")))
     across = rows.medians("moved_across_nodes")
     busy = predicted.busy_fraction, rows.medians("busy_fraction")
     return [
@@ -111,31 +112,24 @@ def figures(run: RunRecord) -> list[Figure]:
         one("steps with an integer program's bound", int((rows.of("integer_bound_s") > 0).sum())),
         one("compiles after warm-up", int(np.nansum(rows.of("compiles")[WARMUP_STEPS:]))),
         median("schedule solved in", "schedule_s", "ms", 1e3),
-        one("schedule waited for, total", _sum(1e3 * rows.steady("schedule_wait_s")), unit="ms"),
+        one("schedule waited for, total", waited_ms, unit="ms"),
         one("loss, first -> last", *losses[[0, -1]].tolist(), between=" -> "),
         *(figure for row in run.evaluations[-1:] for figure in _held_out(row)),
         *medians("own metric {}, median", "own", ""),
-        one("samples replaced", int(_sum(rows.of("n_bad")))),
+        one("samples replaced", int(np.nansum(rows.of("n_bad")))),
         one("steps that changed no parameter", rows.n_skipped),
         *(_spent(run.spent) if run.spent else []),
     ]
 
 
-def _sum(values: np.ndarray) -> float:
-    return float(np.nansum(values))
-
-
 def _held_out(row: HeldOutRow) -> list[Figure]:
     whole = {"loss": row.loss, "accuracy": row.accuracy}
     return [
-        Figure(f"held-out {what}{name and f', {name}'}", unit, (_or_nan(losses.get(what)),))
+        Figure(f"held-out {what}{name and f', {name}'}", unit, (math.nan if v is None else v,))
         for name, losses in {"": whole, **row.by_source}.items()
         for what, unit in (("loss", ""), ("accuracy", "%"))
+        for v in [losses.get(what)]
     ]
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _spent(spent: Spent) -> list[Figure]:
@@ -192,16 +186,12 @@ def _span(first: int, stop: int) -> str:
     return f"{first}–{stop - 1}" if stop - first > 1 else str(first)
 
 
-def _submesh_texts(layout: Layout) -> list[str]:
-    return [
-        f"{name}: devices {devices} as {' × '.join(AXES)} {shape}, layers {layers}"
-        for name, devices, shape, layers in submesh_rows(layout)
-    ]
-
-
 def _plan_lines(run: RunRecord) -> list[str]:
     return [
-        *(f"submesh {text}" for text in _submesh_texts(run.plan.layout)),
+        *(
+            f"submesh {name}: devices {devices} as {' × '.join(AXES)} {shape}, layers {layers}"
+            for name, devices, shape, layers in submesh_rows(run.plan.layout)
+        ),
         *(f"bucket {bucket_text(b)} per data rank" for b in run.plan.layout.buckets),
     ]
 

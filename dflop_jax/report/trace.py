@@ -28,8 +28,10 @@ def group_labels(schedules: Iterable[Schedule]) -> dict[int, str]:
     return dict(enumerate(group_label(g) for s in schedules for g in s.groups))
 
 
-def to_chrome(traces: Sequence[Trace], labels: Mapping[int, str] | None = None) -> dict[str, Any]:
-    """Return the Chrome trace object of several traces; `labels` are those of their groups."""
+def write_trace(
+    path: str | Path, traces: Sequence[Trace], labels: Mapping[int, str] | None = None
+) -> None:
+    """Write traces as one file that Perfetto opens; `labels` are those of their groups."""
     events: list[dict[str, Any]] = []
     for pid, trace in enumerate(traces):
         label = {"name": f"{trace.source}, step {trace.step}"}
@@ -44,7 +46,8 @@ def to_chrome(traces: Sequence[Trace], labels: Mapping[int, str] | None = None) 
             events.append(thread | {"name": "thread_sort_index", "args": {"sort_index": tid}})
         events += [_slice(pid, submeshes.index(e.submesh), e, labels or {}) for e in trace.events]
     heads = [{"step": t.step, "source": t.source} for t in traces]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"traces": heads}}
+    made = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"traces": heads}}
+    Path(path).write_bytes(msgspec.json.encode(made))
 
 
 def _slice(pid: int, tid: int, e: Event, labels: Mapping[int, str]) -> dict[str, Any]:
@@ -64,12 +67,8 @@ def _slice(pid: int, tid: int, e: Event, labels: Mapping[int, str]) -> dict[str,
     }
 
 
-def from_chrome(obj: Mapping[str, Any]) -> list[Labelled]:
-    """Return the traces that `to_chrome` wrote; times come back to within a nanosecond.
-
-    Raises:
-      KeyError, TypeError: the object is not one of ours.
-    """
+def _from_chrome(obj: Mapping[str, Any]) -> list[Labelled]:
+    """The traces that `write_trace` wrote; KeyError or TypeError: it is not one of ours."""
     heads = obj["otherData"]["traces"]
     names = {
         (e["pid"], e["tid"]): e["args"]["name"]
@@ -101,22 +100,16 @@ def from_chrome(obj: Mapping[str, Any]) -> list[Labelled]:
     ]
 
 
-def write_trace(
-    path: str | Path, traces: Sequence[Trace], labels: Mapping[int, str] | None = None
-) -> None:
-    """Write traces as one file that Perfetto opens."""
-    Path(path).write_bytes(msgspec.json.encode(to_chrome(traces, labels)))
-
-
 def read_trace(path: str | Path) -> list[Labelled]:
-    """Return the traces of a trace.json, each with the labels of its groups.
+    """Return the traces of a trace.json, each with the labels of its groups; times come back to
+    within a nanosecond.
 
     Raises:
       ValueError: the file is missing, or is not one of ours.
     """
     remedy = "train again, or delete it to report without a timeline"
     try:
-        return from_chrome(msgspec.json.decode(Path(path).read_bytes()))
+        return _from_chrome(msgspec.json.decode(Path(path).read_bytes()))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; {remedy}") from None
     except (msgspec.DecodeError, KeyError, TypeError, IndexError, ValueError) as e:

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dflop_jax.report.columns import extremes, means, read_columns
+from dflop_jax.report.reader import extremes, means, read_columns
 from dflop_jax.report.run_folder import read_metrics
 
 

@@ -1,22 +1,26 @@
 """RunFolder: what is written comes back, kills lose nothing, other runs are not overwritten."""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
 import math
 import os
+import re
 import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from dflop_jax.config import Config
-from dflop_jax.report.columns import read_columns
 from dflop_jax.report.metrics import StepMetrics, spread
+from dflop_jax.report.reader import read_columns
 from dflop_jax.report.run_folder import PAGE, RunFolder, read_metrics, read_plan
 from tests.report.runs import make_plan, make_row, read_traces
 
+WATCHING = Path(__file__).resolve().parents[2] / "docs" / "watching.md"
 # The names that design.md promises to readers of metrics.jsonl.
 DESIGN_FIELDS = {
     *("step", "loss", "supervised_tokens", "step_s", "busy_fraction", "padding_fraction"),
@@ -159,7 +163,7 @@ def test_statistics_against_closed_forms():
     s = spread([float(i) for i in range(11)])
     assert (s.median, s.p10, s.p90) == (5.0, 1.0, 9.0)
     assert spread([3.0]) == spread([3.0, math.nan, math.inf])
-    assert math.isnan(spread([]).median)
+    assert all(map(math.isnan, spread([])))
 
 
 class Kept:
@@ -184,3 +188,11 @@ def test_trackers_get_every_so_many_steps_and_rows_are_all_there(tmp_path, every
             run.append(make_row(i))
     assert tracker.steps == [*told]
     assert [row["step"] for row in read_metrics(tmp_path)] == [*range(7)]
+
+
+def test_every_key_is_explained():
+    """docs/watching.md names every key of metrics.jsonl, and no other."""
+    table = WATCHING.read_text(encoding="utf-8").partition("## metrics.jsonl")[2]
+    named = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)
+    keys = [key for cell in named for key in re.findall(r"`(\w+)`", cell)]
+    assert sorted(keys) == sorted(f.name for f in dataclasses.fields(StepMetrics))

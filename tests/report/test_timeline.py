@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from dflop_jax.records import Event, Trace
-from dflop_jax.report import colours, panels
+from dflop_jax.report import panels
 from dflop_jax.report import timeline as tl
 from tests.report.runs import make_plan, one_f_one_b
 
@@ -42,22 +42,22 @@ def test_bars_stand_at_their_times_in_their_colours(tmp_path):
     panel = panels.Panel("one", Trace(0, "measured", events), {}, ("enc", "llm", "spare"))
     tl.draw([panel], {}, tmp_path / "t.png")
     image = pixels(tmp_path / "t.png")
-    assert image.shape[1] == tl.WIDTH_PX
+    assert image.shape[1] == tl.WIDTH_IN * tl.DPI
     foot = (tl.FOOT_IN + 0.2) * tl.DPI  # of one row of the legend
 
     def at(row: int, time: float) -> np.ndarray:
-        x = tl.LEFT_IN * tl.DPI + time * (tl.WIDTH_PX - (tl.LEFT_IN + tl.RIGHT_IN) * tl.DPI)
-        return image[row_band(3, row, image.shape[0], foot), round(x)]
+        x = tl.LEFT_IN + time * (tl.WIDTH_IN - tl.LEFT_IN - tl.RIGHT_IN)
+        return image[row_band(3, row, image.shape[0], foot), round(x * tl.DPI)]
 
-    vision, llm = colours.MODULE_COLOURS["vision"], colours.MODULE_COLOURS["llm"]
+    vision, llm = panels.MODULE_COLOURS["vision"], panels.MODULE_COLOURS["llm"]
     for row, time, colour in [
         (0, 0.13, vision[0]),
-        (0, 0.45, colours.IDLE),
-        (0, 0.95, colours.IDLE),
-        (1, 0.13, colours.IDLE),
+        (0, 0.45, panels.IDLE),
+        (0, 0.95, panels.IDLE),
+        (1, 0.13, panels.IDLE),
         (1, 0.33, llm[0]),
         (1, 0.77, llm[1]),
-        (2, 0.47, colours.IDLE),
+        (2, 0.47, panels.IDLE),
     ]:
         assert np.abs(at(row, time) - rgb(colour)).max() <= 2, (row, time)
 
@@ -70,7 +70,7 @@ def test_traces_share_one_time_axis(tmp_path):
     image = pixels(tmp_path / "t.png")[:, int(tl.LEFT_IN * tl.DPI) :]
     widths = []
     for module in ("llm", "vision"):
-        hit = np.abs(image - rgb(colours.MODULE_COLOURS[module][1])).max(-1) <= 2
+        hit = np.abs(image - rgb(panels.MODULE_COLOURS[module][1])).max(-1) <= 2
         widths.append(hit.sum(1).max())
     assert widths[1] / widths[0] == pytest.approx(2.0, rel=0.02)
 
@@ -92,9 +92,9 @@ def test_modules_without_a_colour_of_their_own_take_turns():
 
     modules = panels.modules_of([panel("eye", "llm"), panel("ear", "eye", "hand", "nose")])
     assert modules == ["eye", "llm", "ear", "hand", "nose"]
-    shades = colours.palette(modules)
-    assert shades["llm"] == colours.MODULE_COLOURS["llm"]
-    assert [shades[m] for m in ("eye", "ear", "hand")] == list(colours.OTHER_COLOURS)
+    shades = panels.palette(modules)
+    assert shades["llm"] == panels.MODULE_COLOURS["llm"]
+    assert [shades[m] for m in ("eye", "ear", "hand")] == list(panels.OTHER_COLOURS)
     assert shades["nose"] == shades["eye"]  # there are only so many
 
 
@@ -103,7 +103,7 @@ def test_modules_without_a_colour_of_their_own_take_turns():
 def test_any_scale_and_size_draws_without_a_warning(tmp_path, seconds, groups):
     stages = {f"submesh with a long name {i}": (seconds, 2 * seconds) for i in range(5)}
     tl.draw([panels.Panel("x", one_f_one_b(stages, [1.0] * groups, "x"))], {}, tmp_path / "t.png")
-    assert share(pixels(tmp_path / "t.png"), colours.IDLE) > 0.01
+    assert share(pixels(tmp_path / "t.png"), panels.IDLE) > 0.01
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dflop_jax.cluster.addresses import LOOPBACK, free_port
+from dflop_jax.cluster.processes import LOOPBACK, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(tempfile.gettempdir()) / "dflop_jax_tests"  # of compiled programs, for all tests

@@ -11,18 +11,17 @@ import dataclasses
 import re
 import shlex
 import subprocess
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from dflop_jax.cli import main
+from dflop_jax.cli.front_door import asked
 from dflop_jax.cli.main import _parser
-from dflop_jax.cluster import distributed, environment
+from dflop_jax.cluster import supervised
 from dflop_jax.cluster.ending import BAD_INPUT
-from dflop_jax.train import trainer
+from dflop_jax.cluster.processes import find_processes
+from dflop_jax.config import DistributedConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTERS = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
@@ -38,50 +37,17 @@ SLURM = next(b for b in blocks("bash") if "#SBATCH" in b)
 (JOBSET_TEXT,) = blocks("yaml")
 
 
-class _Met(Exception):
-    """What a command got to: whom it would meet."""
+def met(words: list[str]) -> tuple[str, int, int]:
+    """Of a process that runs a command line: (coordinator, its number, how many there are)."""
+    args, extra = _parser().parse_known_args(words[1:])
+    assert (words[0], extra) == ("dflop", [])
+    found = find_processes(asked(args).config.distributed)
+    return str(found.coordinator), found.index, found.number
 
 
-@pytest.fixture
-def met(monkeypatch):
-    """Run a command line and return [(coordinator, process, number)]."""
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
-    seen: list[Any] = []
-
-    def connect(processes, config):
-        seen.append((str(processes.coordinator), processes.index, processes.number))
-        raise _Met
-
-    class Trainer:
-        def __init__(self, config, **_):
-            self.config = config
-
-        def fit(self):
-            distributed.initialise(self.config.distributed, self.config.plan.devices)
-
-    for module, name, stub in (
-        (distributed, "_keep_stdout_clean", lambda: None),
-        (distributed.ending, "in_run", threading.Event()),
-        (distributed, "_joined", None),
-        (distributed, "_connect", connect),
-        (distributed, "need_no_log", lambda: None),
-        (distributed.faulthandler, "enable", lambda: None),
-        (distributed, "jax_has_started", lambda: False),
-        (environment, "jax_has_started", lambda: True),
-        (distributed.jax.config, "update", lambda name, value: None),
-        (trainer, "Trainer", Trainer),
-    ):
-        monkeypatch.setattr(module, name, stub)
-
-    def run(argv: list[str]) -> list[Any]:
-        seen.clear()
-        distributed._joined = None
-        assert argv[0] == "dflop"
-        with pytest.raises(_Met):
-            main(argv[1:])
-        return list(seen)
-
-    return run
 
 
 # ---- Slurm ----
@@ -114,7 +80,7 @@ def test_the_slurm_script_is_bash():
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, met, index):
+def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, index):
     options = sbatch_options()
     nodes, per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     environment = slurm_environment(index, nodes, per_node)
@@ -134,7 +100,7 @@ def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, met,
     argv = said[1:]
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    ((coordinator, process, number),) = met(argv)
+    coordinator, process, number = met(argv)
     # Port as jax computes it from the job's number: the same on all hosts.
     assert coordinator == f"gpu07:{61440 + 4098 % 4096}"
     assert (process, number) == (index, nodes * per_node)
@@ -204,7 +170,7 @@ def test_the_jobset_starts_the_command_of_the_slurm_script():
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_jobset_starts_processes_that_meet(monkeypatch, met, index):
+def test_the_jobset_starts_processes_that_meet(monkeypatch, index):
     jobset = yaml.safe_load(JOBSET_TEXT)
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (job,) = jobset["spec"]["replicatedJobs"]
@@ -226,7 +192,7 @@ def test_the_jobset_starts_processes_that_meet(monkeypatch, met, index):
             environment[entry["name"]] = str(index)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    ((coordinator, process, number),) = met(container["command"])
+    coordinator, process, number = met(container["command"])
     host = f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
     assert coordinator == f"{host}:29400"
     assert (process, number) == (index, spec["completions"])
@@ -235,13 +201,13 @@ def test_the_jobset_starts_processes_that_meet(monkeypatch, met, index):
 # ---- other commands ----
 
 
-def test_the_command_by_hand(met):
+def test_the_command_by_hand():
     (text,) = [b for b in blocks("bash") if "--distributed.coordinator" in b]
-    ((coordinator, process, number),) = met(shlex.split(text))
+    coordinator, process, number = met(shlex.split(text))
     assert (coordinator, process, number) == ("node1:29400", 0, 2)
 
 
-def test_the_launch_command(monkeypatch, met):
+def test_the_launch_command(monkeypatch):
     text, again = (b for b in blocks("bash") if b.startswith("dflop launch"))
     args = _parser().parse_args(shlex.split(again)[1:])
     assert args.process[1:] == shlex.split(text.partition(" -- ")[2])
@@ -255,15 +221,12 @@ def test_the_launch_command(monkeypatch, met):
         ("PROCESS_ID", "1"),
     ):
         monkeypatch.setenv(f"DFLOP_{name}", value)
-    ((coordinator, process, number),) = met(words[at + 1 :])
+    coordinator, process, number = met(words[at + 1 :])
     assert (coordinator, process, number) == ("127.0.0.1:5", 1, 2)
 
 
 def test_every_variable_and_flag_named_exists():
-    from dflop_jax.cluster import variables
-    from dflop_jax.config import DistributedConfig
-
-    known = {value for name, value in vars(variables).items() if name.endswith("_ENV")}
+    known = {value for name, value in vars(supervised).items() if name.endswith("_ENV")}
     assert set(re.findall(r"\bDFLOP_[A-Z_]+", CLUSTERS)) <= known
     fields = {f"--distributed.{f.name}" for f in dataclasses.fields(DistributedConfig)}
     assert set(re.findall(r"--distributed\.[a-z_]+", CLUSTERS)) == fields

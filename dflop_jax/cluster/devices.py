@@ -1,9 +1,15 @@
-"""Which devices of its host a process of a run uses; told to jax before jax starts."""
+"""Which devices of its host a process of a run uses; told to jax before jax starts.
+
+And what XLA and NCCL then read from the environment, where the user says nothing; see
+`docs/clusters.md` for the reasons.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import mmap
 import os
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.processes import Processes
+from dflop_jax.records import USABLE_MEMORY
 
 
 def devices_each(processes: Processes, plan_devices: int) -> int:
@@ -120,3 +127,61 @@ def connect_pairs(devices: tuple[jax.Device, ...], peers: ProcessGroup) -> None:
         if source == peers.process:
             peers.barrier(f"sent/{source}")
     jax.block_until_ready(arrived)
+
+
+CPU_FLAGS = {"xla_cpu_use_fusion_emitters": "false", "xla_backend_optimization_level": "1"}
+GPU_FLAGS = {
+    "xla_gpu_shard_autotuning": "false",
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+}
+VARIABLES = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+# Two names of one setting, of which jax takes only one at a time.
+MEMORY_FRACTION = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def prepare() -> None:
+    """Set this process's environment before jax starts; does nothing when it is too late."""
+    if not jax_has_started():
+        settings = cpu_settings if on_cpu() else gpu_settings
+        os.environ.update(settings(os.environ, xla_knows))
+
+
+def gpu_settings(environment: Mapping[str, str], knows: Callable[[str], bool]) -> dict[str, str]:
+    """Variables to set beside those of `environment`, whose own settings stay.
+
+    Args:
+      knows: whether XLA has a flag; one that it has not would end the process.
+    """
+    settings = {k: v for k, v in VARIABLES.items() if k not in environment}
+    if not any(name in environment for name in MEMORY_FRACTION):
+        settings[MEMORY_FRACTION[0]] = str(USABLE_MEMORY)
+    return settings | cpu_settings(environment, knows, GPU_FLAGS)
+
+
+def cpu_settings(
+    environment: Mapping[str, str],
+    knows: Callable[[str], bool],
+    flags: Mapping[str, str] = CPU_FLAGS,
+) -> dict[str, str]:
+    """`gpu_settings` of a process that computes on the CPU: flags alone."""
+    given = environment.get("XLA_FLAGS", "")
+    named = {word.lstrip("-").partition("=")[0] for word in given.split()}
+    ours = [f"--{k}={v}" for k, v in flags.items() if k not in named and knows(k)]
+    # XLA takes the last of two values, so ours come first.
+    return {"XLA_FLAGS": " ".join([*ours, given]).strip()} if ours else {}
+
+
+def xla_knows(flag: str) -> bool:
+    """Whether every library here that reads XLA_FLAGS has the flag.
+
+    A name that stands alone between two zeros is a flag; those that are no more so only stand in
+    the description of a message.
+    """
+    for package, names in (("jaxlib", "libjax_common.so"), ("jax_plugins", "*/xla_*plugin.so")):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            for library in Path(folder).glob(names):
+                with library.open("rb") as f, mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ) as text:
+                    if text.find(b"\0" + flag.encode() + b"\0") < 0:
+                        return False
+    return True

@@ -16,26 +16,30 @@ import math
 import os
 import socket
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 import msgspec
 
 from dflop_jax.cluster import ending
-from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port, host_of, is_same_host
-from dflop_jax.cluster.devices import devices_each, jax_has_started, limit_devices, on_cpu
+from dflop_jax.cluster.devices import devices_each, jax_has_started, limit_devices, on_cpu, prepare
 from dflop_jax.cluster.ending import TryAgain
-from dflop_jax.cluster.environment import network_settings, prepare
-from dflop_jax.cluster.messages import HEARTBEATS, WAIT_S, Connection, ProcessGroup, connection
-from dflop_jax.cluster.processes import Processes, find_processes
+from dflop_jax.cluster.messages import HEARTBEATS, WAIT_S, ProcessGroup, State, connection
+from dflop_jax.cluster.processes import (
+    LOOPBACK,
+    Address,
+    Processes,
+    find_processes,
+    free_port,
+    host_of,
+    is_loopback,
+)
 from dflop_jax.config import DistributedConfig
-from dflop_jax.full_disk import dropping, is_standard, need_no_log
+from dflop_jax.folders import dropping, is_standard, need_no_log
 
 LEAVE_S = 10.0  # longest wait for the others at the end
 # jax's own wait for them is longer: when it is over, it ends those from C++ that still work.
@@ -45,43 +49,19 @@ RETRY_S = 0.2  # between two attempts to reach process 0
 MORE_S = 5.0
 NO_PROXY = "no_grpc_proxy"
 ABORT_S = 60  # jax gives up, with a stack trace, so long after this process does
+ADOPTED = "jax.distributed.initialize"  # the source of processes that a script has connected
 
 
-@dataclass(frozen=True)
-class Membership:
-    """This process's place in its run.
-
-    Attributes:
-      number: processes of the run.
-      index: which one this is.
-      planned: devices of the run as configured; 0: all.
-      group: exchanges messages with the other processes.
-    """
-
-    number: int = 1
-    index: int = 0
-    planned: int = 0
-    group: ProcessGroup = field(default_factory=ProcessGroup, repr=False, compare=False)
+# What this process is in, for the rest of its life: jax connects it only once. With the devices of
+# each process.
+_joined: tuple[Processes, int, ProcessGroup] | None = None
 
 
-@dataclass
-class _Joined:
-    """What this process is in, for the rest of its life: jax connects it only once."""
-
-    processes: Processes
-    devices_each: int
-    member: Membership
-    adopted: bool
-
-
-_joined: _Joined | None = None
-
-
-def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
+def initialise(config: DistributedConfig, plan_devices: int = 0) -> ProcessGroup:
     """Join the run that flags, `dflop launch` or the cluster describe, or that a script has joined
     by `jax.distributed.initialize`; nothing for one process.
 
-    Called again in the same process it returns the same membership.
+    Called again in the same process it returns the same group.
 
     Args:
       plan_devices: devices of the whole run (`plan.devices`), shared evenly; 0: all there are.
@@ -94,24 +74,22 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
     global _joined
     prepare()
     made = connection()
-    adopted = made is not None if _joined is None else _joined.adopted
-    group = None
-    if made and _joined is None:
-        group = _group(made, config)
+    adopted = made is not None if _joined is None else _joined[0].source == ADOPTED
+    group = _group(made, config) if made and _joined is None else None
     try:
         processes = _adopt(made, config) if made and adopted else find_processes(config)
         each = devices_each(processes, plan_devices)
         if processes.number == 1:
             if each and not (adopted or jax_has_started()):
                 limit_devices(processes, each)
-            return Membership(planned=plan_devices)
+            return ProcessGroup()
         if _joined is not None:
-            if (_joined.processes, _joined.devices_each) != (processes, each):
+            if _joined[:2] != (processes, each):
                 raise ValueError(
                     "this program has joined a run of other processes or devices already: start "
                     "another one"
                 )
-            return _joined.member
+            return _joined[2]
         # CPUs exchange arrays over addresses that jax is told before it starts.
         if jax_has_started() and not (adopted and not on_cpu()):
             raise ValueError(
@@ -134,35 +112,39 @@ def initialise(config: DistributedConfig, plan_devices: int = 0) -> Membership:
             group.fail(f"process {group.process} stopped: {e}", ending.BAD_INPUT)
         raise
     group.wait_s = WAIT_S
-    member = Membership(processes.number, processes.index, plan_devices, group)
-    _joined = _Joined(processes, each, member, adopted)
-    return member
-
-
-def _group(made: Connection, config: DistributedConfig) -> ProcessGroup:
-    timeout_s, wait_s = config.peer_timeout_s, config.connect_timeout_s
-    group = ProcessGroup(made.process, made.number, made.client, timeout_s=timeout_s, wait_s=wait_s)
-    ends = f"process {made.process} ended with exit code"
-    ending.leaving.append(lambda code: group.fail(f"{ends} {code}", code))
+    _joined = processes, each, group
     return group
 
 
-def run_devices(member: Membership) -> list[jax.Device]:
+def _group(made: State, config: DistributedConfig) -> ProcessGroup:
+    group = ProcessGroup(
+        made.process_id,
+        made.num_processes,
+        made.client,
+        timeout_s=config.peer_timeout_s,
+        wait_s=config.connect_timeout_s,
+    )
+    how = ending.how_ended
+    ending.leaving.append(lambda code: group.fail(how(group.process, code), code))
+    return group
+
+
+def run_devices(n_processes: int, planned: int) -> list[jax.Device]:
     """All devices of a run of several processes, process by process.
 
     Raises:
-      ValueError: they are not as many as the plan's, or some processes have more than others.
+      ValueError: they are not as many as planned (0: all), or some processes have more than others.
     """
     with _patient_gloo():
         devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
     counts = Counter(d.process_index for d in devices)
-    if member.planned not in (0, len(devices)):
+    if planned not in (0, len(devices)):
         raise ValueError(
-            f"plan.devices={member.planned}, but the {member.number} processes have {len(devices)} "
+            f"plan.devices={planned}, but the {n_processes} processes have {len(devices)} "
             f"{devices[0].platform} devices; give --plan.devices {len(devices)}, or 0"
         )
-    if len(counts) != member.number or len(set(counts.values())) > 1:
-        each = ", ".join(f"{counts[i]} on {i}" for i in range(member.number))
+    if len(counts) != n_processes or len(set(counts.values())) > 1:
+        each = ", ".join(f"{counts[i]} on {i}" for i in range(n_processes))
         raise ValueError(f"processes have different numbers of devices ({each}); give all the same")
     return devices
 
@@ -173,52 +155,40 @@ def shutdown(timeout_s: float = LEAVE_S) -> bool:
     After False (a peer is gone or busy) end with `ending.leave`: what is in flight may never come
     to an end. Does nothing for one process.
     """
-    joined = _joined
-    if joined is None or joined.adopted or not jax.distributed.is_initialized():
+    adopted = _joined is None or _joined[0].source == ADOPTED
+    if adopted or not jax.distributed.is_initialized():
         return True
-    left = threading.Event()
-
-    def together() -> None:
-        with suppress(jax.errors.JaxRuntimeError):  # somebody did not come
-            jax.distributed.shutdown()  # waits for all
-            left.set()
-
-    # In a thread, since a request to a process 0 that is gone returns only after minutes.
-    waiting = threading.Thread(target=together, daemon=True)
-    waiting.start()
-    waiting.join(timeout_s)
-    if left.is_set():
-        ending.in_run.clear()
-    return left.is_set()
+    with suppress(jax.errors.JaxRuntimeError):  # somebody did not come
+        if ending.within(timeout_s, jax.distributed.shutdown):  # waits for all
+            ending.in_run.clear()
+            return True
+    return False
 
 
 # ---- a script that has connected jax ----
 
 
-def _adopt(made: Connection, config: DistributedConfig) -> Processes:
+def _adopt(made: State, config: DistributedConfig) -> Processes:
     """The processes that a script has connected by `jax.distributed.initialize`.
 
     Raises:
       ValueError: flags say otherwise.
     """
-    for name, said, is_so in (
-        ("num_processes", config.num_processes, config.num_processes in (0, made.number)),
-        ("process_id", config.process_id, config.process_id in (-1, made.process)),
-    ):
-        if not is_so:
+    for name, own, unset in (("num_processes", made.num_processes, 0),
+                             ("process_id", made.process_id, -1)):  # fmt: skip
+        if (requested := getattr(config, name)) not in (unset, own):
             raise ValueError(
-                f"distributed.{name}={said}, but this program has called "
-                f"jax.distributed.initialize() as process {made.process} of {made.number}; leave "
-                "the flag out"
+                f"distributed.{name}={requested}, but this program has called {ADOPTED}() as "
+                f"process {made.process_id} of {made.num_processes}; leave the flag out"
             )
-    address = Address.parse(made.coordinator)
-    return Processes(made.number, made.process, address, "jax.distributed.initialize")
+    address = Address.parse(made.coordinator_address or "")
+    return Processes(made.num_processes, made.process_id, address, ADOPTED)
 
 
 # ---- what jax is told ----
 
 
-def _connect(processes: Processes, config: DistributedConfig) -> Connection:
+def _connect(processes: Processes, config: DistributedConfig) -> State:
     """Have jax join the run.
 
     Raises:
@@ -237,30 +207,23 @@ def _connect(processes: Processes, config: DistributedConfig) -> Connection:
         _reach(service, processes, wait_s).close()
     else:
         _check_port(service, interface)
-    failed: list[Exception] = []
-
-    def connect() -> None:
-        try:
-            jax.distributed.initialize(
-                str(service),
-                processes.number,
-                processes.index,
-                cluster_detection_method="deactivate",
-                initialization_timeout=math.ceil(wait_s + MORE_S + ABORT_S),
-                heartbeat_timeout_seconds=math.ceil(HEARTBEATS * config.peer_timeout_s),
-                shutdown_timeout_seconds=SHUTDOWN_S,
-                coordinator_bind_address=str(Address(interface or "::", service.port)),
-            )
-        except jax.errors.JaxRuntimeError as e:
-            failed.append(e)
-
-    connecting = threading.Thread(target=connect, daemon=True)  # nothing interrupts it
-    connecting.start()
-    connecting.join(wait_s + (MORE_S if processes.index == 0 else 0.0))
-    if failed:
-        why = str(failed[0]).partition("\n")[0]
-        raise TryAgain(f"jax does not connect at {service} ({why}): start the run again")
-    if not (made := None if connecting.is_alive() else connection()):
+    try:
+        is_connected = ending.within(
+            wait_s + (MORE_S if processes.index == 0 else 0.0),
+            jax.distributed.initialize,
+            str(service),
+            processes.number,
+            processes.index,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(wait_s + MORE_S + ABORT_S),
+            heartbeat_timeout_seconds=math.ceil(HEARTBEATS * config.peer_timeout_s),
+            shutdown_timeout_seconds=SHUTDOWN_S,
+            coordinator_bind_address=str(Address(interface or "::", service.port)),
+        )
+    except jax.errors.JaxRuntimeError as e:
+        why = str(e).partition("\n")[0]
+        raise TryAgain(f"jax does not connect at {service} ({why}): start again") from None
+    if not (made := connection() if is_connected else None):
         raise TryAgain(
             f"after {wait_s:g} s, not all of the {processes.number} processes had come to "
             f"{service}; see their logs, start all with the same number, or raise "
@@ -308,11 +271,10 @@ def _reach(service: Address, processes: Processes, wait_s: float) -> socket.sock
 
 
 class _Hello(msgspec.Struct, frozen=True):
-    """What process 0 is told of a process: how many it says they are, what it runs, the address of
-    its host as process 0's host knows it, and process 0's as it knows that; "": the same host."""
+    """What process 0 is told of a process: what it takes part in, the address of its host as
+    process 0's host knows it, and process 0's as it knows that; "": the same host."""
 
-    number: int
-    versions: str
+    run: str
     host: str = ""
     hub: str = ""
 
@@ -324,35 +286,24 @@ def _introduce(group: ProcessGroup, processes: Processes, wait_s: float) -> None
       ValueError: they were not.
       TryAgain: see `_reach`.
     """
-    mine = _Hello(processes.number, f"jax {jax.__version__}")
+    mine = _Hello(f"{processes.number} processes of jax {jax.__version__}")
     if processes.index:
         assert processes.coordinator is not None
         with _reach(processes.coordinator, processes, wait_s) as link:
-            if not is_same_host(link):
-                here, there = host_of(link.getsockname()), host_of(link.getpeername())
+            here, there = host_of(link.getsockname()), host_of(link.getpeername())
+            if here != there and not is_loopback(there):
                 mine = msgspec.structs.replace(mine, host=here, hub=there)
-    rows = group.gather("hello", msgspec.json.encode(mine))
+    rows = group.all_gather("hello", msgspec.json.encode(mine))
     hellos = [msgspec.json.decode(row, type=_Hello) for row in rows]
-    why = next(
-        (
-            f"process {p} says {says} {theirs}, process 0 says {ours}; start all alike"
-            for p, h in enumerate(hellos)
-            for says, theirs, ours in (
-                ("the number of processes is", h.number, mine.number),
-                ("it runs", h.versions, mine.versions),
+    for p, hello in enumerate(hellos):
+        if hello.run != hellos[0].run:
+            raise ValueError(
+                f"process {p} is one of {hello.run}, process 0 of {hellos[0].run}; start all alike"
             )
-            if theirs != ours
-        ),
-        "",
-    )
-    hub = next((h.hub for h in hellos if h.hub), LOOPBACK)
-    told = group.broadcast("hello", msgspec.json.encode((why, hub)))
-    why, hub = msgspec.json.decode(told, type=tuple[str, str])
-    if why:
-        raise ValueError(why)
-    own_host = mine.host or hub
+    own_host = mine.host or next((h.hub for h in hellos if h.hub), LOOPBACK)
     if not on_cpu():  # GPUs move arrays between processes themselves
-        os.environ.update(network_settings(os.environ, one_host=own_host == LOOPBACK))
+        if own_host == LOOPBACK:  # where nobody else reaches them
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     elif not jax_has_started():
         transfers = Address(own_host, free_port())
         jax.config.update("jax_cross_host_transfer_socket_address", str(transfers))

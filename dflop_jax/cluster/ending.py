@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from dflop_jax.full_disk import FULL
+from dflop_jax.folders import FULL
 
 # Exit codes beside 0 (done).
 FAILED = 1
@@ -52,18 +53,16 @@ def exit_code_of(error: BaseException) -> int:
 def preemption(say: Callable[[str], None] = lambda line: None) -> Iterator[threading.Event]:
     """An event that SIGINT, SIGTERM or SIGHUP sets, so that the run can save and end; a second
     signal ends this process at once. Only in the main thread, where signals are handled."""
-    asked = threading.Event()
-    first_s = float("inf")
+    asked, has_come = threading.Event(), False
 
     def act(signum: int) -> None:
-        nonlocal first_s
-        if first_s == float("inf"):
-            first_s = time.monotonic()
-            asked.set()
-            words = f"{signal_name(signum)}: saving, then the run ends; another signal ends it now"
-            threading.Thread(target=say, args=(words,), daemon=True).start()
-        elif time.monotonic() - first_s > ONE_SIGNAL_S:
+        nonlocal has_come
+        if has_come:
             end_now(f"{signal_name(signum)} again: ended without saving", 128 + signum)
+        has_come = True
+        asked.set()
+        words = f"{signal_name(signum)}: saving, then the run ends; another signal ends it now"
+        threading.Thread(target=say, args=(words,), daemon=True).start()
 
     with on_signal(act, lambda *_: asked.set()):
         yield asked
@@ -75,8 +74,9 @@ def on_signal(
     handler: Callable[[int, FrameType | None], None] = lambda *_: None,
 ) -> Iterator[None]:
     """Call `act` with each SIGINT, SIGTERM and SIGHUP that comes meanwhile, in a thread of its own:
-    the main thread, which runs `handler`, may be inside a library that never returns. See
-    `handled_by`; does nothing outside the main thread.
+    the main thread, which runs `handler`, may be inside a library that never returns. What is
+    ignored (nohup, a shell's background job) stays so, here and in what is started. Does nothing
+    outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -85,31 +85,18 @@ def on_signal(
     os.set_blocking(writing, False)
 
     def watch() -> None:
+        last_s = float("-inf")
         with open(reading, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
-                if number[0] in ENDING_SIGNALS:
+                if number[0] in taken and time.monotonic() - last_s > ONE_SIGNAL_S:
+                    last_s = time.monotonic()
                     act(number[0])
 
+    former = {s: signal.getsignal(s) or signal.SIG_DFL for s in ENDING_SIGNALS}
+    taken = [s for s in ENDING_SIGNALS if former[s] is not signal.SIG_IGN]
     watcher = threading.Thread(target=watch, daemon=True, name="signals")
     watcher.start()
     former_wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    try:
-        with handled_by(handler):
-            yield
-    finally:
-        signal.set_wakeup_fd(former_wakeup)
-        os.close(writing)  # which ends the thread
-        # What `act` refers to is freed here: a daemon thread that frees arrays while the
-        # interpreter ends is stopped inside of jax, which aborts the process.
-        watcher.join(SAY_S)
-
-
-@contextmanager
-def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have SIGINT, SIGTERM and SIGHUP handled so meanwhile, in the main thread. What is ignored
-    (nohup, a shell's background job) stays so, here and in what is started."""
-    former = {s: signal.getsignal(s) or signal.SIG_DFL for s in ENDING_SIGNALS}
-    taken = [s for s in ENDING_SIGNALS if former[s] is not signal.SIG_IGN]
     for s in taken:
         signal.signal(s, handler)
     try:
@@ -117,6 +104,11 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
     finally:
         for s in taken:
             signal.signal(s, former[s])
+        signal.set_wakeup_fd(former_wakeup)
+        os.close(writing)  # which ends the thread
+        # What `act` refers to is freed here: a daemon thread that frees arrays while the
+        # interpreter ends is stopped inside of jax, which aborts the process.
+        watcher.join(SAY_S)
 
 
 def how_ended(process: int, code: int) -> str:
@@ -146,10 +138,25 @@ def end_now(why: str, exit_code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # nobody is there to read it
             print(f"dflop: {why}", file=sys.stderr, flush=True)
 
-    saying = threading.Thread(target=say, daemon=True)
-    saying.start()
-    saying.join(SAY_S)
+    within(SAY_S, say)
     os._exit(exit_code)
+
+
+def within(seconds: float, do: Callable[..., object], *args: Any, **named: Any) -> bool:
+    """Call `do` in a thread of its own and wait for it so long: nothing interrupts what waits for a
+    process that is gone, a disk, or a reader. Whether it has returned; raises what it raised."""
+    future = Future[object]()
+
+    def run() -> None:
+        try:
+            future.set_result(do(*args, **named))
+        except Exception as e:
+            future.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    with suppress(TimeoutError):
+        future.result(seconds)
+    return future.done()
 
 
 def ends_in_time(seconds: float) -> None:

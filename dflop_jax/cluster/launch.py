@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from dflop_jax.cluster.processes import find_processes
+from dflop_jax.cluster.supervised import DEVICES_ENV, LOCAL_NUMBER_ENV
 from dflop_jax.cluster.supervisor import Job, LaunchResult, supervise
-from dflop_jax.cluster.variables import DEVICES_ENV, LOCAL_NUMBER_ENV
 from dflop_jax.config import DistributedConfig
 
 # XLA on the CPU takes fresh memory for every program's temporaries. Given back to the system after

@@ -5,9 +5,10 @@ A message is bytes under a key that names one call; who reads it last deletes it
 another way (`pipeline.communicator`). Any thread may send and receive.
 
 Each process has a thread that gives a sign of life every second, learns whether another process has
-failed, and measures the offset of its clock. Process 0 ends the run when a process is silent for
-`timeout_s`. jax's own heartbeat time-out is `HEARTBEATS` times as long: jax ends a process from C++
-(SIGABRT, exit code 134) and does not name the lost one. It does so at once when process 0 dies.
+failed, and measures how far its clock is off: clocks of two hosts drift apart by some 20 ppm, 1.7 s
+a day. Process 0 ends the run when a process is silent for `timeout_s`. jax's own heartbeat time-out
+is `HEARTBEATS` times as long: jax ends a process from C++ (SIGABRT, exit code 134) and does not
+name the lost one. It does so at once when process 0 dies.
 
 No other file of this package uses `jax._src.distributed`.
 """
@@ -24,14 +25,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import msgspec
-from jax._src import distributed
+from jax._src.distributed import State, global_state
 
-from dflop_jax.cluster.clocks import ClockOffset
-from dflop_jax.cluster.ending import FAILED, SAY_S, TRY_AGAIN, RunFailed, TryAgain, end_now, leave
+from dflop_jax.cluster.ending import FAILED, TRY_AGAIN, RunFailed, TryAgain, end_now, leave, within
 
 HEARTBEATS = 2  # jax's heartbeat time-out over `timeout_s`
 BEAT_S = 1.0  # between two signs of life; a time-out below 5 s has shorter beats
@@ -42,26 +42,16 @@ SLICE_S = 1.0
 WAIT_S = 7200.0  # default deadline of a wait: the longest search for a plan or compilation
 EXIT_S = 300.0  # deadline at the end of Python, as jax's own
 ANNOUNCE_S = 3.0  # process 0 waits so long for the others to read why the run fails
-MAX_NAMES = 8  # silent processes named in one line
+CLOCK_S = 60.0  # between two measurements, in which clocks of two hosts come 1.2 ms apart
+ROUND_TRIPS = 8  # per measurement; the shortest counts, since most wait for a thread
+ANSWER_S = 5.0  # longest wait for the time
 _ROOT = "dflop"  # of all keys
-_ALIVE, _FAILURE, _HEARD = (f"{_ROOT}/{n}" for n in ("alive", "failure", "heard"))
+_ALIVE, _FAILURE, _HEARD, _CLOCK = (f"{_ROOT}/{n}" for n in ("alive", "failure", "heard", "clock"))
 
 
-class Connection(NamedTuple):
-    """How jax has connected this process: its client of the service, and what jax was told."""
-
-    client: Any
-    process: int
-    number: int
-    coordinator: str
-
-
-def connection() -> Connection | None:
+def connection() -> State | None:
     """jax's connection to the coordination service; None where jax is not connected."""
-    state = distributed.global_state
-    address = state.coordinator_address or ""
-    made = Connection(state.client, state.process_id, state.num_processes, address)
-    return made if made.client is not None else None
+    return global_state if global_state.client is not None else None
 
 
 class _Failure(msgspec.Struct, frozen=True):
@@ -96,6 +86,7 @@ class ProcessGroup:
 
     Attributes:
       name: host and pid of this process.
+      offset_s: what to add to this process's clock to get process 0's.
       wait_s: deadline of every wait.
       status: called every second; process 0 reads what it returned in `statuses`.
       on_hang: called with the reason before a run ends because a process hangs or is lost.
@@ -108,7 +99,7 @@ class ProcessGroup:
         client: Any = None,
         *,
         timeout_s: float = 15.0,
-        on_failure: Callable[[str, int], None] | None = None,
+        on_failure: Callable[[str, int], None] = end_now,
         clock: Callable[[], float] = time.perf_counter,
         wait_s: float = WAIT_S,
     ):
@@ -117,13 +108,11 @@ class ProcessGroup:
         self.status: Callable[[], bytes] = bytes
         self.on_hang: Callable[[str], None] = lambda why: None
         self._client, self._timeout_s, self.wait_s = client, timeout_s, wait_s
-        self._on_failure = on_failure or end_now
-        read = lambda name, wait_s: self._read(name, "the time", 0, wait_s)  # noqa: E731
-        self._offset = ClockOffset(client, read, clock)
+        self._on_failure, self._clock, self.offset_s = on_failure, clock, 0.0
         self.name = f"{socket.gethostname()}, pid {os.getpid()}"
         self._changed = threading.Condition()
         self._run, self._calls, self._abandoned = 0, Counter[str](), set[str]()
-        self._failed = self._told = self._closing = False
+        self._failed, self._told, self._closing = False, threading.Event(), False
         self._waiting = 0  # threads inside a blocking read
         self._listening = set(range(count))  # processes that are not silent
         # By process: its newest sign of life, and when that came.
@@ -136,11 +125,6 @@ class ProcessGroup:
     @property
     def is_hub(self) -> bool:
         return self.process == 0
-
-    @property
-    def offset_s(self) -> float:
-        """What to add to this process's clock to get process 0's."""
-        return self._offset.seconds
 
     # ---- messages ----
 
@@ -174,8 +158,7 @@ class ProcessGroup:
             return value
         got = self._read(name, key, 0)
         # The last of the readers deletes.
-        n_read = 1 if self.count == 2 else self._ask(key, "increment", f"{name}/readers", 1)
-        if n_read == self.count - 1:
+        if self._ask(key, "increment", f"{name}/readers", 1) == self.count - 1:
             self._ask(key, "delete", name)
         return got
 
@@ -196,24 +179,25 @@ class ProcessGroup:
             self._ask(key, "delete", name)
         return [values[p] for p in range(self.count)]
 
+    def all_gather(self, key: str, value: bytes, *, step: int | None = None) -> list[bytes]:
+        """Return the values of all processes, in order, on every process."""
+        gathered = msgspec.msgpack.encode(self.gather(key, value, step=step))
+        return msgspec.msgpack.decode(self.broadcast(key, gathered, step=step), type=list[bytes])
+
     def sums(self, key: str, values: Sequence[float], *, step: int | None = None) -> list[float]:
         """Return the sums of all processes' values on every process."""
         # Not as JSON, which has no number for what is not finite.
-        gathered = self.gather(key, msgspec.msgpack.encode(list(values)), step=step)
+        gathered = self.all_gather(key, msgspec.msgpack.encode(list(values)), step=step)
         rows = [msgspec.msgpack.decode(v, type=list[float]) for v in gathered]
-        total = [sum(column) for column in zip(*rows, strict=True)]
-        summed = self.broadcast(key, msgspec.msgpack.encode(total), step=step)
-        return msgspec.msgpack.decode(summed, type=list[float])
+        return [sum(column) for column in zip(*rows, strict=True)]
 
-    def first_text(self, key: str, text: str, *, step: int | None = None) -> str:
+    def first_text(self, key: str, text: str) -> str:
         """Return the text of the first process that gives one, on every process; "" if none."""
-        texts = self.gather(key, text.encode(), step=step)
-        first = next((t for t in texts if t), b"")
-        return self.broadcast(key, first, step=step).decode()
+        return next((t.decode() for t in self.all_gather(key, text.encode()) if t), "")
 
     def barrier(self, key: str) -> None:
         """Wait until every process is here."""
-        self.sums(key, ())
+        self.all_gather(key, b"")
 
     def statuses(self) -> dict[int, bytes]:
         """On process 0: the newest status of each process that has sent one."""
@@ -302,6 +286,7 @@ class ProcessGroup:
 
     def _watch(self) -> None:
         """Thread: tell that this process lives, and learn of failures and of the time."""
+        key, measured_s = f"{_ALIVE}/{self.process}", float("-inf")
         every_s = min(BEAT_S, self._timeout_s / BEATS_PER_TIMEOUT)
         for beat in itertools.count():
             if self._pause(every_s if beat else 0.0):
@@ -309,16 +294,15 @@ class ProcessGroup:
             # Where the service is gone, jax ends this process.
             with suppress(jax.errors.JaxRuntimeError, RunFailed):
                 life = msgspec.msgpack.encode(_Life(beat, self.name, self.status()))
-                self._client.key_value_set_bytes(
-                    f"{_ALIVE}/{self.process}", life, allow_overwrite=True
-                )
+                self._client.key_value_set_bytes(key, life, allow_overwrite=True)
                 if failure := self._client.key_value_dir_get_bytes(_FAILURE):
                     first = msgspec.json.decode(failure[0][1], type=_Failure)
                     self._end_run(first, heard=True)
                 elif self.is_hub:
                     self._look_for_silence(every_s)
-                else:
-                    self._offset.measure_when_due()
+                elif time.monotonic() - measured_s > CLOCK_S:
+                    self.offset_s = self._measured_offset()
+                    measured_s = time.monotonic()
 
     def _pause(self, seconds: float) -> bool:
         """Wait; whether the run has ended."""
@@ -340,14 +324,32 @@ class ProcessGroup:
                 silent[process] = f"process {process} ({life.name}) is silent for {silent_s:.0f} s"
         if silent:
             self._listening -= silent.keys()
-            named = ", ".join([*silent.values()][:MAX_NAMES])
-            self.give_up(f"{named}; the run ends, continue it with --resume auto")
+            self.give_up(
+                f"{', '.join(silent.values())}; the run ends, continue it with --resume auto"
+            )
+
+    def _measured_offset(self) -> float:
+        """The offset by the shortest of some round trips, the way there taken for as long as the
+        way back: the error is at most half of the trip."""
+        trips: list[tuple[float, float]] = []
+        for _ in range(ROUND_TRIPS):
+            name = f"{_CLOCK}/{self._client.key_value_increment(f'{_CLOCK}s', 1)}"
+            sent_s = self._clock()
+            self._client.key_value_set_bytes(name, b"")
+            answer = self._read(f"{name}/answer", "the time", 0, ANSWER_S)
+            back_s = self._clock()
+            self._client.key_value_delete(name)
+            here_s = (sent_s + back_s) / 2
+            trips.append((back_s - sent_s, msgspec.json.decode(answer, type=float) - here_s))
+        return min(trips)[1]
 
     def _answer_clocks(self) -> None:
-        """Thread of process 0: say what time it is."""
+        """Thread of process 0: say what time it is, to each question in turn."""
         with suppress(jax.errors.JaxRuntimeError, RunFailed):
             for question in itertools.count(1):
-                self._offset.answer(question)
+                self._read(f"{_CLOCK}/{question}", "a question", 0, float("inf"))
+                now = msgspec.json.encode(self._clock())
+                self._client.key_value_set_bytes(f"{_CLOCK}/{question}/answer", now)
 
     # ---- failures ----
 
@@ -359,25 +361,20 @@ class ProcessGroup:
           goes_on: the thread that calls this ends this process.
         """
         with self._changed:
-            if self._closing or self._failed:
-                if goes_on:  # another thread may end this process with the first failure
-                    ended = lambda: self._told or self._closing  # noqa: E731
-                    self._changed.wait_for(ended, ANNOUNCE_S + 2 * SAY_S)
-                return
-            self._failed = True
+            is_first = not (self._closing or self._failed)
+            self._failed |= is_first
             self._changed.notify_all()
+        if not is_first:
+            if goes_on and not self._closing:  # another thread may end this process meanwhile
+                self._told.wait(2 * ANNOUNCE_S)
+            return
         if failure.hangs:
             self.on_hang(failure.why)
         if self.count > 1:  # in a thread, since the service may be gone
-            told = None if heard else failure
-            telling = threading.Thread(target=self._tell, args=(told,), daemon=True)
-            telling.start()
-            telling.join(ANNOUNCE_S)
+            within(ANNOUNCE_S, self._tell, None if heard else failure)
         if not goes_on:
             self._on_failure(failure.why, failure.exit_code)  # does not return in a real run
-        with self._changed:
-            self._told = True
-            self._changed.notify_all()
+        self._told.set()
 
     def _tell(self, failure: _Failure | None) -> None:
         """Tell the others of a failure, and that this process knows of one. Process 0 waits for

@@ -12,14 +12,17 @@ In the last three JAX_COORDINATOR_ADDRESS replaces the coordinator, JAX_COORDINA
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import logging
 import os
+import random
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from dflop_jax.cluster.addresses import Address
-from dflop_jax.cluster.variables import (
+from dflop_jax.cluster.supervised import (
     COORDINATOR_ENV,
     DEVICES_ENV,
     LOCAL_INDEX_ENV,
@@ -120,30 +123,20 @@ def _from_launcher() -> Processes | None:
 def _from_slurm() -> Processes | None:
     # The shell of salloc is one task, though SLURM_NTASKS says how many its job may start.
     number = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
-    if number == 1:
+    if number == 1 or "SLURM_STEP_NODELIST" not in os.environ:
         return None
-    from jax._src.clusters import SlurmCluster
-
-    if not SlurmCluster.is_env_present():
-        return None
+    # Not by jax, which takes `rack[1-2]n[01-02]` for `rack1`. The first name ends at a comma
+    # outside brackets; the port is that which jax derives from the job's number.
+    nodes = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+    first, port = nodes.partition(",")[0], 61_440 + _number("SLURM_JOB_ID") % 4096
     return Processes(
         number,
         _number("SLURM_PROCID"),
-        _cluster_address(_slurm_address),
+        _cluster_address(lambda given: f"{first}:{given or port}"),
         "Slurm",
         _slurm_tasks_here(),
         _number("SLURM_LOCALID"),
     )
-
-
-def _slurm_address(port: str | None) -> str:
-    """The step's first node, at the port that jax derives from the job's number."""
-    from jax._src.clusters import SlurmCluster
-
-    port = SlurmCluster.get_coordinator_address(None, port).rpartition(":")[2]
-    # jax takes `rack[1-2]n[01-02]` for `rack1`. The first name ends at a comma outside brackets.
-    nodes = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
-    return f"{nodes.partition(',')[0]}:{port}"
 
 
 def _slurm_tasks_here() -> int:
@@ -231,3 +224,86 @@ def _number(name: str, default: int | None = None) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{name}={text!r} is not a number from 0; set it to one")
     return int(text)
+
+
+LISTEN_PORTS = range(20_000, 32_000)  # below those of outgoing connections on Linux and macOS
+LOOPBACK = "127.0.0.1"
+ALL_INTERFACES = ""
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host (name or IP) and a port.
+
+    Raises:
+      ValueError: the port is not in 1..65535.
+    """
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        if not (self.host and 1 <= self.port <= 65535):
+            raise ValueError(f"{self} is no HOST:PORT with a port from 1 to 65535; give one")
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """The address that `HOST:PORT` (`[HOST]:PORT` for IPv6) says; ValueError for others."""
+        host, _, port = text.strip().rpartition(":")
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        if not port.isascii() or not port.isdigit() or (":" in bare and bare == host):
+            raise ValueError(f"{text!r} is no HOST:PORT (such as node7:29400); give one")
+        return cls(bare, int(port))
+
+    def interface(self) -> str:
+        """The IP of this host that a process listens on so that others reach it at this address.
+
+        ALL_INTERFACES where that cannot be told: this host's name means loopback here, though
+        not elsewhere, or the address is translated on the way to this host.
+        """
+        # A host's own name is for all, even where it resolves to 127.0.1.1.
+        if self.host == "localhost" or is_loopback(self.host):
+            return "::1" if ":" in self.host else LOOPBACK
+        try:
+            family, _, _, _, name = socket.getaddrinfo(
+                self.host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family) as s:
+                s.bind((str(name[0]), 0))
+        except OSError:
+            return ALL_INTERFACES
+        return ALL_INTERFACES if is_loopback(str(name[0])) else str(name[0])
+
+
+def free_port() -> int:
+    """A port of this host that nothing uses now.
+
+    Not one that the system gives to outgoing connections: one of those could take it before we
+    listen, even a connection to that very port, which then reaches itself.
+    """
+    for port in random.SystemRandom().sample(LISTEN_PORTS, 100):
+        with socket.socket() as s:
+            try:
+                s.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ValueError(
+        f"no free port found from {LISTEN_PORTS[0]} to {LISTEN_PORTS[-1]}; end what holds them"
+    )
+
+
+def host_of(name: Any) -> str:
+    """The IP in a socket's name; IPv4 addresses inside IPv6 become plain IPv4."""
+    return str(name[0]).split("%")[0].removeprefix("::ffff:")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an IP is one of loopback's; a name is none."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False

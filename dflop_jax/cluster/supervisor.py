@@ -1,7 +1,9 @@
 """The supervisor of a run's processes on this host: starts them, and again when one fails.
 
-The supervisor forwards the output of its processes and the signals that it gets. The
-first process to die is the cause of a failure: the supervisor says which rank it was and how it
+The supervisor forwards the output of its processes and the signals that it gets. Process 0 inherits
+standard output and error: on a terminal its progress bar keeps working, and what it prints for
+programs (`--json`) stays as it is. The lines of the others get a prefix, `[1] `. The first process
+to die is the cause of a failure: the supervisor says which rank it was and how it
 ended, ends the others and, while restarts are left, starts all of them again. A restarted run
 resumes from its newest checkpoint. Bad input (exit code 2) is not retried.
 """
@@ -18,27 +20,27 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from typing import IO
 
-from dflop_jax.cluster.addresses import LOOPBACK, Address, free_port
 from dflop_jax.cluster.ending import (
     ABORTED,
     BAD_INPUT,
-    ONE_SIGNAL_S,
     PREEMPTED,
+    SAY_S,
     TRY_AGAIN,
-    handled_by,
     how_ended,
+    on_signal,
     shell_code,
     signal_name,
+    within,
 )
-from dflop_jax.cluster.output import STDERR, STDOUT, Output
-from dflop_jax.cluster.variables import (
+from dflop_jax.cluster.processes import LOOPBACK, Address, free_port
+from dflop_jax.cluster.supervised import (
     COORDINATOR_ENV,
     LOCAL_INDEX_ENV,
     LOCAL_NUMBER_ENV,
@@ -61,6 +63,10 @@ DRAIN_S = 0.5  # longest wait for the last lines of a process that has ended
 FIRST_WAIT_S, MAX_WAIT_S = 1.0, 60.0
 MAX_EARLY_ERRORS = 3  # failures in a row before the first step, of which the last is an error
 _PR_SET_PDEATHSIG = 1  # of prctl
+STDOUT, STDERR = 1, 2  # file descriptors
+LINE_BYTES = 1 << 16  # longer lines are shown in parts
+SHOW_CURSOR = b"\x1b[?25h"
+_writing = threading.Lock()  # one line at a time
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class _Ended:
     exit_code: int
 
 
-# The number of a signal that came, or an end. A signal handler may put to a SimpleQueue.
+# The number of a signal that came, or an end.
 _Events = queue.SimpleQueue[int | _Ended]
 
 
@@ -108,8 +114,8 @@ def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
       ValueError: the program cannot be started.
     """
     name, restarts, early = uuid.uuid4().hex, 0, 0  # early: failures in a row without a step
-    events, output = _Events(), Output()
-    with _signals_noted(events), tempfile.TemporaryDirectory(prefix="dflop-") as folder:
+    events = _Events()
+    with on_signal(events.put), tempfile.TemporaryDirectory(prefix="dflop-") as folder:
         step_file = Path(folder, "step")
         try:
             while True:
@@ -121,7 +127,7 @@ def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
                 }
                 is_last = restarts == max_restarts
                 grace_s = STOP_GRACE_S if is_last else RESTART_GRACE_S
-                start = _Start(job, shared, events, output, grace_s)
+                start = _Start(job, shared, events, grace_s)
                 start.run()
                 early = 0 if step_file.exists() else early + 1
                 step_file.unlink(missing_ok=True)
@@ -129,21 +135,22 @@ def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
                 if start.signalled or result.exit_code in (0, BAD_INPUT, PREEMPTED):
                     return result
                 if early >= MAX_EARLY_ERRORS and result.exit_code != TRY_AGAIN and not is_last:
-                    output.say(f"{early} failures before the first step; the run ends")
+                    _say(f"{early} failures before the first step; the run ends")
                     return result
                 if is_last:
                     if max_restarts:
-                        output.say(f"no restart is left of --max-restarts {max_restarts}")
+                        _say(f"no restart is left of --max-restarts {max_restarts}")
                     return result
                 restarts += 1
                 wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (early - 2)) if early > 1 else 0.0
                 when = f" in {wait_s:g} s" if wait_s else ""
-                output.say(f"restart {restarts} of {max_restarts}{when}")
+                _say(f"restart {restarts} of {max_restarts}{when}")
                 if signum := _next(events, time.monotonic() + wait_s):
                     assert isinstance(signum, int), "no process runs"
                     return LaunchResult(shell_code(-signum), start.exit_codes)
         finally:
-            output.close()
+            if os.isatty(STDERR):  # a bar that was killed leaves no cursor
+                within(SAY_S, _write, STDERR, SHOW_CURSOR)
 
 
 class _Start:
@@ -154,18 +161,10 @@ class _Start:
       exit_code: of the first process that failed; 0: none has.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        shared: Mapping[str, str],
-        events: _Events,
-        output: Output,
-        grace_s: float,
-    ):
+    def __init__(self, job: Job, shared: Mapping[str, str], events: _Events, grace_s: float):
         self.signalled, self.exit_code = False, 0
         self._job, self._shared = job, shared
         self._events, self._grace_s = events, grace_s
-        self._show, self._say = output.show, output.say
         self._processes: list[subprocess.Popen[bytes]] = []
         self._codes: dict[int, int] = {}  # by rank, of those that have ended
 
@@ -219,7 +218,7 @@ class _Start:
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Forward what a process writes, and put its end after its last lines."""
         printers = [
-            threading.Thread(target=self._show, args=(rank, pipe, fd), daemon=True)
+            threading.Thread(target=_show, args=(rank, pipe, fd), daemon=True)
             for pipe, fd in ((process.stdout, STDOUT), (process.stderr, STDERR))
             if pipe is not None
         ]
@@ -248,13 +247,13 @@ class _Start:
             elif event is not None and not self.signalled:
                 self.signalled, deadline = True, now_s + SAVE_GRACE_S
                 self._signal(event)
-                self._say(f"{signal_name(event)} passed on; waiting for the processes to end")
+                _say(f"{signal_name(event)} passed on; waiting for the processes to end")
             elif killed:
-                self._say(f"{self._running()} cannot be killed and stays behind")
+                _say(f"{self._running()} cannot be killed and stays behind")
                 return
             else:
                 if event is None:
-                    self._say(f"{self._running()} did not end in time; killing")
+                    _say(f"{self._running()} did not end in time; killing")
                 self._kill()
                 killed, deadline = True, now_s + KILLED_S
 
@@ -268,7 +267,7 @@ class _Start:
         end_alone = code in (PREEMPTED, BAD_INPUT, TRY_AGAIN)
         does = "waiting for" if end_alone else "ending"
         how = how_ended(cause.rank, code)
-        self._say(f"{how}; {does} the others" if self._running() else how)
+        _say(f"{how}; {does} the others" if self._running() else how)
         if end_alone or self.signalled:
             return STOP_GRACE_S
         self._signal(signal.SIGTERM)
@@ -315,17 +314,25 @@ def _prepare_child(cores: set[int] | None) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-@contextmanager
-def _signals_noted(events: _Events) -> Iterator[None]:
-    """Put each SIGINT, SIGTERM and SIGHUP that comes meanwhile."""
-    last_s = float("-inf")
+# ---- output ----
 
-    def handle(signum: int, _: FrameType | None) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s > ONE_SIGNAL_S:
-            last_s = now_s
-            events.put(signum)
 
-    with handled_by(handle):
-        yield
+def _show(process: int, pipe: IO[bytes], fd: int) -> None:
+    """Thread: show what a process writes until it closes its end."""
+    with pipe:
+        while line := pipe.readline(LINE_BYTES):
+            _write(fd, f"[{process}] ".encode() + line.rstrip(b"\n") + b"\n")
+
+
+def _say(text: str) -> None:
+    """Say something in the supervisor's own name."""
+    within(SAY_S, _write, STDERR, f"dflop launch: {text}\n".encode())
+
+
+def _write(fd: int, data: bytes) -> None:
+    """Write a line whole; on a terminal it takes the place of process 0's bar, which is drawn
+    again."""
+    data = (b"\r\x1b[2K" if os.isatty(fd) else b"") + data
+    with _writing, suppress(OSError):  # nobody reads it any more; the processes shall not hang
+        while data:
+            data = data[os.write(fd, data) :]

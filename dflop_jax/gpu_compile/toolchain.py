@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dflop_jax.cluster.environment import gpu_settings, xla_knows
+from dflop_jax.cluster.devices import gpu_settings, xla_knows
 
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 _HOW = "pip install -e '.[gpu-compile]' (or dflop_jax[gpu-compile]) brings it"

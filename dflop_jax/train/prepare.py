@@ -13,14 +13,13 @@ from math import ceil
 from typing import Any
 
 import jax
-import msgspec
 
 from dflop_jax.cluster.devices import connect_pairs
 from dflop_jax.cluster.distributed import initialise, run_devices
+from dflop_jax.cluster.hang_watch import Sections
 from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.cluster.sections import Sections
 from dflop_jax.config import Config, ModelConfig, TrainConfig, check_warmup
-from dflop_jax.contract import MultimodalModel, chip_of, data_factory_of
+from dflop_jax.contract import MultimodalModel, chip_of
 from dflop_jax.data import MediaSpec, Source, make_source
 from dflop_jax.folders import writing
 from dflop_jax.hardware import find_hardware
@@ -183,7 +182,7 @@ class Workplace:
         Raises:
           ValueError: data that cannot be read, or a `data.factory` that cannot be imported.
         """
-        if factory := self.config.data.factory or data_factory_of(self.model):
+        if factory := self.config.data.factory or getattr(self.model, "data_factory", ""):
             return imported("data.factory", factory)(self.config.data, self.model, split)
         spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
         train, barrier = self.config.train, split
@@ -244,11 +243,11 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     use_cache(config.cache_dir)
     noted = TimeLog()
     with noted.part(CONNECT):
-        member = initialise(config.distributed, config.plan.devices)
-        alone = member.number == 1
-        devices = use_devices(member.planned) if alone else run_devices(member)
-        peers = member.group
-        if member.number > 1 and devices[0].platform == "cpu":
+        n_planned = config.plan.devices
+        peers = initialise(config.distributed, n_planned)
+        alone = peers.count == 1
+        devices = use_devices(n_planned) if alone else run_devices(peers.count, n_planned)
+        if not alone and devices[0].platform == "cpu":
             connect_pairs(tuple(devices), peers)
     config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=resume))
     model = model_on(chip_of(devices[0]), config)
@@ -262,9 +261,8 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
 
 def _hosts(peers: ProcessGroup) -> tuple[str, ...]:
     """The name of every process's host."""
-    names = peers.gather("hosts", socket.gethostname().encode())
-    shared = peers.broadcast("hosts", msgspec.json.encode([name.decode() for name in names]))
-    return msgspec.json.decode(shared, type=tuple[str, ...])
+    names = peers.all_gather("hosts", socket.gethostname().encode())
+    return tuple(name.decode() for name in names)
 
 
 def _set_up_elsewhere(config: Config) -> Workplace:

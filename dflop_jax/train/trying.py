@@ -54,11 +54,9 @@ def in_agreement(
     """
 
     def agree(mine: Shortage | None = None) -> None:
-        told = peers.gather("memory", msgspec.json.encode(mine))
+        told = peers.all_gather("memory", msgspec.json.encode(mine))
         known = (msgspec.json.decode(t, type=Shortage | None) for t in told)
-        worst = max((s for s in known if s), key=lambda s: s.short_bytes, default=None)
-        shared = peers.broadcast("memory", msgspec.json.encode(worst))
-        if short := msgspec.json.decode(shared, type=Shortage | None):
+        if short := max((s for s in known if s), key=lambda s: s.short_bytes, default=None):
             raise PlanTooLarge(_line(plan, what, short), short.short_bytes)
 
     shortage = None

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dflop_jax.cluster.ending import is_command
-from dflop_jax.cluster.hang_watch import hangs_watched
-from dflop_jax.cluster.sections import Sections, TaskPlace
+from dflop_jax.cluster.hang_watch import HangWatch, Sections, TaskPlace
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.report.run_folder import HUNG
 from dflop_jax.report.spent import DATA, START, TRAINING
@@ -30,14 +29,9 @@ def watched(place: Workplace) -> Iterator[None]:
         return
     place.sections.begin(START)
     ends = place.peers.count > 1 or is_command.is_set()
-    folder = Path(place.config.run_dir, HUNG)
-    with hangs_watched(
-        place.sections,
-        place.peers,
-        folder,
-        least_s=settings.hang_least_s,
-        end=None if ends else log.error,
-    ):
+    folder, end = Path(place.config.run_dir, HUNG), None if ends else log.error
+    least_s = settings.hang_least_s
+    with HangWatch(place.sections, place.peers, folder, least_s=least_s, end=end):
         yield
 
 

@@ -7,11 +7,10 @@ import sys
 import jax
 import pytest
 
-from dflop_jax.cluster import environment
-from dflop_jax.cluster.environment import (
+from dflop_jax.cluster import devices
+from dflop_jax.cluster.devices import (
     cpu_settings,
     gpu_settings,
-    network_settings,
     prepare,
     xla_knows,
 )
@@ -46,12 +45,6 @@ def test_the_users_own_settings_win(own):
     assert gpu_settings({**mine, "XLA_FLAGS": both}, everything) == {}
 
 
-def test_on_one_host_nobody_else_reaches_nccl():
-    assert network_settings({}, one_host=True) == {"NCCL_SOCKET_IFNAME": "lo"}
-    assert network_settings({}, one_host=False) == {}
-    assert network_settings({"NCCL_SOCKET_IFNAME": "eth1"}, one_host=True) == {}
-
-
 def test_an_unknown_flag_is_left_out():
     assert "XLA_FLAGS" not in gpu_settings({}, lambda _: False)
     only = gpu_settings({}, lambda flag: "latency" in flag)["XLA_FLAGS"]
@@ -62,10 +55,9 @@ def test_known_flags_are_those_that_xla_takes():
     """The libraries describe flags that are no more; naming one ends the process."""
     gone = "xla_gpu_enable_async_all_gather"
     assert not xla_knows("xla_gpu_no_such_flag")
-    assert any(environment._holds(lib, gone.encode()) for lib in environment._libraries())
     options = "CompileOptions().executable_build_options.debug_options"
     code = f"from jaxlib import xla_client; xla_client.{options}"
-    for flag, known in ((gone, False), *((f, True) for f in environment.GPU_FLAGS)):
+    for flag, known in ((gone, False), *((f, True) for f in devices.GPU_FLAGS)):
         assert xla_knows(flag) == known
         value = {**os.environ, "XLA_FLAGS": f"--{flag}=false"}
         run = subprocess.run([sys.executable, "-c", code], env=value, capture_output=True)
@@ -86,17 +78,17 @@ def test_on_the_cpu_programs_compile_quickly_where_jax_can():
 
 def test_nothing_is_set_too_late(monkeypatch):
     before = dict(os.environ)
-    monkeypatch.setattr(environment, "jax_has_started", lambda: True)
+    monkeypatch.setattr(devices, "jax_has_started", lambda: True)
     for cpu in (True, False):
-        monkeypatch.setattr(environment, "on_cpu", lambda cpu=cpu: cpu)
+        monkeypatch.setattr(devices, "on_cpu", lambda cpu=cpu: cpu)
         prepare()
     assert dict(os.environ) == before
 
 
 def test_on_gpus_it_is_set_before_jax_starts(monkeypatch):
-    monkeypatch.setattr(environment, "on_cpu", lambda: False)
-    monkeypatch.setattr(environment, "jax_has_started", lambda: False)
-    for name in ("XLA_FLAGS", *environment.MEMORY_FRACTION, *environment.VARIABLES):
+    monkeypatch.setattr(devices, "on_cpu", lambda: False)
+    monkeypatch.setattr(devices, "jax_has_started", lambda: False)
+    for name in ("XLA_FLAGS", *devices.MEMORY_FRACTION, *devices.VARIABLES):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     prepare()

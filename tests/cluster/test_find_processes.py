@@ -11,8 +11,7 @@ import re
 import pytest
 
 from dflop_jax.cluster import processes
-from dflop_jax.cluster.addresses import Address
-from dflop_jax.cluster.processes import Processes, find_processes
+from dflop_jax.cluster.processes import Address, Processes, find_processes
 from dflop_jax.config import DistributedConfig
 
 AT = Address("node1", 29400)

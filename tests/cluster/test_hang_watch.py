@@ -11,11 +11,10 @@ import msgspec
 import pytest
 
 from dflop_jax.cluster import hang_watch, messages
-from dflop_jax.cluster.hang_watch import hangs_watched
-from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.cluster.sections import (
+from dflop_jax.cluster.hang_watch import (
     REMEMBERED,
     UNMEASURED,
+    HangWatch,
     Sections,
     TaskPlace,
     Whereabouts,
@@ -23,6 +22,7 @@ from dflop_jax.cluster.sections import (
     says,
     who_hangs,
 )
+from dflop_jax.cluster.messages import ProcessGroup
 from tests.cluster.service import LIMIT_S, make_job
 
 
@@ -163,7 +163,7 @@ class Jobs:
                 s.begin("step", step)
 
     def watching(self, p: int):
-        return hangs_watched(self.sections[p], self.peers[p], self.folder, least_s=self._least_s)
+        return HangWatch(self.sections[p], self.peers[p], self.folder, least_s=self._least_s)
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_an_evaluation_gets_on_by_its_tasks_and_a_step_does_not():
         sections.tasks = lambda begun=begun: TaskPlace(0, 0, begun[0])
         for _ in range(2):
             sections.begin("some", 1 if is_step else None)
-        with hangs_watched(sections, peers, Path("/dev/null/none"), least_s=0.3, end=said.append):
+        with HangWatch(sections, peers, Path("/dev/null/none"), least_s=0.3, end=said.append):
             for _ in range(12):
                 begun[0] += 1
                 time.sleep(0.1)
@@ -252,7 +252,7 @@ def test_a_process_that_was_stopped_as_a_whole_does_not_hang(monkeypatch, tmp_pa
     sections = Sections(10.0, 0.5, ("step",), clock)
     for _ in range(2):
         sections.begin("step", 1)
-    with hangs_watched(sections, ProcessGroup(), tmp_path, least_s=0.5, end=said.append):
+    with HangWatch(sections, ProcessGroup(), tmp_path, least_s=0.5, end=said.append):
         clock.s += 600.0  # between two looks
         wait_for_real(lambda: not sections.is_late)
         assert not said
@@ -271,7 +271,7 @@ def wait_for_real(condition) -> None:
 
 def test_afterwards_nothing_is_watched(tmp_path):
     peers, sections = ProcessGroup(), Sections(10.0, 0.1, ("step",))
-    with hangs_watched(sections, peers, tmp_path, least_s=0.1, end=lambda why: None):
+    with HangWatch(sections, peers, tmp_path, least_s=0.1, end=lambda why: None):
         sections.begin("step", 0)
     assert sections.name == ""
     assert peers.status() == b""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dflop_jax.cluster import clocks, messages
+from dflop_jax.cluster import messages
 from dflop_jax.cluster.ending import FAILED, TRY_AGAIN, RunFailed, TryAgain
 from dflop_jax.cluster.messages import ProcessGroup, connection
 from tests.cluster.service import LIMIT_S
@@ -195,7 +195,7 @@ def test_a_service_that_is_gone_is_told_in_a_line(job, monkeypatch):
 
 def test_offsets_turn_a_clock_into_process_0s_and_follow_it(job, monkeypatch):
     """With clocks that are apart, as those of hosts are, and one that then runs on."""
-    monkeypatch.setattr(clocks, "CLOCK_S", 0.1)
+    monkeypatch.setattr(messages, "CLOCK_S", 0.1)
     ahead_s = [1000.0 * p**2 for p in range(4)]
 
     def clock(p: int) -> Callable[[], float]:
@@ -349,7 +349,7 @@ def main(_: list[str]) -> None:
 
     joined = connection()
     assert joined is not None
-    group = ProcessGroup(joined.process, joined.number, joined.client, wait_s=60.0)
+    group = ProcessGroup(joined.process_id, joined.num_processes, joined.client, wait_s=60.0)
     found: dict[str, Any] = {"process": group.process}
     values = [os.urandom(n) if n < BIG else bytes(range(250)) * (n // 250) for n in SIZES]
     found["sizes"] = [len(group.broadcast("sizes", v if group.is_hub else None)) for v in values]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.cluster.ending import TRY_AGAIN
-from dflop_jax.cluster.sections import Sections
+from dflop_jax.cluster.hang_watch import Sections
 from dflop_jax.config import Config, DistributedConfig
 from dflop_jax.report.run_folder import HUNG
 from dflop_jax.report.spent import (
@@ -48,7 +48,7 @@ def test_who_is_ended_where_it_hangs(monkeypatch, count, command, factor, ends):
         seen[0] = "ended" if end is None else "said"
         yield
 
-    monkeypatch.setattr(watched_module, "hangs_watched", noted)
+    monkeypatch.setattr(watched_module, "HangWatch", noted)
     monkeypatch.setattr(watched_module, "is_command", threading.Event())
     if command:
         watched_module.is_command.set()

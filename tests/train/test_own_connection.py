@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax.cluster.addresses import free_port
+from dflop_jax.cluster.processes import free_port
 
 from .many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses, undisturbed
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.markup import escape
-from rich.table import Table
 
 from dflop_jax.cli.front_door import MODEL_FIELDS, asked
-from dflop_jax.cli.terminal import note, show
+from dflop_jax.cli.terminal import note, show, table
 from dflop_jax.cluster.ending import BAD_INPUT
 from dflop_jax.folders import made, writing
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from dflop_jax.contract import MultimodalModel
     from dflop_jax.front.data_check import DataLook
     from dflop_jax.front.place_check import Fact
-    from dflop_jax.front.setting import Setting
 
 SECONDS = 14.0  # for all, of which the data have what the rest leaves
 LEAST_S = 4.0  # for the data
@@ -33,35 +31,6 @@ _SEEN = ("listed", "decoded", "bad_by_reason", "unread", "compared", "left_out",
 EXAMPLES = 3  # of what is wrong with records
 SAMPLE_S = 4.0  # for a sample that hurts its decoder
 STAND_IN = ("models.omni:build", "omni-tiny")  # takes every kind of media, where no model is named
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What `--json` prints.
-
-    Attributes:
-      records: that were read; listed: that the data have, or at least.
-      wrong: what a run would fail by, by name.
-      tokens, pieces: [least, median, greatest] of a sample, by module.
-    """
-
-    records: int
-    listed: int
-    decoded: int
-    bad_by_reason: dict[str, int]
-    unread: dict[str, int]
-    compared: str
-    left_out: int
-    cut_text: int
-    cut_media: int
-    too_long: int
-    tokens: dict[str, list[int]]
-    pieces: dict[str, list[int]]
-    facts: dict[str, str]
-    wrong: dict[str, str]
-    page: str
-    seconds: float
-    exit_code: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> Checked:
-    """Print what there is and what is wrong with it, and write it with samples to a file."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Print what there is and what is wrong with it, and write it with samples to a file.
+
+    Returns what `--json` prints: facts and, of these, what a run would fail by; of the data what
+    `DataLook` says, its tokens and pieces as [least, median, greatest] of a sample, by module.
+    """
     from dflop_jax.front.data_check import DataLook
     from dflop_jax.front.defaults import named
     from dflop_jax.front.hub import fetch_datasets
@@ -122,7 +95,10 @@ def run(args: argparse.Namespace) -> Checked:
     unreadable = why or (data is not None and seen.read == n_bad)
     too_many = n_bad > config.data.max_bad_fraction * seen.read
     if not args.json:
-        _show(facts, ask.settings)
+        shown = [(f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
+                 for f in facts]  # fmt: skip
+        shown += [(s.name, escape(f"{s.text} ({s.why})")) for s in ask.settings]
+        show(table("", ("here", ""), shown, show_header=False))
         for line in lines if data else ():
             show(escape(line))
         show(f"wrote {file}, with samples as the model is given them" if data else f"wrote {file}")
@@ -133,17 +109,17 @@ def run(args: argparse.Namespace) -> Checked:
             f"dflop check: {n_bad} of {seen.read} records are unusable, which training refuses; "
             f"repair them, or raise data.max_bad_fraction={config.data.max_bad_fraction}"
         )
-    return Checked(
-        records=seen.read,
+    return {
+        "records": seen.read,
         **{name: getattr(seen, name) for name in _SEEN},
-        tokens=_counts(seen.tokens),
-        pieces=_counts(seen.pieces),
-        facts={f.name: f.value for f in facts},
-        wrong={f.name: f.value for f in facts if f.wrong},
-        page=str(file),
-        seconds=round(time.monotonic() - begun_s, 2),
-        exit_code=BAD_INPUT if unreadable or too_many or model is None else 0,
-    )
+        "tokens": _counts(seen.tokens),
+        "pieces": _counts(seen.pieces),
+        "facts": {f.name: f.value for f in facts},
+        "wrong": {f.name: f.value for f in facts if f.wrong},
+        "page": str(file),
+        "seconds": round(time.monotonic() - begun_s, 2),
+        "exit_code": BAD_INPUT if unreadable or too_many or model is None else 0,
+    }
 
 
 def _no_model(config: Config) -> Fact:
@@ -197,15 +173,6 @@ def _look(
         return look(data, spec, size, most, seconds, model=folder), ""
     except ValueError as e:
         return None, " ".join(str(e).split())
-
-
-def _show(facts: Sequence[Fact], settings: Sequence[Setting]) -> None:
-    table = Table("here", "", show_header=False)
-    for f in facts:
-        table.add_row(f.name, f"[red]{escape(f.value)}[/red]" if f.wrong else escape(f.value))
-    for s in settings:
-        table.add_row(s.name, escape(f"{s.text} ({s.why})"))
-    show(table)
 
 
 def _lines(data: DataLook) -> list[str]:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import add_options, given_plan
+from dflop_jax.cli.experiment import add_options, given_record
 from dflop_jax.cli.front_door import Asked, asked, open_place, said
-from dflop_jax.cli.terminal import show, ticker
+from dflop_jax.cli.terminal import show, table, ticker
 from dflop_jax.hardware import GIB
+from dflop_jax.records import Plan
 
 if TYPE_CHECKING:
     from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
-    from dflop_jax.records import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def _plan(args: argparse.Namespace, ask: Asked) -> Plan:
     """The plan of --plan-file, else the planner's for the named GPU."""
     from dflop_jax.train import planning
 
-    if plan := given_plan(args):
+    if plan := given_record(args, Plan):
         with said(ask) as notes:
             notes.show()
         return plan
@@ -76,26 +76,11 @@ def _plan(args: argparse.Namespace, ask: Asked) -> Plan:
 
 def _table(report: CompileReport) -> Table:
     nodes = f" on {report.n_nodes} nodes, each program for all of its submesh"
-    table = Table(
-        "program",
-        title=f"{len(report.programs)} programs for {report.n_devices} x {report.chip}"
-        + nodes * (report.n_nodes > 1)
-        + "; GiB of a device",
-        title_justify="left",
-    )
-    for name in (
-        "mesh",
-        "s",
-        "args",
-        "temp",
-        "done/\nneeded",
-        "in\nfloat32",
-        "sent",
-    ):
-        table.add_column(name, justify="right")
-    for p in report.programs:
-        table.add_row(p.name, "x".join(map(str, p.mesh)), *_figures(p))
-    return table
+    title = f"{len(report.programs)} programs for {report.n_devices} x {report.chip}"
+    title += nodes * (report.n_nodes > 1) + "; GiB of a device"
+    columns = ("program", "mesh", "s", "args", "temp", "done/\nneeded", "in\nfloat32", "sent")
+    rows = ((p.name, "x".join(map(str, p.mesh)), *_figures(p)) for p in report.programs)
+    return table(title, columns, rows)
 
 
 def _figures(p: ProgramReport) -> list[str]:

@@ -1,4 +1,5 @@
-"""The arguments of commands that run an experiment: its file, and a flag for every field."""
+"""The arguments of commands that run an experiment: its file, and a flag for every field; and the
+configuration that a run folder keeps."""
 
 from __future__ import annotations
 
@@ -11,15 +12,23 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from dflop_jax.cli.terminal import Parser
 from dflop_jax.config import Config, Field, check_effective, fields
+from dflop_jax.record_files import load
 
 if TYPE_CHECKING:
     from dflop_jax.cluster.messages import ProcessGroup
-    from dflop_jax.records import Plan, Profile
+import importlib
+import importlib.util
+import inspect
+from dataclasses import replace
 
+from dflop_jax.report.run_folder import CONFIG
+from dflop_jax.train.run_dir import run_config
+
+T = TypeVar("T")
 LONGEST_NAME = 120  # characters of a folder's name
 # Of a command's arguments, those that its answer does not depend on.
 ASIDE = ("command", "run", "experiment", "json", "verbose", "explain", "out", "run_dir",
@@ -193,21 +202,10 @@ def question(args: argparse.Namespace) -> str:
     return name
 
 
-def given_profile(args: argparse.Namespace) -> Profile | None:
-    """The profile of --profile-file; None without that option."""
-    from dflop_jax.record_files import load
-    from dflop_jax.records import Profile
-
-    file = getattr(args, "profile_file", None)
-    return load(Profile, file) if file else None
-
-
-def given_plan(args: argparse.Namespace) -> Plan | None:
-    """The plan of --plan-file; None without that option."""
-    from dflop_jax.record_files import load
-    from dflop_jax.records import Plan
-
-    return load(Plan, args.plan_file) if args.plan_file else None
+def given_record(args: argparse.Namespace, kind: type[T]) -> T | None:
+    """The Plan of --plan-file or the Profile of --profile-file; None without that option."""
+    file = getattr(args, f"{kind.__name__.lower()}_file", None)
+    return load(kind, file) if file else None
 
 
 def end_together(peers: ProcessGroup, exit_code: int = 0) -> None:
@@ -220,3 +218,63 @@ def end_together(peers: ProcessGroup, exit_code: int = 0) -> None:
     if not shutdown():
         why = f"the run is over, and not all of its processes came to its end in {LEAVE_S:g} s"
         end_now(why, exit_code or TRY_AGAIN)
+
+
+FACTORY = "model.factory"
+OURS = Path(__file__).parents[2] / "models"
+# Of a module below `models`, in ASCII, so that no letter stands for one that looks like it.
+_BELOW_MODELS = re.compile(r"(models(?:\.[A-Za-z]\w*)+):([A-Za-z]\w*)", re.ASCII)
+
+
+def add_factory(parser: argparse.ArgumentParser) -> None:
+    """The flag of commands that take no others of the configuration."""
+    parser.add_argument(
+        f"--{FACTORY}",
+        dest=FACTORY,
+        metavar="MODULE:FUNCTION",
+        help="build the model by this function; of a run folder only those below models. are "
+        "called unless they are named here",
+    )
+
+
+def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
+    """The configuration of a run folder, with the factory of the flag `--model.factory` if that is
+    given.
+
+    Its cache_dir is not taken from there: compiled programs are code, too.
+
+    Raises:
+      ValueError: a folder without a readable config.json, or one whose factory is neither a
+        function of this program's `models` nor named by the flag.
+    """
+    config = replace(run_config(folder), cache_dir=Config().cache_dir)
+    if named := getattr(args, FACTORY):
+        import_from_here()
+        return replace(config, model=replace(config.model, factory=named))
+    why = _not_ours(config.model.factory)
+    if why is not None:
+        raise ValueError(
+            f"{Path(folder, CONFIG)}: {FACTORY}={config.model.factory!r} is no function of this "
+            f"program's package models{why}, and the folder may be anybody's; if you trust that "
+            f"code, name it: --{FACTORY} MODULE:FUNCTION"
+        )
+    return config
+
+
+def _not_ours(factory: str) -> str | None:
+    """Why a factory is not to be called, perhaps in no words; None for a function that a module of
+    this program's `models` defines."""
+    match = _BELOW_MODELS.fullmatch(factory)
+    if match is None:
+        return ""
+    package = importlib.util.find_spec("models")  # which imports nothing of it
+    places = [Path(p) for p in (package.submodule_search_locations or ())] if package else []
+    if [p.resolve() for p in places] != [OURS.resolve()]:
+        return f" (Python finds models in {', '.join(map(str, places)) or 'no folder'})"
+    name, function = match.groups()
+    try:
+        value = getattr(importlib.import_module(name), function, None)
+    except ImportError as e:
+        return f" ({e})"
+    # An imported function, a class or a module might do anything.
+    return None if inspect.isfunction(value) and value.__module__ == name else ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflop_jax.cli.folder_config import add_factory, folder_config
+from dflop_jax.cli.experiment import add_factory, folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 from dflop_jax.config_fields import dtype_name

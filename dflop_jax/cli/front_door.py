@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dflop_jax.cli.experiment import (
     experiment_arguments,
-    given_profile,
+    given_record,
     load_experiment,
     out_folder,
     overrides,
@@ -19,10 +19,10 @@ from dflop_jax.cli.experiment import (
 from dflop_jax.cli.terminal import HeldNotes, Parser, note, ticker
 from dflop_jax.config import Config, fields, override
 from dflop_jax.front.setting import Setting, with_settings
+from dflop_jax.records import Plan, Profile
 
 if TYPE_CHECKING:
     from dflop_jax.data import Source
-    from dflop_jax.records import Plan, Profile
     from dflop_jax.train.prepare import Workplace
 
 MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
@@ -164,7 +164,7 @@ def open_place(
     from dflop_jax.train.ready import data_line, workplace_line
 
     ask = asked(args)
-    profile = given_profile(args)  # refused now rather than when it is used
+    profile = given_record(args, Profile)  # refused now rather than when it is used
     with said(ask) as notes:
         place = set_up(ask.config)
         says = place.peers.is_hub and (profile is None or ask.settings)

@@ -10,15 +10,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflop_jax.cli.experiment import load_experiment, overrides
-from dflop_jax.cli.folder_config import folder_config
+from dflop_jax.cli.experiment import folder_config, load_experiment, overrides
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config, override
 
 if TYPE_CHECKING:
-    from dflop_jax.generate.generate import ChatAnswer
-    from dflop_jax.generate.prompt_file import FileAnswer
+    from collections.abc import Sequence
+
+    from dflop_jax.generate.generate import Generator
+    from dflop_jax.generate.prompt_file import FileAnswer, FilePrompt
     from dflop_jax.generate.sampling import Sampling
+
+
+# Numbers of a `generate.sampling.Sampling`, which is imported with jax: (default, help).
+_SAMPLING = {
+    "max_tokens": (64, "longest answer"),
+    "temperature": (0.0, "0 takes the likeliest token"),
+    "top_p": (1.0, "draw among this share of the likeliest tokens"),
+    "top_k": (0, "draw among so many likeliest tokens; 0: all"),
+    "repetition_penalty": (1.0, "above 1: tokens that prompt and answer have are less likely"),
+    "seed": (0, "of what is drawn"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=int, default=16, help="prompts of a file answered at once (default: 16)"
     )
-    _add_sampling(parser)
+    for name, (default, text) in _SAMPLING.items():
+        flag, usual = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
+        parser.add_argument(flag, type=type(default), default=default, help=usual)
+    several: dict[str, Any] = {"metavar": "TEXT", "nargs": "+", "action": "extend", "default": []}
+    parser.add_argument("--stop", **several, help="the answer ends before this text")
     parser.add_argument(
         "--tp",
         type=int,
@@ -76,98 +92,59 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.generate.clip import generates_clips
     from dflop_jax.generate.generate import Generator
     from dflop_jax.generate.prompt import check_media, tagged
+    from dflop_jax.generate.prompt_file import read_prompts
+    from dflop_jax.generate.sampling import Sampling
     from dflop_jax.train.compile_cache import use_cache
 
     config, source = _config(args)
     if generates_clips(config):
         return _clip(args, config)
-    how = _sampling(args)
+    how = Sampling(**{name: vars(args)[name] for name in _SAMPLING}, stop=tuple(args.stop))
     media = {"image": args.image, "video": args.video, "audio": args.audio}
+    prompts = None
+    # Mistakes show before a model is loaded.
     if args.prompts is not None:
         if args.prompt is not None or any(media.values()):
             raise ValueError("--prompts: its lines name prompts and media; leave out other ones")
-        return _of_file(args, config, source, how)
-    if args.prompt is None:
+        if args.batch < 1:
+            raise ValueError(f"--batch {args.batch}: at least 1")
+        prompts = read_prompts(args.prompts)
+    elif args.prompt is None:
         raise ValueError("give --prompt TEXT, or --prompts FILE")
-    # Mistakes show before a model is loaded.
-    tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
-    check_media(media)
+    else:
+        tagged(args.prompt, {kind: len(files) for kind, files in media.items()})
+        check_media(media)
     use_cache(config.cache_dir)
-    generator = Generator(config, source, tp=args.tp)
+    rows = 1 if prompts is None else min(args.batch, len(prompts))
+    generator = Generator(config, source, rows=rows, tp=args.tp)
+    if prompts is not None:
+        return _answers(generator, prompts, how, args.json)
+    assert args.prompt is not None
     answer = generator.answer(args.prompt, media, how, None if args.json else _write)
     if not args.json:
         _write("\n")
         if not answer.answer.strip():
-            print(f"the answer is empty: {_why_empty(answer)}", file=sys.stderr)
+            why = f"its {len(answer.tokens)} tokens are no text"
+            why = why if answer.tokens else "the model ended its turn at once"
+            print(f"the answer is empty: {why}", file=sys.stderr)
     return answer
 
 
-def _of_file(
-    args: argparse.Namespace, config: Config, source: str, how: Sampling
+def _answers(
+    generator: Generator, prompts: Sequence[FilePrompt], how: Sampling, as_json: bool
 ) -> list[FileAnswer]:
     """The answers to a file of prompts; a line for each goes to stdout unless JSON is asked for."""
-    from dflop_jax.generate.generate import Generator
-    from dflop_jax.generate.prompt_file import answer_prompts, read_prompts
-    from dflop_jax.train.compile_cache import use_cache
+    from dflop_jax.generate.prompt_file import answer_prompts
 
-    if args.batch < 1:
-        raise ValueError(f"--batch {args.batch}: at least 1")
-    prompts = read_prompts(args.prompts)
-    use_cache(config.cache_dir)
-    rows = min(args.batch, len(prompts))
-    generator = Generator(config, source, rows=rows, tp=args.tp)
     answers = []
     for answer in answer_prompts(generator, prompts, how):
         answers.append(answer)
-        if not args.json:
+        if not as_json:
             _write(json.dumps(asdict(answer), ensure_ascii=False) + "\n")
     if failed := [a.error for a in answers if a.error]:
         said = f"{len(failed)} of {len(answers)} prompts were not asked; the first: {failed[0]}"
         print(said, file=sys.stderr)
     return answers
-
-
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer (default: 64)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default: 0)"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among this share of the likeliest tokens"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="draw among so many likeliest tokens (default: 0, all)"
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        help="above 1: tokens that prompt and answer have are less likely (default: 1)",
-    )
-    parser.add_argument(
-        "--stop",
-        metavar="TEXT",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="the answer ends before this text",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
-
-
-def _sampling(args: argparse.Namespace) -> Sampling:
-    """What `_add_sampling` adds; ValueError: a number out of range."""
-    from dflop_jax.generate.sampling import Sampling
-
-    return Sampling(
-        args.max_tokens,
-        args.temperature,
-        args.top_p,
-        args.seed,
-        args.top_k,
-        tuple(args.stop),
-        args.repetition_penalty,
-    )
 
 
 def _config(args: argparse.Namespace) -> tuple[Config, str]:
@@ -234,12 +211,6 @@ def _size(text: str | None) -> tuple[int, int, int] | None:
         raise ValueError(f"--latents {text!r}: write TIME,ROWS,COLUMNS, such as 4,6,6")
     time, rows, columns = map(int, numbers)
     return time, rows, columns
-
-
-def _why_empty(answer: ChatAnswer) -> str:
-    if not answer.tokens:
-        return "the model ended its turn at once"
-    return f"its {len(answer.tokens)} tokens are no text"
 
 
 def _write(text: str) -> None:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflop_jax.cli.front_door import asked
 from dflop_jax.cli.terminal import show
 from dflop_jax.front.source import experiment_source
-
-
-@dataclass(frozen=True)
-class Written:
-    """What `--json` prints: the file, and how many of its fields are others than a Config's."""
-
-    file: str
-    fields: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> Written:
-    """Write FILE, which is not there yet."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Write FILE, which is not there yet; returns it, and how many of its fields are others than a
+    Config's."""
     if args.experiment is None:
         raise ValueError("no file to write: give one first, as in dflop init my_run.py ...")
     file = Path(args.experiment)
@@ -45,4 +38,4 @@ def run(args: argparse.Namespace) -> Written:
     file.write_text(text, encoding="utf-8")
     if not args.json:
         show(f"wrote {file}: dflop train {file}")
-    return Written(str(file), n)
+    return {"file": str(file), "fields": n}

@@ -1,8 +1,6 @@
 """The `dflop` command: every stage of a run alone, or all of it.
 
-Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), 3 preempted: a
-signal ended the run, and what it had reached is saved; 4 what ended it passes (a process that is
-gone or did not come, a port in use, a lock that is held): try again.
+`EXIT_CODES` says what its exit codes mean.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ from dflop_jax.cluster.ending import (
     in_run,
     leave,
 )
-from dflop_jax.full_disk import FULL
+from dflop_jax.folders import FULL
 
 
 class Command(NamedTuple):
@@ -143,7 +141,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 1
     if args.json:
         print(json.dumps(msgspec.to_builtins(result), indent=1))
-    return getattr(result, "exit_code", 0)
+    of_dict = result.get("exit_code", 0) if isinstance(result, dict) else 0
+    return getattr(result, "exit_code", of_dict)
 
 
 def _collect_rarely() -> None:

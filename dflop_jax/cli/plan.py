@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dflop_jax.cli.experiment import add_options, end_together, out_folder
 from dflop_jax.cli.front_door import open_place, refuse_early
-from dflop_jax.cli.terminal import show, ticker
+from dflop_jax.cli.terminal import show, table, ticker
 from dflop_jax.hardware import GB, GIB
 from dflop_jax.records import layer_key
 from dflop_jax.report.wording import duration, number, percent
@@ -75,28 +75,14 @@ def run(args: argparse.Namespace) -> Any:
         show(f"wrote {folder / PLAN}")
     end_together(place.peers)
     search = plain(result) | {"expected": expected}
-    if not args.explain:
-        return search
-    return {
-        "search": search,
-        "layers": kinds,
-        "what_if": helps,
-        "memory_bought": bought,
-    }
+    more = {"layers": kinds, "what_if": helps, "memory_bought": bought}
+    return {"search": search, **more} if args.explain else search
 
 
 def plain(result: SearchResult) -> dict[str, object]:
     """What `--json` prints of a search: of a candidate its figures alone."""
-    figures = (
-        "policy",
-        "name",
-        "microbatches",
-        "group_size",
-        "saving",
-        "makespan_s",
-        "busy_s",
-        "peak_bytes",
-    )
+    figures = ("policy", "name", "microbatches", "group_size", "saving", "makespan_s", "busy_s",
+               "peak_bytes")  # fmt: skip
     values: dict[str, object] = {f.name: getattr(result, f.name) for f in fields(result)}
     values["candidates"] = [{k: getattr(c, k) for k in figures} for c in result.candidates]
     return values
@@ -106,26 +92,19 @@ def ranking(result: SearchResult, explain: bool) -> Table:
     """The best placements, simulated with one bucket each."""
     from dflop_jax.plan.explain import why_it_lost
 
-    table = Table(
-        "placement (stage x data x model @ device)",
-        "micro-\nbatches",
-        "a\ngroup",
-        "step ms",
-        "GiB",
-        title=f"{result.n_evaluated} of {result.n_candidates} candidates simulated "
+    title = (
+        f"{result.n_evaluated} of {result.n_candidates} candidates simulated "
         f"({result.n_placements} placements; {result.n_fit} candidates fit into memory), each with "
-        "one bucket",
-        title_justify="left",
+        "one bucket"
     )
-    if explain:
-        table.add_column("saves memory by")
-        table.add_column("against the first")
-    best = result.candidates[0]
+    columns = ["placement (stage x data x model @ device)", "micro-\nbatches", "a\ngroup"]
+    columns += ["step ms", "GiB", *["saves memory by", "against the first"] * explain]
+    rows = []
     for c in result.candidates:
         row = [f"{c.policy}: {c.name}", str(c.microbatches), str(c.group_size)]
         row += [f"{1e3 * c.makespan_s:.1f}", f"{c.peak_bytes / GIB:.2f}"]
-        table.add_row(*row, *([c.saving, why_it_lost(c, best)] if explain else []))
-    return table
+        rows.append([*row, *[c.saving, why_it_lost(c, result.candidates[0])] * explain])
+    return table(title, columns, rows)
 
 
 def chosen(result: SearchResult) -> str:
@@ -172,15 +151,15 @@ def whole_run(run: ExpectedRun, module: str) -> str:
 
 def link_table(links: Sequence[Link]) -> Table:
     """What was measured of the links between devices."""
+    text = {
+        (k.collective, k.across): f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}" for k in links
+    }
+    rows = (
+        (name, text.get((name, False), "-"), text.get((name, True), "-"))
+        for name in dict.fromkeys(k.collective for k in links)
+    )
     title = "Measured links: GB/s of a device, ms of a step of a ring"
-    table = Table("links", "in a node", "across nodes", title=title, title_justify="left")
-    by_place = {(k.collective, k.across): k for k in links}
-    for name in dict.fromkeys(k.collective for k in links):
-        row = (by_place.get((name, across)) for across in (False, True))
-        table.add_row(
-            name, *(f"{k.bandwidth / GB:.2f}, {1e3 * k.latency_s:.2f}" if k else "-" for k in row)
-        )
-    return table
+    return table(title, ("links", "in a node", "across nodes"), rows)
 
 
 def limits(tried: Limits, config: PlanConfig) -> str:
@@ -211,34 +190,32 @@ def proposer(plan: Plan) -> str:
 
 def by_kind(rows: Sequence[KindCost]) -> Table:
     """What a layer of each kind takes, and all of them of their module's layers."""
-    table = Table("layers", "number", "rows x tokens", "forward ms", "backward ms", "share",
-                  title="What layers take, by kind", title_justify="left")  # fmt: skip
-    for c in rows:
-        ms = (f"{1e3 * s:.2f}" for s in (c.forward_s, c.backward_s))
-        shape = f"{c.shape.rows} x {c.shape.tokens}"
-        table.add_row(layer_key(c.module, c.kind), str(c.layers), shape, *ms, f"{c.share:.0%}")
-    return table
+    texts = (
+        (layer_key(c.module, c.kind), str(c.layers), f"{c.shape.rows} x {c.shape.tokens}",
+         f"{1e3 * c.forward_s:.2f}", f"{1e3 * c.backward_s:.2f}", f"{c.share:.0%}")
+        for c in rows
+    )  # fmt: skip
+    columns = ("layers", "number", "rows x tokens", "forward ms", "backward ms", "share")
+    return table("What layers take, by kind", columns, texts)
 
 
 def savings(rows: Sequence[Saving]) -> Table:
     """What each module that saves memory pays for it, against the next cheaper way."""
-    table = Table("module", "saves memory by", "instead of", "GiB less", "ms a step",
-                  title="What memory costs", title_justify="left")  # fmt: skip
-    for s in rows:
-        other = s.cheaper if s.fits else f"{s.cheaper} (does not fit)"
-        less, ms = f"{s.saved_bytes / GIB:.2f}", f"{1e3 * s.paid_s:.1f}"
-        table.add_row(s.module, s.chosen, other, less, ms)
-    return table
+    texts = (
+        (s.module, s.chosen, s.cheaper if s.fits else f"{s.cheaper} (does not fit)",
+         f"{s.saved_bytes / GIB:.2f}", f"{1e3 * s.paid_s:.1f}")
+        for s in rows
+    )  # fmt: skip
+    columns = ("module", "saves memory by", "instead of", "GiB less", "ms a step")
+    return table("What memory costs", columns, texts)
 
 
 def what_ifs(changes: Sequence[WhatIf]) -> Table:
     """Seconds for the same samples after each change, every time with the best plan for it."""
-    table = Table("what if", "step ms", "times as fast", title="What would help (one bucket each)",
-                  title_justify="left")  # fmt: skip
-    now = changes[0].makespan_s
+    now, rows = changes[0].makespan_s, []
     for w in changes:
         if w.makespan_s is None or now is None:
-            table.add_row(w.change, "-", "nothing fits")
+            rows.append((w.change, "-", "nothing fits"))
         else:
-            table.add_row(w.change, f"{1e3 * w.makespan_s:.1f}", f"{now / w.makespan_s:.2f}")
-    return table
+            rows.append((w.change, f"{1e3 * w.makespan_s:.1f}", f"{now / w.makespan_s:.2f}"))
+    return table("What would help (one bucket each)", ("what if", "step ms", "times as fast"), rows)

@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from dflop_jax.cli.experiment import add_options, end_together, out_folder
 from dflop_jax.cli.front_door import open_place
-from dflop_jax.cli.terminal import show
+from dflop_jax.cli.terminal import show, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +24,13 @@ def run(args: argparse.Namespace) -> Any:
     out = out_folder(args, place.config) / PROFILE
     save(profile, out)
     if not args.json:
-        table = Table(
-            "layers of", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms"
-        )
+        columns = ("layers of", "model", "rows x tokens", "layer fwd ms", "bwd ms", "ends fwd ms")
+        rows = []
         for t in profile.model.timings:
-            row = (t.layer_forward_s, t.layer_backward_s, t.ends_forward_s)
+            times = (t.layer_forward_s, t.layer_backward_s, t.ends_forward_s)
             shape = f"{t.shape.rows} x {t.shape.tokens}"
-            table.add_row(t.layers, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in row))
-        show(table)
+            rows.append([t.layers, str(t.model), shape, *(f"{1e3 * v:.2f}" for v in times)])
+        show(table("", columns, rows))
         asks = [_asked(m, [load.tokens(m) for load in profile.data.loads])
                 for m in profile.model.n_layers]  # fmt: skip
         show(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dflop_jax.cli.experiment import add_options, end_together, given_plan, out_folder
+from dflop_jax.cli.experiment import add_options, end_together, given_record, out_folder
 from dflop_jax.cli.front_door import open_place, refuse_early
 from dflop_jax.cli.terminal import show, ticker
+from dflop_jax.records import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> Any:
 
     if args.batches < 1:
         raise ValueError(f"--batches {args.batches} must be at least 1")
-    given = given_plan(args)
+    given = given_record(args, Plan)
     place, profile = open_place(args, refuse_early(args, given))
     config = place.config
     tick = ticker("planning", "placements", at_once=not given and not args.profile_file)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 HELD_S = 8.0  # seconds that notes wait for a mistake to be found
-ANY_WIDTH, FIGURE_WIDTH = 10_000, 12  # columns of a console; of a cell that is not wrapped
 LINE_S = 10.0  # seconds between lines of progress where they stay, as in a log
 
 
@@ -56,36 +54,19 @@ class Parser(argparse.ArgumentParser):
 
 
 def show(what: Any) -> None:
-    """Print a line or a table to stdout. The first column of a table is whole, however narrow the
-    terminal: where there is no room for it, its cells are numbered and listed below."""
-    console, listed = Console(), list[str]()
-    if isinstance(what, Table):
-        listed = _make_fit(what, console)
-    console.print(what)
-    for number, cell in enumerate(listed):
-        console.print(f"{number or '':>3}  {cell}", soft_wrap=True)
+    """Print a line or a table to stdout. In a narrow terminal its widest columns wrap first, and no
+    text is cut."""
+    for column in what.columns if isinstance(what, Table) else ():
+        column.overflow = "fold"
+    Console().print(what)
 
 
-def _make_fit(table: Table, console: Console) -> list[str]:
-    """Let a table fit into a console, where only columns of words wrap; returns header and cells of
-    the first column if numbers had to take their place."""
-    unlimited = console.options.update(max_width=ANY_WIDTH)
-    if Measurement.get(console, unlimited, table).maximum <= console.width:
-        return []
-    table.collapse_padding, table.pad_edge = True, False
-    key, *others = table.columns
-    for column in table.columns:
-        texts = map(str, (column.header, *column.cells))
-        widest = max(len(line) for text in texts for line in text.split("\n"))
-        if column is key or widest <= FIGURE_WIDTH:
-            column.no_wrap, column.min_width = True, widest
-    is_wider = Measurement.get(console, unlimited, table).minimum > console.width
-    if not is_wider or any(column.overflow == "fold" for column in others):
-        return []
-    listed = list(map(str, (key.header, *key.cells)))
-    key._cells[:] = map(str, range(1, len(listed)))
-    key.header, key.min_width = "", None
-    return listed
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], **more: Any) -> Table:
+    """A table with its title at the left; `more` as rich has it."""
+    made = Table(*columns, title=title or None, title_justify="left", **more)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def note(line: str) -> None:

@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dflop_jax.cli.experiment import (
     add_options,
     end_together,
-    given_plan,
-    given_profile,
+    given_record,
     import_from_here,
 )
 from dflop_jax.cli.front_door import asked, said
 from dflop_jax.cli.terminal import show
 from dflop_jax.cluster.ending import FAILED, PREEMPTED, end_now, is_command, on_signal, signal_name
 from dflop_jax.config import Config
-from dflop_jax.full_disk import need_no_log
+from dflop_jax.folders import need_no_log
+from dflop_jax.records import Plan, Profile
 
 if TYPE_CHECKING:
     from dflop_jax.train.results import FitResult
-
-
-@dataclass(frozen=True)
-class TrainAnswer:
-    """What `--json` prints of a run; see `train.results.FitResult`."""
-
-    run_dir: str
-    first_loss: float | None
-    last_loss: float | None
-    steps_done: int
-    preempted: bool
-    stopped_by: str
-    evaluation: Any
-    compiles_after_warmup: int
-    exit_code: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> TrainAnswer:
-    """Train; process 0 shows the summary, every process returns what the run came to."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Train; process 0 shows the summary, every process returns what the run came to: a
+    `train.results.FitResult` with its first and last loss, and the exit code."""
     trainers: list[Any] = []  # the one of this run, once it is there
 
     def stop(signum: int) -> None:
@@ -110,7 +95,7 @@ def _goes_on(args: argparse.Namespace, exit_code: int) -> str:
     return f"{why} saves nothing, give the command again"
 
 
-def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
+def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
     if args.overwrite and args.resume:
         raise ValueError("--overwrite and --resume exclude each other; give one of them")
     if args.reset_optimizer and not args.resume:
@@ -125,27 +110,23 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> TrainAnswer:
     from dflop_jax.train.callbacks import callbacks_at
     from dflop_jax.train.trainer import Trainer
 
-    plan = given_plan(args)
+    plan = given_record(args, Plan)
     if args.callbacks:
         import_from_here()
-    callbacks, profile = callbacks_at(args.callbacks), given_profile(args)
+    callbacks, profile = callbacks_at(args.callbacks), given_record(args, Profile)
+    more = {"existing": _existing(args), "callbacks": callbacks, "dry": args.dry_run}
     with said(ask) as notes:
-        trainer = Trainer(
-            ask.config,
-            plan=plan,
-            profile=profile,
-            existing=_existing(args),
-            callbacks=callbacks,
-            dry=args.dry_run,
-            tell=notes.add,
-        )
+        trainer = Trainer(ask.config, plan=plan, profile=profile, tell=notes.add, **more)
         trainers.append(trainer)
         result = trainer.fit()
     exit_code = _preempted_code(trainer.config) if result.preempted else 0
     end_together(trainer.peers, exit_code)
     if trainer.peers.is_hub:
         _show(args, result)
-    return _answer(result, exit_code)
+    first, last = result.losses[:1] or (None,), result.losses[-1:] or (None,)
+    answer = vars(result) | {"run_dir": str(result.run_dir), "exit_code": exit_code}
+    del answer["losses"]
+    return answer | {"first_loss": first[0], "last_loss": last[0]}
 
 
 def _existing(args: argparse.Namespace) -> Any:
@@ -164,20 +145,6 @@ def _show(args: argparse.Namespace, result: FitResult) -> None:
     if not args.json and result.losses:
         show(summary_table(read_run(result.run_dir)))
         show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")
-
-
-def _answer(result: FitResult, exit_code: int) -> TrainAnswer:
-    return TrainAnswer(
-        str(result.run_dir),
-        result.losses[0] if result.losses else None,
-        result.losses[-1] if result.losses else None,
-        result.steps_done,
-        result.preempted,
-        result.stopped_by,
-        result.evaluation,
-        result.compiles_after_warmup,
-        exit_code,
-    )
 
 
 def _step(resume: str | None) -> int | None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from dflop_jax.cli.experiment import given_plan
-from dflop_jax.cli.terminal import show, ticker
+from dflop_jax.cli.experiment import given_record
+from dflop_jax.cli.terminal import show, table, ticker
+from dflop_jax.records import Plan
 
 if TYPE_CHECKING:
     from dflop_jax.verify.results import Verified
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> Verified:
     """Verify, and show a table by groups of tensors."""
     from dflop_jax.verify.verify import verify
 
-    result = verify(Path(args.folder), given_plan(args), ticker("reading", "segments"))
+    result = verify(Path(args.folder), given_record(args, Plan), ticker("reading", "segments"))
     if not args.json:
         show(_table(result))
         show(_verdict(result))
@@ -40,14 +41,13 @@ def run(args: argparse.Namespace) -> Verified:
 
 
 def _table(result: Verified) -> Table:
-    table = Table("tensors", title=f"{result.folder} ({result.model_type})")
-    for name in ("number", "MB", "bit-identical", "largest gradient error"):
-        table.add_column(name, justify="right")
+    rows = []
     for g in result.groups:
         same = "all" if g.identical == g.tensors else f"{g.identical} of {g.tensors}"
         error = "" if g.max_grad_error is None else f"{g.max_grad_error:.1e}"
-        table.add_row(g.name, str(g.tensors), f"{g.n_bytes / 1e6:.2f}", same, error)
-    return table
+        rows.append((g.name, str(g.tensors), f"{g.n_bytes / 1e6:.2f}", same, error))
+    columns = ("tensors", "number", "MB", "bit-identical", "largest gradient error")
+    return table(f"{result.folder} ({result.model_type})", columns, rows)
 
 
 def _verdict(result: Verified) -> str:

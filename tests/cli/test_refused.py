@@ -1,7 +1,9 @@
 """What no measurement would change is refused before anything is measured."""
 
 import dataclasses
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +16,13 @@ from dflop_jax.record_files import save
 from dflop_jax.records import Edge, SubmeshPlan
 from dflop_jax.train import profiling
 from tests.cli.command_line import refused
+from tests.front.wrong_lines import WRONG, careless_folder
 from tests.plans import NANO, bucket
 
 MEASURE, PLAN = ("train", "plan", "simulate", "profile"), ("train", "plan", "simulate")
 ANSWERS, TRAIN, SIMULATE = ("plan", "simulate", "profile"), ("train",), ("simulate",)
 SMALL = ("--model.factory", "tests.small:build")
+PROFILE = "--profile-file nano_profile.json"
 VISION, LLM = NANO.layout.segments
 FILES = {
     "deep.json": {"segments": (VISION, dataclasses.replace(LLM, stop=6))},
@@ -26,7 +30,42 @@ FILES = {
     "odd.json": {"submeshes": (NANO.layout.submeshes[0], SubmeshPlan("llm", 1, 1, 1, 5))},
     "short.json": {"buckets": (bucket(1, 1),)},
 }
+BAD_FILES = {
+    "empty.json": "",
+    "none.json": "[]",
+    "broken.json": '[{"conversations": [',
+    "broken.jsonl": '{"conversations": []}\n{"conversations"\n',
+    "full/thesis.tex": "",
+    "begun/metrics.jsonl": '{"step":0,"step_s":1.0}\n',
+}
 CASES = [
+    (MEASURE, "--train.step 3", "unknown override train.step; did you mean train.steps?"),
+    (TRAIN, "--train.step=3", "did you mean train.steps?"),
+    (TRAIN, "--train.steps many", "Expected `int`, got `str` - at `train.steps`"),
+    (TRAIN, "--train.steps 0", "train.steps=0 must be at least 1"),
+    (TRAIN, "--plan.policy best", "plan.policy='best' is not one of auto, dflop, orch, "),
+    (MEASURE, "stray", "unexpected argument 'stray'"),
+    (TRAIN, "--train.steps", "expected one argument"),
+    (TRAIN, "--train.steps 3 --train.steps=4", "--train.steps: is given twice; give it once"),
+    (TRAIN, "--train.freeze llm --train.freeze vision", "--train.freeze: is given twice;"),
+    (TRAIN, "--train.lora_alpha 16", "has an effect only with train.lora_rank; set that, or lea"),
+    (TRAIN, "--train.warmup_steps 4", "is longer than the run of 3 steps; set train.warmup_st"),
+    (MEASURE, "--run_dir full", "full: holds thesis.tex and no run; choose a new or empty folder"),
+    (MEASURE, "--run_dir /", "and no run; choose a new or empty folder as --run_dir"),
+    (TRAIN, "--model.size huge --model.factory models.llava:build", "unknown model size 'huge'"),
+    (TRAIN, "--model.factory models.llava:gone", "has no attribute 'gone'"),
+    (TRAIN, "--model.factory models", "give MODULE:FUNCTION"),
+    (TRAIN, "--model.attention_kernel fast", "'fast' is not one of auto, cudnn, pallas, xla"),
+    (MEASURE, "--model.attention_kernel pallas", "the devices are cpu; leave it at auto"),
+    (TRAIN, "--model.attention_kernel xla --model.factory models.composed:known_dtype",
+     "models.composed:known_dtype takes none; leave it at auto"),
+    (TRAIN, "--plan.zero 4", "plan.zero='4' is not one of auto, 1, 2, 3"),
+    (TRAIN, "--train.remat some", "train.remat='some' is not one of"),
+    (("plan",), f"{PROFILE} --train.remat named", "no price of the recompute policy 'named'"),
+    (("plan",), f"{PROFILE} --plan.memory_bytes 1e4",
+     "into 0.00 GiB per device: the smallest (vision=1x1x1@0"),
+    *((("profile",), f"--data.path {file}", file) for file in list(BAD_FILES)[:4]),
+    (("plan",), "--profile-file nano_plan.json", "nano_plan.json: holds Plan, expected Profile"),
     (PLAN, "--plan.devices 1", "policy dflop has no placement on 1 devices"),
     (PLAN, "--plan.policy dip --plan.max_stage 1", "policy dip has no placement on 2 devices"),
     (("plan", "simulate"), "--plan.hardware h100 --plan.devices 1", "has no placement on 1 dev"),
@@ -91,8 +130,18 @@ def none_held_out(config, model, split):
     return Nothing() if split == "eval" else make_source(config, spec, split)
 
 
-def measured(*args, **kwargs):
-    raise AssertionError("something was measured")
+@pytest.fixture(autouse=True)
+def _nothing_is_measured(monkeypatch):
+    def measured(*args, **kwargs):
+        raise AssertionError("something was measured")
+
+    for module, name in (
+        (profiling, "time_layers"),
+        (profiling, "roofline_profile"),
+        (chip_profile, "compiled_probes"),
+        (Executor, "compile"),
+    ):
+        monkeypatch.setattr(module, name, measured)
 
 
 @pytest.mark.parametrize(
@@ -102,21 +151,16 @@ def measured(*args, **kwargs):
 def test_nothing_is_measured_for_what_is_refused(
     capsys, monkeypatch, tmp_path, command, flags, says
 ):
-    for module, name in (
-        (profiling, "time_layers"),
-        (profiling, "roofline_profile"),
-        (chip_profile, "compiled_probes"),
-        (Executor, "compile"),
-    ):
-        monkeypatch.setattr(module, name, measured)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     for file, changes in FILES.items():
         save(NANO.with_layout(**changes), tmp_path / file)
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "metrics.jsonl").write_text('{"step":0,"step_s":1.0}\n')
-    small = () if SMALL[0] in flags else SMALL
+    for file, text in BAD_FILES.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    small = () if SMALL[0] in flags or PROFILE in flags else SMALL
     assert says in refused(capsys, command, "nano.py", *small, *flags.split())
     assert not (tmp_path / "run").exists()
+    assert (tmp_path / "begun/metrics.jsonl").read_text() == BAD_FILES["begun/metrics.jsonl"]
 
 
 FACTS = ModelFacts.of(
@@ -144,3 +188,25 @@ def test_devices_that_cannot_form_a_submesh(policy):
     assert policy == "orch" or tried
     with pytest.raises(ValueError, match="the devices at hand cannot form its submeshes"):
         check_possible(extent, allowed if policy == "orch" else none)
+
+
+@pytest.fixture(scope="module")
+def careless(tmp_path_factory):
+    return careless_folder(tmp_path_factory.mktemp("careless"))
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_one_line_says_what_and_how(careless, line, capsys, monkeypatch):
+    monkeypatch.chdir(careless)
+    assert WRONG[line] in refused(capsys, *line.split())
+    assert not (careless / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("name", ["omni", "qwen3vl", "two_stages", "llava_onevision_7b"])
+def test_an_experiment_runs_as_a_script(monkeypatch, capsys, name):
+    file = Path(__file__).parents[2] / "experiments" / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(file), "--train.steps", "many"])
+    with pytest.raises(SystemExit) as e:
+        runpy.run_path(str(file), run_name="__main__")
+    assert e.value.code == 2
+    assert "dflop train: Expected `int`" in capsys.readouterr().err

@@ -8,24 +8,23 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dflop_jax.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    PlanConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from dflop_jax.config import CheckpointConfig as CheckpointConfig
+from dflop_jax.config import Config as Config
+from dflop_jax.config import DataConfig as DataConfig
+from dflop_jax.config import DistributedConfig as DistributedConfig
+from dflop_jax.config import ModelConfig as ModelConfig
+from dflop_jax.config import PlanConfig as PlanConfig
+from dflop_jax.config import ScheduleConfig as ScheduleConfig
+from dflop_jax.config import TrainConfig as TrainConfig
 
 if TYPE_CHECKING:
-    from dflop_jax.plan.predict import simulate
-    from dflop_jax.plan.search import search_plan
-    from dflop_jax.schedule import balance, choose_buckets
-    from dflop_jax.train.callbacks import Callback
-    from dflop_jax.train.resume import Resume
-    from dflop_jax.train.trainer import Trainer
+    from dflop_jax.plan.predict import simulate as simulate
+    from dflop_jax.plan.search import search_plan as search_plan
+    from dflop_jax.schedule import balance as balance
+    from dflop_jax.schedule import choose_buckets as choose_buckets
+    from dflop_jax.train.callbacks import Callback as Callback
+    from dflop_jax.train.resume import Resume as Resume
+    from dflop_jax.train.trainer import Trainer as Trainer
 
 _LAZY = {
     "Callback": "dflop_jax.train.callbacks",
@@ -36,24 +35,6 @@ _LAZY = {
     "simulate": "dflop_jax.plan.predict",
     "Trainer": "dflop_jax.train.trainer",
 }
-
-__all__ = [
-    "Callback",
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "DistributedConfig",
-    "ModelConfig",
-    "PlanConfig",
-    "Resume",
-    "ScheduleConfig",
-    "TrainConfig",
-    "Trainer",
-    "balance",
-    "choose_buckets",
-    "search_plan",
-    "simulate",
-]
 
 
 def __getattr__(name: str) -> Any:

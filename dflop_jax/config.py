@@ -14,13 +14,16 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from dflop_jax.config_fields import Field, check_bounds, fields_of, overridden
-from dflop_jax.config_texts import (
+from dflop_jax.config_fields import (
     DECAYS,
     RATES,
+    Field,
     adapter_ranks,
+    check_bounds,
+    fields_of,
     named_columns,
     named_numbers,
+    overridden,
     profiled_steps,
 )
 

@@ -1,5 +1,5 @@
 """Fields of nested frozen dataclasses whose annotations say what they may hold: by dotted names,
-checked, and read from text."""
+checked, and read from text; and settings that are several entries in a text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -152,3 +153,70 @@ def overridden(
     whole = changed.pop("", {})
     sections = {k: dataclasses.replace(getattr(config, k), **v) for k, v in changed.items()}
     return dataclasses.replace(config, **whole, **sections)
+
+
+# Fields of `train` with a number for each part.
+RATES, DECAYS, RANKS = "learning_rates", "weight_decays", "lora_ranks"
+
+
+_FORMS = {
+    RATES: "NAME=RATE, such as vision=2e-6",
+    DECAYS: "NAME=NUMBER, such as vision=0",
+    RANKS: "PATTERN=RANK, such as vision=4 or llm.query=32",
+}
+
+
+T = TypeVar("T")
+
+
+def _named(entries: Iterable[str], field: str, form: str, kind: Callable[[str], T]) -> dict[str, T]:
+    """Entries NAME=VALUE by name; ValueError: one of another form, or a name given twice."""
+    values: dict[str, T] = {}
+    for entry in entries:
+        name, _, value = (part.strip() for part in entry.partition("="))
+        if name in values:
+            raise ValueError(f"{field} gives {name!r} twice; drop one of them")
+        with suppress(ValueError):
+            values |= {name: kind(value)} if name and value else {}
+        if name not in values:
+            raise ValueError(f"{field} has {entry!r}; write {form}")
+    return values
+
+
+def named_numbers(entries: Iterable[str], field: str) -> dict[str, float]:
+    """The entries of `train.FIELD` by name; see `_named` for errors."""
+    return _named(entries, f"train.{field}", _FORMS[field], float)
+
+
+def adapter_ranks(entries: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """The entries of `train.lora_ranks`: (pattern, rank).
+
+    Raises:
+      ValueError: see `_named`; a rank that is no whole number above 0.
+    """
+    ranks = named_numbers(entries, RANKS)
+    for pattern, rank in ranks.items():
+        if not (rank >= 1 and rank.is_integer()):
+            raise ValueError(f"train.{RANKS} {pattern}={rank:g} must be a whole number above 0")
+    return tuple((pattern, int(rank)) for pattern, rank in ranks.items())
+
+
+def named_columns(entries: Iterable[str]) -> dict[str, str]:
+    """The entries of `data.columns`, column by field; see `_named` for errors."""
+    return _named(entries, "data.columns", "FIELD=COLUMN, such as messages=chat", str)
+
+
+def profiled_steps(text: str) -> range:
+    """The steps that `train.profile_steps` names; none for an empty text.
+
+    Raises:
+      ValueError: text that is not A:B with A up to B.
+    """
+    if not text:
+        return range(0)
+    first, _, last = (part.strip() for part in text.partition(":"))
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ValueError(
+            f"train.profile_steps={text!r}: write FIRST:LAST, steps counted from 0, such as 3:5"
+        )
+    return range(int(first), int(last) + 1)

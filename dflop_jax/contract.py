@@ -102,7 +102,7 @@ class Module(Protocol):
         to "loss_sum" only. `entry` are the entry's parameters where the module is tied."""
         ...
 
-    # What follows a module may have; the engine reads it by the functions below.
+    # What follows a module may have.
     #
     # layer_kinds: tuple[str, ...]: the kind of each of the `n_layers`, in any order. `layer` then
     #   also takes `kind`, by name.
@@ -185,11 +185,6 @@ def taps_of(module: Module) -> Mapping[str, int]:
     return getattr(module, "taps", {})
 
 
-def loss_weight_of(module: Module) -> float:
-    """What a module's loss is multiplied by; 1 if it does not say."""
-    return float(getattr(module, "loss_weight", 1.0))
-
-
 def content_of(
     module: Module, tokens: int, placed: Mapping[str, Sequence[int]] | None = None
 ) -> dict[str, int]:
@@ -198,24 +193,19 @@ def content_of(
     return dict(count(tokens, placed or {})) if count else {PAIR: pairs(tokens)}
 
 
-def attention_by_feature(module: Module) -> Mapping[str, float] | None:
-    """See `attention_flops` above; None where the module does not say."""
-    return getattr(module, "attention_flops", None)
-
-
 def content_flops_of(module: Module) -> dict[str, float]:
     """Forward FLOPs that a layer spends on a unit of each feature of content, of those it spends
     any on; none where attention is computed for whole rows."""
     if not getattr(module, "skips", False):
         return {}
-    flops = attention_by_feature(module) or {}
+    flops = getattr(module, "attention_flops", None) or {}
     return {name: float(f) for name, f in flops.items() if f > 0 and name != TOKEN}
 
 
 def attention_flops_of(module: Module) -> Callable[[int], float] | None:
     """Forward FLOPs that a layer's attention needs for a piece of text, by its tokens; None where
     the module does not say."""
-    flops = attention_by_feature(module)
+    flops: Mapping[str, float] | None = getattr(module, "attention_flops", None)
     if flops is None:
         return None
 
@@ -224,16 +214,6 @@ def attention_flops_of(module: Module) -> Callable[[int], float] | None:
         return sum(f * amounts[name] for name, f in flops.items())
 
     return needed
-
-
-def numbers_layers_of(module: Module) -> bool:
-    """See `numbers_layers` above; False where the module does not say."""
-    return bool(getattr(module, "numbers_layers", False))
-
-
-def any_order_of(module: Module) -> bool:
-    """See `any_order` above; False where the module does not say."""
-    return bool(getattr(module, "any_order", False))
 
 
 def working_dtype_of(module: Module) -> np.dtype:
@@ -306,11 +286,6 @@ class MultimodalModel(Protocol):
     # `models.lora`). A model that can be trained on more than a plain cross-entropy has
     # `with_objective(z_loss, label_smoothing)`, which gives the model whose "loss_sum" is the plain
     # one, with the gradient of the sum of both.
-
-
-def data_factory_of(model: MultimodalModel) -> str:
-    """See `data_factory` above; "" where the model does not say."""
-    return str(getattr(model, "data_factory", ""))
 
 
 def edges_of(model: MultimodalModel) -> tuple[Edge, ...]:

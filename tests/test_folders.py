@@ -1,11 +1,14 @@
-"""What cannot be written is said in one way, whatever it is."""
+"""What cannot be written is said in one way, whatever it is; logs on a full disk end no process."""
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from dflop_jax import folders
 from dflop_jax.cluster.ending import BAD_INPUT, TRY_AGAIN, exit_code_of
 from dflop_jax.folders import made, writing
 from dflop_jax.report.run_folder import RunFolder, answer_folder
@@ -75,3 +78,40 @@ def test_a_full_disk_may_have_room_later():
         write("full")
     assert refused.value.errno == errno.ENOSPC
     assert exit_code_of(refused.value) == TRY_AGAIN
+
+
+# ---- logs on a full disk ----
+
+
+PROGRAM = """
+import os, sys
+from dflop_jax.folders import need_no_log
+
+if {drops}:
+    need_no_log()
+for stream in (sys.stdout, sys.stderr):
+    print("a line", file=stream)
+    stream.flush()
+os._exit(0)
+"""
+
+
+def end_of(drops, **streams):
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(drops=drops)], check=False, text=True, **streams
+    )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_log_without_room_loses_lines_and_ends_nothing(stream):
+    other = {"stdout": "stderr", "stderr": "stdout"}[stream]
+    with FULL.open("w") as full:
+        done = end_of(True, **{stream: full, other: subprocess.PIPE})
+        assert (done.returncode, getattr(done, other)) == (0, "a line\n")
+        assert end_of(False, **{stream: full, other: subprocess.DEVNULL}).returncode != 0
+
+
+def test_other_errors_of_a_log_are_raised():
+    with open(__file__) as only_read, pytest.raises(OSError, match="Bad file descriptor"):
+        folders._Dropping(only_read.fileno(), "w", closefd=False).write(b"a line")

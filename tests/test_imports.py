@@ -17,8 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 
-LEFT = {"records", "contract", "config", "config_fields", "config_texts", "children", "full_disk"}
-LEFT |= {"folders"}
+LEFT = {"records", "contract", "config", "config_fields", "children", "folders"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
 PREDICTED = SCHEDULED | {"tasks"}
@@ -30,12 +29,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "record_files": {"records"},
     "children": set(),
-    "full_disk": set(),
-    "folders": {"full_disk"},
+    "folders": set(),
     "contract": {"records"},
-    "config": {"records", "config_fields", "config_texts"},
+    "config": {"records", "config_fields"},
     "config_fields": set(),
-    "config_texts": set(),
     "data": LEFT,
     "hardware": LEFT,
     "tasks": LEFT,

@@ -15,7 +15,7 @@ import msgspec
 from huggingface_hub.utils import HfUri
 
 from dflop_jax.config import DataConfig
-from dflop_jax.config_texts import named_columns
+from dflop_jax.config_fields import named_columns
 from dflop_jax.data.datasets.find_tables import HUB, hub_name
 from dflop_jax.data.datasets.header_rows import RowReader, RowsApart, RowsHere, ToPieces
 from dflop_jax.data.datasets.index_build import IndexRules

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dflop_jax.contract import Array, Params, adapter_of, numbers_layers_of
+from dflop_jax.contract import Array, Params, adapter_of
 from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.held import held_cuts, split_cuts
 from dflop_jax.pipeline.periods import loops_over
@@ -199,7 +199,7 @@ class Pieces:
 
     def _numbered(self, kind: str, row: int | Array, fields: Tree) -> Tree:
         """The fields that a layer in a row of the stage's stack reads."""
-        if not numbers_layers_of(self.segment.module):
+        if not getattr(self.segment.module, "numbers_layers", False):
             return fields
         every = self.segment.held_rows[kind]
         place = lax.axis_index("stage") * (len(every) // self.segment.stages) + row

@@ -23,7 +23,6 @@ from dflop_jax.contract import (
     Module,
     MultimodalModel,
     adapter_of,
-    attention_by_feature,
     attention_flops_of,
     content_of,
     edges_of,
@@ -124,7 +123,7 @@ def _count_module(
         of_kind = [before for before, k in zip(needs, kinds, strict=False) if k == kind]
         layers = _layers_as_written(apart, shape, _own(trains, kind), of_kind)
         every = every.plus(layers)
-        attention = attention_by_feature(apart)
+        attention = getattr(apart, "attention_flops", None)
         if attention is not None:  # needed once forward and twice backward
             passes = sum(3.0 if before or trains_part(trains, kind) else 1.0 for before in of_kind)
             told.update({name: passes * f for name, f in attention.items()})

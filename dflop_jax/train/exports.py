@@ -10,7 +10,7 @@ from typing import Any
 
 from dflop_jax.checkpoint.store import CheckpointReader
 from dflop_jax.config import Config
-from dflop_jax.config_texts import RATES, named_numbers
+from dflop_jax.config_fields import RATES, named_numbers
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.pipeline.layout import trained_groups
 from dflop_jax.report.run_folder import CHECKPOINTS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dflop_jax.cluster.ending import RunFailed, preemption
 from dflop_jax.cluster.supervised import report_step
-from dflop_jax.config_texts import profiled_steps
+from dflop_jax.config_fields import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dflop_jax.contract import MultimodalModel, loss_weight_of
+from dflop_jax.contract import MultimodalModel
 
 WEIGHTS = "weights"  # the field that a module with a loss reads
 
@@ -37,7 +37,7 @@ class BatchLoss:
     def of(
         cls, model: MultimodalModel, denominators: Mapping[str, float], supervised_tokens: int = 0
     ) -> BatchLoss:
-        factors = {m: loss_weight_of(model.modules[m]) for m in denominators}
+        factors = {m: float(getattr(model.modules[m], "loss_weight", 1.0)) for m in denominators}
         return cls(dict(denominators), factors, supervised_tokens)
 
     @property

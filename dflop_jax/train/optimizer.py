@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.config_texts import DECAYS, named_numbers
+from dflop_jax.config_fields import DECAYS, named_numbers
 from dflop_jax.contract import last_key
 from dflop_jax.pipeline.elementwise import Averaged, Optimizer, map_state
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from dflop_jax.config import Config
-from dflop_jax.config_texts import profiled_steps
+from dflop_jax.config_fields import profiled_steps
 from dflop_jax.contract import SAVED_NAMES, edges_of, layer_kinds_of, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.hardware import GIB

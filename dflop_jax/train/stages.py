@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.config_texts import DECAYS, RATES, adapter_ranks, named_numbers
+from dflop_jax.config_fields import DECAYS, RATES, adapter_ranks, named_numbers
 from dflop_jax.contract import MultimodalModel, adapter_of
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.pipeline.layout import trained_groups

@@ -18,7 +18,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.supervised import is_restart
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
-from dflop_jax.full_disk import despite_full_disk
+from dflop_jax.folders import despite_full_disk
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import AXES, Plan, Profile
 from dflop_jax.report.progress import Progress
@@ -178,7 +178,8 @@ class Trainer:
             samples = SampleFile(folder.rows[SAMPLES])
             if not resumed:
                 self.place.time.write_to(folder.rows[EVENTS])
-        progress = stack.enter_context(Progress.of(config.train, start, quiet=not peers.is_hub))
+        steps, every, quiet = config.train.steps, config.train.log_every, not peers.is_hub
+        progress = stack.enter_context(Progress(steps, start, every=every, quiet=quiet))
         begun_s = time.perf_counter()
         chosen = self._choose(resumed, given, progress)
         ex, prices, self.profile = chosen.executor, chosen.prices, chosen.profile

@@ -1,9 +1,7 @@
 """All results of DFLOP's, DIP's and OrchMLLM's papers in simulation, with a report.
 
-Command:  python -m experiments.paper [--out DIR] [--only NAME ...] [--costs compiled]
-          (or `make paper`)
-Minutes:  about 17 on 2 cores; `--only policies` 12 more; `--costs compiled` minutes for each model
-          the first time, with the extra gpu-compile
+Command:  python -m experiments.paper [--out DIR] [--only NAME ...]     (or `make paper`)
+Minutes:  about 15 on 2 cores; `--only policies` 12 more
 Writes:   DIR/paper.md (tables, assumptions), a picture for each result, DIR/timelines.html
 """
 
@@ -17,20 +15,8 @@ from pathlib import Path
 
 import jax
 
-from experiments.paper import (
-    causes,
-    correction,
-    dflop,
-    dip,
-    lost,
-    orch,
-    overheads,
-    phases,
-    policies,
-    throughput,
-)
+from experiments.paper import correction, dflop, dip, orch, overheads, policies, throughput
 from experiments.paper.answers import Key, prepare
-from experiments.paper.costs import COSTS, cost_model, take_costs
 from experiments.paper.report import draw, write_report, write_timelines
 from experiments.paper.results import Result, print_result, say
 
@@ -46,13 +32,9 @@ EXPERIMENTS: dict[str, tuple[Callable[[], Result], Sequence[Key]]] = {
     "correction": (correction.run, correction.KEYS),
     "overheads": (overheads.run, overheads.KEYS),
     "dip": (dip.run, dip.KEYS),
-    "dip-work": (dip.work, dip.WORK_KEYS),
     "dip-ablation": (dip.ablation, dip.KEYS),
     "orch": (orch.run, orch.KEYS),
     "nodes": (orch.nodes, orch.KEYS),
-    "lost": (lost.run, orch.KEYS),
-    "causes": (causes.run, causes.KEYS),
-    "phases": (phases.run, orch.KEYS),
     "policies": (policies.run, policies.KEYS),
 }
 LONG = ("policies",)  # run only where named
@@ -64,14 +46,7 @@ def main() -> int:
     )
     parser.add_argument("--out", default="runs/paper", metavar="DIR", help="default: runs/paper")
     parser.add_argument("--only", nargs="+", choices=EXPERIMENTS, metavar="NAME", default=[])
-    parser.add_argument(
-        "--costs",
-        choices=COSTS,
-        default=COSTS[0],
-        help="from traced kernels (default) or from programs compiled for the devices",
-    )
     args = parser.parse_args()
-    take_costs(args.costs)
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device; a GPU's plugin wants one
     out = Path(args.out)
     try:
@@ -82,13 +57,6 @@ def main() -> int:
     start_s = time.perf_counter()
     names = args.only or [name for name in EXPERIMENTS if name not in LONG]
     keys = [key for name in names for key in EXPERIMENTS[name][1]]
-    if args.costs == "compiled":
-        try:
-            for case, _ in keys:
-                cost_model(case)  # which other processes then find in the cache
-        except ValueError as e:
-            print(f"error: {e}")
-            return 2
     prepare(keys)
     results = []
     for i, name in enumerate(names):

@@ -27,17 +27,15 @@ from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.counts.program import canonical, sizes_of
 from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper.cases import Case, Step, reported, seen
-from experiments.paper.costs import costs, prices_of, profile_of, take_costs
-from experiments.paper.public_rule import public_plan
+from experiments.paper.costs import prices_of, profile_of
 from experiments.paper.results import say
 from experiments.paper.true_shapes import run_step
 from experiments.paper.tune import MAX_MODEL, baseline_plans, dflop_plans, published_plan, tuned
 
 TOKEN_MULTIPLE = 128
 MAX_PIPELINE, MAX_MICROBATCHES = 8, 64  # of what the planner tries with static shapes
-PYTORCH, MEGATRON, DFLOP, PUBLIC_RULE = "pytorch", "megatron", "dflop at true shapes", "public rule"
+PYTORCH, MEGATRON, DFLOP = "pytorch", "megatron", "dflop at true shapes"
 PUBLISHED = "as published"  # the baseline that no one tuned
-IN_STAGES = "megatron, two stages or more"
 BASELINES = (PYTORCH, MEGATRON)
 OPTIMIZER_ONLY, SCHEDULER_ONLY = "optimizer only", "scheduler only"
 # Systems at true shapes -> how samples meet microbatches.
@@ -45,11 +43,9 @@ TRUE_SHAPES = {
     PUBLISHED: "arrival",
     PYTORCH: "arrival",
     MEGATRON: "arrival",
-    IN_STAGES: "arrival",
     DFLOP: "balanced",
     OPTIMIZER_ONLY: "arrival",
     SCHEDULER_ONLY: "balanced",
-    PUBLIC_RULE: "balanced",
 }
 _WORK = 4_000  # units of the scheduler's work for a reported batch
 
@@ -168,7 +164,7 @@ def on_all_cores(work: Callable[[Job], Done], jobs: Sequence[Job]) -> Iterator[D
         yield from map(work, jobs)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, spawn, take_costs, (costs(),)) as pool:
+    with ProcessPoolExecutor(workers, spawn) as pool:
         try:
             for done in as_completed([pool.submit(work, job) for job in jobs]):
                 yield done.result()
@@ -197,16 +193,13 @@ def _at_true_shapes(case: Case, system: str) -> Answer:
     grouping = TRUE_SHAPES[system]
     profile_of(case)
     start_s = time.perf_counter()
-    if system == PUBLIC_RULE:
-        plan, n = public_plan(case)
-    elif system == PUBLISHED:
+    if system == PUBLISHED:
         plan, n = published_plan(case)
     elif system in (DFLOP, OPTIMIZER_ONLY):
         plan, n = tuned(case, list(dflop_plans(case)), grouping)
     else:
         plans = baseline_plans(case, PYTORCH if system == PYTORCH else MEGATRON)
-        least = 2 if system == IN_STAGES else 1
-        plan, n = tuned(case, [p for p in plans if len(p.layout.submeshes) >= least], grouping)
+        plan, n = tuned(case, list(plans), grouping)
     search_s = time.perf_counter() - start_s
     steps = tuple(run_step(case, plan, batch, n, grouping) for batch in reported(case))
     return Answer(f"{parallelism(plan)}, {n} microbatches", plan, steps, n, search_s)

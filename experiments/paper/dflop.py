@@ -19,7 +19,6 @@ from experiments.paper.answers import (
     DFLOP,
     MEGATRON,
     OPTIMIZER_ONLY,
-    PUBLIC_RULE,
     PUBLISHED,
     PYTORCH,
     SCHEDULER_ONLY,
@@ -32,7 +31,7 @@ from experiments.paper.systems import INTERNVL_72B, LLAVA, SETUPS, TOWERS
 
 SHOWN = {PYTORCH: "PyTorch", MEGATRON: "Megatron-LM", DFLOP: "DFLOP"}
 ABLATED = (LLAVA["siglip-6b", "qwen2.5-7b"], LLAVA["siglip-6b", "qwen2.5-32b"], INTERNVL_72B)
-PARTS = (PUBLISHED, MEGATRON, OPTIMIZER_ONLY, SCHEDULER_ONLY, DFLOP, PUBLIC_RULE)
+PARTS = (PUBLISHED, MEGATRON, OPTIMIZER_ONLY, SCHEDULER_ONLY, DFLOP)
 ASYMMETRIC = tuple(
     LLAVA[t, d] for d in ("qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b") for t in TOWERS
 )
@@ -127,7 +126,6 @@ def ablation(setups: Sequence[Case] = ABLATED) -> Result:
             OPTIMIZER_ONLY,
             SCHEDULER_ONLY,
             "both (DFLOP)",
-            "public optimizer's rule, with scheduler",
         ),
         unit="speed-up over Megatron-LM",
     )

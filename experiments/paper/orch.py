@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import jax.numpy as jnp
 
 from dflop_jax.contract import MultimodalModel
+from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import Load
 from experiments.paper import data
 from experiments.paper.answers import MEGATRON, answer
@@ -20,11 +22,11 @@ from experiments.paper.cases import Case, reported
 from experiments.paper.costs import DTYPE
 from experiments.paper.dispatching import exchange, features, home_nodes
 from experiments.paper.results import Result, ratio
-from experiments.paper.work import mfu
 from models.composed import Composed
 from models.sizes import AUDIO, DECODERS, VISION, AudioSize, ModelSize, VisionSize
 
 MIXTURE, LAYOUT = "three modalities", "anyres"
+ROW = 8192  # tokens of an LLM row of which needed FLOPs are counted
 ASSUMED = (
     "84B: Qwen2.5-72B, a tower of 5.5B (45 layers of 3,200 over 384 px, patches of 14) and an "
     "encoder of Whisper's form with 5.0B (64 layers of 2,560); smaller ones are of our choosing: "
@@ -65,13 +67,30 @@ _TOWER_6B = VisionSize(384, 14, 3200, 45, 40, 12800, post_norm=False)
 _TOWER_1B = replace(VISION["siglip-1b"], post_norm=False)
 WHISPER = AUDIO["whisper-large-v3"]
 _WHISPER_5B = replace(WHISPER, width=2560, n_layers=64, n_heads=40, mlp=10240)
-LARGE = _case("MLLM-84B", Omni(_TOWER_6B, _WHISPER_5B, "qwen2.5-72b"), 2560)
 CASES = (
     _case("MLLM-9B", Omni(_TOWER_1B, WHISPER, "qwen2.5-7b"), 128),
     _case("MLLM-39B", Omni(_TOWER_6B, WHISPER, "qwen2.5-32b"), 512),
-    LARGE,
+    _case("MLLM-84B", Omni(_TOWER_6B, _WHISPER_5B, "qwen2.5-72b"), 2560),
 )
 KEYS = [(case, policy) for case in CASES for policy in (MEGATRON, "orch")]
+
+
+@cache
+def step_flops(case: Case) -> float:
+    """What the reported batches need on average, padding and recomputation not counted."""
+    model = case.model()
+    needed = needed_flops(model, {m: model.piece_tokens.get(m, ROW) for m in model.modules})
+    return sum(
+        sum(map(flops, x.lengths(m), x.content_of(m)))
+        for batch in reported(case)
+        for x in batch
+        for m, flops in needed.items()
+    ) / len(reported(case))
+
+
+def mfu(case: Case, step_s: float) -> float:
+    """Share of the devices' peak FLOP/s that the reported batches need on average."""
+    return step_flops(case) / step_s / (case.n_devices * case.hardware.peak_flops(DTYPE))
 
 
 def run(cases: Sequence[Case] = CASES) -> Result:

@@ -21,12 +21,14 @@ from dflop_jax.sim.pipeline import simulate_step
 from experiments.paper import data
 from experiments.paper.answers import TRUE_SHAPES, answer
 from experiments.paper.cases import MEMORY_SHARE, TUNING, Case
-from experiments.paper.costs import costs, prices_of
+from experiments.paper.costs import prices_of
 from experiments.paper.dflop import SHOWN
 from experiments.paper.results import Result
 from experiments.paper.systems import CLUSTER, SETUPS, described
 
 ASSUMED = (
+    "Costs are predicted: a roofline over the models' own kernels with the default efficiencies "
+    "below, the same for every system; nothing was measured on an A100.",
     "What follows is of DFLOP's results; those of DIP and OrchMLLM name their own models, data and "
     "devices, and their plans have static shapes, padded.",
     "Baselines have dynamic shapes: a microbatch costs its true tokens, attention the squares of "
@@ -48,13 +50,6 @@ ASSUMED = (
     "LLaVA-OneVision's tower is SigLIP 6B, as in the public code's configuration; the 400M of the "
     "released model and 1B stand in the asymmetry table.",
 )
-
-PRICED = {
-    "roofline": "Costs are predicted: a roofline over the models' own kernels with the default "
-    "efficiencies below, the same for every system; nothing was measured on an A100.",
-    "compiled": "Costs are predicted: the default efficiencies below over the kernels of programs "
-    "compiled for the devices, the same for every system; nothing was measured on an A100.",
-}
 
 
 def draw(result: Result, out: Path) -> None:
@@ -104,7 +99,7 @@ def write_report(results: Sequence[Result], out: Path, page: Path | None, minute
             "\n".join(f"- {line}" for line in r.notes),
             "\n".join(f"Where it differs: {line}." for line in r.why),
         ]
-    parts += ["## Assumptions", "\n".join(f"- {line}" for line in (PRICED[costs()], *ASSUMED))]
+    parts += ["## Assumptions", "\n".join(f"- {line}" for line in ASSUMED)]
     cluster = [[k, v] for k, v in described(CLUSTER).items()]
     parts += ["### Cluster", markdown_table(("", "8 nodes unless said otherwise"), cluster)]
     how = [[k, f"{v:g}", data.WHY[k]] for k, v in asdict(data.Assumptions()).items()]

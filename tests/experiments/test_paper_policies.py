@@ -1,15 +1,13 @@
 """DIP's and OrchMLLM's results from end to end, on a model small enough for a test."""
 
-import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from dflop_jax.plan.options import Option, with_options
 from dflop_jax.records import Load
-from experiments.paper import dip, dispatching, lost, orch, phases, policies
-from experiments.paper.answers import answer, mean_s, run_steps
+from experiments.paper import dip, dispatching, orch, policies
+from experiments.paper.answers import answer, mean_s
 from experiments.paper.cases import Case, reported
 from models import omni
 
@@ -109,62 +107,6 @@ def test_exchange_against_a_loop_over_pieces():
     assert row[0] == TINY.name
     (row,) = orch.run([TINY]).rows
     assert row[4] == f"{answer(TINY, 'megatron').step_s / found.step_s:.2f}x"
-
-
-@pytest.mark.slow
-def test_slowest_rank_of_every_phase_against_all_assignments():
-    rng = np.random.default_rng(0)
-    seconds = {"vision": rng.integers(1, 9, 6).astype(float), "llm": rng.integers(1, 9, 6) * 1.0}
-    ranks = {"vision": 3, "llm": 2}
-    best = {}
-    for m, n in ranks.items():
-        spans = [
-            np.bincount(bins, seconds[m], n).max() for bins in itertools.product(range(n), repeat=6)
-        ]
-        best[m] = min(spans) * n / seconds[m].sum()
-    every = phases.slowest(seconds, ranks, phases.EVERY)
-    assert every == {m: pytest.approx(b) for m, b in best.items()}
-    halves = {m: max(s[:3].sum(), s[3:].sum()) / s.sum() * 2 for m, s in seconds.items()}
-    assert phases.slowest(seconds, ranks, phases.ARRIVING) == pytest.approx(halves)
-    by_llm = phases.slowest(seconds, ranks, phases.BY_LLM)
-    assert by_llm["llm"] == pytest.approx(best["llm"])
-    assert by_llm["vision"] >= 1
-    nothing = {"vision": np.zeros(1), "llm": np.ones(1)}
-    assert phases.slowest(nothing, {"vision": 1, "llm": 1}, phases.EVERY) == {
-        "vision": 1.0,
-        "llm": 1.0,
-    }
-    (row,) = phases.run([TINY]).rows
-    shares = [float(cell) for cell in row[-3:]]
-    assert row[0] == TINY.name
-    assert shares[2] <= min(shares) + 0.01
-
-
-@pytest.mark.slow
-def test_all_that_is_lost_of_the_peak_is_named():
-    made = answer(TINY, "orch")
-    chip = TINY.hardware
-    slow_chip = replace(chip, bfloat16_flops=chip.bfloat16_flops / 1e5)  # else the host is slower
-    slow = replace(TINY, name="VLM-slow", hardware=slow_chip)
-
-    def parts(options):
-        plan = with_options(made.plan, dict.fromkeys(made.plan.layout.modules, options))
-        return lost.parts(slow, replace(made, plan=plan, steps=run_steps(slow, plan)))
-
-    shares, again, shared = parts(Option()), parts(Option("segment")), parts(Option(zero=3))
-    for found in (shares, again, shared):
-        assert list(found) == list(lost.PARTS)
-        assert sum(found.values()) == pytest.approx(1)
-        assert all(x >= -1e-9 for x in found.values()), found
-    # What is priced is what the traces computed, and what a saving adds is its own part.
-    nothing = pytest.approx(0, abs=1e-9)
-    assert [x[lost.AGAIN] for x in (shares, shared)] == [nothing, nothing]
-    assert shares[lost.SHARED] == nothing
-    assert again[lost.AGAIN] > 0.005  # encoders run forward twice, the LLM in one task anyway
-    assert shared[lost.SHARED] > 0
-    assert shares[lost.NEEDED] > again[lost.NEEDED]
-    (row,) = lost.run([TINY]).rows
-    assert sum(map(float, row[2:])) == pytest.approx(100, abs=1)
 
 
 def placed(group, loads):

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.encoder import Batch, BlockForm, Encoder
+from models.encoder import BlockForm, Encoder
 from models.layers import LayerNorm, Linear, exact_gelu, named
+from models.linen_module import Batch
 from models.sizes import AudioSize
 
 Array = jax.Array

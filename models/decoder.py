@@ -8,25 +8,24 @@ of packed tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attend_by, attention
-from models.attention_choice import skips
+from models.attention import Attend, attention
 from models.embedding import embed
-from models.layers import Linear, RMSNorm, apply, axis_names, init_values, named, normal
+from models.layers import Linear, RMSNorm, apply, named, normal
+from models.linen_module import Batch, LinenModule
 from models.loss import PLAIN, Objective, cross_entropy, head_logits
 from models.memory import KeysAndValues
 from models.rotary import angles_of, rotate
 from models.sizes import DecoderSize
 
 Array = jax.Array
-Batch = Mapping[str, Array]
 
 FIELDS = {
     "tokens": jnp.int32,
@@ -123,7 +122,7 @@ class Exit(nn.Module):
 
 
 @dataclass(frozen=True)
-class DecoderModule:
+class DecoderModule(LinenModule):
     """The LLM as the engine sees it, of `media` and text, or of text alone. With `newline` it has
     an embedding of a picture's line end. After each of the first `deepstack` layers an edge's
     features, "deepstack_0" and on, are added where they stand (arXiv 2406.04334)."""
@@ -137,19 +136,6 @@ class DecoderModule:
     objective: Objective = PLAIN
     media: bool = True
 
-    def on_chip(self, chip: str) -> Self:
-        """See `dflop_jax.contract.on_chip`."""
-        return replace(self, chip=chip)
-
-    @property
-    def working_dtype(self) -> jnp.dtype:
-        """See `dflop_jax.contract`."""
-        return self.dtype
-
-    @property
-    def n_layers(self) -> int:
-        return self.size.n_layers
-
     @property
     def tied(self) -> bool:
         return self.size.tied
@@ -158,16 +144,6 @@ class DecoderModule:
     def cap(self) -> float:
         """Of the logits, see `models.loss.head_logits`."""
         return 0.0
-
-    @property
-    def any_order(self) -> bool:
-        """See `dflop_jax.contract`."""
-        return self.attention_kernel == "cudnn"
-
-    @property
-    def skips(self) -> bool:
-        """See `dflop_jax.contract`."""
-        return skips(self.attention_kernel, self.chip, self.dtype, self.size.head_dim)
 
     @property
     def attention_flops(self) -> Mapping[str, Any]:
@@ -199,7 +175,6 @@ class DecoderModule:
         return jax.ShapeDtypeStruct((items, tokens, *axes), FIELDS[name])
 
     def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
-        """The Linen module of a part and what its inputs look like."""
         hidden = self.field_spec("visual", 1, 1)
         fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
         if part == "entry":
@@ -208,23 +183,6 @@ class DecoderModule:
             return DecoderBlock(self.size, self.dtype, self.attend), (hidden, *fields)
         shape = (self.size.vocab, self.size.width)
         return Exit(self.size), (hidden, jax.ShapeDtypeStruct(shape, jnp.float32))
-
-    def init(self, part: str, key: Array) -> Any:
-        module, args = self._part(part)
-        return init_values(module, key, *args)
-
-    def logical_axes(self, part: str) -> Any:
-        module, args = self._part(part)
-        return axis_names(module, *args)
-
-    def entry(self, params: Any, batch: Batch) -> Array:
-        fields = [batch[name] for name in self.inputs["entry"]]
-        return apply(DecoderEntry(self.size, self.dtype), params, *fields)
-
-    @property
-    def attend(self) -> Attend:
-        """`attention` by the module's kernel."""
-        return attend_by(self.attention_kernel, self.chip)
 
     def layer(self, params: Any, x: Array, batch: Batch, mix: Attend | None = None) -> Array:
         """One layer, by `mix` in place of the module's own attention where it is given."""

@@ -3,22 +3,21 @@ parts that are called on the fields that they read."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attend_by, attention
-from models.attention_choice import skips
-from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply, axis_names, init_values
+from models.attention import Attend, attention
+from models.layers import LayerNorm, LayerScale, Linear, RMSNorm, apply
+from models.linen_module import Batch, LinenModule
 from models.rotary import rotate
 
 Array = jax.Array
-Batch = Mapping[str, Array]
 QK_NORM_EPS = 1e-6
 
 
@@ -84,7 +83,7 @@ class EncoderBlock(nn.Module):
 
 
 @dataclass(frozen=True)
-class Encoder(ABC):
+class Encoder(LinenModule):
     """An encoder and its connector as the engine sees them; features come out as
     [items, tokens of an item for the LLM, out_width]."""
 
@@ -93,14 +92,6 @@ class Encoder(ABC):
     dtype: jnp.dtype
     attention_kernel: str = "auto"
     chip: str = ""
-
-    def on_chip(self, chip: str) -> Self:
-        """See `dflop_jax.contract.on_chip`."""
-        return replace(self, chip=chip)
-
-    @property
-    @abstractmethod
-    def inputs(self) -> Mapping[str, tuple[str, ...]]: ...
 
     @property
     @abstractmethod
@@ -112,26 +103,11 @@ class Encoder(ABC):
     def form(self) -> BlockForm: ...
 
     @abstractmethod
-    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct: ...
-
-    @abstractmethod
     def _end(self, part: str) -> nn.Module:
         """The Linen module of "entry" or "exit"."""
 
     @property
-    def any_order(self) -> bool:
-        """See `dflop_jax.contract`."""
-        return self.attention_kernel == "cudnn"
-
-    @property
-    def skips(self) -> bool:
-        """See `dflop_jax.contract`."""
-        chosen = self.attention_kernel, self.chip, self.dtype
-        return skips(*chosen, self.size.head_dim, self.row_tokens)
-
-    @property
     def row_tokens(self) -> int:
-        """Tokens of the shortest row that matters to the choice of a kernel."""
         return self.item_tokens
 
     @property
@@ -147,42 +123,19 @@ class Encoder(ABC):
         """By which a layer's queries and keys turn; None: they do not."""
         return None
 
-    @property
-    def working_dtype(self) -> jnp.dtype:
-        """See `dflop_jax.contract`."""
-        return self.dtype
+    def _block(self) -> nn.Module:
+        """The Linen module of a layer."""
+        return EncoderBlock(self.size, self.form, self.dtype, self.attend)
 
-    @property
-    def n_layers(self) -> int:
-        return self.size.n_layers
-
-    @property
-    def tied(self) -> bool:
-        return False
-
-    def _linen(self, part: str) -> nn.Module:
-        if part == "layers":
-            attend = attend_by(self.attention_kernel, self.chip)
-            return EncoderBlock(self.size, self.form, self.dtype, attend)
-        return self._end(part)
-
-    def _example(self, part: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What a part is called on."""
+    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
         if part == "entry":
-            return tuple(self.field_spec(name, 1, self.item_tokens) for name in self.inputs[part])
-        return (jax.ShapeDtypeStruct((1, self.item_tokens, self.size.width), self.dtype),)
-
-    def init(self, part: str, key: Array) -> Any:
-        return init_values(self._linen(part), key, *self._example(part))
-
-    def logical_axes(self, part: str) -> Any:
-        return axis_names(self._linen(part), *self._example(part))
-
-    def entry(self, params: Any, batch: Batch) -> Array:
-        return apply(self._linen("entry"), params, *(batch[n] for n in self.inputs["entry"]))
+            fields = (self.field_spec(name, 1, self.item_tokens) for name in self.inputs[part])
+            return self._end(part), tuple(fields)
+        hidden = jax.ShapeDtypeStruct((1, self.item_tokens, self.size.width), self.dtype)
+        return self._block() if part == "layers" else self._end(part), (hidden,)
 
     def layer(self, params: Any, x: Array, batch: Batch) -> Array:
-        return apply(self._linen("layers"), params, x, self.segment_ids(batch), self.angles(batch))
+        return apply(self._block(), params, x, self.segment_ids(batch), self.angles(batch))
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Array:
-        return apply(self._linen("exit"), params, x)
+        return apply(self._end("exit"), params, x)

@@ -9,65 +9,46 @@ from typing import Any
 from models import gemma_hf
 from models.gemma_sizes import GLOBAL, Gemma4Size, Gemma4VisionSize, GemmaSize, HeadsSize
 from models.hf import INV_FREQ
-from models.hf_config import Config, Facts
+from models.hf_config import Config, Facts, fields_of, stated
+from models.hf_names import GATED_MLP, QKV, named
 from models.hf_tensors import HfWeightMap, Rule, tensors_of
 
 # ---- names ----
 
 
-def _clipped(ours: str, theirs: str, layout: str = "linear") -> tuple[Rule, ...]:
-    """A matrix of the tower's layers and, where it is clipped, its bounds."""
-    bounds = ("input_min", "input_max", "output_min", "output_max")
-    return (
-        Rule("layers", f"{ours}/kernel", f"{theirs}.linear.weight", layout),
-        *(Rule("layers", f"{ours}_{name}", f"{theirs}.{name}", "same") for name in bounds),
-    )
-
-
-def _scale(ours: str, theirs: str) -> Rule:
-    return Rule("layers", f"{ours}/scale", f"{theirs}.weight")
-
-
-_LAYER = "encoder.layers.{}"
+_LAYER = "encoder.layers.{}."
+_MATRICES = {**QKV, "out": "self_attn.o_proj", **GATED_MLP}
 TOWER = (
-    Rule("entry", "patch/kernel", "patch_embedder.input_proj.weight", "patch_matrix"),
+    *named("entry", "patch_embedder.", {"patch": "input_proj"}, "patch_matrix"),
     Rule("entry", "position", "patch_embedder.position_embedding_table", "same"),
-    _scale("attn_norm", f"{_LAYER}.input_layernorm"),
-    *_clipped("query", f"{_LAYER}.self_attn.q_proj"),
-    *_clipped("key", f"{_LAYER}.self_attn.k_proj"),
-    *_clipped("value", f"{_LAYER}.self_attn.v_proj"),
-    _scale("query_norm", f"{_LAYER}.self_attn.q_norm"),
-    _scale("key_norm", f"{_LAYER}.self_attn.k_norm"),
-    *_clipped("out", f"{_LAYER}.self_attn.o_proj", "heads_linear"),
-    _scale("attn_out_norm", f"{_LAYER}.post_attention_layernorm"),
-    _scale("mlp_norm", f"{_LAYER}.pre_feedforward_layernorm"),
-    *_clipped("gate", f"{_LAYER}.mlp.gate_proj"),
-    *_clipped("up", f"{_LAYER}.mlp.up_proj"),
-    *_clipped("down", f"{_LAYER}.mlp.down_proj"),
-    _scale("mlp_out_norm", f"{_LAYER}.post_feedforward_layernorm"),
+    *named("layers", _LAYER, {
+        "attn_norm": "input_layernorm",
+        "query_norm": "self_attn.q_norm",
+        "key_norm": "self_attn.k_norm",
+        "attn_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+        **{ours: f"{theirs}.linear" for ours, theirs in _MATRICES.items()},
+    }),
+    *(
+        Rule("layers", f"{ours}_{bound}", f"{_LAYER}{theirs}.{bound}", "same")
+        for ours, theirs in _MATRICES.items()
+        for bound in ("input_min", "input_max", "output_min", "output_max")
+    ),
     Rule("exit", "std_bias", "std_bias"),
     Rule("exit", "std_scale", "std_scale"),
-)
-PROJECTOR = (Rule("exit", "projection/kernel", "embedding_projection.weight", "linear"),)
+)  # fmt: skip
+PROJECTOR = named("exit", "", {"projection": "embedding_projection"})
 
 # ---- configurations ----
 
 TEXT: Config = {
+    **gemma_hf.OF_BOTH,
     "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
     "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
     "sliding_window": 512,
-    "final_logit_softcapping": None,
     "use_bidirectional_attention": None,
     "attention_k_eq_v": False,
-    "tie_word_embeddings": True,
 }
 VISION: Config = {
     "hidden_size": 768,
@@ -84,6 +65,21 @@ VISION: Config = {
     "position_embedding_size": 10240,
     "use_clipped_linears": False,
     "standardize": False,
+}
+# Fields of a tower, and their keys.
+VISION_KEYS = {
+    "width": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp": "intermediate_size",
+    "patch_px": "patch_size",
+    "merge": "pooling_kernel_size",
+    "side": "position_embedding_size",
+    "norm_eps": "rms_norm_eps",
+    "clipped": "use_clipped_linears",
+    "standardized": "standardize",
 }
 ROPE: Mapping[str, Config] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -258,22 +254,7 @@ def read(config: Config) -> Gemma4Size:
     decoder, v = text_size(below["text_config"]), below["vision_config"]
     if not v:
         return Gemma4Size(decoder)
-    vision = Gemma4VisionSize(
-        v["hidden_size"],
-        v["num_hidden_layers"],
-        v["num_attention_heads"],
-        v["num_key_value_heads"],
-        v["head_dim"],
-        v["intermediate_size"],
-        v["patch_size"],
-        v["pooling_kernel_size"],
-        v["position_embedding_size"],
-        v["rope_theta"],
-        v["rms_norm_eps"],
-        v["use_clipped_linears"],
-        v["standardize"],
-    )
-    return Gemma4Size(decoder, vision)
+    return Gemma4Size(decoder, Gemma4VisionSize(**fields_of(v, VISION_KEYS), theta=v["rope_theta"]))
 
 
 def read_text(config: Config) -> Gemma4Size:
@@ -288,19 +269,8 @@ def vision_config(v: Gemma4VisionSize) -> dict[str, Any]:
     """The configuration of a tower."""
     return {
         "model_type": "gemma4_vision",
-        "hidden_size": v.width,
-        "intermediate_size": v.mlp,
-        "num_hidden_layers": v.n_layers,
-        "num_attention_heads": v.n_heads,
-        "num_key_value_heads": v.n_kv_heads,
-        "head_dim": v.head_dim,
-        "patch_size": v.patch_px,
-        "pooling_kernel_size": v.merge,
-        "position_embedding_size": v.side,
+        **stated(v, VISION_KEYS),
         "rope_parameters": {"rope_type": "axial", "rope_theta": v.theta},
-        "rms_norm_eps": v.norm_eps,
-        "use_clipped_linears": v.clipped,
-        "standardize": v.standardized,
     }
 
 

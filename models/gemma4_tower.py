@@ -10,11 +10,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import Attend, attend_by, attention
+from models.attention import Attend, attention
 from models.embedding import embed
-from models.encoder import Batch, BlockForm
+from models.encoder import BlockForm
 from models.gemma_sizes import Gemma4VisionSize
 from models.layers import Linear, Names, RMSNorm, fixed, named, normal
+from models.linen_module import Batch
 from models.packed_encoder import PackedEncoder
 from models.rotary import angles_of, rotate
 
@@ -141,11 +142,8 @@ class Gemma4VisionModule(PackedEncoder):
         row, column = (angles_of(grid[..., i], quarter, self.size.theta) for i in range(2))
         return jnp.concatenate([column, row], axis=-1)
 
-    def _linen(self, part: str) -> nn.Module:
-        if part == "layers":
-            attend = attend_by(self.attention_kernel, self.chip)
-            return Gemma4VisionBlock(self.size, self.dtype, attend)
-        return self._end(part)
+    def _block(self) -> nn.Module:
+        return Gemma4VisionBlock(self.size, self.dtype, self.attend)
 
     def _end(self, part: str) -> nn.Module:
         if part == "entry":

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from models.attention import Attend, attention, reach_of
 from models.attention_choice import skips
 from models.attention_kernels import Marks
-from models.decoder import Batch, DecoderModule, Exit
+from models.decoder import DecoderModule, Exit
 from models.embedding import embed
 from models.gemma_sizes import GemmaSize, HeadsSize
 from models.layers import Linear, RMSNorm, apply, fixed, named, normal
+from models.linen_module import Batch
 from models.memory import KeysAndValues
 from models.rotary import angles_of, rotate
 
@@ -174,10 +175,6 @@ class GemmaModule(DecoderModule):
             table = jax.ShapeDtypeStruct((self.size.vocab, self.size.width), jnp.float32)
             return Exit(self.size), (hidden, table)
         return GemmaBlock(self.size, part, self.dtype, self.attend), (hidden, *fields)
-
-    def entry(self, params: Any, batch: Batch) -> Array:
-        fields = [batch[name] for name in self.inputs["entry"]]
-        return apply(GemmaEntry(self.size, self.dtype), params, *fields)
 
     def layer(
         self, params: Any, x: Array, batch: Batch, mix: Attend | None = None, *, kind: str = ""

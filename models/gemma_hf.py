@@ -11,10 +11,11 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any
 
-from models import hf_names, hf_sizes
+from models import hf_sizes
 from models.gemma_sizes import GLOBAL, SLIDING, Gemma3Size, GemmaSize, HeadsSize
 from models.hf import COMPOSED, INV_FREQ
 from models.hf_config import Config, Facts, rules
+from models.hf_names import EMBEDDING, GATED_MLP, HEAD, QKV_NORMED, SIGLIP, named
 from models.hf_tensors import HfTensor, HfWeightMap, Rule, tensors_of
 
 KINDS = {"sliding_attention": SLIDING, "full_attention": GLOBAL}
@@ -23,44 +24,22 @@ TYPES = {kind: name for name, kind in KINDS.items()}
 # ---- names ----
 
 
-def _matrix(part: str, ours: str, theirs: str, layout: str = "linear") -> Rule:
-    return Rule(part, f"{ours}/kernel", f"{theirs}.weight", layout)
-
-
-def _scale(part: str, ours: str, theirs: str) -> Rule:
-    return Rule(part, f"{ours}/scale", f"{theirs}.weight")
-
-
 def _layers(kind: str) -> tuple[Rule, ...]:
-    layer = "layers.{}"
-    attention = f"{layer}.self_attn"
+    layer = "layers.{}."
     return (
-        _scale(kind, "attn_norm", f"{layer}.input_layernorm"),
-        _matrix(kind, "query", f"{attention}.q_proj"),
-        _matrix(kind, "key", f"{attention}.k_proj"),
-        _matrix(kind, "value", f"{attention}.v_proj"),
-        _scale(kind, "query_norm", f"{attention}.q_norm"),
-        _scale(kind, "key_norm", f"{attention}.k_norm"),
-        _matrix(kind, "out", f"{attention}.o_proj", "heads_linear"),
-        _scale(kind, "attn_out_norm", f"{layer}.post_attention_layernorm"),
-        _scale(kind, "mlp_norm", f"{layer}.pre_feedforward_layernorm"),
-        _matrix(kind, "gate", f"{layer}.mlp.gate_proj"),
-        _matrix(kind, "up", f"{layer}.mlp.up_proj"),
-        _matrix(kind, "down", f"{layer}.mlp.down_proj"),
-        _scale(kind, "mlp_out_norm", f"{layer}.post_feedforward_layernorm"),
-        Rule(kind, "layer_scalar", f"{layer}.layer_scalar"),
-    )
+        *named(kind, layer, {
+            "attn_norm": "input_layernorm", **QKV_NORMED, "out": "self_attn.o_proj",
+            "attn_out_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm", **GATED_MLP,
+            "mlp_out_norm": "post_feedforward_layernorm",
+        }),
+        Rule(kind, "layer_scalar", f"{layer}layer_scalar"),
+    )  # fmt: skip
 
 
-DECODER = (
-    Rule("entry", "embedding", "embed_tokens.weight", "same"),
-    *_layers(SLIDING),
-    *_layers(GLOBAL),
-    _scale("exit", "norm", "norm"),
-)
-HEAD = (Rule("exit", "head", "lm_head.weight", "same"),)
+DECODER = (EMBEDDING, *_layers(SLIDING), *_layers(GLOBAL), *named("exit", "", {"norm": "norm"}))
 PROJECTOR = (
-    _scale("exit", "soft_norm", "mm_soft_emb_norm"),
+    *named("exit", "", {"soft_norm": "mm_soft_emb_norm"}),
     Rule("exit", "projection/kernel", "mm_input_projection_weight", "same"),
 )
 
@@ -83,23 +62,27 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attn_logit_softcapping": (None,),
 }
-TEXT: Config = {
-    "vocab_size": 262208,
+# What an absent key of a decoder of either generation means, and of Gemma 3's.
+OF_BOTH: Config = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
-    "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
     "rms_norm_eps": 1e-6,
     "attention_bias": False,
+    "final_logit_softcapping": None,
+    "tie_word_embeddings": True,
+}
+TEXT: Config = {
+    **OF_BOTH,
+    "vocab_size": 262208,
+    "num_hidden_layers": 26,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "use_bidirectional_attention": False,
-    "tie_word_embeddings": True,
 }
 
 
@@ -264,7 +247,7 @@ def gemma3(modules: Mapping[str, Any], size: Gemma3Size) -> HfWeightMap:
     vision = modules["vision"]
     return HfWeightMap(
         tensors=(
-            *tensors_of(vision, "vision", hf_names.SIGLIP, "vision_tower."),
+            *tensors_of(vision, "vision", SIGLIP, "vision_tower."),
             *tensors_of(vision, "vision", PROJECTOR, "multi_modal_projector."),
             *llm_tensors(modules["llm"], body, head),
         ),

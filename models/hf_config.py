@@ -8,21 +8,20 @@ from typing import Any, Protocol
 
 Config = Mapping[str, Any]
 
-_QWEN3: Config = {
+_QWEN: Config = {
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
-    "head_dim": 128,
     "intermediate_size": 22016,
     "vocab_size": 151936,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
-    "attention_bias": False,
     "tie_word_embeddings": False,
     "rope_parameters.rope_theta": 10000.0,
     "rope_parameters.rope_type": "default",
 }
+_QWEN3: Config = {**_QWEN, "head_dim": 128, "attention_bias": False}
 _NATIVE_TOWER: Config = {
     "depth": 27,
     "hidden_size": 1152,
@@ -40,37 +39,16 @@ _NATIVE_TOWER: Config = {
 }
 # What transformers takes for a key that a file leaves out.
 DEFAULTS: Mapping[str, Config] = {
-    "qwen2": {
-        "model_type": "qwen2",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "intermediate_size": 22016,
-        "vocab_size": 151936,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "rope_parameters.rope_theta": 10000.0,
-        "rope_parameters.rope_type": "default",
-    },
+    "qwen2": {**_QWEN, "model_type": "qwen2", "use_sliding_window": False},
     "llama": {
+        **_QWEN,
         "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
         "num_key_value_heads": None,
         "intermediate_size": 11008,
         "vocab_size": 32000,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
         "head_dim": None,
-        "rope_parameters.rope_theta": 10000.0,
-        "rope_parameters.rope_type": "default",
     },
     "qwen3": {**_QWEN3, "model_type": "qwen3", "use_sliding_window": False},
     "qwen3_vl_text": {
@@ -230,6 +208,16 @@ def side(value: Any) -> Any:
     """The side of a square that is given as [side, side]."""
     square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
     return value[0] if square else value
+
+
+def stated(size: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+    """What a configuration says of a size, from the key of each of its fields."""
+    return {key: getattr(size, field) for field, key in keys.items()}
+
+
+def fields_of(config: Config, keys: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a size, by the key that a configuration has for each."""
+    return {field: config[key] for field, key in keys.items()}
 
 
 def rules(kind: str, *, wraps: str | None = None, **below: str) -> ConfigRules:

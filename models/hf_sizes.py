@@ -8,11 +8,44 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from models.hf_config import DEFAULTS, Config, rules, side
+from models.hf_config import DEFAULTS, Config, fields_of, rules, side, stated
 from models.qwen3_vl_sizes import NativeVisionSize, Qwen3VLSize
 from models.sizes import AudioSize, DecoderSize, ModelSize, VisionSize
 
 MROPE = "rope_parameters.mrope_section"
+# Fields of sizes, and their keys in configurations.
+DECODER = {
+    "width": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "mlp": "intermediate_size",
+    "vocab": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+}
+TOWER = {
+    "width": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "mlp": "intermediate_size",
+    "norm_eps": "layer_norm_eps",
+}
+NATIVE_TOWER = {
+    "width": "hidden_size",
+    "n_layers": "depth",
+    "n_heads": "num_heads",
+    "mlp": "intermediate_size",
+    "patch_px": "patch_size",
+    "frames": "temporal_patch_size",
+    "merge": "spatial_merge_size",
+}
+AUDIO = {
+    "width": "d_model",
+    "n_layers": "encoder_layers",
+    "n_heads": "encoder_attention_heads",
+    "mlp": "encoder_ffn_dim",
+    "mel_bins": "num_mel_bins",
+}
 
 # ---- a size as a configuration ----
 
@@ -27,13 +60,7 @@ def decoder_config(s: DecoderSize, *, tie: bool = True) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model_type": kind,
         "architectures": [name],
-        "hidden_size": s.width,
-        "num_hidden_layers": s.n_layers,
-        "num_attention_heads": s.n_heads,
-        "num_key_value_heads": s.n_kv_heads,
-        "intermediate_size": s.mlp,
-        "vocab_size": s.vocab,
-        "rms_norm_eps": s.norm_eps,
+        **stated(s, DECODER),
         "rope_parameters": {"rope_theta": s.rope_theta, "rope_type": "default"},
     }
     if not s.qkv_bias:
@@ -55,13 +82,7 @@ def qwen3_vl_text_config(s: DecoderSize) -> dict[str, Any]:
 def qwen3_vl_vision_config(s: NativeVisionSize, out_width: int) -> dict[str, Any]:
     return {
         "model_type": "qwen3_vl_vision",
-        "depth": s.n_layers,
-        "hidden_size": s.width,
-        "num_heads": s.n_heads,
-        "intermediate_size": s.mlp,
-        "patch_size": s.patch_px,
-        "temporal_patch_size": s.frames,
-        "spatial_merge_size": s.merge,
+        **stated(s, NATIVE_TOWER),
         "out_hidden_size": out_width,
         "num_position_embeddings": s.side**2,
         "deepstack_visual_indexes": list(s.deepstack),
@@ -69,13 +90,7 @@ def qwen3_vl_vision_config(s: NativeVisionSize, out_width: int) -> dict[str, Any
 
 
 def vision_config(s: VisionSize) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "hidden_size": s.width,
-        "num_hidden_layers": s.n_layers,
-        "num_attention_heads": s.n_heads,
-        "intermediate_size": s.mlp,
-        "layer_norm_eps": s.norm_eps,
-    }
+    config = stated(s, TOWER)
     if s.form == "siglip":
         size = {"image_size": s.tile_px, "patch_size": s.patch_px, "vision_use_head": False}
         return {"model_type": "siglip_vision_model", **config, **size}
@@ -93,11 +108,7 @@ def vision_config(s: VisionSize) -> dict[str, Any]:
 def audio_config(s: AudioSize) -> dict[str, Any]:
     return {
         "model_type": "qwen2_audio_encoder",
-        "d_model": s.width,
-        "encoder_layers": s.n_layers,
-        "encoder_attention_heads": s.n_heads,
-        "encoder_ffn_dim": s.mlp,
-        "num_mel_bins": s.mel_bins,
+        **stated(s, AUDIO),
         "max_source_positions": s.positions,
     }
 
@@ -116,14 +127,8 @@ def _decoder(c: Config) -> DecoderSize:
     kind = c["model_type"]
     qwen3 = kind in ("qwen3", "qwen3_vl_text")
     return DecoderSize(
-        width=c["hidden_size"],
-        n_layers=c["num_hidden_layers"],
-        n_heads=c["num_attention_heads"],
-        n_kv_heads=c["num_key_value_heads"] or c["num_attention_heads"],
-        mlp=c["intermediate_size"],
-        vocab=c["vocab_size"],
+        **fields_of(c, DECODER),
         rope_theta=float(c["rope_parameters.rope_theta"]),
-        norm_eps=c["rms_norm_eps"],
         qkv_bias=kind == "qwen2",
         tied=c["tie_word_embeddings"],
         qk_norm=qwen3,
@@ -138,28 +143,13 @@ def vision_size(c: Config) -> VisionSize:
     return VisionSize(
         tile_px=side(c["image_size"]),
         patch_px=side(c["patch_size"]),
-        width=c["hidden_size"],
-        n_layers=c["num_hidden_layers"],
-        n_heads=c["num_attention_heads"],
-        mlp=c["intermediate_size"],
+        **fields_of(c, TOWER),
         merge=2 if intern else 1,
         post_norm=False,
-        norm_eps=c["layer_norm_eps"],
         form="internvit" if intern else "siglip",
         qkv_bias=c["attention_bias"] if intern else True,
         qk_norm=intern and c["use_qk_norm"],
         rms_norm=intern and c["norm_type"] == "rms_norm",
-    )
-
-
-def _audio(c: Config) -> AudioSize:
-    return AudioSize(
-        frames=2 * c["max_source_positions"],
-        mel_bins=c["num_mel_bins"],
-        width=c["d_model"],
-        n_layers=c["encoder_layers"],
-        n_heads=c["encoder_attention_heads"],
-        mlp=c["encoder_ffn_dim"],
     )
 
 
@@ -191,7 +181,8 @@ def read_internvl(config: Config) -> ModelSize:
 def read_qwen2_audio(config: Config) -> ModelSize:
     """Size of a Qwen2-Audio configuration."""
     audio = _inner(config, "audio_config", "qwen2_audio_encoder")
-    return ModelSize(_decoder(_inner(config, "text_config", "qwen2")), audio=_audio(audio))
+    encoder = AudioSize(frames=2 * audio["max_source_positions"], **fields_of(audio, AUDIO))
+    return ModelSize(_decoder(_inner(config, "text_config", "qwen2")), audio=encoder)
 
 
 def read_qwen3_vl(config: Config) -> Qwen3VLSize:
@@ -221,17 +212,8 @@ def native_vision_size(c: Config, out_width: int) -> NativeVisionSize:
             f"vision_config.num_position_embeddings {c['num_position_embeddings']} is no square"
         )
     deepstack = "deepstack_visual_indexes"
-    return NativeVisionSize(
-        width=c["hidden_size"],
-        n_layers=c["depth"],
-        n_heads=c["num_heads"],
-        mlp=c["intermediate_size"],
-        deepstack=_numbers(c, deepstack) if deepstack in c else (),
-        patch_px=c["patch_size"],
-        frames=c["temporal_patch_size"],
-        merge=c["spatial_merge_size"],
-        side=side,
-    )
+    taps = _numbers(c, deepstack) if deepstack in c else ()
+    return NativeVisionSize(**fields_of(c, NATIVE_TOWER), deepstack=taps, side=side)
 
 
 READERS: Mapping[str, Callable[[Config], ModelSize | Qwen3VLSize]] = {

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from models.attention_choice import LEAST_TOKENS
-from models.encoder import Batch, Encoder
+from models.encoder import Encoder
+from models.linen_module import Batch
 
 Array = jax.Array
 

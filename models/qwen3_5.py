@@ -8,33 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from models import qwen3_5_hf
 from models.composed import made
-from models.decoder_model import TowerModel
 from models.hf_tensors import HfWeightMap
 from models.qwen3_5_decoder import HybridModule
 from models.qwen3_5_sizes import QWEN3_5_FAMILY, QWEN3_5_TEXT_FAMILY, Qwen35Size
-from models.qwen3_vl_tower import NativeVisionModule
+from models.qwen3_vl import NativeModel
 from models.sizes import SizeFamily
 
 
 @dataclass(frozen=True)
-class Qwen35(TowerModel):
-    """See `TowerModel`."""
+class Qwen35(NativeModel):
+    """See `NativeModel`."""
 
     size: Qwen35Size
-    tower = NativeVisionModule
     decoder = HybridModule
-
-    @property
-    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
-        v = self.size.vision
-        if v is None:
-            return {}
-        facts = {"form": "native", "patch_px": v.patch_px, "merge": v.merge, "frames": v.frames}
-        return {"vision": {**facts, **dict(v.processing.facts)}}
 
     @property
     def weights(self) -> HfWeightMap:

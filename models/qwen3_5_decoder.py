@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from models.attention import Attend
-from models.decoder import Batch, DecoderModule
+from models.decoder import DecoderModule
 from models.delta import delta_mix
 from models.delta_memory import DeltaMemory
 from models.delta_states import states_by
 from models.layers import Linear, RMSNorm, apply, named, normal
+from models.linen_module import Batch
 from models.memory import KeysAndValues
 from models.qwen3_5_sizes import FULL, LINEAR, HybridSize
 from models.rotary import angles_of, rotate
@@ -170,5 +171,4 @@ class HybridModule(DecoderModule):
     ) -> Array:
         """One layer of a kind; see `DecoderModule`."""
         fields = [batch[name] for name in self.inputs[kind]]
-        out: Array = apply(self._block(kind, mix), params, x, *fields)
-        return out
+        return apply(self._block(kind, mix), params, x, *fields)

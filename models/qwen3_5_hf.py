@@ -6,9 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from models import hf_names, hf_sizes
+from models import hf_sizes
 from models.hf import INV_FREQ
-from models.hf_config import SPELLINGS, Config, ConfigRules, Facts
+from models.hf_config import SPELLINGS, Config, ConfigRules, Facts, fields_of, stated
+from models.hf_names import (
+    EMBEDDING,
+    GATED_MLP,
+    HEAD,
+    QKV,
+    QKV_NORMED,
+    named,
+    qwen3_vl_tower,
+)
 from models.hf_tensors import HfTensor, HfWeightMap, Rule, tensors_of
 from models.qwen3_5_sizes import FULL, LINEAR, DeltaSize, HybridSize, Qwen35Size
 
@@ -19,51 +28,30 @@ UNREAD = (INV_FREQ, r"mtp\..*")  # what predicts further tokens is kept as it is
 # ---- names ----
 
 
-def _norm(part: str, ours: str, theirs: str) -> Rule:
-    return Rule(part, f"{ours}/scale", f"{theirs}.weight")
-
-
-def _matrix(part: str, ours: str, theirs: str, layout: str = "linear") -> Rule:
-    return Rule(part, f"{ours}/kernel", f"{theirs}.weight", layout)
-
-
-def _layers(kind: str) -> tuple[Rule, ...]:
-    """What layers of both kinds have."""
-    return (
-        _norm(kind, "attn_norm", "layers.{}.input_layernorm"),
-        _norm(kind, "mlp_norm", "layers.{}.post_attention_layernorm"),
-        *(_matrix(kind, name, f"layers.{{}}.mlp.{name}_proj") for name in ("gate", "up", "down")),
-    )
-
-
-_DELTA, _ATTENTION = "layers.{}.linear_attn", "layers.{}.self_attn"
-_PARTS = ("query", "key", "value")  # of one tensor, in this order
+_LAYER = "layers.{}."
+_OF_BOTH = {  # what layers of both kinds have
+    "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", **GATED_MLP,
+}  # fmt: skip
 DECODER = (
-    Rule("entry", "embedding", "embed_tokens.weight", "same"),
-    *_layers(LINEAR),
-    *(_matrix(LINEAR, name, f"{_DELTA}.in_proj_qkv") for name in _PARTS),
-    *(Rule(LINEAR, f"{n}_conv/taps", f"{_DELTA}.conv1d.weight", "channel_conv") for n in _PARTS),
-    _matrix(LINEAR, "out_gate", f"{_DELTA}.in_proj_z"),
-    _matrix(LINEAR, "write", f"{_DELTA}.in_proj_b"),
-    _matrix(LINEAR, "step", f"{_DELTA}.in_proj_a"),
-    Rule(LINEAR, "A_log", f"{_DELTA}.A_log"),
-    Rule(LINEAR, "dt_bias", f"{_DELTA}.dt_bias"),
-    _norm(LINEAR, "delta_norm", f"{_DELTA}.norm"),
-    _matrix(LINEAR, "out", f"{_DELTA}.out_proj", "heads_linear"),
-    *_layers(FULL),
-    *(_matrix(FULL, name, f"{_ATTENTION}.{name[0]}_proj") for name in _PARTS),
-    _norm(FULL, "query_norm", f"{_ATTENTION}.q_norm"),
-    _norm(FULL, "key_norm", f"{_ATTENTION}.k_norm"),
-    _matrix(FULL, "out", f"{_ATTENTION}.o_proj", "heads_linear"),
-    _norm("exit", "norm", "norm"),
-)
+    EMBEDDING,
+    *named(LINEAR, _LAYER, _OF_BOTH),
+    *named(LINEAR, f"{_LAYER}linear_attn.", {
+        **dict.fromkeys(QKV, "in_proj_qkv"),  # one tensor has them, in this order
+        "out_gate": "in_proj_z", "write": "in_proj_b", "step": "in_proj_a",
+        "delta_norm": "norm", "out": "out_proj",
+    }),
+    *(
+        Rule(LINEAR, f"{name}_conv/taps", f"{_LAYER}linear_attn.conv1d.weight", "channel_conv")
+        for name in QKV
+    ),
+    *(Rule(LINEAR, name, f"{_LAYER}linear_attn.{name}") for name in ("A_log", "dt_bias")),
+    *named(FULL, _LAYER, {**_OF_BOTH, **QKV_NORMED, "out": "self_attn.o_proj"}),
+    *named("exit", "", {"norm": "norm"}),
+)  # fmt: skip
 
 
 def _llm(module: Any, body: str) -> list[HfTensor]:
-    return [
-        *tensors_of(module, "llm", DECODER, body),
-        *tensors_of(module, "llm", hf_names.HEAD, ""),
-    ]
+    return [*tensors_of(module, "llm", DECODER, body), *tensors_of(module, "llm", HEAD, "")]
 
 
 # ---- configurations ----
@@ -100,6 +88,14 @@ TEXT = ConfigRules(
         "rope_scaling.partial_rotary_factor": f"{_ROPE}.partial_rotary_factor",
     },
 )
+# Fields of a delta net, and their keys in configurations.
+DELTA = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_size": "linear_key_head_dim",
+    "value_size": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
 ONLY = {"hidden_act": "silu", "attention_bias": False, f"{_ROPE}.rope_type": "default"}
 
 
@@ -126,27 +122,15 @@ def _decoder(c: Config, *, tied: bool) -> HybridSize:
     if unknown := set(c["layer_types"]) - set(KINDS):
         raise ValueError(f"layer_types has {sorted(unknown)}; known: {', '.join(KINDS)}")
     return HybridSize(
-        width=c["hidden_size"],
-        n_layers=c["num_hidden_layers"],
-        n_heads=c["num_attention_heads"],
-        n_kv_heads=c["num_key_value_heads"],
-        mlp=c["intermediate_size"],
-        vocab=c["vocab_size"],
+        **fields_of(c, hf_sizes.DECODER),
         rope_theta=float(c[f"{_ROPE}.rope_theta"]),
-        norm_eps=c["rms_norm_eps"],
         qkv_bias=False,
         tied=tied,
         qk_norm=True,
         head_size=c["head_dim"],
         mrope_sections=tuple(c[f"{_ROPE}.mrope_section"]),
         kinds=tuple(KINDS[name] for name in c["layer_types"]),
-        delta=DeltaSize(
-            key_heads=c["linear_num_key_heads"],
-            value_heads=c["linear_num_value_heads"],
-            key_size=c["linear_key_head_dim"],
-            value_size=c["linear_value_head_dim"],
-            taps=c["linear_conv_kernel_dim"],
-        ),
+        delta=DeltaSize(**fields_of(c, DELTA)),
         rotary_size=int(c["head_dim"] * c[f"{_ROPE}.partial_rotary_factor"]),
     )
 
@@ -155,20 +139,10 @@ def text_config(s: HybridSize) -> dict[str, Any]:
     """A decoder's size as a configuration."""
     return {
         "model_type": "qwen3_5_text",
-        "hidden_size": s.width,
-        "intermediate_size": s.mlp,
-        "num_hidden_layers": s.n_layers,
-        "num_attention_heads": s.n_heads,
-        "num_key_value_heads": s.n_kv_heads,
+        **stated(s, hf_sizes.DECODER),
         "head_dim": s.head_dim,
-        "vocab_size": s.vocab,
-        "rms_norm_eps": s.norm_eps,
         "layer_types": [TYPES[kind] for kind in s.kinds],
-        "linear_conv_kernel_dim": s.delta.taps,
-        "linear_key_head_dim": s.delta.key_size,
-        "linear_value_head_dim": s.delta.value_size,
-        "linear_num_key_heads": s.delta.key_heads,
-        "linear_num_value_heads": s.delta.value_heads,
+        **stated(s.delta, DELTA),
         "tie_word_embeddings": s.tied,
         "rope_parameters": {
             "rope_type": "default",
@@ -227,7 +201,7 @@ def weight_map(modules: Mapping[str, Any], size: Qwen35Size) -> HfWeightMap:
     facts = _facts_of_text
     unread: tuple[str, ...] = (*UNREAD, r"model\.visual\..*")
     if size.vision:
-        names = hf_names.qwen3_vl_tower(())
+        names = qwen3_vl_tower(())
         tensors = [*tensors_of(modules["vision"], "vision", names, "model.visual."), *tensors]
         tower = hf_sizes.qwen3_vl_vision_config(size.vision, size.decoder.width)
         del tower["deepstack_visual_indexes"]

@@ -25,44 +25,47 @@ decoders (tokens, targets, weights, is_visual) a sample gives
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from models import hf
 from models.composed import made
 from models.decoder import DecoderModule
-from models.decoder_model import DecoderModel
+from models.decoder_model import TowerModel
 from models.hf_tensors import HfWeightMap
 from models.qwen3_vl_sizes import QWEN3_VL_FAMILY, Qwen3VLSize
 from models.qwen3_vl_tower import NativeVisionModule
 
 
 @dataclass(frozen=True)
-class Qwen3VL(DecoderModel):
+class NativeModel(TowerModel):
+    """See `TowerModel`; the tower takes pictures and clips at native resolution."""
+
+    tower = NativeVisionModule
+
+    @property
+    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
+        v = self.size.vision
+        if v is None:
+            return {}
+        facts = {"form": "native", "patch_px": v.patch_px, "merge": v.merge, "frames": v.frames}
+        return {"vision": {**facts, **dict(v.processing.facts)}}
+
+
+@dataclass(frozen=True)
+class Qwen3VL(NativeModel):
     """The tower and the decoder as a model of the engine's contract."""
 
     size: Qwen3VLSize
-
-    @property
-    def vision(self) -> NativeVisionModule:
-        size, width = self.size.vision, self.size.decoder.width
-        return NativeVisionModule(size, width, self.dtype, self.attention_kernel)
-
-    @property
-    def llm(self) -> DecoderModule:
-        return DecoderModule(
-            self.size.decoder,
-            self.dtype,
-            attention_kernel=self.attention_kernel,
-            deepstack=len(self.size.vision.deepstack),
-            objective=self.objective,
-        )
+    decoder = DecoderModule
 
     @property
     def plain(self) -> Mapping[str, Any]:
         """See `DecoderModel`."""
-        return {"vision": self.vision, "llm": self.llm}
+        modules = super().plain
+        taps = len(self.size.vision.deepstack)
+        return {**modules, "llm": replace(modules["llm"], deepstack=taps)}
 
     @property
     def edges(self) -> tuple[Mapping[str, Any], ...]:
@@ -73,15 +76,9 @@ class Qwen3VL(DecoderModel):
             {**joined, "name": "visual"},
             *(
                 {**joined, "name": name, "tap": name, "enters": i + 1}
-                for i, name in enumerate(self.vision.taps)
+                for i, name in enumerate(self.plain["vision"].taps)
             ),
         )
-
-    @property
-    def preprocessing(self) -> Mapping[str, Mapping[str, Any]]:
-        v = self.size.vision
-        facts = {"form": "native", "patch_px": v.patch_px, "merge": v.merge, "frames": v.frames}
-        return {"vision": {**facts, **dict(v.processing.facts)}}
 
     @property
     def weights(self) -> HfWeightMap:
@@ -91,7 +88,7 @@ class Qwen3VL(DecoderModel):
     @property
     def part_weights(self) -> Mapping[str, Callable[[], HfWeightMap]]:
         """Where checkpoints of transformers have the parts that are published alone."""
-        return {"llm": partial(hf.decoder, self.llm)}
+        return {"llm": partial(hf.decoder, self.plain["llm"])}
 
 
 def build(

@@ -10,8 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.encoder import Batch, BlockForm
+from models.encoder import BlockForm
 from models.layers import LayerNorm, Linear, apply, exact_gelu, named, normal
+from models.linen_module import Batch
 from models.packed_encoder import PackedEncoder
 from models.qwen3_vl_sizes import NativeVisionSize
 from models.rotary import grid_angles
@@ -111,8 +112,7 @@ class NativeVisionModule(PackedEncoder):
 
     def tap(self, name: str, params: object, x: Array, batch: Batch) -> Array:
         """Features [rows, tokens / block, out_width] of the hidden states so far."""
-        features: Array = apply(self._linen(name), params, x)
-        return features
+        return apply(self._end(name), params, x)
 
     def _end(self, part: str) -> nn.Module:
         if part == "entry":

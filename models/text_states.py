@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from models import hf
-from models.decoder import Batch, DecoderModule
+from models.decoder import DecoderModule
 from models.embedding import embed
 from models.hf_tensors import HfWeightMap
 from models.layers import Linear, RMSNorm, apply, named, normal
+from models.linen_module import Batch
 from models.sizes import DecoderSize
 
 Array = jax.Array
@@ -74,11 +75,6 @@ class TextStates(DecoderModule):
             hidden = jax.ShapeDtypeStruct((1, 1, self.size.width), self.dtype)
             return TextExit(self.size, self.out_width, self.dtype), (hidden,)
         return super()._part(part)
-
-    def entry(self, params: Any, batch: Batch) -> Array:
-        """See `dflop_jax.contract`."""
-        states: Array = apply(TextEntry(self.size, self.dtype), params, batch["tokens"])
-        return states
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> Any:
         """Normed hidden states, brought to `out_width`."""

@@ -21,26 +21,25 @@ The LLM's states stand at the tokens TEXT, copied one to one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.attention import attend_by
-from models.attention_choice import known_kernel, skips
+from models.attention_choice import known_kernel
 from models.composed import known_dtype
 from models.decoder_model import TextModel
 from models.hf_tensors import HfWeightMap
-from models.layers import apply, axis_names, init_values
+from models.layers import apply
+from models.linen_module import Batch, LinenModule
 from models.text_states import TextStates
 from models.wan_layers import CLIP, TEXT, TIME_TOKENS, WanBlock, WanEntry, WanHead
 from models.wan_sizes import TextToVideoSize, WanSize, find_size
 from models.wan_weights import weight_map
 
 Array = jax.Array
-Batch = Mapping[str, Array]
 # Name of a field -> the dims of a token's value ("values" of a patch, "text" states) and its dtype.
 FIELDS: Mapping[str, tuple[tuple[int | str, ...], Any]] = {
     "role": ((), jnp.int32),
@@ -55,7 +54,7 @@ FIELDS: Mapping[str, tuple[tuple[int | str, ...], Any]] = {
 
 
 @dataclass(frozen=True)
-class WanModule:
+class WanModule(LinenModule):
     """The generator as the engine sees it; its loss is that of flow matching (arXiv 2210.02747)."""
 
     size: WanSize
@@ -63,33 +62,6 @@ class WanModule:
     attention_kernel: str = "auto"
     chip: str = ""
     loss_weight: float = 1.0
-
-    def on_chip(self, chip: str) -> Self:
-        """See `dflop_jax.contract.on_chip`."""
-        return replace(self, chip=chip)
-
-    @property
-    def working_dtype(self) -> jnp.dtype:
-        """See `dflop_jax.contract`."""
-        return self.dtype
-
-    @property
-    def n_layers(self) -> int:
-        return self.size.n_layers
-
-    @property
-    def tied(self) -> bool:
-        return False
-
-    @property
-    def any_order(self) -> bool:
-        """See `dflop_jax.contract`."""
-        return self.attention_kernel == "cudnn"
-
-    @property
-    def skips(self) -> bool:
-        """See `dflop_jax.contract`."""
-        return skips(self.attention_kernel, self.chip, self.dtype, self.size.head_dim)
 
     @property
     def attention_flops(self) -> Mapping[str, float]:
@@ -119,39 +91,22 @@ class WanModule:
         return jax.ShapeDtypeStruct((rows, tokens, *shape), dtype or self.dtype)
 
     def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
-        """The Linen module of a part and what its inputs look like."""
         hidden = jax.ShapeDtypeStruct((1, 1, self.size.width), self.dtype)
         fields = [self.field_spec(name, 1, 1) for name in self.inputs[part]]
         if part == "entry":
             return WanEntry(self.size, self.dtype), tuple(fields)
         if part == "layers":
-            attend = attend_by(self.attention_kernel, self.chip)
-            return WanBlock(self.size, self.dtype, attend), (hidden, *fields)
+            return WanBlock(self.size, self.dtype, self.attend), (hidden, *fields)
         return WanHead(self.size, self.dtype), (hidden, fields[0])
-
-    def init(self, part: str, key: Array) -> Any:
-        module, args = self._part(part)
-        return init_values(module, key, *args)
-
-    def logical_axes(self, part: str) -> Any:
-        module, args = self._part(part)
-        return axis_names(module, *args)
-
-    def entry(self, params: Any, batch: Batch) -> Array:
-        """See `dflop_jax.contract`, as the rest."""
-        x: Array = apply(self._part("entry")[0], params, *(batch[n] for n in self.inputs["entry"]))
-        return x
 
     def layer(self, params: Any, x: Array, batch: Batch) -> Array:
         fields = (batch[name] for name in self.inputs["layers"])
-        after: Array = apply(self._part("layers")[0], params, x, *fields)
-        return after
+        return apply(self._part("layers")[0], params, x, *fields)
 
     def velocity(self, params: Any, x: Array, batch: Batch) -> Array:
         """Of what hidden states after the last layer say: noise - clip, float32 [rows, tokens,
         values of a patch]. `params` are those of the exit."""
-        said: Array = apply(self._part("exit")[0], params, x, batch["segment_ids"])
-        return said
+        return apply(self._part("exit")[0], params, x, batch["segment_ids"])
 
     def exit(self, params: Any, x: Array, batch: Batch, entry: Any = None) -> dict[str, Array]:
         """Sum over the microbatch of the patches' weighted losses."""

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from models.hf_config import ConfigRules
+from models.hf_config import ConfigRules, fields_of, stated
 from models.sizes import DECODERS, DecoderSize
 
 CLASS = "WanTransformer3DModel"
@@ -101,24 +101,28 @@ CONFIG_RULES = ConfigRules(
     },
     {},
 )
+# Fields of a size, and their keys there.
+KEYS = {
+    "n_heads": "num_attention_heads",
+    "head_dim": "attention_head_dim",
+    "n_layers": "num_layers",
+    "mlp": "ffn_dim",
+    "channels": "in_channels",
+    "text_width": "text_dim",
+    "freq_dim": "freq_dim",
+    "norm_eps": "eps",
+}
 
 
 def wan_config(size: WanSize) -> dict[str, Any]:
     """The config.json that diffusers reads a size from."""
     return {
         "_class_name": CLASS,
+        **stated(size, KEYS),
         "patch_size": list(size.patch),
-        "num_attention_heads": size.n_heads,
-        "attention_head_dim": size.head_dim,
-        "in_channels": size.channels,
         "out_channels": size.channels,
-        "text_dim": size.text_width,
-        "freq_dim": size.freq_dim,
-        "ffn_dim": size.mlp,
-        "num_layers": size.n_layers,
         "cross_attn_norm": True,
         "qk_norm": "rms_norm_across_heads",
-        "eps": size.norm_eps,
         "image_dim": None,
         "added_kv_proj_dim": None,
     }
@@ -131,17 +135,7 @@ def read_config(config: Mapping[str, Any]) -> WanSize:
       ValueError: a transformer of another form, such as one that pictures condition.
     """
     values = CONFIG_RULES.read(config)
-    size = WanSize(
-        values["num_attention_heads"],
-        values["attention_head_dim"],
-        values["num_layers"],
-        values["ffn_dim"],
-        channels=values["in_channels"],
-        patch=tuple(values["patch_size"]),
-        text_width=values["text_dim"],
-        freq_dim=values["freq_dim"],
-        norm_eps=values["eps"],
-    )
+    size = WanSize(patch=tuple(values["patch_size"]), **fields_of(values, KEYS))
     if wrong := CONFIG_RULES.mismatches(config, wan_config(size)):
         key, theirs, ours = wrong[0]
         raise ValueError(f"{key} is {theirs!r}, text to video of this form has {ours!r}")

@@ -4,57 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+from models.hf_names import named
 from models.hf_tensors import HfReshaping, HfTensor, HfWeightMap, Rule, tensors_of
 from models.wan_sizes import CONFIG_RULES, WanSize, wan_config
 
 STEM = "diffusion_pytorch_model"  # of the names of files
 
-_OURS_AND_THEIRS = {
-    "entry": {
-        "text_hidden": "condition_embedder.text_embedder.linear_1",
-        "text_out": "condition_embedder.text_embedder.linear_2",
-        "time_hidden": "condition_embedder.time_embedder.linear_1",
-        "time_out": "condition_embedder.time_embedder.linear_2",
-        "shifts": "condition_embedder.time_proj",
-    },
-    "layers": {
-        **{
-            f"{ours}_{part}": f"blocks.{{}}.{theirs}.{name}"
-            for ours, theirs in (("self", "attn1"), ("cross", "attn2"))
-            for part, name in {
-                "query": "to_q",
-                "key": "to_k",
-                "value": "to_v",
-                "query_norm": "norm_q",
-                "key_norm": "norm_k",
-                "out": "to_out.0",
-            }.items()
-        },
-        "cross_norm": "blocks.{}.norm2",
-        "up": "blocks.{}.ffn.net.0.proj",
-        "down": "blocks.{}.ffn.net.2",
-    },
-    "exit": {"out": "proj_out"},
+_ATTENTION = {
+    "query": "to_q",
+    "key": "to_k",
+    "value": "to_v",
+    "query_norm": "norm_q",
+    "key_norm": "norm_k",
+    "out": "to_out.0",
 }
 _TABLE = "scale_shift_table"
-
-
-def _rules() -> tuple[Rule, ...]:
-    """A layer is a matrix or a norm's scale, and has a bias or none: what it lacks is left out."""
-    rules = [
-        Rule("entry", "patch/bias", "patch_embedding.bias"),
-        Rule("layers", "modulation", f"blocks.{{}}.{_TABLE}", "one_leading"),
-        Rule("exit", "modulation", _TABLE, "one_leading"),
-    ]
-    for part, names in _OURS_AND_THEIRS.items():
-        for ours, theirs in names.items():
-            layout = "heads_linear" if theirs.endswith("to_out.0") else "linear"
-            rules += [
-                Rule(part, f"{ours}/kernel", f"{theirs}.weight", layout),
-                Rule(part, f"{ours}/scale", f"{theirs}.weight"),
-                Rule(part, f"{ours}/bias", f"{theirs}.bias"),
-            ]
-    return tuple(rules)
+NAMES = (
+    *named("entry", "condition_embedder.", {
+        "text_hidden": "text_embedder.linear_1",
+        "text_out": "text_embedder.linear_2",
+        "time_hidden": "time_embedder.linear_1",
+        "time_out": "time_embedder.linear_2",
+        "shifts": "time_proj",
+    }),
+    Rule("entry", "patch/bias", "patch_embedding.bias"),
+    *named("layers", "blocks.{}.", {
+        **{f"self_{ours}": f"attn1.{theirs}" for ours, theirs in _ATTENTION.items()},
+        **{f"cross_{ours}": f"attn2.{theirs}" for ours, theirs in _ATTENTION.items()},
+        "cross_norm": "norm2",
+        "up": "ffn.net.0.proj",
+        "down": "ffn.net.2",
+    }),
+    Rule("layers", "modulation", f"blocks.{{}}.{_TABLE}", "one_leading"),
+    *named("exit", "", {"out": "proj_out"}),
+    Rule("exit", "modulation", _TABLE, "one_leading"),
+)  # fmt: skip
 
 
 def _patch(size: WanSize) -> HfTensor:
@@ -70,7 +54,7 @@ def _patch(size: WanSize) -> HfTensor:
 def weight_map(module: Any) -> HfWeightMap:
     """All tensors of diffusers' WanTransformer3DModel, for the module "generator"."""
     return HfWeightMap(
-        tensors=(_patch(module.size), *tensors_of(module, "generator", _rules(), "")),
+        tensors=(_patch(module.size), *tensors_of(module, "generator", NAMES, "")),
         config=wan_config(module.size),
         config_rules=CONFIG_RULES,
         stem=STEM,

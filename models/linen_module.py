@@ -1,0 +1,87 @@
+"""What all modules here have in common: parts that are Linen modules, called on the fields that
+they read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from models.attention import Attend, attend_by
+from models.attention_choice import LEAST_TOKENS, skips
+from models.layers import apply, axis_names, init_values
+
+Array = jax.Array
+Batch = Mapping[str, Array]
+
+
+class LinenModule(ABC):
+    """A module of the engine's contract; see `dflop_jax.contract`. Who inherits it is a dataclass
+    with these fields; `size` has `n_layers` and `head_dim`."""
+
+    size: Any
+    dtype: jnp.dtype
+    attention_kernel: str
+    chip: str
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Mapping[str, tuple[str, ...]]: ...
+
+    @abstractmethod
+    def field_spec(self, name: str, items: int, tokens: int) -> jax.ShapeDtypeStruct: ...
+
+    @abstractmethod
+    def _part(self, part: str) -> tuple[nn.Module, tuple[Any, ...]]:
+        """The Linen module of a part and what its inputs look like."""
+
+    def on_chip(self, chip: str) -> Self:
+        here: Any = self
+        return replace(here, chip=chip)
+
+    @property
+    def working_dtype(self) -> jnp.dtype:
+        return self.dtype
+
+    @property
+    def n_layers(self) -> int:
+        return self.size.n_layers
+
+    @property
+    def tied(self) -> bool:
+        return False
+
+    @property
+    def any_order(self) -> bool:
+        return self.attention_kernel == "cudnn"
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the shortest row that matters to the choice of a kernel."""
+        return LEAST_TOKENS
+
+    @property
+    def skips(self) -> bool:
+        how = self.attention_kernel, self.chip, self.dtype
+        return skips(*how, self.size.head_dim, self.row_tokens)
+
+    @property
+    def attend(self) -> Attend:
+        """`models.attention.attention` by the module's kernel."""
+        return attend_by(self.attention_kernel, self.chip)
+
+    def init(self, part: str, key: Array) -> Any:
+        module, args = self._part(part)
+        return init_values(module, key, *args)
+
+    def logical_axes(self, part: str) -> Any:
+        module, args = self._part(part)
+        return axis_names(module, *args)
+
+    def entry(self, params: Any, batch: Batch) -> Array:
+        return apply(self._part("entry")[0], params, *(batch[n] for n in self.inputs["entry"]))

@@ -221,7 +221,7 @@ class PackedRun:
 
     def __init__(self, model: MultimodalModel, params: Mapping[str, Tree], n_devices: int = 1):
         self.model, self.shapes = model, shapes_of(model)
-        layout = spread(model, n_devices, ()).layout
+        layout = spread(model, n_devices, ())
         self.plan = Plan("packing", replace(layout, buckets=(Bucket.of(self.shapes),)))
         self._ex = Executor(model, self.plan, optax.sgd(0.0))
         self._ex.init(0, lambda segment, fresh: _held(segment, params[segment.plan.module]))

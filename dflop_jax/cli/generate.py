@@ -181,7 +181,7 @@ def _published(args: argparse.Namespace) -> Config:
 
 
 def _clip(args: argparse.Namespace, config: Config) -> Any:
-    from dflop_jax.generate.clip import ClipGenerator
+    from dflop_jax.generate.clip import make_clip
     from dflop_jax.train.compile_cache import use_cache
 
     if args.image:
@@ -190,7 +190,9 @@ def _clip(args: argparse.Namespace, config: Config) -> Any:
         raise ValueError("the model makes a clip of one caption: give --prompt TEXT")
     run = args.experiment if Path(args.experiment).is_dir() else config.run_dir
     use_cache(config.cache_dir)
-    answer = ClipGenerator(config, args.checkpoint or run).make(
+    answer = make_clip(
+        config,
+        args.checkpoint or run,
         args.prompt,
         args.out or Path(run) / "generated",
         size=_size(args.latents),

@@ -13,7 +13,7 @@ from dflop_jax.cli.terminal import show, table, ticker
 from dflop_jax.records import Plan
 
 if TYPE_CHECKING:
-    from dflop_jax.verify.results import Verified
+    from dflop_jax.verify.verify import Verified
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

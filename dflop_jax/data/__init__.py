@@ -9,21 +9,3 @@ from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.packing import PackedGroup, pack_group
 from dflop_jax.data.sample import EMPTY, Sample, Source
 from dflop_jax.data.text.pieces import ByteTokenizer, Tokenizer
-
-__all__ = [
-    "EMPTY",
-    "BadSample",
-    "ByteTokenizer",
-    "Decoder",
-    "Limits",
-    "Loader",
-    "MediaSpec",
-    "PackedGroup",
-    "Sample",
-    "SceneSource",
-    "Source",
-    "Tokenizer",
-    "make_loader",
-    "make_source",
-    "pack_group",
-]

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +18,16 @@ from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.datasets.clip_samples import (
     GENERATOR,
     TIMES,
-    ClipForm,
     Grid,
     caption_ids,
+    clip_sample,
     form_of,
 )
 from dflop_jax.data.datasets.moving_scenes import SIDE, block_of, frames_of
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.folders import made
 from dflop_jax.generate.programs import TOKEN_MULTIPLE
-from dflop_jax.generate.row import LLM, encode
+from dflop_jax.generate.row import AnswerRows, row_of, with_features
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model, trained_model
 
@@ -64,131 +63,77 @@ def generates_clips(config: Config) -> bool:
     return GENERATOR in build_model(config.model).preprocessing
 
 
-class ClipGenerator:
-    """A trained model, ready to make clips.
+def make_clip(
+    config: Config,
+    run: str | Path,
+    prompt: str,
+    out: str | Path,
+    *,
+    size: Grid | None = None,
+    flow_steps: int = 30,
+    seed: int = 0,
+) -> ClipAnswer:
+    """Make a trained model's clip of a caption and write it to the folder `out`.
 
     Args:
       config: what it was trained with.
       run: a run folder (its newest whole checkpoint) or a checkpoint in it.
+      size: time, rows and columns of its latents; None: those of an embedded clip.
 
     Raises:
-      ValueError: the model makes no clips, or there is no such checkpoint.
+      ValueError: the model makes no clips, there is no such checkpoint, an empty caption, or a size
+        that the model cannot take.
     """
-
-    def __init__(self, config: Config, run: str | Path, device: jax.Device | None = None):
-        self._config = config
-        model = trained_model(config)
-        self._form = form_of(model)
-        self._tokenizer = any_tokenizer(config.data.tokenizer, model.vocab_size)
-        device = device or jax.devices()[0]
-        self._loaded = load_params(run, model, device)
-        self._flow = jax.jit(partial(flow, model, chip_of(device)))
-
-    def make(
-        self,
-        prompt: str,
-        out: str | Path,
-        *,
-        size: Grid | None = None,
-        flow_steps: int = 30,
-        seed: int = 0,
-    ) -> ClipAnswer:
-        """Make a clip of a caption and write it to the folder `out`.
-
-        Args:
-          size: time, rows and columns of its latents; None: those of an embedded clip.
-
-        Raises:
-          ValueError: an empty caption, or a size that the model cannot take.
-        """
-        limits = Limits.of(self._config.data)
-        ids = caption_ids(prompt, self._tokenizer, limits, "--prompt")
-        embedded = not self._config.data.path
-        if size is None:
-            if not embedded:
-                raise ValueError("say how large the clip is: --latents TIME,ROWS,COLUMNS")
-            side = SIDE // block_of(self._form.channels)
-            size = DEFAULT_FRAMES, side, side
-        if flow_steps < 1:
-            raise ValueError(f"--flow-steps {flow_steps}: at least 1")
-        shape = (self._form.channels, *size)
-        grid = self._form.grid(shape)
-        begun = time.perf_counter()
-        words, fields, heard = prompt_fields(self._form, ids, grid)
-        noise = np.random.default_rng(seed).standard_normal(
-            (len(fields["role"][0]), self._form.channels * int(np.prod(self._form.patch))),
-            np.float32,
-        )
-        times = np.array([self._form.at(k / flow_steps) for k in range(flow_steps, -1, -1)])
-        said = self._flow(self._loaded.params, words, fields, heard, noise, np.float32(times))
-        patches = np.asarray(said)[fields["role"][0] == self._form.clip]
-        latents = self._form.latents(patches, grid)
-        files = write_clip(Path(out), latents, embedded)
-        return ClipAnswer(
-            prompt=prompt,
-            shape=shape,
-            files=tuple(map(str, files)),
-            flow_steps=flow_steps,
-            took_s=time.perf_counter() - begun,
-            step=self._loaded.step,
-            checkpoint=str(self._loaded.folder),
-        )
-
-
-def prompt_fields(
-    form: ClipForm, ids: np.ndarray, grid: Grid
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray]:
-    """A caption and its clip as one row of each module, padded.
-
-    Returns:
-      fields of the LLM and of the generator, without its values, [1, tokens, ...]; and the
-      caption's token that stands at each of the generator's, int32 [tokens], -1 for none.
-    """
-    n_text = len(ids)
-    words = {
-        "tokens": ids,
-        "segment_ids": np.ones(n_text, np.int32),
-        "positions": np.arange(n_text, dtype=np.int32),
-    }
-    fields = form.fields(n_text, grid)
-    tokens = form.tokens(n_text, grid)
-    fields["segment_ids"] = np.ones(tokens, np.int32)
-    heard = np.full(tokens, -1, np.int32)
-    heard[form.time_tokens : form.time_tokens + n_text] = np.arange(n_text)
-    missing = -tokens % TOKEN_MULTIPLE
-    return (
-        {name: _row(a, -n_text % TOKEN_MULTIPLE) for name, a in words.items()},
-        {name: _row(a, missing) for name, a in fields.items()},
-        np.pad(heard, (0, missing), constant_values=-1),
+    model = trained_model(config)
+    form, tokenizer = form_of(model), any_tokenizer(config.data.tokenizer, model.vocab_size)
+    ids = caption_ids(prompt, tokenizer, Limits.of(config.data), "--prompt")
+    embedded = not config.data.path
+    if size is None:
+        if not embedded:
+            raise ValueError("say how large the clip is: --latents TIME,ROWS,COLUMNS")
+        side = SIDE // block_of(form.channels)
+        size = DEFAULT_FRAMES, side, side
+    if flow_steps < 1:
+        raise ValueError(f"--flow-steps {flow_steps}: at least 1")
+    shape = (form.channels, *size)
+    grid = form.grid(shape)
+    device = jax.devices()[0]
+    loaded = load_params(run, model, device)
+    begun = time.perf_counter()
+    draws = form.tokens(len(ids), grid), form.channels * int(np.prod(form.patch))
+    noise = np.random.default_rng(seed).standard_normal(draws, np.float32)[-int(np.prod(grid)) :]
+    sample = clip_sample(form, ids, grid, np.zeros_like(noise), noise, 1.0)
+    rows = row_of([sample], model, TOKEN_MULTIPLE)
+    times = np.array([form.at(k / flow_steps) for k in range(flow_steps, -1, -1)], np.float32)
+    said = jax.jit(partial(flow, model, chip_of(device)))(loaded.params, rows, times)
+    patches = np.asarray(said)[rows.fields["role"][0] == form.clip]
+    files = write_clip(Path(out), form.latents(patches, grid), embedded)
+    return ClipAnswer(
+        prompt=prompt,
+        shape=shape,
+        files=tuple(map(str, files)),
+        flow_steps=flow_steps,
+        took_s=time.perf_counter() - begun,
+        step=loaded.step,
+        checkpoint=str(loaded.folder),
     )
-
-
-def _row(values: np.ndarray, missing: int) -> np.ndarray:
-    """[1, tokens, ...], zeros at the `missing` last."""
-    return np.pad(values, ((0, missing), *((0, 0),) * (values.ndim - 1)))[None]
 
 
 def flow(
     model: MultimodalModel,
     chip: str,
     params: dict[str, Params],
-    words: dict[str, Array],
-    fields: dict[str, Array],
-    heard: Array,
-    noise: Array,
+    rows: AnswerRows,
     times: Array,
 ) -> Array:
     """Patches float32 [tokens, values] after Euler steps from one of `times` to the next."""
-    llm, generator = (on_chip(model.modules[name], chip) for name in (LLM, GENERATOR))
-    states = encode(llm, params[LLM], words)[""][0]
-    spec: Any = generator.field_spec("text", 1, 1)
-    text = jnp.where((heard >= 0)[:, None], states[jnp.maximum(heard, 0)], 0.0).astype(spec.dtype)
-    generator_params = params[GENERATOR]
+    generator, generator_params = on_chip(model.modules[GENERATOR], chip), params[GENERATOR]
+    fields = with_features(model, chip, params, rows)
 
     def advance(x: Array, span: Array) -> tuple[Array, None]:
         now, after = span
-        moment = jnp.full(heard.shape, TIMES * now, jnp.float32)
-        batch = {**fields, "text": text[None], "latents": x[None], "time": moment[None]}
+        moment = jnp.full(x.shape[:1], TIMES * now, jnp.float32)
+        batch = {**fields, "latents": x[None], "time": moment[None]}
         h = generator.entry(generator_params["entry"], batch)
         h, _ = jax.lax.scan(
             lambda h, p: (generator.layer(p, h, batch), None), h, generator_params["layers"]
@@ -196,7 +141,8 @@ def flow(
         said = generator.velocity(generator_params["exit"], h, batch)[0]  # type: ignore[attr-defined]
         return x + (after - now) * said, None
 
-    return jax.lax.scan(advance, noise, jnp.stack([times[:-1], times[1:]], axis=1))[0]
+    spans = jnp.stack([times[:-1], times[1:]], axis=1)
+    return jax.lax.scan(advance, fields["latents"][0], spans)[0]
 
 
 def write_clip(folder: Path, latents: np.ndarray, embedded: bool) -> list[Path]:

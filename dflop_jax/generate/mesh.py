@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Module, MultimodalModel, Params, n_rows, split_dim, stacked_parts
-from dflop_jax.pipeline.parts import logical_axes, part_struct
+from dflop_jax.contract import Module, MultimodalModel, Params, split_dim, stacked_parts
+from dflop_jax.pipeline.parts import logical_axes, module_structs
 
 DATA, MODEL = "data", "model"
 # Share of a device's memory that parameters may take where the tensor-parallel degree is not
@@ -46,7 +46,7 @@ def min_tp(model: MultimodalModel, devices: Sequence[jax.Device]) -> int:
     limit = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
     if not limit:
         return 1
-    structs = [_param_shapes(m) for m in model.modules.values()]
+    structs = [module_structs(m) for m in model.modules.values()]
     needed = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(structs))
     divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
     return next((n for n in divisors if needed <= n * PARAMS_SHARE * limit), len(devices))
@@ -64,7 +64,7 @@ def param_structs(module: Module, mesh: Mesh) -> Params:
         part: jax.tree.map(
             partial(placed, int(part in stacked_parts(module))), structs, logical_axes(module, part)
         )
-        for part, structs in _param_shapes(module).items()
+        for part, structs in module_structs(module).items()
     }
 
 
@@ -74,13 +74,3 @@ def spec_of(shape: Sequence[int], axes: Sequence[str | None], tp: int) -> tuple[
     if dim is not None and shape[dim] % tp:
         dim = None
     return tuple(MODEL if i == dim else None for i in range(len(axes)))
-
-
-def _param_shapes(module: Module) -> Params:
-    """Shapes and compute dtypes by part, layers stacked."""
-    lead = {part: (n_rows(module, part),) for part in stacked_parts(module)}
-
-    def stacked(part: str, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*lead.get(part, ()), *a.shape), a.dtype)
-
-    return {p: jax.tree.map(partial(stacked, p), part_struct(module, p)) for p in module.inputs}

@@ -6,7 +6,7 @@ Shape suffixes: B rows, T tokens, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,14 +36,6 @@ TOKEN_MULTIPLE = 128  # of a row's tokens and slots, the least; else twice, four
 # Tokens of an answer that slots are made for at once. Answers that may be longer get more slots as
 # they grow, which compiles once for each number of them.
 ANSWER_TOKENS = 128
-
-
-class RowArrays(NamedTuple):
-    """The arrays of `AnswerRows`, here or on devices."""
-
-    media: Mapping[str, Mapping[str, Any]]
-    fields: dict[str, Any]
-    places: Mapping[str, tuple[Any, ...]]
 
 
 class HeldTokens(NamedTuple):
@@ -84,18 +76,11 @@ class AnswerPrograms:
         held = HeldTokens(
             Cache({k: P(None, DATA) for k in dict.fromkeys(layer_kinds_of(llm))}, rows), rows
         )
-        self.begin = self._compiled(
-            partial(begin, model, chip), (every, rows, rows, rows, every), (held, rows)
-        )
-        ins = every, held, rows, every
-        self.go_on = self._compiled(partial(go_on, llm), ins, (held, rows), donated=(1,))
-        self.grow = self._compiled(partial(grow, llm), (held,), held)
+        outs = held, rows
+        self.begin = self._compiled(partial(begin, model, chip), (every, rows, rows, every), outs)
+        self.go_on = self._compiled(partial(go_on, llm), (every, *outs, every), outs, donated=(1,))
+        self.grow = self._compiled(partial(grow, llm), outs, outs)
         self._shardings = partial(_shardings, llm, mesh)
-
-    @property
-    def n_compiled(self) -> int:
-        """Shapes of programs that have been compiled."""
-        return sum(p._cache_size() for p in (self.begin, self.go_on, self.grow))
 
     def tokens(
         self, params: dict[str, Params], rows: AnswerRows, number: np.ndarray, how: Sampling
@@ -107,16 +92,14 @@ class AnswerPrograms:
           number: uint32 [rows], of each answer among all that are drawn.
         """
         put, draw = partial(jax.device_put, device=NamedSharding(self._mesh, P(DATA))), Draw.of(how)
-        last = np.maximum(rows.lengths - 1, 0).astype(np.int32)
         longest = int(rows.lengths.max())
         slots = bucket_of(longest + min(how.max_tokens, ANSWER_TOKENS), TOKEN_MULTIPLE)
-        arrays: RowArrays = put(RowArrays(rows.media, rows.fields, rows.places))
-        held, at = self.begin(params, arrays, put(last), put(number), draw, slots=slots)
+        held, at = self.begin(params, put(rows), put(number), draw, slots=slots)
         for n in range(1, how.max_tokens):
             tokens = at.token_B
             if longest + n > slots:
                 slots *= 2
-                held = self.grow(held, slots=slots)
+                held, at = self.grow(held, at, slots=slots)
             # It runs while the host looks at the tokens before it.
             held, at = self.go_on(params, held, at, draw)
             yield np.asarray(tokens)
@@ -136,7 +119,9 @@ class AnswerPrograms:
         return jax.jit(whole, static_argnames=("slots",), donate_argnums=donated)
 
 
-def _shardings(llm: GeneratingModule, mesh: Mesh, made: Tree) -> Tree:
+def _shardings(
+    llm: GeneratingModule, mesh: Mesh, made: tuple[HeldTokens, NewestTokens]
+) -> tuple[Tree, Tree]:
     """Of what a program gives: rows over data ranks, and heads of what layers keep over the devices
     of one."""
     tp = int(mesh.shape[MODEL])
@@ -145,27 +130,21 @@ def _shardings(llm: GeneratingModule, mesh: Mesh, made: Tree) -> Tree:
         _, *split = spec_of(a.shape[1:], axes, tp)
         return NamedSharding(mesh, P(None, DATA, *split))
 
+    held, _ = made
     rows = NamedSharding(mesh, P(DATA))
-    shardings = jax.tree.map(lambda _: rows, made)
-
-    def of_held(held: HeldTokens, of: HeldTokens) -> HeldTokens:
-        by_kind = {
-            kind: jax.tree.map(kept, tree, llm.memory(kind).axes)
-            for kind, tree in held.cache.kept.items()
-        }
-        return of._replace(cache=of.cache._replace(kept=by_kind))
-
-    if isinstance(made, HeldTokens):
-        return of_held(made, shardings)
-    return of_held(made[0], shardings[0]), shardings[1]
+    of_held, of_newest = jax.tree.map(lambda _: rows, made)
+    by_kind = {
+        kind: jax.tree.map(kept, tree, llm.memory(kind).axes)
+        for kind, tree in held.cache.kept.items()
+    }
+    return of_held._replace(cache=of_held.cache._replace(kept=by_kind)), of_newest
 
 
 def begin(
     model: MultimodalModel,
     chip: str,
     params: dict[str, Params],
-    arrays: RowArrays,
-    last_B: Array,
+    rows: AnswerRows,
     number_B: Array,
     draw: Draw,
     *,
@@ -173,7 +152,8 @@ def begin(
 ) -> tuple[HeldTokens, NewestTokens]:
     """Run prompts, and draw the first token of each answer."""
     llm: Any = on_chip(model.modules[LLM], chip)
-    batch = with_features(model, chip, params, arrays.fields, arrays.media, arrays.places)
+    last_B = jnp.maximum(rows.lengths - 1, 0)
+    batch = with_features(model, chip, params, rows)
     logits_BV, cache = decoding.prefill(llm, params[LLM], batch, last_B, slots, inlets_of(model))
     B, V = logits_BV.shape
     tokens_BT = batch["tokens"]
@@ -197,9 +177,11 @@ def go_on(
     )
 
 
-def grow(llm: GeneratingModule, held: HeldTokens, *, slots: int) -> HeldTokens:
+def grow(
+    llm: GeneratingModule, held: HeldTokens, at: NewestTokens, *, slots: int
+) -> tuple[HeldTokens, NewestTokens]:
     """The same, with room for rows of `slots` tokens."""
-    return held._replace(cache=decoding.grown(llm, held.cache, slots))
+    return held._replace(cache=decoding.grown(llm, held.cache, slots)), at
 
 
 def _with_tokens(said_BV: Array, tokens_BT: Array) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,19 +13,16 @@ from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import TextPiece
 from dflop_jax.data.text.tokenizer_files import read_json
 from dflop_jax.train.load_params import Loaded
-from dflop_jax.weights import Folder, read_params
-from dflop_jax.weights.folder import CONFIG
+from dflop_jax.weights import Folder, read_config, read_params
 
 GENERATION = "generation_config.json"
 
 
 def is_published(folder: str | Path) -> bool:
     """Whether a folder has a model as transformers writes it."""
-    try:
-        config = json.loads((Path(folder) / CONFIG).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "model_type" in config
+    with suppress(ValueError):  # no folder, or none with a configuration
+        return "model_type" in read_config(Path(folder))
+    return False
 
 
 def published_params(

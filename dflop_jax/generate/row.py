@@ -1,10 +1,11 @@
-"""Samples as rows of the LLM, with what its encoders take, and the fields that the LLM reads."""
+"""Samples as rows of a model's last module, the LLM or a generator of clips, with what the modules
+before it take, and the fields that it reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,42 +34,44 @@ from dflop_jax.records import (
     Group,
     Layout,
     PiecePlaces,
-    Plan,
     Schedule,
     SegmentPlan,
     Shape,
     SubmeshPlan,
 )
+from dflop_jax.schedule.placing import first_fit_decreasing
 
 LLM = "llm"  # the module that answers
 
 
-@dataclass(frozen=True, eq=False)
-class AnswerRows:
-    """Samples in rows of the LLM, and their pieces in rows of each encoder, on `ranks` data ranks:
-    the first rows are the first rank's, and so on.
+class AnswerRows(NamedTuple):
+    """Samples in rows of the last module, and their pieces in rows of each module before it, on
+    `ranks` data ranks: the first rows are the first rank's, and so on.
 
     Attributes:
-      fields: of the LLM's entry, layers and exit, [rows, t]; `lengths` of the tokens of each row
-        are no padding.
-      media: by encoder, its fields; without those that nothing is given to.
-      places: by encoder, where its features stand (`PackedGroup.places`), [rows, t, K] each,
+      fields: of the last module's entry, layers and exit, [rows, t]; `lengths` of the tokens of
+        each row are no padding.
+      media: by earlier module, its fields; without those that nothing is given to.
+      places: by earlier module, where its features stand (`PackedGroup.places`), [rows, t, K] each,
         counted among those of the rank.
     """
 
-    fields: dict[str, np.ndarray]
-    media: dict[str, dict[str, np.ndarray]]
-    places: dict[str, tuple[np.ndarray, ...]]
-    lengths: np.ndarray
+    fields: Mapping[str, Any]
+    media: Mapping[str, Mapping[str, Any]]
+    places: Mapping[str, tuple[Any, ...]]
+    lengths: Any
 
 
 def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: int) -> AnswerRows:
     """Return some samples one after the other in one row, padded to a multiple of tokens."""
-    length = sum(s.load.tokens(LLM) for s in samples)
-    shape = Shape(1, -(-length // token_multiple) * token_multiple)
+
+    def bucket(tokens: int) -> int:
+        return -(-tokens // token_multiple) * token_multiple
+
+    shape = Shape(1, bucket(sum(s.load.tokens(last_of(model)) for s in samples)))
     n = np.arange(len(samples))
     places = PiecePlaces.of(n, *np.zeros((3, len(n)), np.int64))
-    return _rows(samples, model, places, shape, 1, lambda tokens: tokens)
+    return _rows(samples, model, places, shape, 1, bucket)
 
 
 def rows_of(
@@ -79,9 +82,14 @@ def rows_of(
     n = np.arange(len(samples))
     assert len(samples) <= ranks * rows, (len(samples), ranks, rows)
     bucket = partial(bucket_of, least=token_multiple)
-    shape = Shape(rows, bucket(max(s.load.tokens(LLM) for s in samples)))
+    shape = Shape(rows, bucket(max(s.load.tokens(last_of(model)) for s in samples)))
     places = PiecePlaces.of(n, np.zeros_like(n), n % ranks, n // ranks)
     return _rows(samples, model, places, shape, ranks, bucket)
+
+
+def last_of(model: MultimodalModel) -> str:
+    """The module that answers."""
+    return list(model.modules)[-1]
 
 
 def bucket_of(n: int, least: int) -> int:
@@ -92,37 +100,35 @@ def bucket_of(n: int, least: int) -> int:
 def _rows(
     samples: Sequence[Sample],
     model: MultimodalModel,
-    llm_places: PiecePlaces,
-    llm_shape: Shape,
+    last_places: PiecePlaces,
+    last_shape: Shape,
     ranks: int,
     bucket: Callable[[int], int],
 ) -> AnswerRows:
-    loads = [s.load for s in samples]
-    encoders = [m for m in model.modules if m != LLM and any(load.lengths(m) for load in loads)]
+    loads, last = [s.load for s in samples], last_of(model)
+    encoders = [m for m in model.modules if m != last and any(load.lengths(m) for load in loads)]
     rank_of = np.zeros(len(samples), np.int64)
-    rank_of[llm_places.piece] = llm_places.rank
+    rank_of[last_places.piece] = last_places.rank
     groups = []
     for m in encoders:
         lengths = np.array([n for load in loads for n in load.lengths(m)])
         rank = np.repeat(rank_of, [len(load.lengths(m)) for load in loads])
-        alone = m in model.piece_tokens
-        tokens = int(lengths.max()) if alone else bucket(int(lengths.max()))
+        tokens = int(lengths.max()) if m in model.piece_tokens else bucket(int(lengths.max()))
         row = np.zeros_like(lengths)
-        for r in range(ranks):
-            row[rank == r] = _rows_for(lengths[rank == r], tokens, alone)
+        for own in (rank == r for r in range(ranks)):
+            row[own] = first_fit_decreasing(lengths[own], int(own.sum()), tokens)
         shape = Shape(1 << int(row.max()).bit_length(), tokens)
         places = PiecePlaces.of(np.arange(len(row)), np.zeros_like(row), rank, row)
         groups.append(Group(m, shape, (len(encoders),), pieces=places))
-    groups.append(Group(LLM, llm_shape, pieces=llm_places))
-    plan, schedule = _whole(model, groups, ranks), Schedule(0, tuple(groups))
+    groups.append(Group(last, last_shape, pieces=last_places))
+    layout, schedule = _whole(model, groups, ranks), Schedule(0, tuple(groups))
     packed = [
-        pack_group(plan.layout, schedule, g, samples, loads, model=model)
-        for g in range(len(groups))
+        pack_group(layout, schedule, g, samples, loads, model=model) for g in range(len(groups))
     ]
     fields = [{k: a[0] for k, a in p.fields.items()} for p in packed]
-    lengths = np.zeros(ranks * llm_shape.rows, np.int64)
-    at = llm_places.rank * llm_shape.rows + llm_places.row
-    np.add.at(lengths, at, [loads[k].tokens(LLM) for k in llm_places.piece])
+    lengths = np.zeros(ranks * last_shape.rows, np.int32)
+    at = last_places.rank * last_shape.rows + last_places.row
+    np.add.at(lengths, at, [loads[k].tokens(last) for k in last_places.piece])
     whole = {m: tuple(a[0] for a in packed[-1].places[g]) for g, m in enumerate(encoders)}
     return AnswerRows(
         fields=fields[-1],
@@ -133,25 +139,13 @@ def _rows(
     )  # fmt: skip
 
 
-def _rows_for(lengths: np.ndarray, tokens: int, alone: bool) -> list[int]:
-    """The row of each piece: one of its own, or the first that has room for it."""
-    if alone:
-        return list(range(len(lengths)))
-    rows, free = [], list[int]()
-    for n in lengths.tolist():
-        row = next((k for k, room in enumerate(free) if room >= n), len(free))
-        if row == len(free):
-            free.append(tokens)
-        free[row] -= n
-        rows.append(row)
-    return rows
-
-
 def _of_rank(
     model: MultimodalModel, group: Group, places: tuple[np.ndarray, ...], ranks: int
 ) -> tuple[np.ndarray, ...]:
     """Places counted among the features of their own rank, where they are among those of all."""
-    edge = next(e for e in edges_of(model) if (e.source, e.target) == (group.module, LLM))
+    edge = next(
+        e for e in edges_of(model) if (e.source, e.target) == (group.module, last_of(model))
+    )
     features = features_per_row(model.modules[group.module], edge, group.shape)
     index, *weight = places
     first = np.repeat(np.arange(ranks) * group.shape.rows * features, len(index) // ranks)
@@ -159,20 +153,17 @@ def _of_rank(
     return own, *weight
 
 
-def _whole(model: MultimodalModel, groups: Sequence[Group], ranks: int) -> Plan:
-    """Return a plan of the whole model on so many data ranks, with the shapes of these groups."""
+def _whole(model: MultimodalModel, groups: Sequence[Group], ranks: int) -> Layout:
+    """Return the whole model on so many data ranks, with the shapes of these groups."""
     segments = (
         SegmentPlan(name, name, 0, module.n_layers, "all", True, True)
         for name, module in model.modules.items()
     )
-    return Plan(
-        "prompt",
-        Layout(
-            (SubmeshPlan("all", 0, data=ranks),),
-            tuple(segments),
-            (Bucket.of({g.module: g.shape for g in groups}),),
-            edges=edges_of(model),
-        ),
+    return Layout(
+        (SubmeshPlan("all", 0, data=ranks),),
+        tuple(segments),
+        (Bucket.of({g.module: g.shape for g in groups}),),
+        edges=edges_of(model),
     )
 
 
@@ -229,19 +220,18 @@ def with_features(
     model: MultimodalModel,
     chip: str,
     params: Mapping[str, Params],
-    fields: Mapping[str, Array],
-    media: Mapping[str, Mapping[str, Array]],
-    places: Mapping[str, tuple[Array, ...]],
+    rows: AnswerRows,
 ) -> dict[str, Array]:
-    """Return the fields of the LLM's `AnswerRows`, those that edges bring among them: features of
-    its media at their places, by what the chip runs best."""
-    llm, batch = model.modules[LLM], dict(fields)
-    edges = [e for e in edges_of(model) if e.target == LLM]
+    """Return the fields of the last module's rows, those that edges bring among them: features at
+    their places, by what the chip runs best."""
+    last, batch = last_of(model), dict(rows.fields)
+    edges = [e for e in edges_of(model) if e.target == last]
     for edge in edges:
-        spec = llm.field_spec(edge.name, *fields["tokens"].shape)
+        shape = next(iter(rows.fields.values())).shape
+        spec = model.modules[last].field_spec(edge.name, *shape[:2])
         batch[edge.name] = jnp.zeros(spec.shape, spec.dtype)
-    for encoder, given in media.items():
+    for encoder, given in rows.media.items():
         outputs = encode(on_chip(model.modules[encoder], chip), params[encoder], given)
         for edge in (e for e in edges if e.source == encoder):
-            batch[edge.name] += gather_features(outputs[edge.tap], *places[encoder])
+            batch[edge.name] += gather_features(outputs[edge.tap], *rows.places[encoder])
     return batch

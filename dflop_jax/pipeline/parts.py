@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from dflop_jax.contract import (
     float32_names_of,
     last_key,
     layer_kinds_of,
+    n_rows,
     stacked_parts,
     taps_of,
     working_dtype_of,
@@ -77,6 +79,23 @@ def part_struct(module: Module, part: str) -> Params:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if stays else working_dtype_of(module))
 
     return jax.tree.map_with_path(working, init_structs(module, part))
+
+
+def module_structs(
+    module: Module,
+    of: Callable[[Module, str], Params] = part_struct,
+    sharding: jax.sharding.Sharding | None = None,
+) -> Params:
+    """All parts of a module, layers stacked, with the shapes and dtypes that `of` gives."""
+
+    def structs(part: str) -> Params:
+        lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding),
+            of(module, part),
+        )
+
+    return {part: structs(part) for part in module.inputs}
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
+from typing import Any
+
+import numpy as np
 
 from dflop_jax.records.check import require
 
@@ -81,3 +84,20 @@ class SubmeshPlan(MeshShape, _Block):
     @property
     def devices(self) -> range:
         return range(self.first, self.first + self.n_devices)
+
+
+# ---- how tensor ranks split hidden states between layers: one rule for programs and prices ----
+
+
+def token_dim(rows: int, tokens: int, ways: int) -> int | None:
+    """The dim of hidden states [rows, tokens, width] that is split over tensor ranks: rows, whose
+    pieces lie together in memory, else tokens, as one of them divides; None: neither."""
+    if ways == 1:
+        return None
+    return next((dim for dim, size in enumerate((rows, tokens)) if size % ways == 0), None)
+
+
+def rank_share(rows: Any, tokens: Any, ways: int) -> Any:
+    """Share of hidden states [rows, tokens, width] that a tensor rank has; of numbers or arrays."""
+    divides = (np.asarray(rows) % ways == 0) | (np.asarray(tokens) % ways == 0)
+    return np.where(divides, 1 / ways, 1.0)[()]

@@ -1,4 +1,4 @@
-"""One global batch as groups of every module."""
+"""One global batch as groups of every module, and what happened when it ran."""
 
 from __future__ import annotations
 
@@ -113,3 +113,42 @@ class Schedule:
         return tuple(
             i for i, g in enumerate(self.groups) if g.module == module and group in g.feeds
         )
+
+
+# ---- what happened in a step, or would ----
+
+# Between submeshes: what a segment sends on, and the gradients that come back to it.
+SEND, RETURN = "send", "return"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A task that ran (or was simulated) on a submesh, times in seconds from the step's start."""
+
+    submesh: str
+    segment: str
+    group: int
+    direction: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened in one step, or what the simulator says would happen: the same record."""
+
+    step: int
+    source: str
+    events: tuple[Event, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        return max((e.end_s for e in self.events), default=0.0)
+
+    def busy_fraction(self) -> dict[str, float]:
+        """Share of the makespan in which each submesh computes."""
+        total = self.makespan_s
+        busy: dict[str, float] = {}
+        for e in self.events:
+            busy[e.submesh] = busy.get(e.submesh, 0.0) + (e.end_s - e.start_s)
+        return {name: (b / total if total > 0 else 0.0) for name, b in busy.items()}

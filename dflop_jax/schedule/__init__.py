@@ -6,21 +6,3 @@ from dflop_jax.schedule.shapes.choose import BucketChoice, choose_buckets
 from dflop_jax.schedule.shapes.problem import ShapeProblem
 from dflop_jax.schedule.solver.balance import balance
 from dflop_jax.schedule.worker import ScheduleWorker
-
-__all__ = [
-    "WORK_PER_S",
-    "BucketChoice",
-    "Capacity",
-    "Correction",
-    "Monitor",
-    "ScheduleWorker",
-    "ShapeProblem",
-    "arrival_buckets",
-    "balance",
-    "capacity_of",
-    "choose_buckets",
-    "oversize",
-    "quick_schedule",
-    "reordered",
-    "schedule_batch",
-]

@@ -98,7 +98,7 @@ def _fitted(
     bins = deal(length_P, content_P, ranks, shape)
     if (bins >= 0).all():
         return bins
-    bins = _first_fit(length_P, ranks * shape.rows, shape.tokens)
+    bins = first_fit_decreasing(length_P, ranks * shape.rows, shape.tokens)
     if (bins >= 0).all():
         return bins
     rng = np.random.default_rng(n)
@@ -106,7 +106,7 @@ def _fitted(
     return pack_within_limits(problem, budget.part(_REPAIR_WORK), rng)
 
 
-def _first_fit(length_P: Ints, n_rows: int, tokens: int) -> Ints:
+def first_fit_decreasing(length_P: Ints, n_rows: int, tokens: int) -> Ints:
     """First fit decreasing, as `batch.rows_needed`; -1 where a piece fits no row."""
     free = np.full(n_rows, tokens)
     bins = np.full(len(length_P), -1)

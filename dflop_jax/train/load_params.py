@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
-from dflop_jax.contract import Module, MultimodalModel, Params, folded, n_rows, stacked_parts
+from dflop_jax.contract import Module, MultimodalModel, Params, folded
+from dflop_jax.pipeline.parts import init_structs, module_structs
 from dflop_jax.pipeline.update import AVERAGE
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 
@@ -52,7 +53,9 @@ def load_params(
             name: _read_module(
                 reader,
                 name,
-                _whole(module, where) if isinstance(where, jax.Device) else where[name],
+                module_structs(module, init_structs, jax.sharding.SingleDeviceSharding(where))
+                if isinstance(where, jax.Device)
+                else where[name],
                 as_saved=isinstance(where, jax.Device),
             )
             for name, module in model.modules.items()
@@ -100,21 +103,7 @@ def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
 
 def shapes_of(module: Module) -> Params:
     """A module's parameters as shapes and dtypes, layers stacked."""
-
-    def structs(part: str) -> Params:
-        fresh = jax.eval_shape(partial(module.init, part), jax.random.key(0))
-        lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype), fresh)
-
-    return {part: structs(part) for part in module.inputs}
-
-
-def _whole(module: Module, device: jax.Device) -> Params:
-    """A module's parameters, whole on a device."""
-    where = jax.sharding.SingleDeviceSharding(device)
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes_of(module)
-    )
+    return module_structs(module, init_structs)
 
 
 def saved_name(

@@ -11,20 +11,11 @@ import jax
 import numpy as np
 
 from dflop_jax.cluster.host_memory import free_bytes
-from dflop_jax.contract import (
-    Array,
-    Module,
-    MultimodalModel,
-    Params,
-    chip_of,
-    n_rows,
-    on_chip,
-    stacked_parts,
-)
+from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
 from dflop_jax.generate.decoding import inlets_of
-from dflop_jax.generate.row import LLM, row_of, run_layers, with_features
+from dflop_jax.generate.row import LLM, AnswerRows, row_of, run_layers, with_features
 from dflop_jax.hardware import GB
-from dflop_jax.pipeline.parts import part_struct
+from dflop_jax.pipeline.parts import module_structs
 from dflop_jax.verify.reference import Reference
 from dflop_jax.verify.samples import MixedSample
 from dflop_jax.weights import Folder, as_in_file, read_params
@@ -65,34 +56,23 @@ def run_here(
       of their losses, as parameters lie.
     """
     device = jax.local_devices(backend="cpu")[0]
-    params = {m: _read(folder, m, module, device) for m, module in model.modules.items()}
+    where = jax.sharding.SingleDeviceSharding(device)
+    params = {
+        m: read_params(folder, m, module_structs(module, sharding=where))
+        for m, module in model.modules.items()
+    }
     row = row_of([s.sample for s in samples], model, TOKEN_MULTIPLE)
     # Numpy's arrays go where the parameters are.
     run = jax.jit(partial(_loss, model, chip_of(device)), compiler_options=QUICKLY)
-    gradients, logits = run(params, row.fields, row.media, row.places)
+    gradients, logits = run(params, row)
     return np.asarray(logits[0, : int(row.lengths[0])]), gradients
-
-
-def _read(folder: Folder, name: str, module: Module, device: jax.Device) -> Params:
-    where = jax.sharding.SingleDeviceSharding(device)
-
-    def struct(part: str) -> Any:
-        lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=where),
-            part_struct(module, part),
-        )
-
-    return read_params(folder, name, {part: struct(part) for part in module.inputs})
 
 
 def _loss(
     model: MultimodalModel,
     chip: str,
     params: dict[str, Params],
-    fields: Mapping[str, Array],
-    media: Mapping[str, Mapping[str, Array]],
-    places: Mapping[str, tuple[Array, ...]],
+    row: AnswerRows,
 ) -> tuple[dict[str, Params], Array]:
     """The gradients of a row's loss, and its logits."""
     llm: Any = on_chip(model.modules[LLM], chip)
@@ -100,7 +80,7 @@ def _loss(
 
     def objective(params: dict[str, Params]) -> tuple[Array, Array]:
         llm_params = params[LLM]
-        batch = with_features(model, chip, params, fields, media, places)
+        batch = with_features(model, chip, params, row)
         x = llm.entry(llm_params["entry"], batch)
         for start, stop in pairwise(sorted({0, *inlets.values(), llm.n_layers})):
             x = run_layers(llm, llm_params, x, batch, start, stop)

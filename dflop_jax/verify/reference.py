@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -227,9 +228,9 @@ def _as_drawn(config: Any) -> None:
     config.vision_aspect_ratio = f"anyres_max_{MAX_TILES}"
 
 
-def _internvl(media: Sequence[Drawn]) -> dict[str, Any]:
+def _tiles(colours: tuple[Any, Any], media: Sequence[Drawn]) -> dict[str, Any]:
     tiles = [drawn.medium.fields["pixels"] for drawn in media]
-    return {"pixel_values": _normalized(np.concatenate(tiles), *IMAGENET)} if tiles else {}
+    return {"pixel_values": _normalized(np.concatenate(tiles), *colours)} if tiles else {}
 
 
 def _qwen2_audio(media: Sequence[Drawn]) -> dict[str, Any]:
@@ -253,11 +254,6 @@ def _qwen3_vl(media: Sequence[Drawn]) -> dict[str, Any]:
         given[argument] = ((patches.astype(np.float64) / 255 - 0.5) / 0.5).astype(np.float32)
         given[f"{kind}_grid_thw"] = np.array([(len(m.grids), *m.grids[0]) for m in natives])
     return given
-
-
-def _gemma3(media: Sequence[Drawn]) -> dict[str, Any]:
-    tiles = [drawn.medium.fields["pixels"] for drawn in media]
-    return {"pixel_values": _normalized(np.concatenate(tiles), *HALF)} if tiles else {}
 
 
 def _gemma4(media: Sequence[Drawn]) -> dict[str, Any]:
@@ -290,12 +286,14 @@ OF_TOKENS = "mm_token_type_ids", BOTH
 BY_TOKEN = {"torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule"}
 FAMILIES = {
     "llava_onevision": ReferenceFamily(_llava_onevision, prepare=_as_drawn),
-    "internvl": ReferenceFamily(_internvl, video=0),
+    "internvl": ReferenceFamily(partial(_tiles, IMAGENET), video=0),
     "qwen2_audio": ReferenceFamily(_qwen2_audio, fixed=POSITIONS),
     "qwen3_vl": ReferenceFamily(_qwen3_vl, types=OF_TOKENS),
     "qwen3_5": ReferenceFamily(_qwen3_vl, types=OF_TOKENS, instead=BY_TOKEN),
     "qwen3_5_text": ReferenceFamily(lambda media: {}, instead=BY_TOKEN),
-    "gemma3": ReferenceFamily(_gemma3, video=0, types=("token_type_ids", dict.fromkeys(BOTH, 1))),
+    "gemma3": ReferenceFamily(
+        partial(_tiles, HALF), video=0, types=("token_type_ids", dict.fromkeys(BOTH, 1))
+    ),
     "gemma3_text": ReferenceFamily(lambda media: {}),
     "gemma4": ReferenceFamily(_gemma4, types=OF_TOKENS),
     "gemma4_text": ReferenceFamily(lambda media: {}),

@@ -1,4 +1,4 @@
-"""From a folder into the shards of a plan, and out again: is every bit as it was?
+"""From a folder into the shards of a plan, and back: is every bit as it was?
 
 One segment lies in memory at a time, so that a folder may be larger than the memory.
 """
@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import jax
 import numpy as np
-from safetensors import safe_open
 
-from dflop_jax.contract import Module, MultimodalModel, edges_of, split_dim
+from dflop_jax.contract import MultimodalModel, edges_of
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.records import Bucket, Layout, Plan, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.verify.results import TensorGroup
-from dflop_jax.weights import Folder, ModuleParams, read_segment, write_segment
+from dflop_jax.pipeline.segment import Segment
+from dflop_jax.profile.parts import divides
+from dflop_jax.records import Bucket, Layout, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.weights import Folder, ModuleParams, read_segment, segment_tensors
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import DTYPES
+from dflop_jax.weights.read import Reader
 
 SEGMENT_BYTES = 2 * 10**9  # of a segment's shards, about
 COMPARED_BYTES = 32 * 2**20  # of a tensor at a time
@@ -30,10 +31,30 @@ WAYS = 2  # into which a tensor is split
 TOKENS = 128  # of the plan's rows, which no program here reads
 
 
-def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) -> Plan:
-    """Return a plan that cuts every module in segments and splits their tensors over two devices,
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of a part of a module, such as "llm.layers".
+
+    Attributes:
+      n_bytes: in the folder's files.
+      identical: how many of them were written as they are there, bit by bit.
+      max_grad_error: see `Verified`; None where gradients were not compared.
+    """
+
+    name: str
+    tensors: int
+    n_bytes: int
+    identical: int
+    max_grad_error: float | None = None
+
+
+def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) -> Layout:
+    """Return a layout that cuts every module in segments and splits their tensors over two devices,
     where they divide and there are as many."""
-    ways = {m: _ways(module, n_devices) for m, module in model.modules.items()}
+    ways = {
+        m: WAYS if n_devices >= WAYS and divides(module, WAYS) else 1
+        for m, module in model.modules.items()
+    }
     n_bytes: dict[str, int] = defaultdict(int)
     for t in tensors:
         n_bytes[t.module] += 4 * math.prod(t.layout.file_shape)
@@ -50,30 +71,9 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
             segments.append(SegmentPlan(segment, name, start, stop, segment, start == 0, last))
     shapes = {m: Shape(1, model.piece_tokens.get(m, TOKENS)) for m in model.modules}
     tied = tuple(m for m, module in model.modules.items() if module.tied)
-    return Plan(
-        "verify",
-        Layout(
-            tuple(submeshes),
-            tuple(segments),
-            (Bucket.of(shapes),),
-            edges=edges_of(model),
-            tied=tied,
-        ),
+    return Layout(
+        tuple(submeshes), tuple(segments), (Bucket.of(shapes),), edges=edges_of(model), tied=tied
     )
-
-
-def _ways(module: Module, n_devices: int) -> int:
-    for part in module.inputs if n_devices >= WAYS else ():
-        specs = jax.eval_shape(lambda key, part=part: module.init(part, key), jax.random.key(0))
-        axes = module.logical_axes(part)
-        for path, spec in jax.tree_util.tree_leaves_with_path(specs):
-            names = axes
-            for key in path:
-                names = names[key.key]
-            dim = split_dim(spec.shape, names, WAYS)
-            if dim is not None and spec.shape[dim] % WAYS:
-                return 1
-    return WAYS if n_devices >= WAYS else 1
 
 
 def round_trip(
@@ -83,7 +83,7 @@ def round_trip(
     devices: list[jax.Device],
     tick: Callable[[int, int], None],
 ) -> list[TensorGroup]:
-    """Read every segment of a plan, write it to a file and compare that with the folder's.
+    """Read every segment of a plan, and compare what would be written of it with the folder.
 
     Args:
       folder: checked.
@@ -99,23 +99,17 @@ def round_trip(
     part_of = {t.name: f"{t.module}.{t.part}" for t in folder.map.tensors}
     identical: dict[str, bool] = {}
     segments = make_segments(model, layout, devices)
-    with TemporaryDirectory(prefix="dflop-verify-") as scratch:
-        file = Path(scratch) / "segment.safetensors"
-        for i, segment in enumerate(segments.values()):
-            tick(i, len(segments))
-            held = ModuleParams(
-                segment.plan.module, read_segment(folder, segment), segment.held_rows
-            )
-            names = write_segment(file, folder.map, held, folder)
-            del held
-            for name in names:
-                identical[name] = identical.get(name, True) and _as_written(folder, name, file)
-            file.unlink()
+    for i, segment in enumerate(segments.values()):
+        tick(i, len(segments))
+        for name, same in _identical(folder, segment).items():
+            identical[name] = identical.get(name, True) and same
     tick(len(segments), len(segments))
     for copy, original in folder.map.copies.items():
         if copy in folder.entries:
             part_of[copy] = "copies of tied tensors"
-            identical[copy] = _same(folder, copy, original)
+            shape = folder.entries[copy].shape  # opening the folder has found both to be of it
+            both = (partial(folder.read, name) for name in (copy, original))
+            identical[copy] = _is_equal(shape, *both)
     groups: dict[str, list[str]] = {}
     for name, group in part_of.items():
         groups.setdefault(group, []).append(name)
@@ -132,30 +126,22 @@ def _bytes(folder: Folder, names: Sequence[str]) -> int:
     return sum(math.prod(e.shape) * np.dtype(DTYPES[e.dtype]).itemsize for e in entries)
 
 
-def _slices(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Pieces of an array, cut along its first dim."""
-    if not shape:
-        yield ()
-        return
+def _identical(folder: Folder, segment: Segment) -> dict[str, bool]:
+    """By canonical name whether what would be written of a segment's tensors is in the folder."""
+    held = ModuleParams(segment.plan.module, read_segment(folder, segment), segment.held_rows)
+    return {
+        name: _is_equal(tensor.shape, tensor.values().__getitem__, partial(folder.read, name))
+        for name, tensor in segment_tensors(held, folder).items()
+    }
+
+
+def _is_equal(shape: tuple[int, ...], one: Reader, other: Reader) -> bool:
+    """Whether two arrays of a shape are the same bit by bit, read in pieces along the first dim."""
     rows = max(1, COMPARED_BYTES // max(1, 4 * math.prod(shape[1:])))
-    for start in range(0, shape[0], rows):
-        rest = (slice(0, n) for n in shape[1:])
-        yield (slice(start, min(start + rows, shape[0])), *rest)
-
-
-def _as_written(folder: Folder, name: str, file: Path) -> bool:
-    entry = folder.entries[name]
-    with safe_open(file, framework="numpy") as written:
-        tensor = written.get_slice(entry.name)
-        if (tuple(tensor.get_shape()), tensor.get_dtype()) != (entry.shape, entry.dtype):
+    rest = [slice(0, n) for n in shape[1:]]
+    firsts = [slice(i, min(i + rows, shape[0])) for i in range(0, shape[0], rows)] if shape else []
+    for part in [(first, *rest) for first in firsts] or [()]:
+        a, b = one(part), other(part)
+        if a.dtype != b.dtype or a.tobytes() != b.tobytes():
             return False
-        return all(_equal(tensor[part], folder.read(name, part)) for part in _slices(entry.shape))
-
-
-def _same(folder: Folder, a: str, b: str) -> bool:
-    shape = folder.entries[a].shape  # which opening the folder has found to be equal
-    return all(_equal(folder.read(a, part), folder.read(b, part)) for part in _slices(shape))
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    return True

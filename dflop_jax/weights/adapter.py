@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.contract import Params, adapter_of
-from dflop_jax.weights.contract import Tensor, WeightMap, by_name
+from dflop_jax.weights.contract import Tensor, WeightMap, by_name, shape_of
 from dflop_jax.weights.folder import DTYPES
 from dflop_jax.weights.write import WrittenTensor, on_host, whole_folder, write_file, write_json
 
@@ -65,17 +65,11 @@ def write_adapter(
         a, b = _joined([_matrices_of(*part) for part in parts], n_rows)
         ranks[name] = a.shape[0]
         for side, array in (("A", a), ("B", b)):
-            values = array.astype(form.dtype if form.dtype != "bfloat16" else _bfloat16())
-            tensors.append(WrittenTensor.of(f"{MODEL_PREFIX}{name}.lora_{side}.weight", values))
+            place = f"{MODEL_PREFIX}{name}.lora_{side}.weight"
+            tensors.append(WrittenTensor.of(place, array.astype(form.dtype)))
     with whole_folder(path) as folder:
         write_file(folder / WEIGHTS, sorted(tensors, key=lambda t: t.name))
         write_json(folder / CONFIG, _config(form, ranks))
-
-
-def _bfloat16() -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.bfloat16
 
 
 def _config(form: AdapterForm, ranks: Mapping[str, int]) -> dict[str, Any]:
@@ -102,8 +96,8 @@ _Part = tuple[Tensor, Mapping[str, Any]]  # what is a tensor, or some rows of it
 def adapted_tensors(
     map_: WeightMap, params: Mapping[str, Params]
 ) -> list[tuple[str, list[_Part], int]]:
-    """(the tensor, its adapted parts, rows of it that are a part; 0 where it is one part alone) of
-    all that parameters, or their shapes, have adapters of.
+    """(the tensor, its adapted parts, how many rows it has) of all that parameters, or their
+    shapes, have adapters of.
 
     Raises:
       ValueError: there are no adapters, or one of a matrix that the folder has not.
@@ -117,8 +111,7 @@ def adapted_tensors(
             if pair is not None:
                 found.append((t, pair))
         if found:
-            rows = sum(t.layout.file_shape[0] for t in parts)
-            adapted.append((name, found, rows if len(parts) > 1 else 0))
+            adapted.append((name, found, shape_of(parts)[0]))
     _check_all_written(params, [part for _, parts, _ in adapted for part in parts])
     return adapted
 
@@ -132,11 +125,8 @@ def _joined(
     matrices: Sequence[tuple[int, np.ndarray, np.ndarray]], n_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The A and B of a tensor; what they add is scaled by alpha / (all their ranks)."""
-    if not n_rows:
-        (_, a, b), *_ = matrices
-        return a, b
     whole_a = np.concatenate([a for _, a, _ in matrices])
-    whole_b = np.zeros((n_rows, len(whole_a)), whole_a.dtype)
+    whole_b = np.zeros((n_rows, len(whole_a), *matrices[0][2].shape[2:]), whole_a.dtype)
     before = 0
     for first, a, b in matrices:
         share = len(whole_a) / len(a)

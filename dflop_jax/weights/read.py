@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -14,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.pipeline.cut import Box, Cut
 from dflop_jax.pipeline.held import initial_cuts, initial_structs
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.weights.contract import Tensor
+from dflop_jax.weights.contract import Reshaping, Tensor
 from dflop_jax.weights.folder import Folder
-from dflop_jax.weights.slices import Range, pieces, read_slice
 
 Tree = Any
+Range = tuple[int, int]
+Reader = Callable[[tuple[slice, ...]], np.ndarray]
 WHOLE = Cut(P(), P())
 PIECE_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
 
@@ -68,7 +71,12 @@ def read_params(
         if tensors := by_path.get((part, tuple(inner))):
             stacked = tensors[0].layer is not None
             tensors = [tensors[i] for i in rows.get(part) or range(len(tensors))]
-            return _read_leaf(folder, tensors, struct, cut, stacked)
+            leaf = _Leaf(folder, tensors, np.dtype(struct.dtype), stacked)
+            assert struct.sharding is not None, "read_params needs to know where parameters go"
+            shards = leaf.shards(cut, struct.shape, struct.sharding)
+            return jax.make_array_from_single_device_arrays(
+                struct.shape, struct.sharding, shards, dtype=struct.dtype
+            )
         if initial is not None and not given:
             given.update(jax.tree_util.tree_leaves_with_path(initial()))
         if path not in given:
@@ -83,93 +91,69 @@ def read_params(
     return params
 
 
-def _read_leaf(
-    folder: Folder,
-    tensors: Sequence[Tensor],
-    struct: jax.ShapeDtypeStruct,
-    cut: Cut,
-    stacked: bool,
-) -> jax.Array:
-    sharding = struct.sharding
-    assert sharding is not None, "read_params needs to know where the parameters go"
-    holders: dict[Box, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(struct.shape).items():
-        ranges = tuple(s.indices(n)[:2] for s, n in zip(index, struct.shape, strict=True))
-        holders.setdefault(ranges, []).append(device)
-    shards = [
-        shard
-        for ranges, devices in holders.items()
-        for shard in _read_cut(folder, tensors, struct.dtype, ranges, devices, cut, stacked)
-    ]
-    return jax.make_array_from_single_device_arrays(
-        struct.shape, sharding, shards, dtype=struct.dtype
-    )
+@dataclass(frozen=True)
+class _Leaf:
+    """A parameter that is read: the tensors of a folder that have it, one for each layer where it
+    is `stacked`."""
 
+    folder: Folder
+    tensors: Sequence[Tensor]
+    dtype: np.dtype
+    stacked: bool
 
-def _read_cut(
-    folder: Folder,
-    tensors: Sequence[Tensor],
-    dtype: Any,
-    ranges: Box,
-    devices: Sequence[jax.Device],
-    cut: Cut,
-    stacked: bool,
-) -> list[jax.Array]:
-    """One shard of what is held of a parameter, on each of the devices that hold it."""
-    if not cut.part:
-        return _read_shard(folder, tensors, dtype, ranges, devices, stacked)
-    shape = tuple(stop - start for start, stop in ranges)
-    shards = [jax.numpy.zeros(shape, dtype, device=device) for device in devices]
-    for (_, there), box in cut.boxes(ranges):
-        place = np.asarray([*[0] * (len(shape) - 1), there.start], np.int32)
-        sizes = (*shape[:-1], there.stop - there.start)
-        parts = _read_shard(folder, tensors, dtype, box, devices, stacked)
-        shards = [_put(s, p.reshape(sizes), place) for s, p in zip(shards, parts, strict=True)]
-    return shards
+    def shards(
+        self, cut: Cut, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+    ) -> list[jax.Array]:
+        """What this process holds of it."""
+        holders: dict[Box, list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None
+            ranges = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+            holders.setdefault(ranges, []).append(device)
+        read = self._cut_shard if cut.part else self._shard
+        return [
+            shard for ranges, devices in holders.items() for shard in read(ranges, devices, cut)
+        ]
 
+    def _cut_shard(self, ranges: Box, devices: Sequence[jax.Device], cut: Cut) -> list[jax.Array]:
+        """One shard of what data ranks share, on each of the devices that hold it."""
+        shards = self._empty(ranges, devices)
+        for (_, there), box in cut.boxes(ranges):
+            place = np.asarray([*[0] * (len(ranges) - 1), there.start], np.int32)
+            sizes = (*shards[0].shape[:-1], there.stop - there.start)
+            parts = self._shard(box, devices)
+            shards = [_put(s, p.reshape(sizes), place) for s, p in zip(shards, parts, strict=True)]
+        return shards
 
-def _read_shard(
-    folder: Folder,
-    tensors: Sequence[Tensor],
-    dtype: Any,
-    ranges: Box,
-    devices: Sequence[jax.Device],
-    stacked: bool,
-) -> list[jax.Array]:
-    """A box of a parameter, on each of the devices that hold it."""
-    layers, inner = (ranges[0], ranges[1:]) if stacked else ((0, 1), ranges)
-    layout = tensors[0].layout
-    shape = tuple(stop - start for start, stop in ranges)
-    todo = list(pieces(layout, inner, layers, PIECE_BYTES, np.dtype(dtype).itemsize))
-    if len(todo) == 1:
-        host = _read_piece(folder, tensors, dtype, *todo[0], stacked)
-        return [jax.device_put(host, device) for device in devices]
-    shards = [jax.numpy.zeros(shape, dtype, device=device) for device in devices]
-    for (first, last), index in todo:
-        host = _read_piece(folder, tensors, dtype, (first, last), index, stacked)
-        lead = ((first, last),) if stacked else ()
-        place = np.asarray(
-            [a - b for (a, _), (b, _) in zip((*lead, *index), ranges, strict=True)], np.int32
-        )
-        shards = [_put(s, jax.device_put(host, d), place) for s, d in zip(shards, devices)]
-        # Otherwise the pieces would pile up on the host faster than they are taken.
-        jax.block_until_ready(shards)
-    return shards
+    def _shard(self, ranges: Box, devices: Sequence[jax.Device], _: Any = None) -> list[jax.Array]:
+        """A box of the parameter, on each of the devices that hold it."""
+        layers, inner = (ranges[0], ranges[1:]) if self.stacked else ((0, 1), ranges)
+        todo = list(pieces(self.tensors[0].layout, inner, layers, PIECE_BYTES, self.dtype.itemsize))
+        if len(todo) == 1:
+            host = self._piece(*todo[0])
+            return [jax.device_put(host, device) for device in devices]
+        shards = self._empty(ranges, devices)
+        for among, index in todo:
+            host = self._piece(among, index)
+            box = (among, *index) if self.stacked else index
+            place = np.asarray(
+                [a - b for (a, _), (b, _) in zip(box, ranges, strict=True)], np.int32
+            )
+            shards = [_put(s, jax.device_put(host, d), place) for s, d in zip(shards, devices)]
+            # Otherwise the pieces would pile up on the host faster than they are taken.
+            jax.block_until_ready(shards)
+        return shards
 
+    def _empty(self, ranges: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
+        shape = tuple(stop - start for start, stop in ranges)
+        return [jax.numpy.zeros(shape, self.dtype, device=device) for device in devices]
 
-def _read_piece(
-    folder: Folder,
-    tensors: Sequence[Tensor],
-    dtype: Any,
-    layers: Range,
-    index: tuple[Range, ...],
-    stacked: bool,
-) -> np.ndarray:
-    shape = tuple(stop - start for start, stop in index)
-    out = np.empty((layers[1] - layers[0], *shape), dtype)
-    for i, tensor in enumerate(tensors[slice(*layers)]):
-        out[i] = read_slice(tensor.layout, index, partial(_read_parameter, folder, tensor))
-    return out if stacked else out[0]
+    def _piece(self, layers: Range, index: tuple[Range, ...]) -> np.ndarray:
+        shape = tuple(stop - start for start, stop in index)
+        out = np.empty((layers[1] - layers[0], *shape), self.dtype)
+        for i, tensor in enumerate(self.tensors[slice(*layers)]):
+            out[i] = read_slice(tensor.layout, index, partial(_read_parameter, self.folder, tensor))
+        return out if self.stacked else out[0]
 
 
 def _read_parameter(folder: Folder, t: Tensor, index: tuple[slice, ...]) -> np.ndarray:
@@ -185,3 +169,59 @@ def _update(shard: jax.Array, piece: jax.Array, place: jax.Array) -> jax.Array:
 
 
 _put = jax.jit(_update, donate_argnums=0)
+
+
+# ---- which slice of a file a slice of a parameter needs ----
+
+
+def read_slice(layout: Reshaping, index: tuple[Range, ...], read: Reader) -> np.ndarray:
+    """The part `index` of a parameter, reading of the file as little as one slice can give.
+
+    Args:
+      layout: how the file's array becomes the parameter.
+      index: (start, stop) for each dim of the parameter.
+      read: gives a slice of the file's array.
+    """
+    joined = len(layout.shape) != len(layout.order)
+    wanted = [(0, size) for size in layout.split]
+    if not joined:
+        for dim, place in enumerate(layout.order):
+            wanted[place] = index[dim]
+    slices, sizes, cuts, first_dim = [], [], [], 0
+    for dims in layout.splits:
+        ranges = wanted[first_dim : first_dim + len(dims)]
+        first_dim += len(dims)
+        if not dims:
+            slices.append(slice(0, 1))
+            continue
+        (start, stop), rest = ranges[0], math.prod(dims[1:])
+        slices.append(slice(start * rest, stop * rest))
+        sizes += [stop - start, *dims[1:]]
+        cuts += [slice(None), *(slice(*r) for r in ranges[1:])]
+    array = read(tuple(slices)).reshape(sizes)[tuple(cuts)].transpose(layout.order)
+    if joined:
+        array = array.reshape(layout.shape)[tuple(slice(*r) for r in index)]
+    return array
+
+
+def pieces(
+    layout: Reshaping, index: tuple[Range, ...], layers: Range, limit_bytes: int, itemsize: int
+) -> Iterator[tuple[Range, tuple[Range, ...]]]:
+    """(layers, index) of pieces of at most about `limit_bytes` that together give the whole.
+
+    Several layers go together while they are small; a large one is cut along the dim that is the
+    outermost of the file.
+    """
+    each = math.prod(stop - start for start, stop in index) * itemsize
+    step = max(1, limit_bytes // max(each, 1))
+    if each <= limit_bytes or len(layout.shape) != len(layout.order):
+        for start in range(*layers, step):
+            yield (start, min(start + step, layers[1])), index
+        return
+    dim = layout.order.index(0)
+    start, stop = index[dim]
+    rows = max(1, limit_bytes * (stop - start) // each)
+    for layer in range(*layers):
+        for row in range(start, stop, rows):
+            part = (row, min(row + rows, stop))
+            yield (layer, layer + 1), (*index[:dim], part, *index[dim + 1 :])

@@ -6,22 +6,25 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from dflop_jax.folders import made
-from dflop_jax.weights.beside import copy_beside
 from dflop_jax.weights.contract import Tensor, WeightMap, by_name, shape_of
 from dflop_jax.weights.folder import CONFIG, DTYPES, Folder, index_name
 
-NAMES = {np.dtype(ml_dtypes.bfloat16 if d == "bfloat16" else d): n for n, d in DTYPES.items()}
+NAMES = {np.dtype(d): n for n, d in DTYPES.items()}
+# What lies beside the tensors: tokenizer, template and processors.
+_TEXT = ("*.json", "*.txt", "*.model", "*.jinja")
+_PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json",
+               "processor_config.json")  # fmt: skip
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model")  # what one of these folders has
 
 
 @dataclass(frozen=True)
@@ -110,18 +113,15 @@ def write_folder(
         copy_beside(folder, [*beside, *([source.path] if source else [])])
 
 
-def write_segment(file: Path, map_: WeightMap, held: ModuleParams, source: Folder) -> list[str]:
-    """Write the tensors that one piece of the parameters has to a safetensors file, with the names
-    and types of the folder that they came from; return their canonical names."""
-    places = [(t, _find(t, (held,))) for t in map_.tensors]
-    here = {id(t): where for t, where in places if where}
-    named = by_name([t for t, where in places if where])
-    tensors = [
-        _of_parameters(parts, [here[id(t)] for t in parts], source, None)
-        for parts in named.values()
-    ]
-    write_file(file, tensors)
-    return list(named)
+def segment_tensors(held: ModuleParams, source: Folder) -> dict[str, WrittenTensor]:
+    """By canonical name the tensors that one piece of the parameters has, as they would be written
+    beside those of the folder that they came from."""
+    places = [(t, where) for t in source.map.tensors if (where := _find(t, (held,)))]
+    here = {id(t): where for t, where in places}
+    return {
+        name: _of_parameters(parts, [here[id(t)] for t in parts], source, None)
+        for name, parts in by_name([t for t, _ in places]).items()
+    }
 
 
 # ---- what is written ----
@@ -295,3 +295,18 @@ def _write_config(folder: Path, map_: WeightMap, source: Folder | None, dtype: s
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def copy_beside(target: Path, folders: Iterable[Path]) -> None:
+    """Copy what tells how to prepare a model's inputs from the folders that its parts came from:
+    each processor's file from the first that has it, all else from the first with a tokenizer."""
+    there = [folder for folder in folders if folder.is_dir()]
+    text = next((f for f in there if any(any(f.glob(t)) for t in _TOKENIZERS)), None)
+    for folder in there[:1] if text is None else [text]:
+        for found in (f for pattern in _TEXT for f in folder.glob(pattern)):
+            ours = found.name == CONFIG or found.name.endswith(".index.json")
+            if not ours and found.name not in _PROCESSORS:
+                shutil.copyfile(found, target / found.name)
+    for name in _PROCESSORS:
+        if file := next((f / name for f in there if (f / name).is_file()), None):
+            shutil.copyfile(file, target / name)

@@ -35,7 +35,7 @@ def with_answer(sample, tokens):
 def assert_likeliest(model, params, sample, tokens, penalty=1.0):
     """Each token of an answer is the likeliest after the sample and those before it."""
     row = row_of([with_answer(sample, tokens)], model, 8)
-    logits = _run(model, chip_of(jax.devices()[0]), params, row.fields, row.media, row.places)[1]
+    logits = _run(model, chip_of(jax.devices()[0]), params, row)[1]
     whole, start = row.fields["tokens"][0], sample.load.tokens("llm")
     for at in range(start, start + len(tokens)):
         before = whole[:at][row.fields["is_visual"][0][:at] == 0]
@@ -43,3 +43,8 @@ def assert_likeliest(model, params, sample, tokens, penalty=1.0):
         less = np.where(one > 0, one / penalty, one * penalty)
         one = np.where(np.isin(np.arange(len(one)), before), less, one)
         assert one.argmax() == whole[at]
+
+
+def n_compiled(programs):
+    """Shapes of the programs that answer that have been compiled."""
+    return sum(p._cache_size() for p in (programs.begin, programs.go_on, programs.grow))

@@ -11,8 +11,8 @@ from hf_reference import torch, transformers
 from dflop_jax.contract import chip_of, folded, n_rows, stacked_parts
 from dflop_jax.generate.row import row_of
 from dflop_jax.verify import compare, reference
-from dflop_jax.verify.results import LOGIT_TOLERANCE, SHARE_OF_ROUNDING
 from dflop_jax.verify.samples import mixed_samples
+from dflop_jax.verify.verify import LOGIT_TOLERANCE, SHARE_OF_ROUNDING
 from dflop_jax.weights import (
     AdapterForm,
     Folder,
@@ -67,7 +67,7 @@ def with_random_adapters(model, params, seed):
 
 def logits_of(model, params, row):
     run = jax.jit(compare._loss, static_argnums=(0, 1))
-    _, logits = run(model, chip_of(jax.devices()[0]), params, row.fields, row.media, row.places)
+    _, logits = run(model, chip_of(jax.devices()[0]), params, row)
     return np.asarray(logits[0, : int(row.lengths[0])])
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 def check_equal(result):
     """Every tensor has the same bits; logits and gradients are the reference's, to 1e-5 and 1e-4 of
-    the largest or as far as its own float32 is (`dflop_jax.verify.results`)."""
+    the largest or as far as its own float32 is (`dflop_jax.verify.verify.Verified`)."""
     assert result.not_compared == ""
     assert result.bit_identical
     assert result.exit_code == 0

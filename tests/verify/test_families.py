@@ -40,8 +40,7 @@ def test_a_folder_comes_back_from_segments(tmp_path):
     model = qwen3_5.build(str(folder), dtype="bfloat16")
     source = Folder(folder, model.weights)
     source.check()
-    plan = spread(model, 4, model.weights.tensors)
-    segments = make_segments(model, plan.layout, jax.devices())
+    segments = make_segments(model, spread(model, 4, model.weights.tensors), jax.devices())
     held = [ModuleParams(s.plan.module, read_segment(source, s), s.held_rows)
             for s in segments.values()]  # fmt: skip
     write_folder(tmp_path / "same", model.weights, held, source=source)

@@ -13,10 +13,11 @@ from dflop_jax.cluster import host_memory
 from dflop_jax.config import ModelConfig
 from dflop_jax.front.families import FAMILIES
 from dflop_jax.record_files import save
+from dflop_jax.records import Plan
 from dflop_jax.train.prepare import build_model
 from dflop_jax.verify import compare, reference, round_trip
-from dflop_jax.verify.results import Verified
 from dflop_jax.verify.round_trip import spread
+from dflop_jax.verify.verify import Verified
 from dflop_jax.weights import Folder, ModuleParams, write_folder
 from models.composed import Published
 from models.sizes import DECODERS, VISION, ModelSize
@@ -90,12 +91,12 @@ def test_a_folder_of_every_family(folders, capsys, kind):
 
 def test_the_shards_of_a_plan_and_a_table(folders, capsys, tmp_path, no_reference):
     model = small_model("internvl")
-    save(spread(model, 1, model.weights.tensors), tmp_path / "plan.json")
+    save(Plan("verify", spread(model, 1, model.weights.tensors)), tmp_path / "plan.json")
     assert main(["verify", str(folders["internvl"]), "--plan-file", f"{tmp_path}/plan.json"]) == 0
     out = capsys.readouterr().out
     assert "vision.layers" in out
     assert "verified; logits and gradients were not compared: torch is not" in " ".join(out.split())
-    save(spread(small_model("qwen2_audio"), 1, []), tmp_path / "plan.json")
+    save(Plan("verify", spread(small_model("qwen2_audio"), 1, [])), tmp_path / "plan.json")
     code, _, err = verify(capsys, folders["internvl"], "--plan-file", tmp_path / "plan.json")
     assert (code, err.count("\n")) == (2, 1)
     assert "the model lacks" in err

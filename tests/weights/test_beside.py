@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflop_jax.weights.beside import copy_beside
+from dflop_jax.weights.write import copy_beside
 
 TEXT = {"tokenizer.json": "t", "tokenizer_config.json": "c", "chat_template.jinja": "j",
         "generation_config.json": "g"}  # fmt: skip

@@ -12,7 +12,7 @@ from dflop_jax.pipeline.held import held_cuts, placed_structs
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import SubmeshPlan
 from dflop_jax.weights import Folder, read, read_params, read_segment, write_folder
-from dflop_jax.weights.slices import pieces, read_slice
+from dflop_jax.weights.read import pieces, read_slice
 from models import hf
 from models.hf_tensors import conv, linear, patch, same, vector
 

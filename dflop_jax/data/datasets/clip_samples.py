@@ -150,6 +150,24 @@ def caption_ids(
     return np.array(ids[: limits.max_tokens], np.int32)
 
 
+def clip_sample(
+    form: ClipForm, ids: np.ndarray, grid: Grid, clean: np.ndarray, noise: np.ndarray, s: float
+) -> Sample:
+    """A caption and a clip at `s` between clean (0) and noise (1), both patches [n, values]."""
+    n_text, tokens = len(ids), form.tokens(len(ids), grid)
+    values = ((tokens - len(clean), 0), (0, 0))
+    fields = form.fields(n_text, grid) | {
+        "time": np.full(tokens, TIMES * s, np.float32),
+        "latents": np.pad(np.float32(1.0 - s) * clean + np.float32(s) * noise, values),
+        "target": np.pad(noise - clean, values),
+    }
+    heard = np.full((tokens, 1), -1, np.int32)
+    heard[form.time_tokens : form.time_tokens + n_text, 0] = np.arange(n_text)
+    read = {TEXT_MODULE: {"tokens": ids}, GENERATOR: fields}
+    load = Load({TEXT_MODULE: (n_text,), GENERATOR: (tokens,)})
+    return Sample(read, {(TEXT_MODULE, GENERATOR): Places(heard)}, load)
+
+
 class ClipSource:
     """Clips as samples. `sample(i + k n)`, n clips, is clip i with the time and noise of its
     epoch k; its load is the same in all.
@@ -203,15 +221,4 @@ class ClipSource:
         rng = np.random.default_rng((*self._key, clip, epoch))
         s = form.at(rng.random())
         noise = rng.standard_normal(clean.shape, np.float32)
-        load = self.load(index)
-        tokens, n_text = load.tokens(GENERATOR), len(ids)
-        values = ((tokens - len(clean), 0), (0, 0))
-        fields = form.fields(n_text, grid) | {
-            "time": np.full(tokens, TIMES * s, np.float32),
-            "latents": np.pad(np.float32(1.0 - s) * clean + np.float32(s) * noise, values),
-            "target": np.pad(noise - clean, values),
-        }
-        heard = np.full((tokens, 1), -1, np.int32)
-        heard[form.time_tokens : form.time_tokens + n_text, 0] = np.arange(n_text)
-        read = {TEXT_MODULE: {"tokens": ids}, GENERATOR: fields}
-        return Sample(read, {(TEXT_MODULE, GENERATOR): Places(heard)}, load)
+        return clip_sample(form, ids, grid, clean, noise, s)

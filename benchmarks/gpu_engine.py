@@ -22,7 +22,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.fresh import zero_gradients
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.programs import Training, make_programs
+from dflop_jax.pipeline.programs import make_programs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.stand_in import packed_field, stand_in_groups
 from dflop_jax.records import (
@@ -171,8 +171,8 @@ def step_plan(model: Any, tiles: int, tokens: int) -> Plan:
 def step_programs(bench: Bench, size: str, tiles: int, tokens: int) -> Iterator[Line]:
     """Every program of such a plan, compiled."""
     model = build(size, "bfloat16")
-    layout, training = step_plan(model, tiles, tokens).layout, Training(optax.adamw(1e-5), 1.0)
-    programs = make_programs(model, layout, training, [bench.device])
+    layout, tx = step_plan(model, tiles, tokens).layout, optax.adamw(1e-5)
+    programs = make_programs(model, layout, [bench.device], tx, clip_norm=1.0)
     for key, lower in jobs(programs).items():
         start = time.perf_counter()
         program = lower().compile()

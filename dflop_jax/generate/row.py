@@ -27,7 +27,7 @@ from dflop_jax.contract import (
 from dflop_jax.data import Sample
 from dflop_jax.data.features import features_per_row
 from dflop_jax.data.packing import pack_group
-from dflop_jax.pipeline.gather import gather_features
+from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.pipeline.periods import Loop, loops_over
 from dflop_jax.records import (
     Bucket,

@@ -23,10 +23,9 @@ from dflop_jax.gpu_compile.hlo_text import pair_arrays
 from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState
 from dflop_jax.pipeline.compiling import jobs, learn, lowering_of
-from dflop_jax.pipeline.flow import device_bytes, field_structs, x_structs
 from dflop_jax.pipeline.held import grad_structs, program_structs
 from dflop_jax.pipeline.programs import KEEPING, Programs, kinds
-from dflop_jax.pipeline.segment import EVALUATE
+from dflop_jax.pipeline.segment import EVALUATE, device_bytes, field_structs, x_structs
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Plan, Shape
 from dflop_jax.tasks.graph import Link, in_flight_limit, resources
 from dflop_jax.train.prepare import set_up
@@ -225,7 +224,7 @@ def segment_states(plan: Plan, programs: Programs) -> tuple[SegmentState, ...]:
         shards: Tree = {}
         if update := programs.updates.get(name):
             held += [grad_structs(segment), update.master_structs, update.state_structs]
-            shards = update.shard_structs()
+            shards = update.shard_structs
         shapes = programs.layout.shapes(segment.plan.module)
         inputs = ((x_structs(segment, shape), field_structs(segment, shape)) for shape in shapes)
         states.append(

@@ -16,8 +16,8 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.gpu_compile.child import one_line
 from dflop_jax.gpu_compile.chips import absent_devices
 from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
-from dflop_jax.pipeline.flow import device_bytes
 from dflop_jax.pipeline.lowering import Lowering
+from dflop_jax.pipeline.segment import device_bytes
 from dflop_jax.profile.kernels import Kernel
 from dflop_jax.profile.parts import hidden_bytes
 from dflop_jax.profile.shallow import shallow_segment

@@ -7,7 +7,7 @@ it. `merged` makes one price list of all parts, for the simulator.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any
@@ -18,12 +18,10 @@ import msgspec
 
 from dflop_jax.pipeline.communicator import send, zeros
 from dflop_jax.pipeline.fresh import zero_gradients
-from dflop_jax.pipeline.programs import Programs
+from dflop_jax.pipeline.out_of_memory import Trial
+from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.pipeline.stand_in import stand_in_arrays, stand_in_groups
-from dflop_jax.pipeline.state import TrainState
-from dflop_jax.pipeline.step import collect, run_task
-from dflop_jax.pipeline.step_call import StepCall, settle, step_call
-from dflop_jax.pipeline.trial import Trial
+from dflop_jax.pipeline.step import StepCall, TrainState
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -61,20 +59,6 @@ class Calibration:
     host: Runs = field(default_factory=dict)
     ahead: Runs = field(default_factory=dict)
 
-    @property
-    def without_host(self) -> Calibration:
-        """The same without what the dispatching thread did for programs meanwhile."""
-
-        def less(runs: Runs) -> Runs:
-            return {
-                k: [max(s - h, 0.0) for s, h in zip(v, self.host[k], strict=True)]
-                if isinstance(k, ProgramId) and k in self.host
-                else v
-                for k, v in runs.items()
-            }
-
-        return replace(self, took=less(self.took), arrived=less(self.arrived))
-
     def encode(self) -> bytes:
         """Bytes that `decode` reads."""
         tables: list[list[Any]] = []
@@ -108,37 +92,40 @@ def calibrate(
     `sync` waits for the other processes, before every task.
     """
     timed = Calibration()
-    layout, trainable = programs.layout, programs.trainable
-    plan = Plan("", layout)  # tasks are timed alone, in any order
-    scales = dict.fromkeys(layout.modules, 1.0)
-    for b in range(len(layout.buckets)):
-        groups, arrays = stand_in_groups(programs, b)
-        steps = [(groups, False)]
-        if less := tuple(programs.keeping):
-            steps.append((tuple(replace(g, remat_less=less) for g in groups), False))
-        if programs.evaluates:
-            steps.append((groups, True))
-        for of_step, evaluate in steps:
-            graph = step_graph(layout, of_step, trainable, evaluate=evaluate)
-            order = [t for t in order_tasks(plan, graph, of_step) if t.group != NO_GROUP]
-            for repeat in range(repeats + 1):
-                into = timed if repeat else Calibration()
-                call = _tried(programs, state, of_step, arrays, scales, evaluate=evaluate)
-                for task in order:
-                    _time(call, task, ProgramId.of(task, of_step[task.group]), into, sync)
-    if ends:
-        graph = step_graph(plan.layout, (), trainable)
+    plan = Plan("", programs.layout)  # tasks are timed alone, in any order
+    for groups, arrays, evaluate in _steps(programs, ends=ends):
+        graph = step_graph(plan.layout, groups, tuple(programs.updates), evaluate=evaluate)
+        order = order_tasks(plan, graph, groups)
         for repeat in range(repeats + 1):
             into = timed if repeat else Calibration()
-            call = _tried(programs, state, (), (), {})
-            for task in order_tasks(plan, graph, ()):
-                _time(call, task, task, into, sync)
-    else:
+            call = _tried(programs, state, groups, arrays, evaluate=evaluate)
+            for task in order:
+                if task.group != NO_GROUP:
+                    _time(call, task, ProgramId.of(task, groups[task.group]), into, sync)
+                elif not groups:
+                    _time(call, task, task, into, sync)
+    if not ends:
         _send_norms(programs)
     for name in state.grads.keys() & programs.local:
         del state.grads[name]  # first: there may be no room for two
         state.grads[name] = zero_gradients(programs.segments[name])
     return timed
+
+
+def _steps(
+    programs: Programs, *, ends: bool
+) -> Iterator[tuple[Sequence[Group], Sequence[GroupArrays], bool]]:
+    """Steps that together have every task: (groups, arrays, whether it is an evaluation); without
+    groups for the tasks of a step's end."""
+    for b in range(len(programs.layout.buckets)):
+        groups, arrays = stand_in_groups(programs, b)
+        yield groups, arrays, False
+        if less := tuple(programs.keeping):
+            yield [replace(g, remat_less=less) for g in groups], arrays, False
+        if programs.evaluates:
+            yield groups, arrays, True
+    if ends:
+        yield (), (), False
 
 
 def rehearse(
@@ -152,16 +139,23 @@ def rehearse(
     all that a step holds at once meets. `sync` as for `calibrate`. Parameters and optimizer state
     are others afterwards."""
     arrays = stand_in_arrays(programs, groups)
-    scales = dict.fromkeys(programs.layout.modules, 1.0)
-    call = _tried(programs, state, groups, arrays, scales)
+    call = _tried(programs, state, groups, arrays)
     for task in order:
         _time(call, task, task, Calibration(), sync)
 
 
-def _tried(programs: Programs, *args: Any, evaluate: bool = False) -> StepCall:
+def _tried(
+    programs: Programs,
+    state: TrainState,
+    groups: Sequence[Group],
+    arrays: Sequence[GroupArrays],
+    *,
+    evaluate: bool = False,
+) -> StepCall:
     """A step's call of programs that may be too large for the memory."""
     trial: Any = Trial(programs)
-    return step_call(trial, *args, evaluate=evaluate)
+    scales = dict.fromkeys(programs.layout.modules, 1.0)
+    return StepCall(trial, state, groups, arrays, scales, evaluate=evaluate)
 
 
 def _time(
@@ -172,24 +166,24 @@ def _time(
     sync: Callable[[], None],
 ) -> None:
     trial: Any = call.programs
-    trial.check_room(task, call.groups, evaluate=call.evaluate)
+    trial.check_room(call.key(task))
     ahead_s = 0.0
     if task.direction == FORWARD:
         sync()  # nothing is sent before all know that all go on
         begun_s = time.thread_time()
-        collect(call, task.segment, task.group)  # as in a step, where dispatch runs ahead
+        call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
         ahead_s = time.thread_time() - begun_s
     into.ahead.setdefault(key, []).append(ahead_s)
-    settle(call)
+    call.settle()
     sync()
     start, begun_s = time.perf_counter(), time.thread_time()
-    outputs = run_task(call, task)
+    outputs = call.run(task)
     if trial.failed:
         raise trial.failed
     into.host.setdefault(key, []).append(time.thread_time() - begun_s)
     jax.block_until_ready(outputs)
     took = time.perf_counter() - start
-    settle(call)
+    call.settle()
     into.arrived.setdefault(key, []).append(time.perf_counter() - start)
     if task.segment in call.programs.local:
         into.took.setdefault(key, []).append(took)
@@ -197,10 +191,10 @@ def _time(
 
 def _send_norms(programs: Programs) -> None:
     """The norms' transfers, which only a whole step would make."""
-    for name in programs.trainable:
+    for name in programs.updates:
         here = programs.segments[name].sharding()
         norm = zeros(jax.ShapeDtypeStruct((), jnp.float32, sharding=here))
-        for other in programs.trainable:
+        for other in programs.updates:
             there = programs.segments[other].sharding()
             jax.block_until_ready(send(norm, there))
 
@@ -218,7 +212,9 @@ def merged(
     host_s = _host_s(parts)
     sends = {} if one_at_a_time else _sends(layout, parts)
     if shares_cores:  # the mean over all programs takes the place of what each took in its runs
-        parts = [p.without_host for p in parts]
+        parts = [
+            replace(p, took=_less(p.took, p.host), arrived=_less(p.arrived, p.host)) for p in parts
+        ]
     took = _slowest([p.took for p in parts])
     if one_at_a_time:
         arrived = _slowest([p.arrived for p in parts])
@@ -234,6 +230,16 @@ def merged(
         host_s=host_s,
         shares_cores=shares_cores,
     )
+
+
+def _less(runs: Runs, host: Runs) -> Runs:
+    """Programs' runs without what the dispatching thread did for them meanwhile."""
+    return {
+        k: [max(s - h, 0.0) for s, h in zip(v, host[k], strict=True)]
+        if isinstance(k, ProgramId) and k in host
+        else v
+        for k, v in runs.items()
+    }
 
 
 def _host_s(parts: Sequence[Calibration]) -> float:

@@ -51,15 +51,6 @@ def pieces_of(array: jax.Array) -> dict[jax.Device, jax.Array]:
     return {s.device: s.data for s in array.addressable_shards}
 
 
-def nearest(holders: Sequence[jax.Device], target: jax.Device, spread: int) -> jax.Device:
-    """Which of the holders of a piece gives it to `target`: itself, one of the same process, or
-    any, the one at `spread` so that the load is shared."""
-    if target in holders:
-        return target
-    close = [d for d in holders if d.process_index == target.process_index]
-    return (close or holders)[spread % len(close or holders)]
-
-
 @dataclass(frozen=True)
 class Route:
     """Copies (from, to) that bring each of `targets` its piece.
@@ -80,22 +71,24 @@ def find_route(
     """How `wanted` devices come by their pieces from the `holders` of each.
 
     A piece crosses over once, to the first device that wants it; the others have it from that one,
-    over the links among themselves, or from a holder in their own process if that is nearer.
+    over the links among themselves, or from a holder in their own process if that is nearer. Of
+    several that are as near each gives to some, so that the load is shared.
     """
     sent: list[tuple[jax.Device, jax.Device]] = []
     passed_on: list[tuple[jax.Device, jax.Device]] = []
     have = {key: [t for t, k in wanted.items() if k == key and t in holders[key]]
             for key in dict.fromkeys(wanted.values())}  # fmt: skip
     for i, (target, key) in enumerate(wanted.items()):
-        process = target.process_index
-        near = [d for d in have[key] if d.process_index == process]
-        holds = [d for d in holders[key] if d.process_index == process]
+        holds = [d for d in holders[key] if d.process_index == target.process_index]
+        near = [d for d in have[key] if d.process_index == target.process_index]
+        near = near or ([] if holds else have[key])
         if target in holders[key]:
             sent.append((target, target))
-        elif near or (have[key] and not holds):
-            passed_on.append((nearest(near or have[key], target, i), target))
+        elif near:
+            passed_on.append((near[i % len(near)], target))
         else:
-            sent.append((nearest(holders[key], target, i), target))
+            holds = holds or [*holders[key]]
+            sent.append((holds[i % len(holds)], target))
             have[key].append(target)
     return Route(tuple(wanted), tuple(sent), tuple(passed_on))
 

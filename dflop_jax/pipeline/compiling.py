@@ -6,16 +6,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dflop_jax.contract import Module, layer_kinds_of
-from dflop_jax.pipeline.flow import output_struct
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.programs import KEEPING, Programs, autotunes, kinds
-from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.programs import KEEPING, Key, Programs, autotunes, kinds
+from dflop_jax.pipeline.segment import Segment, output_struct
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, SegmentPlan, Shape
 from dflop_jax.tasks.graph import Link
 
@@ -37,8 +35,7 @@ def compile_programs(
     that is the first of them, so that none tunes while another computes; else they take turns.
     `on_progress` is told before and after each; what it raises leaves out those that are not begun.
     """
-    every = {k: job for name in programs.segments if name in programs.local
-             for k, job in _jobs_of(programs, name).items()}  # fmt: skip
+    every = {k: job for k, job in jobs(programs).items() if k[0] in programs.local}
     alike = first_alike(programs)
     todo = {k: job for k, job in every.items() if alike[k[0]] == k[0]}
     here = jax.process_index()
@@ -46,7 +43,7 @@ def compile_programs(
     mine = {k for k in todo if (_forward_of(programs, k) or k) in mine}
     for keys in (mine, todo.keys() - mine):
         with ThreadPoolExecutor(threads_for(programs.segments.values())) as pool:
-            running: dict[Any, Future[jax.stages.Compiled]] = {}
+            running: dict[Key, Future[jax.stages.Compiled]] = {}
             try:
                 for k in (k for k in todo if k in keys):
                     on_progress(len(programs.compiled), len(todo))
@@ -60,8 +57,8 @@ def compile_programs(
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         sync()
-    for name, *key in every:
-        programs.compiled[name, *key] = programs.compiled[alike[name], *key]
+    for key in every:
+        programs.compiled[key] = programs.compiled[alike[key[0]], *key[1:]]
     return len(todo)
 
 
@@ -92,60 +89,54 @@ def _first_place(plan: SegmentPlan, module: Module) -> SegmentPlan:
     return replace(plan, name="", start=first, stop=first + n)
 
 
-def lowering_of(programs: Programs, key: Any) -> Lowering:
+def lowering_of(programs: Programs, key: Key) -> Lowering:
     """The lowering of the segment whose program a key names, under the recompute policy that it
     has."""
     return programs.keeping[key[0]] if KEEPING in key else programs.lowerings[key[0]]
 
 
-def learn(programs: Programs, key: Any, compiled: jax.stages.Compiled) -> None:
+def learn(programs: Programs, key: Key, compiled: jax.stages.Compiled) -> None:
     """Take from a compiled program what others need to be lowered."""
     lowering = lowering_of(programs, key)
     if key[-1] == FORWARD and lowering.segment.compiles_forward_first:
         lowering.learn_residuals(key[1], compiled)
 
 
-def jobs(programs: Programs) -> dict[Any, Job]:
-    """Every program of the plan, those of other processes too, ready to be lowered, by keys that
-    begin with a segment's name."""
-    return {k: job for name in programs.segments for k, job in _jobs_of(programs, name).items()}
-
-
-def _jobs_of(programs: Programs, name: str) -> dict[Any, Job]:
-    jobs: dict[Any, Job] = {}
-    for shape in programs.layout.shapes(programs.segments[name].plan.module):
-        for kind in kinds(programs, name):
-            jobs[name, shape, kind] = partial(programs.lowerings[name].lower, shape, kind)
-        if keeping := programs.keeping.get(name):
-            for kind in (FORWARD, BACKWARD):
-                jobs[name, shape, KEEPING, kind] = partial(keeping.lower, shape, kind)
-        for struct in _summed(programs, name, shape):
-            jobs[name, "sum", struct] = partial(_lower_sum, struct)
-    for link in programs.out_of[name]:
-        if link.edge is None:
-            continue
-        for low, high in _shape_pairs(programs, link):
-            exchange = programs.exchange(link, low, high)
-            for backward in (False, True) if name in programs.backward else (False,):
-                lower = partial(exchange.lower, backward=backward)
-                jobs[name, link, low, high, backward] = lower
-    if update := programs.updates.get(name):
-        jobs[name, REDUCE] = update.lower_reduce
-        jobs[name, UPDATE] = partial(update.lower_update, len(programs.updates))
+def jobs(programs: Programs) -> dict[Key, Job]:
+    """Every program of the plan, those of other processes too, ready to be lowered."""
+    jobs: dict[Key, Job] = {}
+    for name, segment in programs.segments.items():
+        for shape in programs.layout.shapes(segment.plan.module):
+            for kind in kinds(programs, name):
+                jobs[name, shape, kind] = partial(programs.lowerings[name].lower, shape, kind)
+            if keeping := programs.keeping.get(name):
+                for kind in (FORWARD, BACKWARD):
+                    jobs[name, shape, KEEPING, kind] = partial(keeping.lower, shape, kind)
+            for struct in _summed(programs, name, shape):
+                jobs[name, "sum", struct] = partial(_lower_sum, struct)
+        for link in programs.out_of[name]:
+            for low, high in _shape_pairs(programs, link) if link.edge else ():
+                exchange = programs.exchange(link, low, high)
+                for backward in (False, True) if name in programs.backward else (False,):
+                    lower = partial(exchange.lower, backward=backward)
+                    jobs[name, link, low, high, backward] = lower
+        if update := programs.updates.get(name):
+            jobs[name, REDUCE] = update.lower_reduce
+            jobs[name, UPDATE] = partial(update.lower_update, len(programs.updates))
     return jobs
 
 
-def _forward_of(programs: Programs, key: Any) -> Any:
+def _forward_of(programs: Programs, key: Key) -> Key | None:
     """The program that has to be compiled before another can be lowered, if any."""
     first = lowering_of(programs, key).segment.compiles_forward_first
     return (*key[:-1], FORWARD) if key[-1] == BACKWARD and first else None
 
 
-def _compiled_by(programs: Programs, key: Any, i: int) -> int:
+def _compiled_by(programs: Programs, key: Key, i: int) -> int:
     """Which of the processes that run program number `i` compiles it."""
     mesh = programs.segments[key[0]].mesh
     sharing = sorted({d.process_index for d in mesh.devices.flat})
-    return sharing[0 if programs.autotunes else i % len(sharing)]
+    return sharing[0 if autotunes(programs.segments.values()) else i % len(sharing)]
 
 
 def _shape_pairs(programs: Programs, link: Link) -> list[tuple[Shape, Shape]]:
@@ -159,26 +150,20 @@ def _summed(programs: Programs, name: str, shape: Shape) -> list[jax.ShapeDtypeS
     """What comes to a segment in several parts: an input that several modules, several groups of
     one or several rounds may bring, and the gradient of an output that several edges carry, or one
     to several groups or in rounds."""
-    segment = programs.segments[name]
-    x = programs.signature(name, shape).x
-    inputs = dict.fromkeys(k.edge.name for k in programs.into[name] if k.edge)
-    structs = [x[n] for n in inputs if _in_parts(programs, name, n)]
+    layout, segment = programs.layout, programs.segments[name]
+    structs = []
+    brought = [k.edge for k in programs.into[name] if k.edge]
+    for field in dict.fromkeys(e.name for e in brought):
+        sources = {e.source for e in brought if e.name == field}
+        in_rounds = any(layout.data_ranks(m) > 1 for m in sources)
+        if len(sources) > 1 or layout.fan_in > 1 or in_rounds:
+            structs.append(programs.signature(name, shape).x[field])
     carried = [k.edge for k in programs.out_of[name] if k.edge]
     taps = [e.tap for e in carried]
-    in_rounds, divided = segment.data_ranks > 1, programs.layout.divided
-    structs += [
-        output_struct(segment, e, shape) for e in carried
-        if in_rounds or e.target in divided or taps.count(e.tap) > 1
-    ]  # fmt: skip
+    for e in carried:
+        if segment.data_ranks > 1 or e.target in layout.divided or taps.count(e.tap) > 1:
+            structs.append(output_struct(segment, e, shape))
     return list(dict.fromkeys(structs))
-
-
-def _in_parts(programs: Programs, name: str, field: str) -> bool:
-    """Whether more than one group, or more than one round of an exchange, may bring an input."""
-    layout = programs.layout
-    sources = {k.edge.source for k in programs.into[name] if k.edge and k.edge.name == field}
-    in_rounds = any(layout.data_ranks(m) > 1 for m in sources)
-    return len(sources) > 1 or layout.fan_in > 1 or in_rounds
 
 
 def _lower_sum(struct: jax.ShapeDtypeStruct) -> jax.stages.Lowered:

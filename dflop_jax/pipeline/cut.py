@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -96,13 +97,11 @@ class Cut:
         if not self.part:
             return array
         xp: Any = np if isinstance(array, np.ndarray) else jnp
-        return xp.concatenate([self._flat(array, self.model)] * self.copies, axis=-1)
+        return xp.concatenate([self.flat(array, self.model)] * self.copies, axis=-1)
 
-    def flat(self, part: Any) -> Any:
-        """A tensor rank's part [..., *part] as it is held by a block of data ranks."""
-        return self._flat(part, 1)
-
-    def _flat(self, array: Any, model: int) -> Any:
+    def flat(self, array: Any, model: int = 1) -> Any:
+        """The part [..., *part] of one tensor rank, or those of `model` ranks together, as it is
+        held by a block of data ranks."""
         xp: Any = np if isinstance(array, np.ndarray) else jnp
         n_lead, dim = array.ndim - len(self.part), self.tensor_dim
         lead = array.shape[:n_lead]
@@ -120,19 +119,6 @@ class Cut:
         lead = flat.shape[: flat.ndim - len(self.part)]
         elements = flat.reshape(*lead, self.data * self.piece)[..., : self.n_elements]
         return elements.reshape(*lead, *self.part)
-
-    def release(self, held: Any) -> Any:
-        """The inverse of `hold`, of jax's arrays."""
-        if not self.part:
-            return held
-        n_lead, dim = held.ndim - len(self.part), self.tensor_dim
-        lead = held.shape[:n_lead]
-        pieces = held[..., : self.length].reshape(*lead, self.data, self.model, self.piece)
-        rows = pieces.swapaxes(-3, -2).reshape(*lead, self.model, self.data * self.piece)
-        parts = rows[..., : self.n_elements].reshape(*lead, self.model, *self.part)
-        if self.model > 1:
-            parts = jnp.moveaxis(parts, n_lead, n_lead + dim)
-        return parts.reshape(self.shape_of((*lead, *self.part)))
 
     def shape_of(self, held: tuple[int, ...]) -> tuple[int, ...]:
         """The inverse of `held_shape`."""
@@ -152,8 +138,9 @@ class Cut:
             end = min(stop, (chunk + 1) * self.piece)
             data, model = divmod(chunk, self.model)
             first = data % self.data * self.piece + skipped
+            begins = [model * n * (i == self.tensor_dim) for i, n in enumerate(self.part)]
             for box in flat_boxes(first, min(first + end - place, self.n_elements), self.part):
-                there = [(a + i, b + i) for (a, b), i in zip(box, self._offset(model), strict=True)]
+                there = [(a + i, b + i) for (a, b), i in zip(box, begins, strict=True)]
                 size = prod(b - a for a, b in box)
                 yield (..., slice(place - start, place - start + size)), (*lead, *there)
                 place += size
@@ -175,10 +162,6 @@ class Cut:
     def is_first_copy(self, shard: Box) -> bool:
         """Whether a box of what is held is of the first block of ranks."""
         return not self.part or shard[-1][0] < self.length
-
-    def _offset(self, model: int) -> tuple[int, ...]:
-        """Where a tensor rank's part begins."""
-        return tuple(model * n * (i == self.tensor_dim) for i, n in enumerate(self.part))
 
 
 def cut_over(
@@ -209,24 +192,13 @@ def split_spec(leaf: jax.ShapeDtypeStruct, spec: P, ways: int) -> P:
 
 def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
     """Boxes of an array of a shape that together, in order, are its elements [start, stop)."""
-    if start >= stop:
-        return
-    if len(shape) == 1:
-        yield ((start, stop),)
-        return
     inner = prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # rows that are there as a whole
-    if first > last:
-        yield from _within(last, start, stop, shape)
-        return
-    yield from _within(first - 1, start, first * inner, shape)
-    if first < last:
-        yield ((first, last), *((0, n) for n in shape[1:]))
-    yield from _within(last, last * inner, stop, shape)
-
-
-def _within(row: int, start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """`flat_boxes` of elements of one row."""
-    skipped = row * prod(shape[1:])
-    for box in flat_boxes(start - skipped, stop - skipped, shape[1:]):
-        yield ((row, row + 1), *box)
+    # What lies in rows that are there as a whole.
+    first, last = -(-start // inner) * inner, stop // inner * inner
+    for low, high in pairwise((start, first, last, stop) if first <= last else (start, stop)):
+        row = low // inner
+        if low % inner or high % inner:
+            for box in flat_boxes(low - row * inner, high - row * inner, shape[1:]):
+                yield ((row, row + 1), *box)
+        elif low < high:
+            yield ((row, high // inner), *((0, n) for n in shape[1:]))

@@ -16,25 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import ceil, gcd
+from functools import cached_property, reduce
+from math import ceil, gcd, log, prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, chip_of
 from dflop_jax.pipeline.communicator import Route, find_route, move, pieces_of
-from dflop_jax.pipeline.gather import gather_features, scatter_gradient
 from dflop_jax.pipeline.routes import Arrays, Routes
 from dflop_jax.records import home_rank
 
 # Room of a round over an even share of a rank's features, where the plan says none; twice as much
 # sends twice the padding, and fewer groups need a second round.
 _ROOM_OVER_SHARE = 1.5
+# Rows that are added in one pass over all: passes are the logarithm to this base of the longest
+# run, and each reads as many rows.
+_ROWS_A_PASS = 8
 
 
 @dataclass(frozen=True)
@@ -188,22 +191,22 @@ class Exchange:
         """Whether this device's rank takes in what ranks of the target read; others, which may
         stand for the same ranks, ask for nothing."""
         alike = self.routes.low // gcd(self.routes.low, self.routes.high)
-        return jax.lax.axis_index("data") % alike == 0
+        return lax.axis_index("data") % alike == 0
 
     def _moved(self, rows: Array, sent: Array, received: Array) -> Array:
         """Rows [V * blocks * capacity, width], those for rank 0 first, with the other ranks: those
         that came from rank 0 first. `sent` and `received`, [V, blocks, capacity], say where there
         is a row: they are at the start of each list."""
         if not self._is_ragged:
-            return jax.lax.all_to_all(rows, "data", 0, 0, tiled=True)
+            return lax.all_to_all(rows, "data", 0, 0, tiled=True)
         r = self.routes
         begins = jnp.arange(r.low * r.blocks, dtype=jnp.int32) * r.capacity
-        mine = jax.lax.axis_index("data") * r.blocks + jnp.arange(r.blocks, dtype=jnp.int32)
+        mine = lax.axis_index("data") * r.blocks + jnp.arange(r.blocks, dtype=jnp.int32)
         there = jnp.tile(mine.astype(jnp.int32) * r.capacity, r.low)
         n_sent, n_received = (
             (a >= 0).sum(axis=2, dtype=jnp.int32).reshape(-1) for a in (sent, received)
         )
-        return jax.lax.ragged_all_to_all(
+        return lax.ragged_all_to_all(
             rows, jnp.zeros_like(rows), begins, n_sent, there, n_received, axis_name="data"
         )
 
@@ -285,4 +288,85 @@ def _by_rank(mesh: Mesh) -> dict[int, list[jax.Device]]:
 
 def _swapped(lists: Array) -> Array:
     """What each rank has for the others [V, ...], as each gets it."""
-    return jax.lax.all_to_all(lists, "data", 0, 0, tiled=True)
+    return lax.all_to_all(lists, "data", 0, 0, tiled=True)
+
+
+# ---- rows of features at the places that read them, on one device ----
+
+
+def gather_features(features: Array, index: Array, weight: Array | None = None) -> Array:
+    """features [..., width], index [..., sources] -> [..., width].
+
+    `index` counts over the flattened rows of `features`; -1 gives zeros. A place with several
+    sources is their sum, each times its `weight` (float32, of the index's shape).
+    """
+    flat = features.reshape(-1, features.shape[-1])
+    parts: list[Array] = []
+    for k in range(index.shape[-1]):
+        place = index[..., k]
+        rows = jnp.take(flat, place, axis=0, mode="clip")
+        if weight is not None:
+            rows = rows * weight[..., k, None].astype(rows.dtype)
+        parts.append(jnp.where((place >= 0)[..., None], rows, jnp.zeros_like(rows)))
+    return reduce(jnp.add, parts)
+
+
+def scatter_gradient(
+    like: jax.ShapeDtypeStruct,
+    dplaced: Array,
+    index: Array,
+    weight: Array | None = None,
+    *,
+    max_readers: int | None = None,
+) -> Array:
+    """Transpose of `gather_features` for features of shape `like`, summed in float32.
+
+    The same to the bit in every run: a scatter would add in the order in which a GPU's threads
+    come. What a place reads with weight 0 gets nothing from it. `max_readers`: places that may
+    read a feature, None: all.
+    """
+    *rows, width = like.shape
+    n, sources = prod(rows), index.shape[-1]
+    dplaced, index = dplaced.reshape(-1, width), index.reshape(-1)
+    reads = index >= 0
+    if weight is not None:
+        weight = weight.reshape(-1)
+        reads &= weight != 0
+    read = jnp.where(reads, index, n)
+    order = jnp.argsort(read)
+    places = order if sources == 1 else order // sources
+    terms = jnp.take(dplaced, places, axis=0, mode="clip").astype(jnp.float32)
+    if weight is not None:
+        terms = terms * weight[order][:, None]
+    read, features = jnp.take(read, order, mode="clip"), jnp.arange(n)
+    # Who reads nothing stands at the end, for features that do not exist.
+    first = jnp.searchsorted(read, features)
+    is_read = jnp.take(read, first, mode="clip") == features
+    sums = _run_sums(read, terms, max_readers or read.shape[0]).astype(like.dtype)
+    sums = jnp.take(sums, first, axis=0, mode="clip")
+    return jnp.where(is_read[:, None], sums, jnp.zeros_like(sums)).reshape(like.shape)
+
+
+def _run_sums(keys: Array, rows: Array, longest: int) -> Array:
+    """Rows [n, width] where the first of each run of equal keys, sorted [n], is the run's sum; a
+    run has up to `longest`."""
+    n, nothing = keys.shape[0], jnp.zeros_like(rows)
+    keys_behind = jnp.concatenate([keys, jnp.full_like(keys, -1)])
+
+    # In terms of lax, which is traced several times as fast as numpy's terms.
+    def widen(rows: Array, step: Array) -> tuple[Array, None]:
+        """Turn sums over up to `step` rows of a run into sums over _ROWS_A_PASS times as many."""
+        total, rows_behind = rows, lax.concatenate([rows, nothing], 0)
+        for ahead in range(1, _ROWS_A_PASS):
+            start = lax.min(lax.mul(step, ahead), n)
+            key = lax.dynamic_slice(keys_behind, (start,), keys.shape, allow_negative_indices=False)
+            more = lax.dynamic_slice(
+                rows_behind, (start, 0), rows.shape, allow_negative_indices=False
+            )
+            same = lax.broadcast_in_dim(lax.eq(key, keys), rows.shape, (0,))
+            total = lax.add(total, lax.select(same, more, nothing))
+        return total, None
+
+    n_steps = ceil(round(log(max(longest, 2), _ROWS_A_PASS), 9))
+    steps = np.power(_ROWS_A_PASS, np.arange(n_steps), dtype=np.int32)
+    return lax.scan(widen, rows, jnp.asarray(steps))[0]

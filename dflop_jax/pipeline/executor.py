@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -20,16 +21,14 @@ from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.pipeline.calibration import Calibration, calibrate, rehearse
 from dflop_jax.pipeline.communicator import absent
 from dflop_jax.pipeline.compiling import compile_programs
-from dflop_jax.pipeline.elementwise import Optimizer
 from dflop_jax.pipeline.fresh import draw_parameters, zero_gradients
 from dflop_jax.pipeline.held import grad_structs, placed_structs
 from dflop_jax.pipeline.parts import KEY_IMPL
-from dflop_jax.pipeline.programs import GroupArrays, Training, make_programs
+from dflop_jax.pipeline.programs import GroupArrays, make_programs
 from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.state import TrainState, share_tied
-from dflop_jax.pipeline.step import run_task
-from dflop_jax.pipeline.step_call import settle, step_call
+from dflop_jax.pipeline.step import StepCall, TrainState
 from dflop_jax.pipeline.step_result import StepHandle
+from dflop_jax.pipeline.update import Optimizer
 from dflop_jax.pipeline.watcher import Observation, UnderWayTasks, Watcher
 from dflop_jax.records import UPDATE, Plan, Schedule, Task
 from dflop_jax.tasks.graph import StepGraph, fed_by, resources, step_graph
@@ -40,8 +39,11 @@ class Executor:
     """A model's parameters and optimizer state on their submeshes, and the programs on them.
 
     Args:
-      tx, clip_norm, freeze, rate_factors, evaluates: see `Training`; `run_evaluation` wants
-        programs that evaluate.
+      training: see `make_programs`; `run_evaluation` wants programs that evaluate.
+
+    Attributes:
+      plan: whose programs these are, and how steps are ordered.
+      before_update: called before the first update of a step, which donates the state.
 
     Raises:
       ValueError: the plan does not fit the model or the devices, or `freeze` is wrong.
@@ -54,23 +56,20 @@ class Executor:
         tx: Optimizer,
         *,
         devices: list[jax.Device] | None = None,
-        clip_norm: float = 0.0,
-        freeze: tuple[str, ...] = (),
-        rate_factors: Mapping[str, float] | None = None,
-        evaluates: bool = False,
+        **training: Any,
     ):
-        self.model, self._plan = model, plan
-        training = Training(tx, clip_norm, freeze, rate_factors or {}, evaluates)
+        self.model, self.plan = model, plan
         here = list(jax.devices()) if devices is None else devices
-        self.programs = make_programs(model, plan.layout, training, here)
-        self.trainable = self.programs.trainable
+        self.programs = make_programs(model, plan.layout, here, tx, **training)
+        self.trainable = tuple(self.programs.updates)
         self.state = TrainState()
-        # Called before the first update of a step, which donates the state.
         self.before_update: Callable[[], None] = lambda: None
         self.under_way = UnderWayTasks()
-        self._watcher = Watcher(set(resources(plan.layout).values()))
+        self._watcher = Watcher(set(self.programs.resource.values()))
         self._free_s: dict[int, float] = {}
-        self._throttled = self._crowded_resources()
+        # Resources of several CPU devices run one task at a time; real accelerators queue as many
+        # as there are.
+        self._throttled = {self.programs.resource[name] for name in self.programs.crowded}
         # Await every task, everywhere: on CPU a collective between processes, which holds a thread
         # until all are there, and transfers under way can take each other's threads.
         self.one_at_a_time = any(
@@ -80,15 +79,10 @@ class Executor:
         )
         self._latest: dict[int, Observation] = {}
 
-    @property
-    def plan(self) -> Plan:
-        """Whose programs these are, and how steps are ordered."""
-        return self._plan
-
     def take_figures(self, plan: Plan) -> None:
         """Go on under a plan of the same layout, with what else it says by now."""
-        assert plan.layout == self._plan.layout, "the compiled programs are another layout's"
-        self._plan = plan
+        assert plan.layout == self.plan.layout, "the compiled programs are another layout's"
+        self.plan = plan
 
     @property
     def awaited(self) -> frozenset[str]:
@@ -136,7 +130,7 @@ class Executor:
     def share_tied(self) -> None:
         """Send tied parameters to the segments that read them; after `init` or a restore."""
         for reader in self.programs.owner_of:
-            share_tied(self.programs, self.state, reader)
+            self.state.share_tied(self.programs, reader)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -172,6 +166,10 @@ class Executor:
         `sync` waits for the other processes."""
         return compile_programs(self.programs, on_progress, sync)
 
+    def run_evaluation(self, schedule: Schedule, arrays: Sequence[GroupArrays]) -> StepHandle:
+        """Dispatch the forward tasks of a batch: the same sums, no gradient."""
+        return self.run_step(replace(schedule, order=()), arrays, {}, evaluate=True)
+
     def run_step(
         self,
         schedule: Schedule,
@@ -179,6 +177,7 @@ class Executor:
         scales: Mapping[str, float],
         *,
         norm_limit: float = math.inf,
+        evaluate: bool = False,
     ) -> StepHandle:
         """Dispatch a training step; `arrays` are those of the schedule's groups, `scales` multiply
         the token losses of modules. Where the global gradient norm is above `norm_limit` or not
@@ -188,27 +187,11 @@ class Executor:
           ValueError: the schedule's order is not one of its tasks, or groups are fed by more
             groups than the plan allows.
         """
-        return self._run(schedule, arrays, scales, norm_limit)
-
-    def run_evaluation(self, schedule: Schedule, arrays: Sequence[GroupArrays]) -> StepHandle:
-        """Dispatch the forward tasks of a batch: the same sums, no gradient."""
-        return self._run(replace(schedule, order=()), arrays, {}, evaluate=True)
-
-    def _run(
-        self,
-        schedule: Schedule,
-        arrays: Sequence[GroupArrays],
-        scales: Mapping[str, float],
-        norm_limit: float = math.inf,
-        *,
-        evaluate: bool = False,
-    ) -> StepHandle:
-        groups = schedule.groups
         graph, order = self._ordered(schedule, evaluate=evaluate)
-        call = step_call(
+        call = StepCall(
             self.programs,
             self.state,
-            groups,
+            schedule.groups,
             arrays,
             scales,
             norm_limit=norm_limit,
@@ -221,18 +204,17 @@ class Executor:
             if task.direction == UPDATE:
                 self.before_update()
             if task.segment not in self.programs.local:
-                run_task(call, task)  # only its transfers
+                call.run(task)  # only its transfers
                 continue
             resource = self.programs.resource[task.segment]
             if resource in self._throttled and resource in self._latest:
                 self._latest[resource].done.wait()
             dispatched_s = time.perf_counter()
-            outputs = run_task(call, task)
-            seen[i] = self._watcher.watch(resource, task, dispatched_s, outputs)
+            seen[i] = self._watcher.watch(resource, dispatched_s, call.run(task))
             self._latest[resource] = seen[i]
             if self.one_at_a_time:
                 seen[i].done.wait()
-                settle(call)
+                call.settle()
         return StepHandle(schedule.step, call, graph, order, seen, self._free_s)
 
     def _ordered(
@@ -249,11 +231,6 @@ class Executor:
             )
         graph = step_graph(layout, groups, self.trainable, evaluate=evaluate)
         return graph, order_of(self.plan, schedule, graph)
-
-    def _crowded_resources(self) -> frozenset[int]:
-        """Resources of several CPU devices, which run one task at a time; real accelerators queue
-        as many as there are."""
-        return frozenset(self.programs.resource[name] for name in self.programs.crowded)
 
     def calibrate(
         self,

@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.contract import chip_of
 from dflop_jax.pipeline import spmd_loop
 from dflop_jax.pipeline.cut import axes_of
-from dflop_jax.pipeline.flow import field_structs, x_structs, y_structs
 from dflop_jax.pipeline.held import grad_structs, program_structs
-from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
+from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment, field_structs, x_structs, y_structs
 from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
 
 Tree = Any

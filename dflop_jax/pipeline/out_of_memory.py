@@ -1,11 +1,17 @@
-"""What a device's memory does not hold: told before a program is run, or by XLA's error after."""
+"""What a device's memory does not hold: told before a program is run, or by XLA's error after; and
+a plan's programs while it is tried out."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import jax
+
+from dflop_jax.pipeline.communicator import zeros
+from dflop_jax.pipeline.programs import Key, Program, Programs, output_structs
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+) ?([KMGT]?)(?:i?B|\b)"
@@ -53,11 +59,6 @@ def free_bytes(device: jax.Device) -> float | None:
     return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
 
 
-def says_free(devices: Iterable[jax.Device]) -> bool:
-    """Whether any of the devices says what is free."""
-    return any(free_bytes(d) is not None for d in devices)
-
-
 def check_room(what: str, needed_bytes: float, devices: Iterable[jax.Device]) -> None:
     """OutOfMemory unless every one of the devices that says so has as many bytes free."""
     left = [n for d in devices if (n := free_bytes(d)) is not None]
@@ -68,3 +69,47 @@ def check_room(what: str, needed_bytes: float, devices: Iterable[jax.Device]) ->
 
 def _bytes(number: re.Match[str]) -> float:
     return float(number[1]) * _UNITS[number[2]]
+
+
+class Trial:
+    """`Programs` that go on where memory does not hold one of them; `failed` is the first error.
+
+    Processes match the transfers between them by counting these (`communicator`): none may leave
+    out what the others wait for. So what a program takes is compared with what is free before it is
+    run, and the others are told before they depend on it. One that fails all the same gives zeros,
+    which are sent in its place.
+    """
+
+    def __init__(self, programs: Programs):
+        self._programs = programs
+        self.failed: BaseException | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._programs, name)
+
+    def program(self, key: Key) -> Program:
+        return partial(self._run, key)
+
+    def check_room(self, key: Key) -> None:
+        """OutOfMemory unless this process's devices have what a segment's program takes."""
+        if key[0] in self._programs.local:
+            analysis = self._programs.compiled[key].memory_analysis()
+            devices = self._programs.segments[key[0]].mesh.local_devices
+            check_room(f"{key[-1]} of {key[0]}", _needed_bytes(analysis), devices)
+
+    def _run(self, key: Key, *args: Any) -> Any:
+        try:
+            return self._programs.program(key)(*args)
+        except jax.errors.JaxRuntimeError as e:
+            if not ran_out(e):
+                raise
+            self.failed = self.failed or e
+        return jax.tree.map(zeros, output_structs(self._programs, key))
+
+
+def _needed_bytes(analysis: Any) -> float:
+    """Bytes on a device that a program takes beside its arguments, by its compiler."""
+    if analysis is None:
+        return 0.0
+    new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return float(analysis.temp_size_in_bytes + max(0, new_bytes))

@@ -91,30 +91,24 @@ class Pieces:
         plan, wanted = segment.plan, segment.wants_gradient
         self.runs = tuple(_runs(segment))
         entry_inputs = wanted & set(segment.entry_inputs)
-        entry_trains = bool(segment.trainable & {"entry", adapter_of("entry")})
-        before = bool(entry_inputs or entry_trains) if plan.first else "hidden" in wanted
+        entry_trains = segment.trainable & {"entry", adapter_of("entry")}
+        before = entry_inputs or entry_trains if plan.first else "hidden" in wanted
         between = wanted & {name for name, _ in segment.inlets}
-        self.trains_layers = bool(segment.trainable & {*segment.stacked})
         # Whether hidden states get a gradient.
-        self.active = before or bool(between) or self.trains_layers
+        self.active = bool(before or between or segment.trainable & {*segment.stacked})
         self._recorded: dict[str, Recorded] = {}
         if not records:
             return
         if plan.first:
             self._record("entry", params, None, x, fields)
         for kind in dict.fromkeys(segment.chunk_kinds):
-            layer, numbered = self._layer(self._stacks(params), kind, 0), self._numbered
-            self._record(kind, layer, h, x, numbered(kind, 0, fields))
+            layer = self._layer(self._stacks(params), kind, 0)
+            self._record(kind, layer, h, x, self._numbered(kind, 0, fields))
         for run in self.runs:
             for name in (*run.taps, *run.inlets):
                 self._record(name, params, h, x, fields)
         if plan.last and not segment.has_loss:
             self._record("exit", params, h, x, fields)
-
-    def _whole_layer(self, layer: Params) -> Params:
-        """The stacked parts of one layer, gathered where they are split over data ranks."""
-        cuts = held_cuts(self.segment)
-        return shards.gather(self.segment.mesh, {part: cuts[part] for part in layer}, layer)
 
     def _over_layers(
         self,
@@ -147,7 +141,9 @@ class Pieces:
             else:
                 loop = loops_over(kinds)[i]
                 places = zip(loop.period, loop.rows(kinds), strict=True)
-                rows = tuple(first[k] + _arange(places, before[k]) for k, places in places)
+                rows = tuple(
+                    first[k] + before[k] + jnp.arange(p.start, p.stop, p.step) for k, p in places
+                )
                 carry, given[i] = self._over_loop(
                     visit, carry, stacks, loop.period, rows, kept, reverse=reverse
                 )
@@ -164,34 +160,50 @@ class Pieces:
         *,
         reverse: bool,
     ) -> tuple[Any, Any]:
-        """`_over_layers` of one loop; `rows` [repeats] of each layer of the period."""
+        """`_over_layers` of one loop; `rows` [repeats] of each layer of the period.
+
+        Where parameters are split over data ranks, a layer is gathered while the one before it is
+        visited; two layers are whole at a time. The loop is not differentiated: gradients would
+        keep every gathered layer.
+        """
+        order = range(len(period))[:: -1 if reverse else 1]
+        head = order[0]  # the layer that a period begins with
+        first, last = (rows[head][i] for i in ((-1, 0) if reverse else (0, -1)))
+        step = (-1 if reverse else 1) * period.count(period[head])
+        gathers_ahead = self.segment.plan.zero == 3
         # By row: pieces of the stacks would be copied first.
         layers = [partial(self._layer, stacks, kind) for kind in period]
-        visits = [partial(visit, kind) for kind in period]
-        if self.segment.plan.zero == 3:
-            steps = [period.count(kind) for kind in period]
-            return shards.scan_layers(
-                layers, visits, carry, rows, steps, residuals, reverse=reverse
-            )
-        order = range(len(period))
 
-        def turn(carry: Any, now: tuple[tuple[Array, ...], Any]) -> tuple[Any, Any]:
-            rows, every = now
-            given = {}
-            for n, j in enumerate(reversed(order) if reverse else order):
+        def turn(
+            state: tuple[Any, Params | None], now: tuple[tuple[Array, ...], Any]
+        ) -> tuple[Any, Any]:
+            (carry, layer), (here, every) = state, now
+            given, following = {}, None
+            for j, after in zip(order, (*order[1:], head), strict=True):
                 kept = None if every is None else every[j]
-                if n > 0:  # as where layers are unrolled
-                    carry, kept = lax.optimization_barrier((carry, kept))
-                carry, given[j] = visits[j](carry, layers[j](rows[j]), (rows[j], kept))
-            return carry, tuple(given[j] for j in order)
+                if gathers_ahead:
+                    row = here[after]
+                    if j == order[-1]:  # of the next period; that of the last one is not used
+                        row = jnp.where(row == last, row, row + step)
+                    following = layers[after](row)
+                else:
+                    if j != head:  # as where layers are unrolled
+                        carry, kept = lax.optimization_barrier((carry, kept))
+                    layer = layers[j](here[j])
+                carry, given[j] = visit(period[j], carry, layer, (here[j], kept))
+                layer = following
+            return (carry, layer), tuple(given[j] for j in sorted(order))
 
-        return lax.scan(turn, carry, (rows, residuals), reverse=reverse)
+        start = carry, layers[head](first) if gathers_ahead else None
+        (carry, _), given = lax.scan(turn, start, (rows, residuals), reverse=reverse)
+        return carry, given
 
     def _layer(self, stacks: Params, kind: str, row: int | Array) -> Params:
-        """The whole parameters of a layer of the stage."""
+        """The parameters of a layer of the stage, gathered where they are split over data ranks."""
         own = {p: a for p, a in stacks.items() if self.segment.stacked[p] == kind}
         layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), own)
-        return self._whole_layer(layer)
+        cuts = held_cuts(self.segment)
+        return shards.gather(self.segment.mesh, {part: cuts[part] for part in layer}, layer)
 
     def _stacks(self, params: Params) -> Params:
         """The stacked parts."""
@@ -333,9 +345,3 @@ def _runs(segment: Segment) -> Iterator[LayerRun]:
         inlets = tuple(name for name, n in segment.inlets if n == stop)
         yield LayerRun(start, stop, taps, inlets)
         start = stop
-
-
-def _arange(places: range, offset: int) -> Array:
-    """The numbers of a range, each with an offset, as an array."""
-    start, stop = offset + places.start, offset + places.stop
-    return jnp.arange(start, stop) if places.step == 1 else jnp.arange(start, stop, places.step)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,18 +13,27 @@ import numpy as np
 
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.pipeline.communicator import absent, is_local
-from dflop_jax.pipeline.elementwise import Optimizer
 from dflop_jax.pipeline.exchange import Exchange
-from dflop_jax.pipeline.flow import field_structs, output_struct, x_structs, y_structs
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment
-from dflop_jax.pipeline.update import SegmentUpdate
+from dflop_jax.pipeline.segment import (
+    EVALUATE,
+    Kind,
+    Segment,
+    field_structs,
+    output_struct,
+    x_structs,
+    y_structs,
+)
+from dflop_jax.pipeline.update import Optimizer, SegmentUpdate
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Layout, Shape
 from dflop_jax.tasks.graph import Link, links, resources, tied_ends, with_backward
 
 Tree = Any
 Program = Callable[..., Any]
+# Of a program: a segment's name, then (shape, kind), (shape, KEEPING, kind), (REDUCE,), (UPDATE,),
+# (link, low shape, high shape, whether backward) or ("sum", struct).
+Key = tuple[Any, ...]
 KEEPING = "keeping more"  # in the key of a program under its segment's second recompute policy
 
 
@@ -43,7 +53,6 @@ class GroupArrays:
 class Signature:
     """What a segment takes and gives at one shape, as sharded structs."""
 
-    shape: Shape
     x: dict[str, jax.ShapeDtypeStruct]
     fields: dict[str, jax.ShapeDtypeStruct]
     y: dict[str, Tree]
@@ -63,7 +72,7 @@ class Programs:
         second recompute policy.
       updates: of the segments that train.
       owner_of: tied segment that reads another's entry -> that one.
-      compiled: by keys that begin with a segment's name.
+      compiled: by key.
     """
 
     model: MultimodalModel
@@ -74,17 +83,13 @@ class Programs:
     updates: Mapping[str, SegmentUpdate]
     backward: tuple[str, ...]
     owner_of: Mapping[str, str]
-    compiled: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
+    compiled: dict[Key, jax.stages.Compiled] = field(default_factory=dict)
 
     # ---- facts ----
 
     @cached_property
     def segments(self) -> dict[str, Segment]:
         return {n: lowering.segment for n, lowering in self.lowerings.items()}
-
-    @cached_property
-    def trainable(self) -> tuple[str, ...]:
-        return tuple(n for n, s in self.segments.items() if s.trainable)
 
     @cached_property
     def reader_of(self) -> dict[str, str]:
@@ -103,11 +108,6 @@ class Programs:
         return frozenset(
             n for n, s in self.segments.items() if s.mesh.size > 1 and _platform(s) == "cpu"
         )
-
-    @cached_property
-    def autotunes(self) -> bool:
-        """Whether compiling times kernels on the devices."""
-        return autotunes(self.segments.values())
 
     @cached_property
     def into(self) -> dict[str, tuple[Link, ...]]:
@@ -133,83 +133,76 @@ class Programs:
 
     @cached_property
     def signature(self) -> Callable[[str, Shape], Signature]:
-        return cache(partial(_signature, self.segments))
+        def made(name: str, shape: Shape) -> Signature:
+            s = self.segments[name]
+            return Signature(x_structs(s, shape), field_structs(s, shape), y_structs(s, shape))
+
+        return cache(made)
 
     @cached_property
     def exchange(self) -> Callable[[Link, Shape, Shape], Exchange]:
-        return cache(partial(_exchange, self))
+        def made(link: Link, low: Shape, high: Shape) -> Exchange:
+            assert link.edge is not None
+            return Exchange(
+                output_struct(self.segments[link.source], link.edge, low),
+                self.signature(link.target, high).x[link.edge.name],
+                link.edge.sources,
+                self.layout.exchange_room(link.edge, low, high),
+            )
+
+        return cache(made)
 
     @cached_property
-    def _elsewhere(self) -> Callable[[Any, str, Any], Program]:
-        return cache(partial(_skipped, self))
+    def _elsewhere(self) -> Callable[[Key], Program]:
+        def made(key: Key) -> Program:
+            outputs = jax.tree.map(absent, output_structs(self, key))
+            return lambda *_: outputs
 
-    # ---- what runs a task ----
+        return cache(made)
 
-    def of_segment(self, name: str, group: Group, kind: Kind) -> Program:
-        """What runs a group; evaluation and generation have no second policy."""
-        if name not in self.local:
-            return self._elsewhere(name, kind, group.shape)
-        keeping = (KEEPING,) if name in group.remat_less else ()
-        return self.compiled[name, group.shape, *keeping, kind]
-
-    def of_exchange(self, link: Link, low: Shape, high: Shape, *, backward: bool) -> Program:
-        """One round of an exchange; a task may have several, which wait for nothing of each other,
-        so they end one by one where devices are crowded."""
-        if link.source not in self.local:
-            return self._elsewhere(link, "scatter" if backward else "gather", (low, high))
-        program = self.compiled[link.source, link, low, high, backward]
-        return partial(_awaited, program) if link.source in self.crowded else program
-
-    def of_update(self, name: str, direction: str) -> Program:
-        if name not in self.local:
-            return self._elsewhere(name, direction, None)
-        return self.compiled[name, direction]
-
-    def add(self, name: str, parts: list[jax.Array], struct: jax.ShapeDtypeStruct) -> jax.Array:
-        """The sum of arrays of a segment's submesh."""
-        total, *rest = parts
-        for part in rest:
-            if name in self.local:
-                total = self.compiled[name, "sum", struct](total, part)
-        return total
+    def program(self, key: Key) -> Program:
+        """What a key names. The rounds of an exchange wait for nothing of each other, so they end
+        one by one where devices are crowded."""
+        if key[0] not in self.local:
+            return self._elsewhere(key)
+        program = self.compiled[key]
+        if isinstance(key[1], Link) and key[0] in self.crowded:
+            return lambda *args: jax.block_until_ready(program(*args))
+        return program
 
 
-@dataclass(frozen=True)
-class Training:
-    """How a run trains, as far as programs depend on it.
+def make_programs(
+    model: MultimodalModel,
+    layout: Layout,
+    devices: list[jax.Device],
+    tx: Optimizer,
+    *,
+    clip_norm: float = 0.0,
+    freeze: tuple[str, ...] = (),
+    rate_factors: Mapping[str, float] = MappingProxyType({}),
+    evaluates: bool = False,
+) -> Programs:
+    """The programs of a layout, none compiled yet.
 
-    Attributes:
+    Args:
       tx: the optimizer, which looks at single elements; clipping to `clip_norm` (0: off) by the
         norm over all segments is ours.
       freeze: names from the modules' `freeze_groups`.
       rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
         `tx`. Groups that are not named have that of `tx`.
       evaluates: whether there are also programs that give losses without gradients.
-    """
-
-    tx: Optimizer
-    clip_norm: float = 0.0
-    freeze: tuple[str, ...] = ()
-    rate_factors: Mapping[str, float] = field(default_factory=dict)
-    evaluates: bool = False
-
-
-def make_programs(
-    model: MultimodalModel, layout: Layout, training: Training, devices: list[jax.Device]
-) -> Programs:
-    """The programs of a layout, none compiled yet.
 
     Raises:
       ValueError: see `make_segments`.
     """
-    segments = make_segments(model, layout, devices, freeze=training.freeze)
+    segments = make_segments(model, layout, devices, freeze=freeze)
     trainable = [n for n, s in segments.items() if s.trainable]
     owner_of = tied_ends(layout)
     trains_shared = {o for r, o in owner_of.items() if "entry" in segments[r].trainable}
     return Programs(
         model,
         layout,
-        training.evaluates,
+        evaluates,
         {n: Lowering(s) for n, s in segments.items()},
         {
             n: Lowering(replace(s, plan=s.plan.keeping))
@@ -218,11 +211,7 @@ def make_programs(
         },
         {
             n: SegmentUpdate(
-                segments[n],
-                training.tx,
-                training.clip_norm,
-                training.rate_factors,
-                adds_shared=n in trains_shared,
+                segments[n], tx, clip_norm, rate_factors, adds_shared=n in trains_shared
             )
             for n in trainable
         },
@@ -231,59 +220,33 @@ def make_programs(
     )
 
 
+def segment_key(name: str, group: Group, kind: Kind) -> Key:
+    """Of the program that runs a group; evaluation and generation have no second policy."""
+    return (name, group.shape, *[KEEPING] * (name in group.remat_less), kind)
+
+
 def kinds(programs: Programs, name: str) -> tuple[Kind, ...]:
     """Kinds of programs that a segment runs; one that nobody reads has no forward of its own in
     training."""
     is_read = bool(programs.out_of[name])
+    gives_loss = programs.evaluates and programs.segments[name].has_loss
     forward = (FORWARD,) if is_read else ()
     back = (BACKWARD,) if name in programs.backward or not is_read else ()
-    return (*forward, *back, *((EVALUATE,) if _gives_loss(programs, name) else ()))
+    return (*forward, *back, *((EVALUATE,) if gives_loss else ()))
 
 
-def forward_kind(programs: Programs, name: str, *, evaluate: bool) -> Kind:
-    """What runs a forward task."""
-    return EVALUATE if evaluate and programs.segments[name].has_loss else FORWARD
-
-
-def _gives_loss(programs: Programs, name: str) -> bool:
-    return programs.evaluates and programs.segments[name].has_loss
-
-
-def output_structs(programs: Programs, what: Any, kind: str, shapes: Any) -> Tree:
-    """What a program of a segment (its name) or of a link gives, but for residuals."""
-    if kind in (FORWARD, EVALUATE):  # without residuals, of which only their shapes are known
-        return y_structs(programs.segments[what], shapes, sums=kind == EVALUATE)
-    if kind == BACKWARD:
-        return programs.lowerings[what].output_structs(shapes, BACKWARD)
+def output_structs(programs: Programs, key: Key) -> Tree:
+    """What a program gives, but for residuals, of which only their shapes are known."""
+    name, *what, kind = key
     if kind in (REDUCE, UPDATE):
-        update = programs.updates[what]
+        update = programs.updates[name]
         return update.reduced_structs() if kind == REDUCE else update.updated_structs()
-    exchange = programs.exchange(what, *shapes)
-    return exchange.block_structs if kind == "gather" else exchange.gradient_structs
-
-
-def _signature(segments: Mapping[str, Segment], name: str, shape: Shape) -> Signature:
-    s = segments[name]
-    return Signature(shape, x_structs(s, shape), field_structs(s, shape), y_structs(s, shape))
-
-
-def _exchange(programs: Programs, link: Link, low: Shape, high: Shape) -> Exchange:
-    assert link.edge is not None
-    return Exchange(
-        output_struct(programs.segments[link.source], link.edge, low),
-        programs.signature(link.target, high).x[link.edge.name],
-        link.edge.sources,
-        programs.layout.exchange_room(link.edge, low, high),
-    )
-
-
-def _skipped(programs: Programs, what: Any, kind: str, shapes: Any) -> Program:
-    outputs = jax.tree.map(absent, output_structs(programs, what, kind, shapes))
-    return lambda *_: outputs
-
-
-def _awaited(program: Program, *args: Any) -> Any:
-    return jax.block_until_ready(program(*args))
+    if isinstance(what[0], Link):
+        exchange = programs.exchange(*what)
+        return exchange.gradient_structs if kind else exchange.block_structs
+    if kind == BACKWARD:
+        return programs.lowerings[name].output_structs(what[0], BACKWARD)
+    return y_structs(programs.segments[name], what[0], sums=kind == EVALUATE)
 
 
 def autotunes(segments: Iterable[Segment]) -> bool:

@@ -5,7 +5,8 @@ Home reads its own features where they are; of every other rank it asks for `cap
 round, each feature once. What exceeds the capacity waits for another round of the same program.
 
 Shape suffixes: S stages and V data ranks of the source, D data ranks of the target, C capacity, M
-microbatches, R rows of a target's rank, L tokens of a row, K features that a place is made of.
+microbatches, R rows of a target's rank, L tokens of a row, K features that a place is made of. In
+`route`, n counts places that read and f features that are asked of another rank.
 """
 
 from __future__ import annotations
@@ -72,26 +73,36 @@ class Routes:
             rows of the home's table, -1 where this round brings nothing.
         """
         index, *weight = places
+        reads = index >= 0
+        microbatch, row, *_ = np.nonzero(reads)
+        stage, turn = np.divmod(microbatch, self.microbatches // self.stages)
+        source, inside = np.divmod(index[reads].astype(np.int64), self.per_microbatch)
+        place = turn * self.per_microbatch + inside  # among a rank's features on that stage
+        round_n, slot_n = np.zeros_like(place), self.received + place
         if not self.received:
-            return [(self._own(index), *weight)]
-        ranks = (r for r in range(self.high) if (_part(index, r, self) >= 0).any())
-        asked = [_Asked.of(self, index, rank) for rank in ranks]
+            return [(_filled(index, reads, slot_n), *weight)]
+        rank = row // (index.shape[1] // self.high)
+        homes = np.array([home_rank(r, self.low, self.high) for r in range(self.high)])
+        away = source != homes[rank]
+        # One list for each stage, rank of the target and rank of the source: what the first two
+        # ask of the third, each feature once.
+        lists = (stage * self.high + rank) * self.low + source
+        asked, which = np.unique(lists[away] * self.own_features + place[away], return_inverse=True)
+        list_f, place_f = np.divmod(asked, self.own_features)
+        position_f = np.arange(len(asked)) - np.searchsorted(list_f, list_f)
+        round_f, rest_f = np.divmod(position_f, self.capacity)
+        block = source * self.blocks + rank % self.blocks
+        round_n[away], slot_n[away] = round_f[which], block[away] * self.capacity + rest_f[which]
         if max_asked is None:
-            max_asked = max((a.n_asked for a in asked), default=0)
+            max_asked = int(position_f.max(initial=-1)) + 1
         rounds: list[Arrays] = []
         for number in range(max(1, -(-max_asked // self.capacity))):
-            slots = np.full(index.shape, -1, np.int32)
-            requests = np.full((self.stages, self.high, self.low, self.capacity), -1, np.int32)
-            for a in asked:
-                a.write(self, number, slots, requests)
+            slots = _filled(index, reads, np.where(round_n == number, slot_n, -1))
+            requests = np.full((self.stages * self.high * self.low, self.capacity), -1, np.int32)
+            now = round_f == number
+            requests[list_f[now], rest_f[now]] = place_f[now]
             rounds.append((requests.reshape(self.stages, self.high, -1), slots, *weight))
         return rounds
-
-    def _own(self, index: np.ndarray) -> np.ndarray:
-        """The slots where the source has one rank, whose tables hold its own features only."""
-        turn = np.arange(self.microbatches) % (self.microbatches // self.stages)
-        first = (turn * self.per_microbatch).reshape(-1, *[1] * (index.ndim - 1))
-        return np.where(index >= 0, index + first, -1).astype(np.int32)
 
     def stand_in(self, shape: tuple[int, ...]) -> np.ndarray:
         """An index in which every place reads: other ranks' features as far as one round brings
@@ -109,58 +120,8 @@ class Routes:
         return index
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """What one rank of the target reads: at the n places that read (`reads`, a mask of its part of
-    the index), the round and the slot of each; and by feature that is asked of another rank its
-    stage, rank, place there and position in that rank's list, each [features]."""
-
-    rank: int
-    reads: np.ndarray
-    round_n: np.ndarray
-    slot_n: np.ndarray
-    features: Arrays
-
-    @classmethod
-    def of(cls, routes: Routes, index: np.ndarray, rank: int) -> _Asked:
-        wanted = _part(index, rank, routes)
-        reads = wanted >= 0
-        microbatch, *_ = np.nonzero(reads)
-        stage, turn = np.divmod(microbatch, routes.microbatches // routes.stages)
-        source, inside = np.divmod(wanted[reads].astype(np.int64), routes.per_microbatch)
-        place = turn * routes.per_microbatch + inside
-        away = source != home_rank(rank, routes.low, routes.high)
-        lists = stage * routes.low + source  # of features asked of a rank on a stage
-        asked, which = np.unique(
-            lists[away] * routes.own_features + place[away], return_inverse=True
-        )
-        of_list, place_there = np.divmod(asked, routes.own_features)
-        position = np.arange(len(asked)) - np.searchsorted(of_list, of_list)
-        round_n, slot_n = np.zeros_like(place), routes.received + place
-        round_n[away], rest = np.divmod(position[which], routes.capacity)
-        block = rank % routes.blocks
-        slot_n[away] = (source[away] * routes.blocks + block) * routes.capacity + rest
-        stage_there, source_there = np.divmod(of_list, routes.low)
-        features = stage_there, source_there, place_there, position
-        return cls(rank, reads, round_n, slot_n, features)
-
-    @property
-    def n_asked(self) -> int:
-        """Features asked of one rank, on the stage where they are most."""
-        return int(self.features[-1].max(initial=-1)) + 1
-
-    def write(self, routes: Routes, number: int, slots: np.ndarray, requests: np.ndarray) -> None:
-        """Add what round `number` brings to its arrays."""
-        _part(slots, self.rank, routes)[self.reads] = np.where(
-            self.round_n == number, self.slot_n, -1
-        )
-        stage, source, place, position = self.features
-        round_n, rest = np.divmod(position, routes.capacity)
-        now = round_n == number
-        requests[stage[now], self.rank, source[now], rest[now]] = place[now]
-
-
-def _part(array: np.ndarray, rank: int, routes: Routes) -> np.ndarray:
-    """View of a target rank's rows."""
-    rows = array.shape[1] // routes.high
-    return array[:, rank * rows : (rank + 1) * rows]
+def _filled(index: np.ndarray, reads: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Slots at the places that read, -1 at all others."""
+    filled = np.full(index.shape, -1, np.int32)
+    filled[reads] = slots
+    return filled

@@ -2,7 +2,10 @@
 
 A group's microbatches flow through the stages: at tick t stage s takes its turn number t - s and
 passes its activations on with `ppermute`. A turn is a microbatch, or, where microbatches go round
-the stages several times, a microbatch in a round; in each round a stage has other layers (`turns`).
+the stages several times, a microbatch in a round; in each round a stage has other layers. With R
+rounds S microbatches go round the ring of S stages R times, then the next S do, and turns are
+numbered in this order, so that what the last stage makes in a round is what the first one reads in
+its next tick.
 
 The axis "model" stays automatic: tensor parallelism comes from the parameters' shardings and from
 how activations are laid out (`token_split`). With one stage the same code is a plain scan. Backward
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +37,6 @@ from dflop_jax.pipeline.held import held_cuts
 from dflop_jax.pipeline.pieces import Pieces, added
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.token_split import before_exit, by_tensor_rank, split
-from dflop_jax.pipeline.turns import Turn, turn_at
 
 Tree = Any
 
@@ -96,13 +98,31 @@ def backward_program(
     return sums, dx, grads, done
 
 
+class Turn(NamedTuple):
+    """A microbatch in a round. The round is a plain 0 where it is the only one, so that nothing is
+    computed from it."""
+
+    number: Array
+    round: int | Array
+    microbatch: Array
+
+
+def turn_at(tick: Array, stage: Array, *, microbatches: int, stages: int, rounds: int) -> Turn:
+    """The turn of a stage at a tick; its first or its last one where it has none."""
+    number = jnp.clip(tick - stage, 0, rounds * microbatches - 1)
+    if rounds == 1:
+        return Turn(number, 0, number)
+    block, place = jnp.divmod(number, rounds * stages)
+    return Turn(number, place // stages, block * stages + place % stages)
+
+
 class _Loop:
     """A group on a segment's stages, forward and backward."""
 
     def __init__(self, segment: Segment, params: Params, x: Tree, fields: Tree, *, records: bool):
         self.segment = segment
         self.params = _prepared(segment, params)
-        self.x, self.fields = _enter(x), _enter(fields)
+        self.x, self.fields = _varying(x, "stage"), _varying(fields, "stage")
         self.m, self.s, self.rounds = segment.microbatches, segment.stages, segment.plan.rounds
         self.n_turns = self.rounds * self.m
         self.n_ticks = segment.plan.ticks(self.s, self.m)
@@ -359,7 +379,3 @@ def _prepared(segment: Segment, params: Params) -> Params:
     ends = {part: tree for part, tree in marked.items() if part not in segment.stacked}
     whole = shards.gather(segment.mesh, {part: cuts[part] for part in ends}, ends)
     return {**marked, **whole}
-
-
-def _enter(x: Tree) -> Tree:
-    return _varying(x, "stage")

@@ -6,7 +6,7 @@ hold no piece: so values are random and rows are full.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,27 +78,17 @@ def stand_in_groups(
 
 def stand_in_arrays(programs: Programs, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
     """Arrays of groups as those of full rows are, whatever samples the groups hold."""
-    sources = fed_by(groups)
-    return tuple(
-        _arrays(programs, g, {i: groups[i] for e in programs.layout.edges
-                              for i in sources.get((n, e.source), ())})
-        for n, g in enumerate(groups)
-    )  # fmt: skip
-
-
-def _arrays(programs: Programs, group: Group, sources: Mapping[int, Group]) -> GroupArrays:
-    """`sources`: the groups that feed it, by their place."""
-    fields: dict[str, np.ndarray] = {}
-    places: dict[int, tuple[np.ndarray, ...]] = {}
-    below = programs.model.vocab_size
-    for s in programs.layout.segments_of(group.module):
-        structs = programs.signature(s.name, group.shape).fields
-        fields |= {
-            n: packed_field(n, a.shape, a.dtype, PIECES_A_ROW, below) for n, a in structs.items()
-        }
-        for link in programs.into[s.name]:
-            for i, source in sources.items():
-                if link.edge is not None and link.edge.source == source.module:
-                    exchange = programs.exchange(link, source.shape, group.shape)
+    feeding, every = fed_by(groups), []
+    for n, group in enumerate(groups):
+        fields: dict[str, np.ndarray] = {}
+        places: dict[int, tuple[np.ndarray, ...]] = {}
+        for s in programs.layout.segments_of(group.module):
+            for field, a in programs.signature(s.name, group.shape).fields.items():
+                below = programs.model.vocab_size
+                fields[field] = packed_field(field, a.shape, a.dtype, PIECES_A_ROW, below)
+            for link in programs.into[s.name]:
+                for i in feeding.get((n, link.edge.source), ()) if link.edge else ():
+                    exchange = programs.exchange(link, groups[i].shape, group.shape)
                     places[i] = exchange.stand_in_places()
-    return GroupArrays(fields, places)
+        every.append(GroupArrays(fields, places))
+    return tuple(every)

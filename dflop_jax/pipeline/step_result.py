@@ -1,28 +1,75 @@
-"""What comes out of a dispatched step."""
+"""What comes out of a dispatched step: sums, and when its tasks ran, as every process saw them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from dflop_jax.pipeline import task_times
-from dflop_jax.pipeline.step_call import StepCall
-from dflop_jax.pipeline.task_times import Spans, TaskOrder, TaskTimes
+from dflop_jax.pipeline.step import StepCall
 from dflop_jax.pipeline.watcher import Observation
-from dflop_jax.records import Task, Trace
+from dflop_jax.records import BACKWARD, FORWARD, Event, Task, Trace
 from dflop_jax.tasks.graph import StepGraph
+
+# Of a task's times: when it was dispatched, when what is exchanged for it was there, when its own
+# program ended, and when what it sends was exchanged.
+DISPATCHED, RECEIVED, COMPUTED, END = range(4)
+
+
+class Spans(NamedTuple):
+    """What a process saw of its n tasks of a step, in the order in which it dispatched them.
+
+    places: int32 [n] as bytes, of the tasks in the step's order.
+    moments: float64 [n, 4] as bytes, seconds of process 0's clock.
+    """
+
+    places: bytes = b""
+    moments: bytes = b""
+
+    @classmethod
+    def of(cls, seen: Mapping[int, Sequence[float]], offset_s: float = 0.0) -> Spans:
+        """The spans from the four moments of each task by its place, in a clock that lacks
+        `offset_s` to process 0's."""
+        moments = np.array([*seen.values()], np.float64) + offset_s
+        return cls(np.array([*seen], np.int32).tobytes(), moments.tobytes())
 
 
 @dataclass(frozen=True)
+class TaskOrder:
+    """The tasks of a step in their order, and by place in it: the places of the tasks that one
+    waits for, and what it keeps busy."""
+
+    tasks: tuple[Task, ...]
+    waits_for: list[list[int]]
+    resource: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        tasks: Sequence[Task],
+        waits_for: Mapping[Task, Sequence[Task]],
+        resource_of: Mapping[str, int],
+    ) -> TaskOrder:
+        """`resource_of` is by segment."""
+        place = {task: i for i, task in enumerate(tasks)}
+        return cls(
+            tuple(tasks),
+            [[place[t] for t in waits_for[task]] for task in tasks],
+            [resource_of[task.segment] for task in tasks],
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class StepResult:
     """Sums over the batch by f"{module}.{name}" (as "MODULE.loss_sum"), the global gradient norm,
     the trace, and what every process saw.
 
     Attributes:
+      seen: see `moments_of`.
       applied: the parameters were updated; not where the norm is above `norm_limit` or not finite.
       not_finite: modules whose gradients are not, in the order in which backward comes to them.
     """
@@ -32,7 +79,7 @@ class StepResult:
     trace: Trace
     started_s: float
     ended_s: float
-    seen: list[TaskTimes]
+    seen: np.ndarray
     applied: bool = True
     not_finite: tuple[str, ...] = ()
 
@@ -79,22 +126,24 @@ class StepHandle:
         """
         for o in self.seen.values():
             o.wait()
-        call = self.call
-        sums: dict[str, float] = {}
-        for group in call.under_way.sums:
-            for k, v in group.items():
-                # One of the replicas of each piece, so that the processes' sums add up.
-                held = [s.data for s in v.addressable_shards if s.replica_id == 0]
-                total = sum(float(np.asarray(a, np.float64).sum()) for a in held)
-                sums[k] = sums.get(k, 0.0) + total
+        # One of the replicas of each piece, so that the processes' sums add up.
+        sums = _added(
+            {
+                k: sum(
+                    float(np.asarray(s.data, np.float64).sum())
+                    for s in v.addressable_shards
+                    if s.replica_id == 0
+                )
+                for k, v in group.items()
+            }
+            for group in self.call.sums
+        )
         squares = {
             name: float(of_segment.addressable_data(0))
-            for name, (_, of_segment) in call.under_way.reduced.items()
+            for name, (_, of_segment) in self.call.reduced.items()
             if of_segment.addressable_shards
         }
-        totals = [
-            float(t.addressable_data(0)) for t in call.under_way.totals if t.addressable_shards
-        ]
+        totals = [float(t.addressable_data(0)) for t in self.call.totals if t.addressable_shards]
         spans = Spans.of({i: o.moments for i, o in self.seen.items()}, offset_s)
         return LocalResult(spans, sums, squares, totals[0] if totals else None)
 
@@ -102,18 +151,15 @@ class StepHandle:
         """The whole step, from what every process saw, in one clock; from this one's part alone
         when it is the only process."""
         parts = [self.local()] if parts is None else parts
-        sums: dict[str, float] = {}
-        for part in parts:
-            for k, v in part.sums.items():
-                sums[k] = sums.get(k, 0.0) + v
-        seen = task_times.gathered([part.spans for part in parts])
-        n = len(self.tasks)
+        seen = moments_of([part.spans for part in parts], len(self.tasks))
         # A task over several processes begins with the last to dispatch it.
-        dispatched_s = task_times.latest_s(seen, task_times.DISPATCHED, n).tolist()
-        end_s = task_times.latest_s(seen, task_times.END, n).tolist()
-        submesh_of = self.call.programs.submesh
-        origin, events = task_times.to_events(
-            self.order, dispatched_s, end_s, submesh_of, self.free_s
+        latest_s = seen.max(axis=0)
+        origin, events = to_events(
+            self.order,
+            latest_s[:, DISPATCHED].tolist(),
+            latest_s[:, END].tolist(),
+            self.call.programs.submesh,
+            self.free_s,
         )
         trace = Trace(self.step, "measured", events)
         squares = {name: value for part in parts for name, value in part.squares.items()}
@@ -125,7 +171,7 @@ class StepHandle:
         totals = (part.total_squares for part in parts)
         total = next((t for t in totals if t is not None), 0.0)
         return StepResult(
-            sums,
+            _added(part.sums for part in parts),
             math.sqrt(total),
             trace,
             origin,
@@ -136,5 +182,73 @@ class StepHandle:
         )
 
     def process_seconds(self, result: StepResult) -> dict[int, float]:
-        """The seconds that each process computed (see `task_times.process_seconds`)."""
-        return task_times.process_seconds(result.seen, self.order)
+        """The seconds that each process computed (see the function)."""
+        return process_seconds(result.seen, self.order)
+
+
+def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Sums by name of what each part has by name."""
+    sums: dict[str, float] = {}
+    for part in parts:
+        for k, v in part.items():
+            sums[k] = sums.get(k, 0.0) + v
+    return sums
+
+
+def moments_of(parts: Sequence[Spans], n_tasks: int) -> np.ndarray:
+    """What the processes saw, float64 [processes, tasks, moments]: -inf of the tasks that a process
+    did not run."""
+    seen = np.full((len(parts), n_tasks, END + 1), -np.inf)
+    for of_process, spans in zip(seen, parts, strict=True):
+        moments = np.frombuffer(spans.moments).reshape(-1, END + 1)
+        of_process[np.frombuffer(spans.places, np.int32)] = moments
+    return seen
+
+
+def to_events(
+    order: TaskOrder,
+    dispatched_s: Sequence[float],
+    end_s: Sequence[float],
+    submesh_of: Mapping[str, str],
+    free_s: dict[int, float],
+) -> tuple[float, tuple[Event, ...]]:
+    """(start of the step, events relative to it), from when tasks were dispatched and ended.
+
+    A task starts when it was dispatched, its inputs were made and its resource was free,
+    whichever came last. `free_s` (resource -> last end, of the previous step) is brought up to
+    date in place.
+    """
+    starts_s: list[float] = []
+    for resource, inputs, begun, end in zip(
+        order.resource, order.waits_for, dispatched_s, end_s, strict=True
+    ):
+        start = max(begun, free_s.get(resource, 0.0), *[end_s[i] for i in inputs], 0.0)
+        starts_s.append(min(start, end))
+        free_s[resource] = end
+    origin = min(starts_s, default=0.0)
+    events = tuple(
+        Event(submesh_of[t.segment], t.segment, t.group, t.direction, s - origin, e - origin)
+        for t, s, e in zip(order.tasks, starts_s, end_s, strict=True)
+    )
+    return origin, events
+
+
+def process_seconds(seen: np.ndarray, order: TaskOrder) -> dict[int, float]:
+    """The seconds that each process computed in a step, without waiting for others, from what each
+    saw in one clock (`moments_of`). Left out are a resource's first task, which may have waited for
+    the step before, and the step's end, where ranks meet inside programs."""
+    ends = seen[:, :, END]
+    # A task that another process ran has ended when the last of them saw it.
+    made = np.where(np.isfinite(ends), ends, ends.max(axis=0, initial=-np.inf))
+    seconds = np.zeros(len(seen))
+    free_s: dict[int, np.ndarray] = {}  # by resource, the end of each process's last task there
+    for i, task in enumerate(order.tasks):
+        free = free_s.get(order.resource[i], np.full(len(seen), -np.inf))
+        ran = np.isfinite(ends[:, i])
+        if task.direction in (FORWARD, BACKWARD):
+            inputs = [made[:, place] for place in order.waits_for[i]]
+            start = np.maximum.reduce([seen[:, i, DISPATCHED], seen[:, i, RECEIVED], free, *inputs])
+            known = ran & np.isfinite(free)
+            seconds[known] += np.maximum(seen[known, i, COMPUTED] - start[known], 0.0)
+        free_s[order.resource[i]] = np.where(ran, ends[:, i], free)
+    return dict(enumerate(seconds.tolist()))

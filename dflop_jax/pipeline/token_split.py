@@ -142,15 +142,10 @@ def _laid(laid: _Laid, h: Array) -> Array:
     return _constrain(h, laid[0], laid[2])
 
 
-def _forward(laid: _Laid, h: Array) -> tuple[Array, None]:
-    return _constrain(h, laid[0], laid[2]), None
-
-
-def _backward(laid: _Laid, _: None, dh: Array) -> tuple[Array]:
-    return (_constrain(dh, laid[1], laid[2]),)
-
-
-_laid.defvjp(_forward, _backward)
+_laid.defvjp(
+    lambda laid, h: (_constrain(h, laid[0], laid[2]), None),
+    lambda laid, _, dh: (_constrain(dh, laid[1], laid[2]),),
+)
 
 
 # ---- the products of a layer ----

@@ -4,24 +4,28 @@ Optimizer state is split over data ranks: the reduction scatters, the update run
 piece. New parameters are gathered, or stay pieces where the parameters are split too (ZeRO 3).
 Where programs hold parameters in another dtype, the optimizer's are float32 masters beside its
 state, and what programs hold is made of them.
+
+The optimizer looks at single elements, on whatever a segment's devices hold of them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Array
-from dflop_jax.pipeline import fused
+from dflop_jax.contract import Array, float32_names_of
+from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.communicator import absent, is_local
-from dflop_jax.pipeline.elementwise import Averaged, Elementwise, Optimizer, part_of_leaves
+from dflop_jax.pipeline.cut import Cut
 from dflop_jax.pipeline.held import (
     grad_structs,
     has_masters,
@@ -35,10 +39,55 @@ from dflop_jax.pipeline.segment import Segment
 
 Tree = Any
 AVERAGE = "ema"  # the key of a state's average of the parameters
+NO_PART = ""  # of what belongs to no parameter, such as a count of steps
+_WHOLE = Cut(P(), P())
 
 
-def _specs(structs: Tree) -> Tree:
-    return jax.tree.map(lambda a: a.sharding.spec, structs)
+@dataclass(frozen=True)
+class Averaged:
+    """An optimizer that also keeps an average of the parameters after its steps, of which `decay`
+    stays at every step. It is used as optax's are."""
+
+    stepping: optax.GradientTransformation
+    decay: float
+
+    def init(self, params: Tree) -> Tree:
+        return {"tx": self.stepping.init(params), AVERAGE: params}
+
+    def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """A parameter that no step changes is its average bit for bit, also where it is infinite,
+        as bounds that bound nothing are."""
+        updates, stepped = self.stepping.update(grads, state["tx"], params)
+
+        def one(old: Array, new: Array) -> Array:
+            return jnp.where(old == new, new, new + self.decay * (old - new))
+
+        average = jax.tree.map(one, state[AVERAGE], optax.apply_updates(params, updates))
+        return updates, {"tx": stepped, AVERAGE: average}
+
+
+# It may look at no element but the one that it steps: devices hold pieces of parameters.
+Optimizer: TypeAlias = "optax.GradientTransformation | Averaged"
+
+
+def map_state(
+    of_params: Callable[[Tree], Tree], of_other: Callable[[Any], Any], state: Tree, params: Tree
+) -> Tree:
+    """An optimizer's state with `of_params` of every subtree that is shaped like `params`, such as
+    moments, and `of_other` of every other leaf, such as a count."""
+    shape: Any = jax.tree.structure(params)
+
+    def is_like(node: Any) -> bool:
+        return bool(jax.tree.structure(node) == shape)
+
+    return jax.tree.map(
+        lambda node: of_params(node) if is_like(node) else of_other(node), state, is_leaf=is_like
+    )
+
+
+def part_of_leaves(params: Tree) -> Tree:
+    """The part of each leaf of a tree by parts."""
+    return {p: jax.tree.map(lambda _, p=p: p, tree) for p, tree in params.items()}
 
 
 class SegmentUpdate:
@@ -47,6 +96,10 @@ class SegmentUpdate:
     `rate_factors` multiply the steps of freeze groups; the optimizer's own rate holds for the rest.
     Where a tied parameter is read by another segment, that one reduces its gradient without
     counting it in the norm, and the owner (`adds_shared`) adds it to its own.
+
+    Attributes:
+      shard_structs: reduced gradients, each data rank its piece; shared parts included.
+      shared: parts whose gradient another segment's update takes.
     """
 
     def __init__(
@@ -60,48 +113,50 @@ class SegmentUpdate:
     ):
         self.segment, self.clip_norm = segment, clip_norm
         self.adds_shared = adds_shared
-        groups = segment.module.freeze_groups
-        self._factors = {p: rate_factors.get(g, 1.0) for p, g in groups.items()}
-        structs, cuts = program_structs(segment), split_cuts(segment)
-        shapes = param_structs(segment)
         trained = [p for p in segment.parts if p in segment.trainable]
-        self._trained = {p: structs[p] for p in trained}
-        self._params = self._own(self._trained)
+        self.shared = tuple(p for p in trained if p not in segment.own_parts)
+        cuts, shapes = split_cuts(segment), param_structs(segment)
         self._cuts = {p: cuts[p] for p in trained}
-        self._shards = {p: self._shard_structs(cuts[p], shapes[p]) for p in trained}
-        initial = self._own(initial_structs(segment))
-        self.master_structs = initial if has_masters(segment) else {}
-        self._ema = tx if isinstance(tx, Averaged) else None
-        stepping = tx.stepping if isinstance(tx, Averaged) else tx
-        mine = self._own(self._cuts), self._own(self._shards)
-        self._optimizer = Elementwise(segment, stepping, *mine)
-        self.state_structs = self._with_average(self._optimizer.structs, mine[1])
+        self.shard_structs = {
+            p: jax.tree.map(
+                lambda cut, a: held_struct(segment, cut, a.shape, jnp.float32), cuts[p], shapes[p]
+            )
+            for p in trained
+        }
+        self._params = self._own(program_structs(segment))
+        self.master_structs = self._own(initial_structs(segment)) if has_masters(segment) else {}
+        self._averages = isinstance(tx, Averaged)
+        scaled = partial(_scaled, segment, rate_factors)
+        self._tx = (
+            replace(tx, stepping=scaled(tx.stepping)) if isinstance(tx, Averaged) else scaled(tx)
+        )
+        everywhere, mine = segment.sharding(), self._own(self.shard_structs)
 
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Parts whose gradient another segment's update takes."""
-        return tuple(p for p in self._trained if p not in self._params)
+        def placed(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    def _own(self, by_part: Tree) -> Tree:
-        own_parts = self.segment.own_parts
-        return {p: tree for p, tree in by_part.items() if p in self._trained and p in own_parts}
-
-    def _shard_structs(self, cuts: Tree, structs: Tree) -> Tree:
-        return jax.tree.map(
-            lambda cut, a: held_struct(self.segment, cut, a.shape, jnp.float32), cuts, structs
+        self.state_structs = map_state(
+            lambda like: jax.tree.map(lambda a, s: placed(a, s.sharding), like, mine),
+            lambda leaf: placed(leaf, everywhere),
+            jax.eval_shape(self._tx.init, mine),
+            mine,
         )
 
-    def _with_average(self, state: Tree, average: Tree) -> Tree:
-        """The optimizer's state, beside the average of the parameters where there is one."""
-        return {"tx": state, AVERAGE: average} if self._ema else state
+    def _own(self, by_part: Tree) -> Tree:
+        """Of what trains, the segment's own parts."""
+        s = self.segment
+        return {p: t for p, t in by_part.items() if p in s.trainable and p in s.own_parts}
 
     def state_cuts(self) -> Tree:
         """How each leaf of the state is cut."""
-        return self._with_average(self._optimizer.cuts(), self._own(self._cuts))
+        return self._of_state(self._own(self._cuts), _WHOLE)
 
     def state_parts(self) -> Tree:
-        """The part whose parameters each leaf of the state belongs to; "" of no part."""
-        return self._with_average(self._optimizer.parts(), part_of_leaves(self._params))
+        """The part whose parameters each leaf of the state belongs to; NO_PART of none."""
+        return self._of_state(part_of_leaves(self._params), NO_PART)
+
+    def _of_state(self, of_params: Tree, of_other: Any) -> Tree:
+        return map_state(lambda _: of_params, lambda _: of_other, self.state_structs, self._params)
 
     def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
         """`held.initial_structs`' arrays -> (parameters that programs read, masters, fresh
@@ -109,13 +164,12 @@ class SegmentUpdate:
         params, masters = self.take_masters(initial)
 
         def fresh(params: Tree) -> Tree:
-            average = self._pieces(params) if self._ema and not masters else params
-            return self._with_average(self._optimizer.fresh(), average)
+            return self._tx.init(params if masters else self._pieces(params))
 
         shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
         held = masters or {p: params[p] for p in self._params}
-        state = jax.jit(fresh, out_shardings=shardings)(held if self._ema else {})
-        if self._ema:
+        state = jax.jit(fresh, out_shardings=shardings)(held)
+        if self._averages:
             _ = self._of_pieces  # compiled now, and not in the middle of a run
         return params, masters, state
 
@@ -124,46 +178,41 @@ class SegmentUpdate:
         if not self.master_structs:
             return initial, {}
         masters = self._own(initial)
-        if not is_local(self.segment.mesh):
-            return {**initial, **jax.tree.map(absent, self._params)}, masters
-
-        return {**initial, **self._of_pieces(masters)}, masters
+        return {**initial, **self._made_of(masters)}, masters
 
     def averaged(self, state: Tree) -> Tree:
         """What programs hold of the own parts where the average stands for the parameters; {}
         without one."""
-        if not self._ema:
-            return {}
+        return self._made_of(state[AVERAGE]) if self._averages else {}
+
+    def _made_of(self, pieces: Tree) -> Tree:
+        """Float32 shards of the own parts -> what programs hold."""
         if not is_local(self.segment.mesh):
             return jax.tree.map(absent, self._params)
-        return self._of_pieces(state[AVERAGE])
+        return self._of_pieces(pieces)
 
     @cached_property
     def _of_pieces(self) -> Callable[[Tree], Tree]:
-        """Float32 shards of the own parts -> what programs hold."""
+        """The program of `_made_of`."""
         whole = self._gather()
 
         def made(pieces: Tree) -> Tree:
             return whole(jax.tree.map(lambda m, a: m.astype(a.dtype), pieces, self._params))
 
         shardings = jax.tree.map(lambda a: a.sharding, self._params)
-        pieces = self._own(self._shards)
+        pieces = self._own(self.shard_structs)
         return jax.jit(made, out_shardings=shardings).lower(pieces).compile()
 
     def _gather(self) -> Callable[[Tree], Tree]:
         """Shards of the own parts -> what programs hold."""
-        return fused.gather(self.segment.mesh, self._own(self._cuts), _specs(self._params))
+        return shards.whole(self.segment.mesh, self._own(self._cuts), _specs(self._params))
 
     def _scalar(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
 
-    def shard_structs(self) -> Tree:
-        """Reduced gradients, each data rank its piece; shared parts included."""
-        return self._shards
-
     def reduced_structs(self) -> tuple[Tree, jax.ShapeDtypeStruct, Tree]:
         """Outputs of the reduction."""
-        return self.shard_structs(), self._scalar(), grad_structs(self.segment)
+        return self.shard_structs, self._scalar(), grad_structs(self.segment)
 
     def updated_structs(self) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
         """Outputs of the update."""
@@ -173,11 +222,11 @@ class SegmentUpdate:
         """(grads of ranks, gradient shards of the shared part's reader) -> (gradient shards, sum of
         squares of the own parts, zeroed grads); grads donated. The reader's shards are {} but for
         the owner of a tied parameter."""
-        grads, shards = grad_structs(self.segment), self.shard_structs()
-        add_up = fused.sum_scatter(
+        grads = grad_structs(self.segment)
+        add_up = shards.sum_scatter(
             self.segment.mesh, _specs(grads), self._cuts, counted=tuple(self._params)
         )
-        more = {"entry": shards["entry"]} if self.adds_shared else {}
+        more = {"entry": self.shard_structs["entry"]} if self.adds_shared else {}
 
         def reduce(grads: Tree, more: Tree) -> tuple[Tree, Array, Tree]:
             total, squares = add_up(grads, more)
@@ -202,7 +251,7 @@ class SegmentUpdate:
         device of every segment adds up the same numbers in the same order, so all decide alike.
         Each data rank makes new parameters of its piece only; these are gathered in the dtype that
         programs hold them in."""
-        pieces, scalar = self._own(self.shard_structs()), self._scalar()
+        pieces, scalar = self._own(self.shard_structs), self._scalar()
         whole = self._gather()
 
         def update(
@@ -220,16 +269,8 @@ class SegmentUpdate:
                 factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
                 grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
             mine = masters or self._pieces(params)
-            tx_state = state["tx"] if self._ema else state
-            updates, next_state = self._optimizer.update(grads, tx_state, mine)
-            updates = {
-                part: jax.tree.map(lambda u, f=self._factors[part]: u * f, tree)
-                for part, tree in updates.items()
-            }
+            updates, next_state = self._tx.update(grads, state, mine)
             new = optax.apply_updates(mine, updates)
-            if self._ema:
-                average = self._ema.after(state[AVERAGE], new)
-                next_state = self._with_average(next_state, average)
             new, state = jax.tree.map(
                 lambda n, old: jnp.where(applies, n, old), (new, next_state), (mine, state)
             )
@@ -241,3 +282,28 @@ class SegmentUpdate:
         fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1, 2), keep_unused=True)
         args = self._params, self.master_structs, self.state_structs, pieces
         return fn.lower(*args, (scalar,) * n_segments, scalar)
+
+
+def _scaled(
+    segment: Segment, rate_factors: Mapping[str, float], tx: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """The optimizer for trees by parts, whose steps are multiplied by the factor of their part's
+    freeze group. `tx` may ask for the freeze group of each part, `groups`, and for the names of
+    parameters that do not decay, `undecayed`."""
+    groups = segment.module.freeze_groups
+    more = {"groups": groups, "undecayed": float32_names_of(segment.module)}
+
+    def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        # optax relies on implicit promotion, which the user may have forbidden.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **more)
+        factors = {p: rate_factors.get(groups[p], 1.0) for p in updates}
+        return {
+            p: jax.tree.map(lambda u, f=factors[p]: u * f, tree) for p, tree in updates.items()
+        }, state
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+def _specs(structs: Tree) -> Tree:
+    return jax.tree.map(lambda a: a.sharding.spec, structs)

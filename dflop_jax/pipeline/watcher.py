@@ -37,21 +37,17 @@ class Watcher:
         while (item := q.get()) is not None:
             record, outputs = item
             try:
-                jax.block_until_ready(outputs.received)
-                record.received_s = time.perf_counter()
-                jax.block_until_ready(outputs.computed)
-                record.computed_s = time.perf_counter()
-                jax.block_until_ready(outputs.sent)
+                for i, arrays in enumerate(outputs, 1):
+                    jax.block_until_ready(arrays)
+                    record.moments[i] = time.perf_counter()
             except Exception as e:  # handed over to whoever asks for the result
                 record.error = e
-            record.end_s = time.perf_counter()
+                record.moments[-1] = time.perf_counter()
             record.done.set()
 
-    def watch(
-        self, resource: int, task: Task, dispatched_s: float, outputs: Outputs
-    ) -> Observation:
+    def watch(self, resource: int, dispatched_s: float, outputs: Outputs) -> Observation:
         """Note when `outputs` are ready."""
-        record = Observation(task, dispatched_s)
+        record = Observation(dispatched_s)
         self._queues[resource].put((record, outputs))
         return record
 
@@ -72,11 +68,11 @@ class Outputs(NamedTuple):
 
 
 class Observation:
-    """The times of one task, in `time.perf_counter` seconds."""
+    """The times of one task, in `time.perf_counter` seconds: when it was dispatched, and when each
+    of its `Outputs` was there (`step_result.DISPATCHED` and what follows it)."""
 
-    def __init__(self, task: Task, dispatched_s: float):
-        self.task, self.dispatched_s = task, dispatched_s
-        self.received_s = self.computed_s = self.end_s = 0.0
+    def __init__(self, dispatched_s: float):
+        self.moments = [dispatched_s, 0.0, 0.0, 0.0]
         self.error: Exception | None = None
         self.done = threading.Event()
 
@@ -84,24 +80,6 @@ class Observation:
         self.done.wait()
         if self.error is not None:
             raise self.error
-
-    @property
-    def moments(self) -> tuple[float, float, float, float]:
-        """The moments, as `task_times.Spans` has them."""
-        return self.dispatched_s, self.received_s, self.computed_s, self.end_s
-
-
-class Dispatched(NamedTuple):
-    """A step or evaluation that is dispatched: its tasks, and those of this process that are
-    observed, by their place among them."""
-
-    order: Sequence[Task]
-    seen: Mapping[int, Observation]
-
-    def ended(self, begun: int) -> int:
-        """Tasks at the head that have all ended, of `begun` ones."""
-        running = (i for i in range(begun) if i in self.seen and not self.seen[i].done.is_set())
-        return next(running, begun)
 
 
 class UnderWayTasks:
@@ -112,13 +90,14 @@ class UnderWayTasks:
     """
 
     def __init__(self) -> None:
-        self._calls: deque[tuple[int, Dispatched]] = deque(maxlen=2)
+        # Number, tasks, and those of this process that are observed, by their place among them.
+        self._calls: deque[tuple[int, Sequence[Task], Mapping[int, Observation]]] = deque(maxlen=2)
         self._number = self._begun = 0
 
     def dispatch(self, order: Sequence[Task], seen: Mapping[int, Observation]) -> None:
         """The tasks of a step begin; `seen` is filled as they are dispatched."""
         self._number, self._begun = self._number + 1, 0
-        self._calls.append((self._number, Dispatched(order, seen)))
+        self._calls.append((self._number, order, seen))
 
     def begin(self, place: int) -> None:
         """The task in this place is dispatched."""
@@ -129,12 +108,13 @@ class UnderWayTasks:
         of its tasks at the head have, how many have begun, and the last of these in words, the one
         that is waited for last. `cluster.hang_watch.TaskPlace` takes them."""
         calls = tuple(self._calls)
-        for number, call in calls:
+        for number, order, seen in calls:
             newest = number == calls[-1][0]
-            begun = self._begun if newest else len(call.order)
-            ended = call.ended(begun)
+            begun = self._begun if newest else len(order)
+            running = (i for i in range(begun) if i in seen and not seen[i].done.is_set())
+            ended = next(running, begun)
             if newest or ended < begun:
-                return number, ended, begun, _lines(call.order, ended, begun)
+                return number, ended, begun, _lines(order, ended, begun)
         return 0, 0, 0, ()
 
 

@@ -40,8 +40,7 @@ from dflop_jax.schedule.memory_plan import held_bytes
 from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.search import fewest_groups
 from dflop_jax.sim import memory
-from dflop_jax.sim.fastest_order import with_order
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import in_flight_limit, resources
 from dflop_jax.tasks.order import most_in_flight
 

@@ -24,8 +24,7 @@ from dflop_jax.records import (
     Trace,
 )
 from dflop_jax.schedule.solver.problem import ROUNDING
-from dflop_jax.sim.fastest_order import makespan_by
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.sim.pipeline import makespan_by, simulate_step
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import textbook_order
 

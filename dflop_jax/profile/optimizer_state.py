@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from dflop_jax.contract import Module, MultimodalModel, n_rows, stacked_parts
-from dflop_jax.pipeline.elementwise import Averaged, Optimizer, map_state
 from dflop_jax.pipeline.parts import part_struct
+from dflop_jax.pipeline.update import Optimizer, map_state
 from dflop_jax.profile.parts import param_dims
 from dflop_jax.records import ModelProfile, ParamDims, layer_key
 
 Tree = Any
-AVERAGE_BYTES = FLOAT32_BYTES = 4  # of an element
+FLOAT32_BYTES = 4  # of an element
 
 
 def with_optimizer(
@@ -61,8 +61,6 @@ def _dims(
 def _kept_bytes(tx: Optimizer, module: Module, part: str) -> list[float]:
     """Bytes of each element's state of each parameter of a part; what belongs to none, such as a
     count, is left out."""
-    if isinstance(tx, Averaged):
-        return [n_bytes + AVERAGE_BYTES for n_bytes in _kept_bytes(tx.stepping, module, part)]
     structs = part_struct(module, part)
     params = {part: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), structs)}
     total = [0.0] * len(jax.tree.leaves(params))

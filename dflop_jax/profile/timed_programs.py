@@ -14,9 +14,8 @@ import jax
 
 from dflop_jax.pipeline.communicator import place, zeros
 from dflop_jax.pipeline.compiling import threads_for
-from dflop_jax.pipeline.flow import device_bytes
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.segment import EVALUATE, Segment
+from dflop_jax.pipeline.segment import EVALUATE, Segment, device_bytes
 from dflop_jax.pipeline.stand_in import packed_field, random_values
 from dflop_jax.profile.parts import hidden_bytes
 from dflop_jax.records import BACKWARD, FORWARD, Shape

@@ -19,7 +19,7 @@ from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedu
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.highs import Highs
 from dflop_jax.schedule.solver.problem import ROUNDING
-from dflop_jax.sim.fastest_order import makespan_by
+from dflop_jax.sim.pipeline import makespan_by
 from dflop_jax.tasks.graph import in_flight_limit, resources, step_graph
 
 # Share of the seconds saved that the MILP must add to the greedy choice; twice as much keeps that

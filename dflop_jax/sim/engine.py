@@ -30,17 +30,12 @@ class Job:
     devices: int = 0
 
 
-@dataclass(frozen=True)
-class Run:
-    """When each job began and ended, in seconds, and in how many turns of a loop."""
-
-    start_s: tuple[float, ...]
-    end_s: tuple[float, ...]
-    turns: int
+Times = list[float]  # of each job
 
 
-def run(jobs: Sequence[Job], concurrency: float = math.inf) -> Run:
-    """Run jobs to their ends; `concurrency` devices really compute at once."""
+def run(jobs: Sequence[Job], concurrency: float = math.inf) -> tuple[Times, Times]:
+    """When each job begins and when it ends, in seconds; `concurrency` devices really compute at
+    once."""
     devices: dict[Hashable, int] = {}
     for job in jobs:
         devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
@@ -56,10 +51,10 @@ def run(jobs: Sequence[Job], concurrency: float = math.inf) -> Run:
                 begin_s = end_s[before]
         start_s[i] = begin_s
         free_s[job.resource] = end_s[i] = begin_s + job.seconds
-    return Run(tuple(start_s), tuple(end_s), len(jobs))
+    return start_s, end_s
 
 
-def _on_shared_cores(jobs: Sequence[Job], concurrency: float) -> Run:
+def _on_shared_cores(jobs: Sequence[Job], concurrency: float) -> tuple[Times, Times]:
     """The same where jobs that compute may slow each other down."""
     blocked = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
     followers: list[list[int]] = [[] for _ in jobs]
@@ -74,7 +69,7 @@ def _on_shared_cores(jobs: Sequence[Job], concurrency: float) -> Run:
     start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
     wall: list[tuple[float, int]] = []  # (end, job) by the clock on the wall
     work: list[tuple[float, int]] = []  # (end, job) by the clock of work done
-    now, done, computing, turns = 0.0, 0.0, 0, 0
+    now, done, computing = 0.0, 0.0, 0
     ready = [i for i, n in enumerate(blocked) if n == 0]
     while ready or wall or work:
         for i in ready:
@@ -93,7 +88,6 @@ def _on_shared_cores(jobs: Sequence[Job], concurrency: float) -> Run:
         else:
             done += (wall[0][0] - now) * speed
             now = wall[0][0]
-        turns += 1
         ended: list[int] = []
         while wall and wall[0][0] <= now:
             ended.append(heapq.heappop(wall)[1])
@@ -109,4 +103,4 @@ def _on_shared_cores(jobs: Sequence[Job], concurrency: float) -> Run:
                     ready.append(f)
         ready.sort()
     assert not any(blocked), "jobs wait for each other"
-    return Run(tuple(start_s), tuple(end_s), turns)
+    return start_s, end_s

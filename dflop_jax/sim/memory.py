@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -126,37 +126,25 @@ def memory_over_time(
     trace: Trace,
     shapes: Mapping[int, Shape],
     table: ByteTable,
-    feeds: Mapping[int, Sequence[int]] | None = None,
     keeping: Collection[tuple[str, int]] = (),
 ) -> dict[str, StepFunction]:
     """Bytes per device of each submesh of the plan while the trace runs.
 
-    A segment holds a group's input from when it arrives (the first of its producers, or of their
-    sends, ends; without a producer from when the segment begins) until its backward ends, or its
-    forward where it runs no backward. What forward hands to backward counts from then on as well.
+    A segment holds a group's input from when it arrives (its module's segment before it, or that
+    one's send, ends; for a module's first segment from when it begins: a trace does not name the
+    groups that other modules send) until its backward ends, or its forward where it runs no
+    backward. What forward hands to backward counts from then on as well.
 
     Args:
       shapes: shape of each group of the trace; groups that are absent hold nothing.
-      feeds: groups that each group's output goes to. A trace does not name them: without, what
-        other modules send counts from when it is read.
       keeping: (segment, group) that run under the segment's second recompute policy.
     """
     submesh = {s.name: s.submesh for s in layout.segments}
-    module = {s.name: s.module for s in layout.segments}
-    senders: dict[str, list[str]] = {s.name: [] for s in layout.segments}
-    for link in links(layout):
-        senders[link.target].append(link.source)
-    fed_by: dict[int, list[int]] = {}
-    for producer, fed in (feeds or {}).items():
-        for group in fed:
-            fed_by.setdefault(group, []).append(producer)
-    ends: dict[tuple[str, int], float] = {}  # of forwards
-    sent: dict[tuple[str, str, int], float] = {}  # first arrival on a link
+    before = {link.target: link.source for link in links(layout) if link.edge is None}
+    arrived_s: dict[tuple[str, str, int], float] = {}  # by submesh or link, sender and group
     for e in trace.events:
-        if e.direction == FORWARD:
-            ends[e.segment, e.group] = e.end_s
-        elif e.direction == SEND:
-            sent.setdefault((e.submesh, e.segment, e.group), e.end_s)
+        if e.direction in (FORWARD, SEND):
+            arrived_s.setdefault((e.submesh, e.segment, e.group), e.end_s)
     changes: dict[str, dict[float, float]] = {m.name: {0.0: 0.0} for m in layout.submeshes}
     spans = {(e.segment, e.group, e.direction): e for e in trace.events}
     for name, group in dict.fromkeys((e.segment, e.group) for e in trace.events):
@@ -165,18 +153,11 @@ def memory_over_time(
         size = held.get((name, shapes[group]), 0.0) if group in shapes else 0.0
         if not runs or not size:
             continue
-        arrivals = [
-            sent.get(
-                (f"{submesh[sender]} → {submesh[name]}", sender, producer), ends[sender, producer]
-            )
-            for sender in senders[name]
-            for producer in ([group] if module[sender] == module[name] else fed_by.get(group, ()))
-            if (sender, producer) in ends
-        ]
-        change = changes[submesh[name]]
-        first_s = min(arrivals, default=runs[0].start_s)
+        here, sender = submesh[name], before.get(name, "")
+        ended_s = arrived_s.get((submesh.get(sender, ""), sender, group), runs[0].start_s)
+        first_s = arrived_s.get((f"{submesh.get(sender)} → {here}", sender, group), ended_s)
         for time_s, by in ((first_s, size), (runs[-1].end_s, -size)):
-            change[time_s] = change.get(time_s, 0.0) + by
+            changes[here][time_s] = changes[here].get(time_s, 0.0) + by
     return {
         name: _accumulated(change, table.constant.get(name, 0.0), trace.makespan_s)
         for name, change in changes.items()
@@ -184,11 +165,7 @@ def memory_over_time(
 
 
 def memory_of_run(
-    layout: Layout,
-    profile: ModelProfile,
-    trace: Trace,
-    shapes_by_name: Mapping[int, str],
-    feeds: Mapping[int, Sequence[int]] | None = None,
+    layout: Layout, profile: ModelProfile, trace: Trace, shapes_by_name: Mapping[int, str]
 ) -> dict[str, StepFunction]:
     """`memory_over_time` of a saved trace, whose groups are known as "module:ROWSxTOKENS", with
     " +SEGMENT" for each that runs them under its second recompute policy.
@@ -205,7 +182,7 @@ def memory_of_run(
         raise ValueError("the trace is of another plan")
     shapes = {g: known[name] for g, (name, *_) in named.items()}
     keeping = {(segment, g) for g, (_, *segments) in named.items() for segment in segments}
-    return memory_over_time(layout, trace, shapes, byte_table(layout, profile), feeds, keeping)
+    return memory_over_time(layout, trace, shapes, byte_table(layout, profile), keeping)
 
 
 def _accumulated(changes: Mapping[float, float], start: float, end_s: float) -> StepFunction:
@@ -215,8 +192,3 @@ def _accumulated(changes: Mapping[float, float], start: float, end_s: float) -> 
         inputs += changes[time_s]
         points.append((time_s, start + max(0.0, inputs)))
     return (*points, (end_s, points[-1][1])) if points[-1][0] < end_s else tuple(points)
-
-
-def peaks(curves: Mapping[str, StepFunction]) -> dict[str, float]:
-    """Most bytes per device that each submesh holds at any time."""
-    return {name: max(n_bytes for _, n_bytes in points) for name, points in curves.items()}

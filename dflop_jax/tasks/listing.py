@@ -81,9 +81,9 @@ class _Queues:
         self._segments = [[s for r, s in where if r == k] for k in range(problem.n_resources)]
 
     def add(self, task: int) -> None:
-        opens = self._problem.keeps[task] > 0
-        queue = self._opens[self._problem.segment[task]] if opens else None
-        if queue is None:
+        if self._problem.keeps[task] > 0:
+            queue = self._opens[self._problem.segment[task]]
+        else:
             queue = self._others[self._problem.resource[task]]
         heapq.heappush(queue, (self._keys[task], task))
 

@@ -15,7 +15,7 @@ import msgspec
 from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.stand_in import content_of_rows
-from dflop_jax.pipeline.state import TrainState
+from dflop_jax.pipeline.step import TrainState
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.plan.predict import fullest_schedule
 from dflop_jax.plan.pricing import plan_prices

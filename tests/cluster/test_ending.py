@@ -24,8 +24,7 @@ from dflop_jax.cluster.ending import (
 )
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.step_result import LocalResult
-from dflop_jax.pipeline.task_times import Spans
+from dflop_jax.pipeline.step_result import LocalResult, Spans
 from dflop_jax.train import step_log
 from dflop_jax.train.feed import Waits
 

@@ -17,7 +17,6 @@ from dflop_jax.pipeline.communicator import (
     Route,
     find_route,
     move,
-    nearest,
     pieces_of,
     place,
     send,
@@ -229,16 +228,6 @@ def test_what_is_donated_later_leaves_its_process_as_a_copy(monkeypatch, donated
     assert same == (not donated or other == 0)
 
 
-def test_nearest_prefers_itself_then_its_process_then_shares_the_load():
-    a0, a1, b0, b1, c0 = (Device(i, p) for i, p in enumerate((0, 0, 1, 1, 2)))
-    for spread in range(5):
-        assert nearest([b0, a1, a0], a0, spread) == a0
-        assert nearest([b0, a1, c0], a0, spread) == a1
-        assert nearest([c0], a0, spread) == c0
-    assert [nearest([b0, b1, c0], a0, k) for k in range(4)] == [b0, b1, c0, b0]
-    assert [nearest([a0, b0, b1], Device(9, 1), k) for k in range(3)] == [b0, b1, b0]
-
-
 def test_between_processes_a_piece_goes_over_once_and_is_passed_on():
     a0, a1, b0, b1, c0, c1 = (Device(i, p) for i, p in enumerate((0, 0, 1, 1, 2, 2)))
     route = find_route({"x": [a0, a1]}, dict.fromkeys([b0, b1, c0, c1], "x"))
@@ -249,6 +238,9 @@ def test_between_processes_a_piece_goes_over_once_and_is_passed_on():
     assert route.sent == ((c0, c1), (a0, a0), (b1, a1))
     assert route.passed_on == ((a0, b0),)
     assert route.targets == (b0, c1, a0, a1)
+    # Holders that are as near share the load.
+    route = find_route({0: [a0, a1], 1: [a0, a1], 2: [a0, b1]}, {c0: 0, c1: 1, b0: 2})
+    assert route.sent == ((a0, c0), (a1, c1), (b1, b0))
     assert find_route({"x": [a0]}, {}) == Route((), (), ())
 
 

@@ -13,8 +13,7 @@ from dflop_jax.plan.placement import split_layers
 from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.schedule.ordering.order import with_searched_order
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.sim.fastest_order import with_order
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.sim.pipeline import simulate_step, with_order
 from tests.plans import programs
 from tests.small import Eye, Small, Text
 

@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.exchange import Exchange
-from dflop_jax.pipeline.gather import gather_features, scatter_gradient
+from dflop_jax.pipeline.exchange import Exchange, gather_features, scatter_gradient
 
 gather = jax.jit(jax.vmap(gather_features))  # [M, ...] each
 

@@ -9,7 +9,7 @@ import pytest
 from dflop_jax.pipeline import fresh
 from dflop_jax.pipeline.held import held_cuts, placed_structs
 from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.pipeline.programs import Training, make_programs
+from dflop_jax.pipeline.programs import make_programs
 from dflop_jax.pipeline.stand_in import PIECES_A_ROW, stand_in_groups
 from models.llava import build
 from tests.small import Small
@@ -85,7 +85,7 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
 def test_programs_are_timed_on_what_real_rows_hold():
     _, vision, llm, options = PLANS["stages, data and model"]
     plan = plain.plan_of(MODEL, vision, llm, bucket=(4, 64), **options)
-    programs = make_programs(MODEL, plan.layout, Training(optax.sgd(1.0)), jax.devices())
+    programs = make_programs(MODEL, plan.layout, jax.devices(), optax.sgd(1.0))
     groups, arrays = stand_in_groups(programs, 0)
     held = dict(zip((g.module for g in groups), arrays, strict=True))
     fields = held["llm"].fields

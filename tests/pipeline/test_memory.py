@@ -9,11 +9,11 @@ import optax
 
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import FORWARD, REDUCE, UPDATE
-from models.llava import build
+from tests.small import Small
 
 from . import plain
 
-MODEL = build("nano")
+MODEL = Small()
 
 
 def test_residuals_and_gradient_shards_are_gone_before_the_next_step():
@@ -55,7 +55,7 @@ def test_residuals_and_gradient_shards_are_gone_before_the_next_step():
     assert len(residuals) == forwards > 0
     assert all(residuals)
     assert len(shards) == sum(
-        len(jax.tree.leaves(u.shard_structs())) for u in ex.programs.updates.values()
+        len(jax.tree.leaves(u.shard_structs)) for u in ex.programs.updates.values()
     )
     assert not any(s() is not None for s in shards)
     assert seen[0] == len(shards) > seen[1] > 0

@@ -8,6 +8,7 @@ from importlib.util import spec_from_loader
 
 import jax
 import numpy as np
+import pytest
 
 from dflop_jax.records import mesh
 
@@ -32,6 +33,7 @@ def one_step():
     return importlib.import_module("dflop_jax.records").AXES, loss, jax.tree.leaves(grads)
 
 
+@pytest.mark.slow
 def test_one_more_axis_changes_one_file_and_no_gradient(monkeypatch):
     class WithAxis(SourceFileLoader):
         def get_code(self, fullname):

@@ -111,7 +111,7 @@ def sharded_steps(update, params, grads_of_steps):
     limit = place(np.float32(np.finfo(np.float32).max), update.segment.sharding())
     square = place(np.float32(1), update.segment.sharding())
     for g in grads_of_steps:
-        pieces = put(update, g, update._own(update.shard_structs()))
+        pieces = put(update, g, update._own(update.shard_structs))
         held, masters, state, _ = compiled(held, masters, state, pieces, (square,), limit)
     return held, masters, state
 

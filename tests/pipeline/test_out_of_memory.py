@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.out_of_memory import OutOfMemory, check_room, ran_out, short_bytes
-from dflop_jax.pipeline.trial import Trial
+from dflop_jax.pipeline.out_of_memory import OutOfMemory, Trial, check_room, ran_out, short_bytes
 
 KIB, GIB = 2**10, 2**30
 
@@ -80,10 +79,10 @@ def test_a_program_that_fails_in_a_trial_gives_zeros_to_send():
         raise errors.pop(0)
 
     made = SimpleNamespace(reduced_structs=lambda: {"out": struct})
-    programs = SimpleNamespace(of_update=lambda name, direction: fails, updates={"llm": made})
+    programs = SimpleNamespace(program=lambda key: fails, updates={"llm": made})
     trial = Trial(programs)
-    got = trial.of_update("llm", "reduce")(1)
+    got = trial.program(("llm", "reduce"))(1)
     np.testing.assert_array_equal(got["out"], np.zeros((2, 3), np.float32))
     assert trial.failed is full
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        trial.of_update("llm", "update")()
+        trial.program(("llm", "update"))()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from dflop_jax.pipeline.compiling import _compiled_by, threads_for
-from dflop_jax.pipeline.programs import autotunes
 from tests.processes import run_processes
 from tests.small import Small
 
@@ -48,6 +47,6 @@ def test_one_of_the_processes_that_run_a_program_compiles_it(platform, by, threa
     """They take turns where nothing is tuned on the devices; else one does all, one at a time."""
     devices = [SimpleNamespace(process_index=p, platform=platform) for p in (7, 2, 2, 5)]
     segment = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices)))
-    programs = SimpleNamespace(segments={"a": segment}, autotunes=autotunes([segment]))
+    programs = SimpleNamespace(segments={"a": segment})
     assert "".join(str(_compiled_by(programs, ("a", i), i)) for i in range(6)) == by
     assert threads_for([segment]) == threads

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.task_times import Spans, TaskOrder, gathered, process_seconds
+from dflop_jax.pipeline.step_result import Spans, TaskOrder, moments_of, process_seconds
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, Task
 
 
@@ -13,7 +13,7 @@ def spans(*seen):
 
 
 def seconds(order, parts, resource_of, waits_for):
-    seen = gathered([Spans.of(part) for part in parts])
+    seen = moments_of([Spans.of(part) for part in parts], len(order))
     return process_seconds(seen, TaskOrder.of(order, waits_for, resource_of))
 
 
@@ -89,6 +89,5 @@ def test_many_processes_are_timed_as_one_by_one(seed):
 
 def test_clocks_are_made_equal():
     parts = [spans((0, 1.0, 2.0), (1, 1.0, 3.0)), spans((0, 11.0, 13.0), (1, 11.0, 14.0))]
-    (seen,) = gathered([Spans.of(p, o) for p, o in zip(parts, (0.0, -10.0), strict=True)])
-    assert (seen.processes, seen.places.tolist()) == ((0, 1), [0, 1])
-    assert seen.times[:, 3].tolist() == [[2.0, 3.0], [3.0, 4.0]]
+    seen = moments_of([Spans.of(p, o) for p, o in zip(parts, (0.0, -10.0), strict=True)], 3)
+    assert seen[:, :, 3].tolist() == [[2.0, 3.0, -np.inf], [3.0, 4.0, -np.inf]]

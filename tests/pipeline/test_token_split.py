@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.flow import x_structs, y_structs
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.segment import Segment
+from dflop_jax.pipeline.segment import Segment, x_structs, y_structs
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.turns import turn_at
+from dflop_jax.pipeline.spmd_loop import turn_at
 
 
 def run_by_hand(microbatches, stages, rounds):

@@ -10,26 +10,27 @@ import optax
 import pytest
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline import fused
+from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.held import grad_structs, param_specs, param_structs
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
+from tests.small import Small
 
 from . import plain
 
-MODEL = build("nano")
+MODEL, NANO = Small(), build("nano")
 CONFIG = TrainConfig(steps=20, warmup_steps=0, learning_rate=1e-2, weight_decay=0.1)
 WIDE = ((0, 1, 2, 2), (0, 2, 2, 2), 2)  # vision, llm (first, stage, data, model), group size
 SMALL = ((0, 1, 1, 1), (1, 1, 2, 1), 1)
 
 
-def updates_of(meshes, clip_norm, freeze=(), config=CONFIG, **kwargs):
+def updates_of(meshes, clip_norm, freeze=(), config=CONFIG, *, model=MODEL, **kwargs):
     vision, llm, group_size = meshes
-    plan = plain.plan_of(MODEL, vision, llm, group_size=group_size)
-    segments = make_segments(MODEL, plan.layout, jax.devices(), freeze=freeze)
+    plan = plain.plan_of(model, vision, llm, group_size=group_size)
+    segments = make_segments(model, plan.layout, jax.devices(), freeze=freeze)
     tx = make_optimizer(config)
     updates = {n: SegmentUpdate(s, tx, clip_norm, **kwargs) for n, s in segments.items()}
     return tx, {n: u for n, u in updates.items() if u.segment.trainable}
@@ -113,9 +114,9 @@ def plain_steps(tx, updates, grads_of_steps, clip_norm):
 @pytest.mark.parametrize(
     "meshes, clip_norm, freeze, together",
     [
-        (WIDE, 1.0, (), fused.MOST_ELEMENTS),
+        (WIDE, 1.0, (), shards.MOST_ELEMENTS),
         (WIDE, 1.0, (), 1000),
-        (SMALL, 0.0, (), fused.MOST_ELEMENTS),
+        (SMALL, 0.0, (), shards.MOST_ELEMENTS),
         (SMALL, 1e6, ("vision",), 1),
     ],
     ids=["wide, clipped", "in parts", "small, unclipped", "frozen vision, below the norm, alone"],
@@ -123,7 +124,7 @@ def plain_steps(tx, updates, grads_of_steps, clip_norm):
 def test_two_steps_equal_plain_optax_and_skipped_ones_change_nothing(
     monkeypatch, meshes, clip_norm, freeze, together
 ):
-    monkeypatch.setattr(fused, "MOST_ELEMENTS", together)
+    monkeypatch.setattr(shards, "MOST_ELEMENTS", together)
     tx, updates = updates_of(meshes, clip_norm, freeze)
     rng = np.random.default_rng(0)
     scales = {"vision": 0.1, "llm": 1.0}  # unlike norms: clipping one alone would differ
@@ -194,11 +195,11 @@ def test_each_part_steps_at_its_own_rate():
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|reduce-scatter|all-gather|all-to-all)(-start)?\(")
 
 
-@pytest.mark.parametrize("together, most", [(fused.MOST_ELEMENTS, 4), (1, 100)])
+@pytest.mark.parametrize("together, most", [(shards.MOST_ELEMENTS, 4), (1, 100)])
 def test_parameters_travel_together(monkeypatch, together, most):
     """Collectives of a program: gradients of the ends over stages and over data, the norm; back."""
-    monkeypatch.setattr(fused, "MOST_ELEMENTS", together)
-    _, updates = updates_of(((0, 1, 4, 1), (0, 2, 2, 1), 2), 1.0)
+    monkeypatch.setattr(shards, "MOST_ELEMENTS", together)
+    _, updates = updates_of(((0, 1, 4, 1), (0, 2, 2, 1), 2), 1.0, model=NANO)
     for u in updates.values():
         for lowered in (u.lower_reduce(), u.lower_update(2)):
             count = len(COLLECTIVE.findall(lowered.compile().as_text()))
@@ -209,7 +210,7 @@ def test_parameters_travel_together(monkeypatch, together, most):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_what_is_sent_of_new_parameters_is_in_the_working_dtype(zero):
     """Nothing is where every rank keeps its piece; what they become: `test_optimizers`."""
-    half = dataclasses.replace(MODEL, dtype=jnp.dtype(jnp.bfloat16))
+    half = dataclasses.replace(NANO, dtype=jnp.dtype(jnp.bfloat16))
     plan = plain.with_zero(plain.plan_of(half, *SMALL[:2]), llm=zero)
     segment = make_segments(half, plan.layout, jax.devices())["llm"]
     update = SegmentUpdate(segment, optax.sgd(2.0**-12), 0.0)

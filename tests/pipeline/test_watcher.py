@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dflop_jax.pipeline import task_times
+from dflop_jax.pipeline import step_result
 from dflop_jax.pipeline.watcher import Observation, Outputs, UnderWayTasks, Watcher
 from dflop_jax.records import BACKWARD, FORWARD, Task
 
@@ -21,8 +21,8 @@ def spans(events):
 
 def to_events(seen, submesh_of, resource_of, waits_for, free_s):
     tasks, dispatched_s, end_s = zip(*seen, strict=True) if seen else ((), (), ())
-    order = task_times.TaskOrder.of(tasks, waits_for, resource_of)
-    return task_times.to_events(order, dispatched_s, end_s, submesh_of, free_s)
+    order = step_result.TaskOrder.of(tasks, waits_for, resource_of)
+    return step_result.to_events(order, dispatched_s, end_s, submesh_of, free_s)
 
 
 def test_a_task_starts_when_its_inputs_are_made():
@@ -90,15 +90,15 @@ def test_resources_are_watched_apart_and_each_in_order():
     watcher = Watcher({0, 1})
     try:
         slow, fast = Output(), Output()
-        a = watcher.watch(0, VISION, 1.0, Outputs((), slow, ()))
-        b = watcher.watch(1, LLM, 2.0, Outputs((), fast, ()))
+        a = watcher.watch(0, 1.0, Outputs((), slow, ()))
+        b = watcher.watch(1, 2.0, Outputs((), fast, ()))
         fast.ready.set()
         b.wait()
         assert not a.done.is_set()
         slow.ready.set()
         a.wait()
-        assert a.end_s >= b.end_s > 0
-        assert (a.dispatched_s, b.dispatched_s) == (1.0, 2.0)
+        assert a.moments[-1] >= b.moments[-1] > 0
+        assert (a.moments[0], b.moments[0]) == (1.0, 2.0)
     finally:
         watcher.close()
 
@@ -107,7 +107,7 @@ def test_an_exchange_is_told_from_what_a_task_computes():
     watcher = Watcher({0})
     try:
         outputs = Outputs(Output(), Output(), Output())
-        seen = watcher.watch(0, VISION, 0.5, outputs)
+        seen = watcher.watch(0, 0.5, outputs)
         for i, one in enumerate(outputs):
             assert all(s > 0 for s in seen.moments[1 : 1 + i])
             assert not any(seen.moments[1 + i :])
@@ -126,7 +126,7 @@ def test_an_error_reaches_whoever_waits_and_does_not_end_the_thread():
     watcher = Watcher({0})
     try:
         outputs = [Output(fails=True), Output()]
-        failed, fine = (watcher.watch(0, VISION, 0.0, Outputs((), o, ())) for o in outputs)
+        failed, fine = (watcher.watch(0, 0.0, Outputs((), o, ())) for o in outputs)
         for o in outputs:
             o.ready.set()
         with pytest.raises(RuntimeError, match="the device is gone"):
@@ -146,12 +146,12 @@ def test_how_far_tasks_are_is_told_by_what_has_ended():
     for i, task in enumerate((VISION, LLM)):
         tasks.begin(i)
         if task is VISION:  # the other is another process's
-            seen[i] = watcher.watch(0, task, 0.0, Outputs((), (), ()))
+            seen[i] = watcher.watch(0, 0.0, Outputs((), (), ()))
     seen[0].done.wait()
     ended = "ended: forward of vision, group 0 (task 1 of 3)"
     assert tasks.place() == (1, 2, 2, (ended, "ended: backward of llm, group 0 (task 2 of 3)"))
     tasks.begin(2)
-    seen[2] = Observation(BACK, 0.0)
+    seen[2] = Observation(0.0)
     *_, lines = tasks.place()
     assert lines[-1] == "begun, not ended: backward of vision, group 0 (task 3 of 3)"
     # The next step is dispatched, but this one is waited for.

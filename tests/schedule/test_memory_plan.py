@@ -16,8 +16,7 @@ from dflop_jax.schedule.memory_plan import (
     with_memory_plan,
 )
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.sim.fastest_order import with_order
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import in_flight_limit, resources
 from tests.sim.cases import SHAPES, batch, graph, names, random_case, same_prices
 

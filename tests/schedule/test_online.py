@@ -21,8 +21,7 @@ from dflop_jax.schedule.groups import PackingSpace, greedy_answer, schedule_grou
 from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver import improve
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.sim.fastest_order import with_order
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import check_order
 from tests.rows import group_of_rows, rows_of

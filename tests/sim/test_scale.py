@@ -6,10 +6,8 @@ import time
 
 import pytest
 
-import dflop_jax.sim.pipeline as pipeline
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, Layout, Plan, SubmeshPlan
-from dflop_jax.sim.fastest_order import with_order
-from dflop_jax.sim.pipeline import Noise, simulate_step
+from dflop_jax.sim.pipeline import Noise, simulate_step, with_order
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import order_tasks
 from tests.sim.cases import SHAPES, batch, graph, names, prices
@@ -48,10 +46,7 @@ def simulate(n_groups, **sizes):
 
 
 @pytest.mark.parametrize("n_groups", [0, 1, 64])
-def test_a_thousand_devices_take_an_event_per_task_and_send(monkeypatch, n_groups):
-    runs = []
-    run = pipeline.run
-    monkeypatch.setattr(pipeline, "run", lambda *args: runs.append(run(*args)) or runs[-1])
+def test_a_thousand_devices_take_an_event_per_task_and_send(n_groups):
     plan, trace = simulate(n_groups)
     assert plan.layout.n_devices == 1024
     segments = len(plan.layout.segments)
@@ -59,7 +54,6 @@ def test_a_thousand_devices_take_an_event_per_task_and_send(monkeypatch, n_group
     assert len(sent) == n_groups * 2 * (segments - 1)
     tasks = n_groups * (2 * segments - 1) + 2 * segments  # all but the last forward; reduce, update
     assert len(trace.events) == tasks + len(sent) <= 5000
-    assert runs[0].turns <= len(trace.events)
 
 
 def calls(run):

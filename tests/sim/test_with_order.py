@@ -11,8 +11,7 @@ from dflop_jax.records import (
     FORWARD,
     Schedule,
 )
-from dflop_jax.sim.fastest_order import with_order
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import both_orders, check_order, order_tasks
 from tests.sim.cases import (

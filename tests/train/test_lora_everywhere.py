@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.contract import with_adapter
-from dflop_jax.pipeline.flow import field_names
+from dflop_jax.pipeline.segment import field_names
 
 from ..pipeline import plain
 from ..pipeline.test_gradients import assert_trees_close, grads_of

@@ -10,7 +10,7 @@ from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.schedule.ordering.search import first_work, searched
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
-from dflop_jax.sim.fastest_order import makespan_by
+from dflop_jax.sim.pipeline import makespan_by
 from dflop_jax.tasks.graph import step_graph
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflop_jax.records import NO_GROUP, Plan, Prices, Schedule, Task
 from dflop_jax.schedule.solver.problem import Ints
-from dflop_jax.sim.pipeline import sent_over, task_seconds
+from dflop_jax.sim.pipeline import sends_of, task_seconds
 from dflop_jax.tasks.graph import StepGraph
 from dflop_jax.tasks.numbered import NumberedTasks, most_kept, number_tasks
 
@@ -23,7 +23,7 @@ def problem_of(
     `order` where that is more.
     """
     seconds = task_seconds(plan.layout, schedule, prices)
-    sent = sent_over(plan.layout, schedule, graph, prices)
+    sent = sends_of(plan.layout, schedule, graph, prices)
     tasks = number_tasks(plan, graph, schedule.groups, seconds, sent)
     kept_by_order = most_kept(tasks, [graph.place[t] for t in order])
     limit = tuple(map(max, tasks.limit, kept_by_order))

@@ -14,8 +14,7 @@ from dflop_jax.schedule.ordering.problem import problem_of
 from dflop_jax.schedule.ordering.search import searched
 from dflop_jax.schedule.ordering.swaps import swapped
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.sim.fastest_order import with_order
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import in_flight_limit, step_graph
 from dflop_jax.tasks.listing import listed, turned
 from dflop_jax.tasks.numbered import most_kept, starts_of

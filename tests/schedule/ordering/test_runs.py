@@ -10,7 +10,7 @@ from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.ordering.problem import problem_of
-from dflop_jax.sim.fastest_order import with_order
+from dflop_jax.sim.pipeline import with_order
 from dflop_jax.tasks.graph import step_graph
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
 from tests.schedule.ordering.oracle import least_makespan

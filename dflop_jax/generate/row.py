@@ -28,7 +28,7 @@ from dflop_jax.data import Sample
 from dflop_jax.data.features import features_per_row
 from dflop_jax.data.packing import pack_group
 from dflop_jax.pipeline.exchange import gather_features
-from dflop_jax.pipeline.periods import Loop, loops_over
+from dflop_jax.pipeline.pieces import Loop, loops_over
 from dflop_jax.records import (
     Bucket,
     Group,

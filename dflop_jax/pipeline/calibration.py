@@ -77,12 +77,7 @@ class Calibration:
 
 
 def calibrate(
-    programs: Programs,
-    state: TrainState,
-    *,
-    repeats: int,
-    ends: bool,
-    sync: Callable[[], None],
+    programs: Programs, state: TrainState, *, repeats: int, ends: bool, sync: Callable[[], None]
 ) -> Calibration:
     """Run every task `repeats` times, after once to warm up, alone and awaited, on microbatches
     that stand in for a batch's; gradients are zero again afterwards. It warms up every transfer
@@ -159,11 +154,7 @@ def _tried(
 
 
 def _time(
-    call: StepCall,
-    task: Task,
-    key: ProgramId | Task,
-    into: Calibration,
-    sync: Callable[[], None],
+    call: StepCall, task: Task, key: ProgramId | Task, into: Calibration, sync: Callable[[], None]
 ) -> None:
     trial: Any = call.programs
     trial.check_room(call.key(task))

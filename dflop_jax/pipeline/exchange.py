@@ -263,10 +263,7 @@ class Exchange:
         piece = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
         return tuple(
             jax.make_array_from_single_device_arrays(
-                struct.shape,
-                struct.sharding,
-                move(held, route, piece),
-                dtype=struct.dtype,
+                struct.shape, struct.sharding, move(held, route, piece), dtype=struct.dtype
             )
             for struct, route in zip(structs, self._collections, strict=True)
         )

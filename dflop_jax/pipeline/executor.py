@@ -233,11 +233,7 @@ class Executor:
         return graph, order_of(self.plan, schedule, graph)
 
     def calibrate(
-        self,
-        repeats: int,
-        sync: Callable[[], None] = lambda: None,
-        *,
-        ends: bool = False,
+        self, repeats: int, sync: Callable[[], None] = lambda: None, *, ends: bool = False
     ) -> Calibration:
         """Time every program on this process, alone; see `pipeline.calibration`."""
         return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)

@@ -12,14 +12,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import (
-    ADAPTER,
-    Array,
-    Params,
-    n_rows,
-    stacked_parts,
-    taps_of,
-)
+from dflop_jax.contract import ADAPTER, Array, Params, n_rows, stacked_parts, taps_of
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.cut import data_dim
 from dflop_jax.pipeline.held import grad_structs, initial_cuts, initial_structs

@@ -114,11 +114,7 @@ def split_cuts(s: Segment) -> Params:
     """How data ranks share optimizer state, gradients from ZeRO 2 on, and parameters in ZeRO 3."""
     structs, specs = param_structs(s), param_specs(s)
     shards = int(s.plan.shard_ranks(s.data_ranks, s.mesh.shape["model"]))
-    degrees = {
-        "data": shards,
-        "model": s.mesh.shape["model"],
-        "copies": s.data_ranks // shards,
-    }
+    degrees = {"data": shards, "model": s.mesh.shape["model"], "copies": s.data_ranks // shards}
     return {
         part: jax.tree.map(
             partial(cut_over, stacked=part in s.stacked, **degrees), structs[part], specs[part]

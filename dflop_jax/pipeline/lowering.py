@@ -68,7 +68,7 @@ class Lowering:
             return {}
         if shape not in self._residuals:
             lowered = self.lower(shape, FORWARD)
-            if self.segment.splits_tensors:
+            if self.segment.tensor_ranks > 1:
                 self.learn_residuals(shape, lowered.compile())
         return self._residuals[shape]
 
@@ -94,12 +94,12 @@ class Lowering:
         shardings = jax.tree.map(lambda a: a.sharding, y_structs(s, shape, sums=sums))
         hands_over = s.hands_over and not sums
         if hands_over:
-            shardings["residuals"] = None if s.splits_tensors else s.sharding(*_OWN)
+            shardings["residuals"] = None if s.tensor_ranks > 1 else s.sharding(*_OWN)
         body = partial(spmd_loop.forward_program, s, sums=sums)
         lowered = self._jit(body, jax.tree.map(manual_spec, args), _OWN, shardings).lower(*args)
         if hands_over:
             self._unplaced[shape] = residuals = lowered.out_info["residuals"]
-            if not s.splits_tensors:
+            if s.tensor_ranks == 1:
                 self._place(shape, jax.tree.map(lambda _: s.sharding(*_OWN), residuals))
         return lowered
 
@@ -121,11 +121,7 @@ class Lowering:
     ) -> Any:
         mesh = self.segment.mesh
         mapped: Any = jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(MANUAL_AXES),
+            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL_AXES)
         )
         on_gpu = chip_of(mesh.devices.flat[0]).startswith("sm_")
         exact = on_gpu and not getattr(self.segment.module, "any_order", False)

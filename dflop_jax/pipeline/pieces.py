@@ -6,7 +6,8 @@ place of the stack, so that no gradients of all layers stand beside them. Accumu
 leading dim of 1 here: gradients of ranks are kept apart until the step's single reduction, or, if
 accumulators are split over data ranks, added up as they come.
 
-Layers run in loops over the period of their kinds, or unrolled where the segment says so. Those
+Layers run in loops over the period of their kinds, so that what is compiled grows with the pattern
+of the layers, not with their number, or unrolled where the segment says so. Those
 whose parameters are split over data ranks are gathered one ahead of their use, forward and
 backward; the ends are whole here.
 """
@@ -14,9 +15,9 @@ backward; the ends are whole here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -26,13 +27,66 @@ from jax import lax
 from dflop_jax.contract import Array, Params, adapter_of
 from dflop_jax.pipeline import shards
 from dflop_jax.pipeline.held import held_cuts, split_cuts
-from dflop_jax.pipeline.periods import loops_over
 from dflop_jax.pipeline.residuals import REMAT, Piece, Recorded
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.token_split import run_part
 
 Tree = Any
 Rows = Mapping[str, int | Array]  # by kind a place in its stack: a number, or a traced one
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Layers from number `start` on: `repeats` times those of `period`."""
+
+    start: int
+    period: tuple[Any, ...]
+    repeats: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.period) * self.repeats
+
+    def rows(self, kinds: Sequence[Any]) -> tuple[range, ...]:
+        """Of each layer of the period the places of its repeats among those layers of the sequence
+        `kinds` that are of its kind."""
+        rows = []
+        for j, kind in enumerate(self.period):
+            step, first = self.period.count(kind), kinds[: self.start + j].count(kind)
+            rows.append(range(first, first + step * self.repeats, step))
+        return tuple(rows)
+
+
+@lru_cache(maxsize=1024)
+def loops_over(kinds: Sequence[Any]) -> tuple[Loop, ...]:
+    """Loops that go through layers of these kinds in their order: the sum of their periods is as
+    small as it can be, and of such the loops are few.
+
+    By the shortest path from cut to cut, O(n^2 log n) comparisons of periods.
+    """
+    kinds, n = tuple(kinds), len(kinds)
+    # By cut: (layers that are compiled, loops) of the best way there, and its last loop.
+    best: list[tuple[int, int, Loop | None]] = [(0, 0, None)]
+    best += [(n + 1, n + 1, None)] * n
+    for i in range(n):
+        layers, loops, _ = best[i]
+        for size in range(1, n - i + 1):
+            period = kinds[i : i + size]
+            stop = i + size
+            while kinds[stop - size : stop] == period:
+                way = layers + size, loops + 1
+                if way < best[stop][:2]:
+                    best[stop] = (*way, Loop(i, period, (stop - i) // size))
+                stop += size
+                if stop > n:
+                    break
+    path: list[Loop] = []
+    while n:
+        last = best[n][2]
+        assert last is not None
+        path.append(last)
+        n = last.start
+    return tuple(reversed(path))
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,6 @@ class Segment:
     def tensor_ranks(self) -> int:
         return self.mesh.shape["model"]
 
-    @property
-    def splits_tensors(self) -> bool:
-        return self.tensor_ranks > 1
-
     def sharding(self, *spec: Any) -> NamedSharding:
         return NamedSharding(self.mesh, P(*spec))
 
@@ -164,7 +160,7 @@ class Segment:
     def compiles_forward_first(self) -> bool:
         """Whether backward can be lowered only when forward is compiled, whose compiler chooses how
         the residuals are split."""
-        return self.hands_over and self.splits_tensors
+        return self.hands_over and self.tensor_ranks > 1
 
     @cached_property
     def loss_sums(self) -> tuple[str, ...]:

@@ -43,9 +43,6 @@ def sum_scatter(
     ranks = [set(axes_of(s[0])) for s in jax.tree.leaves(grad_specs)]
     ways = mesh.shape["data"]
 
-    counts = jax.tree.leaves({p: jax.tree.map(lambda _, p=p: p in counted, tree)
-                              for p, tree in cuts.items()})  # fmt: skip
-
     def body(grads: Tree, more: Tree) -> tuple[Tree, Array]:
         local = [g.sum(axis=0) for g in jax.tree.leaves(grads)]
         over_stage = [i for i, axes in enumerate(ranks) if "stage" in axes]
@@ -60,16 +57,12 @@ def sum_scatter(
         total = jax.tree.unflatten(tree, local)
         added = {p: jax.tree.map(jnp.add, total[p], m) for p, m in more.items()}
         total = {**total, **added}
-        local = jax.tree.leaves(total)
-        # An element counts once, on however many devices it is.
-        copies = [
-            mesh.size * cut.copies // prod(mesh.shape[a] for d in cut.spec for a in axes_of(d))
-            for cut in by_leaf
-        ]
-        squares = sum(
-            (jnp.sum(jnp.square(x)) / n for x, n, yes in zip(local, copies, counts) if yes),
-            start=jnp.float32(0),
-        )
+        squares = jnp.float32(0)
+        of_counted = ({p: tree[p] for p in counted} for tree in (total, cuts))
+        for x, cut in zip(*map(jax.tree.leaves, of_counted), strict=True):
+            # An element counts once, on however many devices it is.
+            ways_apart = prod(mesh.shape[a] for d in cut.spec for a in axes_of(d))
+            squares += jnp.sum(jnp.square(x)) / (mesh.size * cut.copies // ways_apart)
         return total, lax.psum(squares, mesh.axis_names)
 
     def add_up(grads: Tree, more: Tree) -> Tree:

@@ -93,22 +93,15 @@ def tied_ends(layout: Layout) -> dict[str, str]:
 
 def with_backward(layout: Layout, trainable: Collection[str]) -> tuple[str, ...]:
     """Segments that run backward: trainable ones, and those that read what such a one computes."""
-    sources: dict[str, list[str]] = {s.name: [] for s in layout.segments}
-    for link in links(layout):
-        sources[link.target].append(link.source)
-    needs: list[str] = []
+    every, needs = links(layout), list[str]()
     for s in layout.segments:
-        if s.name in trainable or any(u in needs for u in sources[s.name]):
+        if s.name in trainable or any(k.target == s.name and k.source in needs for k in every):
             needs.append(s.name)
     return tuple(needs)
 
 
 def step_graph(
-    layout: Layout,
-    groups: Sequence[Group],
-    trainable: Collection[str],
-    *,
-    evaluate: bool = False,
+    layout: Layout, groups: Sequence[Group], trainable: Collection[str], *, evaluate: bool = False
 ) -> StepGraph:
     """Graph of one step that runs `groups`; `evaluate` gives forward tasks only, those of the
     segments that end in a loss included."""

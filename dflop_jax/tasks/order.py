@@ -13,11 +13,7 @@ from dflop_jax.tasks.numbered import NumberedTasks, number_tasks
 TEXTBOOK_S = {FORWARD: 1.0, BACKWARD: 2.0, REDUCE: 0.0, UPDATE: 0.0}
 
 
-def order_tasks(
-    plan: Plan,
-    graph: StepGraph,
-    groups: Sequence[Group],
-) -> tuple[Task, ...]:
+def order_tasks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> tuple[Task, ...]:
     """One total order in which to dispatch a step's tasks; a resource runs its part of it in order.
 
     List scheduling as if a backward cost two forwards: a free resource

@@ -38,10 +38,7 @@ from tests.rows import group_of_rows
 MODEL = wan.build("nano+wan-nano")
 SHAPES = {"llm": Shape(2, 64), "generator": Shape(2, 96)}
 LAYOUTS = {  # see `graph_plan`
-    "one device": {
-        "llm": [(4, 0)],
-        "generator": [(2, 0)],
-    },
+    "one device": {"llm": [(4, 0)], "generator": [(2, 0)]},
     "apart": {
         "llm": [(1, 0, (1, 1, 1), "segment"), (4, 1)],
         "generator": [(1, 2, (1, 1, 1), "layers"), (2, 3, (1, 1, 1), "dots")],

@@ -68,10 +68,7 @@ def test_sends_are_what_arrives_after_its_task_has_ended():
     below = Calibration({THERE: [1.0], BACK: [2.0]}, {THERE: [1.0], BACK: [2.0], LLM: [4.25]})
     above = Calibration({LLM: [4.0]}, {THERE: [1.5], BACK: [0.0], LLM: [4.0]})
     found = merged(PLAN.layout, [below, above], one_at_a_time=False)
-    sends = {
-        SendId("v0", "l0", ROWS, FORWARD): 0.5,
-        SendId("v0", "l0", ROWS, BACKWARD): 0.25,
-    }
+    sends = {SendId("v0", "l0", ROWS, FORWARD): 0.5, SendId("v0", "l0", ROWS, BACKWARD): 0.25}
     assert found == prices({THERE: 1.0, BACK: 2.0, LLM: 4.0}, {}, sends)
     awaited = merged(PLAN.layout, [below, above], one_at_a_time=True)
     assert awaited == prices({THERE: 1.5, BACK: 2.0, LLM: 4.25})

@@ -13,15 +13,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.pipeline import communicator
-from dflop_jax.pipeline.communicator import (
-    Route,
-    find_route,
-    move,
-    pieces_of,
-    place,
-    send,
-    zeros,
-)
+from dflop_jax.pipeline.communicator import Route, find_route, move, pieces_of, place, send, zeros
 from dflop_jax.pipeline.exchange import Exchange
 
 # (first device, (stage, data, model), dims' axes)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.periods import loops_over
+from dflop_jax.pipeline.pieces import loops_over
 
 
 def least(kinds):

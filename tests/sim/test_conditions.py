@@ -8,30 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    NO_GROUP,
-    REDUCE,
-    RETURN,
-    SEND,
-    SendId,
-    Task,
-)
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, RETURN, SEND, SendId, Task
 from dflop_jax.sim.pipeline import Noise, simulate_schedules, simulate_step
 from dflop_jax.tasks.graph import resources, step_graph
 from dflop_jax.tasks.order import order_tasks
-from tests.sim.cases import (
-    ONE,
-    TWO,
-    batch,
-    chain,
-    graph,
-    names,
-    prices,
-    random_case,
-    same_prices,
-)
+from tests.sim.cases import ONE, TWO, batch, chain, graph, names, prices, random_case, same_prices
 
 
 def crossing(plan, schedule, before, after):
@@ -46,14 +27,12 @@ def crossing(plan, schedule, before, after):
     return SendId(low.segment, high.segment, shape, before.direction)
 
 
-def longest_paths(plan, schedule, priced, trainable):
+def longest_paths(plan, schedule, priced, order, graph):
     """Start and end of every task by relaxing all edges until nothing moves.
 
     Nodes are tasks and, for each edge between tasks of groups on different submeshes, the send
     upon it; edges are dependencies and, per resource and link, the dispatch order.
     """
-    graph = step_graph(plan.layout, schedule.groups, trainable)
-    order = order_tasks(plan, graph, schedule.groups)
     resource, submesh = resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
     long, edges, turns = {}, [], defaultdict(list)
     for task in order:
@@ -92,13 +71,33 @@ def spans_of(trace):
     }
 
 
+def random_order(rng, graph):
+    """Any order that the graph allows."""
+    waiting = {t: len(graph.waits_for[t]) for t in graph.tasks}
+    ready, order = [t for t, n in waiting.items() if n == 0], []
+    while ready:
+        task = ready.pop(int(rng.integers(0, len(ready))))
+        order.append(task)
+        for t in (graph.tasks[i] for i in graph.followers[graph.place[task]]):
+            waiting[t] -= 1
+            ready += [t] if waiting[t] == 0 else []
+    return tuple(order)
+
+
 def test_sends_and_tasks_take_the_longest_path():
+    """With cores for all; where the schedule has an order of its own, it is followed."""
     rng = np.random.default_rng(0)
     sent = 0
-    for _ in range(80):
-        plan, schedule, priced, trainable = random_case(rng, sends=True)
+    for _ in range(120):
+        plan, schedule, priced, trainable = random_case(rng, sends=True, concurrency=99.0)
+        graph = step_graph(plan.layout, schedule.groups, trainable)
+        order = order_tasks(plan, graph, schedule.groups)
+        if rng.random() < 0.5:
+            order = random_order(rng, graph)
+            schedule = replace(schedule, order=order)
         trace = simulate_step(plan, schedule, priced, trainable)
-        assert spans_of(trace) == longest_paths(plan, schedule, priced, trainable)
+        assert trace.step == schedule.step
+        assert spans_of(trace) == longest_paths(plan, schedule, priced, order, graph)
         sent += len(trace.events) - len(spans_of(trace))
     assert sent > 500
 

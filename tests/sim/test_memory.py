@@ -7,36 +7,13 @@ import numpy as np
 import pytest
 
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    SEND,
-    Event,
-    LayerTiming,
-    Trace,
-)
-from dflop_jax.sim.memory import (
-    ByteTable,
-    byte_table,
-    memory_of_run,
-    memory_over_time,
-    peak_bytes,
-)
+from dflop_jax.records import BACKWARD, FORWARD, SEND, Event, LayerTiming, Trace
+from dflop_jax.sim.memory import ByteTable, byte_table, memory_of_run, memory_over_time, peak_bytes
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import in_flight_limit, links
 from dflop_jax.tasks.order import most_in_flight
 from tests.plans import profile_of
-from tests.sim.cases import (
-    ONE,
-    SHAPES,
-    TWO,
-    batch,
-    chain,
-    graph,
-    names,
-    random_case,
-    same_prices,
-)
+from tests.sim.cases import ONE, SHAPES, TWO, batch, chain, graph, names, random_case, same_prices
 
 
 def at(points, time_s):

@@ -6,28 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    NO_GROUP,
-    REDUCE,
-    UPDATE,
-    Edge,
-    Schedule,
-    Task,
-)
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Edge, Schedule, Task
 from dflop_jax.sim.pipeline import simulate_schedules, simulate_step
-from dflop_jax.tasks.graph import resources, step_graph
+from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import order_tasks
-from tests.sim.cases import (
-    batch,
-    chain,
-    graph,
-    names,
-    prices,
-    random_case,
-    same_prices,
-)
+from tests.sim.cases import batch, chain, graph, names, prices, random_case, same_prices
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe"])
@@ -70,45 +53,6 @@ def test_two_modules_that_read_one_both_send_it_their_gradient():
 
 def spans_of(trace):
     return {Task(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in trace.events}
-
-
-def replay(plan, schedule, priced, order, graph):
-    """Unlimited cores: fixed point of start = max(end of inputs, end of the one before)."""
-    resource = resources(plan.layout)
-    where = {s.name: resource[s.submesh] for s in plan.layout.segments}
-    free, end, spans = {}, {}, {}
-    for t in order:  # in list order all inputs are known already
-        start = max([free.get(where[t.segment], 0.0), *(end[d] for d in graph.waits_for[t])])
-        end[t] = free[where[t.segment]] = start + priced.task_s(plan.layout, schedule, t)
-        spans[t] = (start, end[t])
-    return spans
-
-
-def random_order(rng, graph):
-    """Any order that the graph allows."""
-    waiting = {t: len(graph.waits_for[t]) for t in graph.tasks}
-    ready, order = [t for t, n in waiting.items() if n == 0], []
-    while ready:
-        task = ready.pop(int(rng.integers(0, len(ready))))
-        order.append(task)
-        for t in (graph.tasks[i] for i in graph.followers[graph.place[task]]):
-            waiting[t] -= 1
-            ready += [t] if waiting[t] == 0 else []
-    return tuple(order)
-
-
-def test_enough_cores_equal_the_replay():
-    rng = np.random.default_rng(0)
-    for _ in range(150):
-        plan, schedule, priced, trainable = random_case(rng, concurrency=99.0)
-        graph = step_graph(plan.layout, schedule.groups, trainable)
-        order = order_tasks(plan, graph, schedule.groups)
-        if rng.random() < 0.5:  # an order of the schedule's own is followed
-            order = random_order(rng, graph)
-            schedule = replace(schedule, order=order)
-        trace = simulate_step(plan, schedule, priced, trainable)
-        assert trace.step == schedule.step
-        assert spans_of(trace) == replay(plan, schedule, priced, order, graph)
 
 
 def test_an_order_that_is_none_of_the_step_is_refused():

@@ -6,23 +6,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflop_jax.records import (
-    BACKWARD,
-    FORWARD,
-    Schedule,
-)
+from dflop_jax.records import BACKWARD, FORWARD, Schedule
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import both_orders, check_order, order_tasks
-from tests.sim.cases import (
-    batch,
-    chain,
-    graph,
-    names,
-    prices,
-    random_case,
-    same_prices,
-)
+from tests.sim.cases import batch, chain, graph, names, prices, random_case, same_prices
 
 
 def test_it_is_the_better_of_two_orders():

@@ -144,9 +144,11 @@ class Pieces:
         self.unrolled = records and segment.unrolls
         plan, wanted = segment.plan, segment.wants_gradient
         self.runs = tuple(_runs(segment))
-        entry_inputs = wanted & set(segment.entry_inputs)
-        entry_trains = segment.trainable & {"entry", adapter_of("entry")}
-        before = entry_inputs or entry_trains if plan.first else "hidden" in wanted
+        of_entry = (
+            wanted & {*segment.entry_inputs},
+            segment.trainable & {"entry", adapter_of("entry")},
+        )
+        before = any(of_entry) if plan.first else "hidden" in wanted
         between = wanted & {name for name, _ in segment.inlets}
         # Whether hidden states get a gradient.
         self.active = bool(before or between or segment.trainable & {*segment.stacked})
@@ -156,7 +158,7 @@ class Pieces:
         if plan.first:
             self._record("entry", params, None, x, fields)
         for kind in dict.fromkeys(segment.chunk_kinds):
-            layer = self._layer(self._stacks(params), kind, 0)
+            layer = self._layer(params, kind, 0)
             self._record(kind, layer, h, x, self._numbered(kind, 0, fields))
         for run in self.runs:
             for name in (*run.taps, *run.inlets):
@@ -179,7 +181,7 @@ class Pieces:
         layer's whole parameters, (its row, what is kept of it))`: (carry, what the visits gave).
         That and `residuals` are lists by layer where layers are unrolled, else lists by loop of
         tuples by layer of the period, stacked as `lax.scan` does it."""
-        every, stacks = self.segment.chunk_kinds, self._stacks(params)
+        every, stacks = self.segment.chunk_kinds, {p: params[p] for p in self.segment.stacked}
         kinds, before = every[run.start : run.stop], Counter(every[: run.start])
         given: dict[int, Any] = {}
         steps = range(len(kinds)) if self.unrolled else range(len(loops_over(kinds)))
@@ -254,14 +256,10 @@ class Pieces:
 
     def _layer(self, stacks: Params, kind: str, row: int | Array) -> Params:
         """The parameters of a layer of the stage, gathered where they are split over data ranks."""
-        own = {p: a for p, a in stacks.items() if self.segment.stacked[p] == kind}
+        own = {p: stacks[p] for p, of_kind in self.segment.stacked.items() if of_kind == kind}
         layer = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, 0, keepdims=False), own)
         cuts = held_cuts(self.segment)
         return shards.gather(self.segment.mesh, {part: cuts[part] for part in layer}, layer)
-
-    def _stacks(self, params: Params) -> Params:
-        """The stacked parts."""
-        return {p: a for p, a in params.items() if p in self.segment.stacked}
 
     def _numbered(self, kind: str, row: int | Array, fields: Tree) -> Tree:
         """The fields that a layer in a row of the stage's stack reads."""

@@ -54,10 +54,10 @@ class Averaged:
     def init(self, params: Tree) -> Tree:
         return {"tx": self.stepping.init(params), AVERAGE: params}
 
-    def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    def update(self, grads: Tree, state: Tree, params: Tree, **more: Any) -> tuple[Tree, Tree]:
         """A parameter that no step changes is its average bit for bit, also where it is infinite,
         as bounds that bound nothing are."""
-        updates, stepped = self.stepping.update(grads, state["tx"], params)
+        updates, stepped = self.stepping.update(grads, state["tx"], params, **more)
 
         def one(old: Array, new: Array) -> Array:
             return jnp.where(old == new, new, new + self.decay * (old - new))

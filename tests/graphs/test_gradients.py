@@ -114,7 +114,7 @@ def oracle(n=8):
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize(
     "layout, fan_in, n_groups, unrolled",
-    [("one device", 1, 2, 8), ("all apart", 1, 3, 0), ("all apart", 3, 2, 0),
+    [("one device", 1, 2, 0), ("all apart", 1, 3, 8), ("all apart", 3, 2, 0),
      ("two ranks each, shared", 2, 2, 0)],
 )  # fmt: skip
 def test_step_equals_plain_computation(layout, fan_in, n_groups, unrolled, monkeypatch):

@@ -18,6 +18,7 @@ from models.llava import build
 from ..checkpoint.checkpoint_cases import reader_of, save, saver_of
 from ..small import Small
 from . import plain
+from .test_kinds import Half
 
 TRAIN = TrainConfig(steps=20, warmup_steps=0, learning_rate=1e-2)
 NANO = build("nano")
@@ -77,7 +78,7 @@ def whole(ex, tree):
 def test_an_average_of_the_parameters_is_kept_evaluated_and_resharded(tmp_path):
     """Against one by hand in float64; of bfloat16 programs it follows the masters."""
     train = dataclasses.replace(TRAIN, ema=0.75, optimizer="lion", learning_rate=3e-3)
-    half = dataclasses.replace(NANO, dtype=jax.numpy.dtype("bfloat16"))
+    half = Half(tied=False, pattern="mg")
     split, other = (executor(*d, m=half, train=train) for d in ((3, 3), (1, 2)))
     try:
         for ex in (split, other):

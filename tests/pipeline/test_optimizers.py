@@ -35,12 +35,13 @@ HEADS = Composed(
     jnp.dtype("float32"),
 )
 DECAY = {"vision": 0.1, "connector": 0.3, "llm": 0.1}
+FACTORS = {"connector": 3.0, "llm": 0.5}  # of the rate that the optimizer has
 
 
 def updates_of(m, plan, name):
     segments = make_segments(m, plan.layout, jax.devices())
     tx = make_optimizer(dataclasses.replace(CONFIG, optimizer=name))
-    return {n: SegmentUpdate(s, tx, 0.0) for n, s in segments.items()}
+    return {n: SegmentUpdate(s, tx, 0.0, FACTORS) for n, s in segments.items()}
 
 
 def random_like(structs, rng, scale):
@@ -75,7 +76,11 @@ def oracle(name, segment, params):
     groups = segment.module.freeze_groups
     made = {
         g: getattr(optax, name)(
-            rate, b1, b2, weight_decay=DECAY[g], mask=lambda p: {k: shrinks[k] for k in p}
+            FACTORS.get(g, 1.0) * rate,
+            b1,
+            b2,
+            weight_decay=DECAY[g],
+            mask=lambda p: {k: shrinks[k] for k in p},
         )
         for g in groups.values()
     }

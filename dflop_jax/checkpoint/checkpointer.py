@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 
 from dflop_jax.checkpoint.state_arrays import StateArray, read_array, specs_of, state_arrays
@@ -49,34 +49,11 @@ def _saved(ex: Executor, segment: str, kind: str) -> Any:
     return ex.state.opt_state[segment]
 
 
-def _is_float(dtype: np.dtype) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
-
-
 def _pieces(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> Iterator[ArrayPiece]:
     """A shard, as boxes of its array."""
     for place, box in a.boxes(index):
         starts, sizes = tuple(b[0] for b in box), [b[1] - b[0] for b in box]
         yield ArrayPiece(a.name, starts, data[place].reshape(sizes))
-
-
-class Copying:
-    """The copy to the host that updates wait for. The executor holds it, so it holds none: with
-    the executor its state goes, which the next one needs the memory of."""
-
-    def __init__(self, waiting: Waiting) -> None:
-        self.done = threading.Event()
-        self.done.set()
-        self.waited_s = 0.0
-        self._waiting = waiting
-
-    def wait(self) -> None:
-        if self.done.is_set():
-            return
-        start = time.perf_counter()
-        with self._waiting():
-            self.done.wait()
-        self.waited_s += time.perf_counter() - start
 
 
 class Checkpointer:
@@ -96,40 +73,43 @@ class Checkpointer:
         keep_every: int = 0,
         waiting: Waiting = nullcontext,
     ):
-        self.folder, self._ex, self._peers = folder, ex, peers
-        self._store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
-        self._arrays = state_arrays(ex)
-        self._specs = specs_of(self._arrays)
-        self._waiting, self._copying = waiting, Copying(waiting)
+        self._ex, self._peers = ex, peers
+        self.store = CheckpointStore(folder, keep=keep, keep_every=keep_every)
+        arrays = state_arrays(ex)
+        self._specs = specs_of(arrays)
+        by_tree = groupby(arrays, key=lambda a: (a.segment, a.kind))
+        self._arrays = {tree: [*of_tree] for tree, of_tree in by_tree}
+        self._waiting = waiting
+        self._copied = copied = threading.Event()
+        self._waits_s = waits_s = list[float]()  # of updates for the copy
         self._thread: threading.Thread | None = None
         self._begun_s = 0.0  # what beginning to save has taken
         self._error: BaseException | None = None
         self.trouble = ""  # why the last save failed, on process 0
-        ex.before_update = self._copying.wait
+        copied.set()
+
+        # Holds no saver, nor does the executor by it, whose state goes with it: the next one needs
+        # the memory.
+        def wait_copied() -> None:
+            if not copied.is_set():
+                start = time.perf_counter()
+                with waiting():
+                    copied.wait()
+                waits_s.append(time.perf_counter() - start)
+
+        ex.before_update = wait_copied
 
     @property
     def stall_s(self) -> float:
         """What saving has kept training waiting."""
-        return self._begun_s + self._copying.waited_s
+        return self._begun_s + sum(self._waits_s)
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is under way, which the next one would wait for."""
         return self._thread is not None and self._thread.is_alive()
 
-    def folder_of(self, step: int) -> Path:
-        """Where the checkpoint after `step` steps is."""
-        return self._store.folder(step)
-
-    def steps(self) -> tuple[int, ...]:
-        """See `CheckpointStore.steps`."""
-        return self._store.steps()
-
     # ---- saving ----
-
-    def keep_best(self, step: int | None) -> None:
-        """Keep the checkpoint of this step, and no longer the one that was the best before."""
-        self._store.best = step
 
     def save(self, step: int, meta: Future[Mapping[str, Any]]) -> None:
         """Begin to save the state after `step` steps; returns at once.
@@ -141,7 +121,7 @@ class Checkpointer:
         self.wait()
         self.trouble = ""
         held = list(self._local_shards())
-        self._copying.done.clear()
+        self._copied.clear()
         self._thread = threading.Thread(
             target=self._run, args=(held, step, meta), name="checkpoint", daemon=True
         )
@@ -163,7 +143,7 @@ class Checkpointer:
 
     def _local_shards(self) -> Iterator[tuple[StateArray, Any]]:
         """What this process saves: of each leaf its shards, one of each set of replicas."""
-        for (segment, kind), arrays in self._by_tree().items():
+        for (segment, kind), arrays in self._arrays.items():
             leaves = jax.tree.leaves(_saved(self._ex, segment, kind))
             for a in arrays:
                 for shard in leaves[a.leaf].addressable_shards if a.saves else ():
@@ -179,56 +159,45 @@ class Checkpointer:
                 pieces = [p for a, s in held for p in _pieces(a, s.index, np.array(s.data))]
                 held.clear()
             finally:
-                self._copying.done.set()
-            self._write(step, pieces, meta)
+                self._copied.set()
+            self.trouble = self._write(step, pieces, meta)
+            if self.trouble:
+                log.warning("no checkpoint after step %d: %s", step, self.trouble)
         except RunFailed:
             pass  # the main thread meets it too
         except BaseException as e:
             self._error = e
 
-    def _write(self, step: int, pieces: list[ArrayPiece], meta: Future[Mapping[str, Any]]) -> None:
-        key, ready, trouble = f"checkpoint/{step}", b"", ""
-        if self._peers.is_hub:
+    def _write(self, step: int, pieces: list[ArrayPiece], meta: Future[Mapping[str, Any]]) -> str:
+        """Write on all processes, commit on process 0; there it is returned why that failed, of the
+        first process that did, "" where none did."""
+        key, peers, trouble = f"checkpoint/{step}", self._peers, ""
+        if peers.is_hub:
             try:
-                self._store.prepare(step)
-                ready = b"ready"
+                self.store.prepare(step)
             except (OSError, ValueError) as e:
                 trouble = str(e)
-        if not self._peers.broadcast(f"{key}/begin", ready):
-            return self._report(step, trouble)
-        parts, trouble = self._written(key, step, pieces)
-        if not self._peers.is_hub:
-            return None
-        known = meta.result()
-        try:
-            if not trouble:
-                self._store.commit(step, list(self._specs.values()), parts, known)
-                return None
-            self._store.discard(step)
-        except OSError as e:
-            trouble = trouble or str(e)
-        return self._report(step, trouble)
-
-    def _written(
-        self, key: str, step: int, pieces: list[ArrayPiece]
-    ) -> tuple[list[WrittenPart], str]:
-        """Write on all processes; on process 0 what all have written, and why the first of those
-        failed that did."""
+        if peers.broadcast_record(f"{key}/begin", trouble, str):
+            return trouble
         part: WrittenPart | None = None
-        trouble = ""
         try:
-            specs = list(self._specs.values())
-            part = self._store.write(step, specs, pieces, self._peers.process)
+            part = self.store.write(step, self._specs, pieces, peers.process)
         except OSError as e:
             trouble = str(e) or type(e).__name__
-        written = self._peers.gather(f"{key}/part", msgspec.json.encode((part, trouble)))
-        both = [msgspec.json.decode(v, type=tuple[WrittenPart | None, str]) for v in written]
-        return [p for p, _ in both if p], next((why for p, why in both if p is None), "")
-
-    def _report(self, step: int, trouble: str) -> None:
-        if self._peers.is_hub:
-            self.trouble = trouble
-            log.warning("no checkpoint after step %d: %s", step, trouble)
+        kind = tuple[WrittenPart | None, str]
+        written = peers.gather_records(f"{key}/part", (part, trouble), kind)
+        if not peers.is_hub:
+            return ""
+        known = meta.result()
+        trouble = next((why for p, why in written if p is None), "")
+        try:
+            if trouble:
+                self.store.discard(step)
+            else:
+                self.store.commit(step, self._specs, [p for p, _ in written], known)
+        except OSError as e:
+            trouble = trouble or str(e)
+        return trouble
 
     # ---- restoring ----
 
@@ -245,7 +214,7 @@ class Checkpointer:
         trouble = ""
         state = self._ex.state
         try:
-            for (segment, kind), arrays in self._by_tree().items():
+            for (segment, kind), arrays in self._arrays.items():
                 if reset_optimizer and kind != "params":
                     continue
                 tree = jax.tree.structure(self._structs(segment, kind))
@@ -253,7 +222,8 @@ class Checkpointer:
                 getattr(state, kind)[segment] = jax.tree.unflatten(tree, leaves)
         except CorruptCheckpoint as e:
             trouble = str(e)
-        if worst := self._peers.first_text(f"restored/{reader.step}", trouble):
+        every = self._peers.all_gather(f"restored/{reader.step}", trouble, str)
+        if worst := next(filter(None, every), ""):
             raise CorruptCheckpoint(worst)
         # Only now that all have read theirs: the pieces of several processes may be gathered.
         for segment in self._ex.trainable:
@@ -273,35 +243,26 @@ class Checkpointer:
             return initial_structs(programs.segments[segment])
         return programs.updates[segment].state_structs
 
-    def _by_tree(self) -> dict[tuple[str, str], list[StateArray]]:
-        by_tree: dict[tuple[str, str], list[StateArray]] = {}
-        for a in self._arrays:
-            by_tree.setdefault((a.segment, a.kind), []).append(a)
-        return by_tree
-
     def _check(self, reader: CheckpointReader, prefix: str) -> None:
         """That what is read, all whose name begins so, fits."""
         where = f"checkpoint of step {reader.step}"
         wanted = {n: s for n, s in self._specs.items() if n.startswith(prefix)}
+        there = {n for n in reader.specs if n.startswith(prefix)}
+        for name in sorted(there ^ wanted.keys()):
+            has = f"has {name}, this run has not" if name in there else f"has no {name}"
+            raise ValueError(
+                f"{where} {has}: it is of another model, optimizer or choice of frozen parts; use "
+                "the same, --reset-optimizer, or start a new run"
+            )
         for name, spec in wanted.items():
-            known = reader.specs.get(name)
-            if known is None:
-                raise ValueError(
-                    f"{where} has no {name}: it is of another model, optimizer or choice of frozen "
-                    "parts; use the same, --reset-optimizer, or start a new run"
-                )
+            known = reader.specs[name]
             dtypes = known.numpy_dtype, spec.numpy_dtype
             # What did not train may have been held in another precision.
-            rounded = name.startswith("params/") and all(map(_is_float, dtypes))
+            floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+            rounded = name.startswith("params/") and floats
             if known.shape != spec.shape or not (rounded or dtypes[0] == dtypes[1]):
                 raise ValueError(
                     f"{where} has {name} as {known.dtype}{list(known.shape)}, this run needs "
                     f"{spec.dtype}{list(spec.shape)}; it is of another model: use the same, or "
                     "start a new run"
                 )
-        there = {n for n in reader.specs if n.startswith(prefix)}
-        for name in sorted(there - wanted.keys()):
-            raise ValueError(
-                f"{where} has {name}, this run has not: it is of another model, optimizer or "
-                "choice of frozen parts; use the same, --reset-optimizer, or start a new run"
-            )

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import weakref
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
+from numpy.lib.array_utils import byte_bounds
 
 from dflop_jax.checkpoint.format import (
     BLOCK_BYTES,
     MARKER,
     CorruptCheckpoint,
-    Index,
     Manifest,
     StoredPiece,
     WrittenPart,
@@ -25,10 +25,7 @@ from dflop_jax.checkpoint.format import (
     process_file,
     storage_errors,
 )
-from dflop_jax.checkpoint.layout import intersect, is_inside, split_box
 
-RUN_BYTES = 8 << 20  # about the most that is read at once: gaps wider than this are not read
-CACHED_BLOCKS = 32  # of files, of BLOCK_BYTES each: small arrays share one
 OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
 
 
@@ -36,25 +33,20 @@ class CheckpointReader:
     """A committed checkpoint: `step`, `meta`, `specs` by name, and `read`. Threads may share it."""
 
     def __init__(self, folder: Path, manifest: Manifest):
-        self.step, self.meta, self.specs = manifest.step, manifest.meta, manifest.specs
+        self.step, self.meta = manifest.step, manifest.meta
+        self.specs = {spec.name: spec for spec in manifest.arrays}
         self._folder = folder
         self._pieces: dict[str, list[tuple[int, StoredPiece]]] = {n: [] for n in self.specs}
         for part in manifest.parts:
             for piece in part.pieces:
                 self._pieces[piece.name].append((part.process, piece))
         parts = {p.process: p for p in manifest.parts}
-        # What stands before the pieces is for other programs; it is checked once all the same.
-        self._unchecked_bytes = {
-            p.process: min(piece.offset_bytes for piece in p.pieces)
-            for p in manifest.parts
-            if p.pieces
-        }
 
         @lru_cache(OPEN_FILES)
         def opened(process: int) -> _OpenFile:
             return _OpenFile(process_file(folder, process), parts[process])
 
-        self._block = lru_cache(CACHED_BLOCKS)(lambda process, n: opened(process).block(n))
+        self._opened = opened
 
     def __str__(self) -> str:
         """Where it is."""
@@ -64,55 +56,28 @@ class CheckpointReader:
         """The box of `shape` elements at `start` of an array, from the pieces that overlap it.
 
         Raises:
-          ValueError: no such array, or the box leaves it.
           CorruptCheckpoint: naming a file that is missing, truncated or damaged.
           StorageError: a file may not be read.
         """
-        spec = self.specs.get(name)
-        if spec is None:
-            raise ValueError(f"{self._folder}: has no array {name}")
-        if not is_inside(start, shape, spec.shape):
-            raise ValueError(
-                f"{self._folder}: array {name} of shape {spec.shape} has no box {tuple(shape)} at"
-                f" {tuple(start)}"
-            )
-        out = np.empty(tuple(shape), spec.numpy_dtype)
+        out = np.empty(tuple(shape), self.specs[name].numpy_dtype)
         try:
             with storage_errors(f"read array {name}", self._folder):
                 for process, piece in self._pieces[name]:
-                    self._read_shared(process, piece, out, tuple(start))
+                    low = np.maximum(start, piece.start)
+                    high = np.minimum(np.add(start, shape), np.add(piece.start, piece.shape))
+                    if (low < high).all():
+                        stored = self._opened(process).box(piece, low, high, out.dtype)
+                        out[_slices(start, low, high)] = stored
         except CorruptCheckpoint:
             if (self._folder / MARKER).exists():
                 raise
             raise CorruptCheckpoint(f"{self._folder}: removed while it was read") from None
         return out
 
-    def _read_shared(self, process: int, piece: StoredPiece, out: np.ndarray, start: Index) -> None:
-        """Read what a piece and the box at `start` share into the box, in runs of stored bytes."""
-        shared = intersect(start, out.shape, piece.start, piece.shape)
-        if shared is None:
-            return
-        strides = [prod(piece.shape[d + 1 :]) * out.itemsize for d in range(out.ndim)]
-        for low, shape in split_box(*shared, strides, RUN_BYTES):
-            first = sum((lo - a) * s for lo, a, s in zip(low, piece.start, strides))
-            n_bytes = sum((n - 1) * s for n, s in zip(shape, strides)) + out.itemsize
-            run = self._read_bytes(process, piece.offset_bytes + first, n_bytes)
-            box: Any = tuple(slice(lo - s, lo - s + n) for lo, s, n in zip(low, start, shape))
-            out[(*box, ...)] = as_strided(run.view(out.dtype), shape, strides)
 
-    def _read_bytes(self, process: int, offset: int, n_bytes: int) -> np.ndarray:
-        """uint8[n_bytes] of the file that a process wrote."""
-        for start in range(0, self._unchecked_bytes[process], BLOCK_BYTES):
-            self._block(process, start // BLOCK_BYTES)
-        self._unchecked_bytes[process] = 0
-        data = np.empty(n_bytes, np.uint8)
-        done = 0
-        while done < n_bytes:
-            block, start = divmod(offset + done, BLOCK_BYTES)
-            part = self._block(process, block)[start : start + n_bytes - done]
-            data[done : done + len(part)] = np.frombuffer(part, np.uint8)
-            done += len(part)
-        return data
+def _slices(first: Sequence[int], low: np.ndarray, high: np.ndarray) -> tuple[slice, ...]:
+    """Where a box of an array lies in one that begins at `first`."""
+    return tuple(slice(int(a - f), int(b - f)) for f, a, b in zip(first, low, high, strict=True))
 
 
 class _OpenFile:
@@ -123,26 +88,44 @@ class _OpenFile:
     """
 
     def __init__(self, path: Path, part: WrittenPart):
-        self._path, self._crc32s, self._descriptor = path, part.crc32s, -1
+        self._path, self._crc32s = path, part.crc32s
         with lost_file(path):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self._descriptor)
             size = os.fstat(self._descriptor).st_size
-        if size != part.n_bytes:
-            raise CorruptCheckpoint(f"{path}: has {size} bytes, {part.n_bytes} were written")
+            if size != part.n_bytes:
+                raise CorruptCheckpoint(f"{path}: has {size} bytes, {part.n_bytes} were written")
+            mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(mapped, np.uint8)
+        self._sound: set[int] = set()  # blocks
+        # What stands before the pieces is for other programs; it is checked once all the same.
+        self._check(0, min(p.offset_bytes for p in part.pieces))
 
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+    def box(
+        self, piece: StoredPiece, low: np.ndarray, high: np.ndarray, dtype: np.dtype
+    ) -> np.ndarray:
+        """What a piece holds of its array from `low` up to `high`, checked; CorruptCheckpoint
+        names the file otherwise."""
+        stored = np.ndarray(piece.shape, dtype, self._bytes, piece.offset_bytes)
+        index: Any = (*_slices(piece.start, low, high), ...)  # an array where it has no dims, too
+        part = stored[index]
+        first, stop = byte_bounds(part)
+        begin = byte_bounds(self._bytes)[0]
+        self._check(first - begin, stop - begin)
+        return part
 
-    def block(self, number: int) -> memoryview:
-        """A block that its checksum says is sound; CorruptCheckpoint names the file otherwise."""
-        offset, parts = number * BLOCK_BYTES, list[bytes]()
-        stop = offset + BLOCK_BYTES  # or the end of the file
-        with lost_file(self._path):
-            while part := os.pread(self._descriptor, stop - offset, offset):
-                parts.append(part)
-                offset += len(part)
-        data = b"".join(parts)
-        if zlib.crc32(data) != self._crc32s[number]:
-            raise CorruptCheckpoint(f"{self._path}: damaged (its checksum)")
-        return memoryview(data)
+    def _check(self, first: int, stop: int) -> None:
+        """Compare the blocks of these bytes with their checksums, where they were not before. They
+        are read by a call that fails where the disk does: the mapped memory would end the
+        process."""
+        for number in range(first // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            if number in self._sound:
+                continue
+            offset, crc = number * BLOCK_BYTES, 0
+            end = offset + BLOCK_BYTES  # or that of the file
+            with lost_file(self._path):
+                while data := os.pread(self._descriptor, end - offset, offset):
+                    crc, offset = zlib.crc32(data, crc), offset + len(data)
+            if crc != self._crc32s[number]:
+                raise CorruptCheckpoint(f"{self._path}: damaged (its checksum)")
+            self._sound.add(number)

@@ -13,12 +13,17 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflop_jax.checkpoint.format import (
+    BLOCK_BYTES,
     MANIFEST,
     MARKER,
     ArrayPiece,
@@ -27,17 +32,16 @@ from dflop_jax.checkpoint.format import (
     Manifest,
     OtherVersion,
     StorageError,
+    StoredPiece,
     WrittenPart,
-    by_name,
     decode_manifest,
     encode_manifest,
     lost_file,
     process_file,
+    safetensors_header,
     storage_errors,
 )
-from dflop_jax.checkpoint.layout import check_whole
 from dflop_jax.checkpoint.reader import CheckpointReader
-from dflop_jax.checkpoint.writer import flush, write_part
 
 __all__ = [
     "ArrayPiece",
@@ -65,8 +69,6 @@ class CheckpointStore:
     """
 
     def __init__(self, root: Path, *, keep: int = 3, keep_every: int = 0):
-        if keep < 1:
-            raise ValueError(f"keep={keep} checkpoints; keep at least 1")
         self.root, self.keep, self.keep_every = root, keep, keep_every
         self.best: int | None = None
 
@@ -98,57 +100,53 @@ class CheckpointStore:
           StorageError: the folder cannot be made.
         """
         with storage_errors(f"save checkpoint {step}", self.root):
-            self._refuse_committed(step)
+            if (self.folder(step) / MARKER).exists():
+                raise ValueError(
+                    f"{self.folder(step)}: this checkpoint exists; discard it or use another folder"
+                )
             _remove(self.folder(step))
             self.folder(step).mkdir(parents=True)
             _sync(self.root)
 
     def write(
-        self, step: int, specs: Iterable[ArraySpec], pieces: Iterable[ArrayPiece], process: int
+        self, step: int, specs: Mapping[str, ArraySpec], pieces: Iterable[ArrayPiece], process: int
     ) -> WrittenPart:
-        """Write what this process holds, beside the others; on disk when it returns.
-
-        Needs the specs of its own arrays only. What it wrote is removed when it fails.
+        """Write what this process holds, beside the others; on disk when it returns. `specs` are
+        those of its own arrays at least, by name.
 
         Raises:
-          ValueError: this checkpoint exists, or a piece does not fit its spec.
           StorageError: disk full, no permission and the like.
         """
         path = process_file(self.folder(step), process)
-        try:
-            with storage_errors(f"save checkpoint {step}", self.root):
-                self._refuse_committed(step)
-                return write_part(path, specs, pieces, process)
-        except StorageError:
-            with suppress(OSError):
-                path.unlink()
-            with suppress(OSError):  # the last one out
-                path.parent.rmdir()
-            raise
+        with storage_errors(f"save checkpoint {step}", self.root):
+            return _write_part(path, specs, pieces, process)
 
     def commit(
         self,
         step: int,
-        specs: Iterable[ArraySpec],
+        specs: Mapping[str, ArraySpec],
         parts: Sequence[WrittenPart],
         meta: Mapping[str, Any],
     ) -> Path:
         """Make what the processes wrote a checkpoint, then remove those that are too many.
 
-        `specs` are those of all arrays; `meta` is JSON (it comes back with lists for tuples).
-        Returns the checkpoint's folder; on failure there is no such checkpoint.
+        `specs` are those of all arrays by name; `meta` is JSON (it comes back with lists for
+        tuples). Returns the checkpoint's folder; on failure there is no such checkpoint.
 
         Raises:
-          ValueError: this checkpoint exists, or the parts do not cover every array exactly once.
+          ValueError: the parts do not cover every array exactly once.
           StorageError: as `write`; also when only the removal of old checkpoints failed.
         """
-        known = by_name(specs)
-        check_whole(known, parts)
+        pieces: dict[str, list[StoredPiece]] = {name: [] for name in specs}
+        for piece in (p for part in parts for p in part.pieces):
+            pieces[piece.name].append(piece)
+        for name, spec in specs.items():
+            _check_covered(spec, pieces[name])
+        arrays = tuple(specs[name] for name in sorted(specs))
         ordered = tuple(sorted(parts, key=lambda p: p.process))
-        manifest = encode_manifest(Manifest(step, known, ordered, dict(meta)))
+        manifest = encode_manifest(Manifest(step, arrays, ordered, dict(meta)))
         folder = self.folder(step)
         with storage_errors(f"save checkpoint {step}", self.root):
-            self._refuse_committed(step)
             try:
                 _check_seen(folder, parts)
                 _write_synced(folder / MANIFEST, manifest)
@@ -234,12 +232,6 @@ class CheckpointStore:
             if (aside := re.fullmatch(_ASIDE, name)) and int(aside[1]) <= step:
                 _remove(self.root / name)
 
-    def _refuse_committed(self, step: int) -> None:
-        if (self.folder(step) / MARKER).exists():
-            raise ValueError(
-                f"{self.folder(step)}: this checkpoint exists; discard it or use another folder"
-            )
-
 
 def _firsts(steps: Iterable[int], every: int) -> set[int]:
     """The first of the steps in every full `every`: those below the first multiple do not count.
@@ -251,6 +243,58 @@ def _firsts(steps: Iterable[int], every: int) -> set[int]:
     return {step for n, step in first.items() if n}
 
 
+def _write_part(
+    path: Path, specs: Mapping[str, ArraySpec], pieces: Iterable[ArrayPiece], process: int
+) -> WrittenPart:
+    """Write the file of the pieces that a process holds, and fsync; without pieces there is none.
+    Returns what process 0 is told of it.
+
+    The order is that of (name, start), whatever the order given, so the bytes are the same. Pieces
+    without elements have no place.
+    """
+    ordered = sorted((p for p in pieces if p.array.size), key=lambda p: (p.name, p.start))
+    header = b""
+    if ordered:  # its length does not depend on where the pieces begin
+        header = safetensors_header(specs, _stored(ordered, 0))
+    crc32s: list[int] = []
+    if ordered:
+        with path.open("wb") as out:
+            for block in _blocks(header, ordered, crc32s):
+                out.write(block)
+            out.flush()
+            os.fsync(out.fileno())
+    n_bytes = len(header) + sum(p.array.nbytes for p in ordered)
+    stored = tuple(_stored(ordered, len(header)))
+    return WrittenPart(process, n_bytes, tuple(crc32s), stored)
+
+
+def _stored(pieces: Iterable[ArrayPiece], offset: int) -> Iterator[StoredPiece]:
+    """Where the pieces lie, of which the first begins at an offset."""
+    for p in pieces:
+        yield StoredPiece(p.name, tuple(map(int, p.start)), p.array.shape, offset)
+        offset += p.array.nbytes
+
+
+def _blocks(header: bytes, pieces: Sequence[ArrayPiece], crc32s: list[int]) -> Iterator[memoryview]:
+    """Header and pieces in C order, no part of more than a block; the CRC-32 of each block is added
+    to `crc32s`."""
+    crc, used = 0, 0
+    for left in (memoryview(header), *(_bytes_of(p.array) for p in pieces)):
+        while left:
+            now, left = left[: BLOCK_BYTES - used], left[BLOCK_BYTES - used :]
+            yield now
+            crc, used = zlib.crc32(now, crc), used + len(now)
+            if used == BLOCK_BYTES:
+                crc32s.append(crc)
+                crc, used = 0, 0
+    if used:
+        crc32s.append(crc)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
 def _marker(manifest: bytes) -> bytes:
     return f"sha256 {hashlib.sha256(manifest).hexdigest()} {MANIFEST}\n".encode()
 
@@ -258,6 +302,25 @@ def _marker(manifest: bytes) -> bytes:
 def _read_file(path: Path) -> bytes:
     with lost_file(path):
         return path.read_bytes()
+
+
+def _check_covered(spec: ArraySpec, pieces: Sequence[StoredPiece]) -> None:
+    """Count the pieces that cover each cell of the grid that all their edges make."""
+    edges = []
+    for d, n in enumerate(spec.shape):
+        inner = (edge for p in pieces for edge in (p.start[d], p.start[d] + p.shape[d]))
+        edges.append(np.unique([0, n, *inner]))
+    count = np.zeros([len(e) - 1 for e in edges], np.int32)
+    for p in pieces:
+        low = (np.searchsorted(e, s) for e, s in zip(edges, p.start))
+        high = (np.searchsorted(e, s + n) for e, s, n in zip(edges, p.start, p.shape))
+        count[tuple(map(slice, low, high))] += 1
+    if (count != 1).any():
+        volume = reduce(np.multiply.outer, map(np.diff, edges), np.ones((), np.int64))
+        raise ValueError(
+            f"array {spec.name}: of its {volume.sum()} elements no process wrote "
+            f"{volume[count == 0].sum()}, and several wrote {volume[count > 1].sum()}"
+        )
 
 
 def _check_seen(folder: Path, parts: Iterable[WrittenPart]) -> None:
@@ -275,7 +338,8 @@ def _check_seen(folder: Path, parts: Iterable[WrittenPart]) -> None:
 def _write_synced(path: Path, data: bytes) -> None:
     with path.open("wb") as f:
         f.write(data)
-        flush(f)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def _sync(folder: Path) -> None:

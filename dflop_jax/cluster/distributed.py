@@ -293,8 +293,7 @@ def _introduce(group: ProcessGroup, processes: Processes, wait_s: float) -> None
             here, there = host_of(link.getsockname()), host_of(link.getpeername())
             if here != there and not is_loopback(there):
                 mine = msgspec.structs.replace(mine, host=here, hub=there)
-    rows = group.all_gather("hello", msgspec.json.encode(mine))
-    hellos = [msgspec.json.decode(row, type=_Hello) for row in rows]
+    hellos = group.all_gather("hello", mine, _Hello)
     for p, hello in enumerate(hellos):
         if hello.run != hellos[0].run:
             raise ValueError(

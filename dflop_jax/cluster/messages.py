@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -179,25 +179,24 @@ class ProcessGroup:
             self._ask(key, "delete", name)
         return [values[p] for p in range(self.count)]
 
-    def all_gather(self, key: str, value: bytes, *, step: int | None = None) -> list[bytes]:
-        """Return the values of all processes, in order, on every process."""
-        gathered = msgspec.msgpack.encode(self.gather(key, value, step=step))
-        return msgspec.msgpack.decode(self.broadcast(key, gathered, step=step), type=list[bytes])
+    def broadcast_record(self, key: str, record: Any, kind: Any, *, step: int | None = None) -> Any:
+        """Return process 0's `record`, of a type that msgspec knows, on every process."""
+        data = msgspec.msgpack.encode(record) if self.is_hub else None
+        return msgspec.msgpack.decode(self.broadcast(key, data, step=step), type=kind)
 
-    def sums(self, key: str, values: Sequence[float], *, step: int | None = None) -> list[float]:
-        """Return the sums of all processes' values on every process."""
-        # Not as JSON, which has no number for what is not finite.
-        gathered = self.all_gather(key, msgspec.msgpack.encode(list(values)), step=step)
-        rows = [msgspec.msgpack.decode(v, type=list[float]) for v in gathered]
-        return [sum(column) for column in zip(*rows, strict=True)]
+    def gather_records(self, key: str, record: Any, kind: Any, *, step: int | None = None) -> list:
+        """Return the records of all processes, in order, on process 0; [] on others."""
+        values = self.gather(key, msgspec.msgpack.encode(record), step=step)
+        return [msgspec.msgpack.decode(v, type=kind) for v in values]
 
-    def first_text(self, key: str, text: str) -> str:
-        """Return the text of the first process that gives one, on every process; "" if none."""
-        return next((t.decode() for t in self.all_gather(key, text.encode()) if t), "")
+    def all_gather(self, key: str, record: Any, kind: Any, *, step: int | None = None) -> list:
+        """Return the records of all processes, in order, on every process."""
+        every = self.gather_records(key, record, kind, step=step)
+        return self.broadcast_record(key, every, list[kind], step=step)
 
     def barrier(self, key: str) -> None:
         """Wait until every process is here."""
-        self.all_gather(key, b"")
+        self.all_gather(key, None, None)
 
     def statuses(self) -> dict[int, bytes]:
         """On process 0: the newest status of each process that has sent one."""

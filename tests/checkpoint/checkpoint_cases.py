@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer, StateArray, state_arrays
-from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.communicator import place, zeros
@@ -99,7 +98,7 @@ def save(saver: Checkpointer, step: int, meta=None) -> None:
 
 
 def reader_of(saver: Checkpointer, step: int):
-    return CheckpointStore(saver.folder).open(step)
+    return saver.store.open(step)
 
 
 def fill(ex: Executor, seed: int) -> None:

@@ -19,9 +19,9 @@ DTYPES += ["float8_e4m3fn"]
 
 @dataclass(frozen=True)
 class Case:
-    """Arrays, their specs, and the pieces of each process."""
+    """Arrays, their specs by name, and the pieces of each process."""
 
-    specs: list[ArraySpec]
+    specs: dict[str, ArraySpec]
     arrays: dict[str, np.ndarray]
     pieces: list[list[ArrayPiece]]
 
@@ -51,12 +51,12 @@ def random_case(
 ) -> Case:
     """Dims of 0 to `most`; pieces in random order, each with one random process."""
     rng = np.random.default_rng(seed)
-    case = Case([], {}, [[] for _ in range(n_processes)])
+    case = Case({}, {}, [[] for _ in range(n_processes)])
     for n in range(n_arrays):
         shape = tuple(int(rng.integers(0, most + 1)) for _ in range(rng.choice(ranks)))
         spec = ArraySpec(f"params/{n}", shape, str(rng.choice(DTYPES)))
         array = random_array(rng, shape, spec.dtype)
-        case.specs.append(spec)
+        case.specs[spec.name] = spec
         case.arrays[spec.name] = array
         for low, high in cut(rng, [0] * len(shape), list(shape)):
             piece = ArrayPiece(spec.name, tuple(low), array[(*map(slice, low, high), ...)])
@@ -69,7 +69,13 @@ def random_case(
 def vector(n: int = 8, *, first: int = 0) -> Case:
     """Array "a", float32[n], on one process."""
     array = np.arange(first, first + n, dtype=np.float32)
-    return Case([ArraySpec("a", (n,), "float32")], {"a": array}, [[ArrayPiece("a", (0,), array)]])
+    return alone("a", array)
+
+
+def alone(name: str, array: np.ndarray) -> Case:
+    """One array, on one process."""
+    spec = ArraySpec(name, array.shape, array.dtype.name)
+    return Case({name: spec}, {name: array}, [[ArrayPiece(name, (0,) * array.ndim, array)]])
 
 
 def save(store: CheckpointStore, step: int, case: Case, meta: dict[str, Any] | None = None) -> Path:
@@ -113,4 +119,5 @@ def save_with_small_files_allowed(root: Path, most_bytes: int, answer: Connectio
     try:
         save(store, 2, random_case(2, most=40, ranks=(2,)))
     except OSError as e:
+        store.discard(2)  # as process 0 does
         answer.send((type(e).__name__, e.errno, str(e)))

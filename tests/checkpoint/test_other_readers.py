@@ -11,10 +11,18 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from dflop_jax.checkpoint import writer as store_writer
+from dflop_jax.checkpoint import store as store_writer
 from dflop_jax.checkpoint.format import SAFETENSORS
 from dflop_jax.checkpoint.store import ArrayPiece, ArraySpec, CheckpointStore
-from tests.checkpoint.store_cases import Case, assert_holds, random_array, random_case, same, save
+from tests.checkpoint.store_cases import (
+    Case,
+    alone,
+    assert_holds,
+    random_array,
+    random_case,
+    same,
+    save,
+)
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text()
 (READER,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
@@ -53,8 +61,7 @@ def test_numpy_alone_reads_every_leaf(store, seed):
 
 def test_numpy_alone_reads_a_file_of_several_blocks(store):
     array = np.arange(900_000, dtype=np.float32)  # 3.4 MiB
-    spec, piece = ArraySpec("x", array.shape, "float32"), ArrayPiece("x", (0,), array)
-    folder = save(store, 1, Case([spec], {"x": array}, [[piece]]))
+    folder = save(store, 1, alone("x", array))
     (part,) = json.loads((folder / "manifest.json").read_text())["parts"]
     assert len(part["crc32s"]) == 4
     assert same(read_as_documented(folder)["x"], array)
@@ -116,7 +123,7 @@ def test_safetensors_reads_every_file(store, seed):
 def test_what_one_process_holds_whole_has_its_plain_name(store):
     rng = np.random.default_rng(0)
     arrays = {"params/a/kernel": random_array(rng, (3, 4), "int32"), "count": np.array(7)}
-    specs = [ArraySpec(n, a.shape, a.dtype.name) for n, a in arrays.items()]
+    specs = {n: ArraySpec(n, a.shape, a.dtype.name) for n, a in arrays.items()}
     pieces = [ArrayPiece(n, (0,) * a.ndim, a) for n, a in arrays.items()]
     folder = save(store, 1, Case(specs, arrays, [pieces]))
     loaded = safetensors.numpy.load_file(folder / "process-00000")

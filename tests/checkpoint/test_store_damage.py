@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint import reader as store_reader
-from dflop_jax.checkpoint import writer as store_writer
+from dflop_jax.checkpoint import store as store_writer
 from dflop_jax.checkpoint.store import (
     CheckpointReader,
     CheckpointStore,

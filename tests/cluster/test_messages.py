@@ -47,15 +47,12 @@ def test_gather_gives_process_0_all_values_in_order(job, n, size):
 
 
 @pytest.mark.parametrize("n", [1, 2, 32])
-def test_sums_are_of_all_values(job, n):
+def test_records_are_gathered_in_order(job, n):
     rows = [[0.1 * p, 1e300, -p, 0.0] for p in range(n)]
-    expected = [sum(column) for column in zip(*rows)]
     made = job(n)
-    assert made.together(lambda g: g.sums("key", rows[g.process])) == [expected] * n
-    assert made.together(lambda g: g.sums("none", [])) == [[]] * n
-    assert made.together(lambda g: g.first_text("text", "ab"[g.process : g.process + 1])) == (
-        ["a"] * n
-    )
+    gathered = made.together(lambda g: g.all_gather("key", rows[g.process], list[float]))
+    assert gathered == [rows] * n
+    assert made.together(lambda g: g.broadcast_record("r", [g.process], list[int])) == [[0]] * n
 
 
 @pytest.mark.parametrize("n", [1, 2, 32])
@@ -90,9 +87,9 @@ def test_messages_of_one_key_keep_their_order(job):
 
 def test_every_call_has_a_key_of_its_own(job):
     made = job(3)
-    made.together(lambda g: [g.sums("same", [1.0]) for _ in range(5)])
+    made.together(lambda g: [g.all_gather("same", 1, int) for _ in range(5)])
     made.together(ProcessGroup.new_run)
-    made.together(lambda g: g.sums("same", [1.0]))
+    made.together(lambda g: g.all_gather("same", 1, int))
     kept = [k for k in made.service.written if "/broadcast/" in k or "/gather/" in k]
     assert len(kept) == len(set(kept)) == 6 * 3
 
@@ -113,14 +110,14 @@ def test_threads_of_a_process_use_different_keys_at_once(job):
         def talk(name: str) -> list[Any]:
             said: list[Any] = []
             for i in range(20):
-                said.append(group.sums(name, [group.process, i], step=i))
+                said.append(group.all_gather(name, [group.process, i], list[int], step=i))
                 said.append(group.broadcast(name, blob if group.is_hub else None) == blob)
             return said
 
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(talk, ("feed", "steps")))
 
-    expected = [x for i in range(20) for x in ([6, 4 * i], True)]
+    expected = [x for i in range(20) for x in ([[p, i] for p in range(4)], True)]
     assert four.together(run) == [[expected, expected]] * 4
 
 
@@ -326,7 +323,7 @@ def test_two_processes_exchange_messages(pair):
     assert all(p["sizes"] == [0, 1, 1000, BIG] for p in pair)
     assert pair[0]["gathered"] == [["00", "11"]] * 3
     assert pair[1]["gathered"] == [[]] * 3
-    assert all(p["sums"] == [1.0, 3.0] for p in pair)
+    assert all(p["all"] == [0.5, 1.5] for p in pair)
 
 
 def test_two_processes_leave_no_message_with_the_service(pair):
@@ -357,10 +354,10 @@ def main(_: list[str]) -> None:
         [v.decode() for v in group.gather("same", str(group.process).encode() * 2)]
         for _ in range(3)
     ]
-    found["sums"] = group.sums("sums", [group.process, 1.5 + 0 * group.process])
+    found["all"] = group.all_gather("all", group.process + 0.5, float)
     start_s = time.perf_counter()
     for step in range(50):
-        group.sums("small", [0.0], step=step)
+        group.all_gather("small", 0.0, float, step=step)
     found["small_s"] = (time.perf_counter() - start_s) / 50
     start_s = time.perf_counter()
     group.broadcast("big", values[-1] if group.is_hub else None)

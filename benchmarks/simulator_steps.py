@@ -112,7 +112,7 @@ class Watch:
     def _clocks(self) -> tuple[float, float, float]:
         """Seconds of (the clock times the cores, of these idle, of these this run's)."""
         idle_s, cores = math.nan, os.cpu_count() or 1
-        (own_s,) = self._peers.sums("clocks", [time.process_time()])
+        own_s = sum(self._peers.all_gather("clocks", time.process_time(), float))
         if Path("/proc/stat").exists():
             ticks = Path("/proc/stat").read_text().split()[4:6]  # idle, and waiting for disks
             idle_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")

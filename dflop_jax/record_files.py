@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +54,17 @@ def load(kind: type[T], path: str | Path) -> T:
         return from_plain(raw.get("value"), kind)
     except msgspec.ValidationError as e:
         raise ValueError(f"{path}: {e}") from None
+
+
+def load_or_make(kind: type[T], path: Path, make: Callable[[], T]) -> T:
+    """Read a record of a cache; one that is not there, damaged or of another version is made and
+    written."""
+    with suppress(ValueError):
+        return load(kind, path)
+    record = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(record, path)
+    return record
 
 
 def _version(name: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from dflop_jax.cli import main
 from dflop_jax.gpu_compile import chip_profile
-from dflop_jax.train import choice, profiling
+from dflop_jax.train import profiling, ready
 from tests.documents import ROOT, commands
 from tests.front.wrong_lines import careless_folder
 
@@ -40,7 +40,7 @@ def test_commands_come_as_far_as_measuring(tmp_path, monkeypatch, capsys):
     def measured(*args, **kwargs):
         raise _Measured
 
-    for where in (profiling, choice):
+    for where in (profiling, ready):
         monkeypatch.setattr(where, "make_profile", measured)
     monkeypatch.setattr(chip_profile, "predicted_profile", measured)
     careless_folder(tmp_path)

@@ -52,10 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the folder, a matrix of a layer at a time."""
     from dflop_jax.train.exports import beside, check_only_adapters, merged_params
-    from dflop_jax.train.lazy_params import saved_params
-    from dflop_jax.train.load_params import of_newest
-    from dflop_jax.train.meta import frozen_parts
+    from dflop_jax.train.load_params import of_newest, saved_params
     from dflop_jax.train.prepare import trained_model
+    from dflop_jax.train.resume import frozen_parts
     from dflop_jax.weights import AdapterForm, Folder, write_adapter, write_folder
 
     if Path(args.out).exists():

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.records import Link, Plan
     from dflop_jax.train.planning import WhatIf
-    from dflop_jax.train.utilisation import ExpectedRun
+    from dflop_jax.train.step_figures import ExpectedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
-    from dflop_jax.train.utilisation import expected_run
+    from dflop_jax.train.step_figures import expected_run
 
     place, profile = open_place(args, refuse_early(args))
     config = place.config

@@ -19,7 +19,7 @@ from dflop_jax.folders import need_no_log
 from dflop_jax.records import Plan, Profile
 
 if TYPE_CHECKING:
-    from dflop_jax.train.results import FitResult
+    from dflop_jax.train.callbacks import FitResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

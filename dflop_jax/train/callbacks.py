@@ -5,14 +5,61 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dflop_jax.report.metrics import StepMetrics
-from dflop_jax.train.evaluate import Evaluation
 from dflop_jax.train.prepare import imported
-from dflop_jax.train.results import FitResult
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Loss of some held-out samples, nan where no token of theirs is supervised, and mean accuracy
+    of the supervised tokens of the last module with a loss; None where that predicts no tokens."""
+
+    loss: float
+    accuracy: float | None
+
+    def __str__(self) -> str:
+        correct = "" if self.accuracy is None else f", token accuracy {self.accuracy:.3f}"
+        return f"held-out loss {self.loss:.4f}{correct}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`HeldOutLoss` of the held-out samples after `step` steps; `by_source` that of each dataset of
+    a mixture, by its name."""
+
+    step: int
+    loss: float
+    accuracy: float | None
+    by_source: dict[str, HeldOutLoss] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return str(HeldOutLoss(self.loss, self.accuracy))
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """How a run ended.
+
+    Attributes:
+      losses: of the steps that this call ran.
+      evaluation: that of the last step, None without held-out samples.
+      steps_done: steps of the whole run so far.
+      preempted: a signal ended it before its last step; what was reached is saved, where
+        checkpoints are.
+      stopped_by: why a callback ended it before its last step; "" where none did.
+    """
+
+    run_dir: Path
+    losses: tuple[float, ...]
+    evaluation: Evaluation | None
+    compiles_after_warmup: int
+    steps_done: int
+    preempted: bool
+    stopped_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,21 +119,14 @@ class Callbacks:
     """The callbacks of a run that this process calls."""
 
     def __init__(self, all_of_them: Sequence[Callback] = (), *, is_first: bool = True) -> None:
-        self._called = [c for c in all_of_them if is_first or c.everywhere]
-        for c in self._called:
+        self.called = [c for c in all_of_them if is_first or c.everywhere]
+        for c in self.called:
             c._stops_for = ""  # another run's end is none of this one's
-
-    def __bool__(self) -> bool:
-        return bool(self._called)
 
     @property
     def stops_for(self) -> str:
         """Why one of them ends the run; "": none does."""
-        return next((c._stops_for for c in self._called if c._stops_for), "")
-
-    def before_step(self, step: int) -> None:
-        for c in self._called:
-            c.before_step(step)
+        return next((c._stops_for for c in self.called if c._stops_for), "")
 
     def after_step(self, done: StepDone) -> dict[str, float]:
         """What they add to the step's metrics.
@@ -95,7 +135,7 @@ class Callbacks:
           ValueError: something else than numbers by name, or a name of two of them.
         """
         own: dict[str, float] = {}
-        for c in self._called:
+        for c in self.called:
             for name, value in (c.after_step(done) or {}).items():
                 if not isinstance(name, str) or name in own or not _is_number(value):
                     raise ValueError(
@@ -104,18 +144,6 @@ class Callbacks:
                     )
                 own[name] = float(value)
         return own
-
-    def after_evaluation(self, step: int, row: Evaluation) -> None:
-        for c in self._called:
-            c.after_evaluation(step, row)
-
-    def after_save(self, step: int, folder: Path) -> None:
-        for c in self._called:
-            c.after_save(step, folder)
-
-    def at_end(self, result: FitResult) -> None:
-        for c in self._called:
-            c.at_end(result)
 
 
 def _is_number(value: Any) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 
-from dflop_jax.records import Plan, Prices, Trace
-from dflop_jax.report.progress import Progress
+from dflop_jax.records import Prices, Trace
+from dflop_jax.report.row_file import RowFile, read_rows
+from dflop_jax.report.run_folder import SAMPLES
 from dflop_jax.schedule.correction import (
     Correction,
     corrected,
@@ -29,18 +30,25 @@ from dflop_jax.schedule.learnt import (
 )
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.feed import ReadyBatch
-from dflop_jax.train.sample_file import SampleFile
+from dflop_jax.train.ready import ReadyRun
 
 _SAID_S = 5e-5  # a gain below it would be printed as 0.0 ms
 
 
-def take_up(prices: Prices, known: Learnt | None, samples: SampleFile, start: int) -> Learnt:
+def read_samples(rows: RowFile) -> Iterator[StepSample]:
+    """The sampled steps of a run, in the order in which they were added: what its schedules follow
+    beside configuration and data. ValueError names a broken line."""
+    remedy = "remove the line, and schedules of steps that are run anew follow new times"
+    return read_rows(rows.path, StepSample, "a sampled step", remedy)
+
+
+def take_up(prices: Prices, known: Learnt | None, samples: RowFile, start: int) -> Learnt:
     """What is known of these prices before step `start`: what a checkpoint knew (`known`), and the
     samples beyond it. Samples of steps to come under other prices are dropped."""
     key = digest(prices)
     samples.keep(lambda s: s.step < start or s.prices == key)
     begun = known if known and known.prices == key else Learnt(key)
-    return replay(begun, samples.read(), start)
+    return replay(begun, read_samples(samples), start)
 
 
 class Corrector:
@@ -51,24 +59,12 @@ class Corrector:
     decisions this one takes.
 
     Args:
-      prices: as predicted.
-      trainable: names of the segments that train.
-      samples: where they are kept.
+      ready: a run of process 0; its prices are as predicted.
       learnt: what `worker` schedules by (see `learnt.price_changes`).
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        prices: Prices,
-        trainable: Sequence[str],
-        worker: ScheduleWorker,
-        samples: SampleFile,
-        progress: Progress,
-        learnt: Learnt,
-    ):
-        self._plan, self._prices, self._trainable = plan, prices, trainable
-        self._worker, self._samples, self._progress = worker, samples, progress
+    def __init__(self, ready: ReadyRun, worker: ScheduleWorker, learnt: Learnt):
+        self._ready, self._prices, self._worker = ready, ready.prices, worker
         self._learnt = learnt
         self._gain_s = self._overhead_s = 0.0  # of the last full window
         self._spent_s = 0.0  # in this window
@@ -106,7 +102,7 @@ class Corrector:
         state = self._learnt.state
         if self._learnt.monitor.on:
             if self._said is None:
-                self._progress.log(
+                self._ready.progress.log(
                     f"step {step}: task times are sampled, by which schedules are corrected"
                 )
         elif (
@@ -114,7 +110,7 @@ class Corrector:
         ):
             self._said = state
             gain = f"{1e3 * self._gain_s:.1f} ms a step" if self._gain_s >= _SAID_S else "nothing"
-            self._progress.log(
+            self._ready.progress.log(
                 f"step {step}: schedules follow task times that are up to "
                 f"{1 + state.deviation:.2f}x off the predicted ones, which by prediction saves "
                 f"{gain}; sampling took {1e3 * self._overhead_s:.1f} ms a step"
@@ -123,14 +119,15 @@ class Corrector:
     def _sample(self, trace: Trace, batch: ReadyBatch) -> None:
         step, before = batch.step, self._learnt
         started_s = time.perf_counter()
-        plan, prices, trainable = self._plan, self._prices, self._trainable
+        plan, prices, trainable = self._ready.ex.plan, self._prices, self._ready.ex.trainable
         expected = expected_times(plan, batch.schedule, prices, trainable)
         ratios = log_ratios(plan.layout, task_times(trace, batch.schedule), expected)
         state = with_ratios(before.state, ratios)
         first = self._worker.update_prices(corrected(prices, state))
         self._spent_s += time.perf_counter() - started_s
         sample = StepSample(step, first, before.prices, ratios, self._gain_s, self._overhead_s)
-        self._samples.append(sample)
+        assert self._ready.folder is not None
+        self._ready.folder.rows[SAMPLES].append(sample)
         self._learnt = learn(needed_from(before, step), sample)
 
     def _decide(self, batch: ReadyBatch) -> None:

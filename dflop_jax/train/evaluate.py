@@ -4,54 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Sample, Source, make_loader
 from dflop_jax.data.content import counter_of
 from dflop_jax.data.datasets.held_out import shares
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import Load, Plan, Prices, Schedule
+from dflop_jax.records import Load, Plan, Schedule
+from dflop_jax.report.run_folder import read_evaluations
+from dflop_jax.report.spent import EVALUATION
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.schedule.shapes.spare import beyond
-from dflop_jax.train.feed import Packer, ReadyBatch
-from dflop_jax.train.losses import BatchLoss
+from dflop_jax.train.callbacks import Evaluation, HeldOutLoss
+from dflop_jax.train.feed import BatchLoss, Packer, ReadyBatch, shared_schedule
+from dflop_jax.train.ready import ReadyRun
+from dflop_jax.train.step_figures import added
 
 logger = logging.getLogger("dflop_jax.train")
-PACKED_BYTES = 1 << 30  # of held-out batches that stay in host memory between evaluations
-
-
-@dataclass(frozen=True)
-class HeldOutLoss:
-    """Loss of some held-out samples, nan where no token of theirs is supervised, and mean accuracy
-    of the supervised tokens of the last module with a loss; None where that predicts no tokens."""
-
-    loss: float
-    accuracy: float | None
-
-    def __str__(self) -> str:
-        correct = "" if self.accuracy is None else f", token accuracy {self.accuracy:.3f}"
-        return f"held-out loss {self.loss:.4f}{correct}"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """`HeldOutLoss` of the held-out samples after `step` steps; `by_source` that of each dataset of
-    a mixture, by its name."""
-
-    step: int
-    loss: float
-    accuracy: float | None
-    by_source: dict[str, HeldOutLoss] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return str(HeldOutLoss(self.loss, self.accuracy))
+PACKED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -67,17 +41,18 @@ class _Batch:
 
 
 class HeldOut:
-    """Packs the held-out batches and runs them when asked, on all processes together.
+    """Evaluates the held-out samples of a run, all processes together. `row` is the newest
+    evaluation; `best` the step and the loss of the saved one of the lowest, (None, inf) for none.
 
     A batch holds samples of one dataset. Samples that no compiled shape holds are left out, and
-    named. As many packed batches stay as PACKED_BYTES hold on process 0; the others are decoded
-    anew for every evaluation, while the devices run those before.
+    named. Packed batches stay in host memory if PACKED_BYTES of every process hold all of them;
+    else they are decoded anew for every evaluation, while the devices run those before.
     """
 
-    def __init__(
-        self, config: Config, source: Source, ex: Executor, prices: Prices, packer: Packer
-    ):
-        self._ex, self._peers, self._packer = ex, packer.peers, packer
+    def __init__(self, ready: ReadyRun, packer: Packer):
+        source, config = ready.held_out, ready.place.config
+        assert source is not None
+        self._ready, self._packer = ready, packer
         self._loader = make_loader(config, source)
         n = min(config.train.eval_samples or len(source), len(source))
         if n < config.train.eval_samples:
@@ -95,82 +70,99 @@ class HeldOut:
             for first in range(0, len(chosen), size):
                 which = chosen[first : first + size]
                 loads = [counted(source.load(i)) for i in which]
-                schedule = schedule_batch(loads, packer.plan, prices, ex.trainable)
+                solved = None
+                if packer.peers.is_hub:
+                    solved = schedule_batch(loads, packer.plan, ready.prices, ready.ex.trainable)
+                n = len(self._batches)
+                schedule = shared_schedule(packer.peers, "held out", n, solved)
                 places = packer.own(schedule, loads)
                 self._batches.append(_Batch(name, which, loads, schedule, places))
-        self._packed: list[ReadyBatch] = []  # the first batches
-        self._packed_bytes = 0
-        self._room, self._passes = True, 0
-        with closing(self._ready()) as ready:
-            for _ in ready:
-                if not self._room:
-                    break
+        self.best = self._best_so_far()
+        self._packed: list[ReadyBatch] = []  # all, or none
+        self._passes = 0
+        self.row: Evaluation | None = None
 
-    def _ready(self) -> Generator[tuple[str, ReadyBatch], None, None]:
-        """Yield (dataset, packed batch) of all."""
-        for batch, packed in zip(self._batches, self._packed):
-            yield batch.dataset, packed
-        rest = range(len(self._packed), len(self._batches))
-        if not rest:
+    def _best_so_far(self) -> tuple[int | None, float]:
+        """Of the run before this one's first step, where it is to be kept."""
+        ready = self._ready
+        best: tuple[int | None, float] = None, math.inf
+        if ready.folder and ready.place.config.checkpoint.keep_best:
+            saved = {*ready.saver.store.steps()}
+            for row in read_evaluations(ready.folder.path):
+                if row.step in saved and row.loss is not None and row.loss < best[1]:
+                    best = row.step, row.loss
+        return ready.place.peers.broadcast_record("best", best, tuple[int | None, float])
+
+    def run(self, step: int) -> Evaluation:
+        """Evaluate the parameters after `step` steps, all of them finished, and report it."""
+        ready = self._ready
+        with ready.place.time.part(EVALUATION):
+            self.row = row = self._evaluated(step)
+        ready.progress.log(f"after step {step}: {row}")
+        for name, loss in row.by_source.items():
+            ready.progress.log(f"  {name}: {loss}")
+        if ready.folder:
+            ready.folder.append_evaluation(row)
+        for c in ready.callbacks.called:
+            c.after_evaluation(step, row)
+        return row
+
+    def _evaluated(self, step: int) -> Evaluation:
+        """What the current parameters come to, or their average where the run keeps one."""
+        ex, peers = self._ready.ex, self._packer.peers
+        sums: dict[str, list[Mapping[str, float]]] = {}  # by dataset
+        denominators: dict[str, list[Mapping[str, float]]] = {}
+        with closing(self._ready_batches()) as batches, ex.averaged():
+            for of, batch in zip(self._batches, batches, strict=True):
+                result = ex.run_evaluation(batch.schedule, batch.groups).local()
+                sums.setdefault(of.dataset, []).append(result.sums)
+                denominators.setdefault(of.dataset, []).append(batch.loss.denominators)
+        # Who predicts no tokens has none that are correct.
+        parts = peers.gather_records(
+            "evaluated",
+            {n: added(s) for n, s in sums.items()},
+            dict[str, dict[str, float]],
+            step=step,
+        )
+        totals = peers.broadcast_record(
+            "evaluated",
+            {n: added([p[n] for p in parts]) for n in sums},
+            dict[str, dict[str, float]],
+            step=step,
+        )
+        weights, model = {n: added(d) for n, d in denominators.items()}, ex.model
+        whole = _held_out_loss(model, added(totals.values()), added(weights.values()))
+        by_source = {n: _held_out_loss(model, s, weights[n]) for n, s in totals.items() if n}
+        return Evaluation(step, whole.loss, whole.accuracy, by_source)
+
+    def _ready_batches(self) -> Generator[ReadyBatch, None, None]:
+        if self._packed:
+            yield from self._packed
             return
         self._passes += 1
-        key = f"evaluation/{self._passes}/"
+        key, peers = f"evaluation/{self._passes}/", self._packer.peers
+
+        def pack(k: int, samples: dict[int, Sample]) -> ReadyBatch:
+            b = self._batches[k]
+            return self._packer.pack(b.schedule, b.loads, samples, key=key, step=k)
+
         fresh = self._loader.batches(
-            rest,
-            partial(self._pack, key),
+            range(len(self._batches)),
+            pack,
             lambda k: self._batches[k].places,
             lambda k: self._batches[k].indices,
         )
+        packed, n_bytes = list[ReadyBatch](), 0
         try:
-            for k, packed in zip(rest, fresh, strict=True):
-                if self._room:
-                    self._packed_bytes += packed.n_bytes
-                    # As process 0 decides, so that all pack the same batches later.
-                    fits = b"x" if self._packed_bytes <= PACKED_BYTES else b""
-                    self._room = bool(self._peers.broadcast(f"{key}fits", fits, step=k))
-                    if self._room:
-                        self._packed.append(packed)
-                yield self._batches[k].dataset, packed
+            for batch in fresh:
+                n_bytes += batch.n_bytes
+                packed = [*packed, batch] if n_bytes <= PACKED_BYTES else []
+                yield batch
         finally:
-            self._peers.abandon(key)  # the others may have stopped before they sent all
+            peers.abandon(key)  # the others may have stopped before they sent all
             fresh.close()
-
-    def _pack(self, key: str, k: int, samples: dict[int, Sample]) -> ReadyBatch:
-        batch = self._batches[k]
-        return self._packer.pack(batch.schedule, batch.loads, samples, key=key, step=k)
-
-    def run(self, step: int) -> Evaluation:
-        """Evaluate the current parameters, or their average where the run keeps one."""
-        sums_by_source: dict[str, dict[str, float]] = {}
-        denominators: dict[str, dict[str, float]] = {}
-        with closing(self._ready()) as ready, self._ex.averaged():
-            for name, batch in ready:
-                sums = self._ex.run_evaluation(batch.schedule, batch.groups).local().sums
-                sums_by_source[name] = _added([sums_by_source.get(name, {}), sums])
-                before = denominators.get(name, {})
-                denominators[name] = _added([before, batch.loss.denominators])
-        keys = [
-            (name, f"{module}.{what}")
-            for name, modules in denominators.items()
-            for module in modules
-            for what in ("loss_sum", "correct")
-        ]
-        known = [sums_by_source[name].get(k, 0.0) for name, k in keys] + [
-            float(k in sums_by_source[n]) for n, k in keys
-        ]
-        totals = self._peers.sums("evaluated", known, step=step)
-        whole_sums: dict[str, dict[str, float]] = {name: {} for name in sums_by_source}
-        for i, (name, key) in enumerate(keys):
-            if totals[len(keys) + i]:  # who predicts no tokens has none that are correct
-                whole_sums[name][key] = totals[i]
-        model = self._ex.model
-        whole = _held_out_loss(model, _added(whole_sums.values()), _added(denominators.values()))
-        by_source = {
-            name: _held_out_loss(model, sums, denominators[name])
-            for name, sums in whole_sums.items()
-            if name
-        }
-        return Evaluation(step, whole.loss, whole.accuracy, by_source)
+        if not any(peers.all_gather("evaluation fits", n_bytes > PACKED_BYTES, bool)):
+            self._packed = packed
 
 
 def _held(source: Source, chosen: Mapping[str, list[int]], plan: Plan) -> dict[str, list[int]]:
@@ -194,11 +186,10 @@ def held_out_samples(source: Source, n: int, seed: int) -> dict[str, list[int]]:
     by dataset of a mixture in the shares that they have of it, at least one of each where `n`
     suffices; else by ""."""
     part_of = getattr(source, "part_of", None)
-    names = [part_of(i) for i in range(len(source))] if part_of else []
     members: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        members.setdefault(name, []).append(i)
-    if len(members) < 2:
+    for i in range(len(source)):
+        members.setdefault(part_of(i) if part_of else "", []).append(i)
+    if len(members) == 1:
         members = {"": list(range(len(source)))}
     counts = shares([len(m) for m in members.values()], n)
     rng = np.random.default_rng([seed, 3])  # another stream than what draws the records
@@ -219,10 +210,3 @@ def _held_out_loss(
     if f"{list(denominators)[-1]}.correct" in sums:
         accuracy = list(losses.means(sums, "correct").values())[-1]
     return HeldOutLoss(losses.total(sums), accuracy)
-
-
-def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Sums by name."""
-    parts = list(parts)
-    names = dict.fromkeys(n for part in parts for n in part)
-    return {n: sum(part.get(n, 0.0) for part in parts) for n in names}

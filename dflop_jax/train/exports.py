@@ -13,10 +13,9 @@ from dflop_jax.config import Config
 from dflop_jax.config_fields import RATES, named_numbers
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.pipeline.layout import trained_groups
-from dflop_jax.report.run_folder import CHECKPOINTS
-from dflop_jax.train.initial import first_weights, run_and_step
-from dflop_jax.train.lazy_params import computed, saved_params
-from dflop_jax.train.load_params import shapes_of
+from dflop_jax.pipeline.parts import module_structs
+from dflop_jax.train.initial import first_weights, parse_weights
+from dflop_jax.train.load_params import computed, saved_params
 from dflop_jax.train.run_dir import run_config
 from dflop_jax.train.stages import LORA, trained_parts
 from dflop_jax.weights import ModuleParams
@@ -60,9 +59,8 @@ def check_only_adapters(
 def _trained_base(weights: Sequence[str]) -> str:
     """The run, among those whose parameters are `model.weights`, that trained more than adapters;
     "" for none."""
-    for item in weights:
-        run = run_and_step(item.rpartition("=")[2])[0]
-        if not Path(run, CHECKPOINTS).is_dir():
+    for _, _, run, _ in map(parse_weights, weights):
+        if not run:
             continue
         before = run_config(run)
         rates = named_numbers(before.train.learning_rates, RATES)
@@ -80,7 +78,7 @@ def warn_of_adapters(config: Config, model: Any) -> None:
     try:
         check_only_adapters(config, model)
         if hasattr(model, "weights"):
-            shapes = {name: shapes_of(module) for name, module in model.modules.items()}
+            shapes = {name: module_structs(module) for name, module in model.modules.items()}
             adapted_tensors(model.weights, shapes)
     except ValueError as e:
         log.warning("dflop export --adapter will refuse this run: %s", e)

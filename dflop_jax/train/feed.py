@@ -2,43 +2,135 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 
-from dflop_jax.cluster.ending import RunFailed
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Loader, Sample
+from dflop_jax.data.features import features_struct
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_groups
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.profile.needed import PieceFlops
-from dflop_jax.records import Load, Plan, Schedule, from_json, to_json
+from dflop_jax.records import (
+    Load,
+    Plan,
+    Schedule,
+    Shape,
+    crossing,
+    from_json,
+    rank_nodes,
+    to_json,
+)
 from dflop_jax.report.spent import DATA, SAVE, SCHEDULE
 from dflop_jax.report.trace import group_label
 from dflop_jax.schedule.worker import ScheduleWorker
-from dflop_jax.train.losses import BatchLoss, modules_with_loss
-from dflop_jax.train.moved import BatchTraffic, moved
-from dflop_jax.train.step_figures import imbalance
+from dflop_jax.train.step_figures import added, imbalance, most_of
 
+WEIGHTS = "weights"  # the field that a module with a loss reads
 # Keys of what is sent ahead of the steps.
 _FEED = "feed/"
 _SCHEDULE, _BATCH = f"{_FEED}schedule", f"{_FEED}batch"
+
+
+def modules_with_loss(model: MultimodalModel) -> tuple[str, ...]:
+    """Names of the modules that end in a loss, in topological order."""
+    return tuple(
+        name
+        for name, module in model.modules.items()
+        if any(WEIGHTS in names for names in module.inputs.values())
+    )
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a global batch: each module's sum over its denominator, weighted and added up.
+
+    Attributes:
+      denominators: by module with a loss, the sum of its token weights over the whole batch.
+      factors: by the same, what its mean is multiplied by in the sum of all losses.
+    """
+
+    denominators: dict[str, float]
+    factors: dict[str, float]
+
+    @classmethod
+    def of(cls, model: MultimodalModel, denominators: Mapping[str, float]) -> BatchLoss:
+        factors = {m: float(getattr(model.modules[m], "loss_weight", 1.0)) for m in denominators}
+        return cls(dict(denominators), factors)
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """What every token's loss of a module is multiplied by; any where no token has a weight."""
+        return {m: self.factors[m] / (n or 1.0) for m, n in self.denominators.items()}
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether some token has a weight above 0."""
+        return any(self.denominators.values())
+
+    def means(self, sums: Mapping[str, float], name: str = "loss_sum") -> dict[str, float]:
+        """A sum of the batch (`StepResult.sums`), by module, over its denominator."""
+        return {m: sums.get(f"{m}.{name}", 0.0) / (n or 1.0) for m, n in self.denominators.items()}
+
+    def total(self, sums: Mapping[str, float]) -> float:
+        """The loss that is trained on."""
+        return sum(self.factors[m] * mean for m, mean in self.means(sums).items())
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """What the processes add up of a batch.
+
+    Attributes:
+      bad: the samples that were first found undecodable.
+      used_tokens: those of pieces, by module; `flops`: what these need in a training step.
+      loss_weights: by module with a loss, the sum over its tokens.
+      supervised_tokens: those of the last of these modules that have a weight above 0.
+      max_crossing: by "group/feeding group", the features that any rank of the group reads from one
+        rank but its home: what `Routes.route` asks for.
+      in_node, across_nodes: bytes that moved forward by "source > target"; gradients take the same
+        way back.
+    """
+
+    bad: list[int]
+    used_tokens: dict[str, int]
+    flops: dict[str, float]
+    loss_weights: dict[str, float]
+    supervised_tokens: int
+    max_crossing: dict[str, int]
+    in_node: dict[str, float]
+    across_nodes: dict[str, float]
+
+    @classmethod
+    def total(cls, parts: Sequence[BatchCounts]) -> BatchCounts:
+        def of_all(name: str) -> list[Any]:
+            return [getattr(p, name) for p in parts]
+
+        return cls(
+            sorted({place for p in parts for place in p.bad}),
+            added(of_all("used_tokens")),
+            added(of_all("flops")),
+            added(of_all("loss_weights")),
+            sum(of_all("supervised_tokens")),
+            most_of(of_all("max_crossing")),
+            added(of_all("in_node")),
+            added(of_all("across_nodes")),
+        )
 
 
 @dataclass(frozen=True)
 class ReadyBatch:
     """A global batch as the executor takes it, and what it cost to make.
 
-    `groups` hold this process's part, one for every group of the schedule; the counts are of the
-    whole batch. `used_tokens` are those of pieces, by module, and `flops` what these need in a
-    training step; `bad` are the samples that were first found undecodable.
+    `groups` hold this process's part, one for every group of the schedule; `counts` are of the
+    whole batch.
     """
 
     step: int
@@ -46,13 +138,10 @@ class ReadyBatch:
     schedule: Schedule
     groups: tuple[GroupArrays, ...]
     loss: BatchLoss
-    used_tokens: dict[str, int]
-    flops: dict[str, float]
+    counts: BatchCounts
     padding_fraction: dict[str, float]
     imbalance: dict[str, float]
     groups_run: dict[str, int]
-    bad: list[int]
-    moved: BatchTraffic
 
     @property
     def n_bytes(self) -> int:
@@ -77,18 +166,6 @@ class Waits:
             idle[name] = min(s, idle_s)
             idle_s -= idle[name]
         return idle
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """What the processes add up of a batch."""
-
-    bad: list[int]
-    used_tokens: dict[str, int]
-    flops: dict[str, float]
-    loss_weights: dict[str, float]
-    supervised_tokens: int
-    moved: BatchTraffic
 
 
 def own_ranks(programs: Programs) -> Ranks:
@@ -132,11 +209,7 @@ class Packer:
         draws: str = "",
     ) -> ReadyBatch:
         """Return the host arrays of a scheduled batch; `key` and `step` name it among the
-        processes, `draws` what is drawn for its tokens (see `pack_groups`).
-
-        Raises:
-          RunFailed: the processes hold different schedules.
-        """
+        processes, `draws` what is drawn for its tokens (see `pack_groups`)."""
         packed = pack_groups(
             self.plan.layout,
             schedule,
@@ -146,7 +219,10 @@ class Packer:
             ranks=self.ranks,
             draws=draws,
         )
-        total = _agree(self.peers, key, step, schedule, self._counts(schedule, packed, bad))
+        counts = self._counts(schedule, packed, bad)
+        every = self.peers.gather_records(key, counts, BatchCounts, step=step)
+        mine = BatchCounts.total(every) if every else None
+        total = self.peers.broadcast_record(key, mine, BatchCounts, step=step)
         executed = dict.fromkeys(self.plan.layout.modules, 0)
         for g in schedule.groups:
             ranks = self.plan.layout.data_ranks(g.module)
@@ -156,24 +232,23 @@ class Packer:
             loads=tuple(loads),
             schedule=schedule,
             groups=tuple(
-                GroupArrays(p.fields, p.places, total.moved.of_group(g, p.places))
+                GroupArrays(
+                    p.fields, p.places, {f: total.max_crossing[f"{g}/{f}"] for f in p.places}
+                )
                 for g, p in enumerate(packed)
             ),
-            loss=BatchLoss.of(self.model, total.loss_weights, total.supervised_tokens),
-            used_tokens=total.used_tokens,
-            flops=total.flops,
+            loss=BatchLoss.of(self.model, total.loss_weights),
+            counts=total,
             padding_fraction={
                 m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()
             },
             imbalance=imbalance(self.plan.layout, schedule, loads),
             groups_run=dict(Counter(group_label(g) for g in schedule.groups)),
-            bad=total.bad,
-            moved=total.moved,
         )
 
     def _counts(
         self, schedule: Schedule, packed: Sequence[PackedGroup], bad: Sequence[int]
-    ) -> _Counts:
+    ) -> BatchCounts:
         """This process's part of what is counted."""
         modules = self.plan.layout.modules
         used, flops = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0.0)
@@ -186,71 +261,55 @@ class Packer:
                 weights[group.module] += float(arrays.loss_weights.sum(dtype=np.float64))
             if group.module in [*weights][-1:]:
                 supervised += int(np.count_nonzero(arrays.loss_weights))
-        moved_here = moved(self.plan, self.model, schedule, packed, self.ranks.counts)
-        return _Counts([*bad], used, flops, weights, supervised, moved_here)
+        moved = self._count_moved(schedule, packed)
+        return BatchCounts([*bad], used, flops, weights, supervised, *moved)
 
+    def _count_moved(
+        self, schedule: Schedule, packed: Sequence[PackedGroup]
+    ) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
+        """The last three of `BatchCounts`, of what the ranks of this process read."""
+        max_crossing: dict[str, int] = {}
+        in_node: dict[str, float] = defaultdict(float)
+        across_nodes: dict[str, float] = defaultdict(float)
+        for g, arrays in enumerate(packed):
+            target = schedule.groups[g].module
+            for f, reads in arrays.reads.items():
+                feeder = schedule.groups[f]
+                crossed = crossing(reads, rank_nodes(self.plan, feeder.module))
+                max_crossing[f"{g}/{f}"] = int(crossed.most)
+                counted = crossed.of(sorted(self.ranks.counts[target]))
+                n_bytes = self._feature_bytes(feeder.module, target, feeder.shape)
+                name = f"{feeder.module} > {target}"
+                in_node[name] += n_bytes * counted.in_node
+                across_nodes[name] += n_bytes * counted.across_nodes
+        return max_crossing, in_node, across_nodes
 
-def digest(schedule: Schedule) -> str:
-    """Equal for schedules that run alike."""
-    runs = schedule.groups, schedule.order
-    data = msgspec.json.encode(
-        runs, enc_hook=np.ndarray.tobytes
-    )  # what compresses may differ between hosts
-    return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _agree(
-    peers: ProcessGroup, key: str, step: int, schedule: Schedule, counts: _Counts
-) -> _Counts:
-    """Add up everybody's counts, after a check that all run the same schedule."""
-    parts = peers.gather(key, msgspec.json.encode((digest(schedule), counts)), step=step)
-    total = counts
-    if peers.is_hub:
-        rows = [msgspec.json.decode(v, type=tuple[str, _Counts]) for v in parts]
-        for process, (theirs, _) in enumerate(rows):
-            if theirs != rows[0][0]:
-                raise RunFailed(
-                    f"step {schedule.step}: process {process} has schedule {theirs}, process 0 "
-                    f"has {rows[0][0]}; all must run the same program on the same data"
-                )
-        every = [c for _, c in rows]
-        total = _Counts(
-            sorted({place for c in every for place in c.bad}),
-            {m: sum(c.used_tokens[m] for c in every) for m in counts.used_tokens},
-            {m: sum(c.flops[m] for c in every) for m in counts.flops},
-            {m: sum(c.loss_weights[m] for c in every) for m in counts.loss_weights},
-            sum(c.supervised_tokens for c in every),
-            BatchTraffic.total([c.moved for c in every]),
+    def _feature_bytes(self, source: str, target: str, shape: Shape) -> float:
+        """Bytes that all edges between two modules have of one feature."""
+        structs = (
+            features_struct(self.model.modules[source], edge, shape)
+            for edge in self.plan.layout.edges
+            if (edge.source, edge.target) == (source, target)
         )
-    shared = peers.broadcast(key, msgspec.json.encode(total), step=step)
-    return msgspec.json.decode(shared, type=_Counts)
+        return sum(s.shape[-1] * s.dtype.itemsize for s in structs)
 
 
-class Schedules:
-    """One schedule per step on every process: solved on process 0, sent to the others as bytes."""
-
-    def __init__(self, peers: ProcessGroup, worker: ScheduleWorker | None):
-        self._peers, self._worker = peers, worker
-
-    def get(self, step: int) -> tuple[Schedule, float]:
-        """Return the schedule of a step and the seconds waited for its solver; ValueError when it
-        cannot be scheduled."""
-        if self._worker is None:
-            data, wait_s = self._peers.broadcast(_SCHEDULE, step=step), 0.0
-        else:
-            solved, wait_s = self._worker.get(step)
-            data = self._peers.broadcast(_SCHEDULE, to_json(solved), step=step)
-        return from_json(data, Schedule), wait_s
+def shared_schedule(peers: ProcessGroup, key: str, step: int, solved: Schedule | None) -> Schedule:
+    """The schedule that process 0 solved, on every process."""
+    data = to_json(solved) if peers.is_hub else None
+    return from_json(peers.broadcast(key, data, step=step), Schedule)
 
 
 def feed(
-    loader: Loader, schedules: Schedules, packer: Packer, steps: range
+    loader: Loader, worker: ScheduleWorker | None, packer: Packer, steps: range
 ) -> Generator[tuple[ReadyBatch, Waits], None, None]:
     """Yield the batch of each of the steps, with what training waited for it."""
     scheduled: dict[int, tuple[Schedule, float, list[Load]]] = {}
 
     def select(step: int) -> dict[int, frozenset[str]]:
-        schedule, wait_s = schedules.get(step)
+        # Here a batch that cannot be scheduled raises ValueError.
+        solved, wait_s = worker.get(step) if worker else (None, 0.0)
+        schedule = shared_schedule(packer.peers, _SCHEDULE, step, solved)
         loads = loader.loads(step)
         scheduled[step] = schedule, wait_s, loads
         return packer.own(schedule, loads)
@@ -260,7 +319,7 @@ def feed(
         bad = loader.replaced.found(range(step, step + 1))
         draws = f"{loader.seed}/{step}"
         batch = packer.pack(schedule, loads, samples, key=_BATCH, step=step, bad=bad, draws=draws)
-        loader.replaced.add(step, batch.bad)
+        loader.replaced.add(step, batch.counts.bad)
         return batch, wait_s
 
     batches = loader.batches(steps, prepare, select)

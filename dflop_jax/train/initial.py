@@ -8,9 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.checkpoint.begin import open_saved, read_saved
-from dflop_jax.checkpoint.store import CorruptCheckpoint, OtherVersion, StorageError
+import jax
+
+from dflop_jax.checkpoint.state_arrays import parameter_arrays, read_array
+from dflop_jax.checkpoint.store import (
+    CheckpointReader,
+    CheckpointStore,
+    CorruptCheckpoint,
+    OtherVersion,
+    StorageError,
+)
 from dflop_jax.contract import MultimodalModel, Params
+from dflop_jax.pipeline.held import initial_structs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.report.run_folder import CHECKPOINTS
 from dflop_jax.train.run_dir import run_config
@@ -36,9 +45,9 @@ def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
         return None
     by_module: dict[str, Initial] = {}
     for item in weights:
-        module, _, path = item.rpartition("=")
-        if (saved := _of_run(path)) is not None:
-            by_module[module] = saved
+        module, path, run, step = parse_weights(item)
+        if run:
+            by_module[module] = partial(read_saved, _open_run(path, run, step))
             continue
         if not Path(path).is_dir():
             raise ValueError(
@@ -60,10 +69,8 @@ def first_weights(weights: Sequence[str]) -> dict[str, str]:
     """The published folders that a run with these `model.weights` began with, by module ("": the
     whole model); of one that began with another run's parameters, those of that run."""
     found: dict[str, str] = {}
-    for item in weights:
-        module, _, path = item.rpartition("=")
-        run = run_and_step(path)[0]
-        if not Path(run, CHECKPOINTS).is_dir():
+    for module, path, run, _ in map(parse_weights, weights):
+        if not run:
             found[module] = path
             continue
         before = first_weights(run_config(run).model.weights)
@@ -71,23 +78,78 @@ def first_weights(weights: Sequence[str]) -> dict[str, str]:
     return {module: path for module, path in found.items() if path}
 
 
-def run_and_step(path: str) -> tuple[str, str, str]:
-    """A run's folder, and behind "@" the step, if it is named."""
-    return path.rpartition("@") if "@" in path and not Path(path).exists() else (path, "", "")
+def parse_weights(item: str) -> tuple[str, str, str, str]:
+    """The module of an item of `model.weights` ("": the whole model), its path, and the folder and
+    the step ("": the newest) of the run whose checkpoint the path means ("": it means none)."""
+    module, _, path = item.rpartition("=")
+    run, step = path, ""
+    if "@" in path and not Path(path).exists():
+        run, _, step = path.rpartition("@")
+    return module, path, run if Path(run, CHECKPOINTS).is_dir() else "", step
 
 
-def _of_run(path: str) -> Initial | None:
-    """What reads the checkpoint that RUN or RUN@STEP means; None where it is no run's folder."""
-    run, at, step = run_and_step(path)
-    checkpoints = Path(run, CHECKPOINTS)
-    if not checkpoints.is_dir():
-        return None
-    if at and not step.isdecimal():
+def _open_run(path: str, run: str, step: str) -> CheckpointReader:
+    if step and not step.isdecimal():
         raise ValueError(f"model.weights={path}: {step!r} is no step; give RUN@STEP, or RUN")
     try:
-        return partial(read_saved, open_saved(checkpoints, int(step) if at else None))
+        return open_saved(Path(run, CHECKPOINTS), int(step) if step else None)
     except (CorruptCheckpoint, OtherVersion, StorageError) as e:
         raise ValueError(f"model.weights={path}: {e}; give RUN@STEP of another one") from None
+
+
+def open_saved(checkpoints: Path, step: int | None) -> CheckpointReader:
+    """The checkpoint of a step, the newest for None.
+
+    Raises:
+      ValueError: it is not there.
+      CorruptCheckpoint, StorageError, OtherVersion: it cannot be read.
+    """
+    store = CheckpointStore(checkpoints)
+    steps = store.steps()
+    if not steps or (step is not None and step not in steps):
+        raise ValueError(store.no_step(step, steps))
+    return store.open(steps[0] if step is None else step)
+
+
+def read_saved(reader: CheckpointReader, segment: Segment, fresh: Callable[[], Params]) -> Params:
+    """A segment's parameters from a checkpoint of a run of the same model under any plan. Parts of
+    which it has nothing (adapters that the run had not) are fresh.
+
+    Raises:
+      ValueError: it has nothing of the module, parts that the module has not, or other shapes.
+    """
+    module, where = segment.plan.module, f"the checkpoint of step {reader.step}"
+    known = {_part_of(name) for name in reader.specs if name.startswith(f"params/{module}/")}
+    if not known:
+        raise ValueError(
+            f"{where} has no parameters of {module}: it is of another model, name a run of this one"
+        )
+    if lost := sorted(known - set(segment.module.inputs)):
+        raise ValueError(
+            f"{where} has {', '.join(lost)} of {module}, which this model has not (adapters need "
+            "train.lora_rank; or begin with an export, which merges them)"
+        )
+    leaves: list[Any] = []
+    drawn: list[Any] = []
+    for a in parameter_arrays(segment.name, segment):
+        if _part_of(a.name) not in known:
+            drawn = drawn or jax.tree.leaves(fresh())
+            leaves.append(drawn[a.leaf])
+            continue
+        spec = reader.specs.get(a.name)
+        if spec is None or spec.shape != a.shape:
+            has = list(spec.shape) if spec else "nothing"
+            raise ValueError(
+                f"{where} has {has} as {a.name}, this model needs {list(a.shape)}: it is of "
+                "another model, name a run of this one"
+            )
+        leaves.append(read_array(reader, a))
+    return jax.tree.unflatten(jax.tree.structure(initial_structs(segment)), leaves)
+
+
+def _part_of(array: str) -> str:
+    """The part of a module that a parameter is in, by the name of its array."""
+    return array.split("/")[2]
 
 
 def map_of(model: MultimodalModel, module: str, alone: bool) -> Any:

@@ -1,11 +1,12 @@
-"""The parameters of a checkpoint, whatever plan it was saved under, laid out as is asked."""
+"""The parameters of a checkpoint, whatever plan it was saved under: laid out on devices, or as
+trees of arrays that are read, or computed, when they are asked for."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +14,8 @@ import jax
 import numpy as np
 
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
-from dflop_jax.contract import Module, MultimodalModel, Params, folded
-from dflop_jax.pipeline.parts import init_structs, module_structs
+from dflop_jax.contract import MultimodalModel, Params, folded
+from dflop_jax.pipeline.parts import module_structs
 from dflop_jax.pipeline.update import AVERAGE
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 
@@ -49,19 +50,11 @@ def load_params(
     """
 
     def load(reader: CheckpointReader, folder: Path) -> Loaded:
-        params = {
-            name: _read_module(
-                reader,
-                name,
-                module_structs(module, init_structs, jax.sharding.SingleDeviceSharding(where))
-                if isinstance(where, jax.Device)
-                else where[name],
-                as_saved=isinstance(where, jax.Device),
-            )
-            for name, module in model.modules.items()
-        }
-        merged = {name: folded(m, params[name]) for name, m in model.modules.items()}
-        return Loaded(merged, reader.step, folder)
+        params = {}
+        for name, saved in saved_params(reader, model).items():
+            structs = where[name] if isinstance(where, Mapping) else _on_device(saved, where)
+            params[name] = folded(model.modules[name], jax.tree.map(_placed, structs, saved))
+        return Loaded(params, reader.step, folder)
 
     return of_newest(run, load)
 
@@ -101,64 +94,93 @@ def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
     raise ValueError(f"{path}: no checkpoint in it; {why}; name another")
 
 
-def shapes_of(module: Module) -> Params:
-    """A module's parameters as shapes and dtypes, layers stacked."""
-    return module_structs(module, init_structs)
+def _on_device(arrays: Params, device: jax.Device) -> Params:
+    """How arrays lie whole on a device."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arrays)
 
 
-def saved_name(
-    reader: CheckpointReader,
-    module: str,
-    path: Any,
-    shape: tuple[int, ...],
-    *,
-    average: bool = False,
-) -> str:
-    """How a checkpoint calls a parameter, or its average over steps where there is one of it.
+def _placed(struct: jax.ShapeDtypeStruct, array: LazyArray) -> jax.Array:
+    @cache  # devices may hold the same
+    def box(*bounds: tuple[int, int]) -> np.ndarray:
+        return array[tuple(slice(*b) for b in bounds)].astype(struct.dtype, copy=False)
 
-    Args:
-      path: of the parameter in its module's tree.
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return box(*(s.indices(n)[:2] for s, n in zip(index, struct.shape, strict=True)))
+
+    return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
+
+
+@dataclass(frozen=True, eq=False)
+class LazyArray:
+    """An array of which `array[row]` reads a row along the first dim, `array[slices]` a box, and
+    `np.asarray(array)` all.
+
+    Attributes:
+      read: gives a box, by slices of its first dims.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[tuple[slice, ...]], np.ndarray]
+
+    def __getitem__(self, index: int | tuple[slice, ...]) -> np.ndarray:
+        if isinstance(index, tuple):
+            return self.read(index)
+        return self.read((slice(index, index + 1),))[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self.read(())
+        return whole if dtype is None else whole.astype(dtype)
+
+
+def saved_params(
+    reader: CheckpointReader, model: MultimodalModel, *, average: bool = False
+) -> dict[str, Params]:
+    """A checkpoint's parameters of each module as `LazyArray`s, layers stacked; `average`: of what
+    trains, its average over steps.
 
     Raises:
-      ValueError: it has no average of any, or no such parameter of this shape.
+      ValueError: it is of another model, or has no average.
     """
     if average and not any(f"/{AVERAGE}/" in name for name in reader.specs):
         raise ValueError(
             f"{reader}: has no average of the parameters; train with train.ema, or leave out --ema"
         )
-    where = jax.tree_util.keystr(path, simple=True, separator="/")
-    array, mean = f"params/{module}/{where}", f"opt_state/{module}/{AVERAGE}/{where}"
-    if average and mean in reader.specs:
-        array = mean
-    spec = reader.specs.get(array)
-    if spec is None or spec.shape != shape:
-        has = f"{array} as {list(spec.shape)}" if spec else f"no {array}"
-        raise ValueError(
-            f"{reader}: has {has}, the model needs {list(shape)}; give the experiment that it was "
-            "trained with"
-        )
-    return array
+
+    def saved(module: str, path: Any, struct: jax.ShapeDtypeStruct) -> LazyArray:
+        where, shape = jax.tree_util.keystr(path, simple=True, separator="/"), struct.shape
+        name, mean = f"params/{module}/{where}", f"opt_state/{module}/{AVERAGE}/{where}"
+        if average and mean in reader.specs:
+            name = mean
+        spec = reader.specs.get(name)
+        if spec is None or spec.shape != shape:
+            has = f"{name} as {list(spec.shape)}" if spec else f"no {name}"
+            raise ValueError(
+                f"{reader}: has {has}, the model needs {list(shape)}; give the experiment that it "
+                "was trained with"
+            )
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            rest = [slice(None)] * (len(shape) - len(index))
+            bounds = [s.indices(n)[:2] for s, n in zip((*index, *rest), shape, strict=True)]
+            return reader.read(name, [lo for lo, _ in bounds], [hi - lo for lo, hi in bounds])
+
+        return LazyArray(shape, spec.numpy_dtype, read)
+
+    return {
+        name: jax.tree_util.tree_map_with_path(partial(saved, name), module_structs(module))
+        for name, module in model.modules.items()
+    }
 
 
-def _read_module(
-    reader: CheckpointReader,
-    name: str,
-    structs: Params,
-    *,
-    as_saved: bool,
-) -> Params:
-    def read(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
-        array = saved_name(reader, name, path, struct.shape)
+def computed(function: Callable[..., Any], *arrays: Any) -> LazyArray:
+    """What a function gives of arrays, or of as many rows of each, on the host."""
+    made = jax.eval_shape(function, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
 
-        @cache  # devices may hold the same
-        def box(*bounds: tuple[int, int]) -> np.ndarray:
-            data = reader.read(array, [lo for lo, _ in bounds], [hi - lo for lo, hi in bounds])
-            return data if as_saved else data.astype(struct.dtype, copy=False)
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return np.asarray(function(*(np.asarray(a[index]) for a in arrays)))
 
-        def shard(index: Any) -> np.ndarray:
-            ranges = (s.indices(n) for s, n in zip(index, struct.shape, strict=True))
-            return box(*((lo, hi) for lo, hi, _ in ranges))
-
-        return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
-
-    return jax.tree_util.tree_map_with_path(read, structs)
+    return LazyArray(made.shape, made.dtype, read)

@@ -4,111 +4,100 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from dflop_jax.cluster.ending import RunFailed, preemption
+from dflop_jax.cluster.hang_watch import Sections, TaskPlace
 from dflop_jax.cluster.supervised import report_step
 from dflop_jax.config_fields import profiled_steps
-from dflop_jax.data import Loader, Source, make_loader
+from dflop_jax.data import make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import PriceList
-from dflop_jax.report.spent import END, REDECISION, SAVE, TRAINING
+from dflop_jax.report.run_folder import SAMPLES
+from dflop_jax.report.spent import DATA, END, REDECISION, SAVE, TRAINING
 from dflop_jax.schedule.learnt import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.schedule.worker_main import SolverSetup
-from dflop_jax.train.compiles import CompileCounter
+from dflop_jax.train.callbacks import Evaluation, FitResult
+from dflop_jax.train.compile_cache import compiles_counted
 from dflop_jax.train.correct import Corrector, take_up
-from dflop_jax.train.count_programs import count_program
-from dflop_jax.train.evaluations import Evaluations
-from dflop_jax.train.feed import Packer, ReadyBatch, Schedules, Waits, feed, own_ranks
-from dflop_jax.train.meta import Meta, planned_under, trained_under
+from dflop_jax.train.evaluate import HeldOut
+from dflop_jax.train.feed import Packer, ReadyBatch, Waits, feed, own_ranks
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
-from dflop_jax.train.results import LoopResult
-from dflop_jax.train.resume import Resumed
-from dflop_jax.train.saves import Saves, best_so_far
+from dflop_jax.train.resume import Meta, Resumed, planned_under, trained_under
 from dflop_jax.train.skips import Skipping, Skips
-from dflop_jax.train.step_log import RowFacts, StepLog
+from dflop_jax.train.step_figures import row_tokens
+from dflop_jax.train.step_log import StepLog
 from dflop_jax.train.step_profile import StepProfiler
-from dflop_jax.train.utilisation import Peaks, row_tokens
-from dflop_jax.train.watched import steps_marked, tasks_shown
+from dflop_jax.train.timing import count_program
+
+FIRST_STEP = "first step"
 
 
 class Loop:
-    """One process's part in the steps of a run. It ends early where the plan is to be changed
-    (`redecider`)."""
+    """One process's part in the steps of a run. It ends early where the plan is to be changed for
+    the `next` one."""
 
     def __init__(self, ready: ReadyRun):
-        config, place, ex = ready.config, ready.place, ready.ex
-        self._ready, self.config, self.peers, self.ex = ready, config, place.peers, ex
-        self.saver, self.folder, self.progress = ready.saver, ready.folder, ready.progress
+        place, ex = ready.place, ready.ex
+        self._ready, self.config, self.peers, self.ex = ready, place.config, place.peers, ex
+        self.saver, self.progress = ready.saver, ready.progress
         needed = needed_flops(place.model, row_tokens(ex.plan.layout), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
-        loader = partial(make_loader, config, ready.source, model=place.model)
+        loader = partial(make_loader, self.config, ready.source, model=place.model)
         self.loader = loader(partial(beyond, plan=ex.plan))
         self._corrector: Corrector | None = None
-        asked_for = loader().loads  # before what is too large is replaced
-        self._redecider = Redecider(
-            place, ready.profile, ex.plan, asked_for, ready.start_s, ready.progress
-        )
-        self._next: NewPlan | None = None
+        self._redecider = Redecider(ready, loader().loads)  # before too large ones are replaced
+        self.next: NewPlan | None = None
+        self._held_out: HeldOut | None = None
         self._stalled_s = 0.0
         self._save_asked = False  # by process 0, as time goes
         self._stopped_by = ""
+        # Of saves that await the end of their last steps, what is kept beside the state.
+        self._unfinished: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
         self._untold: list[int] = []  # steps whose saves callbacks are to be told of
 
-    def run(self, stack: ExitStack, resumed: Resumed | None) -> LoopResult:
+    def run(self, stack: ExitStack, resumed: Resumed | None) -> FitResult:
         """Run the steps that are left, and save what they reached."""
-        config, peers = self.config, self.peers
-        start = 0
+        config, place = self.config, self._ready.place
+        start, skips = 0, Skips()
         if resumed:
             start = self.loader.restore(resumed.meta.loader, config.data.changed)
-        self._done = start
-        known = resumed.meta.skips if resumed else Skips()
-        names = partial(sample_names, self._ready.source, self.loader)
-        self._skipping = Skipping(config.train, names, known)
-        best = best_so_far(config.checkpoint, self.folder, self.saver, peers)
-        self._saves = Saves(self.saver, start, best)
+            skips = resumed.meta.skips
+        self._done = self._saved = start
+        self._skipping = Skipping(config.train, self._sample_names, skips)
         self._saved_s = time.monotonic()
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
-        evaluations = None
         if self._ready.held_out is not None:
-            evaluations = Evaluations(self._ready, self.packer)
-        counter = CompileCounter()
-        stack.callback(counter.close)
-        place = self._ready.place
-        facts = RowFacts(
-            config.train,
-            self.ex.plan,
-            peers,
-            place.trained.rates,
-            Peaks.of(config, self.ex.plan.layout, place.devices),
-            place.time,
-            self._ready.callbacks,
-            place.devices,
-        )
-        self.log = StepLog(
-            facts, self.folder, self.progress, counter, self._corrector, self._skipping
-        )
+            self._held_out = HeldOut(self._ready, self.packer)
+            self.saver.store.best = self._held_out.best[0]
+        counter = stack.enter_context(compiles_counted())
+        self.log = StepLog(self._ready, counter, self._corrector, self._skipping)
         steps = range(start, config.train.steps)
-        if evaluations and resumed and steps and evaluations.is_due(start):
-            # The run may have ended before it did.
-            evaluations.run(start, self._saves, self._checkpoint)
-        batches = feed(self.loader, Schedules(peers, worker), self.packer, steps)
+        if resumed and steps and self._is_evaluation_due(start):
+            self._evaluate(start)  # the run may have ended before it did
+        batches = feed(self.loader, worker, self.packer, steps)
         with preemption(self.progress.log) as asked:
             place.time.go_on_with(TRAINING)
-            with closing(batches), tasks_shown(place.sections, self.ex):
-                marked = steps_marked(place.sections, batches, start)
-                preempted = self._steps(marked, evaluations, asked)
+            under_way = self.ex.under_way
+            place.sections.tasks = lambda: TaskPlace(*under_way.place())
+            with closing(batches):
+                preempted = self._steps(steps_marked(place.sections, batches, start), asked)
+            place.sections.tasks = TaskPlace
             place.time.go_on_with(END)
-            if self._next is not None:  # a signal may have come while it was searched
-                preempted |= bool(self.peers.first_text("asked", "x" if asked.is_set() else ""))
+            if self.next is not None:  # a signal may have come while it was searched
+                preempted |= any(self.peers.all_gather("asked", asked.is_set(), bool))
             done = self._done
             with place.time.part(SAVE):
                 if config.checkpoint.saves:
@@ -116,8 +105,9 @@ class Loop:
                 self.saver.wait()
             self._tell_saved()
         evaluation = None
-        if evaluations and not preempted and self._next is None:
-            evaluation = evaluations.at_end(done, self._saves, self._checkpoint)
+        if self._held_out and not preempted and self.next is None:
+            row = self._held_out.row
+            evaluation = row if row and row.step == done else self._evaluate(done)
         self.log.write_trace()
         if n := self.log.n_unsupervised:
             self.progress.log(f"{n} of {done - start} steps had no supervised token")
@@ -130,27 +120,29 @@ class Loop:
             raise RunFailed(
                 f"what was trained is not saved: {self.saver.trouble}; make room, resume"
             )
-        losses, compiles = tuple(self.log.losses), tuple(self.log.compiles)
-        more = self._next, self._stopped_by
-        return LoopResult(losses, compiles, evaluation, done, preempted, self.ex.plan, *more)
+        losses, compiles = tuple(self.log.losses), self.log.n_compiles
+        run_dir, why = Path(config.run_dir), self._stopped_by
+        return FitResult(run_dir, losses, evaluation, compiles, done, preempted, why)
+
+    def _sample_names(self, step: int) -> list[str]:
+        return [self._ready.source.label(i) for i in self.loader.indices(step)]
 
     def _start_worker(
         self, stack: ExitStack, start: int, known: Learnt | None
     ) -> ScheduleWorker | None:
         """Start what solves the schedules, on process 0, and what corrects its prices; `known` is
         what a checkpoint knows of these."""
-        samples, prices = self._ready.samples, self._ready.prices
-        if samples is None:
+        folder, prices, config = self._ready.folder, self._ready.prices, self.config.schedule
+        if folder is None:
             return None
-        learnt = None
-        if self.config.schedule.correct:
+        learnt, samples = None, folder.rows[SAMPLES]
+        if config.correct:
             learnt = take_up(prices, known, samples, start)
         else:
             samples.keep(lambda sample: sample.step < start)
         plan = self.ex.plan
         program = count_program(plan, self.config.cache_dir)
-        work = self.config.schedule.work or None
-        setup = SolverSetup(plan, tuple(self.ex.trainable), work, program)
+        setup = SolverSetup(plan, tuple(self.ex.trainable), config.work or None, program)
         worker = stack.enter_context(
             ScheduleWorker(
                 self.loader.loads,
@@ -159,27 +151,14 @@ class Loop:
                 changes=price_changes(prices, learnt) if learnt else None,
                 first_step=start,
                 stop_step=self.config.train.steps,
-                ahead=self.config.schedule.ahead,
+                ahead=config.ahead,
             )
         )
         if learnt:
-            self._corrector = Corrector(
-                plan,
-                prices,
-                self.ex.trainable,
-                worker,
-                samples,
-                self.progress,
-                learnt,
-            )
+            self._corrector = Corrector(self._ready, worker, learnt)
         return worker
 
-    def _steps(
-        self,
-        batches: Iterator[tuple[ReadyBatch, Waits]],
-        evaluations: Evaluations | None,
-        asked: threading.Event,
-    ) -> bool:
+    def _steps(self, batches: Iterator[tuple[ReadyBatch, Waits]], asked: threading.Event) -> bool:
         """Whether a signal, or the time that the run has, cut the steps short."""
         pending: tuple[StepHandle, ReadyBatch, Waits] | None = None
         signalled = False
@@ -203,9 +182,9 @@ class Loop:
             self._save_asked |= verdict.save
             self._done = batch.step + 1
             report_step()
-            self._saves.tell(self._done, self._skipping.known)
+            self._finish_saves()
             self._tell_saved()
-            if self.folder and (why := self._skipping.end_reason()):
+            if self._ready.folder and (why := self._skipping.end_reason()):
                 raise RunFailed(why)
 
         def drain() -> None:
@@ -214,13 +193,12 @@ class Loop:
 
         with closing(self._profiler(drain)) as profiler:
             for batch, waits in batches:
-                self._ready.callbacks.before_step(batch.step)
+                for c in self._ready.callbacks.called:
+                    c.before_step(batch.step)
+                limit = self._skipping.known.norm_limit(batch.step, self.config.train.loss_spike)
                 with profiler.dispatching(batch.step):
                     handle = self.ex.run_step(
-                        batch.schedule,
-                        batch.groups,
-                        batch.loss.scales,
-                        norm_limit=self._skipping.norm_limit(batch.step),
+                        batch.schedule, batch.groups, batch.loss.scales, norm_limit=limit
                     )
                 # The step before is awaited only now, so that the devices never wait for the host.
                 finish()
@@ -228,8 +206,8 @@ class Loop:
                 profiler.dispatched(batch.step)
                 if signalled or self._stopped_by:
                     break
-                self._after(batch.step + 1, evaluations, finish)
-                if self._next is not None or signalled or self._stopped_by:
+                self._after(batch.step + 1, drain)
+                if self.next is not None or signalled or self._stopped_by:
                     break
             finish()
         return signalled and self._done < self.config.train.steps
@@ -243,45 +221,48 @@ class Loop:
                 f"train.profile_steps={self.config.train.profile_steps}: done before step "
                 f"{self._done}, where this run goes on; nothing is traced"
             )
-        return StepProfiler(
-            steps, self.config.run_dir, self.peers.process, drain, self.progress.log
-        )
+        run_dir, process = self.config.run_dir, self.peers.process
+        return StepProfiler(steps, run_dir, process, drain, self.progress.log)
 
-    def _after(
-        self, done: int, evaluations: Evaluations | None, finish: Callable[[], None]
-    ) -> None:
+    def _after(self, done: int, drain: Callable[[], None]) -> None:
         """Do what is due after `done` steps."""
-        every = self.config.checkpoint.every
-        last = done == self.config.train.steps
-        by_steps = every > 0 and done % every == 0
-        if (by_steps or self._save_asked) and not last:
+        if done == self.config.train.steps:
+            return
+        every, look = self.config.checkpoint.every, self.config.plan.redecide_every
+        if self._save_asked or (every and done % every == 0):
             self._save(done)
-        if evaluations and evaluations.is_due(done) and not last:
-            finish()
-            evaluations.run(done, self._saves, self._checkpoint)
-            self.log.pause()
-        if (look := self.config.plan.redecide_every) and done % look == 0 and not last:
+        if self._is_evaluation_due(done):
+            drain()
+            self._evaluate(done)
+        if look and done % look == 0:
             with self._ready.place.time.part(REDECISION):
-                self._next = self._redecider.look(done, self.log.step_s[-look:])
+                self.next = self._redecider.look(done, self.log.step_s[-look:])
 
-    def _checkpoint(self, done: int) -> Path | None:
-        """The checkpoint after `done` steps, made whole; None where it cannot be written."""
+    # ---- evaluations ----
+
+    def _is_evaluation_due(self, done: int) -> bool:
+        every = self.config.train.eval_every
+        return bool(self._held_out and every and done % every == 0)
+
+    def _evaluate(self, done: int) -> Evaluation:
+        """Evaluate the state after `done` steps, all of them finished; the best one is saved."""
+        held_out = self._held_out
+        assert held_out is not None
+        row = held_out.run(done)
+        beats = self.config.checkpoint.keep_best and row.loss < held_out.best[1]
+        if beats and self._is_saved_whole(done):
+            held_out.best = done, row.loss
+            self.saver.store.best = done
+            self.progress.log("  the best so far: its checkpoint is kept")
+        return row
+
+    # ---- saves ----
+
+    def _is_saved_whole(self, done: int) -> bool:
+        """Save the state after `done` steps; whether it could be written."""
         self._save(done)
         self.saver.wait()
-        there = b"x" * (done in self.saver.steps()) if self.peers.is_hub else None
-        if not self.peers.broadcast(f"whole/{done}", there):
-            return None
-        return self.saver.folder_of(done)
-
-    def _tell_saved(self) -> None:
-        """Tell callbacks of checkpoints that have become whole."""
-        if not self._untold or self.saver.is_busy:
-            return
-        begun, self._untold = self._untold, []
-        whole = self.saver.steps()
-        for step in begun:
-            if step in whole:
-                self._ready.callbacks.after_save(step, self.saver.folder_of(step))
+        return self.peers.broadcast_record(f"whole/{done}", done in self.saver.store.steps(), bool)
 
     def _is_due_to_save(self) -> bool:
         """Whether to save by time, for process 0; not while a save is under way, which the next one
@@ -293,17 +274,11 @@ class Loop:
     def _save(self, done: int) -> None:
         """Begin to save the state after `done` steps, unless it is saved already."""
         self._save_asked = False
-        if done == self._saves.saved:
+        if done == self._saved:
             return
-        self._saved_s = time.monotonic()
-        self._saves.begin(self._meta(done), self._done, self._skipping.known)
-        if self._ready.callbacks:
-            self._untold.append(done)
-
-    def _meta(self, done: int) -> Meta:
-        """What is kept beside the state after `done` steps."""
-        ready = self._ready
-        return Meta(
+        self._saved, self._saved_s = done, time.monotonic()
+        ready, meta = self._ready, Future[Mapping[str, Any]]()
+        known = Meta(
             done,
             self.loader.state(done),
             self.ex.plan,
@@ -313,8 +288,42 @@ class Loop:
             self._corrector.learnt(done) if self._corrector else None,
             trained_under=trained_under(self.config),
         )
+        self._unfinished.append((known, meta))
+        self._finish_saves()
+        self.saver.save(done, meta)
+        if ready.callbacks.called:
+            self._untold.append(done)
+
+    def _finish_saves(self) -> None:
+        """Complete what is kept of states whose steps are all finished: only then is known which
+        updates were skipped."""
+        while self._unfinished and self._unfinished[0][0].step <= self._done:
+            known, meta = self._unfinished.pop(0)
+            meta.set_result(msgspec.to_builtins(replace(known, skips=self._skipping.known)))
+
+    def _tell_saved(self) -> None:
+        """Tell callbacks of checkpoints that have become whole."""
+        if not self._untold or self.saver.is_busy:
+            return
+        begun, self._untold = self._untold, []
+        whole = self.saver.store.steps()
+        for step in (s for s in begun if s in whole):
+            for c in self._ready.callbacks.called:
+                c.after_save(step, self.saver.store.folder(step))
 
 
-def sample_names(source: Source, loader: Loader, step: int) -> list[str]:
-    """The samples of a step's batch, by name."""
-    return [source.label(i) for i in loader.indices(step)]
+def steps_marked(
+    sections: Sections, batches: Iterator[tuple[ReadyBatch, Waits]], first: int
+) -> Iterator[tuple[ReadyBatch, Waits]]:
+    """The batches; what is done between two of them is a step, waiting for one is a section of its
+    own."""
+    step = first
+    while True:
+        sections.begin(DATA)
+        batch = next(batches, None)
+        # What lies between two steps ends with the wait for the one before; the first has none.
+        sections.begin(TRAINING if step > first else FIRST_STEP, step)
+        if batch is None:
+            return
+        yield batch
+        step += 1

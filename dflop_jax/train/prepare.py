@@ -261,8 +261,7 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
 
 def _hosts(peers: ProcessGroup) -> tuple[str, ...]:
     """The name of every process's host."""
-    names = peers.all_gather("hosts", socket.gethostname().encode())
-    return tuple(name.decode() for name in names)
+    return tuple(peers.all_gather("hosts", socket.gethostname(), str))
 
 
 def _set_up_elsewhere(config: Config) -> Workplace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,6 @@ import jax
 import msgspec
 
 from dflop_jax.cluster.host_memory import free_bytes
-from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import PlanConfig
 from dflop_jax.contract import (
     Module,
@@ -112,10 +110,6 @@ def parameter_bytes(module: Module) -> dict[str, float]:
     }
 
 
-def _local(place: Workplace) -> list[jax.Device]:
-    return [d for d in place.devices if d.process_index == place.peers.process]
-
-
 def profile_model(
     place: Workplace, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
@@ -149,8 +143,7 @@ def probe_shapes(place: Workplace, data: DataProfile) -> dict[str, list[Shape]]:
     shapes = shapes_to_time(data, model, place.token_multiple)
     if place.hardware or place.devices[0].platform != "cpu":
         return shapes
-    free = place.peers.broadcast("profile/free", msgspec.json.encode(free_bytes()))
-    free_of_host = msgspec.json.decode(free, type=int | None)
+    free_of_host = place.peers.broadcast_record("profile/free", free_bytes(), int | None)
     if free_of_host is None:
         return shapes
     a_device = free_of_host / max(map(len, place.by_host))
@@ -165,9 +158,8 @@ def _timed_profile(
 ) -> ModelProfile:
     model, peers = place.model, place.peers
     # Process 0's: what jax may take of a device, and so what is needed, differs a little.
-    shared = peers.broadcast("profile/degrees", msgspec.json.encode(degrees))
-    degrees = msgspec.json.decode(shared, type=list[int])
-    devices = _local(place)
+    degrees = peers.broadcast_record("profile/degrees", degrees, list[int])
+    devices = [d for d in place.devices if d.process_index == peers.process]
 
     @cache
     def key() -> str:
@@ -175,15 +167,16 @@ def _timed_profile(
         return profile_key(model, devices, shapes, place.config.model, degrees, n, peers.count)
 
     def measure() -> ModelProfile | None:
-        apart = _compute_apart(devices, peers)
+        # Processes of a host share its cores.
+        apart = place.devices[0].platform != "cpu" or len({*place.hosts}) == peers.count
         blocks = [_blocks(place, degree, apart=apart) for degree in degrees]
         sync = partial(peers.barrier, "profile/alone")
         timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
-        parts = peers.gather("profile/timings", msgspec.json.encode(timings))
+        parts = peers.gather_records("profile/timings", timings, list[LayerTiming])
         concurrency = _concurrency(model, shapes[list(model.modules)[-1]][-1], place, devices)
         if not peers.is_hub:
             return None
-        timings = [t for p in parts for t in msgspec.json.decode(p, type=list[LayerTiming])]
+        timings = [t for part in parts for t in part]
         profile = model_profile(model, shapes, timings, devices, key=key())
         return replace(profile, concurrency=concurrency)
 
@@ -199,24 +192,23 @@ def _measured_once(
 ) -> Measured:
     """What process 0's cache holds under a name and a key (asked of process 0), else what all
     processes `measure` together, which process 0 returns."""
-    peers, folder, known, file = place.peers, Path(place.config.cache_dir), b"", Path()
+    peers, folder, known, file = place.peers, Path(place.config.cache_dir), None, Path()
     if peers.is_hub:
         file = folder / f"{name}-{key()}.json"
         with suppress(ValueError):  # none yet, or one of another version
-            known = msgspec.json.encode(load(kind, file))
-        if not known and not os.access(folder, os.W_OK):
+            known = load(kind, file)
+        if known is None and not os.access(folder, os.W_OK):
             raise ValueError(
                 f"cache_dir={folder}: cannot be written, and what is measured would be lost; "
                 "choose another --cache_dir"
             )
-    known = peers.broadcast(f"{name}/cached", known)
-    if not known:
+    known = peers.broadcast_record(f"{name}/cached", known, kind | None)
+    if known is None:
         measured = measure()
         if peers.is_hub:
             save(measured, file)
-            known = msgspec.json.encode(measured)
-        known = peers.broadcast(name, known)
-    return msgspec.json.decode(known, type=kind)
+        known = peers.broadcast_record(name, measured, kind)
+    return known
 
 
 def measured_hardware(place: Workplace) -> Hardware:
@@ -240,36 +232,22 @@ def timed_links(place: Workplace, node: int) -> list[LinkTiming]:
     """Timings of all processes, on process 0; all call this together."""
     peers = place.peers
     mine = time_links(place.devices, node, partial(peers.barrier, "links/sync"))
-    parts = peers.gather("links/timed", msgspec.json.encode(mine))
-    return slowest([msgspec.json.decode(part, type=list[LinkTiming]) for part in parts])
-
-
-def _compute_apart(devices: Sequence[jax.Device], peers: ProcessGroup) -> bool:
-    """Whether no two processes compute with the same cores: accelerators, hosts of their own or
-    pinned processes."""
-    if not devices or devices[0].platform != "cpu":
-        own_cores: list[str] = []
-    elif hasattr(os, "sched_getaffinity"):
-        own_cores = [f"{socket.gethostname()}/{core}" for core in os.sched_getaffinity(0)]
-    else:
-        own_cores = [socket.gethostname()]
-    gathered = peers.gather("profile/cores", msgspec.json.encode(own_cores))
-    cores = [core for part in gathered for core in msgspec.json.decode(part, type=list[str])]
-    return peers.broadcast("profile/apart", b"1" * (len(cores) == len(set(cores)))) == b"1"
+    return slowest(peers.gather_records("links/timed", mine, list[LinkTiming]))
 
 
 def _concurrency(
     model: MultimodalModel, shape: Shape, place: Workplace, local: Sequence[jax.Device]
 ) -> float:
-    """How many devices really compute at once: the rate of all against that of one alone."""
+    """How many devices really compute at once: the rate of all against that of one alone; for
+    process 0."""
     every, peers = place.devices, place.peers
     if len(every) == 1 or every[0].platform != "cpu":
         return float(len(every))
     alone = together(model, shape, local[:1]) if peers.is_hub else 0.0
     peers.barrier("profile/together")
     mine = together(model, shape, local) if local else 0.0
-    alone, rate = peers.sums("profile/rates", [alone, mine])
-    return min(float(len(every)), max(1.0, rate / alone))
+    rates = peers.gather_records("profile/rates", mine, float)
+    return min(float(len(every)), max(1.0, sum(rates) / alone)) if peers.is_hub else 0.0
 
 
 def make_profile(

@@ -1,8 +1,10 @@
-"""What comes before the first step of a run, beside its plan and programs."""
+"""What comes before the first step of a run: its plan (given, a checkpoint's or a new one, the same
+on all processes), and what is said and refused."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from statistics import mean
@@ -16,18 +18,24 @@ from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.predict import held_loads
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES
-from dflop_jax.records import Plan, Prices, Profile
+from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.spent import PLAN, PROFILE
 from dflop_jax.report.wording import duration, number
 from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.sim.pipeline import simulate_schedules
 from dflop_jax.train.callbacks import Callbacks
-from dflop_jax.train.planning import check_layers, check_names, check_plannable
+from dflop_jax.train.planning import check_layers, check_names, check_plannable, make_plan
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.profiling import parameter_bytes, profile_data
-from dflop_jax.train.sample_file import SampleFile
-from dflop_jax.train.timing import Timed
+from dflop_jax.train.profiling import (
+    make_profile,
+    measured_hardware,
+    parameter_bytes,
+    profile_data,
+)
+from dflop_jax.train.resume import Continued, Meta, continued, planned_under
+from dflop_jax.train.timing import PlanTrials, Timed, make_executor, plan_words
 
 # Batches of the profiled data whose mean step is what a plan predicts; twice as many are scheduled
 # in twice the time, and scatter less by a third.
@@ -40,13 +48,12 @@ class ReadyRun:
 
     Attributes:
       held_out: the samples to evaluate on.
-      folder, samples: process 0's.
+      folder: process 0's.
       start_s: what it took to come this far.
       ends_s: when `train.max_hours` are over, by `time.monotonic`.
       callbacks: the user's, that this process calls.
     """
 
-    config: Config
     place: Workplace
     source: Source
     held_out: Source | None
@@ -55,7 +62,6 @@ class ReadyRun:
     prices: Prices
     saver: Checkpointer
     folder: RunFolder | None
-    samples: SampleFile | None
     progress: Progress
     start_s: float
     ends_s: float
@@ -64,9 +70,8 @@ class ReadyRun:
 
 def agree(config: Config, peers: ProcessGroup) -> None:
     """ValueError unless every process has the same configuration."""
-    encoded = msgspec.json.encode(config)
-    ours = msgspec.json.decode(encoded)
-    theirs = msgspec.json.decode(peers.broadcast("config", encoded))
+    ours = msgspec.json.decode(msgspec.json.encode(config))
+    theirs = peers.broadcast_record("config", ours, dict)
     for name, value in theirs.items():
         if name not in ("distributed", "cache_dir") and ours[name] != value:
             raise ValueError(
@@ -127,6 +132,108 @@ def expected(plan: Plan, steps: int) -> str:
         f"expected: {duration(step_s)} a step, {steps:,} steps in {duration(left_s)}, "
         f"the last about {end:%Y-%m-%d %H:%M}"
     )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan of a run, and what is known of it before its first step.
+
+    Attributes:
+      executor: the plan's; its programs are compiled where they were `timed` for the choice.
+      prices: that batches are scheduled by: those of the checkpoint where the run goes on as it
+        was, so that it makes the same schedules.
+    """
+
+    executor: Executor
+    profile: Profile
+    prices: Prices
+    timed: Timed | None
+
+
+def choose(
+    place: Workplace,
+    source: Source,
+    meta: Meta | None,
+    given: Executor | None,
+    profile: Profile | None,
+    progress: Progress,
+    is_checked: Callable[[], None],
+) -> Chosen:
+    """The plan to train under, all processes together: what is not known is measured and searched.
+
+    Args:
+      meta: of the checkpoint that is resumed.
+      given, profile: the executor of a plan that is given, closed where another is taken, and a
+        profile; they go before what a checkpoint has.
+      is_checked: called once nothing speaks against it that is known unmeasured.
+
+    Raises:
+      ValueError: the checkpoint is of another model, or no plan fits.
+    """
+    plan = given.plan if given else None
+    known = _known_before(place, meta, plan, profile, progress.log)
+    plan, profile, prices = known.plan, known.profile, known.prices
+    refuse(place, source, profile, plan)
+    is_checked()
+    if profile is None:
+        progress.log("profiling model and data")
+        with place.time.part(PROFILE):
+            measured = make_profile(place, source)
+            profile = place.peers.broadcast_record("profiled", measured, Profile)
+    remat = place.config.train.remat
+    if plan and remat != "auto" and (other := with_remat(plan, remat)) != plan:
+        plan, prices = other, None
+    with place.time.part(PLAN):
+        trials = PlanTrials(place, profile, progress, place.plannable_bytes)
+        if place.peers.is_hub:
+            if plan is None:
+                progress.log("planning")
+                found = make_plan(place, profile, time_plan=trials.prices, try_step=trials.rehearse)
+                plan = found.plan
+                prices = trials.prices(plan)
+            elif prices is None:
+                prices = trials.prices(plan)
+                trials.rehearse(plan, prices)
+            trials.choose(plan, prices)
+        else:
+            plan, prices = trials.follow()
+        timed = trials.take(plan)
+    if given and (timed or given.plan != plan):
+        given.close()
+        given = None
+    fan_in = plan.layout.fan_in
+    progress.log(
+        f"plan {plan_words(plan)} ({' x '.join(AXES)})"
+        + (f"; up to {fan_in} groups feed one" if fan_in > 1 else "")
+    )
+    executor = timed.executor if timed else given or make_executor(place, plan)
+    return Chosen(executor, profile, prices, timed)
+
+
+def _known_before(
+    place: Workplace,
+    meta: Meta | None,
+    plan: Plan | None,
+    profile: Profile | None,
+    log: Callable[[str], None],
+) -> Continued:
+    """What a run goes on with, as process 0 was given it or finds it; only there are prices."""
+    known, is_given = Continued(plan, profile), profile is not None
+    if meta:
+        remedy = "use the same model, or start a new run"
+        check_layers(place, meta.profile, "the checkpoint", remedy)
+    if meta and place.peers.is_hub:
+        known = continued(meta, planned_under(place), plan, profile)
+        if known.says:
+            log(known.says)
+    mine = known.plan, known.profile, known.recounted
+    plan, profile, recounted = place.peers.broadcast_record(
+        "given", mine, tuple[Plan | None, Profile | None, bool]
+    )
+    if profile and profile.model.hardware and recounted and not is_given:
+        facts = replace(profile.model, hardware=measured_hardware(place))
+        profile = replace(profile, model=facts)
+    return replace(known, plan=plan, profile=profile)
 
 
 def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan | None) -> None:

@@ -13,17 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
 import numpy as np
 
 from dflop_jax.config import Config
 from dflop_jax.plan.predict import simulate
 from dflop_jax.records import DataProfile, Load, Plan, Profile
-from dflop_jax.report.progress import Progress
 from dflop_jax.schedule.shapes.choose import largest
 from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.train.planning import make_plan
-from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.ready import ReadyRun
 
 # Standard errors by which means of samples differ that differ by more than chance; twice as many
 # find a change of the data in four times as many steps.
@@ -106,21 +104,11 @@ class Redecider:
     Args:
       loads: what the data asks for of a step's batch, without a decoded sample: too large ones are
         not replaced.
-      start_s: what starting under a plan takes: programs compiled and timed, parameters placed.
     """
 
-    def __init__(
-        self,
-        place: Workplace,
-        profile: Profile,
-        plan: Plan,
-        loads: Callable[[int], list[Load]],
-        start_s: float,
-        progress: Progress,
-    ):
-        self._place, self._plan = place, plan
-        self._loads, self._start_s, self._progress = loads, start_s, progress
-        self._profile = profile  # that a plan was last searched for
+    def __init__(self, ready: ReadyRun, loads: Callable[[int], list[Load]]):
+        self._ready, self._place, self._loads = ready, ready.place, loads
+        self._profile = ready.profile  # that a plan was last searched for
 
     def look(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
         """Return what to change to after `done` steps, None to go on.
@@ -128,42 +116,38 @@ class Redecider:
         Args:
           step_s: measured seconds of the steps since the last look, on process 0.
         """
-        peers = self._place.peers
-        new = self._decide(done, step_s) if peers.is_hub else None
-        shared = peers.broadcast(f"redecide/{done}", msgspec.json.encode(new))
-        return msgspec.json.decode(shared, type=NewPlan | None)
+        peers, new = self._place.peers, None
+        if peers.is_hub:
+            new, says = self._decide(done, step_s)
+            self._ready.progress.log(f"after step {done}: {says}")
+        return peers.broadcast_record(f"redecide/{done}", new, NewPlan | None)
 
-    def _decide(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
+    def _decide(self, done: int, step_s: Sequence[float]) -> tuple[NewPlan | None, str]:
         """Search where samples are others than those that a plan was last searched for; the plan
-        that is found, if the steps that are left save more than the change costs."""
-        config = self._place.config
+        that is found, if the steps that are left save more than the change costs, and why."""
+        config, start_s = self._place.config, self._ready.start_s
         n = -(-config.plan.profile_samples // config.train.global_batch)
         steps = range(max(0, done - min(n, config.plan.redecide_every)), done)
         seen = [load for step in steps for load in self._loads(step)]
         if not (changed := drift(self._profile.data.loads, seen)):
-            self._say(done, "samples are as those that were planned for")
-            return None
-        self._say(done, f"samples changed by {changed:.0%}; searching for another plan")
+            return None, "samples are as those that were planned for"
+        self._ready.progress.log(
+            f"after step {done}: samples changed by {changed:.0%}; searching for another plan"
+        )
         data = observed(self._profile.data, seen, steps)
         self._profile = replace(self._profile, data=data)
         try:
             best = make_plan(self._place, self._profile).plan
         except ValueError as e:
-            self._say(done, f"no plan for the samples of late: {e}")
-            return None
-        share, why = saved_share(self._plan, best, self._profile, config)
+            return None, f"no plan for the samples of late: {e}"
+        share, why = saved_share(self._ready.ex.plan, best, self._profile, config)
         if share is None:
-            self._say(done, why)
-            return None
+            return None, why
         left = config.train.steps - done
         saved_s = share * float(np.median(step_s)) * left
-        pays = share > _LEAST_GAIN and saved_s > self._start_s
-        self._say(
-            done,
+        pays = share > _LEAST_GAIN and saved_s > start_s
+        says = (
             f"another plan would save {share:.0%} of a step, {saved_s:.1f} s in {left} steps, and "
-            f"cost {self._start_s:.1f} s: " + ("changing to it" if pays else "going on"),
+            f"cost {start_s:.1f} s: " + ("changing to it" if pays else "going on")
         )
-        return NewPlan(best, self._profile) if pays else None
-
-    def _say(self, done: int, what: str) -> None:
-        self._progress.log(f"after step {done}: {what}")
+        return (NewPlan(best, self._profile) if pays else None), says

@@ -1,10 +1,14 @@
-"""Finding and restoring the checkpoint that a run continues from, all processes together."""
+"""What a checkpoint keeps beside arrays, how one is found and restored, all processes together, and
+what of it a resumed run goes on with."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isclose
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,7 +23,12 @@ from dflop_jax.checkpoint.store import (
     OtherVersion,
 )
 from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.train.meta import Meta, read_meta
+from dflop_jax.config import Config, fields
+from dflop_jax.data.media.limits import Limits
+from dflop_jax.records import Plan, PriceList, Prices, Profile
+from dflop_jax.schedule.learnt import Learnt
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.skips import Skips
 
 log = logging.getLogger(__name__)
 _WORDS = {
@@ -31,6 +40,167 @@ _NONE = {
     OTHER_VERSION: "this version of the program reads none of the checkpoints; resume by the one "
     "that wrote them, or choose another --run_dir",
 }
+VERSION = 3  # of `Meta`
+PROCESSES, DEVICES = "processes", "devices"  # of `planned_under`: what may be another number
+_KIND, _MEMORY, _FROZEN = "kind of device", "memory of a device", "frozen parts"
+_COUNTS = {PROCESSES, DEVICES}
+# Flags of plan.* that say where, or when, and not which plan is the best.
+_NO_CHOICE = {"plan.devices", "plan.hardware", "plan.redecide_every"}
+_MORE_FLAGS = ("train.global_batch", "train.remat")
+_PROFILED_FLAGS = (
+    "plan.max_model",
+    "plan.profile_samples",
+    "model.dtype",
+    "model.attention_kernel",
+    "data.tokenizer",
+    *(f"data.{name}" for name in vars(Limits())),
+)
+_PROFILED = {*_PROFILED_FLAGS, _KIND}
+# Share by which a device's memory may differ from that of the run before: what jax may take depends
+# a little on what else was there when it began, and plans leave as much free.
+_MEMORY_TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint keeps beside arrays.
+
+    Attributes:
+      loader: see `Loader.state`.
+      prices: that batches are scheduled by.
+      planned_under: what the plan was chosen under, by name; see `planned_under`.
+      trained_under: the flags of model, data and training; see `trained_under`.
+      learnt: corrections of the prices, where they are corrected.
+      skips: of the updates that were left out.
+    """
+
+    step: int
+    loader: dict[str, Any]
+    plan: Plan
+    profile: Profile
+    prices: PriceList
+    planned_under: dict[str, Any] = field(default_factory=dict)
+    learnt: Learnt | None = None
+    skips: Skips = field(default_factory=Skips)
+    trained_under: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+
+def read_meta(record: Mapping[str, Any]) -> Meta:
+    """The reverse of `msgspec.to_builtins` of a `Meta`.
+
+    Raises:
+      OtherVersion: of a version that this program does not read.
+    """
+    if (version := record.get("version")) != VERSION:
+        raise OtherVersion(f"its state has version {version}, this program reads {VERSION}")
+    try:
+        return msgspec.convert(record, Meta)
+    except msgspec.ValidationError as e:  # what the checksums cover is as it was written
+        raise OtherVersion(f"its state is of another version of this program: {e}") from None
+
+
+def planned_under(place: Workplace) -> dict[str, Any]:
+    """What a plan follows from, by name, as JSON has it: the flags that decide between plans, and
+    the devices."""
+    values = flags_that_plan(place.config)
+    values[PROCESSES], values[DEVICES] = place.peers.count, len(place.devices)
+    values[_KIND] = place.devices[0].device_kind
+    values[_MEMORY] = place.bytes_limit
+    values[_FROZEN] = ", ".join(sorted(place.trained.frozen)) or "none"
+    return values
+
+
+def frozen_parts(record: Mapping[str, Any]) -> list[str]:
+    """The parts that were frozen, as a checkpoint's record of a `Meta` says.
+
+    Raises:
+      OtherVersion: see `read_meta`.
+    """
+    return read_meta(record).planned_under[_FROZEN].split(", ")
+
+
+def flags_that_plan(config: Config) -> dict[str, Any]:
+    """The flags that decide between plans, by dotted name."""
+    return {
+        leaf.name: msgspec.to_builtins(leaf.value(config))
+        for leaf in fields()
+        if (leaf.name.startswith("plan.") and leaf.name not in _NO_CHOICE)
+        or leaf.name in (*_MORE_FLAGS, *_PROFILED_FLAGS)
+    }
+
+
+def trained_under(config: Config) -> dict[str, str]:
+    """The flags of model, data and training, by dotted name, as text."""
+    leaves = (leaf for leaf in fields() if leaf.name.startswith(("model.", "data.", "train.")))
+    return {leaf.name: _text(leaf.value(config)) for leaf in leaves}
+
+
+def changed_flags(meta: Meta, config: Config) -> str:
+    """Name the flags under which a run goes on that differ from those of its checkpoint, with both
+    values; "" for none."""
+    then, now = meta.trained_under, trained_under(config)
+    changed = (name for name in now if name in then and now[name] != then[name])
+    return ", ".join(f"{name} {now[name]} (was {then[name]})" for name in changed)
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a run goes on with; None is to be made anew. `says` is for the log, "" is nothing.
+    `recounted`: the run had other numbers of devices or processes."""
+
+    plan: Plan | None
+    profile: Profile | None
+    prices: Prices | None = None
+    says: str = ""
+    recounted: bool = False
+
+
+def continued(
+    meta: Meta, now: Mapping[str, Any], plan: Plan | None, profile: Profile | None
+) -> Continued:
+    """What of a checkpoint still serves: its plan and prices where nothing that decides between
+    plans differs now, its profile where nothing differs that it was measured under; numbers of
+    devices and processes may. A plan or a profile that is given goes before the checkpoint's.
+
+    Raises:
+      ValueError: other parts train now.
+    """
+    then = meta.planned_under
+    changed = [n for n in now if n in then and now[n] != then[n]]
+    if _MEMORY in changed and isclose(then[_MEMORY], now[_MEMORY], rel_tol=_MEMORY_TOLERANCE):
+        changed.remove(_MEMORY)
+    if _FROZEN in changed:
+        raise ValueError(
+            f"the checkpoint was trained with {then[_FROZEN]} frozen, this run with {now[_FROZEN]}:"
+            " it is of another model or choice of frozen parts; give the same train.stage, "
+            "train.freeze and train.lora_rank, or start a new run"
+        )
+    other_count = bool(_COUNTS.intersection(changed))
+    if profile is None and not _PROFILED.intersection(changed):
+        profile = meta.profile
+        if DEVICES in changed:
+            profile = for_devices(profile, then[DEVICES], now[DEVICES])
+    if plan is not None:
+        same = plan == meta.plan and not changed
+        prices = meta.prices.prices if same else None
+        return Continued(plan, profile, prices, recounted=other_count)
+    if changed:
+        says = "; ".join(f"{n} was {_text(then[n])}, now {_text(now[n])}" for n in changed)
+        return Continued(None, profile, says=f"{says}: planning anew", recounted=other_count)
+    return Continued(meta.plan, profile, meta.prices.prices)
+
+
+def for_devices(profile: Profile, then: int, now: int) -> Profile:
+    """A profile that was measured with `then` devices, for `now` of the same: layers take what they
+    took, and of `now` devices as large a share computes at once."""
+    model = profile.model
+    at_once = min(float(now), model.concurrency * now / then)
+    return replace(profile, model=replace(model, concurrency=at_once))
+
+
+def _text(value: Any) -> str:
+    return (",".join(value) if isinstance(value, tuple) else str(value)) or "empty"
 
 
 @dataclass(frozen=True)
@@ -65,10 +235,6 @@ class Resumed:
     reader: CheckpointReader
     unreadable: tuple[Unreadable, ...] = ()
 
-    def says(self, steps: int) -> str:
-        """What is said of a run of so many steps that goes on from here."""
-        return f"resumed after step {self.meta.step} of {steps}"
-
 
 def find_checkpoint(
     folder: Path,
@@ -88,8 +254,7 @@ def find_checkpoint(
     below = min((u.step for u in unreadable), default=None)
     steps = [s for s in store.steps() if below is None or s < below] if peers.is_hub else []
     key = f"checkpoints/{below}"
-    shared = peers.broadcast(key, msgspec.json.encode(steps))
-    steps = msgspec.json.decode(shared, type=list[int])
+    steps = peers.broadcast_record(key, steps, list[int])
     if at is not None:
         if at not in steps:
             raise ValueError(store.no_step(at, steps))
@@ -116,11 +281,8 @@ def find_checkpoint(
 
 def any_trouble(peers: ProcessGroup, key: str, trouble: Unreadable | None) -> Unreadable | None:
     """The first process's trouble, on every process; process 0 logs it."""
-    text = msgspec.json.encode(trouble).decode() if trouble else ""
-    if not (first := peers.first_text(key, text)):
-        return None
-    worst = msgspec.json.decode(first, type=Unreadable)
-    if peers.is_hub:
+    worst = next(filter(None, peers.all_gather(key, trouble, Unreadable | None)), None)
+    if worst and peers.is_hub:
         log.warning("checkpoint of step %d %s: %s", worst.step, _WORDS[worst.why], worst.met)
     return worst
 
@@ -142,11 +304,10 @@ def restore(
         except CorruptCheckpoint as e:  # on every process
             trouble = any_trouble(peers, f"damaged/{step}", Unreadable(step, DAMAGED, str(e)))
             assert trouble is not None
-            older = find_checkpoint(saver.folder, peers, (*resumed.unreadable, trouble))
+            older = find_checkpoint(saver.store.root, peers, (*resumed.unreadable, trouble))
             assert older is not None, "it raises where none is left"
             resumed = older
-    store = CheckpointStore(saver.folder)
     for u in resumed.unreadable if peers.is_hub else ():
-        folder = store.set_aside(u.step, u.why)
+        folder = saver.store.set_aside(u.step, u.why)
         log.warning("checkpoint of step %d stays as %s until a newer one is saved", u.step, folder)
     return resumed

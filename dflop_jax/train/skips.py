@@ -15,6 +15,7 @@ from statistics import median
 from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.step_result import StepResult
 from dflop_jax.report.metrics import SkippedUpdate
+from dflop_jax.train.callbacks import StepDone
 
 # Steps whose norms make the running median: more follow a falling norm later, fewer are moved by
 # a single batch.
@@ -78,20 +79,16 @@ class Skipping:
     def __init__(
         self,
         config: TrainConfig,
-        names: Callable[[int], Sequence[str]] = lambda step: (),
-        known: Skips = Skips(),
+        names: Callable[[int], Sequence[str]],
+        known: Skips,
     ):
         self._config, self._names, self.known = config, names, known
         self._step = -1
         self._last: SkippedUpdate | None = None
 
-    def norm_limit(self, step: int) -> float:
-        """Above which norm a step is left out."""
-        return self.known.norm_limit(step, self._config.loss_spike)
-
-    def note(self, step: int, norm: float, applied: bool) -> None:
+    def note(self, done: StepDone) -> None:
         """Count a finished step."""
-        self.known = self.known.after(step, norm, applied)
+        self.known = self.known.after(done.step, done.grad_norm, done.updated)
 
     def of(self, step: int, result: StepResult) -> SkippedUpdate | None:
         """Why a step changed no parameter; None: it did."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -34,9 +35,8 @@ class StepProfiler:
         self._folder = Path(run_dir) / XPROF / f"process-{process:05d}"
         self._on = False
 
-    @contextmanager
-    def dispatching(self, step: int) -> Iterator[None]:
-        """Surround the dispatch of a step; call `dispatched` once it can be waited for."""
+    def dispatching(self, step: int) -> AbstractContextManager[Any]:
+        """What surrounds the dispatch of a step; call `dispatched` once it can be waited for."""
         if self._steps and step == self._steps[0]:
             self._drain()
             options = jax.profiler.ProfileOptions()
@@ -45,11 +45,9 @@ class StepProfiler:
                 self._folder, create_perfetto_trace=True, profiler_options=options
             )
             self._on = True
-        if not self._on:
-            yield
-            return
-        with jax.profiler.StepTraceAnnotation("step", step_num=step):
-            yield
+        return (
+            jax.profiler.StepTraceAnnotation("step", step_num=step) if self._on else nullcontext()
+        )
 
     def dispatched(self, step: int) -> None:
         """End the trace behind its last step."""

@@ -1,25 +1,34 @@
-"""Compiles plans and times their own programs alone, all processes together."""
+"""Compiles plans and times their own programs alone, all processes together: whoever lacks memory
+says so to all."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import hashlib
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
+import jax
 import msgspec
 
+from dflop_jax.cluster.ending import RunFailed
+from dflop_jax.cluster.messages import ProcessGroup
+from dflop_jax.hardware import GIB
 from dflop_jax.pipeline.calibration import Calibration, merged
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.out_of_memory import ran_out, short_bytes
 from dflop_jax.pipeline.stand_in import content_of_rows
 from dflop_jax.pipeline.step import TrainState
 from dflop_jax.plan.on_devices import PlanTooLarge
 from dflop_jax.plan.predict import fullest_schedule
 from dflop_jax.plan.pricing import plan_prices
-from dflop_jax.record_files import load, save
+from dflop_jax.record_files import load_or_make
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -35,13 +44,103 @@ from dflop_jax.records import (
 )
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.spent import COMPILE
-from dflop_jax.train.compiles import found_counted
+from dflop_jax.schedule.counts import program as counts_program
+from dflop_jax.schedule.counts.program import CountProgram, canonical, sizes_of
+from dflop_jax.train.compile_cache import compiles_counted
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.trying import in_agreement, plan_words
 
 REPEATS = 5  # timed runs of a program: their median tells
+T = TypeVar("T")
+Sync = Callable[[], None]
 _FINALIST = "finalist"  # the key under which process 0 names plans to try, then the chosen one
+
+
+class Shortage(msgspec.Struct):
+    """That a process ran out of memory, and by how many bytes; 0: not known."""
+
+    process: int
+    short_bytes: float
+
+
+def plan_words(plan: Plan) -> str:
+    """What tells a plan from others, in a line."""
+    meshes = ", ".join(f"{m.name} {m.text}" for m in plan.layout.submeshes)
+    return f"{plan.policy}: {meshes}; buckets {', '.join(b.name for b in plan.layout.buckets)}"
+
+
+def in_agreement(
+    peers: ProcessGroup,
+    plan: Plan,
+    what: str,
+    work: Callable[[Sync], T],
+    limit_s: float | None = None,
+) -> T:
+    """Return what `work` gives, which all processes do together; it calls its argument where they
+    wait for each other, and there they learn whether one of them has run out of memory.
+
+    Args:
+      what: is done, for the message, such as "compiling".
+      limit_s: longest wait for the others after this process has run out, after which the run
+        ends: they may wait on their devices for what it did not send. None: nothing is sent.
+
+    Raises:
+      PlanTooLarge: on every process, memory of one of them did not hold it.
+    """
+
+    def agree(mine: Shortage | None = None) -> None:
+        known = filter(None, peers.all_gather("memory", mine, Shortage | None))
+        if short := max(known, key=lambda s: s.short_bytes, default=None):
+            raise _too_large(plan, what, short)
+
+    shortage = None
+    try:
+        done = work(agree)
+    except RuntimeError as e:
+        shortage = _shortage(peers, e)
+        if shortage is None:
+            raise
+    # The error is gone by now, and with it the arrays that its traceback holds.
+    if shortage:
+        too_large = _too_large(plan, what, shortage)
+        timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, peers.fail, (str(too_large), 2))
+        timer.daemon = True
+        timer.start()
+        try:
+            agree(shortage)
+        except RunFailed:  # the others did not come
+            raise too_large from None
+        finally:
+            timer.cancel()
+    agree()
+    return done
+
+
+@contextmanager
+def said_in_a_line(peers: ProcessGroup, plan: Plan, what: str) -> Iterator[None]:
+    """PlanTooLarge in place of XLA's error where this process runs out of memory; the others are
+    not asked."""
+    try:
+        yield
+    except RuntimeError as e:
+        if shortage := _shortage(peers, e):
+            raise _too_large(plan, what, shortage) from None
+        raise
+
+
+def _shortage(peers: ProcessGroup, error: RuntimeError) -> Shortage | None:
+    if not ran_out(error):
+        return None
+    return Shortage(peers.process, short_bytes(error, jax.local_devices()))
+
+
+def _too_large(plan: Plan, what: str, shortage: Shortage) -> PlanTooLarge:
+    by = f", {shortage.short_bytes / GIB:.2f} GiB short" if shortage.short_bytes else ""
+    return PlanTooLarge(
+        f"plan {plan_words(plan)}: does not fit into memory, process {shortage.process} ran out of "
+        f"it {what}{by}",
+        shortage.short_bytes,
+    )
 
 
 def make_executor(place: Workplace, plan: Plan) -> Executor:
@@ -73,11 +172,6 @@ class Timed:
     n_programs: int
     n_found: int
     parts: tuple[Calibration, ...]
-
-    def says(self, took_s: float) -> str:
-        """What was compiled, in words."""
-        found = f", {self.n_found} of them from the cache" * bool(self.n_found)
-        return f"compiled {self.n_programs} programs in {took_s:.1f} s{found}"
 
     def prices(self, profile: ModelProfile) -> Prices:
         """Prices of the compiled programs, on process 0; what a group's content adds to them, how
@@ -118,19 +212,26 @@ def compile_and_time(
     """
     peers = place.peers
     limit_s = place.config.distributed.peer_timeout_s
-    with place.time.part(COMPILE), found_counted() as found:
+    with place.time.part(COMPILE), compiles_counted() as counts:
         compiling = partial(in_agreement, peers, ex.plan, "compiling its programs")
         n = compiling(lambda sync: ex.compile(lambda *_: place.sections.renew(), sync))
-        n_found = found()
-    mine = in_agreement(
-        peers, ex.plan, "timing its programs", partial(_calibrate, ex, ends, repeats), limit_s
-    )
+        n_found = counts.found
+    calibrating = partial(in_agreement, peers, ex.plan, "timing its programs", limit_s=limit_s)
+    mine = calibrating(lambda sync: ex.calibrate(repeats=repeats, sync=sync, ends=ends))
     parts = peers.gather("calibrated", mine.encode())
     return Timed(ex, n, n_found, tuple(Calibration.decode(part) for part in parts))
 
 
-def _calibrate(ex: Executor, ends: bool, repeats: int, sync: Callable[[], None]) -> Calibration:
-    return ex.calibrate(repeats=repeats, sync=sync, ends=ends)
+def count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
+    """The integer program of a plan's batches, from the cache folder where it is there: cvxpy takes
+    more than a second and 73 MB to import. None where the plan's groups are not balanced."""
+    if plan.scheduling.grouping != "balanced":
+        return None
+    sizes = sizes_of(plan.layout)
+    code = hashlib.sha256(Path(counts_program.__file__).read_bytes()).hexdigest()
+    facts = f"{sizes} {version('cvxpy')} {code}"
+    file = Path(cache_dir, f"counts-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
+    return load_or_make(CountProgram, file, lambda: canonical(sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,14 +273,13 @@ class PlanTrials:
         """
         if not self._place.config.plan.finalists:
             return plan_prices(plan.layout, self._profile.model)
-        file = Path(self._place.config.cache_dir) / f"times-{self._name(plan)}.json"
-        with suppress(ValueError):  # none yet, or one of another version
-            return load(PriceList, file).prices
-        self._progress.log(f"timing the programs of {plan_words(plan)}")
-        prices = self._all(TimingRequest(plan)).prices(self._profile.model)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save(PriceList.of(prices), file)
-        return prices
+
+        def time_programs() -> PriceList:
+            self._progress.log(f"timing the programs of {plan_words(plan)}")
+            return PriceList.of(self._all(TimingRequest(plan)).prices(self._profile.model))
+
+        file = Path(self._place.config.cache_dir, f"times-{self._name(plan)}.json")
+        return load_or_make(PriceList, file, time_programs).prices
 
     def rehearse(self, plan: Plan, prices: Prices) -> None:
         """Run one step of a plan, where devices have limited memory, so that all that a step holds

@@ -6,55 +6,64 @@ profile, the plan, the schedules, and when to stop.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import jax
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.cluster.supervised import is_restart
+from dflop_jax.cluster.ending import TryAgain, exit_code_of, is_command
+from dflop_jax.cluster.hang_watch import HangWatch
+from dflop_jax.cluster.messages import ProcessGroup
+from dflop_jax.cluster.supervised import is_restart, launch_name
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.folders import despite_full_disk
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.records import AXES, Plan, Profile
+from dflop_jax.records import Plan, Profile
 from dflop_jax.report.progress import Progress
-from dflop_jax.report.run_folder import CHECKPOINTS, SAMPLES, SUMMARY, RunFolder
+from dflop_jax.report.run_folder import (
+    CHECKPOINTS,
+    HUNG,
+    SAMPLES,
+    SUMMARY,
+    FolderInUse,
+    RunFolder,
+)
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
-from dflop_jax.report.spent import EVENTS, REDECISION, SAVE
+from dflop_jax.report.spent import EVENTS, REDECISION, SAVE, START
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
-from dflop_jax.train.callbacks import Callback, Callbacks
-from dflop_jax.train.choice import Chosen, choose, known_before
+from dflop_jax.train.callbacks import Callback, Callbacks, FitResult
+from dflop_jax.train.correct import read_samples
 from dflop_jax.train.exports import warn_of_adapters
 from dflop_jax.train.initial import published
 from dflop_jax.train.loop import Loop
-from dflop_jax.train.meta import changed_flags
-from dflop_jax.train.planning import (
-    check_held_out,
-    check_trainable,
-)
+from dflop_jax.train.planning import check_held_out, check_trainable
 from dflop_jax.train.prepare import Workplace, in_steps, set_up
 from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.ready import (
     ReadyRun,
     agree,
+    choose,
     data_line,
     expected,
     predicted,
-    refuse,
     workplace_line,
 )
-from dflop_jax.train.restart import is_begun, open_folder, tell_others
-from dflop_jax.train.results import FitResult, LoopResult, fit_result
-from dflop_jax.train.resume import Resume, Resumed, find_checkpoint, restore
-from dflop_jax.train.sample_file import SampleFile
-from dflop_jax.train.timing import REPEATS, Timed, compile_and_time, make_executor
-from dflop_jax.train.trying import plan_words, said_in_a_line
-from dflop_jax.train.watched import watched
+from dflop_jax.train.redecide import NewPlan
+from dflop_jax.train.resume import Resume, Resumed, changed_flags, find_checkpoint, restore
+from dflop_jax.train.run_dir import is_of_launch
+from dflop_jax.train.timing import REPEATS, compile_and_time, make_executor, said_in_a_line
+
+log = logging.getLogger("dflop_jax")
+Existing = Literal["error", "overwrite", "resume"]
 
 
 class Trainer:
@@ -83,15 +92,14 @@ class Trainer:
         *,
         plan: Plan | None = None,
         profile: Profile | None = None,
-        existing: Literal["error", "overwrite", "resume"] | Resume = "error",
+        existing: Existing | Resume = "error",
         callbacks: Sequence[Callback] = (),
         dry: bool = False,
         tell: Callable[[str, bool], None] = lambda line, ready: None,
     ):
         said = existing if isinstance(existing, Resume) else Resume()
         self._resume = Resume() if is_restart() else said  # of the first start
-        self._existing: Literal["error", "overwrite", "resume"]
-        self._existing = "resume" if isinstance(existing, Resume) else existing
+        self._existing: Existing = "resume" if isinstance(existing, Resume) else existing
         self._dry = dry
         hours = config.train.max_hours
         self._ends_s = time.monotonic() + 3600 * hours if hours else math.inf
@@ -138,25 +146,29 @@ class Trainer:
             fits, or too many samples are bad.
           TryAgain: another run writes to the folder.
         """
-        results: list[LoopResult] = []
+        losses: dict[int, float] = {}  # by step, each as it was run last
+        n_compiles = 0
         with self._told_to_others(), watched(self.place):
             while True:
                 # Told before anything is cleaned up, which may wait for what the others compute.
                 with ExitStack() as stack, self._told_to_others():
-                    results.append(self._fit(stack))
-                new = results[-1].next
-                if results[-1].preempted or new is None:
+                    result, new = self._fit(stack)
+                losses |= enumerate(result.losses, result.steps_done - len(result.losses))
+                n_compiles += result.compiles_after_warmup
+                if result.preempted or new is None:
                     break
                 self.place.time.go_on_with(REDECISION)
                 self._existing, self.profile = "resume", new.profile
                 self._given = make_executor(self.place, new.plan)
-            result = fit_result(self.config.run_dir, results)
-            self._callbacks.at_end(result)
+            in_order = tuple(losses[step] for step in sorted(losses))
+            result = replace(result, losses=in_order, compiles_after_warmup=n_compiles)
+            for c in self._callbacks.called:
+                c.at_end(result)
         return result
 
-    def _fit(self, stack: ExitStack) -> LoopResult:
+    def _fit(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
         """Train under one plan, to the last step or until another plan pays."""
-        config, peers = self.config, self.peers
+        config, peers, time_log = self.config, self.peers, self.place.time
         peers.new_run()
         agree(config, peers)
         checkpoints = Path(config.run_dir) / CHECKPOINTS
@@ -171,102 +183,92 @@ class Trainer:
         loader, start = make_loader(config, self.source), 0
         if resumed:
             start = loader.restore(resumed.meta.loader, config.data.changed)
-        folder, samples = None, None
+        folder = None
         if peers.is_hub:
             folder = stack.enter_context(open_folder(config.run_dir, self._existing))
-            stack.callback(self.place.time.stop_writing)
-            samples = SampleFile(folder.rows[SAMPLES])
+            stack.callback(time_log.stop_writing)
+            for _ in read_samples(folder.rows[SAMPLES]):
+                pass  # a broken line is refused
             if not resumed:
-                self.place.time.write_to(folder.rows[EVENTS])
+                time_log.write_to(folder.rows[EVENTS])
         steps, every, quiet = config.train.steps, config.train.log_every, not peers.is_hub
         progress = stack.enter_context(Progress(steps, start, every=every, quiet=quiet))
         begun_s = time.perf_counter()
-        chosen = self._choose(resumed, given, progress)
-        ex, prices, self.profile = chosen.executor, chosen.prices, chosen.profile
+        meta = resumed.meta if resumed else None
+        chosen = choose(
+            self.place, self.source, meta, given, self.profile, progress, self._tell_of_data
+        )
+        ex, self.profile = chosen.executor, chosen.profile
         stack.callback(ex.close)
-        saver = self._saver(checkpoints, ex)
+        saves, waiting = config.checkpoint, partial(self.place.sections.within, SAVE)
+        saver = Checkpointer(
+            checkpoints, ex, peers, keep=saves.keep, keep_every=saves.keep_every, waiting=waiting
+        )
         placing_s = time.perf_counter()
-        resumed = self._place_state(ex, saver, resumed, reset_optimizer=asked.reset_optimizer)
+        with said_in_a_line(peers, ex.plan, "placing its parameters"):
+            if resumed:
+                ex.init_for_restore()
+                reset = asked.reset_optimizer
+                resumed = restore(saver, resumed, peers, reset_optimizer=reset)
+            else:
+                ex.init(config.train.seed, self._begin)
         first_step = resumed.meta.step if resumed else 0
         if first_step < start:
             progress.restart(first_step)
         if resumed:
-            took_s = time.perf_counter() - placing_s
-            progress.log(f"{resumed.says(config.train.steps)}, read in {took_s:.1f} s")
+            says = f"resumed after step {first_step} of {config.train.steps}"
+            progress.log(f"{says}, read in {time.perf_counter() - placing_s:.1f} s")
             if changed := changed_flags(resumed.meta, config):
                 progress.log(f"resumed with {changed}")
         if folder:  # only now it is clear that the folder is of this run
             self._take_over(folder, resumed, chosen.profile)
         # The plan's figures are in the folder then, and nothing else asks for times.
         as_it_was = resumed is not None and resumed.meta.plan == ex.plan
-        untimed = peers.broadcast("untimed", b"1" * as_it_was if peers.is_hub else None) == b"1"
-        timed = chosen.timed or self._warm_up(ex, progress, repeats=0 if untimed else REPEATS)
+        untimed = peers.broadcast_record("untimed", as_it_was, bool)
+        timed = chosen.timed
+        if timed is None:
+            compiling_s = time.perf_counter()
+            timed = compile_and_time(self.place, ex, repeats=0 if untimed else REPEATS)
+            took_s = time.perf_counter() - compiling_s
+            found = f", {timed.n_found} of them from the cache" * bool(timed.n_found)
+            progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s{found}")
         if folder:
-            made = ex.plan if untimed else predicted(self.place, chosen.profile, prices, timed)
+            plan = ex.plan
+            if not untimed:
+                plan = predicted(self.place, chosen.profile, chosen.prices, timed)
             if not (as_it_was and (folder.path / PLAN_FILE).exists()):
-                folder.write_plan(made)
-            progress.log(expected(made, config.train.steps - first_step))
+                folder.write_plan(plan)
+            progress.log(expected(plan, config.train.steps - first_step))
         if self._dry:
             peers.barrier("dry")
-            return LoopResult((), (), None, first_step, False, ex.plan)
-        data = self.source, self._held_out, chosen.profile
-        more = time.perf_counter() - begun_s, self._ends_s, self._callbacks
-        ready = ReadyRun(
-            config, self.place, *data, ex, prices, saver, folder, samples, progress, *more
+            return FitResult(Path(config.run_dir), (), None, 0, first_step, False), None
+        start_s = time.perf_counter() - begun_s
+        loop = Loop(
+            ReadyRun(
+                self.place,
+                self.source,
+                self._held_out,
+                chosen.profile,
+                ex,
+                chosen.prices,
+                saver,
+                folder,
+                progress,
+                start_s,
+                self._ends_s,
+                self._callbacks,
+            )
         )
-        result = Loop(ready).run(stack, resumed)
+        result = loop.run(stack, resumed)
         if folder and result.losses:
             with despite_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)
         peers.barrier("done")
-        return result
+        return result, loop.next
 
-    # ---- before the first step ----
-
-    def _place_state(
-        self,
-        ex: Executor,
-        saver: Checkpointer,
-        resumed: Resumed | None,
-        *,
-        reset_optimizer: bool,
-    ) -> Resumed | None:
-        """Give the executor its parameters and optimizer state, fresh or of a checkpoint; returns
-        the one that was whole."""
-        with said_in_a_line(self.peers, ex.plan, "placing its parameters"):
-            if resumed is not None:
-                ex.init_for_restore()
-                return restore(saver, resumed, self.peers, reset_optimizer=reset_optimizer)
-            ex.init(self.config.train.seed, self._begin)
-            return None
-
-    def _choose(
-        self, resumed: Resumed | None, given: Executor | None, progress: Progress
-    ) -> Chosen:
-        """The plan to train under, once nothing speaks against it that is known unmeasured."""
-        meta, plan = resumed.meta if resumed else None, given.plan if given else None
-        known = known_before(self.place, meta, plan, self.profile, progress.log)
-        refuse(self.place, self.source, known.profile, known.plan)
+    def _tell_of_data(self) -> None:
         self._tell(data_line(self.source, self.config.train, self._asked_batch), True)
         self._tell = lambda line, ready: None  # once, also where plans change
-        chosen = choose(self.place, self.source, known, given, progress)
-        layout = chosen.executor.plan.layout
-        progress.log(
-            f"plan {plan_words(chosen.executor.plan)} ({' x '.join(AXES)})"
-            + (f"; up to {layout.fan_in} groups feed one" if layout.fan_in > 1 else "")
-        )
-        return chosen
-
-    def _saver(self, checkpoints: Path, ex: Executor) -> Checkpointer:
-        saves = self.config.checkpoint
-        return Checkpointer(
-            checkpoints,
-            ex,
-            self.peers,
-            keep=saves.keep,
-            keep_every=saves.keep_every,
-            waiting=partial(self.place.sections.within, SAVE),
-        )
 
     def _take_over(self, folder: RunFolder, resumed: Resumed | None, profile: Profile) -> None:
         """Begin to write to a folder, after the step that it is resumed from."""
@@ -281,9 +283,43 @@ class Trainer:
         folder.write_config(config)
         folder.write_profile(profile)
 
-    def _warm_up(self, ex: Executor, progress: Progress, repeats: int) -> Timed:
-        """Compile everything, run it once and time it, all processes together."""
-        start_s = time.perf_counter()
-        timed = compile_and_time(self.place, ex, repeats=repeats)
-        progress.log(timed.says(time.perf_counter() - start_s))
-        return timed
+
+def watched(place: Workplace) -> AbstractContextManager[Any]:
+    """Every section of a run has its deadline in here (see `cluster.hang_watch`). One process that
+    no command of ours runs (a script, a notebook, a debugger) is not ended: what hangs is said and
+    written."""
+    settings = place.config.distributed
+    if not settings.hang_factor:
+        return nullcontext()
+    place.sections.begin(START)
+    ends = place.peers.count > 1 or is_command.is_set()
+    folder, end = Path(place.config.run_dir, HUNG), None if ends else log.error
+    return HangWatch(place.sections, place.peers, folder, least_s=settings.hang_least_s, end=end)
+
+
+def is_begun(run_dir: str, peers: ProcessGroup) -> bool:
+    """Whether this is a restart of a run that its launch has begun in this folder before. A script
+    may train in several folders: others may hold older runs, which are not to be resumed. Process
+    0, which writes there, says so to all."""
+    return peers.broadcast_record("begun", is_restart() and is_of_launch(run_dir), bool)
+
+
+def open_folder(run_dir: str, existing: Existing) -> RunFolder:
+    """Process 0's run folder.
+
+    Raises:
+      TryAgain: another run writes to it.
+      ValueError: see `RunFolder`.
+    """
+    try:
+        return RunFolder(run_dir, existing=existing, launch=launch_name())
+    except FolderInUse as e:
+        raise TryAgain(str(e)) from None
+
+
+def tell_others(peers: ProcessGroup, error: BaseException) -> None:
+    """Tell all processes that this one stops by an error."""
+    if isinstance(error, jax.errors.JaxRuntimeError):  # which a lost process causes as well
+        peers.notice()
+    says = " ".join(str(error).split()) or type(error).__name__
+    peers.fail(f"process {peers.process} stopped: {says}", exit_code_of(error))

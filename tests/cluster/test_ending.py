@@ -23,9 +23,11 @@ from dflop_jax.cluster.ending import (
     preemption,
 )
 from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.config import TrainConfig
+from dflop_jax.config import Config
 from dflop_jax.pipeline.step_result import LocalResult, Spans
 from dflop_jax.train import step_log
+from dflop_jax.train.callbacks import Callbacks
+from dflop_jax.train.compile_cache import Compiles
 from dflop_jax.train.feed import Waits
 
 LIMIT_S = 30.0
@@ -129,12 +131,14 @@ def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
     )  # fmt: skip
     loss = SimpleNamespace(total=lambda sums: 2.0, means=lambda sums: {})
     batch = SimpleNamespace(step=5, loss=loss, schedule=None)
-    counter = SimpleNamespace(read=lambda: 0)
 
     def finish(peers: ProcessGroup) -> step_log.Verdict:
         plan = SimpleNamespace(layout=None)
-        facts = step_log.RowFacts(TrainConfig(), plan, peers)
-        log = step_log.StepLog(facts, None, SimpleNamespace(log=lambda line: None), counter)
+        trained = SimpleNamespace(rates={})
+        place = SimpleNamespace(config=Config(), peers=peers, trained=trained, devices=())
+        ready = SimpleNamespace(place=place, ex=SimpleNamespace(plan=plan), callbacks=Callbacks())
+        skipping = SimpleNamespace(note=lambda done: None)
+        log = step_log.StepLog(ready, Compiles(), None, skipping)
         waits = Waits(0.0, 0.0)
         return log.finish(handle, batch, waits, peers.process == signalled, peers.is_hub)
 

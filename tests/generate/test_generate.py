@@ -17,7 +17,7 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.record_files import save
-from dflop_jax.train.compiles import CompileCounter
+from dflop_jax.train.compile_cache import compiles_counted
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model
 from tests.generate.likeliest import assert_likeliest, n_compiled
@@ -240,11 +240,10 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
     assert len(sample.load.lengths("vision")) == 3  # padded to 4
     assert_likeliest(model, params, sample, answer.tokens)
     # Another question and another picture of as many tiles.
-    counter = CompileCounter()
     sampling = Sampling(9, temperature=0.7, top_p=0.9)
-    generator.answer("Is this one blue?", {"image": ["red.png"]}, sampling)
-    assert counter.read() == 0
-    counter.close()
+    with compiles_counted() as counts:
+        generator.answer("Is this one blue?", {"image": ["red.png"]}, sampling)
+    assert counts.compiled == 0
 
 
 def test_the_end_token_ends_the_answer():

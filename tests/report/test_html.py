@@ -18,7 +18,7 @@ from dflop_jax.report.html import page, write_page
 from dflop_jax.report.reader import read_runs
 from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan
 from dflop_jax.report.trace import read_trace, write_trace
-from dflop_jax.train.evaluate import Evaluation
+from dflop_jax.train.callbacks import Evaluation
 from tests.report.runs import make_plan, make_row, one_f_one_b, read_traces
 
 

@@ -11,7 +11,7 @@ from dflop_jax.report import row_file, run_folder
 from dflop_jax.report.row_file import whole_lines
 from dflop_jax.report.run_folder import RunFolder, read_metrics
 from dflop_jax.report.trackers import step_scalars
-from dflop_jax.train.evaluate import Evaluation
+from dflop_jax.train.callbacks import Evaluation
 from tests.report.runs import cells_of, make_plan, make_row
 
 

@@ -12,7 +12,7 @@ import pytest
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.trackers import check_trackers, open_trackers
-from dflop_jax.train.evaluate import Evaluation
+from dflop_jax.train.callbacks import Evaluation
 
 from .runs import make_row
 

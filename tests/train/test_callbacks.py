@@ -98,10 +98,8 @@ class Everywhere(Callback):
 
 def test_only_those_that_say_so_are_called_elsewhere():
     both = [Callback(), Everywhere()]
-    assert Callbacks(both)._called == both
-    assert Callbacks(both, is_first=False)._called == both[1:]
-    assert not Callbacks([Callback()], is_first=False)
-    assert not Callbacks()
+    assert Callbacks(both).called == both
+    assert Callbacks(both, is_first=False).called == both[1:]
 
 
 @pytest.mark.parametrize("value", ["high", None, [1.0]])

@@ -17,7 +17,8 @@ class Scripted(Corrector):
     def __init__(self, measured):
         self.lines, self.switches = [], 0
         progress = SimpleNamespace(log=self.lines.append)
-        super().__init__(None, None, (), None, None, progress, Learnt(""))
+        ready = SimpleNamespace(prices=None, progress=progress)
+        super().__init__(ready, None, Learnt(""))
         self.measured = measured
 
     def _sample(self, trace, batch):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dflop_jax.schedule.counts.program import Sizes, canonical, sizes_of
-from dflop_jax.train import count_programs
-from dflop_jax.train.count_programs import count_program
+from dflop_jax.train import timing
+from dflop_jax.train.timing import count_program
 
 from ..pipeline import plain
 from ..small import Small
@@ -19,7 +19,7 @@ def written(monkeypatch):
     """The sizes of what cvxpy writes meanwhile."""
     sizes: list[Sizes] = []
     monkeypatch.setattr(
-        count_programs, "canonical", lambda wanted: sizes.append(wanted) or canonical(wanted)
+        timing, "canonical", lambda wanted: sizes.append(wanted) or canonical(wanted)
     )
     return sizes
 

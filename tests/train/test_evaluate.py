@@ -1,9 +1,6 @@
 """Held-out loss by dataset: which samples, and sums that a count by hand gives."""
 
-import gc
-import itertools
 import json
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,9 +17,11 @@ from dflop_jax.data.packing import Ranks
 from dflop_jax.record_files import save
 from dflop_jax.records import Prices
 from dflop_jax.report.run_folder import RunFolder, read_evaluations
+from dflop_jax.report.spent import TimeLog
 from dflop_jax.report.trackers import evaluation_scalars
 from dflop_jax.train import evaluate
-from dflop_jax.train.evaluate import Evaluation, HeldOut, HeldOutLoss, held_out_samples
+from dflop_jax.train.callbacks import Callbacks, Evaluation, HeldOutLoss
+from dflop_jax.train.evaluate import HeldOut, held_out_samples
 from dflop_jax.train.feed import Packer
 from dflop_jax.train.prepare import build_model
 from tests.cluster.service import make_job
@@ -76,6 +75,15 @@ class Counted:
         return SimpleNamespace(local=lambda: SimpleNamespace(sums=sums))
 
 
+def held_out_of(config, source, packer) -> HeldOut:
+    place = SimpleNamespace(config=config, peers=packer.peers, time=TimeLog())
+    progress = SimpleNamespace(log=lambda line: None)
+    ready = SimpleNamespace(place=place, held_out=source, ex=Counted(), folder=None,
+                            prices=Prices(programs(NANO)), progress=progress,
+                            callbacks=Callbacks())  # fmt: skip
+    return HeldOut(ready, packer)
+
+
 def by_hand(samples):
     fields = [s.fields["llm"] for s in samples]
     weights, tokens = (np.concatenate([f[n] for f in fields]) for n in ("weights", "tokens"))
@@ -86,7 +94,7 @@ def by_hand(samples):
 def test_every_dataset_has_a_loss_of_its_own(mixture):
     source = opened(mixture)
     packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), ProcessGroup(), NEEDED)
-    held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
+    held_out = held_out_of(mixture, source, packer)
     row = held_out.run(5)
     chosen = held_out_samples(source, 20, mixture.data.seed)
     assert {name: len(which) for name, which in chosen.items()} == dict(zip(NAMES, (16, 3, 1)))
@@ -107,48 +115,37 @@ def test_samples_without_a_supervised_token_have_no_loss():
     assert evaluate._held_out_loss(MODEL, {**sums, "llm.loss_sum": 3.0}, {"llm": 0.5}).loss == 6.0
 
 
-def test_packed_batches_that_stay_are_bounded(mixture, monkeypatch):
-    """The others are packed anew for every evaluation, which gives the same."""
+@pytest.mark.parametrize("stay", [True, False])
+def test_packed_batches_stay_where_there_is_room(mixture, monkeypatch, stay):
+    """Else they are packed anew for every evaluation, which gives the same."""
     source, packed = opened(mixture), []
     packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), ProcessGroup(), NEEDED)
+    packs = Packer.pack
 
-    class Counting:
-        plan, model, peers, own = packer.plan, packer.model, packer.peers, packer.own
+    def pack(self, *args, **options):
+        packed.append(packs(self, *args, **options))
+        return packed[-1]
 
-        def pack(self, *args, **options):
-            batch = packer.pack(*args, **options)
-            arrays = [[*g.fields.values(), *itertools.chain(*g.places.values())]
-                      for g in batch.groups]  # fmt: skip
-            packed.append((weakref.ref(batch), sum(a.nbytes for a in itertools.chain(*arrays))))
-            return batch
-
-    def evaluated():
-        packed.clear()
-        return HeldOut(mixture, source, Counted(), Prices(programs(NANO)), Counting())
-
-    everything = evaluated()
-    rows, n = [everything.run(1)], len(packed)
-    assert sum(ref() is not None for ref, _ in packed) == n == 4
-    n_fit = 2
-    monkeypatch.setattr(evaluate, "PACKED_BYTES", sum(size for _, size in packed[:n_fit]))
-    held_out = evaluated()
-    for _ in range(2):
-        packed.clear()
-        rows.append(held_out.run(1))
-        assert len(packed) == n - n_fit
-        gc.collect()
-        assert not any(ref() for ref, _ in packed)
-    assert rows[0] == rows[1] == rows[2]
+    monkeypatch.setattr(Packer, "pack", pack)
+    held_out = held_out_of(mixture, source, packer)
+    first = held_out.run(1)
+    assert len(packed) == 4
+    total = sum(batch.n_bytes for batch in packed)
+    monkeypatch.setattr(evaluate, "PACKED_BYTES", total - (not stay))
+    held_out = held_out_of(mixture, source, packer)
+    packed.clear()
+    assert [held_out.run(1), held_out.run(1)] == [first, first]
+    assert len(packed) == (4 if stay else 8)
 
 
 def test_processes_drop_and_pack_the_same_batches(mixture, monkeypatch):
-    """Neither waits for what the other does not pack, wherever the first pass ends."""
+    """Neither waits for what the other does not pack."""
     source, job = opened(mixture), make_job(2)
     monkeypatch.setattr(evaluate, "PACKED_BYTES", 1)
 
     def process(peers):
         packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), peers, NEEDED)
-        held_out = HeldOut(mixture, source, Counted(), Prices(programs(NANO)), packer)
+        held_out = held_out_of(mixture, source, packer)
         return [held_out.run(step) for step in (1, 2)]
 
     with ThreadPoolExecutor(2) as pool:

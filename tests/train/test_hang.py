@@ -27,7 +27,8 @@ from dflop_jax.report.spent import (
     START,
     TRAINING,
 )
-from dflop_jax.train import watched as watched_module
+from dflop_jax.train import trainer
+from dflop_jax.train.loop import FIRST_STEP
 from dflop_jax.train.prepare import REPEATED, Workplace
 
 from .many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses, undisturbed
@@ -48,20 +49,20 @@ def test_who_is_ended_where_it_hangs(monkeypatch, count, command, factor, ends):
         seen[0] = "ended" if end is None else "said"
         yield
 
-    monkeypatch.setattr(watched_module, "HangWatch", noted)
-    monkeypatch.setattr(watched_module, "is_command", threading.Event())
+    monkeypatch.setattr(trainer, "HangWatch", noted)
+    monkeypatch.setattr(trainer, "is_command", threading.Event())
     if command:
-        watched_module.is_command.set()
+        trainer.is_command.set()
     config = Config(run_dir="run", distributed=DistributedConfig(hang_factor=factor))
     place = Workplace(config, None, [], SimpleNamespace(count=count), sections=Sections())
-    with watched_module.watched(place):
+    with trainer.watched(place):
         assert seen == [ends]
 
 
 def test_what_is_measured_of_the_sections_of_a_run():
     """As docs/clusters.md names them."""
     assert {*REPEATED} == {TRAINING, DATA, SAVE, EVALUATION}
-    once = {watched_module.FIRST_STEP, START, PROFILE, PLAN, COMPILE, REDECISION, END}
+    once = {FIRST_STEP, START, PROFILE, PLAN, COMPILE, REDECISION, END}
     assert not {*REPEATED} & once
 
 

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.checkpoint.begin import open_saved
 from dflop_jax.checkpoint.state_arrays import parameter_arrays
-from dflop_jax.train.initial import published
+from dflop_jax.train.initial import open_saved, published
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.trainer import Trainer
 

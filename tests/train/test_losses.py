@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.train.losses import BatchLoss, modules_with_loss
+from dflop_jax.train.feed import BatchLoss, modules_with_loss
 
 
 def module(*fields, **more):
@@ -26,7 +26,7 @@ def test_a_module_that_reads_weights_has_a_loss():
 
 
 def test_every_module_has_a_denominator_of_its_own():
-    loss = BatchLoss.of(MODEL, {"text": 30.0, "generator": 2.5}, 9)
+    loss = BatchLoss.of(MODEL, {"text": 30.0, "generator": 2.5})
     sums = {"text.loss_sum": 60.0, "text.correct": 15.0, "generator.loss_sum": 20.0}
     assert loss.means(sums) == {"text": 2.0, "generator": 8.0}
     assert loss.total(sums) == 2.0 + 0.25 * 8.0
@@ -35,7 +35,6 @@ def test_every_module_has_a_denominator_of_its_own():
     total = sum(scale * sums[f"{m}.loss_sum"] for m, scale in loss.scales.items())
     assert total == pytest.approx(loss.total(sums))
     assert loss.means(sums, "correct") == {"text": 0.5, "generator": 0.0}
-    assert loss.supervised_tokens == 9  # whatever their weights
     assert loss.is_supervised
 
 

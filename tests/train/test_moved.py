@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflop_jax.data.packing import Ranks
 from dflop_jax.records import (
     Bucket,
     Edge,
@@ -19,8 +20,9 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.train import moved as module
-from dflop_jax.train.moved import BatchTraffic, moved
+from dflop_jax.train import feed
+from dflop_jax.train.feed import Packer
+from dflop_jax.train.step_figures import added, most_of
 
 LOW, HIGH = Shape(2, 4), Shape(1, 8)
 WIDTH = 3
@@ -43,7 +45,7 @@ def plan_of(node):
 @pytest.mark.parametrize("node, in_node, across", [(0, 22, 0), (2, 12, 10), (3, 15, 7)])
 def test_processes_count_their_own_ranks(node, in_node, across, monkeypatch):
     struct = jax.ShapeDtypeStruct((2, 4, WIDTH), jnp.bfloat16)
-    monkeypatch.setattr(module, "features_struct", lambda *_: struct)
+    monkeypatch.setattr(feed, "features_struct", lambda *_: struct)
     groups = (Group("a", LOW, (1,)), Group("b", HIGH))
     reads = np.array([[9, 5, 0, 1], [7, 9, 0, 0], [3, 0, 9, 0], [0, 6, 0, 9]])
     parts = []
@@ -52,9 +54,9 @@ def test_processes_count_their_own_ranks(node, in_node, across, monkeypatch):
         packed = [SimpleNamespace(reads={}), SimpleNamespace(reads={0: own})]
         counts = {"a": ranks, "b": ranks}
         model = SimpleNamespace(modules={"a": None, "b": None})
-        parts.append(moved(plan_of(node), model, Schedule(0, groups), packed, counts))
-    total = BatchTraffic.total(parts)
-    assert total.most == {"1/0": 7}
-    assert total.of_group(1, [0]) == {0: 7}
-    assert total.in_node == {"a > b": in_node * WIDTH * 2}
-    assert total.across_nodes == {"a > b": across * WIDTH * 2}
+        packer = Packer(plan_of(node), model, Ranks(counts, counts), None, {})
+        parts.append(packer._count_moved(Schedule(0, groups), packed))
+    most, here, there = zip(*parts, strict=True)
+    assert most_of(most) == {"1/0": 7}
+    assert added(here) == {"a > b": in_node * WIDTH * 2}
+    assert added(there) == {"a > b": across * WIDTH * 2}

@@ -8,14 +8,12 @@ import dataclasses
 import pytest
 
 from dflop_jax import PlanConfig
-from dflop_jax.hardware import hardware_like
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.record_files import load
-from dflop_jax.records import Link, Plan
+from dflop_jax.records import Plan
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.train import choice, profiling
-from dflop_jax.train.choice import knows_links
-from dflop_jax.train.meta import for_devices
+from dflop_jax.train import profiling, ready
+from dflop_jax.train.resume import for_devices
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import load as load_of
@@ -48,12 +46,11 @@ def killed(whole, monkeypatch):
     for module, name in (
         (profiling, "time_layers"),
         (profiling, "profile_data"),
-        (profiling, "time_links"),
-        (choice, "make_profile"),
+        (ready, "make_profile"),
         (profiling, "together"),
     ):
         monkeypatch.setattr(module, name, never)
-    known = choice.continued
+    known = ready.continued
 
     def with_tail(*args):
         """The made-up profile lacks the longest samples, which no plan would then have room for."""
@@ -61,7 +58,7 @@ def killed(whole, monkeypatch):
         data = dataclasses.replace(got.profile.data, tail=(load_of(8, 160),))
         return dataclasses.replace(got, profile=dataclasses.replace(got.profile, data=data))
 
-    monkeypatch.setattr(choice, "continued", with_tail)
+    monkeypatch.setattr(ready, "continued", with_tail)
     return as_killed(whole, saved=9, rows=11)
 
 
@@ -96,21 +93,3 @@ def test_a_profile_of_some_devices_is_that_of_others():
         assert got.model.concurrency == at_once
         assert dataclasses.replace(got.model, concurrency=3.0) == shared.model
     assert for_devices(for_devices(shared, 4, 1), 1, 4) == shared
-
-
-@pytest.mark.parametrize(
-    "node, n, across, known",
-    [
-        (1, 1, [], True),
-        (1, 2, [], False),
-        (1, 2, [True], True),
-        (2, 2, [True], False),
-        (2, 2, [False], True),
-        (2, 4, [False], False),
-        (2, 4, [False, True], True),
-    ],
-)
-def test_links_that_were_never_met(node, n, across, known):
-    links = tuple(Link("all_reduce", a, 1e9, 1e-6) for a in across)
-    hardware = dataclasses.replace(hardware_like("cpu"), devices_per_node=node, measured=links)
-    assert knows_links(hardware, n) is known

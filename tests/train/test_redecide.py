@@ -219,9 +219,13 @@ class Looks:
         plan = PlanConfig(redecide_every=2, profile_samples=8)
         config = dataclasses.replace(CONFIG, train=train, plan=plan)
         place = SimpleNamespace(config=config, peers=ProcessGroup())
+        ex = SimpleNamespace(plan=PLAN)
         profile = Profile(nano_profile().model, DataProfile("d", 9, (load(1, 20), load(1, 21))))
         progress = SimpleNamespace(log=self.said.append)
-        self.redecider = Redecider(place, profile, PLAN, self.loads, 50.0, progress)
+        ready = SimpleNamespace(
+            place=place, ex=ex, profile=profile, start_s=50.0, progress=progress
+        )
+        self.redecider = Redecider(ready, self.loads)
 
     def loads(self, step):
         return [load(self.tiles, 20 + i % 2) for i in range(4)]

@@ -11,7 +11,7 @@ from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.cluster.supervised import RESTARTS_ENV, RUN_ENV
 from dflop_jax.report.run_folder import METRICS, RunFolder
-from dflop_jax.train.restart import is_begun, open_folder, tell_others
+from dflop_jax.train.trainer import is_begun, open_folder, tell_others
 
 
 @pytest.fixture

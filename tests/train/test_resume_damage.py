@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dflop_jax import CheckpointConfig
-from dflop_jax.checkpoint import format as format_module
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.checkpoint.format import decode_manifest, encode_manifest
+from dflop_jax.checkpoint.format import Manifest, decode_manifest, encode_manifest
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.ending import FAILED, RunFailed, exit_code_of
 from dflop_jax.cluster.messages import ProcessGroup
@@ -199,7 +199,7 @@ def test_finding_checkpoints(whole, caplog):
 def test_meta_of_another_program_is_not_damage(caplog):
     store = CheckpointStore(Path("checkpoints"))
     store.prepare(1)
-    store.commit(1, [], [store.write(1, [], [], 0)], {"step": 1})
+    store.commit(1, {}, [store.write(1, {}, [], 0)], {"step": 1})
     with pytest.raises(ValueError, match="resume by the one that wrote them"):
         find_checkpoint(Path("checkpoints"), ProcessGroup())
     assert "checkpoint of step 1 is of another version" in warnings_of(caplog)[0]
@@ -209,8 +209,8 @@ def test_a_format_of_another_version_is_not_damage(caplog, monkeypatch):
     store = CheckpointStore(Path("checkpoints"))
     store.prepare(1)
     with monkeypatch.context() as patch:
-        patch.setattr(format_module, "VERSION", 9)
-        store.commit(1, [], [store.write(1, [], [], 0)], {"step": 1})
+        patch.setattr("dflop_jax.checkpoint.store.Manifest", partial(Manifest, version=9))
+        store.commit(1, {}, [store.write(1, {}, [], 0)], {"step": 1})
     with pytest.raises(ValueError, match="resume by the one that wrote them"):
         find_checkpoint(Path("checkpoints"), ProcessGroup())
     assert "format version 9; this program reads 2" in warnings_of(caplog)[0]

@@ -12,9 +12,9 @@ import pytest
 
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.pipeline.executor import Executor
+from dflop_jax.pipeline.parts import module_structs
 from dflop_jax.records import BACKWARD, Plan, SegmentPlan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.train.load_params import shapes_of
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import set_up
 from dflop_jax.train.ready import data_line, workplace_line
@@ -123,7 +123,7 @@ def test_the_start_line_counts_trained_and_frozen_parameters_by_part():
     place = set_up(dataclasses.replace(CONFIG, model=NANO_MODEL, train=train))
     counts: dict[str, int] = {}
     for module in place.model.modules.values():
-        for part, tree in shapes_of(module).items():
+        for part, tree in module_structs(module).items():
             n = sum(leaf.size for leaf in jax.tree.leaves(tree))
             group = module.freeze_groups[part]
             counts[group] = counts.get(group, 0) + n

@@ -4,14 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
-import msgspec
 import numpy as np
 import pytest
 
 from dflop_jax.records import Event, Group, Load, PiecePlaces, Schedule, Shape, Trace
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
-from dflop_jax.train.feed import _agree, _Counts, digest
-from dflop_jax.train.moved import BatchTraffic
+from dflop_jax.train.feed import BatchCounts
 from dflop_jax.train.step_figures import imbalance, memory_in_use, most_of, phase_seconds, slowest
 from tests.report.runs import make_plan
 
@@ -113,12 +111,6 @@ def test_a_row_has_the_slowest_processes_alone():
 
 
 def test_bad_samples_of_several_processes_are_counted_once():
-    schedule = Schedule(3, ())
-    ours = _Counts([4, 9], {}, {}, {}, 0, BatchTraffic())
-    theirs = msgspec.json.encode((digest(schedule), replace(ours, bad=[2, 9])))
-    peers = SimpleNamespace(
-        is_hub=True,
-        gather=lambda _, mine, step: [mine, theirs],
-        broadcast=lambda _, total, step: total,
-    )
-    assert _agree(peers, "", 3, schedule, ours).bad == [2, 4, 9]
+    ours = BatchCounts([4, 9], {"a": 1}, {}, {}, 2, {"1/0": 3}, {}, {})
+    total = BatchCounts.total([ours, replace(ours, bad=[2, 9], max_crossing={"1/0": 5})])
+    assert total == BatchCounts([2, 4, 9], {"a": 2}, {}, {}, 4, {"1/0": 5}, {}, {})

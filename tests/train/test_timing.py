@@ -18,8 +18,7 @@ from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, Send
 from dflop_jax.report.spent import TimeLog
 from dflop_jax.tasks.graph import links
 from dflop_jax.train import timing
-from dflop_jax.train.timing import PlanTrials
-from dflop_jax.train.trying import in_agreement
+from dflop_jax.train.timing import PlanTrials, in_agreement
 
 from ..cluster.service import make_job
 from ..plans import chain, programs
@@ -156,7 +155,7 @@ def test_what_was_timed_before_is_read_and_not_compiled_again(timed, tmp_path):
     assert not list((tmp_path / "new").glob("*.tmp"))
 
 
-def test_each_program_begins_the_deadline_of_compiling_anew(monkeypatch, tmp_path):
+def test_each_program_begins_the_deadline_of_compiling_anew(tmp_path):
     clock = [0.0]
     place = finalists(ProcessGroup(), tmp_path)._place
     place.sections = Sections(10.0, 1.0, (), lambda: clock[0])
@@ -172,8 +171,7 @@ def test_each_program_begins_the_deadline_of_compiling_anew(monkeypatch, tmp_pat
         late.append(place.sections.is_late)
         return 3
 
-    monkeypatch.setattr(timing, "_calibrate", lambda *_: Calibration())
-    ex = SimpleNamespace(plan=PLANS[0], compile=compile_all)
+    ex = SimpleNamespace(plan=PLANS[0], compile=compile_all, calibrate=lambda **_: Calibration())
     assert timing.compile_and_time(place, ex).n_programs == 3
     assert late == [False, False, False, True]
 

@@ -6,9 +6,9 @@ import pytest
 
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.records import DataProfile, Load, Predicted
-from dflop_jax.train import utilisation
+from dflop_jax.train import step_figures
 from dflop_jax.train.prepare import set_up
-from dflop_jax.train.utilisation import ExpectedRun, expected_run
+from dflop_jax.train.step_figures import ExpectedRun, expected_run
 from tests.plans import NANO
 
 
@@ -25,7 +25,7 @@ def test_a_plan_promises_the_time_of_a_run_and_its_rates(monkeypatch, hardware, 
         train=TrainConfig(epochs=2, global_batch=4, peak_flops=stated),
     )
     flops = {"vision": lambda n, _: 2e12 * n, "llm": lambda n, _: 1e12 * n}
-    monkeypatch.setattr(utilisation, "needed_flops", lambda *_: flops)
+    monkeypatch.setattr(step_figures, "needed_flops", lambda *_: flops)
     plan = dataclasses.replace(NANO, predicted=Predicted(makespan_s=1.0))
     loads = Load({"vision": (10,), "llm": (10,)}), Load({"llm": (10, 20)})
     got = expected_run(set_up(config), DataProfile("two", 10, loads), plan)

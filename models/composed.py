@@ -18,11 +18,11 @@ from models.decoder_model import DecoderModel
 from models.hf_config import Config
 from models.hf_sizes import folder_size
 from models.hf_tensors import HfWeightMap
-from models.media import audio_facts, vision_facts
 from models.processors import picture_processing, sound_facts
-from models.sizes import ModelSize, SizeFamily
+from models.sizes import AudioSize, ModelSize, SizeFamily, TileLayout, VisionSize
 from models.vit import VisionModule
 
+FRAMES_PER_S = 100  # of log-mel features
 # Modules that are published without the others, and where their checkpoints have the parameters.
 PUBLISHED_ALONE: Mapping[str, Callable[[Any], HfWeightMap]] = {
     "vision": hf.tower,
@@ -102,6 +102,30 @@ class Published(Composed):
             if self.size.vision.form == "internvit"
             else (hf.llava_onevision(self))
         )
+
+
+# ---- what encoders ask of their media, as plain facts for whoever prepares the data ----
+
+
+def vision_facts(size: VisionSize, layout: TileLayout) -> dict[str, Any]:
+    """Tiles of a vision tower; under "anyres" an LLM token is a weighted sum of four features."""
+    return {
+        "form": layout,
+        "tile_px": size.tile_px,
+        "tokens_per_tile": size.tokens_per_tile,
+        "sources": 4 if layout == "anyres" else 1,
+        **dict(size.processing.facts if size.processing else ()),
+    }
+
+
+def audio_facts(size: AudioSize, max_windows: int) -> dict[str, Any]:
+    """Windows of an audio encoder, and how many of a longer sound it is given."""
+    return {
+        "n_mels": size.mel_bins,
+        "window_s": size.frames / FRAMES_PER_S,
+        "max_windows": max_windows,
+        **dict(size.facts),
+    }
 
 
 Model = TypeVar("Model")

@@ -56,16 +56,21 @@ def run_here(
       of their losses, as parameters lie.
     """
     device = jax.local_devices(backend="cpu")[0]
-    where = jax.sharding.SingleDeviceSharding(device)
-    params = {
-        m: read_params(folder, m, module_structs(module, sharding=where))
-        for m, module in model.modules.items()
-    }
+    params = read_model(folder, model, device)
     row = row_of([s.sample for s in samples], model, TOKEN_MULTIPLE)
     # Numpy's arrays go where the parameters are.
     run = jax.jit(partial(_loss, model, chip_of(device)), compiler_options=QUICKLY)
     gradients, logits = run(params, row)
     return np.asarray(logits[0, : int(row.lengths[0])]), gradients
+
+
+def read_model(folder: Folder, model: MultimodalModel, device: jax.Device) -> dict[str, Params]:
+    """All parameters of a model, by module, layers stacked, on a device."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    return {
+        m: read_params(folder, m, module_structs(module, sharding=where))
+        for m, module in model.modules.items()
+    }
 
 
 def _loss(

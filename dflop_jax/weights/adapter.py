@@ -62,7 +62,7 @@ def write_adapter(
     tensors, ranks = [], {}
     for tensor, parts, n_rows in adapted_tensors(map_, params):
         name = map_.module_name(tensor).removesuffix(".weight")
-        a, b = _joined([_matrices_of(*part) for part in parts], n_rows)
+        a, b = _joined(parts, n_rows)
         ranks[name] = a.shape[0]
         for side, array in (("A", a), ("B", b)):
             place = f"{MODEL_PREFIX}{name}.lora_{side}.weight"
@@ -116,21 +116,15 @@ def adapted_tensors(
     return adapted
 
 
-def _matrices_of(t: Tensor, pair: Mapping[str, Any]) -> tuple[int, np.ndarray, np.ndarray]:
-    """(the part's first row, A, B)."""
-    return (t.offset, *as_matrices(t, *(on_host(pair[side], t.layer, t.name) for side in "ab")))
-
-
-def _joined(
-    matrices: Sequence[tuple[int, np.ndarray, np.ndarray]], n_rows: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _joined(parts: Sequence[_Part], n_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """The A and B of a tensor; what they add is scaled by alpha / (all their ranks)."""
-    whole_a = np.concatenate([a for _, a, _ in matrices])
-    whole_b = np.zeros((n_rows, len(whole_a), *matrices[0][2].shape[2:]), whole_a.dtype)
+    both = [as_matrices(t, *(on_host(pair[k], t.layer, t.name) for k in "ab")) for t, pair in parts]
+    whole_a = np.concatenate([a for a, _ in both])
+    whole_b = np.zeros((n_rows, len(whole_a), *both[0][1].shape[2:]), whole_a.dtype)
     before = 0
-    for first, a, b in matrices:
+    for (t, _), (a, b) in zip(parts, both, strict=True):
         share = len(whole_a) / len(a)
-        whole_b[first : first + len(b), before : before + len(a)] = share * b
+        whole_b[t.offset : t.offset + len(b), before : before + len(a)] = share * b
         before += len(a)
     return whole_a, whole_b
 

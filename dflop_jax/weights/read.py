@@ -110,12 +110,10 @@ class _Leaf:
             assert index is not None
             ranges = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
             holders.setdefault(ranges, []).append(device)
-        read = self._cut_shard if cut.part else self._shard
-        return [
-            shard for ranges, devices in holders.items() for shard in read(ranges, devices, cut)
-        ]
+        read = partial(self._cut_shard, cut) if cut.part else self._shard
+        return [shard for ranges, devices in holders.items() for shard in read(ranges, devices)]
 
-    def _cut_shard(self, ranges: Box, devices: Sequence[jax.Device], cut: Cut) -> list[jax.Array]:
+    def _cut_shard(self, cut: Cut, ranges: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
         """One shard of what data ranks share, on each of the devices that hold it."""
         shards = self._empty(ranges, devices)
         for (_, there), box in cut.boxes(ranges):
@@ -125,7 +123,7 @@ class _Leaf:
             shards = [_put(s, p.reshape(sizes), place) for s, p in zip(shards, parts, strict=True)]
         return shards
 
-    def _shard(self, ranges: Box, devices: Sequence[jax.Device], _: Any = None) -> list[jax.Array]:
+    def _shard(self, ranges: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
         """A box of the parameter, on each of the devices that hold it."""
         layers, inner = (ranges[0], ranges[1:]) if self.stacked else ((0, 1), ranges)
         todo = list(pieces(self.tensors[0].layout, inner, layers, PIECE_BYTES, self.dtype.itemsize))

@@ -44,7 +44,7 @@ def loaded(map_, *, meta=False):
 def base_of(folder, model):
     """The parameters of a folder, as one device holds them."""
     opened, device = Folder(folder, model.weights), jax.devices()[0]
-    return {m: compare._read(opened, m, module, device) for m, module in model.modules.items()}
+    return compare.read_model(opened, model, device)
 
 
 def with_random_adapters(model, params, seed):

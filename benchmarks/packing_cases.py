@@ -19,7 +19,7 @@ from dflop_jax.contract import (
     n_rows,
     stacked_parts,
 )
-from dflop_jax.data import PackedGroup, Sample, pack_group
+from dflop_jax.data import PackedGroup, Sample, pack_groups
 from dflop_jax.pipeline.communicator import place
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import initial_structs
@@ -302,8 +302,7 @@ def pack_all(
     model: MultimodalModel, layout: Layout, schedule: Schedule, samples: Sequence[Sample]
 ) -> list[PackedGroup]:
     loads = [s.load for s in samples]
-    n = len(schedule.groups)
-    return [pack_group(layout, schedule, g, samples, loads, model=model) for g in range(n)]
+    return pack_groups(layout, schedule, samples, loads, model=model)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from dflop_jax.config import ModelConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, Sample
-from dflop_jax.data.datasets.clip_samples import ClipSource, Grid, form_of
+from dflop_jax.data.datasets.clips import ClipSource, Grid, form_of
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.train.prepare import build_model
 from dflop_jax.verify.samples import StampedTokenizer, drawn_sample, small_limits
@@ -190,6 +190,6 @@ def _clips(model: MultimodalModel) -> list[Drawing]:
         ids = rng.integers(1, model.vocab_size, n_text).tolist()
         shape = (form.channels, *(n * p for n, p in zip(grid, form.patch, strict=True)))
         clip = _Noise(ids, rng.standard_normal(shape, np.float32))
-        return ClipSource(clip, form, _Spelled(), Limits(), seed=seed, split="train").sample(0)
+        return ClipSource(clip, form, _Spelled(), Limits(), seed=seed, split="train").sample(0)  # type: ignore[arg-type]
 
     return [partial(drawn, n_text, grid) for n_text, grid in CLIPS]

@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     `DataLook` says, its tokens and pieces as [least, median, greatest] of a sample, by module.
     """
     from dflop_jax.front.data_check import DataLook
-    from dflop_jax.front.defaults import named
     from dflop_jax.front.hub import fetch_datasets
+    from dflop_jax.front.model_folder import named
     from dflop_jax.front.place_check import Fact, environment_facts, model_facts
     from dflop_jax.report.run_folder import check_answer_file
 
@@ -177,7 +177,7 @@ def _look(
 
 def _lines(data: DataLook) -> list[str]:
     """What is said of the data."""
-    from dflop_jax.data.datasets.reasons import remedy_of
+    from dflop_jax.data.datasets.index_build import remedy_of
     from dflop_jax.data.datasets.shape_index import counted_keys
 
     unread = data.unread and f"not read: {counted_keys(data.unread)}"
@@ -200,7 +200,7 @@ def _lines(data: DataLook) -> list[str]:
 def _samples(data: DataLook) -> list[str]:
     """The longest samples and some as the model is given them, with the chat template."""
     longest = (f"  {n:,} tokens: {name}: {media}" for name, n, media in data.longest)
-    shown = (f"\n== {s.name}, {s.tokens:,} tokens\n{s.text}" for s in data.samples)
+    shown = (f"\n== {name}, {n:,} tokens\n{text}" for name, n, text in data.samples)
     return [
         "longest samples:", *longest,
         "\nsamples, [[what is trained on]] and [media] marked:", *shown,

@@ -108,9 +108,8 @@ def _check_named(args: argparse.Namespace, given: dict[str, str]) -> None:
 
 
 def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) -> list[Setting]:
-    from dflop_jax.front.defaults import model_defaults, run_dir
     from dflop_jax.front.hub import model_folder
-    from dflop_jax.front.model_folder import folder_settings
+    from dflop_jax.front.model_folder import folder_settings, model_defaults, run_dir
     from dflop_jax.weights import read_config
 
     settings: list[Setting] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from dflop_jax.cli.front_door import asked
 from dflop_jax.cli.terminal import show
-from dflop_jax.front.source import experiment_source
+from dflop_jax.front.setting import experiment_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,10 +2,10 @@
 
 from dflop_jax.data.build import make_source
 from dflop_jax.data.datasets.scene_source import SceneSource
-from dflop_jax.data.decoder import BadSample, Decoder
+from dflop_jax.data.decoder import BadSample, ThreadDecoder
 from dflop_jax.data.loader import Loader, make_loader
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.spec import MediaSpec
-from dflop_jax.data.packing import PackedGroup, pack_group
+from dflop_jax.data.packing import PackedGroup, pack_groups
 from dflop_jax.data.sample import EMPTY, Sample, Source
 from dflop_jax.data.text.pieces import ByteTokenizer, Tokenizer

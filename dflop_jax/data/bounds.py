@@ -36,7 +36,7 @@ MAX_TURNS = 1000  # a chat template is rendered once for each
 MAX_ID = 200  # characters of a record's id
 MAX_NAME = 200  # characters of a file's or a member's name in messages
 # files beside the records
-MAX_YAML_BYTES, MAX_YAML_EVENTS, MAX_YAML_DEPTH = 4 * MiB, 200_000, 32
+MAX_YAML_BYTES = 4 * MiB
 MAX_SHARDS = 1_000_000  # of one data set
 MAX_TAR_HEADER = MiB  # bytes of one header of a tar: long names, extended attributes
 MAX_MEMBERS = 2_000_000  # of one shard

@@ -11,9 +11,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from dflop_jax.data.sample import EMPTY, DecodesParts, Sample, Source, fits_in
+from dflop_jax.data.sample import EMPTY, Sample, Source, fits_in
 
 MAX_TRIES = 64  # samples looked at to replace one that cannot be decoded
 MIN_SEEN = 64  # samples that the share of bad ones is judged over, at least (or all there are)
@@ -29,27 +28,11 @@ class BadSample:
 
 
 Decoded = Sample | BadSample
-Modules = frozenset[str] | None  # that a process wants of a sample; None: all
 
 
-class Decoder(Protocol):
-    """Decodes samples of one source in the background."""
-
-    def submit(self, index: int, modules: Modules = None) -> Future[Decoded]:
-        """Begin to decode a sample, what is left out elsewhere (see `sample.DecodesParts`) for
-        these modules only; errors of the program itself are raised by the future."""
-        ...
-
-    def close(self) -> None:
-        """Give up what has not begun and wait for the rest."""
-        ...
-
-
-def sample_of(source: Source, index: int, modules: Modules = None) -> Decoded:
+def sample_of(source: Source, index: int) -> Decoded:
     """Return the sample, or why there is none."""
     try:
-        if modules is not None and isinstance(source, DecodesParts):
-            return source.sample_for(index, modules)
         return source.sample(index)
     except ValueError as e:
         return BadSample(f"{e}")
@@ -64,23 +47,29 @@ def checked(source: Source, index: int, decoded: Decoded) -> Decoded:
     return BadSample(f"{label}: decoded to {decoded.load}, its header promised {promised}")
 
 
-def decode(source: Source, index: int, modules: Modules = None) -> Decoded:
+def decode(source: Source, index: int) -> Decoded:
     """Return the sample as large as its load says, or why there is none."""
-    return checked(source, index, sample_of(source, index, modules))
+    return checked(source, index, sample_of(source, index))
 
 
 class ThreadDecoder:
-    """Decodes in `workers` threads: the libraries that read media let go of Python's lock."""
+    """Decodes samples of one source in the background, in `workers` threads: the libraries that
+    read media let go of Python's lock."""
 
     def __init__(self, source: Source, workers: int) -> None:
         self._source = source
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
 
-    def submit(self, index: int, modules: Modules = None) -> Future[Decoded]:
-        return self._pool.submit(decode, self._source, index, modules)
+    def submit(self, index: int) -> Future[Decoded]:
+        """Begin to decode a sample; errors of the program itself are raised by the future."""
+        return self._pool.submit(self._decode, index)
 
     def close(self) -> None:
+        """Give up what has not begun and wait for the rest."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _decode(self, index: int) -> Decoded:
+        return decode(self._source, index)
 
 
 class Replacements:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,9 +16,9 @@ import numpy as np
 
 from dflop_jax.config import Config
 from dflop_jax.data.content import counter_of
-from dflop_jax.data.decoder import Decoded, Decoder, Modules, Replacements, ThreadDecoder
+from dflop_jax.data.decoder import Decoded, Replacements, ThreadDecoder
 from dflop_jax.data.pool.processes import make_decoder
-from dflop_jax.data.sample import Sample, Source, loads_of
+from dflop_jax.data.sample import Sample, Source
 from dflop_jax.data.shuffle import shuffled
 from dflop_jax.records import Load
 
@@ -49,7 +49,7 @@ class RoomFilter:
     def held(self, indices: Sequence[int]) -> list[int]:
         """Return the samples, those without room replaced; ValueError if they are to be refused."""
         waiting = [i for i in dict.fromkeys(indices) if i not in self._known]
-        for k in self._beyond(loads_of(self._source, waiting)):
+        for k in self._beyond([self._source.load(i) for i in waiting]):
             self._known[waiting[k]] = self._instead(waiting[k])
         return [self._known.get(i, i) for i in indices]
 
@@ -86,7 +86,7 @@ class Loader:
         workers: int = 2,
         prefetch: int = 2,
         max_bad_fraction: float = 0.1,
-        decoder: Callable[[Source, int], Decoder] = ThreadDecoder,
+        decoder: Callable[[Source, int], ThreadDecoder] = ThreadDecoder,
         room: RoomFilter | None = None,
     ) -> None:
         if min(global_batch, workers, prefetch) < 1:
@@ -115,22 +115,22 @@ class Loader:
 
     def loads(self, step: int) -> list[Load]:
         """Loads of the batch of a step; nothing is decoded."""
-        return [self.count(load) for load in loads_of(self.source, self.indices(step))]
+        return [self.count(load) for load in map(self.source.load, self.indices(step))]
 
     def batches(
         self,
         steps: Iterable[int],
         prepare: Callable[[int, dict[int, Sample]], T],
-        select: Callable[[int], Mapping[int, Modules]] | None = None,
+        select: Callable[[int], Iterable[int]] | None = None,
         indices_of: Callable[[int], Sequence[int]] | None = None,
     ) -> Generator[T, None, None]:
         """Yield `prepare(step, samples)` of each of the steps, in order; `indices_of` gives the
         source indices of a step's batch (those of `indices`, unless given).
 
-        `samples` are by their place in the batch; `select(step)` says which places are wanted, and
-        which modules of each (all, unless given). `select`, decoding and `prepare` run in the
-        background, `prefetch` batches ahead, each in the order of the steps. Their errors are
-        raised here. Closing the generator (or leaving `contextlib.closing`) ends them.
+        `samples` are by their place in the batch; `select(step)` says which places are wanted (all,
+        unless given). `select`, decoding and `prepare` run in the background, `prefetch` batches
+        ahead, each in the order of the steps. Their errors are raised here. Closing the generator
+        (or leaving `contextlib.closing`) ends them.
         """
         selector = ThreadPoolExecutor(1, thread_name_prefix="dflop-select")
         decoder = self._make_decoder()
@@ -139,12 +139,10 @@ class Loader:
 
         def begin(step: int) -> Begun:
             indices = (indices_of or self.indices)(step)
-            wanted = dict.fromkeys(range(len(indices))) if select is None else select(step)
             return [
-                (k, indices[k], None if indices[k] in self.replaced else
-                 decoder.submit(indices[k], modules))
-                for k, modules in wanted.items()
-            ]  # fmt: skip
+                (k, i := indices[k], None if i in self.replaced else decoder.submit(i))
+                for k in (range(len(indices)) if select is None else select(step))
+            ]
 
         def finish(step: int, begun: Future[Begun]) -> T:
             samples = {

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dflop_jax.data.content import counter_of
-from dflop_jax.data.decoded import DecodedPiece, PieceNumbers, Samples, decoded_pieces
-from dflop_jax.data.joins import joined
+from dflop_jax.data.joins import DecodedPiece, PieceNumbers, Samples, decoded_pieces, joined
 from dflop_jax.records import Content, Layout, Load, Schedule
 
 if TYPE_CHECKING:  # processes that only decode do not load JAX
@@ -72,34 +71,16 @@ class PackedGroup:
 
 def own_samples(
     layout: Layout, schedule: Schedule, loads: Sequence[Load], ranks: Ranks
-) -> dict[int, frozenset[str]]:
-    """Return which samples of the batch have a piece in a row that the ranks fill, sorted, and of
-    which modules."""
-    needed: dict[int, frozenset[str]] = {}
+) -> list[int]:
+    """Return which samples of the batch have a piece in a row that the ranks fill, sorted."""
+    needed: set[int] = set()
     for module in layout.modules:
         numbers = PieceNumbers.of(loads, module)
         filled = list(ranks.fills[module])
         for group in (g for g in schedule.groups if g.module == module):
             pieces = group.pieces.piece[np.isin(group.pieces.rank, filled)]
-            for sample in dict.fromkeys(numbers.sample(pieces).tolist()):
-                needed[sample] = needed.get(sample, frozenset()) | {module}
-    return dict(sorted(needed.items()))
-
-
-def pack_group(
-    layout: Layout,
-    schedule: Schedule,
-    group: int,
-    samples: Samples,
-    loads: Sequence[Load],
-    *,
-    model: MultimodalModel,
-    ranks: Ranks | None = None,
-    draws: str = "",
-) -> PackedGroup:
-    """Fill the group at a place of the schedule; arguments as for `pack_groups`."""
-    numbers, ranks = _numbers(layout, loads), ranks or Ranks.all(layout)
-    return _packed(layout, schedule, group, samples, numbers, model, ranks, draws)
+            needed.update(numbers.sample(pieces).tolist())
+    return sorted(needed)
 
 
 def pack_groups(
@@ -109,7 +90,7 @@ def pack_groups(
     loads: Sequence[Load],
     *,
     model: MultimodalModel,
-    ranks: Ranks,
+    ranks: Ranks | None = None,
     draws: str = "",
 ) -> list[PackedGroup]:
     """Fill all groups of a schedule.
@@ -118,17 +99,15 @@ def pack_groups(
       samples: by their place in the global batch, those that the ranks hold a part of (see
         `own_samples`); one that was replaced may be smaller than its load, not larger.
       loads: of the whole global batch.
+      ranks: None: all.
       draws: names the draws of this step, of which the field "seeds" is made; "": nothing is drawn.
     """
-    numbers = _numbers(layout, loads)
+    numbers = {module: PieceNumbers.of(loads, module) for module in layout.modules}
+    held = ranks or Ranks.all(layout)
     return [
-        _packed(layout, schedule, group, samples, numbers, model, ranks, draws)
+        _packed(layout, schedule, group, samples, numbers, model, held, draws)
         for group in range(len(schedule.groups))
     ]
-
-
-def _numbers(layout: Layout, loads: Sequence[Load]) -> dict[str, PieceNumbers]:
-    return {module: PieceNumbers.of(loads, module) for module in layout.modules}
 
 
 def _packed(
@@ -158,14 +137,14 @@ def _packed(
     counts = sorted(ranks.counts[module])
     weights = fields.get(WEIGHTS, np.zeros((1, n_rows)))
     of_counted = weights.reshape(len(weights), -1, rows, *weights.shape[2:])[:, counts]
-    join = joined(layout, schedule, group, pieces, numbers, model)
+    places, read_features = joined(layout, schedule, group, pieces, numbers, model)
     own = [p for p in pieces if p.rank in counts]
     counted, loads = counter_of(model), {p.place: p.sample.load for p in own}
     asked = {place: counted(load).content_of(module) for place, load in loads.items()}
     return PackedGroup(
         fields=fields,
-        places=join.places,
-        reads=join.reads,
+        places=places,
+        reads=read_features,
         lengths=tuple(p.length for p in own),
         content=tuple(asked[p.place][p.order] for p in own),
         loss_weights=of_counted,

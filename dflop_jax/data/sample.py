@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
 from dflop_jax.records import Load
+
+STREAMS = {"train": 0, "eval": 1}  # what draws of a split begin with
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +92,8 @@ class Source(Protocol):
     from epoch to epoch has `varies = True`: of n samples, `sample(i + k n)` is then sample i in
     epoch k, with the load of sample i. A mixture has `part_of(index)`, which gives the name of the
     dataset that a sample is from. One with a `digest` of its records is told from others of as many
-    samples where a run is resumed.
+    samples where a run is resumed. One that knows all of its loads at once has `tail()`, which
+    gives samples of which, for every sample, one asks for no less of any module.
     """
 
     @property
@@ -109,37 +112,3 @@ class Source(Protocol):
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
         ...
-
-
-@runtime_checkable
-class NamesTail(Protocol):
-    """A source that knows all of its loads at once."""
-
-    def tail(self) -> Sequence[int]:
-        """Samples of which, for every sample, one asks for no less of any module."""
-        ...
-
-
-@runtime_checkable
-class DecodesParts(Protocol):
-    """A source whose samples can always be decoded, so that a process may leave out what it has no
-    use for: one that can fail has to fail on every process."""
-
-    def sample_for(self, index: int, modules: Collection[str] | None) -> Sample:
-        """The sample, of which fields and places of other modules than these (None: all) may be
-        left out."""
-        ...
-
-
-@runtime_checkable
-class LoadsTogether(Protocol):
-    """A source that gives many loads for less work than one by one."""
-
-    def loads(self, indices: Sequence[int]) -> list[Load]: ...
-
-
-def loads_of(source: Source, indices: Sequence[int]) -> list[Load]:
-    """Return the loads of some samples."""
-    if isinstance(source, LoadsTogether):
-        return source.loads(indices)
-    return [source.load(i) for i in indices]

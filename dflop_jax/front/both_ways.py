@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.data.bounds import one_line
-from dflop_jax.data.build import Looks
+from dflop_jax.data.build import Records
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.shape_index import Row, table_of
 from dflop_jax.data.media.audio import AUDIO, read_sound
-from dflop_jax.data.media.decode import decode_media
+from dflop_jax.data.media.compose import decode_media
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.medium import Decoded
 from dflop_jax.data.media.tiling import IMAGE, read_scaled
@@ -25,7 +25,7 @@ SOUND_TOLERANCE = 1e-3  # of log-mel features, which differ by the order of sums
 
 
 def compare_preparations(
-    opened: Looks, kinds: Kinds, samples: Sequence[tuple[Record, Row]], *, of_model: bool
+    opened: Records, kinds: Kinds, samples: Sequence[tuple[Record, Row]], *, of_model: bool
 ) -> str:
     """Return in words whether text, pixels and sounds of the samples equal what `transformers`
     makes of them with the files of the tokenizer's folder, or the first difference; "" without one.

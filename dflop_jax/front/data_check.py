@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, TypeVar
 
@@ -18,10 +19,10 @@ import numpy as np
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.build import Looks, looks
+from dflop_jax.data.build import Records
 from dflop_jax.data.datasets.header_rows import RowReader
-from dflop_jax.data.datasets.located import Located
-from dflop_jax.data.datasets.reasons import by_reason
+from dflop_jax.data.datasets.index_build import by_reason
+from dflop_jax.data.datasets.llava_records import Located, Record
 from dflop_jax.data.datasets.shape_index import Row, ShapeTable, table_of
 from dflop_jax.data.decoder import BadSample
 from dflop_jax.data.media.counts import cut_media, described, fit, load_of, sample_counts
@@ -34,15 +35,6 @@ COMPARED = 10  # samples that transformers prepares, too
 SHOWN = 10  # samples, longest samples, and examples of a reason
 HEADER_CHUNK = 16  # records of one request
 LISTING, HEADERS = 0.25, 0.6  # shares of the time, by whose end each of these stops
-
-
-@dataclass(frozen=True)
-class ShownSample:
-    """A record as the model is given it: [[text that is trained on]], [media in words]."""
-
-    name: str
-    text: str
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +53,8 @@ class DataLook:
       unread: keys of usable records that are not read, with the number of their records.
       longest: (name, tokens, media in words), the longest first.
       loads: what the largest samples ask of every module.
+      samples: (name, tokens, text) as the model is given some, [[text that is trained on]] and
+        [media in words].
       beginnings: how many media the model takes only the beginning of, "" for none.
       cut_text, cut_media, too_long: samples whose text is cut, that lose media, and that are left
         out, by data.max_tokens.
@@ -83,7 +77,7 @@ class DataLook:
     cut_text: int = 0
     cut_media: int = 0
     too_long: int = 0
-    samples: tuple[ShownSample, ...] = ()
+    samples: tuple[tuple[str, int, str], ...] = ()
     template: str = ""
     unread: dict[str, int] = field(default_factory=dict)
     compared: str = ""
@@ -118,12 +112,13 @@ def look(
       ValueError: nothing can be read: no such file, not a dataset, no such tokenizer.
     """
     begun_s = time.monotonic()
-    opened = looks(config, spec, vocab_size)
+    opened = Records(config, spec, vocab_size)
     places, listed, whole = _listed(opened, most, begun_s + LISTING * seconds)
     workers = max(config.workers, len(os.sched_getaffinity(0)))
-    rows = _read(opened.headers, places, HEADER_CHUNK, workers, begun_s + HEADERS * seconds, inf)
+    rows = _read(opened.rows_apart, places, HEADER_CHUNK, workers, begun_s + HEADERS * seconds, inf)
     usable = [p for p, row in rows.items() if not isinstance(row, BadSample)]
-    decoded = _read(opened.decoded, usable, 1, workers, begun_s + seconds, config.sample_timeout_s)
+    decoding = partial(opened.rows_apart, decoded=True)
+    decoded = _read(decoding, usable, 1, workers, begun_s + seconds, config.sample_timeout_s)
     rows |= decoded
     bad = by_reason((p[1].place, r.reason) for p, r in rows.items() if isinstance(r, BadSample))
     good = {p: row for p, row in rows.items() if not isinstance(row, BadSample)}
@@ -155,7 +150,7 @@ T = TypeVar("T")
 Place = tuple[str, Located]  # a dataset's name and a record of it
 
 
-def _listed(opened: Looks, most: int, stop_s: float) -> tuple[list[Place], int, bool]:
+def _listed(opened: Records, most: int, stop_s: float) -> tuple[list[Place], int, bool]:
     """Records evenly spread over all that could be listed in time, how many those are, and whether
     they are all."""
     places: list[Place] = []
@@ -204,7 +199,7 @@ def _read(
 
 
 def _figures(
-    opened: Looks, good: dict[Place, Row], limits: Limits, spec: MediaSpec
+    opened: Records, good: dict[Place, Row], limits: Limits, spec: MediaSpec
 ) -> dict[str, Any]:
     """The figures of a `DataLook` that are of usable records."""
     records, media = [row.record for row in good.values()], [row.media for row in good.values()]
@@ -217,7 +212,12 @@ def _figures(
     asks = np.concatenate([cut.all_tokens[:, None], cut.media[3]], axis=1) * fits[:, None]
     most = {*asks.argmax(axis=0).tolist()}  # samples of the longest text, the largest pieces
     longest = np.argsort(-counts.all_tokens, kind="stable")[:SHOWN].tolist()
-    shown = _spread(range(len(kept)), SHOWN)
+    samples = []
+    for i in _spread(range(len(kept)), SHOWN):
+        (name, located), row = places[kept[i]], int(kept[i])
+        record = opened.readers[name].read(located)
+        text = _shown(opened, record, table, row)
+        samples.append((record.name, int(counts.all_tokens[i]), text))
     return {
         "left_out": int((~usable).sum()),
         "tokens": {"all": counts.all_tokens, "text": counts.text_tokens} | {
@@ -237,19 +237,14 @@ def _figures(
         "cut_text": int((fits & (cut.text_tokens < counts.text_tokens)).sum()),
         "cut_media": int((fits & (cut.n_media < counts.n_media)).sum()),
         "too_long": int((~fits).sum()),
-        "samples": tuple(
-            _shown(opened, places[kept[i]], table, int(kept[i]), int(counts.all_tokens[i]))
-            for i in shown
-        ),
+        "samples": tuple(samples),
     }  # fmt: skip
 
 
-def _shown(opened: Looks, place: Place, table: ShapeTable, row: int, tokens: int) -> ShownSample:
-    name, located = place
-    record = opened.readers[name].read(located)
+def _shown(opened: Records, record: Record, table: ShapeTable, row: int) -> str:
     media = [kind.described(header) for kind, header in table.headers(row)]
     text = ""
     for p in opened.to_pieces(record.turns, record.fields):
         said = f"[{media[p.medium]}]" if p.medium >= 0 else opened.tokenizer.spelled(p.ids)
         text += f"[[{said}]]" if p.supervised else said
-    return ShownSample(record.name, text, tokens)
+    return text

@@ -1,14 +1,15 @@
-"""What a published model's folder says of a run: factory, size, weights, tokenizer and limits."""
+"""What a run starts from where the user says nothing: what a published model's folder says
+(factory, size, weights, tokenizer and limits), and values that do a pretrained model no harm."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from dflop_jax.data.text.pieces import BYTES
 from dflop_jax.data.text.tokenizer_files import read_json
-from dflop_jax.front.families import factory_of
 from dflop_jax.front.setting import Setting
 from dflop_jax.weights import read_config
 
@@ -18,10 +19,33 @@ PICTURES, CLIPS, ALL = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
+# The factory that builds the model of a folder, by its model_type: a line for each family.
+FAMILIES: Mapping[str, str] = {
+    "llava_onevision": "models.llava:build",
+    "internvl": "models.internvl:build",
+    "qwen2_audio": "models.qwen2_audio:build",
+    "qwen3_vl": "models.qwen3_vl:build",
+    "gemma3": "models.gemma:build",
+    "gemma3_text": "models.gemma:build_text",
+    "qwen3_5": "models.qwen3_5:build",
+    "qwen3_5_text": "models.qwen3_5:build_text",
+    "gemma4": "models.gemma4:build",
+    "gemma4_text": "models.gemma4:build_text",
+}
+CONFIGS_OF_MEDIA = ("vision_config", "audio_config")
 ANYRES_MAX = "anyres_max_"  # of vision_aspect_ratio: so many tiles
 # Samples beyond so many tokens are cut unless the user says more: one of the data's longest would
 # else decide how much memory a plan needs. Twice as many take up to four times the attention.
 MOST_TOKENS = 8192
+
+
+# Learning rates that are usual for fine-tuning: adapters begin as nothing and take ten times that
+# of whole weights.
+FULL_RATE, LORA_RATE = 1e-5, 1e-4
+WARMUP = 0.03  # of the steps
+LONGEST_NAME = 40  # characters of a model's or dataset's name in a folder's name
+SNAPSHOTS = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/REVISION
+FOLDER = re.compile(r"[^\w.-]+")
 
 
 def folder_settings(folder: Path, given: Collection[str] = ()) -> list[Setting]:
@@ -51,6 +75,33 @@ def folder_settings(folder: Path, given: Collection[str] = ()) -> list[Setting]:
             )
         settings.append(Setting("data.tokenizer", name, f"{TOKENIZER} and template of --model"))
     return settings + _limits(folder, config)
+
+
+def factory_of(config: Mapping[str, Any], folder: Path) -> str:
+    """The import path of the factory for a folder's config.json.
+
+    Raises:
+      ValueError: an unknown model_type; the message lists the known ones.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    if "run_dir" in config:
+        raise ValueError(
+            f"{folder}: is a run's folder, no published model; dflop export {folder} --out NEW "
+            f"writes one, or name the run's model and begin with --model.weights {folder}"
+        )
+    known = ", ".join(FAMILIES)
+    if any(config.get(name) for name in CONFIGS_OF_MEDIA) or not isinstance(kind, str):
+        raise ValueError(
+            f"{folder}: model_type is {kind!r}; known: {known}; for another model write a factory "
+            "with `weights` and give it by --model.factory MODULE:FUNCTION"
+        )
+    raise ValueError(
+        f"{folder}: model_type {kind!r} is a language model alone; known: {known}; to join it with "
+        "an encoder give --model.factory models.llava:build --model.size TOWER+DECODER "
+        "--model.weights vision=FOLDER,llm=FOLDER"
+    )
 
 
 def longest_text(config: Mapping[str, Any]) -> int:
@@ -119,3 +170,39 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list[Setting]:
+    """Defaults of a model with published weights, by its config.json, the devices and whether
+    adapters are trained."""
+    if gpus:
+        dtype = Setting("model.dtype", "bfloat16", "on GPUs; the optimizer keeps float32")
+    else:
+        dtype = Setting("model.dtype", "float32", "on CPUs")
+    how = "of adapters on published weights" if lora else "of all of published weights"
+    return [
+        dtype,
+        token_limit(config),
+        Setting("train.learning_rate", LORA_RATE if lora else FULL_RATE, how),
+        Setting("train.epochs", 1.0, "every sample once"),
+        Setting("train.warmup_ratio", WARMUP, "of the steps"),
+    ]
+
+
+def run_dir(model: str, data: str) -> Setting:
+    """A folder of its own for every run, named by model, data and time."""
+    return Setting("run_dir", f"runs/{named(model, data, '{time}')}", "by model, data and time")
+
+
+def named(model: str, data: str, *more: str) -> str:
+    """A file's or folder's name of a model, data and what else there is."""
+    return "-".join([n for n in (_short(model), _short(data)) if n] + list(more))
+
+
+def _short(path: str) -> str:
+    """A model's or dataset's name, as part of a folder's name."""
+    place = Path(path).absolute() if path else Path()
+    name = place.stem if place.is_file() else place.name
+    if place.parent.name == SNAPSHOTS:
+        name = place.parent.parent.name.rpartition("--")[2]
+    return FOLDER.sub("-", name.replace("{", "-").replace("}", "-"))[:LONGEST_NAME].strip("-.")

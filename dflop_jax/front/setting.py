@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from dflop_jax.config import Config, override
+from dflop_jax.config import Config, fields, override
 
 
 class Setting(NamedTuple):
@@ -26,3 +26,24 @@ class Setting(NamedTuple):
 def with_settings(config: Config, settings: Iterable[Setting]) -> Config:
     """The configuration with these values; a later one of a field goes before an earlier one."""
     return override(config, {s.name: s.text for s in settings})
+
+
+def experiment_source(config: Config, settings: Sequence[Setting], file: str) -> tuple[str, int]:
+    """The Python text of an experiment with this configuration, and how many fields it names: those
+    that differ from a `Config()`, each with where it is from."""
+    usual, why = Config(), {s.name: s.why for s in settings}
+    sections: dict[str, list[str]] = {}
+    for leaf in fields():
+        if (value := leaf.value(config)) != leaf.value(usual):
+            section, _, name = leaf.name.rpartition(".")
+            comment = f"  # {why[leaf.name]}" if leaf.name in why else ""
+            sections.setdefault(section, []).append(f"{name}={value!r},{comment}")
+    kinds = {name: f"{type(getattr(config, name)).__name__}" for name in sections if name}
+    lines = [f'"""Written by `dflop init`. Command: dflop train {file}"""', ""]
+    lines += [f"from dflop_jax import {', '.join(sorted(['Config', *kinds.values()]))}", "", ""]
+    lines += ["def config() -> Config:", "    return Config("]
+    for section, kind in kinds.items():
+        lines += [f"        {section}={kind}(", *(f"            {x}" for x in sections[section])]
+        lines += ["        ),"]
+    lines += [f"        {x}" for x in sections.get("", [])] + ["    )"]
+    return "\n".join(lines) + "\n", sum(map(len, sections.values()))

@@ -15,7 +15,7 @@ from PIL import Image
 from dflop_jax.config import Config
 from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
 from dflop_jax.data.build import any_tokenizer
-from dflop_jax.data.datasets.clip_samples import (
+from dflop_jax.data.datasets.clips import (
     GENERATOR,
     TIMES,
     Grid,

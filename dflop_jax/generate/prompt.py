@@ -15,9 +15,8 @@ from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.datasets.header_rows import header
 from dflop_jax.data.datasets.llava_records import Record
 from dflop_jax.data.datasets.shape_index import ShapeTable, table_of
-from dflop_jax.data.media.compose import compose
+from dflop_jax.data.media.compose import DecodedMedia, compose, decode_media
 from dflop_jax.data.media.counts import sample_counts
-from dflop_jax.data.media.decode import DecodedMedia, decode_media
 from dflop_jax.data.media.kind import Kind, Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits

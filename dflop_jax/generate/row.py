@@ -25,8 +25,8 @@ from dflop_jax.contract import (
     with_adapter,
 )
 from dflop_jax.data import Sample
-from dflop_jax.data.features import features_per_row
-from dflop_jax.data.packing import pack_group
+from dflop_jax.data.content import features_per_row
+from dflop_jax.data.packing import pack_groups
 from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.pipeline.pieces import Loop, loops_over
 from dflop_jax.records import (
@@ -122,9 +122,7 @@ def _rows(
         groups.append(Group(m, shape, (len(encoders),), pieces=places))
     groups.append(Group(last, last_shape, pieces=last_places))
     layout, schedule = _whole(model, groups, ranks), Schedule(0, tuple(groups))
-    packed = [
-        pack_group(layout, schedule, g, samples, loads, model=model) for g in range(len(groups))
-    ]
+    packed = pack_groups(layout, schedule, samples, loads, model=model)
     fields = [{k: a[0] for k, a in p.fields.items()} for p in packed]
     lengths = np.zeros(ranks * last_shape.rows, np.int32)
     at = last_places.rank * last_shape.rows + last_places.row

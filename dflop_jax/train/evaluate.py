@@ -13,7 +13,7 @@ import numpy as np
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Sample, Source, make_loader
 from dflop_jax.data.content import counter_of
-from dflop_jax.data.datasets.held_out import shares
+from dflop_jax.data.datasets.mixture import shares
 from dflop_jax.records import Load, Plan, Schedule
 from dflop_jax.report.run_folder import read_evaluations
 from dflop_jax.report.spent import EVALUATION
@@ -37,7 +37,7 @@ class _Batch:
     indices: list[int]
     loads: list[Load]
     schedule: Schedule
-    places: dict[int, frozenset[str]]
+    places: list[int]
 
 
 class HeldOut:

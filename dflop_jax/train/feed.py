@@ -14,7 +14,7 @@ import numpy as np
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Loader, Sample
-from dflop_jax.data.features import features_struct
+from dflop_jax.data.content import features_struct
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_groups
 from dflop_jax.pipeline.programs import GroupArrays, Programs
 from dflop_jax.profile.needed import PieceFlops
@@ -193,8 +193,8 @@ class Packer:
     peers: ProcessGroup
     needed: Mapping[str, PieceFlops]
 
-    def own(self, schedule: Schedule, loads: Sequence[Load]) -> dict[int, frozenset[str]]:
-        """Places in the batch of the samples that this process needs, and the modules of each."""
+    def own(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
+        """Places in the batch of the samples that this process needs."""
         return own_samples(self.plan.layout, schedule, loads, self.ranks)
 
     def pack(
@@ -306,7 +306,7 @@ def feed(
     """Yield the batch of each of the steps, with what training waited for it."""
     scheduled: dict[int, tuple[Schedule, float, list[Load]]] = {}
 
-    def select(step: int) -> dict[int, frozenset[str]]:
+    def select(step: int) -> list[int]:
         # Here a batch that cannot be scheduled raises ValueError.
         solved, wait_s = worker.get(step) if worker else (None, 0.0)
         schedule = shared_schedule(packer.peers, _SCHEDULE, step, solved)

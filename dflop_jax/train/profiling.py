@@ -25,7 +25,6 @@ from dflop_jax.contract import (
 )
 from dflop_jax.data import Source
 from dflop_jax.data.content import counter_of
-from dflop_jax.data.sample import NamesTail
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.plan.limits import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
@@ -57,7 +56,7 @@ def profile_data(place: Workplace, source: Source) -> DataProfile:
     check_not_empty(source)
     n = min(len(source), place.config.plan.profile_samples)
     picked = [i * len(source) // n for i in range(n)]
-    most_demanding = source.tail() if isinstance(source, NamesTail) else []
+    most_demanding: list[int] = getattr(source, "tail", list)()
     counted = counter_of(place.model)
     loads, tail = (
         tuple(counted(source.load(i)) for i in which) for which in (picked, most_demanding)

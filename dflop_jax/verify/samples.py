@@ -11,8 +11,7 @@ from PIL import Image
 
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import MediaSpec, Sample
-from dflop_jax.data.media.compose import compose
-from dflop_jax.data.media.decode import decode_opened
+from dflop_jax.data.media.compose import compose, decode_opened
 from dflop_jax.data.media.kind import Header
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Decoded, Preparation, module_of

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 
-from dflop_jax.data.features import features_struct
+from dflop_jax.data.content import features_struct
 from dflop_jax.records import Hardware, Load, Plan, crossing, homes
 from dflop_jax.records.traffic import Crossing
 from dflop_jax.schedule.batch import Batch

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dflop_jax.data import pack_group
+from dflop_jax.data import pack_groups
 from dflop_jax.data.joins import features_of as counted
 from dflop_jax.data.packing import Ranks, own_samples, seeds
 from dflop_jax.data.sample import EMPTY, Places, Sample
@@ -137,15 +137,19 @@ def check_reads(case, source, target, packed, feeder):
     np.testing.assert_array_equal(packed.reads[feeder], counts)
 
 
+def packed_of(case, *, samples=None, model=None, **options):
+    samples, model = samples or case.samples, model or case.model
+    layout, schedule = case.plan.layout, case.schedule
+    return pack_groups(layout, schedule, samples, case.loads, model=model, **options)
+
+
 @pytest.mark.parametrize("smaller", [0.0, 0.5])
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize("seed", range(12))
 def test_every_token_and_feature_is_where_it_belongs(seed, group_size, smaller):
     rng = np.random.default_rng([seed, group_size])
     case = random_case(rng, group_size=group_size, smaller=smaller)
-    for i, g in enumerate(case.schedule.groups):
-        packed = pack_group(case.plan.layout, case.schedule, i, case.samples, case.loads,
-                            model=case.model)  # fmt: skip
+    for i, (g, packed) in enumerate(zip(case.schedule.groups, packed_of(case), strict=True)):
         fields, used = naive_fields(case, i)
         assert packed.fields.keys() == fields.keys()
         for name, array in fields.items():
@@ -188,9 +192,8 @@ class Seeded:
 def test_numbers_of_tokens_follow_from_the_sample_and_the_place_in_it(seed, draws):
     case = random_case(np.random.default_rng(seed), group_size=2, smaller=0.3)
     found = {}
-    for i, g in enumerate(case.schedule.groups):
-        packed = pack_group(case.plan.layout, case.schedule, i, case.samples, case.loads,
-                            model=Seeded(case.model), draws=draws)  # fmt: skip
+    every = packed_of(case, model=Seeded(case.model), draws=draws)
+    for g, packed in zip(case.schedule.groups, every, strict=True):
         numbers, want = packed.fields["seeds"], np.zeros_like(packed.fields["seeds"])
         assert numbers.dtype == np.uint32
         pieces = numbered(case.loads, g.module)
@@ -235,14 +238,13 @@ def test_the_parts_of_processes_make_the_whole(seed):
     fills = [{"a": {0, 1}, "b": {0}, "c": {0, 1}, "d": ()},
              {"a": {2}, "b": {1, 2}, "c": {1, 2}, "d": {0, 1, 2}}]  # fmt: skip
     counts = [fills[0], {**fills[1], "c": {2}}]
-    for i, g in enumerate(case.schedule.groups):
-        whole = pack_group(case.plan.layout, case.schedule, i, case.samples, case.loads,
-                           model=case.model)  # fmt: skip
+    processes, parts = [*map(Ranks, fills, counts)], []
+    for ranks in processes:
+        own = own_samples(case.plan.layout, case.schedule, case.loads, ranks)
+        parts.append(packed_of(case, samples={s: case.samples[s] for s in own}, ranks=ranks))
+    for g, whole, *by_process in zip(case.schedule.groups, packed_of(case), *parts, strict=True):
         total = np.zeros(2)
-        for ranks in map(Ranks, fills, counts):
-            own = own_samples(case.plan.layout, case.schedule, case.loads, ranks)
-            part = pack_group(case.plan.layout, case.schedule, i, {s: case.samples[s] for s in own},
-                              case.loads, model=case.model, ranks=ranks)  # fmt: skip
+        for ranks, part in zip(processes, by_process, strict=True):
             total += part.used_tokens, part.loss_weights.sum(dtype=float)
             mine = [r * g.shape.rows + k for r in ranks.fills[g.module]
                     for k in range(g.shape.rows)]  # fmt: skip
@@ -258,24 +260,23 @@ def test_the_parts_of_processes_make_the_whole(seed):
 def test_own_samples_are_those_of_the_ranks(seed):
     case = random_case(np.random.default_rng(seed), ranks=dict.fromkeys(BLOCKS, 3))
     nobody = dict.fromkeys(BLOCKS, ())
-    assert own_samples(case.plan.layout, case.schedule, case.loads, Ranks(nobody, nobody)) == {}
+    assert own_samples(case.plan.layout, case.schedule, case.loads, Ranks(nobody, nobody)) == []
     for module in BLOCKS:
         own = own_samples(case.plan.layout, case.schedule, case.loads,
                           Ranks({**nobody, module: {1}}, nobody))  # fmt: skip
         first = first_pieces(case.loads, module)
-        assert [*own] == sorted({
+        assert own == sorted({
             s for g in case.schedule.groups if g.module == module for mb in nested(case, g)
             for row in mb[1] for p in row
             for s in range(len(case.loads)) if first[s] <= p < first[s + 1]
         })  # fmt: skip
-        assert {*own.values()} <= {frozenset({module})}
 
 
 def pack_row(row, tokens, samples, loads, module="c"):
     """A group of one row of a module."""
     case = random_case(np.random.default_rng(0), ranks=dict.fromkeys(BLOCKS, 1))
     schedule = Schedule(0, (group_of_rows(module, Shape(1, tokens), (((row,),),)),))
-    return pack_group(case.plan.layout, schedule, 0, samples, loads, model=case.model)
+    return pack_groups(case.plan.layout, schedule, samples, loads, model=case.model)[0]
 
 
 @pytest.mark.parametrize("row, loads", [((), []), ((0,), [Load({"c": (3,)})])])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.mixture import Mixture, MixturePart
-from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource
+from dflop_jax.config import DataConfig
+from dflop_jax.data.datasets.header_rows import RowsHere
+from dflop_jax.data.datasets.mixture import MixturePart
+from dflop_jax.data.datasets.mixture_source import IndexRules, MixtureSource, open_readers
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.audio import count_samples, read_sound
-from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.tiles import between_frames
@@ -86,24 +88,19 @@ def published(monkeypatch):
 
 def ours(tmp_path, chat, how, kind, stands_for=""):
     """(record, its sample) of each made record that has this kind of medium alone."""
-    found = MixtureSource(
-        Mixture((MixturePart(str(made_dataset(tmp_path / "data", 5))),)),
-        how,
-        chat.pieces,
-        # A template takes some kinds of media.
-        IndexRules(tmp_path / "index.npz", chat.digest, max_bad_fraction=1.0),
-    )
+    mixture = (MixturePart(str(made_dataset(tmp_path / "data", 5))),)
+    here = partial(RowsHere, open_readers(mixture), chat.pieces)
+    # A template takes some kinds of media.
+    rules = IndexRules(tmp_path / "index.npz", chat.digest, here, max_bad_fraction=1.0)
+    stands = chat.media_id(stands_for or kind)
+    config = DataConfig(max_tokens=10**6)
+    found = MixtureSource(mixture, how, chat.pieces, rules, config, placeholder=stands)
     out = []
     for i in range(len(found)):
         record = found.record(i)
         if {k for k, _ in record.media} == {kind}:
-            sample = compose(
-                found.pieces(record),
-                found.media(i, record),
-                how,
-                placeholder=chat.media_id(stands_for or kind),
-            )
-            assert len(tokens(sample)) == found.counts().all_tokens[i]
+            sample = found.sample(i)
+            assert len(tokens(sample)) == found.load(i).tokens("llm")
             out.append((record, sample))
     assert out
     return out

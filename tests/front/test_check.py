@@ -10,7 +10,7 @@ import pytest
 from dflop_jax.cli import check, terminal
 from dflop_jax.config import DataConfig, ModelConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.data.datasets.reasons import reason_of
+from dflop_jax.data.datasets.index_build import reason_of
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.train.prepare import build_model
 from tests.cli.command_line import run

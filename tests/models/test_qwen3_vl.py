@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.data.packing import pack_group
+from dflop_jax.data.packing import pack_groups
 from dflop_jax.generate.mesh import answer_mesh, param_structs
 from dflop_jax.generate.programs import AnswerPrograms
 from dflop_jax.generate.row import rows_of as samples_in_rows
@@ -34,7 +34,7 @@ def test_text_without_positions_counts_alike_in_time_row_and_column():
         (SegmentPlan("llm", "llm", 0, 2, "llm", True, True),),
         (Bucket.of({"llm": shape}),),
     )
-    found = pack_group(layout, schedule, 0, [bare], [bare.load], model=MODEL)
+    (found,) = pack_groups(layout, schedule, [bare], [bare.load], model=MODEL)
     n = bare.load.tokens("llm")
     np.testing.assert_array_equal(found.fields["positions"][0, 0, :n], llm["positions"])
     assert llm["positions"].tolist() == [[i] * 3 for i in range(n)]

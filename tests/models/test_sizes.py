@@ -18,7 +18,7 @@ from dflop_jax.contract import (
     taps_of,
 )
 from dflop_jax.data import MediaSpec
-from dflop_jax.data.features import features_per_row
+from dflop_jax.data.content import features_per_row
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
 from dflop_jax.profile.parts import forward_flops

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from model_fields import forward, full_params
 
-from dflop_jax.data.datasets.clip_samples import form_of
+from dflop_jax.data.datasets.clips import form_of
 from dflop_jax.pipeline.parts import part_struct
 from models import wan, wan_layers
 from models.sizes import DECODERS

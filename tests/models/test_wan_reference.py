@@ -11,7 +11,7 @@ from hf_reference import parameters, to_ours, torch
 from model_fields import forward
 from safetensors.torch import load_file
 
-from dflop_jax.data.datasets.clip_samples import form_of
+from dflop_jax.data.datasets.clips import form_of
 from dflop_jax.weights import Folder, ModuleParams, write_folder
 from models import wan
 from models.wan_weights import STEM

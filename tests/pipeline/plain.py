@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from dflop_jax.contract import edges_of, with_adapter
-from dflop_jax.data.packing import pack_group, seeds
+from dflop_jax.data.packing import pack_groups, seeds
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.programs import GroupArrays
 from dflop_jax.records import (
@@ -152,8 +152,7 @@ def pack(model, plan: Plan, schedule: Schedule, samples, draws: str = "") -> lis
 def really_packed(model, plan: Plan, schedule: Schedule, samples) -> list[GroupArrays]:
     """As a run packs samples of the data layer."""
     loads = [s.load for s in samples]
-    groups = range(len(schedule.groups))
-    every = [pack_group(plan.layout, schedule, g, samples, loads, model=model) for g in groups]
+    every = pack_groups(plan.layout, schedule, samples, loads, model=model)
     return [GroupArrays(packed.fields, packed.places) for packed in every]
 
 

@@ -11,7 +11,7 @@ import pytest
 from dflop_jax.cli import main
 from dflop_jax.cluster import host_memory
 from dflop_jax.config import ModelConfig
-from dflop_jax.front.families import FAMILIES
+from dflop_jax.front.model_folder import FAMILIES
 from dflop_jax.record_files import save
 from dflop_jax.records import Plan
 from dflop_jax.train.prepare import build_model

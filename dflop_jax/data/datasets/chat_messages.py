@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dflop_jax.data.bounds import MAX_TURNS
-from dflop_jax.data.text.pieces import ROLES
-from dflop_jax.data.text.weighting import SWITCHES, WEIGHT
+from dflop_jax.data.text.pieces import ROLES, SWITCHES, WEIGHT
 
 SPEAKERS = {name: role for role, name in ROLES.items()} | {role: role for role in ROLES}
 Turns = tuple[tuple[str, str], ...]
@@ -40,10 +38,6 @@ def turns_of_messages(raw: Any, kinds: tuple[str, ...]) -> Talk:
     A part is {"type": "text", "text": ...} or {"type": KIND} with the medium under its kind, "path"
     or "url"; without one, it is the next of the record's own field. ValueError: it is neither.
     """
-    if not isinstance(raw, list) or not raw:
-        raise ValueError("no messages")
-    if len(raw) > MAX_TURNS:
-        raise ValueError(f"more than {MAX_TURNS} turns in one record")
     turns: list[tuple[str, str]] = []
     media: dict[int, Any] = {}
     keys: dict[int, Mapping[str, Any]] = {}

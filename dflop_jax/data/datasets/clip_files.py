@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import safe_open
 
 from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded
-from dflop_jax.data.datasets.roots import Roots
+from dflop_jax.data.datasets.blob import Roots
 
 TENSOR = "latents"
 FLOATS = ("float16", "bfloat16", "float32", "F16", "BF16", "F32")

@@ -1,24 +1,227 @@
-"""Sources of clips with captions: of files, or embedded."""
+"""Clips and their captions as samples of a model that learns the flow from noise to latents.
+
+A sample's time and noise are drawn from (seed, split, number of the clip, epoch) and nothing else:
+the same in every run, on every process, under every schedule, and after a restart.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data.build import any_tokenizer
 from dflop_jax.data.datasets.clip_files import ClipFiles
-from dflop_jax.data.datasets.clip_samples import Clips, ClipSource, form_of
+from dflop_jax.data.datasets.llava_records import short_digest
 from dflop_jax.data.datasets.moving_scenes import MovingScenes
 from dflop_jax.data.media.limits import Limits
+from dflop_jax.data.media.medium import TEXT_MODULE
+from dflop_jax.data.sample import STREAMS, Places, Sample
+from dflop_jax.data.text.chat import ChatTokenizer
+from dflop_jax.data.text.pieces import Tokenizer
+from dflop_jax.records import Load
+
+GENERATOR = "generator"
+TIMES = 1000.0  # what a generator reads for pure noise
+Grid = tuple[int, int, int]
+Clips = ClipFiles | MovingScenes
 
 
-def make(config: DataConfig, model: Any, split: str) -> ClipSource:
+@dataclass(frozen=True)
+class ClipForm:
+    """What a generator asks of clips: `preprocessing["generator"]` of its model.
+
+    Attributes:
+      channels: of latents [channels, time, rows, columns].
+      patch: latents along time, rows and columns that one token holds.
+      shift: how far times are moved to noise.
+      time_tokens: tokens that a clip's time takes, whose roles are 1 and on.
+      text, clip: roles of tokens of text and of patches.
+    """
+
+    channels: int
+    patch: Grid
+    shift: float
+    time_tokens: int
+    text: int
+    clip: int
+
+    def grid(self, shape: tuple[int, ...]) -> Grid:
+        """Patches along time, rows and columns of latents of a shape.
+
+        Raises:
+          ValueError: the patches do not cut it evenly, or other channels.
+        """
+        fits = len(shape) == 4 and shape[0] == self.channels and min(shape) >= 1
+        if not fits or any(n % p for n, p in zip(shape[1:], self.patch)):
+            p = self.patch
+            raise ValueError(
+                f"latents of shape {list(shape)}, the model needs [{self.channels}, time, rows, "
+                f"columns] in multiples of {p[0]}, {p[1]} and {p[2]}"
+            )
+        t, h, w = (n // p for n, p in zip(shape[1:], self.patch))
+        return t, h, w
+
+    def patches(self, latents: np.ndarray) -> np.ndarray:
+        """Patches [n, values] in order of time, row, column, of latents; values are in order of
+        time, row, column, channel."""
+        t, h, w = self.grid(latents.shape)
+        a, b, c = self.patch
+        split = latents.reshape(self.channels, t, a, h, b, w, c)
+        return split.transpose(1, 3, 5, 2, 4, 6, 0).reshape(t * h * w, -1)
+
+    def latents(self, patches: np.ndarray, grid: Grid) -> np.ndarray:
+        """The inverse of `patches`."""
+        t, h, w = grid
+        a, b, c = self.patch
+        split = patches.reshape(t, h, w, a, b, c, self.channels).transpose(6, 0, 3, 1, 4, 2, 5)
+        return split.reshape(self.channels, t * a, h * b, w * c)
+
+    def at(self, share: float) -> float:
+        """How noisy a clip is at a share of the way to noise, both from 0 to 1."""
+        return self.shift * share / (1.0 + (self.shift - 1.0) * share)
+
+    def tokens(self, n_text: int, grid: Grid) -> int:
+        """Tokens of a clip for the generator."""
+        return self.time_tokens + n_text + int(np.prod(grid))
+
+    def fields(self, n_text: int, grid: Grid) -> dict[str, np.ndarray]:
+        """What the generator reads of a clip that its values have no part in: role [tokens],
+        positions [tokens, 3], weights [tokens]."""
+        n = int(np.prod(grid))
+        roles = [np.arange(1, self.time_tokens + 1), np.full(n_text, self.text)]
+        places = np.indices(grid).reshape(3, n).T
+        before = self.time_tokens + n_text
+        return {
+            "role": np.concatenate([*roles, np.full(n, self.clip)]).astype(np.int32),
+            "positions": np.pad(places, ((before, 0), (0, 0))).astype(np.int32),
+            "weights": np.concatenate([np.zeros(before), np.ones(n)]).astype(np.float32),
+        }
+
+
+def form_of(model: Any) -> ClipForm:
+    """What a model asks of clips; ValueError if it takes none."""
+    facts: Mapping[str, Any] | None = model.preprocessing.get(GENERATOR)
+    if facts is None:
+        raise ValueError(
+            f"a {type(model).__name__} generates no clips; choose model.factory=models.wan:build"
+        )
+    return ClipForm(**facts)
+
+
+def caption_ids(
+    caption: str, tokenizer: Tokenizer | ChatTokenizer, limits: Limits, label: str
+) -> np.ndarray:
+    """Tokens of a caption and its end, int32, cut to `limits.max_tokens`.
+
+    Raises:
+      ValueError: it is empty, or longer and `limits.oversize` is "error".
+    """
+    if not caption.strip():
+        raise ValueError(f"{label}: no caption; say what the clip shows")
+    end = [tokenizer.im_end_id] if tokenizer.im_end_id >= 0 else []
+    ids = [*tokenizer.encode(caption), *end]
+    if len(ids) > limits.max_tokens and limits.oversize == "error":
+        raise ValueError(
+            f"{label}: the caption's {len(ids)} tokens exceed data.max_tokens={limits.max_tokens};"
+            " raise it, or set data.oversize to truncate"
+        )
+    return np.array(ids[: limits.max_tokens], np.int32)
+
+
+def clip_sample(
+    form: ClipForm, ids: np.ndarray, grid: Grid, clean: np.ndarray, noise: np.ndarray, s: float
+) -> Sample:
+    """A caption and a clip at `s` between clean (0) and noise (1), both patches [n, values]."""
+    n_text, tokens = len(ids), form.tokens(len(ids), grid)
+    values = ((tokens - len(clean), 0), (0, 0))
+    fields = form.fields(n_text, grid) | {
+        "time": np.full(tokens, TIMES * s, np.float32),
+        "latents": np.pad(np.float32(1.0 - s) * clean + np.float32(s) * noise, values),
+        "target": np.pad(noise - clean, values),
+    }
+    heard = np.full((tokens, 1), -1, np.int32)
+    heard[form.time_tokens : form.time_tokens + n_text, 0] = np.arange(n_text)
+    read = {TEXT_MODULE: {"tokens": ids}, GENERATOR: fields}
+    load = Load({TEXT_MODULE: (n_text,), GENERATOR: (tokens,)})
+    return Sample(read, {(TEXT_MODULE, GENERATOR): Places(heard)}, load)
+
+
+class ClipSource:
+    """Clips as samples. `sample(i + k n)`, n clips, is clip i with the time and noise of its
+    epoch k; its load is the same in all.
+
+    Raises:
+      ValueError: a clip without caption, or with latents that the model cannot take.
+    """
+
+    varies = True  # see `dflop_jax.data.loader`
+
+    def __init__(
+        self,
+        clips: Clips,
+        form: ClipForm,
+        tokenizer: Tokenizer | ChatTokenizer,
+        limits: Limits,
+        *,
+        seed: int,
+        split: str,
+    ) -> None:
+        if split not in STREAMS:
+            raise ValueError(f"split {split!r} is not train or eval")
+        self.name = clips.name
+        self._clips, self._form, self._key = clips, form, (seed, STREAMS[split])
+        self._ids: list[np.ndarray] = []
+        self._grids: list[Grid] = []
+        given = [(clips.caption(i), clips.shape(i)) for i in range(len(clips))]
+        self.digest = short_digest(msgspec.json.encode(given))
+        for i, (caption, shape) in enumerate(given):
+            label = clips.label(i)
+            self._ids.append(caption_ids(caption, tokenizer, limits, label))
+            try:
+                self._grids.append(form.grid(shape))
+            except ValueError as e:
+                raise ValueError(f"{label}: {e}") from None
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def label(self, index: int) -> str:
+        return self._clips.label(index % len(self))
+
+    def load(self, index: int) -> Load:
+        n_text, grid = len(self._ids[index % len(self)]), self._grids[index % len(self)]
+        return Load({TEXT_MODULE: (n_text,), GENERATOR: (self._form.tokens(n_text, grid),)})
+
+    def sample(self, index: int) -> Sample:
+        epoch, clip = divmod(index, len(self))
+        form, ids, grid = self._form, self._ids[clip], self._grids[clip]
+        clean = form.patches(self._clips.latents(clip))
+        rng = np.random.default_rng((*self._key, clip, epoch))
+        s = form.at(rng.random())
+        noise = rng.standard_normal(clean.shape, np.float32)
+        return clip_sample(form, ids, grid, clean, noise, s)
+
+
+def make(config: DataConfig, model: Any, split: str, *, shuffled: bool = False) -> ClipSource:
     """The clips that `config.path` lists, or `config.n_samples` moving scenes if it is empty.
 
     Raises:
       ValueError: a list, file or caption that cannot be read or that the model cannot take.
     """
-    return _source(config, model, split, shuffled=False)
+    form = form_of(model)
+    tokenizer = any_tokenizer(config.tokenizer, model.vocab_size)
+    n, seed = config.n_samples, config.seed
+    clips: Clips
+    if config.path:
+        clips = ClipFiles(config.path, config.root, split)
+    else:
+        clips = MovingScenes(n, seed, split, form.channels, shuffled=shuffled)
+    return ClipSource(clips, form, tokenizer, Limits.of(config), seed=seed, split=split)
 
 
 def make_shuffled(config: DataConfig, model: Any, split: str) -> ClipSource:
@@ -26,17 +229,4 @@ def make_shuffled(config: DataConfig, model: Any, split: str) -> ClipSource:
     `data.factory`."""
     if config.path:
         raise ValueError("data.path: captions are shuffled of the embedded clips only; empty it")
-    return _source(config, model, split, shuffled=True)
-
-
-def _source(config: DataConfig, model: Any, split: str, *, shuffled: bool) -> ClipSource:
-    form = form_of(model)
-    tokenizer = any_tokenizer(config.tokenizer, model.vocab_size)
-    clips: Clips
-    if config.path:
-        clips = ClipFiles(config.path, config.root, split)
-    else:
-        n, seed = config.n_samples, config.seed
-        clips = MovingScenes(n, seed, split, form.channels, shuffled=shuffled)
-    limits = Limits.of(config)
-    return ClipSource(clips, form, tokenizer, limits, seed=config.seed, split=split)
+    return make(config, model, split, shuffled=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub.utils import HfUri, parse_hf_uri
 
-from dflop_jax.data.bounds import MAX_NAME, MAX_SHARDS, MAX_YAML_BYTES, parse_json, read_bounded
+from dflop_jax.data.bounds import MAX_NAME, MAX_YAML_BYTES, parse_json, read_bounded
 from dflop_jax.data.media.kinds import BUILT_IN
 
 SUFFIXES = (".parquet", ".arrow")
@@ -35,8 +35,6 @@ def find_tables(path: str) -> tuple[Path, ...]:
         files = _in_folder(whole)
     else:
         files = [whole] if whole.suffix in SUFFIXES and whole.is_file() else []
-    if len(files) > MAX_SHARDS:
-        raise ValueError(f"{path}: more than {MAX_SHARDS:,} files")
     return tuple(files)
 
 

@@ -6,8 +6,9 @@ Only what changed is made anew.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dflop_jax.data.datasets.header_rows import RowReader
-from dflop_jax.data.datasets.located import RecordReader
-from dflop_jax.data.datasets.reasons import by_reason, remedy_of
+from dflop_jax.data.datasets.llava_records import TEXTS, RecordReader
 from dflop_jax.data.datasets.shape_index import (
     Indexed,
     ShapeTable,
@@ -37,6 +37,15 @@ CHUNK = 64  # records with one worker
 STATS_AT_ONCE = 8  # of files, which a network answers late
 SHOWN_REASONS = 3  # of each kind, in the log
 KEPT_REASONS = 20  # why records cannot be taken, in a message
+REMEDIES = {
+    "missing file": "missing files are looked for in the folder of the JSON file, or in those of "
+    "--data.root; name theirs if it is another",
+    f"no {', '.join(TEXTS)}": "fields of other names are said by --data.columns, such as "
+    "messages=chat,image=pictures",
+    "no column": "--data.columns FIELD=COLUMN names a column that is not there; mend it",
+}
+_FILE = re.compile(r"(?:\w+://|\.{0,2}/)?[^\s:'\"(]*/[^\s:'\"(]+")
+_DETAIL, _NUMBER = re.compile(r"\s*\(.*$"), re.compile(r"\d+")
 logger = logging.getLogger("dflop_jax.data")
 
 
@@ -47,7 +56,7 @@ class IndexRules:
     Attributes:
       file: where it is kept.
       settings: the tokenizer's name or digest; another one makes every table anew.
-      row_reader: makes what reads records; None: they are read here.
+      row_reader: makes what reads records, if there are some to read.
       max_bad_fraction: of a dataset's records that may be unusable.
       workers: threads that read records.
       check_media: look whether files of media changed since they were indexed, too.
@@ -55,7 +64,7 @@ class IndexRules:
 
     file: Path
     settings: str
-    row_reader: Callable[[], RowReader] | None = None
+    row_reader: Callable[[], RowReader]
     max_bad_fraction: float = 0.1
     workers: int = 2
     check_media: bool = True
@@ -64,12 +73,11 @@ class IndexRules:
 def update_index(
     rules: IndexRules,
     readers: Mapping[str, RecordReader],
-    row_reader: Callable[[], RowReader],
     kinds: Kinds = BUILT_IN,
 ) -> dict[str, Indexed]:
     """Return the index of all `readers`, from its file where that is up to date; else it is
-    written, as it is where that is damaged: a bit on a disk is to end no run. `row_reader` is
-    called if there are records to read; the index has all `kinds` of media."""
+    written, as it is where that is damaged: a bit on a disk is to end no run. The index has all
+    `kinds` of media."""
     try:
         known = load_index(rules.file, kinds)
     except ValueError as e:
@@ -82,11 +90,11 @@ def update_index(
     if not stale:
         return {name: known[name] for name in readers}
     made: dict[str, Indexed] = {}
-    with closing(row_reader()) as rows:
+    with closing(rules.row_reader()) as rows:
         for k, name in enumerate(stale):
-            unusable = rules.file.with_suffix(f".{k}.unusable.txt")
+            file = rules.file.with_suffix(f".{k}.unusable.txt")
             made[name] = _index_of(
-                name, readers[name], keys[name], rows, kinds, rules.workers, unusable
+                name, readers[name], keys[name], rows, kinds, rules.workers, file
             )
     save_index(rules.file, {**known, **made}, kinds)
     return {name: made.get(name) or known[name] for name in readers}
@@ -159,3 +167,29 @@ def check_usable(index: Indexed, name: str, max_bad_fraction: float) -> None:
             f"repair them, {remedy_of(index.bad)} or raise "
             f"data.max_bad_fraction={max_bad_fraction}"
         )
+
+
+def reason_of(why: str, place: str) -> str:
+    """What is wrong with the record at a place, without what is its own: name, files, numbers,
+    details."""
+    text = why.removeprefix(place)
+    if text.startswith(" id="):
+        text = text.partition(": ")[2] or text
+    text = _FILE.sub("FILE", text.removeprefix(": "))
+    text = _NUMBER.sub("N", _DETAIL.sub("", text.removeprefix("FILE: ")))
+    return text.strip().removesuffix(" FILE")[:100] or "unreadable"
+
+
+def by_reason(bad: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return why records are unusable, given as (place, why), by what they have in common, the most
+    frequent first."""
+    found = defaultdict(list)
+    for place, why in bad:
+        found[reason_of(why, place)].append(why)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def remedy_of(whys: Collection[str]) -> str:
+    """What may be done about missing files or columns, "" where none are."""
+    said = (remedy for sign, remedy in REMEDIES.items() if any(sign in why for why in whys))
+    return "; ".join(said)

@@ -8,10 +8,15 @@ from pathlib import Path
 import msgspec
 
 from dflop_jax.data.bounds import MAX_LIST_BYTES, named, parse_json, read_bounded, without_mark
-from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.llava_records import USUAL, Record, RecordFormat, parse_record
-from dflop_jax.data.datasets.located import Located
-from dflop_jax.data.datasets.roots import Roots
+from dflop_jax.data.datasets.blob import Blob, Roots
+from dflop_jax.data.datasets.llava_records import (
+    USUAL,
+    Located,
+    Record,
+    RecordFormat,
+    RecordReader,
+    parse_record,
+)
 
 CHUNK_BYTES = 1 << 20  # of a line, read at once
 
@@ -39,18 +44,18 @@ def find_file(path: Path) -> Path:
     return path
 
 
-class FileReader:
+class FileReader(RecordReader):
     """A .json list or .jsonl of records; their media lie below `roots`, else the file's folder."""
 
     def __init__(
         self, file: Path, roots: Sequence[str | Path] = (), records: RecordFormat = USUAL
     ) -> None:
-        self.files, self.name = (file,), str(file)
+        super().__init__((file,))
         self._roots, self._records = Roots(roots or [file.parent]), records
 
     def place(self, file: int, number: int) -> str:
         name = self.files[file].name
-        return f"{name}:{number}" if name.endswith(".jsonl") else f"{name}[{number}]"
+        return f"{name}:{number}" if name.endswith(".jsonl") else super().place(file, number)
 
     def locate(self) -> Iterator[Located]:
         (file,) = self.files

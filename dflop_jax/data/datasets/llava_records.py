@@ -1,14 +1,15 @@
-"""Records: what makes one usable, how it is called, and which are held out.
+"""Records: what makes one usable, how it is called, and what lists and reads those of a dataset.
 
-A record is in LLaVA's format ("conversations" of {from, value}), has "messages" (see
-`chat_messages`) or a question with answers beside it (see `questions`); its media are named beside
-the text, in "image" or "images" and so on, or in the parts of messages.
+A reader lists every record with its place, so that an index can hold a million of them and read one
+again without the others. A record is in LLaVA's format ("conversations" of {from, value}), has
+"messages" (see `chat_messages`) or a question with answers beside it (see `questions`); its media
+are named beside the text, in "image" or "images" and so on, or in the parts of messages.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -22,8 +23,15 @@ from dflop_jax.data.datasets.chat_messages import OWN, Talk, Turns, turns_of_mes
 from dflop_jax.data.datasets.questions import ANSWERS, MOST_NUMBERED, QUESTION, SPELLINGS, asked
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.pieces import BREAK, NO_FIELDS, ROLES, TemplateFields, as_text
-from dflop_jax.data.text.weighting import WEIGHT, answer_weights
+from dflop_jax.data.text.pieces import (
+    BREAK,
+    NO_FIELDS,
+    ROLES,
+    WEIGHT,
+    TemplateFields,
+    answer_weights,
+    as_text,
+)
 
 SYSTEM = "system"  # the field of a record whose conversation has no system turn
 OPTIONS = "chat_template_kwargs"  # the field of a record with further variables of its template
@@ -116,6 +124,39 @@ class RecordFormat:
         if QUESTION in texts[1:] or not texts:  # a conversation has its own
             chosen = {k: v for k, v in chosen.items() if k not in SPELLINGS or k in self.columns}
         return chosen
+
+
+@dataclass(frozen=True)
+class Located:
+    """A record's place: bytes of `files[file]` (a shard's: from its first member on), its number
+    there (a line's, in a file of lines), and its name for messages."""
+
+    place: str
+    number: int
+    file: int
+    offset: int
+    size_bytes: int
+
+
+class RecordReader:
+    """A dataset of records; `files` are all that its records stand in."""
+
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self.files = files
+        rest = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        self.name = f"{files[0]}{rest}"
+
+    def locate(self) -> Iterator[Located]:
+        """Yield every record, in order. ValueError: a file that cannot be read at all."""
+        raise NotImplementedError
+
+    def place(self, file: int, number: int) -> str:
+        """How messages call a record without reading it."""
+        return f"{self.files[file].name}[{number}]"
+
+    def read(self, located: Located) -> Record:
+        """Return a usable record. ValueError: its name and the reason why it is not usable."""
+        raise NotImplementedError
 
 
 USUAL = RecordFormat()
@@ -229,6 +270,10 @@ def _turns(
         by_column = isinstance(raw, dict) and all(isinstance(v, list) for v in raw.values())
         if by_column and field != "messages":
             raw = [dict(zip(raw, values)) for values in zip(*raw.values())]
+        if not isinstance(raw, list) or not raw:
+            raise ValueError("no conversations or messages")
+        if len(raw) > MAX_TURNS:
+            raise ValueError(f"more than {MAX_TURNS} turns in one record")
         if field == "messages":
             names = tuple(kind.name for kind in kinds)
             talk = turns_of_messages(raw, names)
@@ -325,10 +370,6 @@ def _with_text_tags(
 
 
 def _conversation(raw: Any) -> Turns:
-    if not isinstance(raw, list) or not raw:
-        raise ValueError("no conversations or messages")
-    if len(raw) > MAX_TURNS:
-        raise ValueError(f"more than {MAX_TURNS} turns in one record")
     turns = []
     for turn in raw:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflop_jax.data.datasets.clip_samples import STREAMS
 from dflop_jax.data.datasets.scenes import COLOURS, SHAPES, DrawnShape, Picture
+from dflop_jax.data.sample import STREAMS
 
 SIDE = 16  # pixels of a frame's side
 SIZE = 7  # pixels of a shape's side

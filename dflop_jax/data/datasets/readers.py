@@ -8,8 +8,7 @@ from pathlib import Path
 from dflop_jax.data.bounds import MAX_NAME, named
 from dflop_jax.data.datasets.find_tables import find_tables, hub_folder
 from dflop_jax.data.datasets.json_file import FileReader, find_file
-from dflop_jax.data.datasets.llava_records import USUAL, RecordFormat
-from dflop_jax.data.datasets.located import RecordReader
+from dflop_jax.data.datasets.llava_records import USUAL, RecordFormat, RecordReader
 from dflop_jax.data.datasets.shards import ShardReader, find_shards
 from dflop_jax.data.datasets.tables import TableReader
 from dflop_jax.data.media.kind import Kinds

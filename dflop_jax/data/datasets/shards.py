@@ -19,8 +19,14 @@ from dflop_jax.data.bounds import (
     parse_json,
 )
 from dflop_jax.data.datasets.blob import Blob
-from dflop_jax.data.datasets.llava_records import USUAL, Record, RecordFormat, parse_record
-from dflop_jax.data.datasets.located import Located
+from dflop_jax.data.datasets.llava_records import (
+    USUAL,
+    Located,
+    Record,
+    RecordFormat,
+    RecordReader,
+    parse_record,
+)
 from dflop_jax.data.media.kind import Kinds
 
 
@@ -55,7 +61,7 @@ def find_shards(path: str) -> tuple[Path, ...]:
     return tuple(shards)
 
 
-class ShardReader:
+class ShardReader(RecordReader):
     """WebDataset shards: tar files where members of equal name, but for the extension, are one
     sample. A sample has a .json, a LLaVA-format record whose media are other members of the sample
     (named in it, or, if it names none, all of them in order), or a .txt, a caption of its one
@@ -63,12 +69,8 @@ class ShardReader:
     """
 
     def __init__(self, shards: tuple[Path, ...], records: RecordFormat = USUAL) -> None:
-        self.files, self._records = shards, records
-        rest = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-        self.name = f"{shards[0]}{rest}"
-
-    def place(self, file: int, number: int) -> str:
-        return f"{self.files[file].name}[{number}]"
+        super().__init__(shards)
+        self._records = records
 
     def locate(self) -> Iterator[Located]:
         number = 0

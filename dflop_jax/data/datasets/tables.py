@@ -17,9 +17,16 @@ from threading import Lock
 from typing import Any
 
 from dflop_jax.data.bounds import MAX_FOOTER_BYTES, MAX_ROWS, named
-from dflop_jax.data.datasets.llava_records import TEXTS, USUAL, Record, RecordFormat, parse_record
-from dflop_jax.data.datasets.located import Located
-from dflop_jax.data.datasets.roots import Roots
+from dflop_jax.data.datasets.blob import Roots
+from dflop_jax.data.datasets.llava_records import (
+    TEXTS,
+    USUAL,
+    Located,
+    Record,
+    RecordFormat,
+    RecordReader,
+    parse_record,
+)
 
 OPEN_FILES = 16  # at once, in a process
 BATCH_BYTES, BATCH_ROWS = 4 << 20, 1024  # upper bounds of a batch that is decoded from Parquet
@@ -42,7 +49,7 @@ def arrow() -> Any:
     return pyarrow
 
 
-class TableReader:
+class TableReader(RecordReader):
     """Each row of the files is a record. Media are in the row itself ({bytes, path}, as `datasets`
     has them), or files below `roots`, else below the folder of the first file."""
 
@@ -52,16 +59,12 @@ class TableReader:
         roots: Sequence[str | Path] = (),
         records: RecordFormat = USUAL,
     ) -> None:
-        self.files, self._records = files, records
+        super().__init__(files)
+        self._records = records
         self._renamed = replace(records, columns={})  # rows as they are read
-        rest = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        self.name = f"{files[0]}{rest}"
         self._roots = Roots(roots or [files[0].parent])
         self._opened = lru_cache(OPEN_FILES)(lambda k: TableFile(files[k], records))
         arrow()  # loaded before processes are forked, which then share it
-
-    def place(self, file: int, number: int) -> str:
-        return f"{self.files[file].name}[{number}]"
 
     def locate(self) -> Iterator[Located]:
         any_row = False

@@ -25,7 +25,7 @@ from dflop_jax.data.bounds import (
 )
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import checked_duration, opened
-from dflop_jax.data.media.kind import Kind, below_one
+from dflop_jax.data.media.kind import Kind
 
 # A windowed sinc of so many zero crossings on each side, flat up to PASSED of the lower Nyquist.
 CROSSINGS, PASSED, KAISER_BETA = 64, 0.94, 9.0
@@ -143,7 +143,6 @@ AUDIO = Kind(
     header=lambda source: {"samples": count_samples(source, INDEX_HZ)},
     opened=lambda source: partial(read_sound, source),
     described=lambda h: f"a sound of {h['samples']:,} samples",
-    wrong=lambda columns: below_one(columns, "samples"),
     too_small="too short a sound; take a longer one",
     extensions=("wav", "flac", "mp3", "ogg", "opus", "m4a"),
     question="What is heard?",

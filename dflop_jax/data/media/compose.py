@@ -1,18 +1,68 @@
-"""One sample of text and media as arrays, exactly as large as its counts say."""
+"""The media of one sample decoded, and joined with its text, exactly as large as its index says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from dflop_jax.data.datasets.llava_records import Record
+from dflop_jax.data.datasets.shape_index import ShapeTable
 from dflop_jax.data.media.counts import text_load
-from dflop_jax.data.media.decode import DecodedMedia
-from dflop_jax.data.media.medium import TEXT_MODULE, Decoded, Preparation
-from dflop_jax.data.media.token_sources import TokenSources, placed
+from dflop_jax.data.media.kind import Header
+from dflop_jax.data.media.medium import TEXT_MODULE, Decoded, Preparation, module_of
+from dflop_jax.data.media.token_sources import SOURCES, TokenSources, shifted, used
 from dflop_jax.data.sample import Places, Sample
 from dflop_jax.data.text.pieces import TextPiece
+
+# by its number in the record, each medium with the module that takes it
+DecodedMedia = Mapping[int, tuple[str, Decoded]]
+
+
+def decode_media(
+    record: Record,
+    table: ShapeTable,
+    row: int,
+    how: Preparation,
+    kept: Collection[int] | None = None,
+) -> DecodedMedia:
+    """Return the decoded media of the record whose header is a row of `table`, those of the numbers
+    `kept` (None: all).
+
+    Raises:
+      ValueError: a file that cannot be decoded, or is not what it was when it was indexed, or that
+        the model does not take.
+    """
+    headers = table.headers(row)
+    if [kind.name for kind, _ in headers] != [kind for kind, _ in record.media]:
+        raise ValueError(f"{record.name}: {len(record.media)} media, {len(headers)} in the index")
+    for kind, _ in headers:
+        if not module_of(how, kind.name):
+            raise ValueError(f"{record.name}: the model takes no {kind.name}")
+    opened = [
+        (kind.name, kind.opened(source), header)
+        for (kind, header), (_, source) in zip(headers, record.media, strict=True)
+    ]
+    return decode_opened(opened, how, kept)
+
+
+def decode_opened(
+    media: Sequence[tuple[str, Any, Header]],
+    how: Preparation,
+    kept: Collection[int] | None = None,
+) -> DecodedMedia:
+    """Return the decoded media of a sample, given as (kind, what `Kind.opened` gives, header),
+    those of the numbers `kept` (None: all)."""
+    kinds = [kind for kind, _, _ in media]
+    decoded = {}
+    for number, (kind, opened, header) in enumerate(media):
+        if kept is None or number in kept:
+            module = module_of(how, kind)
+            medium = how[module].decode(kind, opened, header, kinds.count(kind) == 1)
+            decoded[number] = module, medium
+    return decoded
 
 
 def compose(
@@ -57,25 +107,24 @@ def compose(
     for module, medium in how.items():
         mine = {k: decoded for k, (m, decoded) in media.items() if m == module}
         sources = _sources(n, mine, starts)
-        text["is_visual"] |= sources.used
-        text["is_newline"] |= sources.newline
-        text |= medium.text_fields(sources.used, [mine[k] for k in starts if k in mine])
+        stand = used(sources)
+        text["is_visual"] |= stand
+        text["is_newline"] |= sources["newline"]
+        text |= medium.text_fields(stand, [mine[k] for k in starts if k in mine])
         lengths[module] = tuple(length for decoded in mine.values() for length in decoded.lengths)
         if medium.joined:
             together[module] = [len(decoded.lengths) for decoded in mine.values()]
         if lengths[module]:
-            fields[module] = media_fields([*mine.values()])
-            index = np.where(sources.weight > 0, sources.index, -1)
+            fields[module] = {
+                name: np.concatenate([decoded.fields[name] for decoded in mine.values()])
+                for name in next(iter(mine.values())).fields
+            }
+            weight = np.ascontiguousarray(sources["weight"])
+            index = np.where(weight > 0, sources["index"], -1)
             places[module, TEXT_MODULE] = (
-                Places(index, sources.weight) if medium.sources > 1 else Places(index[:, :1])
+                Places(index, weight) if medium.sources > 1 else Places(index[:, :1])
             )
     return Sample(fields, places, text_load(lengths, n, together))
-
-
-def media_fields(media: Sequence[Decoded]) -> dict[str, np.ndarray]:
-    """Return the fields of a module of which a sample has these media, one or more."""
-    names = media[0].fields
-    return {name: np.concatenate([decoded.fields[name] for decoded in media]) for name in names}
 
 
 def blanked(sample: Sample, how: Preparation) -> Sample:
@@ -91,12 +140,11 @@ def blanked(sample: Sample, how: Preparation) -> Sample:
 def _sources(n: int, media: Mapping[int, Decoded], starts: Mapping[int, int]) -> TokenSources:
     """Return where each of n tokens comes from among the features of a module's media, which stand
     one after the other in its rows and from `starts` on in the text."""
-    parts: list[tuple[int, TokenSources]] = []
-    feature = 0
+    tokens, feature = np.zeros(n, SOURCES), 0
     for k, decoded in media.items():
-        parts.append((starts[k], decoded.tokens.shifted(feature)))
+        tokens[starts[k] : starts[k] + len(decoded.tokens)] = shifted(decoded.tokens, feature)
         feature += decoded.features
-    return placed(n, parts)
+    return tokens
 
 
 def _text_fields(tokens: np.ndarray, own_weights: np.ndarray) -> dict[str, np.ndarray]:

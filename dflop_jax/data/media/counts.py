@@ -37,17 +37,8 @@ class SampleCounts:
         return self.media[0]
 
     @property
-    def media_tokens(self) -> np.ndarray:
-        """Tokens of each sample that are not of its conversation's text."""
-        return self.media[1:3].sum(axis=(0, 2))
-
-    @property
     def all_tokens(self) -> np.ndarray:
-        return self.text_tokens + self.media_tokens
-
-    def asks(self) -> np.ndarray:
-        """What each sample's media ask for, [n, columns]: pieces, tokens, the largest piece."""
-        return np.concatenate(self.media[[0, 1, 3]], axis=1)
+        return self.text_tokens + self.media[1:3].sum(axis=(0, 2))
 
     def taken(self, rows: np.ndarray | slice) -> SampleCounts:
         """Return the counts of the given rows, in that order."""
@@ -64,7 +55,7 @@ def fit(table: ShapeTable, how: Preparation, limits: Limits) -> tuple[SampleCoun
     truncate = limits.oversize == "truncate"
     counts, usable = sample_counts(table, how, limits.max_tokens if truncate else None)
     if truncate:
-        return counts, counts.text_tokens >= table.needed_tokens[usable]
+        return counts, counts.text_tokens >= table.records["needed_tokens"][usable]
     return counts, counts.all_tokens <= limits.max_tokens
 
 
@@ -81,7 +72,7 @@ def sample_counts(
       max_tokens: a record ends before the first medium that ends behind so many tokens, and has no
         more of text; None: it is whole.
     """
-    owner = np.repeat(np.arange(len(table)), np.diff(table.media_start))
+    owner = np.repeat(np.arange(len(table)), table.records["n_media"])
     ok = np.zeros(len(owner), bool)
     counts = np.zeros((4, len(owner) + 1, len(how)), np.int64)  # of each medium, from row 1 on
     for column, medium in enumerate(how.values()):
@@ -95,7 +86,7 @@ def sample_counts(
             for values, of_kind in zip(counts, counted, strict=True):
                 values[mine + 1, column] = of_kind
     usable = np.bincount(owner[~ok], minlength=len(table)) == 0
-    text, n_media = table.text_tokens.astype(np.int64), np.diff(table.media_start)
+    text, n_media = (table.records[c].astype(np.int64) for c in ("text_tokens", "n_media"))
     if max_tokens is not None:
         text, kept = _cut(table, owner, counts[1:3, 1:].sum(axis=(0, 2)), max_tokens)
         n_media = np.bincount(owner[kept], minlength=len(table))
@@ -123,7 +114,7 @@ def _cut(
     kept = np.empty(len(owner), bool)
     kept[order] = whole
     of_media = np.diff(np.pad(np.cumsum(tokens * kept), (1, 0))[table.media_start])
-    text = np.minimum(table.text_tokens, max_tokens - of_media)
+    text = np.minimum(table.records["text_tokens"], max_tokens - of_media)
     np.minimum.at(text, owner[~whole], text_before[~whole])
     return text, kept
 
@@ -156,8 +147,7 @@ def load_of(table: ShapeTable, row: int, how: Preparation, counts: SampleCounts)
         elif n:
             lengths[module] = tuple(length for media in mine for length in medium.lengths(*media))
         if n and medium.joined:
-            shown = (medium.unseen(name, header, False) for name, header in mine)
-            runs[module] = [len(decoded.lengths) for decoded in shown if decoded]
+            runs[module] = [len(medium.lengths(*media)) for media in mine]
     return text_load(lengths, int(counts.all_tokens[0]), runs)
 
 

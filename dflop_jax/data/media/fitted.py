@@ -43,7 +43,7 @@ class Fitted(Native):
                 f"{self.block_px} pixels, and a clip a frame"
             )
 
-    def _blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
+    def blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
         sizes = zip(headers["width"].tolist(), headers["height"].tolist(), strict=True)
         blocks = [fitted(w, h, self.block_px, self.soft_tokens) for w, h in sizes]
         rows, cols = np.array(blocks, np.int64).reshape(-1, 2).T

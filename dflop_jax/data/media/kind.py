@@ -31,7 +31,6 @@ class Kind:
       header: reads them off a file. ValueError: it is none.
       opened: what a medium is decoded from, given a file.
       described: a header in words.
-      wrong: columns among those of n media that hold what no header says.
       too_small: what one is that no model can take, and what to do.
       keys: that a record may give one of them, see `part_keys`; those but `SPAN` are columns.
       extensions: of its files in a shard. question: put before a caption of it.
@@ -47,7 +46,6 @@ class Kind:
     header: Callable[[MediaFile], Header]
     opened: Callable[[MediaFile], Any]
     described: Callable[[Header], str]
-    wrong: Callable[[Columns], list[str]]
     too_small: str
     keys: tuple[str, ...] = ()
     extensions: tuple[str, ...] = ()
@@ -69,8 +67,3 @@ def columns_of(kinds: Kinds) -> dict[str, type]:
 def tag_of(kinds: Kinds) -> re.Pattern[str]:
     """Return what matches the tag of any kind; its group is the kind's name."""
     return re.compile(f"<({'|'.join(re.escape(kind.name) for kind in kinds)})>")
-
-
-def below_one(columns: Columns, *names: str) -> list[str]:
-    """Return those of the columns that hold a number below 1."""
-    return [name for name in names if (columns[name] < 1).any()]

@@ -8,5 +8,3 @@ from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import VIDEO
 
 BUILT_IN: Kinds = (IMAGE, VIDEO, AUDIO)
-# The token of a tokenizer.json that stands for a medium of any kind, by names that it may have.
-PLACEHOLDERS = ("<|image_pad|>", "<image>", "<|visual|>")

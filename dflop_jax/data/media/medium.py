@@ -113,11 +113,6 @@ class Medium(Protocol):
         """
         ...
 
-    def unseen(self, kind: str, header: Header, alone: bool) -> Decoded | None:
-        """What `decode` gives but for its fields, without a look at the medium; None: it has to be
-        decoded."""
-        return None
-
     def text_fields(self, stand: np.ndarray, media: Sequence[Decoded]) -> dict[str, np.ndarray]:
         """Further fields of the text, of whose tokens those of the media `stand` (bool [t]); the
         media in the order of the text."""

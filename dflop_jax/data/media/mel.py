@@ -60,20 +60,12 @@ def encoder_tokens(frames: np.ndarray) -> np.ndarray:
 
 
 def sound_counts(samples: np.ndarray, spec: MelSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(windows, valid mel frames, LLM tokens) int64 [n] of sounds of int [n] samples.
-
-    Raises:
-      ValueError: a sound without samples, or too short for a single token.
-    """
+    """(windows, valid mel frames, LLM tokens) int64 [n] of sounds of int [n] samples."""
     samples = np.minimum(np.asarray(samples, np.int64), spec.max_samples)
     full, rest = samples // spec.window_samples, samples % spec.window_samples
     rest_frames = -(-rest // spec.hop)
     window_tokens = int(encoder_tokens(np.array(spec.window_frames)))
     tokens = full * window_tokens + encoder_tokens(rest_frames)
-    if len(tokens) and tokens.min() < 1:
-        n = int(samples[tokens.argmin()])
-        shortest = 2 * spec.hop + 1
-        raise ValueError(f"a sound of {n} samples is too short; {shortest} at least are needed")
     frames = full * spec.window_frames + rest_frames
     return full + (rest > 0), frames, tokens
 
@@ -93,16 +85,11 @@ def _window_log_mel(sound: np.ndarray, spec: MelSpec) -> np.ndarray:
     around = np.pad(sound, half, mode="reflect").astype(np.float64)
     pieces = np.lib.stride_tricks.sliding_window_view(around, spec.n_fft)[:: spec.hop]
     pieces = pieces[: spec.window_frames]  # the reference drops the last one
-    spectrum = np.fft.rfft(pieces * _hann(spec.n_fft), axis=1)
+    spectrum = np.fft.rfft(pieces * np.hanning(spec.n_fft + 1)[:-1], axis=1)  # periodic
     power = (spectrum.real**2 + spectrum.imag**2) @ mel_filters(spec)
     level = np.log10(np.maximum(power, POWER_FLOOR)).T
     level = np.maximum(level, level.max() - RANGE_LOG10)
     return ((level + 4.0) / 4.0).astype(np.float32)
-
-
-def _hann(n: int) -> np.ndarray:
-    """The periodic Hann window."""
-    return 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(n) / n)
 
 
 @lru_cache(maxsize=4)
@@ -149,10 +136,8 @@ class MelMedium(Medium):
         return self.window_tokens or self.features
 
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
-        shortest = 2 * self.spec.hop + 1
-        usable = headers["samples"] >= shortest
-        windows, _, tokens = sound_counts(np.maximum(headers["samples"], shortest), self.spec)
-        return Counted(usable, windows, tokens)
+        windows, _, tokens = sound_counts(headers["samples"], self.spec)
+        return Counted(tokens > 0, windows, tokens)
 
     def cut(self, kind: str, headers: Columns) -> str:
         n = int((headers["samples"] > self.spec.max_samples).sum())

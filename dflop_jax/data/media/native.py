@@ -109,17 +109,12 @@ class Native:
         """LLM tokens of a piece."""
         return grid[0] * grid[1] // self.merge**2
 
-    def count(self, headers: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(usable bool, pieces, LLM tokens), each [n], of n pictures."""
-        rows, cols = self._blocks(headers)
-        return rows > 0, np.ones(len(rows), np.int64), rows * cols
-
     def grid(self, header: Header) -> Grid:
         """Patches of a picture; rows and columns are 0 where it is too thin."""
-        rows, cols = self._blocks({name: np.array([n]) for name, n in header.items()})
+        rows, cols = self.blocks({name: np.array([n]) for name, n in header.items()})
         return int(rows[0]) * self.merge, int(cols[0]) * self.merge
 
-    def _blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
+    def blocks(self, headers: Columns) -> tuple[np.ndarray, np.ndarray]:
         """Rows and columns of blocks of pictures, int64 [n] each; 0 of those that are too thin."""
         px = self.block_px
         true, given = (
@@ -286,8 +281,9 @@ class NativeMedium(Medium):
 
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
         if kind == IMAGE.name:
-            usable, pieces, tokens = self.native.count(headers)
-            return Counted(usable, pieces, tokens, longest=tokens)
+            rows, cols = self.native.blocks(headers)
+            tokens = rows * cols
+            return Counted(rows > 0, np.ones(len(rows), np.int64), tokens, longest=tokens)
         clips = zip(*(headers[name].tolist() for name in Clip._fields))
         counts = [self._clip_counts(Clip(*facts)) for facts in clips]
         usable, pieces, tokens, between = np.array(counts, np.int64).reshape(-1, 4).T

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from dflop_jax.data.media import anyres, fitted, internvl_tiles, mel, native, square, tiles
+from dflop_jax.data.media import anyres, fitted, internvl_tiles, mel, native, tiles
 from dflop_jax.data.media.kind import Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
@@ -23,7 +23,7 @@ FORMS = {
     "anyres": anyres.FORM,
     "dynamic": internvl_tiles.FORM,
     "native": native.FORM,
-    "square": square.FORM,
+    "square": tiles.SQUARE,
     "fitted": fitted.FORM,
     "mel": mel.FORM,
 }

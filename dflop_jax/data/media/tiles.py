@@ -7,10 +7,10 @@ The plain layout is an overview tile and a grid, every feature one token of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -20,10 +20,10 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Counted, Decoded, Facts, Form, Medium, numbers
 from dflop_jax.data.media.tiling import (
     IMAGE,
-    count_tiles,
+    choose_grid,
+    fit,
     frame_tile,
-    needed_size,
-    picture_tiles,
+    padded_tiles,
 )
 from dflop_jax.data.media.token_sources import TokenSources, plain, with_text
 from dflop_jax.data.media.video import VIDEO
@@ -34,87 +34,117 @@ GREY = 128  # of blank pictures, in 0 to 255
 NEXT_FRAME = "\nFrame{}: "  # InternVL's text between a clip's frames
 
 
-class VisionLayout(Protocol):
-    """How a model sees pictures and clips: `SimpleTiles`, `AnyRes`, `DynamicTiling`, or one of a
-    user's own; a frozen dataclass.
+Counts = tuple[np.ndarray, np.ndarray, np.ndarray]  # of pictures, see `VisionLayout.count`
+
+
+class VisionLayout:
+    """How a model sees pictures and clips: `SimpleTiles`, `AnyRes`, `DynamicTiling`, `Square`, or
+    one of a user's own; a frozen dataclass, derived from this for what a simple one need not say.
 
     `alone` says whether a picture is the only one of its sample.
+
+    Attributes:
+      tokens_per_tile: features that the encoder gives for a tile.
+      joined: see `medium.Medium`.
     """
 
-    @property
-    def tile_px(self) -> int: ...
+    tile_px: int
+    tokens_per_tile: int
+    max_tiles: int
+    joined: ClassVar[bool] = False
 
-    @property
-    def tokens_per_tile(self) -> int:
-        """Features that the encoder gives for a tile."""
-        ...
-
-    @property
-    def max_tiles(self) -> int: ...
-
-    def count(
-        self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
         """(usable bool, tiles, LLM tokens), each [n], of n upright pictures."""
-        ...
+        raise NotImplementedError
 
     def count_clips(self, frames: np.ndarray) -> np.ndarray:
         """LLM tokens of clips of int [n] frames, one tile each."""
-        ...
+        return frames * self.tokens_per_tile
 
     def least_size(self, width: int, height: int) -> tuple[int, int] | None:
         """Pixels that tiles of a picture of this size need at least, so that a larger one may be
-        decoded at a smaller scale; None where it is to be decoded whole."""
-        ...
+        decoded at a smaller scale; None where it is to be decoded whole, as published processors
+        do."""
+        return None
 
     def cut(
         self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
     ) -> np.ndarray:
         """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture; `size` is its true
         (width, height) where it was decoded at a smaller scale."""
-        ...
+        raise NotImplementedError
 
     def place(self, width: int, height: int, alone: bool) -> TokenSources:
         """Where each LLM token of a picture comes from, over its tiles."""
-        ...
+        return self.place_clip(self.n_tiles(width, height, alone))
 
     def place_clip(self, frames: int) -> TokenSources:
         """The same for a clip."""
-        ...
+        return plain(np.arange(frames * self.tokens_per_tile))
+
+    def n_tiles(self, width: int, height: int, alone: bool) -> int:
+        _, (n,), _ = self.count(*np.array([[width], [height], [alone]]))
+        return int(n)
 
 
 @dataclass(frozen=True)
-class SimpleTiles:
+class SimpleTiles(VisionLayout):
     """The plain layout; `max_tiles` of the grid."""
 
     tile_px: int
     tokens_per_tile: int
     max_tiles: int = 9
 
-    def count(
-        self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
         sizes = zip(widths.tolist(), heights.tolist())
-        counts = [count_tiles(w, h, self.tile_px, self.max_tiles) for w, h in sizes]
-        tiles = np.array(counts, np.int64)
-        return np.ones(len(tiles), bool), tiles, self.count_clips(tiles)
-
-    def count_clips(self, frames: np.ndarray) -> np.ndarray:
-        return frames * self.tokens_per_tile
+        grids = [choose_grid(w, h, self.tile_px, self.max_tiles) for w, h in sizes]
+        tiles = np.array([1 + rows * cols for rows, cols in grids], np.int64)
+        return tiles > 0, tiles, self.count_clips(tiles)
 
     def least_size(self, width: int, height: int) -> tuple[int, int]:
-        return needed_size(width, height, self.tile_px, self.max_tiles)
+        px = self.tile_px
+        rows, cols = choose_grid(width, height, px, self.max_tiles)
+        shown_w, shown_h = fit(width, height, max(1, cols) * px, max(1, rows) * px)
+        return 2 * max(shown_w, px), 2 * max(shown_h, px)  # twice what tiles show of it
 
     def cut(
         self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
     ) -> np.ndarray:
-        return picture_tiles(image, self.tile_px, self.max_tiles, size)
+        def resized(width: int, height: int) -> Image.Image:
+            return image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
 
-    def place(self, width: int, height: int, alone: bool) -> TokenSources:
-        return self.place_clip(count_tiles(width, height, self.tile_px, self.max_tiles))
+        px, true = self.tile_px, size or image.size
+        rows, cols = choose_grid(*true, px, self.max_tiles)
+        base = np.asarray(resized(px, px))[None]
+        if not rows * cols:
+            return base
+        inner = resized(*fit(*true, cols * px, rows * px))
+        return np.concatenate([base, padded_tiles(inner, rows, cols, px)])
 
-    def place_clip(self, frames: int) -> TokenSources:
-        return plain(np.arange(frames * self.tokens_per_tile))
+
+@dataclass(frozen=True)
+class Square(VisionLayout):
+    """Gemma 3's: each picture is resized to one square, its aspect ratio not kept.
+
+    Pixels equal those of the published processor (`Gemma3ImageProcessorPil`) without "pan and
+    scan", which published folders leave off. A frame of a clip is a picture, and sees the others
+    where no text stands between.
+    """
+
+    tile_px: int
+    tokens_per_tile: int
+    max_tiles: int = 1
+    joined: ClassVar[bool] = True
+
+    def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
+        one = np.ones(len(widths), np.int64)
+        return one > 0, one, self.count_clips(one)
+
+    def cut(
+        self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        size_px = (self.tile_px, self.tile_px)
+        return np.asarray(image.resize(size_px, Image.Resampling.BILINEAR), np.uint8)[None]
 
 
 @dataclass(frozen=True)
@@ -148,58 +178,52 @@ class TileMedium(Medium):
 
     @property
     def joined(self) -> bool:
-        return getattr(self.layout, "joined", False) and not self.between_frames
+        return self.layout.joined and not self.between_frames
 
     @property
     def unit_px(self) -> int:
         """Side of the smallest picture that is worth drawing."""
         return self.layout.tile_px
 
-    @cached_property
-    def _text_before(self) -> np.ndarray:
-        """Tokens of text before each frame, int64 [max_frames]."""
-        return np.cumsum([0, *map(len, self.between_frames)])
-
     def count(self, kind: str, headers: Columns, alone: np.ndarray) -> Counted:
         if kind == IMAGE.name:
             return Counted(*self.layout.count(headers["width"], headers["height"], alone))
         frames = np.minimum(headers["frames"], self.max_frames).astype(np.int64)
-        between = self._text_before[frames - 1] if self.between_frames else 0
+        text_before = np.cumsum([0, *map(len, self.between_frames)])  # each frame
+        between = text_before[frames - 1] if self.between_frames else 0
         return Counted(frames > 0, frames, self.layout.count_clips(frames), between)
+
+    def lengths(self, kind: str, header: Header) -> tuple[int, ...]:
+        if kind == IMAGE.name:
+            n = self.layout.n_tiles(header["width"], header["height"], alone=False)
+        else:
+            n = min(header["frames"], self.max_frames)
+        return (self.piece_tokens,) * n
 
     def decode(self, kind: str, opened: Any, header: Header, alone: bool) -> Decoded:
         if kind == IMAGE.name:
             size = header["width"], header["height"]
             image = opened(size, self.layout.least_size(*size))
-            tiles = self.layout.cut(image, alone, size)
+            tiles, tokens = self.layout.cut(image, alone, size), self.layout.place(*size, alone)
+            ids = np.full(len(tokens), -1)
         else:
             n = min(header["frames"], self.max_frames)
             tile = partial(frame_tile, tile_px=self.layout.tile_px)
             tiles = opened.spread(n, tile, header["first"], header["total"])
-        return replace(self._placed(kind, header, alone, len(tiles)), fields={"pixels": tiles})
-
-    def unseen(self, kind: str, header: Header, alone: bool) -> Decoded:
-        if kind != IMAGE.name:
-            return self._placed(kind, header, alone, min(header["frames"], self.max_frames))
-        _, (n,), _ = self.layout.count(*np.array([[header["width"]], [header["height"]], [alone]]))
-        return self._placed(kind, header, alone, int(n))
-
-    def _placed(self, kind: str, header: Header, alone: bool, n: int) -> Decoded:
-        """A medium of n tiles, without them."""
-        lengths, features = (self.piece_tokens,) * n, n * self.layout.tokens_per_tile
-        if kind == IMAGE.name:
-            tokens = self.layout.place(header["width"], header["height"], alone)
-            return Decoded({}, lengths, features, tokens, np.full(len(tokens), -1))
-        tokens, between = self.layout.place_clip(n), self.between_frames[: n - 1]
-        counts = np.array([len(ids) for ids in between], np.int64)
-        places = np.repeat(np.arange(1, len(between) + 1) * (len(tokens) // n), counts)
-        text = [i for ids in between for i in ids]
-        ids = np.insert(np.full(len(tokens), -1), places, text)
-        return Decoded({}, lengths, features, with_text(tokens, places), ids)
+            tokens, between = self.layout.place_clip(n), self.between_frames[: n - 1]
+            counts = np.array([len(ids) for ids in between], np.int64)
+            places = np.repeat(np.arange(1, len(between) + 1) * (len(tokens) // n), counts)
+            ids = np.insert(np.full(len(tokens), -1), places, [i for ids in between for i in ids])
+            tokens = with_text(tokens, places)
+        lengths, features = (
+            (self.piece_tokens,) * len(tiles),
+            len(tiles) * self.layout.tokens_per_tile,
+        )
+        return Decoded({"pixels": tiles}, lengths, features, tokens, ids)
 
 
 def tile_form(make: Callable[..., VisionLayout], *further: str) -> Form:
-    """Return the form of a layout, which `make` makes of (tile_px, tokens_per_tile, max_tiles) and
+    """Return the form of a layout, which `make` makes of tile_px, tokens_per_tile, max_tiles and
     those of the `further` facts that a model states; the tokenizer's text stands between frames."""
 
     def build(
@@ -211,7 +235,7 @@ def tile_form(make: Callable[..., VisionLayout], *further: str) -> Form:
         )
         n = limits.max_frames
         between = between_frames(tokenizer, n) if isinstance(tokenizer, ChatTokenizer) else ()
-        layout = make(px, tokens, limits.max_tiles, **own)
+        layout = make(tile_px=px, tokens_per_tile=tokens, max_tiles=limits.max_tiles, **own)
         return TileMedium(layout, sources, inside, n, between)
 
     return Form(TileMedium.kinds, build)
@@ -226,4 +250,4 @@ def between_frames(tokenizer: ChatTokenizer, n: int) -> tuple[tuple[int, ...], .
     return tuple((*end, *tokenizer.encode(NEXT_FRAME.format(k)), *begin) for k in range(2, n + 1))
 
 
-FORM = tile_form(SimpleTiles)
+FORM, SQUARE = tile_form(SimpleTiles), tile_form(Square)

@@ -9,24 +9,15 @@ from __future__ import annotations
 from functools import lru_cache, partial
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from dflop_jax.data.bounds import MAX_PIXELS, named
 from dflop_jax.data.datasets.blob import MediaFile, open_media
-from dflop_jax.data.media.kind import Columns, Header, Kind
+from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.part_keys import SIZES
 
 # Pillow also reads scripts (EPS) and formats that nobody keeps photos in; JPEG stands for MPO too
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 @lru_cache(maxsize=65536)
@@ -36,8 +27,6 @@ def choose_grid(width: int, height: int, tile_px: int, max_tiles: int) -> tuple[
     Among the grids of 2..max_tiles tiles, the one that keeps most of the picture's pixels when the
     picture is fitted into it (never counting more than it has), then the one that wastes least.
     """
-    if width < 1 or height < 1:
-        raise ValueError(f"a picture of {width}x{height} pixels has nothing to tile")
     if max(width, height) <= tile_px:
         return (0, 0)
     best, best_key = (0, 0), (-1, 0)
@@ -58,12 +47,6 @@ def fit(width: int, height: int, box_width: int, box_height: int) -> tuple[int, 
     if width * box_height >= height * box_width:
         return box_width, max(1, height * box_width // width)
     return max(1, width * box_height // height), box_height
-
-
-def count_tiles(width: int, height: int, tile_px: int, max_tiles: int) -> int:
-    """Base tile and grid tiles of a picture."""
-    rows, cols = choose_grid(width, height, tile_px, max_tiles)
-    return 1 + rows * cols
 
 
 def picture_size(path: MediaFile) -> tuple[int, int]:
@@ -92,43 +75,18 @@ def read_scaled(
         size, orientation = _upright_size(image), _orientation(image)
         if least is not None:
             image.draft(None, least[::-1] if orientation >= 5 else least)
-        upright = _to_rgb(image)
-        if orientation in _TRANSPOSE:
-            upright = upright.transpose(_TRANSPOSE[orientation])
-        return upright, size
+        if orientation > 1:
+            ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image), size
 
 
-def picture_tiles(
-    image: Image.Image, tile_px: int, max_tiles: int, size: tuple[int, int] | None = None
-) -> np.ndarray:
-    """Tiles of an RGB picture, uint8 [n, tile_px, tile_px, 3]: the base tile, then the grid by row.
-
-    The grid keeps the aspect ratio and pads with black. `size` is the picture's true (width,
-    height) when `image` has been decoded at a smaller scale.
-    """
-    rows, cols = choose_grid(*(size or image.size), tile_px, max_tiles)
-    tiles = [resize(image, tile_px, tile_px)[None]]
-    if rows * cols:
-        canvas = np.zeros((rows * tile_px, cols * tile_px, 3), np.uint8)
-        width, height = fit(*(size or image.size), cols * tile_px, rows * tile_px)
-        top, left = (canvas.shape[0] - height) // 2, (canvas.shape[1] - width) // 2
-        canvas[top : top + height, left : left + width] = resize(image, width, height)
-        grid = canvas.reshape(rows, tile_px, cols, tile_px, 3).swapaxes(1, 2)
-        tiles.append(grid.reshape(-1, tile_px, tile_px, 3))
-    return np.concatenate(tiles)
-
-
-def needed_size(width: int, height: int, tile_px: int, max_tiles: int) -> tuple[int, int]:
-    """Return the (width, height) that a picture's tiles need: twice what they show of it."""
-    rows, cols = choose_grid(width, height, tile_px, max_tiles)
-    shown_w, shown_h = fit(width, height, max(1, cols) * tile_px, max(1, rows) * tile_px)
-    return 2 * max(shown_w, tile_px), 2 * max(shown_h, tile_px)
-
-
-def resize(image: Image.Image, width: int, height: int) -> np.ndarray:
-    """An RGB picture as uint8 [height, width, 3], bicubic."""
-    small = image.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=2.0)
-    return np.asarray(small, np.uint8)
+def padded_tiles(inner: Image.Image, rows: int, cols: int, tile_px: int) -> np.ndarray:
+    """The tiles of a grid with an RGB picture in the middle, black around it, by row: uint8
+    [rows * cols, tile_px, tile_px, 3]."""
+    canvas = Image.new("RGB", (cols * tile_px, rows * tile_px))
+    canvas.paste(inner, ((canvas.width - inner.width) // 2, (canvas.height - inner.height) // 2))
+    grid = np.asarray(canvas).reshape(rows, tile_px, cols, tile_px, 3).swapaxes(1, 2)
+    return grid.reshape(-1, tile_px, tile_px, 3)
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
@@ -148,7 +106,7 @@ def _orientation(image: Image.Image) -> int:
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     value = image.getexif().get(ExifTags.Base.Orientation, 1)
-    return value if value in _TRANSPOSE else 1
+    return value if value in range(1, 9) else 1
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -186,26 +144,14 @@ def read_sized(
     return image
 
 
-def _header(source: MediaFile) -> Header:
-    width, height = picture_size(source)
-    return {"width": width, "height": height}
-
-
-def _wrong(columns: Columns) -> list[str]:
-    width, height = columns["width"].astype(np.int64), columns["height"]
-    bad = (np.minimum(width, height) < 1).any() or (width * height > MAX_PIXELS).any()
-    return ["width"] if bad else []
-
-
 IMAGE = Kind(
     name="image",
     word="picture",
     taken="sees",
     columns=dict.fromkeys(("width", "height", *SIZES), np.int32),  # upright
-    header=_header,
+    header=lambda source: dict(zip(("width", "height"), picture_size(source))),
     opened=lambda source: partial(read_sized, source),
     described=lambda h: f"a picture of {h['width']}x{h['height']} pixels",
-    wrong=_wrong,
     too_small="too thin a picture; crop it",
     keys=SIZES,
     extensions=("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),

@@ -6,71 +6,38 @@ device, whatever the picture's size, and the same numbers as `torch`'s bilinear 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
+# Of each of t visual tokens: index, tile * patches_per_tile + patch; weight, which sum to 1, or to
+# 0 for a newline; newline, whether the token is the model's newline embedding instead.
+SOURCES = np.dtype([("index", np.int32, 4), ("weight", np.float32, 4), ("newline", np.bool_)])
+TokenSources = np.ndarray  # of SOURCES, [t]
 
-@dataclass(frozen=True, eq=False)
-class TokenSources:
-    """Sources of `t` visual tokens.
 
-    index: int32 [t, 4], tile * patches_per_tile + patch.
-    weight: float32 [t, 4], rows sum to 1, or to 0 for a newline.
-    newline: bool [t], whether the token is the model's newline embedding instead.
-    """
+def used(tokens: TokenSources) -> np.ndarray:
+    """bool [t]: tokens that come from patches."""
+    return np.any(tokens["weight"] > 0, axis=1)
 
-    index: np.ndarray
-    weight: np.ndarray
-    newline: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.index)
-
-    @property
-    def used(self) -> np.ndarray:
-        """bool [t]: tokens that come from patches."""
-        return np.any(self.weight > 0, axis=1)
-
-    def shifted(self, patches: int) -> TokenSources:
-        """The same tokens of tiles that stand `patches` patches further on."""
-        return TokenSources(
-            self.index + np.int32(patches) * self.used[:, None], self.weight, self.newline
-        )
+def shifted(tokens: TokenSources, patches: int) -> TokenSources:
+    """The same tokens of tiles that stand `patches` patches further on."""
+    out = tokens.copy()
+    out["index"] += np.int32(patches) * used(tokens)[:, None]
+    return out
 
 
 def plain(index: np.ndarray) -> TokenSources:
     """One patch for each token; index int [t], -1 for a token that comes from none."""
-    four = np.zeros((len(index), 4), np.int32)
-    weight = np.zeros((len(index), 4), np.float32)
-    four[:, 0], weight[:, 0] = np.maximum(index, 0), index >= 0
-    return TokenSources(four, weight, np.zeros(len(index), bool))
+    out = np.zeros(len(index), SOURCES)
+    out["index"][:, 0], out["weight"][:, 0] = np.maximum(index, 0), index >= 0
+    return out
 
 
 def newlines(n: int) -> TokenSources:
     """`n` newline tokens."""
-    return TokenSources(np.zeros((n, 4), np.int32), np.zeros((n, 4), np.float32), np.ones(n, bool))
-
-
-def placed(n: int, parts: Sequence[tuple[int, TokenSources]]) -> TokenSources:
-    """`n` tokens, of which each part's stand from its place on; all others have no source."""
-    tokens = plain(np.full(n, -1))
-    for start, part in parts:
-        stop = start + len(part)
-        for whole, some in zip(_arrays(tokens), _arrays(part), strict=True):
-            whole[start:stop] = some
-    return tokens
-
-
-def join(parts: Sequence[TokenSources]) -> TokenSources:
-    """The tokens of all parts, one after the other."""
-    parts = [newlines(0), *parts]
-    return TokenSources(
-        np.concatenate([p.index for p in parts]),
-        np.concatenate([p.weight for p in parts]),
-        np.concatenate([p.newline for p in parts]),
-    )
+    out = np.zeros(n, SOURCES)
+    out["newline"] = True
+    return out
 
 
 def resampled(grid: np.ndarray, height: int, width: int) -> TokenSources:
@@ -82,34 +49,23 @@ def resampled(grid: np.ndarray, height: int, width: int) -> TokenSources:
     x0, x1, fx = _taps(grid.shape[1], width)
     rows = (y0[:, None], y0[:, None], y1[:, None], y1[:, None])
     cols = (x0, x1, x0, x1)
-    index = np.stack([grid[r, c] for r, c in zip(rows, cols, strict=True)], -1)
     wy = np.stack([1 - fy, 1 - fy, fy, fy], -1)[:, None, :]
     wx = np.stack([1 - fx, fx, 1 - fx, fx], -1)[None, :, :]
-    n = height * width
-    return TokenSources(
-        index.reshape(n, 4).astype(np.int32),
-        (wy * wx).reshape(n, 4).astype(np.float32),
-        np.zeros(n, bool),
-    )
+    out = np.zeros((height, width), SOURCES)
+    out["index"] = np.stack([grid[r, c] for r, c in zip(rows, cols, strict=True)], -1)
+    out["weight"] = wy * wx
+    return out.reshape(-1)
 
 
 def with_text(tokens: TokenSources, places: np.ndarray) -> TokenSources:
     """The tokens with room for text: one token that has no source before each place of `places`."""
-    return TokenSources(*(np.insert(a, places, 0, axis=0) for a in _arrays(tokens)))
+    return np.insert(tokens, places, np.zeros(1, SOURCES))
 
 
 def with_line_ends(tokens: TokenSources, rows: int) -> TokenSources:
     """A newline after each of the equal rows, which may be empty."""
-    width = len(tokens) // max(rows, 1)
-    index, weight, newline = (
-        np.concatenate([a.reshape(rows, width, *a.shape[1:]), b[:, None]], 1)
-        for a, b in zip(_arrays(tokens), _arrays(newlines(rows)), strict=True)
-    )
-    return TokenSources(index.reshape(-1, 4), weight.reshape(-1, 4), newline.reshape(-1))
-
-
-def _arrays(tokens: TokenSources) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return tokens.index, tokens.weight, tokens.newline
+    lines = tokens.reshape(rows, len(tokens) // max(rows, 1))
+    return np.concatenate([lines, newlines(rows)[:, None]], 1).reshape(-1)
 
 
 def _taps(n_in: int, n_out: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from PIL.Image import Transpose
 from dflop_jax.data.bounds import MAX_CLIP_FRAMES, MAX_PIXELS, one_line
 from dflop_jax.data.datasets.blob import MediaFile
 from dflop_jax.data.media.container import checked_duration, opened
-from dflop_jax.data.media.kind import Columns, Kind, below_one
+from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.part_keys import FRAMES, SIZES, SPAN
 from dflop_jax.data.media.seek import Choose, at_moments, is_hidden, numbered, seek_plan, sought
 
@@ -255,12 +255,6 @@ class Frames(NamedTuple):
     numbered: Callable[..., np.ndarray]
 
 
-def _wrong(columns: Columns) -> list[str]:
-    frames = columns["frames"]
-    wrong = ["frames"] if ((frames < 1) | (frames > MAX_CLIP_FRAMES)).any() else []
-    return wrong + [f"{name} of a clip" for name in below_one(columns, *Clip._fields[:5])]
-
-
 VIDEO = Kind(
     name="video",
     word="clip",
@@ -270,7 +264,6 @@ VIDEO = Kind(
     header=clip_header,
     opened=lambda source: Frames(partial(read_frames, source), partial(read_numbered, source)),
     described=lambda h: f"a clip of {h['total']} frames of {h['width']}x{h['height']} pixels",
-    wrong=_wrong,
     too_small="too thin or too short a clip; crop it or take a longer one",
     keys=(*SIZES, *FRAMES, *SPAN, "total_pixels"),
     extensions=("mp4", "mkv", "webm", "avi", "mov"),

@@ -11,28 +11,25 @@ import ctypes
 import gc
 import importlib
 import logging
+import math
+import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-
-import msgspec
+from logging.handlers import BufferingHandler
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from multiprocessing.reduction import recv_handle
 
 from dflop_jax.children import ignore_signals
 from dflop_jax.data.decoder import BadSample, sample_of
-from dflop_jax.data.pool.messages import (
-    DecoderReply,
-    DecoderSetup,
-    ForkAnswer,
-    ForkOrder,
-    SharedSegment,
-)
+from dflop_jax.data.pool.processes import DecoderReply, send_reply
 from dflop_jax.data.sample import Source
 
 PDEATHSIG = 1  # of prctl(2)
@@ -41,104 +38,96 @@ MAX_WARNINGS = 20  # that are passed on of one sample
 
 
 def main() -> None:
+    """Answer the parent's orders: fork a decoder, whose channel follows (0), or end that of a
+    process id and say how it ended."""
     ignore_signals()
-    control = socket.socket(fileno=int(sys.argv[1]))
-    lines = control.makefile("rb")
-    setup = msgspec.json.decode(lines.readline(), type=DecoderSetup)
+    control = Connection(int(sys.argv[1]))
+    opened_by, memory_bytes = control.recv()
     logging.getLogger().addHandler(logging.NullHandler())  # the parent has opened it, and said so
     try:
-        module, _, function = setup.opens.partition(":")
-        source = getattr(importlib.import_module(module), function)(setup.arguments)
+        module, _, function = opened_by.function.partition(":")
+        source = getattr(importlib.import_module(module), function)(opened_by.arguments)
     except Exception:
-        _send(control, ForkAnswer(error=traceback.format_exc()))
+        control.send(traceback.format_exc())
         return
     answer = source if callable(source) else partial(_decoded, source)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.collect()
     gc.freeze()  # or the first collection of a decoder would copy all of it
-    _send(control, ForkAnswer())
-    decoders: set[int] = set()
+    control.send("")
+    fork = multiprocessing.get_context("fork")
+    decoders: dict[int, ForkProcess] = {}
     try:
-        # a socket comes with the order, so the order is not read by `lines`
         while True:
-            data, files, _, _ = socket.recv_fds(control, 4096, 1)
-            if not data:
-                return
-            order = msgspec.json.decode(data, type=ForkOrder)
-            if order.end:
-                known = order.end in decoders  # else one of a process like this that has died
-                decoders.discard(order.end)
-                _send(control, ForkAnswer(ended=_ended(order.end) if known else "with its parent"))
+            if pid := control.recv():
+                known = decoders.pop(pid, None)  # None: one of a process like this that has died
+                control.send(_ended(known) if known else "with its parent")
                 continue
-            channel = socket.socket(fileno=files[0])
-            parent = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    control.close()
-                    _end_with(parent)
-                    _serve(answer, channel, setup.memory_bytes)
-                    status = 0
-                finally:
-                    os._exit(status)  # nothing of the parent's is to run
-            channel.close()
-            decoders.add(pid)
-            _send(control, ForkAnswer(pid=pid))
+            with Connection(recv_handle(control)) as channel:
+                process = fork.Process(target=_serve, args=(answer, channel, control, memory_bytes))
+                process.start()
+            assert process.pid is not None
+            decoders[process.pid] = process
+            control.send(process.pid)
+    except EOFError:
+        return
     finally:
-        for pid in decoders:
-            _ended(pid)
+        for process in decoders.values():
+            _ended(process)
 
 
-def _ended(pid: int) -> str:
+def _ended(process: ForkProcess) -> str:
     """End a decoder and say how it ended."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # no effect on one that has ended but was not waited for
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return f"signal {os.WTERMSIG(status)}"
-    return f"exit {os.WEXITSTATUS(status)}"
+    process.kill()  # no effect on one that has ended
+    process.join()
+    code = process.exitcode or 0
+    return f"signal {-code}" if code < 0 else f"exit {code}"
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent() -> None:
     """Have this process end when its parent does; the parent may have ended before it was asked."""
     with suppress(AttributeError, OSError):  # Linux alone
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:
         os._exit(1)
 
 
 def _serve(
-    answer: Callable[[bytes, SharedSegment], DecoderReply],
-    channel: socket.socket,
+    answer: Callable[[bytes], DecoderReply],
+    channel: Connection,
+    control: Connection,
     memory_bytes: int,
 ) -> None:
     """Answer what is asked for, until the parent closes the channel."""
+    control.close()
+    _end_with_parent()
     start_bytes = _data_bytes()
     if start_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (start_bytes + memory_bytes,) * 2)
-    warnings = _Collected()
-    logging.getLogger("dflop_jax").addHandler(warnings)
-    segment = SharedSegment()
-    for line in channel.makefile("rb"):
-        try:
-            reply = answer(line, segment)
-        except Exception:
-            reply = DecoderReply(fault=traceback.format_exc())
-        grown = _data_bytes() - start_bytes > memory_bytes / RETIRING_PART
-        said, is_new = warnings.taken(), segment.is_new
-        reply = replace(reply, warnings=said, new_segment=is_new, retires=grown)
-        _send(channel, reply, segment.file if is_new else -1)
-        segment.is_new = False
-        if grown:
-            return
+    logged = BufferingHandler(capacity=math.inf)  # type: ignore[arg-type]
+    logged.setLevel(logging.WARNING)
+    logging.getLogger("dflop_jax").addHandler(logged)
+    reply = DecoderReply()
+    with suppress(EOFError, ConnectionError):
+        while not reply.retires:
+            request = channel.recv_bytes()
+            try:
+                reply = answer(request)
+            except Exception:
+                reply = DecoderReply(fault=traceback.format_exc())
+            grown = _data_bytes() - start_bytes > memory_bytes / RETIRING_PART
+            said = tuple(record.getMessage() for record in logged.buffer[:MAX_WARNINGS])
+            logged.flush()
+            reply = replace(reply, warnings=said, retires=grown)
+            send_reply(channel, reply)
 
 
-def _decoded(source: Source, line: bytes, segment: SharedSegment) -> DecoderReply:
-    decoded = sample_of(source, int(line))
+def _decoded(source: Source, request: bytes) -> DecoderReply:
+    decoded = sample_of(source, int(request))
     if isinstance(decoded, BadSample):
         return DecoderReply(reason=decoded.reason)
-    return DecoderReply(segment.write(decoded), decoded.load)
+    return DecoderReply(decoded)
 
 
 def _data_bytes() -> int:
@@ -146,24 +135,3 @@ def _data_bytes() -> int:
     with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[5]) * resource.getpagesize()
     return 0
-
-
-class _Collected(logging.Handler):
-    """Keeps what is logged for the parent to log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._messages = [*self._messages, record.getMessage()][:MAX_WARNINGS]
-
-    def taken(self) -> tuple[str, ...]:
-        messages, self._messages = tuple(self._messages), []
-        return messages
-
-
-def _send(channel: socket.socket, message: ForkAnswer | DecoderReply, file: int = -1) -> None:
-    data = msgspec.json.encode(message) + b"\n"
-    sent = socket.send_fds(channel, [data], [file] if file >= 0 else [])
-    channel.sendall(data[sent:])

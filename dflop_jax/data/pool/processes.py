@@ -9,42 +9,38 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import socket
 import subprocess
+import tempfile
 import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import IO, NamedTuple
 
 import msgspec
+import numpy as np
 
 from dflop_jax.children import command
-from dflop_jax.data.decoder import BadSample, Decoded, Decoder, Modules, ThreadDecoder, checked
-from dflop_jax.data.pool.messages import (
-    MAX_LINE,
-    DecoderReply,
-    DecoderSetup,
-    ForkAnswer,
-    ForkOrder,
-    mapped,
-    received,
-)
-from dflop_jax.data.sample import Source
+from dflop_jax.data.datasets.shape_index import Row
+from dflop_jax.data.decoder import BadSample, Decoded, ThreadDecoder, checked
+from dflop_jax.data.sample import OpenedBy, Sample, Source
 
 # One thread each: there are as many processes as the user wants, and threads do not survive a fork.
 # Arrow's own allocators reserve 1 GiB at once, which would count as what a sample takes.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                "TOKENIZERS_PARALLELISM": "false",
                "ARROW_DEFAULT_MEMORY_POOL": "system"}  # fmt: skip
+ALIGNMENT = 64  # bytes between places where arrays begin
 TRIES = 2  # of a sample whose process dies
-T = TypeVar("T")
 logger = logging.getLogger("dflop_jax.data")
 
 
-def make_decoder(source: Source, workers: int, timeout_s: float, memory_bytes: int) -> Decoder:
+def make_decoder(
+    source: Source, workers: int, timeout_s: float, memory_bytes: int
+) -> ThreadDecoder:
     """Return what decodes a source: processes where it says how others open it (`sample.OpenedBy`),
     else threads, as of drawn scenes."""
     if getattr(source, "opened_by", None) is None or not hasattr(os, "fork"):
@@ -52,8 +48,8 @@ def make_decoder(source: Source, workers: int, timeout_s: float, memory_bytes: i
     return ProcessDecoder(source, workers, timeout_s, memory_bytes)
 
 
-class ProcessDecoder:
-    """Decodes in `workers` processes; see `decoder.Decoder`.
+class ProcessDecoder(ThreadDecoder):
+    """Decodes in `workers` processes, each asked by a thread.
 
     Args:
       source: its `opened_by` says how another process opens it (see `sample.OpenedBy`).
@@ -62,57 +58,52 @@ class ProcessDecoder:
     """
 
     def __init__(self, source: Source, workers: int, timeout_s: float, memory_bytes: int) -> None:
-        how = source.opened_by  # type: ignore[attr-defined]
-        self._source = source
-        self._workers = Workers(
-            DecoderSetup(how.function, dict(how.arguments), memory_bytes), timeout_s
-        )
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="dflop-decode")
-
-    def submit(self, index: int, modules: Modules = None) -> Future[Decoded]:
-        return self._pool.submit(self._decode, index)
+        super().__init__(source, workers)
+        self._workers = Workers(source.opened_by, timeout_s, memory_bytes)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
         self._workers.kill()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        super().close()
         self._workers.close()
 
     def _decode(self, index: int) -> Decoded:
-        decoded = self._workers.answer(b"%d" % index, self._source.label(index), _received)
+        answer = self._workers.answer(b"%d" % index, self._source.label(index))
+        decoded = answer if isinstance(answer, BadSample) else answer.sample
+        assert decoded is not None
         return checked(self._source, index, decoded)
 
 
-def _received(reply: DecoderReply, segment: mmap.mmap | None) -> Decoded:
-    return BadSample(reply.reason) if reply.reason else received(reply, segment)
+class Process(NamedTuple):
+    """A decoder, and where to reach it."""
+
+    pid: int
+    channel: Connection
 
 
 class Workers:
-    """Processes that answer requests: as many as are asked at once, each within its limits.
+    """Processes that answer requests: as many as are asked at once, each within its limits. One
+    more process forks them (see `fork_server_main`) and is begun anew when it dies.
 
     Args:
-      timeout_s: seconds that an answer may take.
+      opened_by: opens what they serve: a source, whose samples are asked for by number, or a
+        function that gives a request its `DecoderReply`.
+      timeout_s: seconds that an answer may take; memory_bytes: what it may allocate.
     """
 
-    def __init__(self, setup: DecoderSetup, timeout_s: float) -> None:
-        self._server, self._timeout_s = ForkServer(setup), timeout_s
-        self._memory_bytes = setup.memory_bytes
+    def __init__(self, opened_by: OpenedBy, timeout_s: float, memory_bytes: int) -> None:
+        self._opened_by, self._timeout_s, self._memory_bytes = opened_by, timeout_s, memory_bytes
+        self._lock = threading.Lock()  # of what follows
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: Connection
         self._idle: list[Process] = []
+        self._closed = False
 
-    def answer(
-        self,
-        request: bytes,
-        label: str,
-        read: Callable[[DecoderReply, mmap.mmap | None], T],
-        *,
-        tries: int = TRIES,
-    ) -> T | BadSample:
-        """Return the answer to a request's line, or why no process survived it.
+    def answer(self, request: bytes, label: str, *, tries: int = TRIES) -> DecoderReply | BadSample:
+        """Return the answer to a request, or why there is none.
 
         Args:
           label: how messages call the request.
-          read: makes an answer of a reply and the segment that its arrays lie in; ValueError for
-            a reply that none of ours gives.
           tries: fresh processes that may die of it.
 
         Raises:
@@ -121,39 +112,36 @@ class Workers:
         for left in reversed(range(tries)):
             process = self._process(fresh=left < tries - 1)
             try:
-                reply = process.ask(request, self._timeout_s)
-                answer = read(reply, process.segment) if not reply.fault else None
-            except (OSError, ValueError, msgspec.DecodeError) as e:
-                # it hangs, has died, or says what none of ours says
-                ended = self._server.ended(process)
-                if (isinstance(e, TimeoutError) or not left) and not self._server.closed:
+                process.channel.send_bytes(request)
+                reply = receive_reply(process.channel, self._timeout_s)
+            except (OSError, EOFError) as e:  # it hangs, or has died
+                ended = self._end(process)
+                if (isinstance(e, TimeoutError) or not left) and not self._closed:
                     return BadSample(f"{label}: {self._why(e, ended)}")
                 continue
             if reply.retires:
-                self._server.ended(process)
+                self._end(process)
             else:
                 self._idle.append(process)
-            if answer is None:
+            if reply.fault:
                 raise RuntimeError(f"{label}: {reply.fault}")
             for warning in reply.warnings:
                 logger.warning("%s", warning)
-            return answer
+            return BadSample(reply.reason) if reply.reason else reply
         raise RuntimeError("the decoder is closed")
-
-    def _process(self, *, fresh: bool) -> Process:
-        """Return a process that nobody asks at present; an old one may have died meanwhile."""
-        with suppress(IndexError):  # others take from the list, too
-            if not fresh:
-                return self._idle.pop()
-        return self._server.started()
 
     def kill(self) -> None:
         """End the processes at once; who waits for one gets a RuntimeError."""
-        self._server.kill()
+        self._closed = True
+        if (server := self._server) is not None:
+            server.kill()  # its decoders die with it
 
     def close(self) -> None:
         """End the processes, when nobody asks any more."""
-        self._server.close()
+        self.kill()
+        with self._lock:
+            self._end_server()
+            self._idle.clear()
 
     def _why(self, error: Exception, ended: str) -> str:
         if isinstance(error, TimeoutError):
@@ -163,130 +151,119 @@ class Workers:
             f"data.sample_memory_bytes={self._memory_bytes:g}"
         )
 
+    def _process(self, *, fresh: bool) -> Process:
+        """Return a process that nobody asks at present; an old one may have died meanwhile."""
+        with suppress(IndexError):  # others take from the list, too
+            if not fresh:
+                return self._idle.pop()
+        return self._start()
 
-class Process:
-    """A decoder: where to reach it, and the segment that it writes into."""
-
-    def __init__(self, pid: int, channel: socket.socket) -> None:
-        self.pid, self._channel = pid, channel
-        self.segment: mmap.mmap | None = None
-
-    def ask(self, request: bytes, timeout_s: float) -> DecoderReply:
-        """Have a request answered. TimeoutError, or OSError where the process ends meanwhile."""
-        deadline_s = time.monotonic() + timeout_s
-        self._channel.settimeout(timeout_s)
-        self._channel.sendall(request + b"\n")
-        data, files = b"", list[int]()
-        try:
-            while not data.endswith(b"\n"):
-                self._channel.settimeout(max(0.001, deadline_s - time.monotonic()))
-                part, came, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
-                files += came
-                data += part
-                if not part or len(data) > MAX_LINE:
-                    raise ConnectionError("the decoder has ended")
-            reply = msgspec.json.decode(data, type=DecoderReply)
-            if reply.new_segment and files:
-                self.segment = mapped(files.pop())
-            return reply
-        finally:
-            for file in files:
-                os.close(file)
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-class ForkServer:
-    """The process that forks decoders (see `fork_server_main`), begun anew when it dies."""
-
-    def __init__(self, setup: DecoderSetup) -> None:
-        self._setup = setup
-        self._lock = threading.Lock()
-        self.closed = False
-        self._processes: set[Process] = set()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-
-    def started(self) -> Process:
+    def _start(self) -> Process:
         """Return a fresh decoder. RuntimeError: the source cannot be opened, or it was closed."""
         with self._lock:
             for _ in range(TRIES):
-                self._begin()
-                ours, theirs = socket.socketpair()
-                with theirs, suppress(OSError, msgspec.DecodeError):
-                    process = Process(self._asked(ForkOrder(), theirs).pid, ours)
-                    self._processes.add(process)
-                    return process
-                ours.close()
-                self._end()
+                server = self._begin_server()
+                ours, theirs = Pipe()
+                with theirs, suppress(OSError, EOFError):
+                    self._control.send(0)
+                    send_handle(self._control, theirs.fileno(), server.pid)
+                    return Process(self._control.recv(), ours)
+                self._end_server()
         raise RuntimeError("the process that starts decoders dies; see its messages above")
 
-    def ended(self, process: Process) -> str:
+    def _end(self, process: Process) -> str:
         """End a decoder; how it ended, or already had."""
-        process.close()
-        self._processes.discard(process)
-        with self._lock, suppress(OSError, msgspec.DecodeError):
-            if self._child is not None:
-                return self._asked(ForkOrder(process.pid)).ended
+        process.channel.close()
+        with self._lock, suppress(OSError, EOFError):
+            if self._server is not None:
+                self._control.send(process.pid)
+                return self._control.recv()
         return "with its parent"
 
-    def kill(self) -> None:
-        """End it and all its decoders, at once; who waits for them sees them die."""
-        self.closed = True
-        if (child := self._child) is not None:
-            child.kill()  # its decoders die with it
-
-    def close(self) -> None:
-        """Forget it, when nobody uses it any more."""
-        self.kill()
-        with self._lock:
-            self._end()
-        for process in self._processes:
-            process.close()
-
-    def _begin(self) -> None:
-        if self.closed:
+    def _begin_server(self) -> subprocess.Popen[bytes]:
+        if self._closed:
             raise RuntimeError("the decoder is closed")
-        if self._child is not None:
-            return
-        self._control, theirs = socket.socketpair()
-        served = [*command("dflop_jax.data.pool.fork_server_main"), str(theirs.fileno())]
+        if self._server is not None:
+            return self._server
+        self._control, theirs = Pipe()
         with theirs:
-            self._child = subprocess.Popen(
-                served, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+            self._server = subprocess.Popen(
+                [*command("dflop_jax.data.pool.fork_server_main"), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT},
             )  # fmt: skip
         try:
-            self._control.sendall(msgspec.json.encode(asdict(self._setup)) + b"\n")
-            answer = self._answer()
-        except (OSError, msgspec.DecodeError):
-            self._end()
+            self._control.send((self._opened_by, self._memory_bytes))
+            error = self._control.recv()
+        except (OSError, EOFError):
+            self._end_server()
             raise RuntimeError("the process that starts decoders has died") from None
-        if answer.error:
-            self._end()
-            raise RuntimeError(f"a decoding process cannot open the data: {answer.error}")
+        if error:
+            self._end_server()
+            raise RuntimeError(f"a decoding process cannot open the data: {error}")
+        return self._server
 
-    def _asked(self, order: ForkOrder, file: socket.socket | None = None) -> ForkAnswer:
-        assert self._control is not None
-        data = msgspec.json.encode(order) + b"\n"
-        socket.send_fds(self._control, [data], [file.fileno()] if file else [])
-        return self._answer()
-
-    def _answer(self) -> ForkAnswer:
-        assert self._control is not None
-        data = b""
-        while not data.endswith(b"\n"):
-            part = self._control.recv(1 << 16)
-            if not part:
-                raise ConnectionError("it has ended")
-            data += part
-        return msgspec.json.decode(data, type=ForkAnswer)
-
-    def _end(self) -> None:
-        if self._control is not None:
+    def _end_server(self) -> None:
+        if self._server is not None:
             self._control.close()
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-        self._control = self._child = None
+            self._server.kill()
+            self._server.wait()
+            self._server = None
+
+
+@dataclass(frozen=True)
+class DecoderReply:
+    """What a decoder answers: a sample, or why there is none; or rows of the index, or why there
+    are none, of several records. `fault`: a traceback, of an error of the program itself.
+    `warnings`: what was logged. `retires`: the process has grown and ends after this."""
+
+    sample: Sample | None = None
+    rows: tuple[Row | BadSample, ...] = ()
+    reason: str = ""
+    fault: str = ""
+    warnings: tuple[str, ...] = ()
+    retires: bool = False
+
+
+def send_reply(channel: Connection, reply: DecoderReply) -> None:
+    """Send a reply, its arrays in a file without a name, which the receiver maps."""
+    with _nameless_file() as file:
+
+        def place(array: np.ndarray) -> tuple[str, tuple[int, ...], int]:
+            if array.dtype.kind not in "biuf":
+                raise TypeError(f"a field of dtype {array.dtype} cannot be sent")
+            at = file.seek((file.tell() // ALIGNMENT + 1) * ALIGNMENT)
+            file.write(np.ascontiguousarray(array).data)
+            return array.dtype.str, array.shape, at
+
+        channel.send_bytes(msgspec.msgpack.encode(reply, enc_hook=place))
+        if file.tell():
+            file.truncate()
+            send_handle(channel, file.fileno(), 0)
+
+
+def receive_reply(channel: Connection, timeout_s: float) -> DecoderReply:
+    """Return the next reply. TimeoutError, or EOFError or OSError where its sender ends before."""
+    if not channel.poll(timeout_s):
+        raise TimeoutError
+    data = channel.recv_bytes()
+
+    @cache
+    def segment() -> mmap.mmap:
+        file = recv_handle(channel)
+        try:
+            return mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(file)
+
+    def array(_: type, place: tuple[str, tuple[int, ...], int]) -> np.ndarray:
+        dtype, shape, at = place
+        return np.ndarray(shape, dtype, segment(), at)
+
+    return msgspec.msgpack.decode(data, type=DecoderReply, dec_hook=array)
+
+
+def _nameless_file() -> IO[bytes]:
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("dflop-sample"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)

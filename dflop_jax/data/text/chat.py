@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ import numpy as np
 
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, Span
-from dflop_jax.data.text.picture_frames import PictureFrame
+from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, PictureFrame, Span
 from dflop_jax.data.text.pieces import BREAK, NO_FIELDS, ROLES, TemplateFields, TextPiece
 from dflop_jax.data.text.tokenizer_files import (
+    FileEncoding,
     FolderTokenizer,
     check_embedding,
     encoded,
-    n_ids,
     parse_tokenizer,
     resolve_tokenizer,
 )
@@ -37,7 +36,7 @@ UNANSWERED = -2  # of text that is no answer
 LOOKS_SPECIAL = re.compile(r"<\|\w+\|>")
 
 
-class ChatTokenizer:
+class ChatTokenizer(FileEncoding):
     """The tokenizer and chat template of a model's folder.
 
     Args:
@@ -63,8 +62,7 @@ class ChatTokenizer:
         self.resolved = resolved or resolve_tokenizer(self.folder)
         named, source = self.resolved.named, self.resolved.template
         backend = self.resolved.backend.encode()
-        self._tokenizer = parse_tokenizer(backend)
-        self.vocab_size = n_ids(self._tokenizer)
+        super().__init__(parse_tokenizer(backend))
         if embedding_size is not None:
             check_embedding(self.vocab_size, embedding_size, str(self.folder))
         self.template = source
@@ -99,18 +97,6 @@ class ChatTokenizer:
                 f"add {kind}_token to tokenizer_config.json, or leave out such samples"
             )
         return self._id(token)
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text; text that spells a special token is still plain text."""
-        return encoded(self._tokenizer, text).ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids, special tokens left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def spelled(self, ids: Iterable[int]) -> str:
-        """Text of the ids, special tokens by their names."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def ids_of(self, token: str) -> tuple[int, ...]:
         """The id of a special token; () if there is none of that name."""

@@ -8,7 +8,10 @@ reach Python. Two noncharacters of Unicode, which no real text holds, mark what
 from __future__ import annotations
 
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +21,8 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dflop_jax.data import bounds
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 # Templates may ask for the day (Llama 3.1): the same tokens every day make runs repeatable.
@@ -36,10 +41,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str], name: str) -> None:
         self._name, self._variables = name, dict(variables)
-        try:
+        with bounds.named(f"{name}: chat template is no valid jinja"):
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as e:
-            raise ValueError(f"{name}: chat template is no valid jinja ({_line(e)})") from None
         self.takes_parts = self._shows([{"type": "text", "text": "probe"}])
         self.takes_texts = self._shows("probe")
 
@@ -57,14 +60,12 @@ class ChatTemplate:
 
         ValueError when the template refuses the messages.
         """
-        try:
+        with bounds.named(f"{self._name}: chat template fails"):
             text = self._template.render(
                 **{"tools": None, "documents": None, **self._variables, **variables},
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
             )
-        except Exception as e:  # a template may fail in any way on what it was not written for
-            raise ValueError(f"{self._name}: chat template fails ({_line(e)})") from None
         return _take_marks(text)
 
     def _shows(self, content: Any) -> bool:
@@ -115,5 +116,34 @@ def _take_marks(text: str) -> tuple[str, tuple[Span, ...]]:
     return "".join(plain), tuple(zip(ends[0::2], ends[1::2], strict=False))
 
 
-def _line(error: Exception) -> str:
-    return " ".join(f"{error}".split()) or type(error).__name__
+@dataclass(frozen=True)
+class PictureFrame:
+    """A template's text for a picture, and what processors put in its place once the template has
+    been rendered (Gemma); both may be ""."""
+
+    written: str = ""
+    framed: str = ""
+
+    @classmethod
+    def of(cls, named: Mapping[str, str], template: str) -> PictureFrame:
+        """Return that of a tokenizer whose configuration names the tokens that begin and end a
+        picture: Gemma 3's templates write the former alone, Gemma 4's the picture's own token."""
+        begin, picture, end = (named.get(f"{name}_token") for name in ("boi", "image", "eoi"))
+        if not (begin and picture and end):
+            return cls()
+        if picture in template:
+            return cls(picture, f"{begin}{picture}{end}")
+        return cls(begin, f"\n\n{begin}{picture}{end}\n\n")
+
+    def around(self, text: str, spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
+        """A rendered text with its pictures framed, and the places of its spans there."""
+        if not self.written:
+            return text, tuple(spans)
+        starts = [found.start() for found in re.finditer(re.escape(self.written), text)]
+        longer = len(self.framed) - len(self.written)
+
+        def moved(place: int) -> int:
+            return place + longer * bisect_left(starts, place)
+
+        framed = text.replace(self.written, self.framed)
+        return framed, tuple((moved(begin), moved(end)) for begin, end in spans)

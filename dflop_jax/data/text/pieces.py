@@ -1,7 +1,9 @@
-"""Tokenizers and the chat template that turns a conversation into pieces of tokens."""
+"""Tokenizers, the chat template that turns a conversation into pieces of tokens, and the weights of
+what is trained on."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,19 +12,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflop_jax.data.media.kind import tag_of
-from dflop_jax.data.media.kinds import BUILT_IN, PLACEHOLDERS
-from dflop_jax.data.text.tokenizer_files import encoded, load_tokenizer, n_ids
+from dflop_jax.data.media.kinds import BUILT_IN
+from dflop_jax.data.text.tokenizer_files import FileEncoding, load_tokenizer
 
 ANSWER_TOKENS = 32  # of its first answer that a cut conversation keeps, or all of a shorter one
 TAG = tag_of(BUILT_IN)
 BREAK = "\ufdd2"  # inside what spells a tag or a special token and is text; encoding leaves it out
 BYTES = "bytes"  # the tokenizer that needs no file
+WEIGHT = "weight"  # the field of a turn, and of a record
+SWITCHES = ("loss", "train")  # fields of a turn: off means weight 0
+_ON, _OFF = (None, True, "true"), (False, "false")  # 1 equals True, 0 False
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 # what the template needs of a tokenizer.json, and the names it may have there
 SPECIAL_TOKENS = {
     "im_start_id": ("<|im_start|>",),
     "im_end_id": ("<|im_end|>",),
-    "placeholder_id": PLACEHOLDERS,
+    "placeholder_id": ("<|image_pad|>", "<image>", "<|visual|>"),  # of a medium of any kind
     "pad_id": ("<|endoftext|>", "<pad>", "<|pad|>", "[PAD]"),
 }
 
@@ -67,7 +72,7 @@ class ByteTokenizer:
         return b"".join(names.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
 
 
-class FileTokenizer:
+class FileTokenizer(FileEncoding):
     """A Hugging Face tokenizer.json with ChatML tokens and a token that stands for media.
 
     Raises:
@@ -78,7 +83,7 @@ class FileTokenizer:
     def __init__(self, path: str | Path) -> None:
         if not Path(path).is_file():
             raise ValueError(f"{path}: no such tokenizer.json; leave it empty for byte-level")
-        self._tokenizer = load_tokenizer(path)
+        super().__init__(load_tokenizer(path))
         ids = {}
         for name, names in SPECIAL_TOKENS.items():
             known = (self._tokenizer.token_to_id(n) for n in names)
@@ -89,28 +94,6 @@ class FileTokenizer:
                 )
         self.im_start_id, self.im_end_id = ids["im_start_id"], ids["im_end_id"]
         self.placeholder_id, self.pad_id = ids["placeholder_id"], ids["pad_id"]
-        self.vocab_size = n_ids(self._tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        return encoded(self._tokenizer, text).ids
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def spelled(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
-def make_tokenizer(path: str = "", vocab_size: int | None = None) -> Tokenizer:
-    """Byte-level for an empty path or "bytes"; ValueError when the model's `vocab_size` is too
-    small."""
-    tokenizer: Tokenizer = ByteTokenizer() if path in ("", BYTES) else FileTokenizer(path)
-    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"{path or 'the byte tokenizer'} has {tokenizer.vocab_size} ids, the model's "
-            f"vocabulary {vocab_size}; take a model with a larger vocabulary"
-        )
-    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -206,3 +189,63 @@ def first_tokens(pieces: Iterable[TextPiece], n: int) -> list[TextPiece]:
             first.append(replace(p, ids=p.ids[:n]))
         n -= len(p.ids) + (p.medium >= 0)
     return first
+
+
+def answer_weights(turns: Sequence[Any], roles: Sequence[str], of_all: Any) -> tuple[float, ...]:
+    """The weight of every answer of a record: its turn's times the record's own, 1 where none is
+    given, 0 where `loss` or `train` of the turn is false, 0 or "false"; () where all are 1.
+
+    Args:
+      turns: mappings, of which those of answers may have a weight, or one of `SWITCHES`.
+      roles: human, gpt or system, of each.
+
+    Raises:
+      ValueError: a weight or switch that is none, or a weight of a turn that is no answer.
+    """
+    whole = _weight(of_all, "the record")
+    weights = []
+    for k, (turn, role) in enumerate(zip(turns, roles, strict=True)):
+        fields = turn if isinstance(turn, Mapping) else {}
+        given, switches = fields.get(WEIGHT), {name: fields.get(name) for name in SWITCHES}
+        for name, value in switches.items():
+            if value not in _ON + _OFF:
+                raise ValueError(f"{name} of turn {k} is {value!r:.50}; give true or false")
+        if role == "gpt":
+            is_trained = not any(value in _OFF for value in switches.values())
+            weights.append(whole * _weight(given, f"turn {k}") * is_trained)
+        elif given is not None:
+            raise ValueError(f"turn {k} has a weight and is no answer")
+    return () if all(w == 1.0 for w in weights) else tuple(weights)
+
+
+def _weight(given: Any, whose: str) -> float:
+    if given is None:
+        return 1.0
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or not (math.isfinite(given) and given >= 0):
+        raise ValueError(f"the weight of {whose} is {given!r:.50}, not a number, 0 or above")
+    return float(given)
+
+
+def trained_on(
+    pieces: Sequence[TextPiece], weights: Sequence[float], *, prompts: bool
+) -> tuple[TextPiece, ...]:
+    """The pieces of a conversation with the weights of its answers (none: 1 each), and all other
+    text supervised, too, if `prompts`.
+
+    Raises:
+      ValueError: weights where the template does not tell the answers apart.
+    """
+    out = []
+    for p in pieces:
+        if weights and p.supervised:
+            if p.answer < 0:
+                raise ValueError(
+                    f"the chat template marks other text than its {len(weights)} answers as "
+                    "generated, so these cannot have weights"
+                )
+            p = replace(p, weight=weights[p.answer])
+        elif prompts and p.medium < 0:
+            p = replace(p, supervised=True)
+        out.append(p)
+    return tuple(out)

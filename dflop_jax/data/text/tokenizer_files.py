@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -105,9 +105,21 @@ def encoded(tokenizer: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         return tokenizer.encode(text, add_special_tokens=False)
 
 
-def n_ids(tokenizer: tokenizers.Tokenizer) -> int:
-    """One more than its largest id."""
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+class FileEncoding:
+    """What a tokenizer of a file has beside its special tokens, see `pieces.Tokenizer`."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        return encoded(self._tokenizer, text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def spelled(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def check_embedding(vocab_size: int, embedding_size: int, name: str) -> None:
@@ -124,8 +136,5 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object of a JSON file, empty without one. ValueError when it is something else."""
     if not file.is_file():
         return {}
-    data = read_bounded(file, MAX_TOKENIZER_BYTES)
-    try:
-        return parse_json(data, dict[str, Any])
-    except ValueError as e:
-        raise ValueError(f"{file}: not a JSON object ({e})") from None
+    with named(f"{file}: not a JSON object"):
+        return parse_json(read_bounded(file, MAX_TOKENIZER_BYTES), dict[str, Any])

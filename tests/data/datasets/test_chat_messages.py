@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 
 from dflop_jax.data import ByteTokenizer
+from dflop_jax.data.datasets.blob import Roots
 from dflop_jax.data.datasets.llava_records import RecordFormat, parse_record
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.datasets.roots import Roots
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.pieces import chat_pieces
 from tests.data.media_cases import talk

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from dflop_jax.config import DataConfig
 from dflop_jax.data import Loader
 from dflop_jax.data.datasets import clips
-from dflop_jax.data.datasets.clip_samples import ClipForm, form_of
+from dflop_jax.data.datasets.clips import ClipForm, form_of
 from dflop_jax.data.datasets.moving_scenes import MovingScenes, frames_of, latents_of
 from dflop_jax.data.decoder import BadSample, decode
 from models import wan

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dflop_jax.data.datasets.held_out import held_out, held_share
+from dflop_jax.data.datasets.mixture import held_out
 
 
 def lots(rng, sizes):
@@ -46,21 +46,21 @@ def test_a_share_is_drawn_by_each_id_alone(seed):
     """Of data that grow or change their order the same records are held out, of a larger share
     these and more, and records of one id in all parts alike."""
     (ids,) = lots(np.random.default_rng(seed), [20_000])
-    (tenth,) = held_share([ids], 0.1, seed)
+    (tenth,) = held_out([ids], 0.1, seed)
     assert abs(int(tenth.sum()) - 2000) < 4 * np.sqrt(20_000 * 0.1 * 0.9)
     order = np.random.default_rng(1).permutation(len(ids))[:12_345]
-    parts = held_share([ids[order], ids[:77], ids[:0]], 0.1, seed)
+    parts = held_out([ids[order], ids[:77], ids[:0]], 0.1, seed)
     assert [m.tolist() for m in parts] == [tenth[order].tolist(), tenth[:77].tolist(), []]
-    (fifth,) = held_share([ids], 0.2, seed)
+    (fifth,) = held_out([ids], 0.2, seed)
     assert not (tenth & ~fifth).any()
-    (other,) = held_share([ids], 0.1, seed + 2)
+    (other,) = held_out([ids], 0.1, seed + 2)
     assert abs(int((tenth & other).sum()) - 200) < 4 * np.sqrt(200)
 
 
 @pytest.mark.parametrize("share, which", [(1e-9, "no"), (1 - 1e-12, "every")])
 def test_a_share_leaves_something_on_both_sides(share, which):
     with pytest.raises(ValueError, match=f"of 5 records holds out {which} record; give another"):
-        held_share(lots(np.random.default_rng(0), [3, 2]), share, 0)
+        held_out(lots(np.random.default_rng(0), [3, 2]), share, 0)
 
 
 @pytest.mark.parametrize("seed", range(20))

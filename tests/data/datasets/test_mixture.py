@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
 
+from dflop_jax.config import DataConfig
 from dflop_jax.data import ByteTokenizer
+from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.index_build import IndexRules
 from dflop_jax.data.datasets.mixture import (
-    Mixture,
     MixturePart,
     chosen,
     load_mixture,
     shown,
     subset_size,
 )
-from dflop_jax.data.datasets.mixture_source import MixtureSource, Share
+from dflop_jax.data.datasets.mixture_source import MixtureSource, open_readers
 from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.counts import sample_counts
@@ -36,8 +38,10 @@ def pieces(turns, _=None):
 
 def source(mixture, tmp_path, how=None, **options):
     how = prepared(SMALL, MelSpec(), 3) if how is None else how
-    rules = IndexRules(tmp_path / "index.npz", "bytes")
-    return MixtureSource(mixture, how, pieces, rules, share=Share(**options))
+    here = partial(RowsHere, open_readers(mixture), pieces)
+    rules = IndexRules(tmp_path / "index.npz", "bytes", here)
+    config = DataConfig("mixture", max_tokens=10**6, seed=options.pop("seed", 0))
+    return MixtureSource(mixture, how, pieces, rules, config, **options)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +99,13 @@ parts:
     root: photos
   - /abs/s-{000..003}.tar
 """)
-    first, second = load_mixture(tmp_path / "m.yaml").parts
+    first, second = load_mixture(tmp_path / "m.yaml")
     assert first == MixturePart(f"{tmp_path}/a.json", 2.0, "first:30%", (f"{tmp_path}/photos",))
     assert second == MixturePart("/abs/s-{000..003}.tar")
     (tmp_path / "n.yaml").write_text(
         "datasets:\n  - {json_path: /x/b.json, sampling_strategy: 'end:5%'}\n"
     )
-    assert load_mixture(tmp_path / "n.yaml").parts == (MixturePart("/x/b.json", subset="end:5%"),)
+    assert load_mixture(tmp_path / "n.yaml") == (MixturePart("/x/b.json", subset="end:5%"),)
 
 
 @pytest.mark.parametrize(
@@ -125,19 +129,19 @@ def test_a_mixture_of_files_and_shards(tmp_path):
     make_shards(file, tmp_path / "s")
     parts = (MixturePart(f"{file}", subset="first:5"), MixturePart(f"{tmp_path}/s", 2.0, "end:2"),
              MixturePart(f"{file}", subset="end:1"))  # fmt: skip
-    found = source(Mixture(parts), tmp_path)
+    found = source(parts, tmp_path)
     names = [found.record(i).name.split("id=")[1] for i in range(len(found))]
     assert names == ["r0", "r1", "r2", "r3", "r4", "r10", "r11", "r10", "r11", "r11"]
-    again = source(Mixture(parts[::-1]), tmp_path)
+    again = source(parts[::-1], tmp_path)
     assert [again.record(i).name.split("id=")[1] for i in (0, 1)] == ["r11", "r10"]
     assert found.label(0).startswith(f"{file}[0]")
     with pytest.raises(ValueError, match="no sample"):
-        source(Mixture((MixturePart(f"{file}", subset="first:0"),)), tmp_path)
+        source((MixturePart(f"{file}", subset="first:0"),), tmp_path)
 
 
 def test_what_is_held_out_is_as_asked_for(tmp_path):
     file = made_dataset(tmp_path / "a", 60)
-    parts = Mixture((MixturePart(f"{file}", 2.0),))
+    parts = (MixturePart(f"{file}", 2.0),)
 
     def ids(split, n, **options):
         found = source(parts, tmp_path, split=split, n_held_out=n, **options)
@@ -189,9 +193,9 @@ def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path, changed):
 
     def digest(records, **part):
         other.write_text("\n".join(map(json.dumps, records)))
-        return source(Mixture((MixturePart(str(other), **part),)), tmp_path).digest
+        return source((MixturePart(str(other), **part),), tmp_path).digest
 
-    same = source(Mixture((MixturePart(str(file)),)), tmp_path).digest
+    same = source((MixturePart(str(file)),), tmp_path).digest
     assert digest([{**record, "id": 7} for record in records]) == same
     others = [digest(records[::-1]), digest(records, subset="first:4"), digest(records, weight=2)]
     others.append(digest([records[0], {**records[1], **changed}, *records[2:]]))
@@ -202,12 +206,12 @@ def test_a_digest_tells_records_apart_wherever_they_lie(tmp_path, changed):
 
 def test_a_picture_that_changed_since(tmp_path):
     file = made_dataset(tmp_path / "a", 2)
-    found = source(Mixture((MixturePart(str(file)),)), tmp_path)
+    found = source((MixturePart(str(file)),), tmp_path)
     (tmp_path / "a" / "exact.png").write_bytes((tmp_path / "a" / "thin.png").read_bytes())
     with pytest.raises(ValueError, match=r"id=r1: .*exact\.png: .*start the run again"):
-        found.media(1, found.record(1))
+        found.sample(1)
     (tmp_path / "a" / "exact.png").unlink()
     with pytest.raises(ValueError, match="missing file"):
-        found.media(1, found.record(1))
+        found.sample(1)
     with pytest.raises(ValueError, match="max_frames"):
         prepared(SMALL, max_frames=0)

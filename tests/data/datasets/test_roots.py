@@ -69,5 +69,5 @@ def test_roots_are_looked_through_in_turn(folders):
 def test_a_mixture_s_part_has_one_root_or_several(tmp_path):
     file = tmp_path / "m.yaml"
     file.write_text("parts:\n- {path: a.json, root: x}\n- {path: b.json, root: [x, /y]}\n")
-    one, two = load_mixture(file).parts
+    one, two = load_mixture(file)
     assert (one.root, two.root) == ((f"{tmp_path}/x",), (f"{tmp_path}/x", "/y"))

@@ -166,46 +166,6 @@ def test_the_smallest_pictures_have_their_shape_in_the_middle():
         assert 0 < p.shapes[0].y < p.height
 
 
-@pytest.mark.parametrize("blank_images", [False, True])
-@pytest.mark.parametrize("layout", ["tiles", "anyres", "native"])
-def test_parts_of_a_sample_are_those_of_the_whole(layout, blank_images):
-    """What a process has no use for may be left out."""
-    spec = {"tiles": SPEC, "anyres": media_spec(32, 16, "anyres", 4), "native": NATIVE}[layout]
-    limits = NATIVE_LIMITS if layout == "native" else None
-    data = SceneSource(40, 0, spec, TOKENIZER, limits, blank_images=blank_images)
-    for i in range(40):
-        whole = data.sample(i)
-        for modules in (set(), {"llm"}, {"vision"}, {"llm", "vision"}):
-            part = data.sample_for(i, frozenset(modules))
-            assert part.load == whole.load
-            for module in modules & whole.fields.keys():
-                wanted, given = whole.fields[module], part.fields[module]
-                assert given.keys() == wanted.keys()
-                for name, array in wanted.items():
-                    np.testing.assert_array_equal(given[name], array)
-                    assert given[name].dtype == array.dtype
-            pair = "vision", "llm"
-            if "llm" in modules and pair in whole.places:
-                for name in ("index", "weight"):
-                    wanted, given = (getattr(s.places[pair], name) for s in (whole, part))
-                    np.testing.assert_array_equal(given, wanted)
-    without = data.sample_for(0, frozenset({"llm"})).fields.get("vision", {})
-    assert layout == "native" or not without, "pictures were drawn for nothing"
-
-
-@pytest.mark.parametrize("indices", [[], [7], [3, 3, 40, 1, *range(20)]])
-@pytest.mark.parametrize("oversize", ["truncate", "drop"])
-def test_scenes_drawn_together_are_those_drawn_alone(indices, oversize, monkeypatch):
-    """Also where some are drawn anew and few are kept."""
-    monkeypatch.setattr("dflop_jax.data.datasets.scene_source.KEPT_SCENES", 3)
-    limits = Limits(max_tokens=90, oversize=oversize)
-    data, alone = source(limits=limits), source(limits=limits)
-    assert data.loads(indices) == [alone.load(i) for i in indices]
-    assert [data.scene(i) for i in indices] == [alone.scene(i) for i in indices]
-    with pytest.raises(IndexError, match="no sample -1"):
-        data.loads([*indices, -1])
-
-
 @pytest.mark.parametrize("oversize", ["truncate", "drop", "error"])
 def test_oversize_scenes(oversize):
     data = source(limits=Limits(max_tokens=90, oversize=oversize))

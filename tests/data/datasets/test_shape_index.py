@@ -34,15 +34,17 @@ def pieces(turns, _=None):
 def index_of(reader):
     """The index of a dataset, made here."""
     with TemporaryDirectory() as folder:
-        rules = IndexRules(Path(folder) / "index.npz", "bytes")
-        return update_index(rules, {"a": reader}, partial(RowsHere, {"a": reader}, pieces))["a"]
+        here = partial(RowsHere, {"a": reader}, pieces)
+        return update_index(IndexRules(Path(folder) / "index.npz", "bytes", here), {"a": reader})[
+            "a"
+        ]
 
 
 def rows(table):
     """Each record as (number, text, needed text, media, tokens before these)."""
     return [
         (
-            int(table.number[i]), int(table.text_tokens[i]), int(table.needed_tokens[i]),
+            *table.records[["number", "text_tokens", "needed_tokens"]][i].item(),
             [(kind.name, header.get("width", 0), header.get("height", 0), header.get("frames", 0),
               header.get("samples", 0)) for kind, header in table.headers(i)],
             table.media["tokens_before"][table.media_start[i] : table.media_start[i + 1]].tolist(),
@@ -89,7 +91,7 @@ def test_saved_and_loaded(dataset, tmp_path):
     again = load_index(file)
     assert rows(again["a"].table) == rows(found.table)
     assert (again["a"].key, again["a"].listed) == (found.key, 12)
-    assert (again["ä/b"].bad, len(again["ä/b"].table)) == (("why",), 0)
+    assert ([*again["ä/b"].bad], len(again["ä/b"].table)) == (["why"], 0)
 
 
 def test_only_what_changed_is_made_anew(dataset, tmp_path):
@@ -105,7 +107,7 @@ def test_only_what_changed_is_made_anew(dataset, tmp_path):
 
     def update(settings="bytes"):
         calls.clear()
-        update_index(IndexRules(file, settings), readers, partial(RowsHere, readers, counted))
+        update_index(IndexRules(file, settings, partial(RowsHere, readers, counted)), readers)
         return len(calls)
 
     assert update() == 15
@@ -132,7 +134,7 @@ def test_media_that_changed_under_their_names_are_read_again(tmp_path, caplog):
 
     def found(**how):
         made = partial(RowsHere, readers, pieces)
-        return rows(update_index(IndexRules(file, "bytes", **how), readers, made)["a"].table)
+        return rows(update_index(IndexRules(file, "bytes", made, **how), readers)["a"].table)
 
     def picture(name, width):
         Image.new("RGB", (width, 9)).save(tmp_path / name)
@@ -165,28 +167,16 @@ def test_a_damaged_index_is_named_and_made_anew(dataset, tmp_path, damage, caplo
     file.write_bytes(file.read_bytes()[:-200] if damage is None else damage)
     with pytest.raises(ValueError, match=r"index\.npz: damaged index "):
         load_index(file)
-    update_index(IndexRules(file, "bytes"), readers, partial(RowsHere, readers, pieces))
+    update_index(IndexRules(file, "bytes", partial(RowsHere, readers, pieces)), readers)
     assert "damaged index" in caplog.text
     assert rows(load_index(file)["a"].table) == rows(index_of(readers["a"]).table)
-
-
-@pytest.mark.parametrize("column", ["needed_tokens", "tokens_before"])
-@pytest.mark.parametrize("value", [-1, 10**6])
-def test_places_that_no_text_has_are_a_damaged_index(dataset, tmp_path, column, value):
-    found = index_of(open_reader(dataset))
-    columns = found.table.media if column == "tokens_before" else vars(found.table)
-    columns[column][1] = value
-    save_index(tmp_path / "index.npz", {"a": found})
-    with pytest.raises(ValueError, match=f"impossible {column}"):
-        load_index(tmp_path / "index.npz")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_flipped_bit_of_an_index_is_harmless(dataset, tmp_path, seed):
     file, readers = tmp_path / "index.npz", {"a": open_reader(dataset)}
-    made = partial(
-        update_index, IndexRules(file, "bytes"), readers, partial(RowsHere, readers, pieces)
-    )
+    rules = IndexRules(file, "bytes", partial(RowsHere, readers, pieces))
+    made = partial(update_index, rules, readers)
     expected = rows(made()["a"].table)
     data = bytearray(file.read_bytes())
     rng = np.random.default_rng(seed)
@@ -204,7 +194,7 @@ def test_an_index_of_another_version_is_made_anew(dataset, tmp_path, monkeypatch
     assert load_index(file) == {}
     reader = open_reader(dataset)
     made = partial(RowsHere, {"a": reader}, pieces)
-    assert len(update_index(IndexRules(file, "bytes"), {"a": reader}, made)["a"].table) == 12
+    assert len(update_index(IndexRules(file, "bytes", made), {"a": reader})["a"].table) == 12
 
 
 def test_nothing_is_decoded(dataset, monkeypatch):

@@ -17,7 +17,7 @@ from dflop_jax.data.datasets import tables
 from dflop_jax.data.datasets.blob import open_media
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.pool.processes import ForkServer
+from dflop_jax.data.pool.processes import Workers
 from tests.data.media_cases import made_dataset, talk
 from tests.data.views import media_spec
 
@@ -116,8 +116,8 @@ def test_tables_give_the_samples_of_the_json_file(made, tmp_path, layout, monkey
 def test_rows_are_read_in_processes_of_their_own(made, tmp_path, monkeypatch):
     """As few of them as ask at once: none retires for what a library reserves."""
     monkeypatch.setattr("dflop_jax.data.datasets.index_build.CHUNK", 3)
-    start, started = ForkServer.started, []
-    monkeypatch.setattr(ForkServer, "started", lambda self: started.append(1) or start(self))
+    start, started = Workers._start, []
+    monkeypatch.setattr(Workers, "_start", lambda self: started.append(1) or start(self))
     bad = [{**made[1][0], "conversations": []}, {**made[1][1], "images": [{"bytes": b"x"}]}]
     save_parquet([*made[1], *bad], tmp_path / "d" / "a.parquet", row_group_size=7)
     config = DataConfig(path=str(tmp_path / "d"), max_tokens=4096, max_bad_fraction=0.2)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from dflop_jax.data.datasets.blob import open_media
-from dflop_jax.data.media.kind import Kind, below_one
+from dflop_jax.data.media.kind import Kind
 from dflop_jax.data.media.medium import Counted, Decoded, Form, Medium, numbers
 from dflop_jax.data.media.token_sources import plain
 
@@ -26,7 +26,6 @@ SMELL = Kind(
     header=lambda source: {"grains": len(read(source))},
     opened=lambda source: source,
     described=lambda header: f"a smell of {header['grains']} grains",
-    wrong=lambda columns: below_one(columns, "grains"),
     too_small="too faint a smell; come closer",
     extensions=("smell",),
 )

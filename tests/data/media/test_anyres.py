@@ -8,15 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dflop_jax.data.media.anyres import (
-    AnyRes,
-    clip_sources,
-    fits_a_grid,
-    grids,
-    picture_counts,
-    picture_sources,
-    picture_tiles,
-)
+from dflop_jax.data.media.anyres import AnyRes
 from tests.data.media_cases import made_pictures, read_upright, shared_files, upright
 
 SPEC = AnyRes()
@@ -108,8 +100,8 @@ def test_a_grid_that_keeps_no_column(reference):
 def gather(features, sources, newline):
     """What a device does with the sources: features [tiles * patches, d] -> [t, d]."""
     features = np.concatenate([features, np.zeros_like(features, shape=(1, features.shape[1]))])
-    out = (features[sources.index] * sources.weight[..., None]).sum(1)
-    return np.where(sources.newline[:, None], newline, out)
+    out = (features[sources["index"]] * sources["weight"][..., None]).sum(1)
+    return np.where(sources["newline"][:, None], newline, out)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -117,18 +109,18 @@ def test_sources_pack_features_as_the_model_does(reference, size):
     import torch
 
     rng = np.random.default_rng(0)
-    (tiles,), (tokens,) = picture_counts(*np.array([size]).T, np.array([True]), SPEC)
+    _, (tiles,), (tokens,) = SPEC.count(*np.array([size]).T, np.array([True]))
     features = rng.standard_normal((tiles, 729, 5)).astype(np.float32)
     newline = rng.standard_normal(5).astype(np.float32)
     (expected,), _ = reference.model().pack_image_features(
         [torch.from_numpy(features)], [list(size[::-1])], torch.from_numpy(newline)
     )
-    sources = picture_sources(*size, SPEC)
+    sources = SPEC.place(*size, alone=True)
     got = gather(features.reshape(-1, 5), sources, newline)
     assert len(sources) == tokens == len(expected)
     np.testing.assert_allclose(got, expected.numpy(), atol=2e-5)
-    sums = np.where(sources.newline, 0, 1)
-    np.testing.assert_allclose(sources.weight.sum(1), sums, atol=1e-6)
+    sums = np.where(sources["newline"], 0, 1)
+    np.testing.assert_allclose(sources["weight"].sum(1), sums, atol=1e-6)
 
 
 @pytest.mark.parametrize("frames", [0, 1, 3])
@@ -137,7 +129,7 @@ def test_clips_are_pooled_as_the_model_does(reference, frames):
 
     features = np.random.default_rng(1).standard_normal((frames, 729, 5)).astype(np.float32)
     newline = np.full(5, 7, np.float32)
-    sources = clip_sources(frames, SPEC)
+    sources = SPEC.place_clip(frames)
     assert len(sources) == SPEC.count_clips(frames) == 196 * frames + 1
     got = gather(features.reshape(-1, 5), sources, newline)
     np.testing.assert_array_equal(got[-1], newline)
@@ -149,26 +141,21 @@ def test_clips_are_pooled_as_the_model_does(reference, frames):
 def test_several_pictures_are_squares(reference, tmp_path):
     paths = [*shared_files("images")[:6], *made_pictures(tmp_path)]
     expected, sizes = reference.pixels([[upright(p) for p in paths]])
-    counts = picture_counts(sizes[:, 1], sizes[:, 0], np.zeros(len(sizes), bool), SPEC)
+    _, *counts = SPEC.count(sizes[:, 1], sizes[:, 0], np.zeros(len(sizes), bool))
     assert {tuple(c.tolist()) for c in np.stack(counts, 1)} == {(1, 730)}
-    assert len(picture_sources(5, 9, SPEC, alone=False)) == 730
+    assert len(SPEC.place(5, 9, alone=False)) == 730
     for path, pixels in zip(paths, expected, strict=True):
-        tile = picture_tiles(read_upright(path), SPEC, alone=False)
+        tile = SPEC.cut(read_upright(path), alone=False)
         assert np.array_equal(tile, pixels), path
 
 
 def test_no_picture_and_bad_settings():
-    tiles, tokens = picture_counts(*np.zeros((2, 0), int), np.zeros(0, bool), SPEC)
-    assert len(tiles) == len(tokens) == 0
-    for size, why in [((0, 5), "nothing to tile"), ((1, 5000), "1x5000 .*too thin")]:
-        with pytest.raises(ValueError, match=why):
-            grids(np.array([640, size[0]]), np.array([480, size[1]]), SPEC)
+    assert [len(a) for a in SPEC.count(*np.zeros((2, 0), int), np.zeros(0, bool))] == [0, 0, 0]
     sizes = np.array([(1, 5000), (1, 2304), (1, 2305), (20000, 1), (20000, 20), (1, 1)])
     expected = [max(int(w * min(1, s)) * int(h * min(1, s)) for s in [2304 / max(w, h)]) > 0
                 for w, h in sizes.tolist()]  # fmt: skip
-    np.testing.assert_array_equal(fits_a_grid(*sizes.T, SPEC), expected)
-    usable, tiles, tokens = SPEC.count(*sizes[:2].T, np.array([True, True]))
-    assert usable.tolist() == [False, True]
+    usable, tiles, tokens = SPEC.count(*sizes.T, np.ones(len(sizes), bool))
+    np.testing.assert_array_equal(usable, expected)
     assert tiles[1] == 7  # a column of six tiles and the whole
     assert tokens[1] == len(SPEC.place(1, 2304, alone=True))
     with pytest.raises(ValueError, match="no multiples of tile_px=384"):

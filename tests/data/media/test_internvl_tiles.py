@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from dflop_jax.data.media.internvl_tiles import DynamicTiling, tile_counts, tile_grids
+from dflop_jax.data.media.internvl_tiles import DynamicTiling
 from models.processors import MEAN, STD
 
 SIZES = [(1, 1), (448, 448), (449, 448), (896, 448), (20000, 1), (1, 20000), (1250, 1000),
@@ -38,14 +38,13 @@ def test_counts_are_the_processor_s(processor, limits):
     options = {"min_patches": limits[0], "max_patches": limits[1]}
     expected = [processor.get_number_of_image_patches(int(b), int(a), options)
                 for a, b in zip(w, h, strict=True)]  # fmt: skip
-    np.testing.assert_array_equal(tile_counts(w, h, spec), expected)
+    _, tiles, _ = spec.count(w, h, w > 0)
+    np.testing.assert_array_equal(tiles, expected)
 
 
 def test_none_and_bad_settings():
-    rows, cols = tile_grids(np.zeros(0, int), np.zeros(0, int), DynamicTiling())
-    assert len(rows) == len(cols) == 0
-    with pytest.raises(ValueError, match="nothing to tile"):
-        tile_grids(np.array([3, 0]), np.array([3, 3]), DynamicTiling())
+    none = np.zeros(0, int)
+    assert [len(a) for a in DynamicTiling().count(none, none, none)] == [0, 0, 0]
     for bad in ({"min_tiles": 3, "max_tiles": 2}, {"tile_px": 0}, {"min_tiles": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             DynamicTiling(**bad)

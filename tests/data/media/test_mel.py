@@ -79,8 +79,6 @@ def test_longer_sounds_take_more_windows_when_allowed():
 def test_too_short_and_none():
     assert [len(c) for c in sound_counts(np.zeros(0, int), SPEC)] == [0, 0, 0]
     assert log_mel(np.zeros(0, np.float32), SPEC).shape == (0, 128, 3000)
-    for n in (0, 1, 320):
-        with pytest.raises(ValueError, match=f"of {n} samples is too short; 321"):
-            sound_counts(np.array([5000, n]), SPEC)
+    assert sound_counts(np.array([0, 1, 320, 321]), SPEC)[2].tolist() == [0, 0, 0, 1]
     with pytest.raises(ValueError, match="at least 1"):
         MelSpec(hop=0)

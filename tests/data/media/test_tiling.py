@@ -7,14 +7,11 @@ import pytest
 from PIL import Image, ImageOps
 
 from dflop_jax.data.media.tiles import SimpleTiles
-from dflop_jax.data.media.tiling import (
-    choose_grid,
-    count_tiles,
-    fit,
-    picture_size,
-    picture_tiles,
-    read_scaled,
-)
+from dflop_jax.data.media.tiling import choose_grid, fit, picture_size, read_scaled
+
+
+def picture_tiles(image, tile_px, max_tiles):
+    return SimpleTiles(tile_px, 1, max_tiles).cut(image, True)
 
 
 def read_picture(path, tile_px, max_tiles):
@@ -45,7 +42,8 @@ def test_grid_is_the_best_of_all(max_tiles):
     for width, height in [*exact, *np.exp(rng.uniform(0, 8.5, (300, 2))).astype(int)]:
         grid = choose_grid(int(width), int(height), 48, max_tiles)
         assert grid == exact_grid(int(width), int(height), 48, max_tiles)
-        assert count_tiles(int(width), int(height), 48, max_tiles) <= 1 + max_tiles
+        tiles = SimpleTiles(48, 1, max_tiles).n_tiles(width, height, alone=True)
+        assert tiles == 1 + grid[0] * grid[1] <= 1 + max_tiles
         assert grid != (1, 1)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from dflop_jax.data import BadSample, ByteTokenizer
 from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.pool.messages import DecoderReply
+from dflop_jax.data.pool.processes import DecoderReply
 from dflop_jax.data.sample import OpenedBy, Places, Sample
 from dflop_jax.data.text.pieces import chat_pieces
 from dflop_jax.records import Load
@@ -83,22 +83,20 @@ def open_hostile(arguments: Mapping[str, Any]) -> Hostile:
     return Hostile(**arguments)
 
 
-def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes, object], DecoderReply]:
+def open_hostile_rows(arguments: Mapping[str, Any]) -> Callable[[bytes], DecoderReply]:
     """As `data.build.open_rows`, of a dataset file; records of `harm` do what it says."""
     reader = open_reader(arguments["path"])
     here = RowsHere({"a": reader}, lambda turns, _: chat_pieces(turns, ByteTokenizer()))
 
-    def answer(line: bytes, _: object) -> DecoderReply:
-        rows = list(here.answer(line, None).rows)
-        for k, at in enumerate(msgspec.json.decode(line)[1]):
+    def answer(request: bytes) -> DecoderReply:
+        rows = list(here.answer(request).rows)
+        for k, at in enumerate(msgspec.json.decode(request)[1]):
             harm, _, argument = arguments["harm"].get(str(at["number"]), "").partition(":")
             try:
                 hurt(at["number"], harm, argument)
             except ValueError as e:
                 rows[k] = BadSample(f"{at['place']}: {e}")
-            if harm == "lie":
-                rows[k] = rows[k]._replace(record={**rows[k].record, "text_tokens": -1})
-            elif harm == "warn":
+            if harm == "warn":
                 logging.getLogger("dflop_jax.data").warning("odd")
         return DecoderReply(rows=tuple(rows))
 

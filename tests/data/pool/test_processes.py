@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import logging
 import os
 import signal
@@ -17,7 +15,6 @@ import pytest
 from dflop_jax.config import DataConfig
 from dflop_jax.data import BadSample, Loader, make_source
 from dflop_jax.data.decoder import ThreadDecoder, decode
-from dflop_jax.data.pool.messages import ArrayAt, DecoderReply, SharedSegment, mapped, received
 from dflop_jax.data.pool.processes import ProcessDecoder, make_decoder
 from dflop_jax.data.sample import OpenedBy
 from tests.data.media_cases import made_dataset
@@ -76,7 +73,7 @@ def test_what_hurts_is_a_bad_sample_and_the_rest_is_decoded(tmp_path, caplog):
     assert decoded[11].fields["a"]["x"][0, 0] != os.getpid()
     assert [r.getMessage() for r in caplog.records][:1] == ["number 7 is odd"]
     with pytest.raises(RuntimeError, match="closed"):
-        decoder._workers._server.started()
+        decoder._workers._start()
 
 
 @pytest.mark.slow
@@ -107,9 +104,9 @@ def test_the_forking_process_may_die():
     with opened(Hostile(3, {})) as decoder:
         assert decoder.submit(0).result().load
         workers = decoder._workers
-        workers._idle += [workers._server.started() for _ in range(2)]
-        workers._server._child.send_signal(signal.SIGKILL)
-        workers._server._child.wait()
+        workers._idle += [workers._start() for _ in range(2)]
+        workers._server.send_signal(signal.SIGKILL)
+        workers._server.wait()
         assert all(gone(process.pid) for process in workers._idle)
         assert all(decoder.submit(i).result().load for i in range(3))
 
@@ -155,32 +152,3 @@ def test_a_dataset_of_every_kind_decodes_to_the_same_bytes(tmp_path):
                            if a.size)  # fmt: skip
     assert isinstance(make_decoder(make_source(DataConfig(), media_spec(32, 4)), 1, 1, 1),
                       ThreadDecoder)  # fmt: skip
-
-
-def test_segments_are_filled_and_dropped(monkeypatch):
-    monkeypatch.setattr("dflop_jax.data.pool.messages.SEGMENT_BYTES", 1300)
-    source, segment, memory, samples = Hostile(9, {}, size=20), SharedSegment(), None, []
-    for i, new in zip(range(5), itertools.cycle([True, False]), strict=False):
-        sample = source.sample(i)
-        reply = DecoderReply(segment.write(sample), sample.load)
-        assert segment.is_new == new
-        memory = mapped(os.dup(segment.file)) if segment.is_new else memory
-        samples.append(received(reply, memory))
-    gc.collect()
-    assert all(same(s, source.sample(i)) for i, s in enumerate(samples))
-    large = Hostile(1, {}, size=500).sample(0)
-    assert segment.write(large)
-    assert segment.is_new
-
-
-@pytest.mark.parametrize(
-    "array",
-    [ArrayAt(("field", "a", "x"), "<f4", (10**9,), 0), ArrayAt(("field", "a", "x"), "|O", (1,), 0),
-     ArrayAt(("field", "a", "x"), "<f4", (-1,), 0), ArrayAt(("field", "a", "x"), "<f4", (1,), -8),
-     ArrayAt(("field", "a", "x"), "<f4", (1,), 10**9)],
-)  # fmt: skip
-def test_a_reply_is_not_believed(array):
-    segment, sample = SharedSegment(), Hostile(1, {}).sample(0)
-    segment.write(sample)
-    with pytest.raises(ValueError, match=r"array|buffer|offset"):
-        received(DecoderReply((array,), sample.load), mapped(os.dup(segment.file)))

@@ -7,19 +7,16 @@ import logging
 import tarfile
 from functools import partial
 
-import msgspec
 import pytest
 
 from dflop_jax.config import DataConfig
-from dflop_jax.data import BadSample, ByteTokenizer, make_source
+from dflop_jax.data import ByteTokenizer, make_source
 from dflop_jax.data.build import open_source
-from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere, _rows
+from dflop_jax.data.datasets.header_rows import RowsApart, RowsHere
 from dflop_jax.data.datasets.index_build import IndexRules, update_index
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.data.datasets.shape_index import RECORDS
-from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.pool.messages import DecoderReply, DecoderSetup
+from dflop_jax.data.sample import OpenedBy
 from dflop_jax.data.text.pieces import chat_pieces
 from tests.data.media_cases import add_bytes, made_dataset, make_shards
 from tests.data.views import media_spec
@@ -34,15 +31,13 @@ def here(reader):
 
 def hostile(path, harm):
     opens = "tests.data.pool.hostile_source:open_hostile_rows"
-    return partial(
-        RowsApart, DecoderSetup(opens, {"path": str(path), "harm": harm}, MEMORY), TIMEOUT_S
-    )
+    opened_by = OpenedBy(opens, {"path": str(path), "harm": harm})
+    return partial(RowsApart, opened_by, TIMEOUT_S, MEMORY)
 
 
 def listed(table):
     """All that a table says, record by record."""
-    columns = zip(*(getattr(table, name).tolist() for name in RECORDS))
-    return [(facts, table.headers(i)) for i, facts in enumerate(columns)]
+    return [(facts, table.headers(i)) for i, facts in enumerate(table.records.tolist())]
 
 
 @pytest.mark.parametrize("shards", [False, True])
@@ -93,15 +88,15 @@ def test_processes_that_decode_take_the_index_as_it_is(tmp_path):
 @pytest.mark.slow
 def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
     path = made_dataset(tmp_path / "d", 80)
-    harm = {"2": "die", "4": "lie", "5": "hang", "6": f"die once:{tmp_path}/died", "7": "warn",
+    harm = {"2": "die", "5": "hang", "6": f"die once:{tmp_path}/died", "7": "warn",
             "9": f"eat:{4 * MEMORY}", "70": "die", "71": "die"}  # fmt: skip
     reader = open_reader(path)
-    plain = update_index(IndexRules(tmp_path / "i", ""), {"a": reader}, lambda: here(reader))["a"]
+    plain = update_index(IndexRules(tmp_path / "i", "", lambda: here(reader)), {"a": reader})["a"]
     with caplog.at_level(logging.WARNING, "dflop_jax.data"):
-        made = update_index(IndexRules(tmp_path / "j", ""), {"a": reader}, hostile(path, harm))["a"]
+        made = update_index(IndexRules(tmp_path / "j", "", hostile(path, harm)), {"a": reader})["a"]
     assert (tmp_path / "died").exists()
     assert (plain.listed, made.listed, len(plain.table)) == (80, 80, 80)
-    hurt = [2, 4, 5, 9, 70, 71]
+    hurt = [2, 5, 9, 70, 71]
     assert listed(made.table) == [r for k, r in enumerate(listed(plain.table)) if k not in hurt]
     assert [reason.split("]")[0] for reason in made.bad] == [f"dataset.json[{k}" for k in hurt]
     why = dict(zip(hurt, made.bad, strict=True))
@@ -117,26 +112,9 @@ def test_records_that_hurt_are_named_and_the_others_are_there(tmp_path, caplog):
 
 def test_an_error_of_the_program_ends_it_and_says_where(tmp_path):
     path = made_dataset(tmp_path / "d", 3)
-    rules = IndexRules(tmp_path / "i", "")
+    rules = IndexRules(tmp_path / "i", "", hostile(path, {"1": "bug"}))
     with pytest.raises(
         RuntimeError, match=r"json\[0\] and 2 after it: (?s:.*)ZeroDivisionError: a bug"
     ):
-        update_index(rules, {"a": open_reader(path)}, hostile(path, {"1": "bug"}))
+        update_index(rules, {"a": open_reader(path)})
     assert not (tmp_path / "i").exists()
-
-
-def test_rows_are_not_believed(tmp_path):
-    reader = open_reader(made_dataset(tmp_path / "d", 3))
-    places = list(reader.locate())
-    reply = here(reader).answer(msgspec.json.encode(("a", places)), None)
-    assert _rows(3, BUILT_IN, reply, None) == list(reply.rows)
-    assert _rows(1, BUILT_IN, DecoderReply(rows=(BadSample("why"),)), None) == [BadSample("why")]
-    row = reply.rows[1]
-    record = row.record
-    for wrong in ({**record, "file": 1 << 31}, {**record, "lot": -1}, {**record, "more": 1}, {}):
-        with pytest.raises(ValueError, match="a row"):
-            _rows(1, BUILT_IN, DecoderReply(rows=(row._replace(record=wrong),)), None)
-    with pytest.raises(ValueError, match="a row"):
-        _rows(1, BUILT_IN, DecoderReply(rows=(row._replace(media=({"kind": 1},)),)), None)
-    with pytest.raises(ValueError, match="3 rows of 2 records"):
-        _rows(2, BUILT_IN, reply, None)

@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from dflop_jax.data.text.chat import UNANSWERED, ChatTokenizer
+from dflop_jax.data.text.pieces import trained_on
 from dflop_jax.data.text.tokenizer_files import check_embedding
-from dflop_jax.data.text.weighting import trained_on
 
 CHATML = """{%- if messages[0]['role'] != 'system' %}
     {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}

@@ -4,7 +4,8 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from dflop_jax.data.text.pieces import ByteTokenizer, FileTokenizer, chat_pieces, make_tokenizer
+from dflop_jax.data.build import any_tokenizer
+from dflop_jax.data.text.pieces import ByteTokenizer, FileTokenizer, chat_pieces
 
 TEXTS = ["", "a", "What colour?", "héé 漢字 🙂", "<|im_start|>user", "<|im_end|>", "a\nb"]
 
@@ -27,7 +28,7 @@ SPECIALS = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|endoftext|>")
 @pytest.fixture(params=["byte", "file"])
 def tokenizer(request, tmp_path):
     path = write_tokenizer(tmp_path / "tokenizer.json", SPECIALS)
-    return make_tokenizer("" if request.param == "byte" else str(path), vocab_size=512)
+    return any_tokenizer("" if request.param == "byte" else str(path), 512)
 
 
 def test_round_trip_and_no_special_token_from_plain_text(tokenizer):
@@ -67,14 +68,14 @@ def test_template(tokenizer):
 
 def test_unusable_tokenizers(tmp_path):
     with pytest.raises(ValueError, match="no such tokenizer"):
-        make_tokenizer(str(tmp_path / "none.json"))
+        any_tokenizer(str(tmp_path / "none.json"), None)
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(ValueError, match="not a tokenizer"):
-        make_tokenizer(str(tmp_path / "bad.json"))
+        any_tokenizer(str(tmp_path / "bad.json"), None)
     for missing in SPECIALS:
         path = write_tokenizer(tmp_path / "t.json", [s for s in SPECIALS if s != missing])
         with pytest.raises(ValueError, match=r"lacks .*added_tokens"):
             FileTokenizer(path)
     with pytest.raises(ValueError, match="vocabulary 100"):
-        make_tokenizer(vocab_size=100)
+        any_tokenizer("", 100)
     assert ByteTokenizer.vocab_size <= 512

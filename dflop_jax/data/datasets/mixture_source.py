@@ -201,10 +201,7 @@ class MixtureSource:
         at = self._table.records[row]
         numbers = (int(at[name]) for name in ("number", "file", "offset", "size_bytes"))
         located = Located(self._name(row), *numbers)
-        try:
-            return self._readers[self._dataset[row]].read(located)
-        except OSError as e:
-            raise ValueError(f"{located.place}: {e}") from e
+        return self._readers[self._dataset[row]].read(located)
 
     def _name(self, row: int) -> str:
         """How messages call the record of a row of the table: its file's path and its number."""

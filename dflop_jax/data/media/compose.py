@@ -32,15 +32,11 @@ def decode_media(
     `kept` (None: all).
 
     Raises:
-      ValueError: a file that cannot be decoded, or is not what it was when it was indexed, or that
-        the model does not take.
+      ValueError: a file that cannot be decoded, or is not what it was when it was indexed.
     """
     headers = table.headers(row)
     if [kind.name for kind, _ in headers] != [kind for kind, _ in record.media]:
         raise ValueError(f"{record.name}: {len(record.media)} media, {len(headers)} in the index")
-    for kind, _ in headers:
-        if not module_of(how, kind.name):
-            raise ValueError(f"{record.name}: the model takes no {kind.name}")
     opened = [
         (kind.name, kind.opened(source), header)
         for (kind, header), (_, source) in zip(headers, record.media, strict=True)
@@ -99,9 +95,13 @@ def compose(
         np.full(len(run), p.weight if p.supervised else 0.0, np.float32)
         for p, run in zip(pieces, runs, strict=True)
     ]
-    text = _text_fields(np.where(ids >= 0, ids, placeholder),
-                        np.concatenate([np.zeros(0, np.float32), *weights]))  # fmt: skip
-    text |= {"is_visual": np.zeros(n, bool), "is_newline": np.zeros(n, bool)}
+    tokens = np.where(ids >= 0, ids, placeholder).astype(np.int32)
+    own_weights = np.concatenate([np.zeros(0, np.float32), *weights])
+    # of each token the next one, and what the loss of predicting it counts
+    targets, next_weights = np.zeros(n, np.int32), np.zeros(n, np.float32)
+    targets[:-1], next_weights[:-1] = tokens[1:], own_weights[1:]
+    text = {"tokens": tokens, "targets": targets, "weights": next_weights,
+            "is_visual": np.zeros(n, bool), "is_newline": np.zeros(n, bool)}  # fmt: skip
     fields: dict[str, Mapping[str, np.ndarray]] = {TEXT_MODULE: text}
     places, lengths, together = {}, {}, {}
     for module, medium in how.items():
@@ -145,10 +145,3 @@ def _sources(n: int, media: Mapping[int, Decoded], starts: Mapping[int, int]) ->
         tokens[starts[k] : starts[k] + len(decoded.tokens)] = shifted(decoded.tokens, feature)
         feature += decoded.features
     return tokens
-
-
-def _text_fields(tokens: np.ndarray, own_weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the tokens and, of each, the next one and what the loss of predicting it counts."""
-    targets, weights = np.zeros(len(tokens), np.int32), np.zeros(len(tokens), np.float32)
-    targets[:-1], weights[:-1] = tokens[1:], own_weights[1:]
-    return {"tokens": tokens.astype(np.int32), "targets": targets, "weights": weights}

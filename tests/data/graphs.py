@@ -68,7 +68,7 @@ class Block:
 
 @dataclass
 class Case:
-    """A scheduled batch: what `pack_group` takes."""
+    """A scheduled batch: what `pack_groups` takes."""
 
     plan: Plan
     model: SimpleNamespace

@@ -151,11 +151,11 @@ class Records:
 
     def source(self, *, apart: bool, check_media: bool) -> MixtureSource:
         """Return the samples of the split; arguments as for `make_source`."""
-        config, kinds = self.config, self.spec.kinds
-        extra_kinds = [kind.name for kind in kinds if kind not in BUILT_IN]
+        config = self.config
+        extra_kinds = [kind.name for kind in self.spec.kinds if kind not in BUILT_IN]
         place = "|".join([str(Path(config.path).resolve()), ",".join(config.root), *extra_kinds])
         name = hashlib.sha256(place.encode()).hexdigest()[:16]
-        return MixtureSource(
+        source = MixtureSource(
             _parts(config),
             self.how,
             self.to_pieces,
@@ -169,11 +169,11 @@ class Records:
             ),
             config,
             placeholder=self.tokenizer.placeholder_id,
-            kinds=kinds,
             split=self.split,
             n_held_out=self.n_held_out,
-            opened_by=OpenedBy(f"{__name__}:open_source", self._sent()),
         )
+        source.opened_by = OpenedBy(f"{__name__}:open_source", self._sent())
+        return source
 
     def _sent(self) -> dict[str, Any]:
         resolved = getattr(self.tokenizer, "resolved", None)

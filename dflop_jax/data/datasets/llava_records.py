@@ -83,9 +83,8 @@ class RecordFormat:
     @cached_property
     def names(self) -> Mapping[str, tuple[str, ...]]:
         """The fields, and the names that each may have."""
-        own = {name: (name,) for name in ("id", WEIGHT, OPTIONS, *VARIABLES)}
-        texts = {name: (name,) for name in (*TEXTS, SYSTEM)}
-        return {**own, **texts, **SPELLINGS, **self._media_names}
+        own = {name: (name,) for name in ("id", WEIGHT, OPTIONS, *VARIABLES, *TEXTS, SYSTEM)}
+        return {**own, **SPELLINGS, **self._media_names}
 
     @cached_property
     def _media_names(self) -> Mapping[str, tuple[str, ...]]:
@@ -113,9 +112,8 @@ class RecordFormat:
             if column not in names:
                 raise ValueError(f"no column {column!r}; there are {_listed_names(names)}")
         for name, spellings in self.names.items():
-            if name in TEXTS and any(text in self.columns for text in TEXTS):
-                continue
-            if name in without:
+            is_other_text = name in TEXTS and any(text in self.columns for text in TEXTS)
+            if is_other_text or name in without:
                 continue
             present = [column for column in spellings if column in names]
             if present:

@@ -60,7 +60,6 @@ class MixtureSource:
       how: how the model takes media.
       to_pieces: the tokenizer, whose digest is in the index's settings.
       placeholder: token id where media stand.
-      kinds: of media that records may have.
       split: "train", or "eval" for the `n_held_out` records (a float: such a share, see `held_out`)
         that "train" then leaves out; weights do not count there.
 
@@ -78,10 +77,8 @@ class MixtureSource:
         config: DataConfig,
         *,
         placeholder: int = 0,
-        kinds: Kinds = BUILT_IN,
         split: str = "train",
         n_held_out: int | float = 0,
-        opened_by: OpenedBy | None = None,
     ) -> None:
         is_train, limits = split == "train", Limits.of(config)
         if not is_train and split != "eval":
@@ -92,9 +89,11 @@ class MixtureSource:
                 "train.eval_fraction above 0"
             )
         self.name = name = config.path if is_train else f"{config.path} ({split})"
-        self.opened_by, self._how, self._to_pieces = opened_by, how, to_pieces
+        self.opened_by: OpenedBy | None = None
+        self._how, self._to_pieces = how, to_pieces
         self._placeholder, self._blank, seed = placeholder, config.blank_images, config.seed
         self._is_train, self._prompts = is_train, config.loss_on_prompts
+        kinds = (*dict.fromkeys([*BUILT_IN, *(k for m in how.values() for k in m.kinds)]),)
         readers = open_readers(mixture, kinds)
         index = update_index(rules, readers, kinds)
         for key, reader in readers.items():

@@ -14,9 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Started as processes of their own, by file or by name.
-STARTED = ("dflop_jax.schedule.worker_main", "dflop_jax.cluster.launch_keeper",
-           "dflop_jax.data.pool.fork_server_main", "dflop_jax.data.build",
-           "dflop_jax.gpu_compile.child")  # fmt: skip
+STARTED = (
+    "dflop_jax.cluster.launch_keeper",
+    "dflop_jax.data.pool.fork_server_main",
+    "dflop_jax.data.build",
+    "dflop_jax.gpu_compile.child",
+)
 NAMED = re.compile(r"dflop_jax[\w.]*:\w+")  # MODULE:FUNCTION, as configurations and models have it
 
 
@@ -109,8 +112,8 @@ def test_the_worker_reaches_the_solver():
     """From the worker's process alone: `balance` is measured, so it has to be what runs."""
     trees = sources(ROOT)
     names = exported(trees, ROOT)
-    seen = imported_by("dflop_jax.schedule.worker_main", trees)
-    assert "dflop_jax.schedule.solver.improve" in seen
+    seen = imported_by("dflop_jax.schedule.worker", trees)
+    assert "dflop_jax.schedule.solver.local_search" in seen
     assert "jax" not in {name.split(".")[0] for m in seen for name in used(m, trees, names)}
 
 

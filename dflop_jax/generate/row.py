@@ -39,7 +39,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.schedule.placing import first_fit_decreasing
+from dflop_jax.schedule.batch import first_fit_decreasing
 
 LLM = "llm"  # the module that answers
 
@@ -116,7 +116,7 @@ def _rows(
         tokens = int(lengths.max()) if m in model.piece_tokens else bucket(int(lengths.max()))
         row = np.zeros_like(lengths)
         for own in (rank == r for r in range(ranks)):
-            row[own] = first_fit_decreasing(lengths[own], int(own.sum()), tokens)
+            row[own] = first_fit_decreasing(lengths[own], tokens)
         shape = Shape(1 << int(row.max()).bit_length(), tokens)
         places = PiecePlaces.of(np.arange(len(row)), np.zeros_like(row), rank, row)
         groups.append(Group(m, shape, (len(encoders),), pieces=places))

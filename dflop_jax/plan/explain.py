@@ -25,7 +25,7 @@ from dflop_jax.records import (
     content_s,
     piece_content,
 )
-from dflop_jax.schedule.shapes.evaluate import TIE
+from dflop_jax.schedule.shapes.problem import TIE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
 # Times the devices at hand up to which a message says how many would hold a plan; twice as much is

@@ -14,7 +14,7 @@ import numpy as np
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import TRIAL_WORK, Evaluator
 from dflop_jax.schedule.sample import LARGE_BATCH
-from dflop_jax.schedule.shapes.evaluate import TIE
+from dflop_jax.schedule.shapes.problem import TIE
 
 # Trials that every plan runs, and that the last ones do at most.
 _FIRST, _MOST = 2, 8

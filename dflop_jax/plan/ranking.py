@@ -27,7 +27,7 @@ from dflop_jax.plan.sizing import arrival_plan
 from dflop_jax.plan.space import families
 from dflop_jax.plan.uniform import as_plan
 from dflop_jax.records import Layout
-from dflop_jax.schedule.shapes.evaluate import TIE
+from dflop_jax.schedule.shapes.problem import TIE
 
 # Microbatches into which a baseline cuts a batch, below the configured most; each is scheduled.
 _ARRIVAL_CUTS = (4, 8, 16, 32, 64)

@@ -19,7 +19,7 @@ from dflop_jax.schedule import (
     capacity_of,
     choose_buckets,
 )
-from dflop_jax.schedule.shapes.evaluate import roomiest_first
+from dflop_jax.schedule.shapes.problem import roomiest_first
 from dflop_jax.schedule.shapes.spare import beyond, holding_capacity, spare_bucket
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Direction, Layout, Plan
-from dflop_jax.schedule.bounds.pipeline import ends_s, step_s
+from dflop_jax.schedule.bounds.batch import ends_s, step_s
 from dflop_jax.schedule.costs import directions
 from dflop_jax.tasks.graph import in_flight_limit, links, resources
 

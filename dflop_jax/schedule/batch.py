@@ -52,14 +52,17 @@ def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
         return math.inf
     if not lengths or longest == min(lengths):
         return -(-len(lengths) // (shape.tokens // longest)) if lengths else 0
-    free: list[int] = []
-    for n in sorted(lengths, reverse=True):
-        row = next((i for i, room in enumerate(free) if room >= n), None)
-        if row is None:
-            free.append(shape.tokens - n)
-        else:
-            free[row] -= n
-    return len(free)
+    return int(first_fit_decreasing(np.array(lengths), shape.tokens).max()) + 1
+
+
+def first_fit_decreasing(length_P: Ints, tokens: int) -> Ints:
+    """[P]: the row of each piece by first fit decreasing into rows of so many tokens; none is
+    longer."""
+    free, row_P = np.full(len(length_P), tokens), np.zeros(len(length_P), np.int64)
+    for i in np.argsort(-length_P, kind="stable"):
+        row_P[i] = row = int((free >= length_P[i]).argmax())
+        free[row] -= length_P[i]
+    return row_P
 
 
 class Batch:

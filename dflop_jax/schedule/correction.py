@@ -4,14 +4,21 @@ DFLOP (arXiv 2603.25120, Adaptive Correction) penalises shapes that deviate from
 keeps monitoring on only while the predicted gain exceeds its overhead; the exact rules were not
 available. Here a factor per program (segment, static shape, direction) follows the median ratio of
 each sampled step, and `Monitor` decides by the rule stated there. State goes in and out; all pure.
+
+A sampled step leaves a `StepSample`: what was measured of it, and the first step whose batch was
+scheduled with it. All else follows by pure functions, so a run that reads the samples of another
+under the same prices schedules every batch alike, without measuring anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import exp, log
+from math import exp, isfinite, log
 from statistics import mean, median
+
+import msgspec
 
 from dflop_jax.records import (
     BACKWARD,
@@ -19,22 +26,28 @@ from dflop_jax.records import (
     Layout,
     Load,
     Plan,
+    PriceList,
     Prices,
     ProgramId,
     Schedule,
     Task,
     Trace,
 )
+from dflop_jax.records.check import require
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.online import solve
 from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.tasks.graph import resources
+from dflop_jax.tasks.graph import segment_resources
 
 # Sampled steps whose median is a factor; twice as many follow a change half as fast.
 _REMEMBERED_STEPS = 9
 # Steps in which a prediction was right, imagined before the first sample: so many plus one like
 # samples outweigh a prediction.
 _IMAGINED_STEPS = 2
+# Steps of a run that are not sampled: while caches are cold and several batches are solved ahead
+# they take up to twice as long, and the shapes that they happen to run would look slow ever after.
+# Twice as many delay the first correction by as many steps.
+_WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -71,9 +84,7 @@ def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float,
     times: dict[ProgramId, tuple[float, ...]] = {}
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
-            direction = FORWARD if e.direction == FORWARD else BACKWARD
-            task = Task(e.segment, e.group, direction)
-            program = ProgramId.of(task, schedule.groups[e.group])
+            program = ProgramId.of(Task(e.segment, e.group, e.direction), schedule.groups[e.group])
             times[program] = (*times.get(program, ()), e.end_s - e.start_s)
     return times
 
@@ -131,24 +142,22 @@ def expected_times(
     programs to long ones.
     """
     trace = simulate_step(plan, schedule, prices, trainable)
-    if not prices.shares_cores:
-        return {k: mean(runs) for k, runs in task_times(trace, schedule).items()}
-    resource_of = resources(plan.layout)
-    whole_s = dict.fromkeys(resource_of.values(), 0.0)
-    device_s = dict(whole_s)
+    host_s = prices.host_s if prices.shares_cores else 0.0
+    resource_of = segment_resources(plan.layout)
+    whole_s = [0.0] * (max(resource_of.values()) + 1)
+    device_s = list(whole_s)
     events = []
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
             alone_s = prices.task_s(plan.layout, schedule, Task(e.segment, e.group, e.direction))
             took_s = e.end_s - e.start_s
-            share = max(1 - prices.host_s / alone_s, 0.0) if alone_s else 1.0
-            whole_s[resource_of[e.submesh]] += took_s
-            device_s[resource_of[e.submesh]] += took_s * share
+            share = max(1 - host_s / alone_s, 0.0) if alone_s else 1.0
+            whole_s[resource_of[e.segment]] += took_s
+            device_s[resource_of[e.segment]] += took_s * share
             events.append(replace(e, start_s=0.0, end_s=took_s * share))
-    times = task_times(replace(trace, events=tuple(events)), schedule)
     expected: dict[ProgramId, float] = {}
-    for program, runs in times.items():
-        r = resource_of[plan.layout.segment(program.segment).submesh]
+    for program, runs in task_times(replace(trace, events=tuple(events)), schedule).items():
+        r = resource_of[program.segment]
         expected[program] = mean(runs) * whole_s[r] / device_s[r] if device_s[r] else 0.0
     return expected
 
@@ -237,12 +246,113 @@ def decide(
 
 
 def learnt_gain_s(gain_s: float, before: Correction, now: Correction) -> float:
-    """How much of the gain that corrections bring is of what was learnt since `before`."""
-    return gain_s * min(1.0, _moved_share(before, now))
-
-
-def _moved_share(before: Correction, now: Correction) -> float:
-    """How far the farthest-moved factor moved, over how far the farthest is from 1."""
+    """How much of the gain that corrections bring is of what was learnt since `before`: how far the
+    farthest-moved factor moved, over how far the farthest is from 1."""
     moved = max((abs(now.log_factor(p) - before.log_factor(p)) for p in now.logs), default=0.0)
     far = max((abs(now.log_factor(p)) for p in now.logs), default=0.0)
-    return moved / far if far > 0 else 0.0
+    return gain_s * min(1.0, moved / far) if far else 0.0
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """What was measured in a sampled step.
+
+    Attributes:
+      first: the first step whose batch is scheduled with what was learnt of this one.
+      prices: `digest` of the predictions.
+      ratios: log(observed / predicted) by program.
+      gain_s, overhead_s: by which it was decided after the window before to sample on, see
+        `decide`; 0 in the first window.
+    """
+
+    step: int
+    first: int
+    prices: str
+    ratios: dict[str, float]
+    gain_s: float
+    overhead_s: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.step < self.first, f"a sample needs 0 <= step < first, got {self.step}")
+        numbers = (*self.ratios.values(), self.gain_s, self.overhead_s)
+        require(all(map(isfinite, numbers)), "a sample's numbers must be finite")
+
+
+@dataclass(frozen=True)
+class CorrectionChange:
+    """From step `first` on, batches are scheduled by prices with this correction."""
+
+    first: int
+    state: Correction
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """What was learnt under the prices of this digest: the corrections, the monitor, the last
+    sampled step, and the changes that steps to come are scheduled by, oldest first."""
+
+    prices: str
+    state: Correction = field(default_factory=Correction)
+    monitor: Monitor = field(default_factory=lambda: Monitor(on=False, next_step=_WARMUP_STEPS))
+    last: int = -1
+    changes: tuple[CorrectionChange, ...] = ()
+
+
+def digest(prices: Prices) -> str:
+    """Equal for equal prices."""
+    listed = PriceList.of(prices)
+    parts = [
+        sorted(map(msgspec.json.encode, pairs))
+        for pairs in (listed.programs, listed.step_end, listed.sends)
+    ]
+    parts.append([msgspec.json.encode(listed.concurrency)])
+    if listed.host_s:  # prices of older runs have none
+        parts.append([msgspec.json.encode((listed.host_s, listed.shares_cores))])
+    return hashlib.sha256(b"\n".join(b"".join(part) for part in parts)).hexdigest()[:16]
+
+
+def learn(learnt: Learnt, sample: StepSample) -> Learnt:
+    """The state after a sampled step. One that opens a window also tells what was decided after
+    the window before."""
+    if is_full(learnt.monitor):
+        learnt = decided(learnt, sample.gain_s, sample.overhead_s)
+    state = with_ratios(learnt.state, sample.ratios)
+    changes = (*learnt.changes, CorrectionChange(sample.first, state))
+    return Learnt(learnt.prices, state, with_step(learnt.monitor), sample.step, changes)
+
+
+def decided(learnt: Learnt, gain_s: float, overhead_s: float) -> Learnt:
+    """The state once the gain of a full window is known."""
+    monitor = decide(
+        learnt.monitor, learnt.last, learnt.state, gain_s=gain_s, overhead_s=overhead_s
+    )
+    return replace(learnt, monitor=monitor)
+
+
+def replay(learnt: Learnt, samples: Iterable[StepSample], step: int = 0) -> Learnt:
+    """The state after those of the samples that are new to it and of its prices, as far as steps
+    from `step` on need it."""
+    for sample in samples:
+        if sample.prices == learnt.prices and sample.step > learnt.last:
+            learnt = needed_from(learn(learnt, sample), step)
+    return learnt
+
+
+def needed_from(learnt: Learnt, step: int) -> Learnt:
+    """The same without the changes that no step from this one on is scheduled by."""
+    needed: list[CorrectionChange] = []
+    for change in reversed(learnt.changes):
+        needed.append(change)
+        if change.first <= step:
+            break
+    return replace(learnt, changes=tuple(reversed(needed)))
+
+
+def price_changes(prices: Prices, learnt: Learnt) -> dict[int, Prices]:
+    """The prices of later steps by the first step that they hold for; where steps have several,
+    what was learnt last holds."""
+    by_step: dict[int, Prices] = {}
+    for change in learnt.changes:
+        by_step = {first: p for first, p in by_step.items() if first < change.first}
+        by_step[change.first] = corrected(prices, change.state)
+    return by_step

@@ -24,7 +24,7 @@ from dflop_jax.records import (
     Shape,
 )
 from dflop_jax.schedule.solver.problem import Floats, Ints
-from dflop_jax.tasks.graph import links, resources, with_backward
+from dflop_jax.tasks.graph import links, segment_resources, with_backward
 
 # Whole units that the dearest bucket's seconds are rounded to; twice as many tell costs apart that
 # differ by less than a ten-millionth, which is rounding.
@@ -77,8 +77,8 @@ class GroupCosts:
 def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> GroupCosts:
     """Costs of the groups of all the plan's shapes."""
     tasks = directions(layout, trainable)
-    resource_of = resources(layout)
-    ids = sorted({resource_of[s.submesh] for s in layout.segments})
+    resource_of = segment_resources(layout)
+    n_resources = max(resource_of.values()) + 1
 
     def known(segment: SegmentPlan, shape: Shape) -> list[Price]:
         programs = [ProgramId(segment.name, shape, d) for d in tasks[segment.name]]
@@ -88,18 +88,15 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
     content: dict[tuple[str, Shape], Floats] = {}
     for module in layout.modules:
         for shape in layout.shapes(module):
-            priced = {s: known(s, shape) for s in layout.segments_of(module)}
+            priced = {s.name: known(s, shape) for s in layout.segments_of(module)}
             n_features = max((len(p.content_s) for ps in priced.values() for p in ps), default=0)
-            static[module, shape] = np.zeros(len(ids))
-            content[module, shape] = np.zeros((n_features, len(ids)))
-            for segment, of_segment in priced.items():
-                r = ids.index(resource_of[segment.submesh])
-                static[module, shape][r] += sum(p.static_s for p in of_segment)
-                of_all = np.zeros(n_features)
+            static[module, shape] = np.zeros(n_resources)
+            content[module, shape] = np.zeros((n_features, n_resources))
+            for name, of_segment in priced.items():
                 for p in of_segment:
-                    of_all[: len(p.content_s)] += p.content_s
-                content[module, shape][:, r] += of_all
-    return GroupCosts(static, content, len(ids))
+                    static[module, shape][resource_of[name]] += p.static_s
+                    content[module, shape][: len(p.content_s), resource_of[name]] += p.content_s
+    return GroupCosts(static, content, n_resources)
 
 
 @dataclass(frozen=True)

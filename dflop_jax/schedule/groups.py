@@ -21,7 +21,6 @@ from dflop_jax.schedule.placing import (
     balance_content,
     place,
     rank_content,
-    slots_of,
     uneven,
 )
 from dflop_jax.schedule.solver.budget import Budget
@@ -77,14 +76,29 @@ class PackingSpace:
 
     def shrunk(self, answer: BucketRun, budget: Budget) -> BucketRun:
         """The same microbatches in the cheapest bucket that holds them."""
-        may_hold_C = self._may_hold(answer.microbatches)
+        batch, width = self.batch, len(answer.microbatches[0])
+        rows = [row for microbatch in answer.microbatches for row in microbatch]
+        row_N = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        sample_N = np.fromiter(chain.from_iterable(rows), np.int64, len(row_N))
+        needs = {}  # most tokens of a row and of a microbatch
+        for m in batch.modules:
+            tokens_N = batch.tokens[m][sample_N]
+            in_row = (
+                np.bincount(row_N, tokens_N) if m == batch.anchor else batch.longest[m][sample_N]
+            )
+            whole = np.bincount(row_N // width, tokens_N)
+            needs[m] = in_row.max(initial=0), whole.max(initial=0)
         for b in self.by_cost:
             if b == answer.bucket:
-                return answer
-            if may_hold_C[b]:
-                other = self.together(b, answer.microbatches, budget)
-                if other is not None:
-                    return other
+                break
+            bucket = self.buckets[b]
+            may_hold = width_of(bucket, batch, self.capacity) == width and all(
+                batch.row_room(bucket.shape(m), m) >= in_row
+                and batch.room(bucket, m, self.capacity) >= whole
+                for m, (in_row, whole) in needs.items()
+            )
+            if may_hold and (other := self.together(b, answer.microbatches, budget)):
+                return other
         return answer
 
     @cached_property
@@ -100,43 +114,7 @@ class PackingSpace:
     @cached_property
     def by_cost(self) -> list[int]:
         """Buckets, the cheapest first."""
-        cost = self.ticks
-        places = range(len(self.buckets))
-        return sorted(places, key=lambda b: (cost.dearest_C[b], cost.sum_C[b], b))
-
-    @cached_property
-    def _width_C(self) -> NDArray[np.int64]:
-        """[buckets]: rows of a microbatch."""
-        return np.array([width_of(b, self.batch, self.capacity) for b in self.buckets])
-
-    @cached_property
-    def _room_C(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Tokens [buckets] of a row and of a microbatch, of every module."""
-        batch, rooms = self.batch, {}
-        for m in batch.modules:
-            row = [batch.row_room(b.shape(m), m) for b in self.buckets]
-            whole = [batch.room(b, m, self.capacity) for b in self.buckets]
-            rooms[m] = np.array(row), np.array(whole)
-        return rooms
-
-    def _may_hold(self, microbatches: Packed) -> NDArray[np.bool_]:
-        """[buckets]: whether volumes allow these microbatches."""
-        batch, able_C = self.batch, self._width_C == len(microbatches[0])
-        rows = [row for rows in microbatches for row in rows]
-        row_N = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-        sample_N = np.fromiter(chain.from_iterable(rows), np.int64, len(row_N))
-        microbatch_N = row_N // len(microbatches[0])
-
-        def most(tokens_N: NDArray[np.int64], where_N: NDArray[np.int64]) -> float:
-            return np.bincount(where_N, tokens_N).max(initial=0.0)
-
-        for m, (row_C, whole_C) in self._room_C.items():
-            tokens_N = batch.tokens[m][sample_N]
-            able_C &= whole_C >= most(tokens_N, microbatch_N)
-            able_C &= row_C >= batch.longest[m][sample_N].max(initial=0)
-            if m == batch.anchor:
-                able_C &= row_C >= most(tokens_N, row_N)
-        return able_C
+        return np.lexsort((self.ticks.sum_C, self.ticks.dearest_C)).tolist()
 
 
 def greedy_answer(room: PackingSpace, mains: int) -> list[BucketRun]:
@@ -192,21 +170,13 @@ def _first_fitted(
 def _taken_out(room: PackingSpace, b: int, microbatch: Microbatch, budget: Budget) -> list[int]:
     """Samples that leave the microbatch, in place, until all pieces of the others fit rows."""
     out: list[int] = []
-    modules = [m for m in room.batch.modules if m != room.batch.anchor]
-    bucket = room.buckets[b]
-    while any(not _fits(room, bucket, microbatch, m, budget) for m in modules):
-        fullest = max(range(len(microbatch)), key=lambda r: (len(microbatch[r]), -r))
-        out.append(microbatch[fullest].pop())
+    batch, bucket, capacity = room.batch, room.buckets[b], room.capacity
+    while any(
+        place(batch, bucket, [microbatch], m, capacity, budget) is None for m in batch.modules
+    ):
+        fullest = max(microbatch, key=len)
+        out.append(fullest.pop())
     return sorted(out)
-
-
-def _fits(
-    room: PackingSpace, bucket: Bucket, microbatch: Microbatch, module: str, budget: Budget
-) -> bool:
-    """Whether the module's pieces of a microbatch fit its rows."""
-    pieces = room.batch.pieces(module, [i for row in microbatch for i in row])
-    slots = slots_of(room.batch, bucket, microbatch, pieces, module, room.capacity, budget)
-    return slots is not None
 
 
 def arrival_answer(room: PackingSpace) -> list[BucketRun]:
@@ -252,18 +222,14 @@ def _in_arrival(room: PackingSpace, samples: range, per_rank: int) -> BucketRun 
         ]
         for k in range(size)
     ]
+    rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
     for b in room.by_cost:
-        bucket = room.buckets[b]
-        placed: dict[str, PiecePlaces] = {}
-        for m in room.batch.modules:
-            places = _on_own_ranks(room.batch, ranks_MD, m, bucket.shape(m), m == last)
-            if places is None:
-                break
-            if len(places):
-                placed[m] = places
-        else:
-            rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
-            return BucketRun(b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], placed)
+        shapes = {m: room.buckets[b].shape(m) for m in room.batch.modules}
+        every = {m: _on_own_ranks(room.batch, ranks_MD, m, s, m == last) for m, s in shapes.items()}
+        placed = {m: places for m, places in every.items() if places is not None}
+        if len(placed) == len(every):
+            held = {m: places for m, places in placed.items() if len(places)}
+            return BucketRun(b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], held)
     return None
 
 
@@ -301,7 +267,13 @@ def schedule_groups(
     groups: list[Group] = []
     size, ranks = room.capacity.group_size, room.capacity.ranks
     for together in answer:
-        every = {m: _parts(room, together, layout, m) for m in together.placed}
+        every: dict[str, tuple[Shape, list[PiecePlaces]]] = {}  # the pieces of a module's groups
+        for m, places in together.placed.items():
+            if m in layout.divided:
+                part = part_shape(layout, m)
+                every[m] = part, parts_of(places, part)
+            else:
+                every[m] = dict(room.buckets[together.bucket].shapes)[m], [places]
         first = accumulate((len(parts) for _, parts in every.values()), initial=len(groups))
         places_of = {m: range(at, at + len(every[m][1])) for m, at in zip(every, first)}
         for m, (shape, parts) in every.items():
@@ -313,18 +285,6 @@ def schedule_groups(
                 ]
                 groups.append(Group(m, shape, feeds, tuple(content), places.in_rows(), size))
     return tuple(groups)
-
-
-def _parts(
-    room: PackingSpace, together: BucketRun, layout: Layout, module: str
-) -> tuple[Shape, list[PiecePlaces]]:
-    """The shape of a module's groups in a run, and the pieces of each group."""
-    shape, places = room.buckets[together.bucket].shape(module), together.placed[module]
-    assert shape is not None, "pieces are placed in a shape"
-    if module not in layout.divided:
-        return shape, [places]
-    part = part_shape(layout, module)
-    return part, parts_of(places, part)
 
 
 def near_enough(
@@ -363,3 +323,43 @@ def even_content(
             t.placed[m] = places
         uneven_content += uneven(content)
     return uneven_content
+
+
+def dealt_answer(
+    room: PackingSpace, answer: Sequence[BucketRun], budget: Budget
+) -> list[BucketRun] | None:
+    """The same groups with the samples dealt out, longest first, each to a row of the rank that has
+    least content in the step so far: where groups have room to spare, a better start for evening
+    out their content than packing. None where the anchor's content costs nothing, nothing is
+    packed, or samples find no room in this order."""
+    batch, anchor = room.batch, room.batch.anchor
+    if anchor is None or anchor not in room.priced or not answer:
+        return None
+    ranks, tokens_N = room.capacity.ranks[anchor], batch.tokens[anchor]
+    shared = [m for m in batch.modules if m != anchor]
+    asks_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n).T
+    buckets = [room.buckets[t.bucket] for t in answer for _ in t.microbatches]
+    rows: Packed = [[[] for _ in row] for t in answer for row in t.microbatches]
+    micro_R = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
+    place_R = np.concatenate([np.arange(len(r)) for r in rows])  # in its microbatch
+    rank_R = np.concatenate([np.arange(len(r)) * ranks // len(r) for r in rows])
+    free_R = np.array([batch.row_room(b.shape(anchor), anchor) for b in buckets])[micro_R]
+    free_GM = np.array([[batch.room(b, m, room.capacity) for m in shared] for b in buckets])
+    budget.spend(batch.n * (1 + len(free_R) / 500) / 20)
+    content_D, content_N = np.zeros(ranks), np.zeros(batch.n)
+    content_N[batch.count[anchor] > 0] = batch.content[anchor]
+    for i in np.argsort(-tokens_N, kind="stable").tolist():
+        fits_R = (free_R >= tokens_N[i]) & (free_GM >= asks_NM[i]).all(axis=1)[micro_R]
+        if not fits_R.any():
+            return None
+        r = int(np.where(fits_R, content_D[rank_R], np.inf).argmin())
+        rows[micro_R[r]][place_R[r]].append(i)
+        free_R[r] -= tokens_N[i]
+        free_GM[micro_R[r]] -= asks_NM[i]
+        content_D[rank_R[r]] += content_N[i]
+    size = room.capacity.group_size
+    dealt = [
+        room.together(t.bucket, rows[k * size : (k + 1) * size], budget)
+        for k, t in enumerate(answer)
+    ]
+    return None if None in dealt else [t for t in dealt if t]

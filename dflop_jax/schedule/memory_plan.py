@@ -4,7 +4,7 @@ step's memory plan (DIP, arXiv 2504.14145).
 A segment with a second recompute policy may run any of its groups under it: backward then takes
 less time, and the group takes more memory in between. An order of tasks says which groups a device
 holds at every moment, and so what is left. Of the groups that may keep more those are chosen,
-device by device, that save most time in all: by a MILP, where it beats the greedy choice.
+device by device, that save most time in all: by a MILP, or greedily where that saves as much.
 """
 
 from __future__ import annotations
@@ -12,24 +12,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import highspy
 import numpy as np
 
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Task
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.highs import Highs
 from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.sim.pipeline import makespan_by
 from dflop_jax.tasks.graph import in_flight_limit, resources, step_graph
 
-# Share of the seconds saved that the MILP must add to the greedy choice; twice as much keeps that
-# more often.
-_LEAST_GAIN = 1e-3
 _GRAIN_BYTES = 2.0**16  # needs are rounded up to it, room down: twice as much wastes twice as much
 _TICKS_OF_MOST = 1e6  # whole units that the most seconds saved are rounded to
 _MAX_VARIABLES = 2_000  # groups of a device up to which a MILP is solved; else greedy alone
-# Units of work, measured: a variable's, and an iteration's of the simplex.
-_VARIABLE_WORK, _ITERATION_WORK = 0.5, 0.5
+_VARIABLE_WORK = 2  # units of work for each of them, measured
 _MAX_NODES = 50  # of a device's branch and bound, which then ends with the best answer so far
 
 
@@ -53,23 +47,8 @@ class DeviceRoom:
     items: tuple[KeepingGroup, ...]
     room_bytes: tuple[float, ...]
 
-    def fits(self, chosen: Sequence[int]) -> bool:
-        """Whether these items fit together at every moment."""
-        used = np.zeros(len(self.room_bytes))
-        for i in chosen:
-            used[self.items[i].first : self.items[i].stop] += self.items[i].more_bytes
-        return bool((used <= np.array(self.room_bytes)).all())
-
     def saved_s(self, chosen: Sequence[int]) -> float:
         return sum(self.items[i].saved_s for i in chosen)
-
-
-@dataclass(frozen=True)
-class KeepingChoice:
-    """Items of a device that keep more, and what no choice saves more than."""
-
-    items: tuple[int, ...]
-    bound_s: float
 
 
 def with_memory_plan(
@@ -81,7 +60,7 @@ def with_memory_plan(
         return schedule
     keeping: dict[int, list[str]] = {}
     for device in devices_of(plan, schedule, prices):
-        for i in chosen(device, budget).items:
+        for i in chosen(device, budget):
             keeping.setdefault(device.items[i].group, []).append(device.items[i].segment)
     if not keeping:
         return schedule
@@ -208,42 +187,32 @@ def greedy(device: DeviceRoom) -> list[int]:
     return sorted(picked)
 
 
-def chosen(device: DeviceRoom, budget: Budget) -> KeepingChoice:
-    """The items that save most: the greedy choice, or a MILP's where that is better."""
-    first = greedy(device)
-    everything = device.saved_s(range(len(device.items)))
-    if len(first) == len(device.items) or len(device.items) > _MAX_VARIABLES or budget.done:
-        return KeepingChoice(tuple(first), everything)
-    solver = _model(device)
-    solver.run()
-    info = solver.getInfo()
-    iterations = max(0, info.simplex_iteration_count)
-    budget.spend(_VARIABLE_WORK * len(device.items) + _ITERATION_WORK * iterations)
-    tick_s = max(i.saved_s for i in device.items) / _TICKS_OF_MOST
-    bound_s = min(everything, max(device.saved_s(first), -info.mip_dual_bound * tick_s))
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return KeepingChoice(tuple(first), everything)
-    values = solver.getSolution().col_value
-    second = [i for i, x in enumerate(values) if x > 0.5]
-    gain = device.saved_s(second) > device.saved_s(first) * (1 + _LEAST_GAIN)
-    return KeepingChoice(tuple(second if gain and device.fits(second) else first), bound_s)
+def chosen(device: DeviceRoom, budget: Budget) -> list[int]:
+    """The items that save most: the greedy choice, or a MILP's where that is better.
 
+    It has one binary for every item and a row for every moment. Equal choices are told apart by a
+    share of a tick, so that the answer is one.
+    """
+    first, n = greedy(device), len(device.items)
+    if len(first) == n or n > _MAX_VARIABLES or budget.done:
+        return first
+    from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second to load
 
-def _model(device: DeviceRoom) -> Highs:
-    """One binary for every item; a row for every moment. Equal choices are told apart by a share of
-    a tick, so that the answer is one."""
-    n = len(device.items)
-    saved = np.array([i.saved_s for i in device.items])
+    budget.spend(_VARIABLE_WORK * n)
+    saved, more_bytes, begun, stop = np.array(
+        [(i.saved_s, i.more_bytes, i.first, i.stop) for i in device.items]
+    ).T
     ticks = np.rint(saved / saved.max() * _TICKS_OF_MOST) + (n - np.arange(n)) / n**2
-    needs = np.ceil(np.array([i.more_bytes for i in device.items]) / _GRAIN_BYTES)
+    moments = np.arange(len(device.room_bytes))[:, None]
+    needs = np.where((begun <= moments) & (moments < stop), np.ceil(more_bytes / _GRAIN_BYTES), 0.0)
     room = np.floor(np.array(device.room_bytes) / _GRAIN_BYTES)
-    solver = Highs(mip_max_nodes=_MAX_NODES)
-    solver.addVars(n, np.zeros(n), np.ones(n))
-    columns = np.arange(n, dtype=np.int32)
-    solver.changeColsIntegrality(n, columns, np.full(n, highspy.HighsVarType.kInteger))
-    solver.changeColsCost(n, columns, -ticks)
-    for moment, room_grains in enumerate(room):
-        here = [i for i, x in enumerate(device.items) if x.first <= moment < x.stop]
-        if needs[here].sum() > room_grains:
-            solver.addRow(-np.inf, room_grains, len(here), np.array(here, np.int32), needs[here])
-    return solver
+    tight = needs.sum(axis=1) > room
+    found = milp(
+        -ticks,
+        integrality=np.ones(n),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(needs[tight], ub=room[tight]),
+        options={"node_limit": _MAX_NODES},
+    )
+    second = [] if found.x is None else np.flatnonzero(found.x > 0.5).tolist()
+    return max(first, second, key=device.saved_s)

@@ -17,20 +17,19 @@ from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.counts.program import CountProgram
 from dflop_jax.schedule.counts.solve import by_counts
-from dflop_jax.schedule.dealing import dealt_answer
-from dflop_jax.schedule.dispatch.nodes import rename_ranks
-from dflop_jax.schedule.dispatch.swaps import bring_home
+from dflop_jax.schedule.dispatch.nodes import bring_home, rename_ranks
 from dflop_jax.schedule.groups import (
     BucketRun,
     PackingSpace,
     arrival_answer,
+    dealt_answer,
     even_content,
     greedy_answer,
     near_enough,
     schedule_groups,
 )
 from dflop_jax.schedule.memory_plan import with_memory_plan
-from dflop_jax.schedule.ordering.order import with_searched_order
+from dflop_jax.schedule.ordering.search import with_searched_order
 from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING
@@ -94,19 +93,18 @@ def schedule_batch(
     """
     start_s = time.perf_counter()
     work = (plan.scheduling.work_budget or DEFAULT_WORK) if work is None else work
-    batch, shares = _checked(loads, plan), _Shares.of(plan, work)
-    solution = solve(batch, plan, prices, trainable, shares.groups, seed, program)
+    batch = _checked(loads, plan)
+    solution = solve(batch, plan, prices, trainable, _group_work(plan, work), seed, program)
     schedule = replace(solution.schedule, step=step)
     if plan.scheduling.grouping == "balanced":
         rename_ranks(solution.room, solution.answer, plan)
         bring_home(solution.room, solution.answer, plan)
         groups = schedule_groups(solution.room, solution.answer, plan.layout)
         schedule = replace(schedule, groups=groups)
-    schedule = _ordered(schedule, plan, prices, trainable, shares, seed)
+    schedule, order_work = _ordered(schedule, plan, prices, trainable, work, seed)
     wide, wide_prices = widened(plan, prices)
     makespan_s = schedule.makespan_s
-    bound_s = lower_bound_s(batch, wide.layout, capacity_of(plan.layout), wide_prices, trainable)
-    bound_s = max(bound_s, solution.bound_s)
+    bound_s = max(lower_bound_s(batch, wide.layout, wide_prices, trainable), solution.bound_s)
     status: Status = "greedy" if work <= 0 or plan.scheduling.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
@@ -116,7 +114,7 @@ def schedule_batch(
         integer_bound_s=min(solution.bound_s, makespan_s),
         status=status,
         made_by=solution.made_by,
-        work=round(solution.work + shares.order.spent + shares.memory.spent),
+        work=round(solution.work + order_work),
         elapsed_s=time.perf_counter() - start_s,
     )
 
@@ -126,9 +124,9 @@ def quick_schedule(
 ) -> Schedule:
     """`schedule_batch`'s schedule without what takes time and changes its makespan little: what a
     rank was dealt stays with it, and no bound is proved."""
-    shares = _Shares.of(plan, work)
-    solution = solve(_checked(loads, plan), plan, prices, trainable, shares.groups, seed=0)
-    return _ordered(solution.schedule, plan, prices, trainable, shares, seed=0)
+    work_of_groups = _group_work(plan, work)
+    solution = solve(_checked(loads, plan), plan, prices, trainable, work_of_groups, seed=0)
+    return _ordered(solution.schedule, plan, prices, trainable, work, seed=0)[0]
 
 
 def reordered(
@@ -137,21 +135,12 @@ def reordered(
     """The groups of a schedule in the order that another plan of the same layout has for them;
     `work` as of `schedule_batch`."""
     listed = with_order(plan, replace(schedule, order=()), prices, trainable)
-    return _ordered(listed, plan, prices, trainable, _Shares.of(plan, work), seed=0)
+    return _ordered(listed, plan, prices, trainable, work, seed=0)[0]
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """Units of work for the groups, for the order of tasks and for the groups that keep more."""
-
-    groups: float
-    order: Budget
-    memory: Budget
-
-    @staticmethod
-    def of(plan: Plan, work: float) -> _Shares:
-        order, memory = _ORDER_SHARE * work, _MEMORY_SHARE * work * bool(plan.scheduling.kept)
-        return _Shares(work - order - memory, Budget(order), Budget(memory))
+def _group_work(plan: Plan, work: float) -> float:
+    """Units of work for the groups."""
+    return work * (1 - _ORDER_SHARE - _MEMORY_SHARE * bool(plan.scheduling.kept))
 
 
 def _checked(loads: Sequence[Load], plan: Plan) -> Batch:
@@ -167,14 +156,17 @@ def _ordered(
     plan: Plan,
     prices: Prices,
     trainable: Collection[str],
-    shares: _Shares,
+    work: float,
     seed: int,
-) -> Schedule:
-    """The schedule with the order of its tasks, and with what its groups keep."""
+) -> tuple[Schedule, float]:
+    """The schedule with the order of its tasks and with what its groups keep, and the units of work
+    that took."""
     if plan.scheduling.grouping != "balanced" or plan.scheduling.order != "1f1b":
-        return schedule
-    schedule = with_searched_order(plan, schedule, prices, trainable, shares.order, seed)
-    return with_memory_plan(plan, schedule, prices, trainable, shares.memory)
+        return schedule, 0.0
+    order, memory = Budget(_ORDER_SHARE * work), Budget(_MEMORY_SHARE * work)
+    schedule = with_searched_order(plan, schedule, prices, trainable, order, seed)
+    schedule = with_memory_plan(plan, schedule, prices, trainable, memory)
+    return schedule, order.spent + memory.spent
 
 
 def solve(
@@ -212,11 +204,10 @@ def solve(
             alike = [t.bucket for t in better] == [t.bucket for t in greedy]
             answers = [("local", better), *(answers if room.priced or not alike else [])]
             if program:
-                counts = by_counts(
+                counted, bound_s = by_counts(
                     program, room, wide.layout, wide_prices, trainable, better, budget
                 )
-                bound_s = counts.bound_s
-                answers += [("integer", counts.answer)] if counts.answer else []
+                answers += [("integer", counted)] if counted else []
     best: Solution | None = None
     for place, (made_by, answer) in enumerate(answers):
         # A dearer answer has little hope, unless the integer program asked for it.

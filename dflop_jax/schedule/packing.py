@@ -15,8 +15,7 @@ from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import by_size, lpt
-from dflop_jax.schedule.solver.improve import improve
-from dflop_jax.schedule.solver.local_search import State
+from dflop_jax.schedule.solver.local_search import State, improve
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
 
 # Samples dealt to bins for a unit of work: 8,192 take 45 ms, to a thousand bins.
@@ -106,61 +105,26 @@ def _mean_scale(problem: Problem) -> Floats:
 def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capacity) -> Packed:
     """The microbatches of one bucket that first fit opens for the samples, in the given order.
 
-    Every sample must fit an empty microbatch (`capacity.holds`).
+    Every sample must fit an empty microbatch (`Batch.able`).
     """
     width = width_of(bucket, batch, capacity)
     shared = [m for m in batch.modules if m != batch.anchor]
-    room_M = [batch.room(bucket, m, capacity) for m in shared]
     row_room = batch.row_room(bucket.shape(batch.anchor), batch.anchor) if batch.anchor else 0
-    tokens_N = (batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n, int)).tolist()
-    asks_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n).T.tolist()
-    empty_T = _tournament(row_room, width)
+    tokens_N = batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n, np.int64)
+    asks_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n).T
+    empty_GR = np.full((1, width), row_room)
+    empty_GM = np.array([[batch.room(bucket, m, capacity) for m in shared]])
     packed: Packed = []
-    free_GT: list[list[int]] = []
-    free_GM: list[list[int]] = []
+    free_GR, free_GM = empty_GR[:0], empty_GM[:0]
     for i in order:
-        tokens, asks_M = tokens_N[i], asks_NM[i]
-        for g, free_T in enumerate(free_GT):
-            if free_T[1] < tokens:
-                continue
-            for asked, free in zip(asks_M, free_GM[g]):
-                if asked > free:
-                    break
-            else:
-                break  # it holds the sample
-        else:
-            g, free_T = len(packed), empty_T.copy()
+        fits_G = (free_GR.max(axis=1) >= tokens_N[i]) & (free_GM >= asks_NM[i]).all(axis=1)
+        if not fits_G.any():
             packed.append([[] for _ in range(width)])
-            free_GT.append(free_T)
-            free_GM.append(list(room_M))
-        packed[g][_put_first(free_T, tokens)].append(i)
-        free_GM[g] = [f - a for a, f in zip(asks_M, free_GM[g])]
+            free_GR, free_GM = np.vstack((free_GR, empty_GR)), np.vstack((free_GM, empty_GM))
+            fits_G = np.append(fits_G, True)
+        g = int(fits_G.argmax())
+        row = int((free_GR[g] >= tokens_N[i]).argmax())
+        packed[g][row].append(i)
+        free_GR[g, row] -= tokens_N[i]
+        free_GM[g] -= asks_NM[i]
     return packed
-
-
-def _tournament(room: int, width: int) -> list[int]:
-    """The most that is free in any row below each node of a binary tree, whose root is 1 and whose
-    last half are the rows (Johnson 1973)."""
-    n_leaves = 1 << (width - 1).bit_length()
-    free_T = [-1] * n_leaves + [room] * width + [-1] * (n_leaves - width)
-    for node in range(n_leaves - 1, 0, -1):
-        free_T[node] = max(free_T[2 * node : 2 * node + 2])
-    return free_T
-
-
-def _put_first(free_T: list[int], tokens: int) -> int:
-    """The first row with so many tokens free, of which it then has fewer; some row has."""
-    node, n_leaves = 1, len(free_T) // 2
-    while node < n_leaves:
-        node *= 2
-        if free_T[node] < tokens:
-            node += 1
-    row = node - n_leaves
-    free_T[node] -= tokens
-    while node > 1:
-        node //= 2
-        most = max(free_T[2 * node], free_T[2 * node + 1])
-        if free_T[node] == most:
-            break
-        free_T[node] = most
-    return row

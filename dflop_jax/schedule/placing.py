@@ -12,19 +12,17 @@ Shape suffixes: P pieces, D data ranks, K microbatches or groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
 from dflop_jax.records import Bucket, PiecePlaces, Shape
-from dflop_jax.schedule.batch import Batch, Capacity
-from dflop_jax.schedule.dispatch.ranks import deal
+from dflop_jax.schedule.batch import Batch, Capacity, first_fit_decreasing
 from dflop_jax.schedule.packing import Microbatch, Packed
-from dflop_jax.schedule.solver.balance import pack_within_limits
 from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.improve import improve
-from dflop_jax.schedule.solver.local_search import State
-from dflop_jax.schedule.solver.problem import ROUNDING, Ints, Problem, make_problem
+from dflop_jax.schedule.solver.local_search import State, improve
+from dflop_jax.schedule.solver.problem import ROUNDING, Ints, Problem
 
 # What the groups' busiest ranks count beside the step's. A group's may take on up to four of
 # content for each that the step's sheds; with twice the weight, two: steps in which every group
@@ -36,9 +34,6 @@ _MAX_MATCHINGS = 4
 # Turns over all microbatches, among which the work is shared; the first raises no group. With two
 # or eight, steps took the same to 0.02%.
 _EVENING_TURNS = 4
-# Units that making the pieces of a microbatch fit its rows may take; where they do not suffice, the
-# microbatch counts as not to be packed.
-_REPAIR_WORK = 100
 
 
 def place(
@@ -50,21 +45,18 @@ def place(
     budget: Budget,
 ) -> PiecePlaces | None:
     """The module's pieces of microbatches in its rows; None if no way was found."""
-    pieces = [batch.pieces(module, [i for r in rows for i in r]) for rows in microbatches]
-    columns, start = np.empty((4, sum(map(len, pieces))), np.int64), 0
-    for m, (piece, microbatch) in enumerate(zip(pieces, microbatches)):
-        slots = slots_of(batch, bucket, microbatch, piece, module, capacity, budget)
+    shape, columns = bucket.shape(module), []
+    for m, microbatch in enumerate(microbatches):
+        pieces = batch.pieces(module, [i for row in microbatch for i in row])
+        slots = _slots_of(batch, bucket, microbatch, pieces, module, capacity, budget)
         if slots is None:
             return None
-        stop = start + len(piece)
-        columns[0, start:stop], columns[1, start:stop], columns[2, start:stop] = piece, m, slots
-        start = stop
-    shape = bucket.shape(module)
-    np.divmod(columns[2], shape.rows if shape else 1, out=(columns[2], columns[3]))
-    return PiecePlaces(columns)
+        rank, row = np.divmod(slots, shape.rows if shape else 1)
+        columns.append(np.stack((pieces, np.full(len(pieces), m), rank, row)))
+    return PiecePlaces(np.concatenate(columns, axis=1))
 
 
-def slots_of(
+def _slots_of(
     batch: Batch,
     bucket: Bucket,
     microbatch: Microbatch,
@@ -74,84 +66,52 @@ def slots_of(
     budget: Budget,
 ) -> Ints | None:
     """[P]: rows of the module's pieces of a microbatch, those of rank 0 first; None if no way was
-    found."""
+    found. Equal pieces are dealt out over ranks, others go by `deal` or, if that fails, by first
+    fit decreasing."""
     if module == batch.anchor:
         count_N = batch.count[module]
         return np.array([r for r, row in enumerate(microbatch) for i in row if count_N[i]], int)
-    shape = bucket.shape(module)
-    if shape is None or len(pieces) == 0:
-        return None if len(pieces) else pieces
-    length_P, content_P = batch.lengths[module][pieces], batch.content[module][pieces]
-    return _fitted(length_P, content_P, capacity.ranks[module], shape, budget)
-
-
-def _fitted(
-    length_P: Ints, content_P: Ints, ranks: int, shape: Shape, budget: Budget
-) -> Ints | None:
-    """Rows of pieces: of equal ones dealt out over ranks, of others by `deal` or, if that fails,
-    first fit decreasing or a search."""
-    n, a_row = len(length_P), shape.tokens // int(length_P.max())
+    shape, n, ranks = bucket.shape(module), len(pieces), capacity.ranks[module]
+    if shape is None or n == 0:
+        return None if n else pieces
+    length_P, rows = batch.lengths[module][pieces], ranks * shape.rows
     if length_P.min() == length_P.max():
+        a_row = shape.tokens // int(length_P[0])
         slot, rank = np.divmod(np.arange(n), ranks)
-        return rank * shape.rows + slot // a_row if n <= ranks * shape.rows * a_row else None
+        return rank * shape.rows + slot // a_row if n <= rows * a_row else None
     budget.spend(n / 20)
-    bins = deal(length_P, content_P, ranks, shape)
-    if (bins >= 0).all():
-        return bins
-    bins = first_fit_decreasing(length_P, ranks * shape.rows, shape.tokens)
-    if (bins >= 0).all():
-        return bins
-    rng = np.random.default_rng(n)
-    problem = _problem(length_P, content_P, ranks, shape)
-    return pack_within_limits(problem, budget.part(_REPAIR_WORK), rng)
+    row_P = deal(length_P, batch.content[module][pieces], ranks, shape)
+    if (row_P < 0).any():
+        row_P = first_fit_decreasing(length_P, shape.tokens)
+    return row_P if row_P.max() < rows else None
 
 
-def first_fit_decreasing(length_P: Ints, n_rows: int, tokens: int) -> Ints:
-    """First fit decreasing, as `batch.rows_needed`; -1 where a piece fits no row."""
-    free = np.full(n_rows, tokens)
-    bins = np.full(len(length_P), -1)
-    for i in np.argsort(-length_P, kind="stable"):
-        fits = free >= length_P[i]
-        if fits.any():
-            bins[i] = int(fits.argmax())
-            free[bins[i]] -= length_P[i]
-    return bins
+def deal(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> Ints:
+    """Rows of pieces, those of rank 0 first, so that the busiest rank has little content: longest
+    first to the lightest rank that has room, there into the emptiest row; -1 where none has.
 
-
-def _problem(length_P: Ints, content_P: Ints, ranks: int, shape: Shape) -> Problem:
-    """Rows are bins of `shape.tokens`; the cost is the content of a rank's rows together."""
-    return make_problem(
-        content_P.astype(float),
-        ranks * shape.rows,
-        capacities=[float(shape.tokens)],
-        tokens=length_P.astype(float),
-        bin_group=shape.rows,
-        grouped=(0,),
-    )
-
-
-def _step_problem(
-    length_P: Ints,
-    content_P: Ints,
-    shape: Shape,
-    others_D: Ints,
-    group_others_D: Ints,
-    limit: float,
-) -> Problem:
-    """The same where ranks carry the content of other microbatches: `others_D` of the whole step,
-    which counts, and `group_others_D` of the group, which must stay within `limit`."""
-    ranks = len(others_D)
-    plain = _problem(length_P, content_P, ranks, shape)
-    base_RB = np.zeros((3, ranks * shape.rows))
-    base_RB[0] = np.repeat(others_D, shape.rows)
-    base_RB[2] = np.repeat(group_others_D, shape.rows)
-    return replace(
-        plain,
-        sizes_RN=plain.sizes_RN[[0, 1, 0]],
-        limits_R=np.array([np.inf, shape.tokens, limit]),
-        grouped_R=(True, False, True),
-        base_RB=base_RB,
-    )
+    OrchMLLM's post-balancing dispatcher (arXiv 2503.23830): every phase is balanced on its own,
+    after the batch is drawn.
+    """
+    free = [[shape.tokens] * shape.rows for _ in range(n_ranks)]
+    lightest = [(0.0, rank) for rank in range(n_ranks)]  # a heap of (content, rank)
+    rows = np.full(len(length_P), -1)
+    contents = content_P.tolist()
+    for i in np.argsort(-length_P, kind="stable").tolist():
+        length, full = int(length_P[i]), []
+        while lightest:
+            content, rank = lightest[0]
+            room = max(free[rank])
+            if room >= length:
+                row = free[rank].index(room)
+                free[rank][row] -= length
+                rows[i] = rank * shape.rows + row
+                heapreplace(lightest, (content + contents[i], rank))
+                break
+            full.append(heappop(lightest))
+        for entry in full:
+            heappush(lightest, entry)
+    return rows
 
 
 def rank_content(places: PiecePlaces, content_P: Ints, microbatches: int, ranks: int) -> Ints:
@@ -281,8 +241,17 @@ def _even_step(
     limit = group_max + ((total_max - bound) / _GROUP_WEIGHT if may_rise else 0)
     pieces = places.piece[here]
     length_P, content_P = content.length_P[pieces], content.content_P[pieces]
-    others_D, group_others_D = total_D - alone_D, group_D - alone_D
-    problem = _step_problem(length_P, content_P, shape, others_D, group_others_D, limit)
+    # What ranks have of other microbatches: in the step, which counts, and in the group.
+    base_RD = np.stack((total_D - alone_D, np.zeros_like(total_D), group_D - alone_D))
+    problem = Problem(
+        sizes_RN=np.stack((content_P, length_P, content_P)).astype(float),
+        n_costs=1,
+        limits_R=np.array([np.inf, shape.tokens, limit]),
+        n_bins=content.ranks * shape.rows,
+        group=shape.rows,
+        grouped_R=(True, False, True),
+        base_RB=np.repeat(base_RD, shape.rows, axis=1).astype(float),
+    )
     budget.spend(1)
     state = State(problem, places.rank[here] * shape.rows + places.row[here])
     improve(state, bound * (1 + ROUNDING), budget, np.random.default_rng(seed))

@@ -18,7 +18,7 @@ from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_answer
 from dflop_jax.schedule.packing import DEALT_PER_WORK, pack
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
-from dflop_jax.schedule.sub_microbatches import wide_buckets
+from dflop_jax.schedule.sub_microbatches import most_buckets, wide_buckets
 
 # Units for packing one set of buckets, beside dealing it; twice as many try half as many sets where
 # they are spent: of the 42 batches of benchmarks/schedule_run.py two are then 6% longer, four 2%
@@ -29,7 +29,6 @@ _ATTEMPT_WORK = 400
 # longer where they get 300 units.
 _LIKELY_SLACK = 0.03
 _VECTORS_PER_WORK = 300  # count vectors listed for a unit of work
-_MAX_PARTIAL_BUCKETS = 10  # without some modules, for samples that have none of them
 
 
 def improved(
@@ -90,7 +89,7 @@ def _fewest_of_one(batch: Batch, layout: Layout, work: float) -> int:
     """The same in a layout of one bucket."""
     capacity, wide = capacity_of(layout), wide_buckets(layout)
     check_fits(batch, wide, capacity)
-    every = variants(wide, batch, len(wide) + _MAX_PARTIAL_BUCKETS)
+    every = variants(wide, batch, most_buckets(layout))
     costs_CM = np.array([[_textbook(layout, b, m) for m in layout.modules] for b in every])
     dearest_C = costs_CM.max(axis=1)
     room = PackingSpace(batch, every, capacity, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C))

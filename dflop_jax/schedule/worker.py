@@ -1,7 +1,8 @@
 """Schedules solved ahead of training, in another process.
 
 The parent keeps `ahead` batches requested; one thread per worker passes a request to the child
-and waits for its answer (no solving under the parent's GIL): see `children`.
+and waits for its answer (no solving under the parent's GIL): see `children`. The child reads one
+request a line from stdin and writes one answer a line; it imports neither JAX nor cvxpy.
 
 A schedule depends on (loads, prices, step, work, seed) only, however late it comes and whoever
 solves it: when the child is dead or out of grace the parent spends the same work on the same
@@ -15,25 +16,90 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from dflop_jax.children import Child
-from dflop_jax.records import Load, Prices, Schedule, from_json, to_json
-from dflop_jax.schedule.worker_main import (
-    BatchRequest,
-    PriceList,
-    ScheduleReply,
-    SolverSetup,
-    answer,
-)
+from dflop_jax.children import Child, begin, ignore_signals
+from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
+from dflop_jax.schedule.correction import predicted_gain_s
+from dflop_jax.schedule.counts.program import CountProgram
+from dflop_jax.schedule.online import schedule_batch
 
 _log = logging.getLogger(__name__)
 # Deaths in a row without one schedule, after which the process is not started again; twice as many
 # delay the message by as many starts.
 _MAX_STILLBORN = 3
+
+
+@dataclass(frozen=True)
+class SolverSetup:
+    """First line: what all requests share; `program`: the integer program of the plan, where its
+    groups are balanced."""
+
+    plan: Plan
+    trainable: tuple[str, ...]
+    work: int | None = None
+    program: CountProgram | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """A global batch to schedule; `prices` where they are not those of the request before.
+
+    With `corrected` prices the answer is what scheduling by them gains, in place of a schedule.
+    """
+
+    step: int
+    loads: tuple[Load, ...]
+    prices: PriceList | None = None
+    corrected: PriceList | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleReply:
+    """A schedule or a gain in seconds, or the message of the ValueError that the batch raised."""
+
+    schedule: Schedule | None = None
+    gain_s: float = 0.0
+    error: str = ""
+
+
+def answer(setup: SolverSetup, request: BatchRequest, prices: Prices) -> ScheduleReply:
+    """Solve one request."""
+    loads, plan, trainable = request.loads, setup.plan, setup.trainable
+    try:
+        if request.corrected is not None:
+            after = request.corrected.prices
+            return ScheduleReply(gain_s=predicted_gain_s(loads, plan, prices, after, trainable))
+        schedule = schedule_batch(
+            loads,
+            plan,
+            prices,
+            trainable,
+            step=request.step,
+            program=setup.program,
+            work=setup.work,
+            seed=setup.seed,
+        )
+    except ValueError as e:
+        return ScheduleReply(error=str(e))
+    return ScheduleReply(schedule)
+
+
+def main() -> None:
+    """The child."""
+    ignore_signals()
+    lines, out = begin()
+    setup = from_json(lines.readline(), SolverSetup)
+    prices = Prices({})
+    for line in lines:
+        request = from_json(line, BatchRequest)
+        prices = request.prices.prices if request.prices else prices
+        out.write(to_json(answer(setup, request, prices)) + b"\n")
+        out.flush()
 
 
 class ScheduleWorker:
@@ -65,21 +131,20 @@ class ScheduleWorker:
         self._loads_of, self._ahead, self._grace_s = loads_of, ahead, grace_s
         self._setup = setup
         self._next_step, self._stop_step = first_step, stop_step
-        self._changed = threading.Condition()
-        self._requests: dict[int, BatchRequest] = {}
-        self._replies: dict[int, ScheduleReply] = {}
-        self._question: BatchRequest | None = None  # what a correction gains
-        self._gain_s: float | None = None  # the answer to it
-        self._down = False  # the child died or was late, and none has answered since
+        self._requests: dict[int, tuple[BatchRequest, Future[ScheduleReply]]] = {}
+        self._question: tuple[BatchRequest, Future[ScheduleReply]] | None = None
+        self._is_down = False  # the child died or was late, and none has answered since
+        self._lock = threading.Lock()  # of prices with the step they hold from, and of the child
         self._closed = False
         self._child: Child | None = None
+        self._known: PriceList | None = None  # the prices that the child has
+        self._stillborn = 0
         self.deaths = 0
         self.solved_here = 0  # batches that the parent solved in the child's place
         lists = {-1: prices, **(changes or {})}
         self._prices = {step: PriceList.of(p) for step, p in lists.items()}
+        self._thread = ThreadPoolExecutor(1, "schedule-worker")
         self._request_until(first_step + ahead)
-        self._thread = threading.Thread(target=self._serve, name="schedule-worker", daemon=True)
-        self._thread.start()
 
     @property
     def pid(self) -> int | None:
@@ -89,23 +154,27 @@ class ScheduleWorker:
     def update_prices(self, prices: Prices) -> int:
         """Use these prices for the batches requested from now on (`ahead` steps from here), in
         place of all changes; returns the first step of these."""
-        with self._changed:
+        with self._lock:
             self._prices = {self._next_step: PriceList.of(prices)}
             return self._next_step
 
     def ask_gain(self, step: int, loads: Sequence[Load], prices: Prices, corrected: Prices) -> None:
-        """Ask what `predicted_gain_s` is for this batch. It is computed where no schedule waits:
-        for thousands of devices that takes seconds."""
-        with self._changed:
-            before, after = PriceList.of(prices), PriceList.of(corrected)
-            self._question = BatchRequest(step, tuple(loads), before, after)
-            self._gain_s = None
-            self._changed.notify_all()
+        """Ask what `predicted_gain_s` is for this batch. It is computed after the schedules that
+        were requested before: for thousands of devices that takes seconds."""
+        before, after = PriceList.of(prices), PriceList.of(corrected)
+        question = BatchRequest(step, tuple(loads), before, after)
+        self._question = question, self._thread.submit(self._ask, question)
 
     @property
     def gain_s(self) -> float | None:
         """The answer to the last question; None before it came."""
-        return self._gain_s
+        if self._question is None or not self._question[1].done():
+            return None
+        question, future = self._question
+        if future.exception() is None:
+            return future.result().gain_s
+        self._question = question, self._thread.submit(self._ask, question)
+        return None
 
     def get(self, step: int) -> tuple[Schedule, float]:
         """(schedule of `step`, seconds waited for it: 0 when it was there). Steps are asked for in
@@ -116,128 +185,97 @@ class ScheduleWorker:
         """
         self._request_until(step + 1 + self._ahead)
         start_s = time.perf_counter()
-        with self._changed:
-            assert step in self._requests, f"step {step} was asked for before, or is out of range"
-            ready = step in self._replies
-            self._changed.wait_for(lambda: step in self._replies or self._down, self._grace_s)
-            request, reply = self._requests.pop(step), self._replies.pop(step, None)
-            late = reply is None and not self._down
-            self._down |= late
-        if late:
-            _log.warning(
-                "step %d: no schedule from its worker in %g s; this process solves them until it "
-                "answers, and training waits meanwhile",
-                step,
-                self._grace_s,
-            )
-        if reply is None:
+        assert step in self._requests, f"step {step} was asked for before, or is out of range"
+        request, future = self._requests.pop(step)
+        is_ready = future.done()
+        try:
+            reply = future.result(0 if self._is_down else self._grace_s)
+        except (TimeoutError, ChildProcessError) as e:
+            if isinstance(e, TimeoutError) and not self._is_down:
+                self._is_down = True
+                _log.warning(
+                    "step %d: no schedule from its worker in %g s; this process solves them until "
+                    "it answers, and training waits meanwhile",
+                    step,
+                    self._grace_s,
+                )
+            future.cancel()
             self.solved_here += 1
             assert request.prices is not None, "the parent keeps them with every request"
-            reply = answer(self._setup, request, request.prices.prices)
+            reply, is_ready = answer(self._setup, request, request.prices.prices), False
         if reply.schedule is None:
             raise ValueError(f"step {step}: {reply.error}")
-        return reply.schedule, 0.0 if ready else time.perf_counter() - start_s
+        return reply.schedule, 0.0 if is_ready else time.perf_counter() - start_s
 
     def close(self) -> None:
         """End the child; later calls do nothing."""
-        with self._changed:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
             self._closed = True
-            child = self._child
-            self._changed.notify_all()
-        if child is not None:
-            child.kill()
-        self._thread.join()
+            if self._child is not None:
+                self._child.kill()
+        self._thread.shutdown()
+        if self._child is not None:
+            self._child.end()
 
     def __enter__(self) -> ScheduleWorker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _request_until(self, stop: int) -> None:
         stop = stop if self._stop_step is None else min(stop, self._stop_step)
         for step in range(self._next_step, stop):
             loads = tuple(self._loads_of(step))
-            with self._changed:
+            with self._lock:
                 prices = self._prices[max(first for first in self._prices if first <= step)]
                 request = BatchRequest(step, loads, prices)
-                self._requests[step] = request
+                self._requests[step] = request, self._thread.submit(self._ask, request)
                 self._next_step = step + 1
-                self._changed.notify_all()
 
-    def _serve(self) -> None:
-        """Thread: keep a child alive and pass it the requests until the worker is closed."""
-        stillborn = 0
-        while stillborn < _MAX_STILLBORN:
-            answered = self._run_child()
-            with self._changed:
-                if self._closed:
-                    return
-                self.deaths += 1
-                self._down = True
-                self._changed.notify_all()
-            stillborn = 0 if answered else stillborn + 1
-            _log.warning(
-                "the schedule worker died (exit %s); %s, and training waits meanwhile",
-                self._child.exit_code if self._child else None,
-                "it is restarted, this process solves the next schedules"
-                if stillborn < _MAX_STILLBORN
-                else "it is not restarted, this process solves all schedules",
-            )
+    def _ask(self, request: BatchRequest) -> ScheduleReply:
+        """Thread: the child's answer, from a new child where there is none.
 
-    def _run_child(self) -> int:
-        """Start a child and talk to it until it dies or the worker is closed; its answers."""
-        child = Child(answer.__module__)
-        with self._changed:
-            self._child, closed = child, self._closed
-        answered = 0 if closed else self._converse(child)
-        child.kill()
-        child.end()
-        return answered
-
-    def _converse(self, child: Child) -> int:
-        """Pass requests, oldest first, until the child dies or the worker is closed; how many
-        were answered."""
-        answered, known = 0, None
-        child.tell(to_json(self._setup))
-        while (request := self._next_request()) is not None:
-            if request.prices is known:  # most of the bytes of a request
-                request = replace(request, prices=None)
-            else:
-                known = request.prices
-            child.tell(to_json(request))
-            if not (line := child.answer()):
-                break
-            try:
-                reply = from_json(line, ScheduleReply)
-            except msgspec.DecodeError as e:
+        Raises:
+          ChildProcessError: it died, or wrote something else.
+        """
+        with self._lock:
+            if self._closed or self._stillborn >= _MAX_STILLBORN:
+                raise ChildProcessError
+            if self._child is None:
+                self._child, self._known = Child(__name__), None
+                self._child.tell(to_json(self._setup))
+            child = self._child
+        is_known = request.prices is self._known  # they are most of the bytes of a request
+        child.tell(to_json(replace(request, prices=None) if is_known else request))
+        self._known = request.prices
+        line = child.answer()
+        try:
+            reply = from_json(line, ScheduleReply)
+        except msgspec.DecodeError as e:
+            if line:
                 _log.warning("the schedule worker wrote %r, no schedule: %s", line[:80], e)
-                break
-            answered += 1
-            with self._changed:
-                self._down = False
-                if request.corrected is not None:
-                    if request is self._question:
-                        self._question, self._gain_s = None, reply.gain_s
-                elif reply.step in self._requests:  # not solved here in the meantime
-                    self._replies[reply.step] = reply
-                self._changed.notify_all()
-        return answered
+            self._bury(child)
+            raise ChildProcessError from None
+        self._is_down, self._stillborn = False, 0
+        return reply
 
-    def _next_request(self) -> BatchRequest | None:
-        """The oldest request without a reply, a question after all others; waits for one. None
-        when closed."""
-        with self._changed:
-            while not self._closed:
-                waiting = self._requests.keys() - self._replies.keys()
-                if waiting:
-                    return self._requests[min(waiting)]
-                if self._question:
-                    return self._question
-                self._changed.wait()
-        return None
+    def _bury(self, child: Child) -> None:
+        """Thread: end a child that does not answer, and say so."""
+        if self._closed:
+            return
+        child.kill()
+        exit_code = child.end()
+        with self._lock:
+            self._child = None
+        self.deaths += 1
+        self._stillborn += 1
+        self._is_down = True
+        _log.warning(
+            "the schedule worker died (exit %s); %s, and training waits meanwhile",
+            exit_code,
+            "it is restarted, this process solves the next schedules"
+            if self._stillborn < _MAX_STILLBORN
+            else "it is not restarted, this process solves all schedules",
+        )

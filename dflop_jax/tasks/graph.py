@@ -177,6 +177,13 @@ def resources(layout: Layout) -> dict[str, int]:
     return group
 
 
+def segment_resources(layout: Layout) -> dict[str, int]:
+    """Segment name -> its resource, counted from 0."""
+    of = resources(layout)
+    ids = sorted({of[s.submesh] for s in layout.segments})
+    return {s.name: ids.index(of[s.submesh]) for s in layout.segments}
+
+
 def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     """1F1B: how many groups a segment may have forwarded but not yet run backward.
 

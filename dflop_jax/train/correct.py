@@ -10,23 +10,21 @@ from dflop_jax.report.row_file import RowFile, read_rows
 from dflop_jax.report.run_folder import SAMPLES
 from dflop_jax.schedule.correction import (
     Correction,
+    Learnt,
+    StepSample,
     corrected,
+    decided,
+    digest,
     expected_times,
     is_full,
+    learn,
     learnt_gain_s,
     log_ratios,
+    needed_from,
+    replay,
     sampling,
     task_times,
     with_ratios,
-)
-from dflop_jax.schedule.learnt import (
-    Learnt,
-    StepSample,
-    decided,
-    digest,
-    learn,
-    needed_from,
-    replay,
 )
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.feed import ReadyBatch
@@ -60,7 +58,7 @@ class Corrector:
 
     Args:
       ready: a run of process 0; its prices are as predicted.
-      learnt: what `worker` schedules by (see `learnt.price_changes`).
+      learnt: what `worker` schedules by (see `price_changes`).
     """
 
     def __init__(self, ready: ReadyRun, worker: ScheduleWorker, learnt: Learnt):

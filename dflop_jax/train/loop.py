@@ -24,10 +24,9 @@ from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import PriceList
 from dflop_jax.report.run_folder import SAMPLES
 from dflop_jax.report.spent import DATA, END, REDECISION, SAVE, TRAINING
-from dflop_jax.schedule.learnt import Learnt, price_changes
+from dflop_jax.schedule.correction import Learnt, price_changes
 from dflop_jax.schedule.shapes.spare import beyond
-from dflop_jax.schedule.worker import ScheduleWorker
-from dflop_jax.schedule.worker_main import SolverSetup
+from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
 from dflop_jax.train.compile_cache import compiles_counted
 from dflop_jax.train.correct import Corrector, take_up

@@ -8,8 +8,7 @@ import pytest
 
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity
-from dflop_jax.schedule.bounds.content import least_content
-from dflop_jax.schedule.bounds.pipeline import ends_s
+from dflop_jax.schedule.bounds.batch import ends_s, least_content
 from dflop_jax.schedule.cover import cheap_covers, demand
 
 

@@ -1,4 +1,5 @@
-"""Content of ranks is evened out as far as that saves anything."""
+"""Content of ranks: pieces are dealt to the lightest, then it is evened out as far as that saves
+anything."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import PiecePlaces, Shape
-from dflop_jax.schedule.placing import GroupContents, balance_content
+from dflop_jax.schedule.placing import GroupContents, balance_content, deal
 from dflop_jax.schedule.solver.budget import Budget
 
 RANKS, MICROBATCHES, SHAPE, GROUPS = 3, 2, Shape(2, 64), 4
@@ -59,3 +60,27 @@ def test_it_ends_where_little_is_left(near):
         for piece, *place in after.columns.T.tolist():
             filled[tuple(place)] += content.length_P[piece]
         assert filled.max() <= SHAPE.tokens
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_dealt_pieces_keep_to_their_rows(seed):
+    """Each to the rank of fewest pairs that has room, by a plain loop."""
+    rng = np.random.default_rng(seed)
+    n_ranks, shape = int(rng.integers(1, 5)), Shape(int(rng.integers(1, 4)), 64)
+    lengths = rng.integers(1, 65, int(rng.integers(1, 12)))
+    rows = deal(lengths, lengths**2, n_ranks, shape)
+    free, pairs = np.full(n_ranks * shape.rows, shape.tokens), np.zeros(n_ranks)
+    for i in np.argsort(-lengths, kind="stable"):
+        room = free.reshape(n_ranks, -1).max(axis=1)
+        able = np.flatnonzero(room >= lengths[i])
+        if len(able) == 0:
+            assert rows[i] == -1
+            continue
+        rank, row = divmod(int(rows[i]), shape.rows)
+        assert rank in able
+        assert pairs[rank] == pairs[able].min()
+        assert free[rows[i]] == room[rank]
+        pairs[rank] += lengths[i] ** 2
+        free[rows[i]] -= lengths[i]
+        assert 0 <= row < shape.rows
+    assert (free >= 0).all()

@@ -17,7 +17,7 @@ from dflop_jax.records import (
     with_host_work,
 )
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.learnt import digest
+from dflop_jax.schedule.correction import digest
 from dflop_jax.sim.pipeline import simulate_step
 from tests.schedule.conftest import bucket, make_plan
 

@@ -3,16 +3,18 @@
 import numpy as np
 import pytest
 
-from dflop_jax.schedule.correction import corrected, name_of, sampling
-from dflop_jax.schedule.learnt import (
+from dflop_jax.schedule.correction import (
     Learnt,
     StepSample,
+    corrected,
     decided,
     digest,
     learn,
+    name_of,
     needed_from,
     price_changes,
     replay,
+    sampling,
 )
 from tests.schedule.conftest import bucket, make_plan, make_prices
 

@@ -16,10 +16,9 @@ from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.cover import Demand, cheap_covers, demand
-from dflop_jax.schedule.dealing import dealt_answer
-from dflop_jax.schedule.groups import PackingSpace, greedy_answer, schedule_groups
+from dflop_jax.schedule.groups import PackingSpace, dealt_answer, greedy_answer, schedule_groups
 from dflop_jax.schedule.packing import pack
-from dflop_jax.schedule.solver import improve
+from dflop_jax.schedule.solver import local_search
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import step_graph
@@ -196,13 +195,13 @@ def test_the_budget_of_the_plan_is_kept(small_plan):
 def test_a_hard_batch_reaches_the_solver(monkeypatch):
     """Greedy and exchanges leave a gap; the run's own function goes on to re-splits, and these
     lower the busiest rank."""
-    calls, resplit = [], improve.resplit
+    calls, resplit = [], local_search.resplit
 
     def spy(*args):
         calls.append(args)
         resplit(*args)
 
-    monkeypatch.setattr(improve, "resplit", spy)
+    monkeypatch.setattr(local_search, "resplit", spy)
     rng = np.random.default_rng(0)
     loads = [Load({"b": (int(n),)}) for n in rng.integers(300, 2600, 26)]
     plan = make_plan([bucket(0, (1, 8192))], {"b": 6})
@@ -335,7 +334,6 @@ def test_bound_and_answer_against_every_schedule_of_a_small_batch(seed, shared):
     bound_s = lower_bound_s(
         Batch(loads, plan.layout.modules),
         plan.layout,
-        capacity_of(plan.layout),
         prices,
         plan.layout.modules,
     )

@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.records import Load, Schedule, Shape, first_pieces
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.batch import Batch, capacity_of
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.sim.pipeline import simulate_step
@@ -119,7 +119,6 @@ def test_no_random_schedule_beats_the_bound(divided, seed):
     bound_s = lower_bound_s(
         Batch(loads, plan.layout.modules),
         wide.layout,
-        capacity_of(plan.layout),
         wide_prices,
         plan.layout.modules,
     )

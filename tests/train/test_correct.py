@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.schedule.learnt import Learnt, StepSample, decided, learn
+from dflop_jax.schedule.correction import Learnt, StepSample, decided, learn
 from dflop_jax.train.correct import Corrector
 
 STEPS, CHANGE = 700, 300

@@ -23,11 +23,10 @@ from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, PriceList
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
-from dflop_jax.schedule import learnt as learnt_module
 from dflop_jax.schedule import worker as worker_module
-from dflop_jax.schedule.correction import Monitor
-from dflop_jax.schedule.learnt import StepSample
-from dflop_jax.schedule.worker_main import BatchRequest
+from dflop_jax.schedule.correction import Learnt, StepSample
+from dflop_jax.schedule.worker import BatchRequest
+from dflop_jax.train import correct as correct_module
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.ready import expected
 from dflop_jax.train.trainer import Trainer
@@ -290,7 +289,8 @@ def samples(folder) -> list[StepSample]:
 
 def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
     asked = prices_by_step(monkeypatch)
-    monkeypatch.setattr(learnt_module, "Monitor", partial(Monitor, window=1000))
+    on = dataclasses.replace(Learnt("").monitor, window=1000)
+    monkeypatch.setattr(correct_module, "Learnt", partial(Learnt, monitor=on))
     correct = {
         "schedule": ScheduleConfig(correct=True, ahead=1),
         "data": dataclasses.replace(CONFIG.data, prefetch=1),

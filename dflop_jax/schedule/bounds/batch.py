@@ -1,9 +1,14 @@
 """A lower bound on the simulated step: no schedule of a batch under a plan's shapes is faster.
 
-Every resource must work off its share of every module's volume, at the best price that its shapes
-offer, and of the content what groups have on their busiest ranks at least (`content`). Before its
-first task something else may have to run, and after its last one too; all that is updated waits for
-all reductions.
+Every resource (devices that no task shares with others) must work off its share of every module's
+volume, at the best price that its shapes offer, and of the content what groups have on their
+busiest ranks at least (`least_content`). Before its first task, what that group needs must have run
+elsewhere; after its last one, what must follow that group, up to a reduction; all updates wait for
+all reductions. Each of these lies apart from the resource's own work, so the three add up, whatever
+the order (`ends_s`, `step_s`, which bound the planner's whole spaces at once too: seconds are
+numbers, or arrays of one shape for many layouts of one graph).
+
+Shape suffixes: R resources, C shapes, P pieces, S shapes, G groups.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,15 +38,15 @@ from dflop_jax.records import (
     Task,
     content_s,
 )
-from dflop_jax.schedule.batch import Batch, Capacity
-from dflop_jax.schedule.bounds.content import least_content
-from dflop_jax.schedule.bounds.pipeline import ends_s, step_s
+from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
 from dflop_jax.schedule.costs import GroupCosts, directions, group_costs
 from dflop_jax.schedule.cover import cheap_covers, demand, fractional_cost
-from dflop_jax.schedule.solver.problem import ROUNDING, Floats
-from dflop_jax.tasks.graph import links, resources
+from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
+from dflop_jax.tasks.graph import links, segment_resources
 
 _SAFE = 1 - ROUNDING  # sums of the same floats in another order differ by less
+Array = Any  # a number, or an array
+Rows = Sequence[Array] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -69,22 +75,18 @@ class Floor:
     ends: Callable[[Mapping[str, Sequence[Shape]]], tuple[Floats, Floats]]
 
 
-def floor_of(
-    batch: Batch, layout: Layout, capacity: Capacity, prices: Prices, trainable: Collection[str]
-) -> Floor:
+def floor_of(batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]) -> Floor:
     """The floor of a batch's schedules, whatever their groups, order and recompute policies."""
-    prices = _cheapest(prices)
+    prices, capacity = _cheapest(prices), capacity_of(layout)
     costs = group_costs(layout, prices, trainable)
     none_R = np.zeros(costs.n_resources)
     content_R, shared, devices_of = none_R.copy(), 0.0, {}
-    resource_of = resources(layout)
-    ids = sorted({resource_of[s.submesh] for s in layout.segments})
+    resource_of = segment_resources(layout)
     devices = {s.name: layout.submesh(s.submesh).n_devices for s in layout.segments}
     for module in layout.modules:
         weight_R = none_R.copy()
         for s in layout.segments_of(module):  # of a resource's segments, the one of fewest devices
-            r = ids.index(resource_of[s.submesh])
-            few = min(devices[s.name], prices.concurrency)
+            r, few = resource_of[s.name], min(devices[s.name], prices.concurrency)
             weight_R[r] = min(weight_R[r] or np.inf, few)
         devices_of[module] = weight_R
         shapes = layout.shapes(module)
@@ -101,7 +103,7 @@ def floor_of(
     end_s = {REDUCE: none_R.copy(), UPDATE: none_R.copy()}
     awaited_R = np.ones(costs.n_resources, bool)
     for s in layout.segments:
-        r = ids.index(resource_of[s.submesh])
+        r = resource_of[s.name]
         awaited_R[r] &= s.name in trainable
         if s.name in trainable and len(batch.lengths[s.module]):
             for direction, total_R in end_s.items():
@@ -120,11 +122,11 @@ def floor_of(
 
 
 def lower_bound_s(
-    batch: Batch, layout: Layout, capacity: Capacity, prices: Prices, trainable: Collection[str]
+    batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]
 ) -> float:
     """Seconds that no schedule of the batch can beat in simulation, whatever groups it has and in
     whatever order and under whatever recompute policies they run."""
-    floor = floor_of(batch, layout, capacity, prices, trainable)
+    floor, capacity = floor_of(batch, layout, prices, trainable), capacity_of(layout)
     work_R = np.zeros(floor.costs.n_resources)
     shared = 0.0  # seconds times devices, of all modules
     before_R, after_R = np.full((2, len(work_R)), np.inf)
@@ -204,8 +206,7 @@ def _ends(
     A group holds pieces of some sample, and with them runs what that sample's pieces in other
     modules need, in one of these `shapes`: forward before it, backward after it.
     """
-    tasks, resource_of = directions(layout, trainable), resources(layout)
-    ids = sorted({resource_of[s.submesh] for s in layout.segments})
+    tasks, resource_of = directions(layout, trainable), segment_resources(layout)
 
     def least_s(s: SegmentPlan, direction: Direction) -> float:
         if direction not in tasks[s.name]:
@@ -229,9 +230,113 @@ def _ends(
         [least_s(s, BACKWARD) for s in active],
         [reduce_s(s) for s in active],
     )
-    before_R, after_R = np.full((2, len(ids)), np.inf)
+    before_R, after_R = np.full((2, max(resource_of.values()) + 1), np.inf)
     for s, before_s, after_s in zip(active, *ends, strict=True):
-        r = ids.index(resource_of[s.submesh])
+        r = resource_of[s.name]
         before_R[r] = min(before_R[r], before_s)
         after_R[r] = min(after_R[r], max(after_s, reduce_s(s)))
     return before_R, after_R
+
+
+def ends_s(
+    sources: Sequence[Sequence[int]],
+    forward_s: Sequence[Array],
+    back_s: Sequence[Array],
+    reduce_s: Sequence[Array],
+) -> tuple[list[Array], list[Array]]:
+    """Of every segment, in topological order: (seconds before its first task, seconds from the end
+    of its last backward until the last reduction elsewhere that waits for it), at least.
+
+    Args:
+      sources: segments that each reads.
+      forward_s, back_s: of a group, 0 where a segment runs none.
+    """
+    before: list[Array] = [0.0] * len(sources)
+    after: list[Array] = list(before)
+    for i, read in enumerate(sources):
+        for u in read:
+            before[i] = np.maximum(before[i], before[u] + forward_s[u])
+            below = np.where(back_s[u] > 0, back_s[u] + np.maximum(after[u], reduce_s[u]), 0.0)
+            after[i] = np.maximum(after[i], below)
+    return before, after
+
+
+def step_s(
+    work_R: Rows,
+    before_R: Rows,
+    after_R: Rows,
+    reduce_R: Rows,
+    update_R: Rows,
+    awaited_R: Rows | None = None,
+) -> Array:
+    """Seconds of a step at least, from those of every resource.
+
+    Args:
+      work_R: of all its groups.
+      before_R, after_R: as `ends_s`, the least of its segments'.
+      reduce_R, update_R: of the step's end, of all its segments.
+      awaited_R: whether reductions wait for all its tasks; None: they do.
+    """
+    least: Array = 0.0
+    tails = tails_s(after_R, reduce_R, update_R, awaited_R)
+    for before_s, work_s, tail_s in zip(before_R, work_R, tails, strict=True):
+        least = np.maximum(least, before_s + work_s + tail_s)
+    return least
+
+
+def tails_s(
+    after_R: Rows, reduce_R: Rows, update_R: Rows, awaited_R: Rows | None = None
+) -> list[Array]:
+    """Seconds from the end of every resource's last backward to the end of the step, at least;
+    arguments as `step_s`."""
+    update_s = np.maximum.reduce(np.broadcast_arrays(*update_R))
+    tails = []
+    for r, after_s in enumerate(after_R):
+        tail_s = np.maximum(reduce_R[r], after_s) + update_s
+        if awaited_R is not None:
+            alone_s = np.maximum(reduce_R[r] + update_R[r], after_s)
+            tail_s = np.where(awaited_R[r], tail_s, alone_s)
+        tails.append(tail_s)
+    return tails
+
+
+def least_content(
+    length_P: Ints, content_P: Ints, shapes: Sequence[Shape], ranks: int, microbatches: int = 1
+) -> float:
+    """A bound on the sum over groups of the content of each one's busiest rank, for which its
+    others wait, whatever groups of these shapes hold the pieces.
+
+    Take the groups by their largest piece, largest first. The first k hold so many pieces of a
+    length at most; if more have content c or above, group k + 1 has at least c (`_largest`). And
+    what the first k hold together, no more of content than fits into the room of k of the largest
+    groups, is all that the others do not hold: these have at least the mean of the rest over the
+    ranks. So for every k the sum of both is a bound; k = 0 is the mean of all.
+
+    Args:
+      shapes: each can hold some piece; every piece fits one of them.
+      microbatches: of a group.
+    """
+    assert len(length_P), "there is a piece"
+    widest = max(shape.size for shape in shapes) * ranks * microbatches
+    largest_G = _largest(length_P, content_P, shapes, ranks * microbatches)
+    dense_first = np.argsort(-content_P / np.maximum(length_P, 1), kind="stable")
+    tokens = np.concatenate([[0], np.cumsum(length_P[dense_first])])
+    content = np.concatenate([[0], np.cumsum(content_P[dense_first])]).astype(float)
+    room_G = widest * np.arange(len(largest_G) + 1)
+    others_G = (content[-1] - np.interp(room_G, tokens, content)) / ranks
+    others_G = np.ceil(others_G * (1 - ROUNDING))  # contents are whole numbers
+    first_G = np.concatenate([[0], np.cumsum(largest_G)])
+    return float((first_G + others_G).max())
+
+
+def _largest(length_P: Ints, content_P: Ints, shapes: Sequence[Shape], bins: int) -> Ints:
+    """[G]: content of the largest piece of each group at least, the group of most first; of groups
+    that are sure to be there. `bins` times its rows is what a group has of a shape."""
+    order = np.argsort(-content_P, kind="stable")
+    shortest_P = np.maximum(np.minimum.accumulate(length_P[order]), 1)  # of the pieces so far
+    # Pieces no shorter than that in one group at most.
+    held_P = np.max([bins * s.rows * (s.tokens // shortest_P) for s in shapes], axis=0)
+    # The piece at place p is beyond what p // held groups hold of those up to it.
+    groups_P = np.maximum.accumulate(np.arange(len(order)) // np.maximum(held_P, 1))
+    first = np.searchsorted(groups_P, np.arange(groups_P[-1] + 1))
+    return np.asarray(content_P[order[first]])

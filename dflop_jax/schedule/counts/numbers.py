@@ -5,7 +5,7 @@ Shape suffixes: N samples, C buckets, K size classes, M modules, R resources, D 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from dflop_jax.records import Layout, Prices
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bounds.batch import Floor, floor_of
-from dflop_jax.schedule.bounds.pipeline import tails_s
+from dflop_jax.schedule.bounds.batch import Floor, floor_of, tails_s
 from dflop_jax.schedule.counts.program import Sizes
 from dflop_jax.schedule.groups import PackingSpace
 from dflop_jax.schedule.solver.problem import Floats, Ints
@@ -61,7 +60,7 @@ def numbers_of(
     batch, buckets = room.batch, room.buckets
     if len(buckets) > sizes.buckets or not batch.n:
         return None
-    floor = floor_of(batch, layout, room.capacity, prices, trainable)
+    floor = floor_of(batch, layout, prices, trainable)
     class_N = size_classes(batch, room.able_CN, sizes.classes)
     values = {name: np.zeros(shape) for name, shape in sizes.parameters.items()}
     n = slice(len(buckets))
@@ -146,35 +145,17 @@ def _fill_seconds(
 
 
 def size_classes(batch: Batch, able_CN: NDArray[np.bool_], most: int) -> Ints:
-    """[N]: classes of samples that the same buckets hold, the widest cut at the middle of its
-    samples until there are `most`; of more kinds than that the last ones share a class."""
+    """[N]: classes of samples that the same buckets hold, smaller samples first, cut so that each
+    has about as many tokens; of more kinds than `most` the last ones share a class."""
     _, kind_N = np.unique(able_CN, axis=1, return_inverse=True)
-    class_N = np.minimum(kind_N.ravel(), most - 1).astype(np.int64)
+    kind_N = np.minimum(kind_N.ravel(), most - 1)
     tokens_MN = np.array([batch.tokens[m] for m in batch.modules]).reshape(-1, batch.n)
-    scale_M1 = np.maximum(tokens_MN.max(axis=1, keepdims=True), 1)
-    waste: dict[int, tuple[float, int]] = {}  # of a class: what it is off its least, in a module
-
-    def look(k: int) -> None:
-        sizes = (tokens_MN / scale_M1)[:, class_N == k]
-        off_M = (sizes - sizes.min(axis=1, keepdims=True)).sum(axis=1)
-        waste[k] = round(float(off_M.max()), _DIGITS), int(off_M.argmax())
-
-    for k in range(int(class_N.max()) + 1):
-        look(k)
-    while len(waste) < most:
-        widest = max(waste, key=lambda k: (waste[k][0], -k))
-        if waste[widest][0] <= 0:
-            break
-        members = np.flatnonzero(class_N == widest)
-        size_n = tokens_MN[waste[widest][1], members]
-        cut = np.median(size_n)
-        upper = size_n > cut if (size_n > cut).any() else size_n >= cut
-        class_N[members[upper]] = len(waste)
-        look(widest)
-        look(len(waste))
+    size_N = (tokens_MN / np.maximum(tokens_MN.max(axis=1, keepdims=True), 1)).sum(axis=0)
+    order = np.lexsort((size_N, kind_N))
+    n_parts = most - int(kind_N.max())
+    volume_N = np.cumsum(size_N[order]) - size_N[order] / 2
+    part_N = np.floor(np.round(volume_N / (size_N.sum() or 1.0) * n_parts, _DIGITS))
+    begins_N = (np.diff(kind_N[order]) > 0) | (np.diff(part_N) > 0)
+    class_N = np.zeros(batch.n, np.int64)
+    class_N[order[1:]] = np.cumsum(begins_N)
     return class_N
-
-
-def counts_of(chosen: Sequence[int], buckets: int) -> Ints:
-    """[C]: how often each bucket was chosen."""
-    return np.bincount(np.asarray(chosen, np.int64), minlength=buckets)

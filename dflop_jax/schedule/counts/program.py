@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -109,15 +109,15 @@ def canonical(sizes: Sizes) -> CountProgram:
     """The program of these sizes, canonicalised by cvxpy. See `_written`."""
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
-    written = _written(sizes)
-    data, _, _ = written.problem.get_problem_data(cp.HIGHS, enforce_dpp=True)
+    problem, groups, samples = _written(sizes)
+    data, _, _ = problem.get_problem_data(cp.SCIPY, enforce_dpp=True)
     stuffed = data["param_prob"]
     # cvxpy flattens arrays by columns; ours are flat by rows.
     place_of = np.full(stuffed.total_param_size + 1, -1)
     n_before = 0
     for name, shape in sizes.parameters.items():
         ours = n_before + np.arange(math.prod(shape)).reshape(shape)
-        first_theirs = stuffed.param_id_to_col[written.parameters[name].id]
+        first_theirs = stuffed.param_id_to_col[problem.param_dict[name].id]
         place_of[first_theirs : first_theirs + ours.size] = ours.ravel(order="F")
         n_before += ours.size
     place_of[-1] = n_before
@@ -141,24 +141,16 @@ def canonical(sizes: Sizes) -> CountProgram:
         columns,
         rows,
         equal=stuffed.cone_dims.zero,
-        buckets=stuffed.var_id_to_col[written.groups.id],
-        dealt=stuffed.var_id_to_col[written.samples.id],
+        buckets=stuffed.var_id_to_col[groups.id],
+        dealt=stuffed.var_id_to_col[samples.id],
         entries=tuple(map(tuple, entries.T.tolist())),
         numbers=tuple(numbers),
     )
 
 
-class _Written(NamedTuple):
-    """The program as cvxpy has it: its parameters by name, and the variables that are asked for."""
-
-    problem: Any
-    parameters: dict[str, Any]
-    groups: Any
-    samples: Any
-
-
-def _written(sizes: Sizes) -> _Written:
-    """With y[c] groups of a bucket (integers) and x[k, c] samples of a class that go to them:
+def _written(sizes: Sizes) -> tuple[Any, Any, Any]:
+    """(the program as cvxpy has it, its variables y and x), with y[c] groups of a bucket (integers)
+    and x[k, c] samples of a class that go to them:
 
     min  T + price @ y
     s.t. T >= work[r] @ y + rest[r] + before[r] @ first[r] + after[r] @ last[r] for each resource
@@ -200,12 +192,4 @@ def _written(sizes: Sizes) -> _Written:
     problem = cp.Problem(cp.Minimize(makespan + p["price"] @ y), limits)
     for parameter in p.values():
         parameter.value = np.ones(parameter.shape)  # canonicalising asks for some
-    return _Written(problem, p, y, x)
-
-
-def dealt_counts(program: CountProgram, solution: Floats) -> tuple[Ints, Floats]:
-    """(groups of each bucket [C], samples of each class in them [K, C]) of a solution."""
-    k, c = program.sizes.classes, program.sizes.buckets
-    groups_C = np.rint(solution[program.buckets : program.buckets + c]).astype(np.int64)
-    dealt = solution[program.dealt : program.dealt + k * c]
-    return groups_C, dealt.reshape(k, c, order="F")
+    return problem, y, x

@@ -3,27 +3,26 @@
 After balancing, ranks are alike but for what they hold: renaming them changes no load (OrchMLLM,
 arXiv 2503.23830, node-wise all-to-all). The best names are an assignment problem, solved exactly
 for one module given where the others are; modules take turns until nothing moves less. Of names
-under which as much crosses nodes, those are taken under which least moves inside them.
+under which as much crosses nodes, those are taken under which least moves inside them. Then equal
+pieces change places.
 
 Shape suffixes: R ranks of the module that is renamed, Q ranks of another, P places for the former.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import permutations
 
 import numpy as np
 
-from dflop_jax.records import Edge, Plan, homes
+from dflop_jax.records import Plan, homes, rank_nodes
 from dflop_jax.schedule.dispatch.traffic import read_between
 from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.placing import moved_to
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
-_FEW_RANKS = 4  # whose 24 orders are tried in microseconds; twice as many have 40,320
 _MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less
 
 
@@ -39,50 +38,25 @@ def staying(moved_RQ: Ints, here: Devices, there: Devices) -> Floats:
     """[R, P]: what would not cross nodes, and second what would not move at all, if what rank R
     holds lay at place P; `moved_RQ` is between it and the ranks of another module."""
     total = float(moved_RQ.sum())
-    in_node_RN = _grouped(moved_RQ, there.of_rank // there.node, here.of_rank // here.node)
-    on_device_RP = _grouped(moved_RQ, there.of_rank, here.of_rank)
-    return in_node_RN * (total + 1) + on_device_RP
+    in_node_RP = _summed(moved_RQ, there.of_rank // there.node, here.of_rank // here.node)
+    return in_node_RP * (total + 1) + _summed(moved_RQ, there.of_rank, here.of_rank)
 
 
-def _grouped(moved_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
+def _summed(moved_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
     """[R, P]: sums over the columns whose label is the one wanted."""
-    labels = np.union1d(label_Q, wanted_P)
-    rows, columns = np.nonzero(moved_RQ)  # few: a rank has to do with few others
-    cells = rows * len(labels) + np.searchsorted(labels, label_Q)[columns]
-    counted = np.bincount(cells, moved_RQ[rows, columns], len(moved_RQ) * len(labels))
-    sums: Floats = counted.astype(np.float64, copy=False)
-    return sums.reshape(-1, len(labels))[:, np.searchsorted(labels, wanted_P)]
+    sums_LR = np.zeros((max(label_Q.max(), wanted_P.max()) + 1, len(moved_RQ)))
+    np.add.at(sums_LR, label_Q, moved_RQ.T)
+    return sums_LR[wanted_P].T
 
 
 def best_names(staying_RP: Floats) -> Ints:
     """[P]: the rank whose content goes to each place so that most stays; as they are where that
     is no worse."""
-    same = np.arange(len(staying_RP))
-    names = _assignment(staying_RP)
-    if staying_RP[names, same].sum() <= staying_RP[same, same].sum() * (1 + ROUNDING):
-        return same
-    return names
-
-
-def _assignment(staying_RP: Floats) -> Ints:
-    """[P]: the rank of each place, each once, so that most stays."""
-    n = len(staying_RP)
-    if n <= _FEW_RANKS:
-        every = _orders(n)
-        best: Ints = every[np.argmax(staying_RP[every, np.arange(n)].sum(1))]
-        return best
     from scipy.optimize import linear_sum_assignment  # takes half a second to load
 
-    rank, place = linear_sum_assignment(staying_RP, maximize=True)
-    names = np.empty(n, np.int64)
-    names[place] = rank
-    return names
-
-
-@lru_cache
-def _orders(n: int) -> Ints:
-    """[n!, n]: every order of n ranks."""
-    return np.array(list(permutations(range(n))), np.int64).reshape(-1, n)
+    names, same = linear_sum_assignment(staying_RP.T, maximize=True)[::-1]
+    gains = staying_RP[names, same].sum() > staying_RP[same, same].sum() * (1 + ROUNDING)
+    return names if gains else same
 
 
 def rename_ranks(room: PackingSpace, answer: Sequence[BucketRun], plan: Plan) -> None:
@@ -91,72 +65,112 @@ def rename_ranks(room: PackingSpace, answer: Sequence[BucketRun], plan: Plan) ->
     Every microbatch has names of its own, but of a module whose programs cost something by their
     content: there ranks were matched over the step, and all microbatches have the same.
     """
-    names = _Names(room, plan)
     for _ in range(_MAX_PASSES):
         changed = False
         for module in plan.layout.modules:
             if room.capacity.ranks[module] > 1:
-                for together in names.alike(answer, module):
-                    changed |= names.rename(module, together)
+                size = room.capacity.group_size
+                every = [(t, k) for t in answer if module in t.placed for k in range(size)]
+                for places in [every] if module in room.priced else [[place] for place in every]:
+                    changed |= _rename(room, plan, module, places)
         if not changed:
             break
 
 
-Place = tuple[BucketRun, int]  # a microbatch
-
-
-@dataclass(frozen=True, eq=False)
-class _Names:
-    room: PackingSpace
-    plan: Plan
-
-    def alike(self, answer: Sequence[BucketRun], module: str) -> Iterator[list[Place]]:
-        """Microbatches whose ranks have the same names."""
-        size = self.room.capacity.group_size
-        every = [(t, k) for t in answer if module in t.placed for k in range(size)]
-        if module in self.room.priced:
-            yield every
+def _rename(
+    room: PackingSpace, plan: Plan, module: str, places: Sequence[tuple[BucketRun, int]]
+) -> bool:
+    """Give a module's ranks the best names, the same in all these microbatches; whether any
+    changed."""
+    ranks, layout = room.capacity.ranks, plan.layout
+    node, n = plan.scheduling.node or layout.n_devices, ranks[module]
+    staying_RP = np.zeros((n, n))
+    for edge in layout.edges:
+        if module not in (edge.source, edge.target):
+            continue
+        both = edge.source, edge.target
+        n_VD = ranks[edge.source], ranks[edge.target]
+        moved_VD = np.zeros(n_VD, np.int64)
+        for t, k in places:
+            if edge.source in t.placed and edge.target in t.placed:
+                source, target = (t.placed[m].chosen(t.placed[m].microbatch == k) for m in both)
+                moved_VD += read_between(both, source, target, room.batch, n_VD)
+        of_rank = np.array(layout.devices(edge.source))
+        here, home = Devices(of_rank, node), Devices(of_rank[homes(*n_VD)], node)
+        if module == edge.source:
+            staying_RP += staying(moved_VD, here, home)
         else:
-            yield from ([place] for place in every)
+            staying_RP += staying(moved_VD.T, home, here)
+    names = best_names(staying_RP)
+    if (names == np.arange(n)).all():
+        return False
+    for t, k in places:
+        ranks_KD = np.tile(np.arange(n), (room.capacity.group_size, 1))
+        ranks_KD[k] = names
+        t.placed[module] = moved_to(t.placed[module], ranks_KD)
+    return True
 
-    def rename(self, module: str, together: Sequence[Place]) -> bool:
-        """Give the ranks of a module the best names; whether any changed."""
-        n = self.room.capacity.ranks[module]
-        staying_RP = np.zeros((n, n))
-        for edge in self.plan.layout.edges:
-            if module in (edge.source, edge.target):
-                moved = sum((self._moved(edge, *place) for place in together),
-                            np.zeros(self._ranks(edge), np.int64))  # fmt: skip
-                source, home = self._devices(edge)
-                if module == edge.source:
-                    staying_RP += staying(moved, source, home)
-                else:
-                    staying_RP += staying(moved.T, home, source)
-        names = best_names(staying_RP)
-        if (names == np.arange(n)).all():
-            return False
-        for t, k in together:
-            ranks_KD = np.tile(np.arange(n), (self.room.capacity.group_size, 1))
-            ranks_KD[k] = names
-            t.placed[module] = moved_to(t.placed[module], ranks_KD)
-        return True
 
-    def _ranks(self, edge: Edge) -> tuple[int, int]:
-        ranks = self.room.capacity.ranks
-        return ranks[edge.source], ranks[edge.target]
+def bring_home(room: PackingSpace, answer: Sequence[BucketRun], plan: Plan) -> None:
+    """Let equal pieces of a module change places within a microbatch, in place, so that least goes
+    to the ranks of the module that reads it; of several that read it the first.
 
-    def _devices(self, edge: Edge) -> tuple[Devices, Devices]:
-        """The devices of the source's ranks, and of the homes of the target's."""
-        of_rank = np.array(self.plan.layout.devices(edge.source))
-        node = self.plan.scheduling.node or self.plan.layout.n_devices
-        return Devices(of_rank, node), Devices(of_rank[homes(*self._ranks(edge))], node)
+    Pieces of one length are the same to a balance, so they may change places for nothing. Each goes
+    to the rank where its sample is read, while that has a place; then to a rank of the same node;
+    the rest goes round the ranks that are left, so that no two ranks exchange much more than
+    others.
+    """
+    batch, ranks = room.batch, room.capacity.ranks
+    for edge in {e.source: e for e in reversed(plan.layout.edges)}.values():
+        low, high = ranks[edge.source], ranks[edge.target]
+        if low == 1:
+            continue
+        node_of, home_D = rank_nodes(plan, edge.source), homes(low, high)
+        for t in (t for t in answer if edge.source in t.placed and edge.target in t.placed):
+            source, target = t.placed[edge.source], t.placed[edge.target]
+            read_at_N = np.full(batch.n, -1)
+            samples = batch.sample[edge.target][target.piece]
+            read_at_N[samples[::-1]] = home_D[target.rank[::-1]]
+            home_P = read_at_N[batch.sample[edge.source][source.piece]]
+            length_P = batch.lengths[edge.source][source.piece]
+            kinds = source.microbatch * (length_P.max(initial=0) + 1) + length_P
+            _, kind_P = np.unique(kinds, return_inverse=True)
+            rank, row = source.rank.copy(), source.row.copy()
+            for kind in range(kind_P.max(initial=-1) + 1):
+                equal = np.flatnonzero(kind_P == kind)
+                places = equal[nearest_places(rank[equal], home_P[equal], node_of)]
+                rank[equal], row[equal] = rank[places], row[places]
+            t.placed[edge.source] = source.moved(rank, row)
 
-    def _moved(self, edge: Edge, together: BucketRun, k: int) -> Ints:
-        if edge.source not in together.placed or edge.target not in together.placed:
-            return np.zeros(self._ranks(edge), np.int64)
-        source, target = (
-            places.chosen(places.microbatch == k)
-            for places in (together.placed[edge.source], together.placed[edge.target])
-        )
-        modules = edge.source, edge.target
-        return read_between(modules, source, target, self.room.batch, self._ranks(edge))
+
+def nearest_places(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:
+    """[P]: the place that each of P pieces of one length takes, most on their ranks, then in their
+    nodes. Place p is on rank `rank_P[p]`, piece p is read on rank `home_P[p]` (-1: nowhere)."""
+    taken = np.full(len(rank_P), -1)
+    order = _round_the_ranks(rank_P)
+    left = list(range(len(home_P)))
+    for label in (np.arange(len(node_of)), node_of, np.zeros_like(node_of)):
+        free: dict[int, deque[int]] = defaultdict(deque)
+        used = set(taken.tolist())
+        for place in order.tolist():
+            if place not in used:
+                free[int(label[rank_P[place]])].append(place)
+        waiting = []
+        for piece in left:
+            key = int(label[home_P[piece]]) if home_P[piece] >= 0 else -1
+            if free[key]:
+                taken[piece] = free[key].popleft()
+            else:
+                waiting.append(piece)
+        left = waiting
+    rest = [p for places in free.values() for p in places]
+    taken[left] = rest  # of pieces that nobody reads
+    return taken
+
+
+def _round_the_ranks(rank_P: Ints) -> Ints:
+    """Places in an order that takes one of each rank in turn."""
+    by_rank = np.argsort(rank_P, kind="stable")
+    ordered = rank_P[by_rank]
+    turn = np.arange(len(rank_P)) - np.searchsorted(ordered, ordered)
+    return by_rank[np.argsort(turn, kind="stable")]

@@ -14,9 +14,15 @@ from itertools import product, zip_longest
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
 from dflop_jax.schedule.sample import LARGE_BATCH, drifted_batches, sample_batches
-from dflop_jax.schedule.shapes.evaluate import BucketEvaluator, first_least, less, roomiest_first
 from dflop_jax.schedule.shapes.milp import SLACKS, solve_choices
-from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
+from dflop_jax.schedule.shapes.problem import (
+    BucketEvaluator,
+    Buckets,
+    ShapeProblem,
+    first_least,
+    less,
+    roomiest_first,
+)
 from dflop_jax.schedule.shapes.sizes import (
     Move,
     Sizes,
@@ -27,31 +33,22 @@ from dflop_jax.schedule.shapes.sizes import (
 )
 
 _USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled in proportion
+_MILP_NODES = 1  # of the integer program's branch and bound
 _MILP_SHARE = 0.3  # of the batches that refinement may schedule, again for the MILP's answer
 _SCALES = (0.85, 1.18, 0.94, 1.06)  # factors by which refinement scales a capacity, in turn
 _ROW_FACTORS = (2.0, 0.5)  # factors by which it multiplies packed rows of the same tokens, in turn
 
 
 @dataclass(frozen=True)
-class _Milp:
-    """An integer program: its nodes, the batches whose groups it chooses, at most, and amounts of
-    slack. Of its candidates: cuts of a batch over the finest that is sensible, and lengths of
-    packed rows (or, where a row takes one piece, numbers of rows) in the last module and in the
-    others. Twice as many candidates or batches make it twice as large."""
-
-    nodes: int
-    batches: int
-    slacks: tuple[float, ...]
-    cuts: tuple[float, ...]
-    last_lengths: int
-    other_lengths: int
-
-
-@dataclass(frozen=True)
 class _Effort:
     """Work of a choice: starts tried, on how many batches first, how many of them then on all
-    `batches`; batches scheduled in all (`budget`; it ends the refinement), units of work for each;
-    the integer program."""
+    `batches`; batches scheduled in all (`budget`; it ends the refinement), units of work for each.
+
+    Of the integer program the batches whose groups it chooses, at most, and amounts of slack; of
+    its candidates cuts of a batch over the finest that is sensible, and lengths of packed rows (or,
+    where a row takes one piece, numbers of rows) in the last module and in the others. Twice as
+    many candidates or batches make it twice as large.
+    """
 
     starts: int
     first: int
@@ -59,17 +56,21 @@ class _Effort:
     batches: int
     budget: int
     work: int
-    milp: _Milp
+    milp_batches: int
+    slacks: tuple[float, ...]
+    cuts: tuple[float, ...]
+    last_lengths: int
+    other_lengths: int
 
 
 _EFFORTS = {
     "quick": _Effort(
         6, first=4, finalists=1, batches=4, budget=24, work=300,
-        milp=_Milp(1, 2, SLACKS[1:], (0.8, 1.2), 4, 1),
+        milp_batches=2, slacks=SLACKS[1:], cuts=(0.8, 1.2), last_lengths=4, other_lengths=1,
     ),
     "full": _Effort(
         12, first=3, finalists=3, batches=12, budget=280, work=1000,
-        milp=_Milp(1, 4, SLACKS, (0.5, 0.8, 1.2, 2.0), 5, 2),
+        milp_batches=4, slacks=SLACKS, cuts=(0.5, 0.8, 1.2, 2.0), last_lengths=5, other_lengths=2,
     ),
 }  # fmt: skip
 
@@ -147,15 +148,15 @@ def choose_buckets(
     if not with_milp:
         return start
     answers = solve_choices(
-        _candidates((*chained, start.buckets), sizes, problem, work.milp),
-        evaluator.batches[: work.milp.batches],
+        _candidates((*chained, start.buckets), sizes, problem, work),
+        evaluator.batches[: work.milp_batches],
         problem,
         must_hold=front,
         start=start.buckets,
-        slacks=work.milp.slacks,
-        max_nodes=work.milp.nodes,
+        slacks=work.slacks,
+        max_nodes=_MILP_NODES,
     )
-    others = [a.buckets for a in answers if a.buckets != start.buckets]
+    others = [buckets for buckets in answers if buckets != start.buckets]
     evaluator.left = round(_MILP_SHARE * budget)
     other = start
     if others:
@@ -167,16 +168,15 @@ def choose_buckets(
         faster,
         made_by="integer" if wins else "search",
         gain=1 - faster.expected_s / slower.expected_s,
-        gap=min((a.gap for a in answers), default=1.0),
+        gap=min(answers.values(), default=1.0),
     )
 
 
 def _choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:
     n = len(evaluator.batches)
-    expected_s = evaluator.mean_s(buckets, n)
-    padding = {}
+    expected_s, padding = evaluator.mean_s(buckets, n), {}
     for m in evaluator.problem.ranks:
-        room = sum(evaluator.rooms[buckets, i][m] for i in range(n))
+        room = sum(evaluator.scheduled(buckets, i)[1][m] for i in range(n))
         used = sum(int(b.tokens[m].sum()) for b in evaluator.batches)
         padding[m] = 1 - used / room if room else 0.0
     return BucketChoice(roomiest_first(buckets), expected_s, padding)
@@ -255,17 +255,17 @@ def _refined(
 
 
 def _candidates(
-    starts: Sequence[Buckets], sizes: Sizes, problem: ShapeProblem, milp: _Milp
+    starts: Sequence[Buckets], sizes: Sizes, problem: ShapeProblem, work: _Effort
 ) -> list[Bucket]:
     """Candidates of the MILP: the buckets of all starts, one that holds every sample, and others
     that cut an average batch into a few numbers of microbatches with rows of several lengths."""
     candidates = dict.fromkeys(b for start in starts for b in start)
     candidates[bucket_of(sizes, {}, holds_all=True)] = None
     *others, last = sizes
-    for cut in milp.cuts:
+    for cut in work.cuts:
         tokens = {m: s.volume / (cut * finest(sizes, problem)) for m, s in sizes.items()}
-        options = [sizes[m].choices(tokens[m], milp.other_lengths) for m in others]
-        for shapes in product(*options, sizes[last].choices(tokens[last], milp.last_lengths)):
+        options = [sizes[m].choices(tokens[m], work.other_lengths) for m in others]
+        for shapes in product(*options, sizes[last].choices(tokens[last], work.last_lengths)):
             candidates[Bucket.of(dict(zip(sizes, shapes, strict=True)))] = None
     return list(candidates)
 

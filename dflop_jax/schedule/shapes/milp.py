@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import Any
 
+import highspy
 import numpy as np
 
 from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.cover import Demand, demand
-from dflop_jax.schedule.shapes.evaluate import roomiest_first
-from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem
-from dflop_jax.schedule.solver.highs import Highs, integer_program
+from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem, roomiest_first
 from dflop_jax.schedule.solver.problem import Floats
 
 SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need; one answer for each
@@ -44,15 +43,6 @@ def with_remains(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dict
     return parents
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Buckets, the roomiest first, and how far the program's optimum may be below what they cost in
-    it, relative."""
-
-    buckets: Buckets
-    gap: float
-
-
 def solve_choices(
     candidates: Sequence[Bucket],
     batches: Sequence[Batch],
@@ -62,8 +52,9 @@ def solve_choices(
     start: Buckets,
     slacks: Sequence[float] = SLACKS,
     max_nodes: int,
-) -> list[Answer]:
-    """Answers of the MILP, at most one for each slack.
+) -> dict[Buckets, float]:
+    """Answers of the MILP, at most one for each slack: buckets, the roomiest first, and how far the
+    program's optimum may be below what they cost in it, relative.
 
     Binary z[c] says that candidate c is compiled, integer n[s, v] how many groups of v batch s
     runs; v are the candidates and what is left of each without modules that some samples lack,
@@ -107,33 +98,50 @@ def solve_choices(
         ]
     program = cp.Problem(cp.Minimize(cp.sum(n @ price_V) / len(batches) + fill), limits)
     begun_C = np.array([c in start for c in candidates], float)
-    answers: dict[Buckets, Answer] = {}
+    answers: dict[Buckets, float] = {}
     for value in slacks:
         slack.value = value
         data, _, _ = program.get_problem_data(cp.HIGHS)
-        variables = data["param_prob"].var_id_to_col
-        first = variables[z.id]
-        solver = Highs(mip_rel_gap=_MILP_GAP, mip_max_nodes=max_nodes)
-        rows, upper = data["A"].tocsr(), data["b"]
-        lower = np.where(np.arange(len(upper)) < data["dims"].zero, upper, -np.inf)
-        whole = [first + np.arange(z.size), variables[n.id] + np.arange(n.size)]
-        solver.passModel(
-            integer_program(
-                data["c"],
-                (rows.indptr, rows.indices, rows.data),
-                (lower, upper),
-                np.concatenate(whole),
-            )
-        )
-        solver.setSolution(z.size, (first + np.arange(z.size)).astype(np.int32), begun_C)
+        z_columns = data["param_prob"].var_id_to_col[z.id] + np.arange(len(candidates))
+        solver = _SilentHighs()
+        options: dict[str, Any] = {"mip_rel_gap": _MILP_GAP, "mip_max_nodes": max_nodes}
+        for name, option in {"threads": 1, "parallel": "off", **options}.items():
+            solver.setOptionValue(name, option)
+        solver.passModel(_model(data))
+        solver.setSolution(len(candidates), z_columns.astype(np.int32), begun_C)
         solver.run()
         solution = np.array(solver.getSolution().col_value)
-        on_C = solution[first : first + z.size] if len(solution) else np.zeros(z.size)
+        on_C = solution[z_columns] if len(solution) else np.zeros(len(candidates))
         chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
         if must_hold.able_any(chosen, capacity).all():  # else there is no answer in so many nodes
-            found = Answer(roomiest_first(chosen), min(1.0, float(solver.getInfo().mip_gap)))
-            answers.setdefault(found.buckets, found)
-    return list(answers.values())
+            gap = min(1.0, float(solver.getInfo().mip_gap))
+            answers.setdefault(roomiest_first(chosen), gap)
+    return answers
+
+
+class _SilentHighs(highspy.Highs):
+    """Prints nothing, though highspy 1.16 names itself on stdout as soon as callbacks are enabled,
+    which its constructor does. (scipy's and cvxpy's interfaces to HiGHS take no start.)"""
+
+    def enableCallbacks(self) -> None:  # as highspy spells it
+        self.silent()
+        super().enableCallbacks()
+
+
+def _model(data: Mapping[str, Any]) -> highspy.HighsLp:
+    """The program min c @ x, A x <= b that cvxpy made."""
+    rows, free = data["A"].tocsr(), np.full(len(data["c"]), np.inf)
+    model = highspy.HighsLp()
+    model.num_row_, model.num_col_ = rows.shape
+    model.col_cost_, model.col_lower_, model.col_upper_ = data["c"], -free, free
+    model.row_lower_, model.row_upper_ = np.full(len(data["b"]), -np.inf), data["b"]
+    matrix = model.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.start_, matrix.index_, matrix.value_ = rows.indptr, rows.indices, rows.data
+    kinds = np.full(len(free), highspy.HighsVarType.kContinuous)
+    kinds[data["int_vars_idx"]] = highspy.HighsVarType.kInteger
+    model.integrality_ = kinds.tolist()
+    return model
 
 
 def _alone(want: Demand) -> Floats:

@@ -1,20 +1,27 @@
-"""For what shapes are chosen: the plan that will run with them, at the prices that it runs at."""
+"""For what shapes are chosen: the plan that will run with them, at the prices that it runs at; and
+what sets of them are worth: sampled batches scheduled on it, by the scheduler of a run, and
+simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
-from dflop_jax.records import Bucket, Layout, Plan, Prices
-from dflop_jax.schedule.batch import Capacity, capacity_of
+from dflop_jax.records import Bucket, Layout, Load, Plan, Prices
+from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
 from dflop_jax.schedule.costs import GroupCosts, group_costs
+from dflop_jax.schedule.online import solve
 
 Buckets = tuple[Bucket, ...]
 
-
-def _as_it_is(layout: Layout) -> Plan:
-    return Plan("", layout)
+# Relative: makespans that differ by less are equal, since the last bits of a fit differ from
+# machine to machine.
+TIE = 1e-6
+# Times as long as the best that a set may take on the first batches; with twice the 1% sets are
+# given up later, within the same budget of batches.
+_HOPELESS = 1.01
+_AS_IT_IS = partial(Plan, "")  # the plan of a layout
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +50,7 @@ class ShapeProblem:
     token_multiple: int = 128
     max_tokens: Mapping[str, int] = field(default_factory=dict)
     max_microbatches: int = 16
-    as_run: Callable[[Layout], Plan] = _as_it_is
+    as_run: Callable[[Layout], Plan] = _AS_IT_IS
 
     @cached_property
     def capacity(self) -> Capacity:
@@ -68,3 +75,70 @@ class ShapeProblem:
         """What groups of a bucket take on each resource."""
         layout = replace(self.layout, buckets=(bucket,))
         return group_costs(layout, self.prices(layout), self.training)
+
+
+def less(a: float, b: float) -> bool:
+    """Whether a is less than b by more than rounding, a fit's last bits included."""
+    return a < b * (1 - TIE)
+
+
+def first_least(values: Sequence[float]) -> int:
+    """Place of the least value; of equal ones (to rounding) the first."""
+    best = 0
+    for i, value in enumerate(values):
+        if less(value, values[best]):
+            best = i
+    return best
+
+
+class BucketEvaluator:
+    """Seconds of sampled batches under bucket sets, each batch scheduled once per set, until the
+    budget of scheduled batches is spent."""
+
+    def __init__(
+        self,
+        batches: Sequence[Sequence[Load]],
+        problem: ShapeProblem,
+        *,
+        work: int,
+        budget: int,
+    ):
+        self.problem, self.work, self.left = problem, work, budget
+        self.batches = [Batch(b, tuple(problem.ranks)) for b in batches]
+        self.scheduled = cache(self._scheduled)
+
+    @property
+    def spent(self) -> bool:
+        return self.left <= 0
+
+    def _scheduled(self, buckets: Buckets, batch: int) -> tuple[float, dict[str, int]]:
+        """(simulated seconds of a batch, tokens of each module that its groups have room for)."""
+        problem = self.problem
+        plan = problem.with_buckets(buckets)
+        prices = problem.prices(plan.layout)
+        schedule = solve(self.batches[batch], plan, prices, problem.training, self.work, 0).schedule
+        room = dict.fromkeys(problem.ranks, 0)
+        for g in schedule.groups:
+            tokens = g.shape.size * problem.ranks[g.module]
+            room[g.module] += tokens * problem.capacity.group_size
+        self.left -= 1
+        return schedule.makespan_s, room
+
+    def mean_s(self, buckets: Buckets, n: int) -> float:
+        return sum(self.scheduled(buckets, i)[0] for i in range(n)) / n
+
+    def beats(self, buckets: Buckets, best: Buckets) -> bool:
+        """Whether a set is faster than `best` on all batches; given up early when far behind."""
+        set_s = best_s = 0.0
+        for i in range(len(self.batches)):
+            set_s += self.scheduled(buckets, i)[0]
+            best_s += self.scheduled(best, i)[0]
+            if less(best_s * (_HOPELESS if i + 1 < len(self.batches) else 1), set_s):
+                return False
+        return less(set_s, best_s)
+
+
+def roomiest_first(buckets: Sequence[Bucket]) -> Buckets:
+    """The buckets by their tokens of the last module, then of those before it, most first."""
+    modules = list(dict.fromkeys(m for b in buckets for m, _ in b.shapes))[::-1]
+    return tuple(sorted(buckets, key=lambda b: ([-b.tokens(m) for m in modules], b.shapes)))

@@ -184,30 +184,23 @@ class Move:
 
     def applied(self, bucket: Bucket, sizes: Sizes) -> Bucket | None:
         """The bucket after the move, changed by at least one unit; None if nothing is left."""
-        shapes = dict(bucket.shapes)
-        for m in self.modules:
-            shape = shapes.get(m)
-            if shape is None:
-                continue
-            moved = _moved(shape, sizes[m], self.scale, self.cut)
-            if moved is None:
-                del shapes[m]
-            else:
-                shapes[m] = moved
-        return Bucket.of(shapes) if shapes else None
+        moved = {
+            m: self._moved(shape, sizes[m]) if m in self.modules else shape
+            for m, shape in bucket.shapes
+        }
+        return Bucket.of(moved) if any(moved.values()) else None
 
-
-def _moved(shape: Shape, size: ModuleSizes, scale: float, cut: float) -> Shape | None:
-    if scale == 0:
-        return None
-    if cut != 1:
-        return shape if size.piece else size.shape(shape.size, max(1, int(shape.rows * cut)))
-    unit = size.piece or size.multiple
-    rows = 1 if size.piece else shape.rows
-    units = shape.size // rows // unit
-    scaled = round(units * scale)
-    scaled = max(scaled, units + 1) if scale > 1 else min(scaled, units - 1)
-    return size.shape(max(1, scaled) * unit * rows, rows)
+    def _moved(self, shape: Shape, size: ModuleSizes) -> Shape | None:
+        if self.scale == 0:
+            return None
+        if self.cut != 1:
+            rows = max(1, int(shape.rows * self.cut))
+            return shape if size.piece else size.shape(shape.size, rows)
+        unit, rows = size.piece or size.multiple, 1 if size.piece else shape.rows
+        units = shape.size // rows // unit
+        scaled = round(units * self.scale)
+        scaled = max(scaled, units + 1) if self.scale > 1 else min(scaled, units - 1)
+        return size.shape(max(1, scaled) * unit * rows, rows)
 
 
 def round_up(value: float, multiple: int) -> int:

@@ -24,10 +24,10 @@ def lpt(
     sizes_RN, c = problem.sizes_RN, problem.n_costs
     if order is None:
         order = by_size(sizes_RN[:c])
-    if start is None and only is None and _is_plain(problem):
-        return _to_lightest(sizes_RN[0], order, problem.n_bins)
     bins = np.full(problem.n, -1) if start is None else start.copy()
-    loads_RB, own = problem.loads(bins), _resource_of_a_bin(problem)
+    of_a_bin = [r for r, grouped in enumerate(problem.grouped_R) if not grouped]
+    # The one resource that bins of a group do not share, if it is one.
+    loads_RB, own = problem.loads(bins), of_a_bin[0] if len(of_a_bin) == 1 else None
     open_B = np.arange(problem.n_bins) if only is None else np.sort(only)
     first_K = _kinds(problem, open_B) if own is not None else open_B
     group_K = first_K // problem.group
@@ -75,12 +75,6 @@ def lpt(
     return bins
 
 
-def _resource_of_a_bin(problem: Problem) -> int | None:
-    """The one resource that bins of a group do not share; None if there is none or several."""
-    own = [r for r, grouped in enumerate(problem.grouped_R) if not grouped]
-    return own[0] if len(own) == 1 else None
-
-
 def _kinds(problem: Problem, open_B: Ints) -> Ints:
     """The first of each run of open bins of one group and size: these differ in the one load that
     is their own, so that the least loaded is the best of them."""
@@ -88,24 +82,6 @@ def _kinds(problem: Problem, open_B: Ints) -> Ints:
     if problem.scale_RB is not None:
         apart |= (np.diff(problem.scale_RB[:, open_B], axis=1) != 0).any(axis=0)
     return open_B[np.append(True, apart)]
-
-
-def _is_plain(problem: Problem) -> bool:
-    """Whether bins are alike and only one cost counts."""
-    one = len(problem.sizes_RN) == problem.n_costs == 1
-    return one and problem.alike and not (problem.grouped_R[0] and problem.group > 1)
-
-
-def _to_lightest(size_N: Floats, order: Ints, n_bins: int) -> Ints:
-    """The same for one cost and bins alike, of which the lightest is kept at the top of a heap."""
-    bins = np.empty(len(size_N), np.int64)
-    lightest = [(0.0, j) for j in range(n_bins)]
-    sizes = size_N[order].tolist()
-    for i, size in zip(order.tolist(), sizes):
-        load, j = lightest[0]
-        bins[i] = j
-        heapreplace(lightest, (load + size, j))
-    return bins
 
 
 def by_size(sizes_RN: Floats) -> Ints:

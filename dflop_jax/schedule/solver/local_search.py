@@ -7,11 +7,12 @@ s of a and r of b the new loads are A - s + r and B + s - r, i.e. for each resou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
@@ -21,6 +22,8 @@ _MAX_SUBSETS = 192  # of one bin; pricing 192 x 192 exchanges takes about 0.1 ms
 _RESPLIT_WORK = 40  # pairs priced while re-splitting three or four bins
 _NOISE = 0.5  # relative noise on the sizes by which a re-split orders its samples; uniform, since
 # the last bit of an exponential differs from one CPU to another
+_RESPLITS = (8, 24)  # of the first turn, of later ones
+_CLOSE = 3e-4  # relative gain of a batch of re-splits that is worth another
 
 
 class State:
@@ -55,6 +58,28 @@ class State:
             if p.base_RB is not None:
                 self.loads_RB[:, span] += p.base_RB[:, span]
             self.score_B[span] = p.scores(self.loads_RB[:, span], span)
+
+
+def improve(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
+    """Lower the makespan in place by exchanges and re-splits, until it is `target` or the budget is
+    spent. `balance`, the packing of a run's batches and the evening out of their content end
+    here."""
+
+    def is_done() -> bool:
+        return state.makespan <= target or budget.done
+
+    descend(state, target, budget)
+    batch, later = _RESPLITS
+    while not is_done():
+        before = np.inf
+        while state.makespan < before * (1 - _CLOSE):
+            before = state.makespan
+            for _ in range(batch):
+                if is_done():
+                    return
+                resplit(state, target, budget, rng)
+                descend(state, target, budget)
+        batch = later
 
 
 @lru_cache(maxsize=256)
@@ -167,8 +192,10 @@ def _partners(state: State, a: int, among: Ints) -> list[int]:
 def resplit(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
     """Pool the heaviest bin with two or three random ones, split anew (noisy LPT, exchanges), keep
     it if their largest score falls."""
-    p = state.problem
-    pool = choose_pool(state, rng)
+    p, n_bins = state.problem, state.problem.n_bins
+    heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
+    others = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
+    pool = np.concatenate([[heaviest], others[others != heaviest][:3]]).astype(np.int64)
     budget.spend()
     before = state.score_B[pool].max()
     of_a_bin = [r for r in range(p.n_costs) if not p.grouped_R[r]]
@@ -191,9 +218,72 @@ def resplit(state: State, target: float, budget: Budget, rng: np.random.Generato
         state.refill(pool.tolist(), members_before)
 
 
-def choose_pool(state: State, rng: np.random.Generator) -> Ints:
-    """The heaviest bin and two or three random others."""
-    n_bins = state.problem.n_bins
-    heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
-    others = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
-    return np.concatenate([[heaviest], others[others != heaviest][:3]]).astype(np.int64)
+def balance(
+    costs: ArrayLike,
+    n_bins: int,
+    *,
+    bin_group: int = 1,
+    grouped: Sequence[int] = (),
+    work: float = 1_000,
+    seed: int = 0,
+) -> Ints:
+    """The bin of each sample, int64 [samples], such that the largest summed cost over bins and
+    modules is small; the same arguments give the same bins.
+
+    This is DFLOP's integer program (arXiv 2603.25120, Online Microbatch Scheduler), solved by LPT
+    and the improvement that a run's batches get too.
+
+    Args:
+      costs: >= 0, [samples, modules] or [samples]; any one unit.
+      n_bins: number of bins, >= 1.
+      bin_group, grouped: the cost columns named in `grouped` are summed over each `bin_group`
+        consecutive bins, as a source module that runs the union of a microbatch's data ranks.
+      work: max. units of work (see `solver.budget`), each about 0.1 ms.
+      seed: of the search.
+
+    Raises:
+      ValueError: a negative or non-finite cost (its row is named), or arguments that do not match.
+    """
+    problem = balance_problem(costs, n_bins, bin_group, grouped)
+    if problem.n == 0:
+        return np.empty(0, np.int64)
+    state = State(problem, lpt(problem))
+    bins_R = np.where(problem.grouped_R, problem.n_groups, n_bins)
+    target = max(
+        (problem.sizes_RN.sum(axis=1) / bins_R).max(initial=0.0),
+        problem.sizes_RN.max(initial=0.0),
+    )
+    improve(state, target * (1 + ROUNDING), Budget(work), np.random.default_rng(seed))
+    return state.bins
+
+
+def balance_problem(
+    costs: ArrayLike, n_bins: int, bin_group: int = 1, grouped: Sequence[int] = ()
+) -> Problem:
+    """The problem in array form; ValueError says what is wrong with the arguments."""
+    costs_NC = np.asarray(costs, dtype=np.float64)
+    costs_NC = costs_NC[:, None] if costs_NC.ndim == 1 else costs_NC
+    if costs_NC.ndim != 2:
+        raise ValueError(f"costs must be [samples, columns], got shape {costs_NC.shape}")
+    bad = np.argwhere(~np.isfinite(costs_NC) | (costs_NC < 0))
+    if len(bad):
+        row, column = bad[0]
+        raise ValueError(
+            f"costs[{row}, {column}] is {costs_NC[row, column]}; "
+            "every entry must be a finite number >= 0 (check the profile it was predicted from)"
+        )
+    c = costs_NC.shape[1]
+    if n_bins < 1:
+        raise ValueError(f"n_bins={n_bins} must be at least 1")
+    if bin_group < 1 or n_bins % bin_group:
+        raise ValueError(f"bin_group={bin_group} must divide n_bins={n_bins}")
+    if not set(grouped) <= set(range(c)):
+        raise ValueError(f"grouped={tuple(grouped)} names columns outside 0..{c - 1}")
+    return Problem(
+        sizes_RN=np.ascontiguousarray(costs_NC.T),
+        n_costs=c,
+        limits_R=np.full(c, np.inf),
+        n_bins=n_bins,
+        group=bin_group,
+        grouped_R=tuple(i in grouped for i in range(c)),
+    )

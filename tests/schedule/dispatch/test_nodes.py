@@ -25,8 +25,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.dispatch.nodes import Devices, best_names, staying
-from dflop_jax.schedule.dispatch.swaps import nearest_places
+from dflop_jax.schedule.dispatch.nodes import Devices, best_names, nearest_places, staying
 from dflop_jax.schedule.dispatch.traffic import exchange_rooms, read_between
 
 EDGE = Edge("sight", "words", "seen")

@@ -7,9 +7,9 @@ import pytest
 
 from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Bucket, Load, Shape, Task
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.batch import Batch, capacity_of
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds.batch import lower_bound_s
-from dflop_jax.schedule.ordering.problem import problem_of
+from dflop_jax.schedule.ordering.search import problem_of
 from dflop_jax.sim.pipeline import with_order
 from dflop_jax.tasks.graph import step_graph
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
@@ -74,9 +74,10 @@ def test_the_bound_is_below_the_best_order(seed):
     loads = make_batch(rng, 6, most_tiles=8)
     got = schedule_batch(loads, plan, prices, trainable, work=400)
     tasks = step_graph(plan.layout, got.groups, trainable)
-    problem = problem_of(plan, got, tasks, prices, got.order)
+    order = [tasks.place[t] for t in got.order]
+    problem = problem_of(plan, got, tasks, prices, order)
     least_s = least_makespan(problem) * problem.tick_s
     batch = Batch(loads, plan.layout.modules)
-    bound_s = lower_bound_s(batch, plan.layout, capacity_of(plan.layout), prices, trainable)
+    bound_s = lower_bound_s(batch, plan.layout, prices, trainable)
     assert 0 < bound_s <= least_s * (1 + 1e-9)
     assert got.makespan_s <= least_s * (1 + 1e-8)

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from dflop_jax.schedule.solver.balance import balance, pack_within_limits
-from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
-from dflop_jax.schedule.solver.problem import Problem, make_problem
+from dflop_jax.schedule.solver.local_search import balance, balance_problem
+from dflop_jax.schedule.solver.problem import Problem
 
 
 def heavy_tailed(rng, n, modules=2):
@@ -88,21 +87,18 @@ def test_edge_cases_are_defined():
     assert balance([1.0, 2.0, 3.0], 1).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("make, arguments, options, message", [
-    (balance, ([1.0, np.nan], 2), {}, r"costs\[1, 0\] is nan"),
-    (balance, ([[1.0, -2.0]], 2), {}, r"costs\[0, 1\] is -2"),
-    (balance, ([1.0, np.inf], 2), {}, "finite"),
-    (balance, ([1.0], 0), {}, "n_bins=0"),
-    (balance, (np.ones((1, 1, 1)), 1), {}, "shape"),
-    (make_problem, ([1.0, 2.0], 3), {"tokens": [1.0, 1.0]}, "come together"),
-    (make_problem, ([1.0, 2.0], 3), {"tokens": [1.0], "capacities": [1.0]}, "shape"),
-    (make_problem, ([1.0, 2.0], 3), {"tokens": [1.0, 1.0], "capacities": [-1.0]}, "capacities"),
-    (make_problem, ([1.0, 2.0], 3), {"bin_group": 2}, "divide"),
-    (make_problem, ([1.0, 2.0], 3), {"grouped": (1,)}, "grouped"),
+@pytest.mark.parametrize("arguments, options, message", [
+    (([1.0, np.nan], 2), {}, r"costs\[1, 0\] is nan"),
+    (([[1.0, -2.0]], 2), {}, r"costs\[0, 1\] is -2"),
+    (([1.0, np.inf], 2), {}, "finite"),
+    (([1.0], 0), {}, "n_bins=0"),
+    ((np.ones((1, 1, 1)), 1), {}, "shape"),
+    (([1.0, 2.0], 3), {"bin_group": 2}, "divide"),
+    (([1.0, 2.0], 3), {"grouped": (1,)}, "grouped"),
 ])  # fmt: skip
-def test_bad_arguments_are_named(make, arguments, options, message):
+def test_bad_arguments_are_named(arguments, options, message):
     with pytest.raises(ValueError, match=message):
-        make(*arguments, **options)
+        balance(*arguments, **options)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -110,7 +106,7 @@ def test_bad_arguments_are_named(make, arguments, options, message):
 def test_never_worse_than_lpt_nor_below_the_mean(seed, n, n_bins, modules):
     costs = heavy_tailed(np.random.default_rng(seed), n, modules)
     got = makespan(balance(costs, n_bins, work=200, seed=seed), costs, n_bins)
-    greedy = make_problem(costs, n_bins).makespan(lpt(make_problem(costs, n_bins)))
+    greedy = makespan(lpt(balance_problem(costs, n_bins)), costs, n_bins)
     assert max(costs.sum(axis=0).max() / n_bins, costs.max()) <= got * (1 + 1e-9)
     assert got <= greedy
 
@@ -161,20 +157,3 @@ def test_more_work_is_never_worse():
     spans = [makespan(balance(costs, 30, work=r), costs, 30) for r in (0, 20, 200, 2000)]
     assert spans == sorted(spans, reverse=True)
     assert spans[-1] < spans[0]
-
-
-def test_tight_capacities_are_packed():
-    """A perfect packing exists: each bin holds the parts of a cut whole."""
-    rng = np.random.default_rng(0)
-    parts = [
-        np.diff([0, *sorted(rng.choice(np.arange(1, 100), 5, replace=False)), 100])
-        for _ in range(8)
-    ]
-    tokens = np.concatenate(parts).astype(float)
-    costs = rng.lognormal(0, 1, len(tokens))
-    problem = make_problem(costs, 8, capacities=[104.0], tokens=tokens)
-    bins = pack_within_limits(problem, Budget(20_000), rng)
-    assert bins is not None
-    assert np.bincount(bins, tokens, 8).max() <= 104
-    full = make_problem(costs, 8, capacities=[80.0], tokens=tokens)
-    assert pack_within_limits(full, Budget(1_000), rng) is None

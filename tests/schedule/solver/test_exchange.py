@@ -6,8 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dflop_jax.schedule.solver.local_search import State, exchange
-from dflop_jax.schedule.solver.problem import make_problem
+from dflop_jax.schedule.solver.local_search import State, balance_problem, exchange
 
 LIMIT = 8.0
 
@@ -20,7 +19,7 @@ def best_of_all(problem, bins, a, b):
         tried = bins.copy()
         tried[held] = ways
         loads_RB = problem.loads(tried)
-        if problem.fits(loads_RB[:, [a, b]]):
+        if (loads_RB[problem.n_costs :, [a, b]] <= LIMIT).all():
             least = min(least, problem.scores(loads_RB)[[a, b]].max())
     return least
 
@@ -31,9 +30,15 @@ def test_exchange_is_the_best_of_all(group, grouped, kind):
     moved, rng = 0, np.random.default_rng(0)
     for _ in range(20):
         costs = rng.integers(1, 9, (9, 2)).astype(float)
-        tokens = rng.integers(1, 5, 9).astype(float) if kind == "limits" else None
-        limits = None if tokens is None else [LIMIT]
-        problem = make_problem(costs, 4, limits, tokens, group, grouped)
+        problem = balance_problem(costs, 4, group, grouped)
+        if kind == "limits":
+            tokens = rng.integers(1, 5, 9).astype(float)
+            problem = replace(
+                problem,
+                sizes_RN=np.vstack((problem.sizes_RN, tokens)),
+                limits_R=np.append(problem.limits_R, LIMIT),
+                grouped_R=(*problem.grouped_R, False),
+            )
         if kind == "sizes":
             problem = replace(problem, scale_RB=rng.uniform(0.5, 2.0, (2, 4)))
         if kind == "carried":
@@ -54,7 +59,7 @@ def test_exchange_is_the_best_of_all(group, grouped, kind):
 
 
 def test_an_empty_bin_takes_what_relieves_the_other():
-    state = State(make_problem([3.0, 2.0], 2), np.array([0, 0]))
+    state = State(balance_problem([3.0, 2.0], 2), np.array([0, 0]))
     assert exchange(state, 0, 1)
     assert sorted(state.score_B) == [2.0, 3.0]
     assert not exchange(state, 0, 1)

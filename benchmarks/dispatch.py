@@ -45,7 +45,7 @@ from dflop_jax.schedule.placing import (
     content_bound,
     place,
 )
-from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import Budget
 
 COSTS = ("rows", "content")
 SIZES = ((8, 128), (64, 1024), (512, 8192))

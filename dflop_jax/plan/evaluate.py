@@ -35,7 +35,7 @@ from dflop_jax.schedule import (
 )
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.costs import directions
-from dflop_jax.schedule.dispatch.traffic import exchange_rooms
+from dflop_jax.schedule.dispatch.nodes import exchange_rooms
 from dflop_jax.schedule.memory_plan import held_bytes
 from dflop_jax.schedule.sample import drifted_batches, sample_batches
 from dflop_jax.schedule.search import fewest_groups

@@ -23,7 +23,7 @@ from dflop_jax.schedule.placing import (
     rank_content,
     uneven,
 )
-from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.schedule.sub_microbatches import part_shape, parts_of
 
 # Of a step's seconds, what evening out content further would save at most: where it is less, it is

@@ -31,8 +31,7 @@ from dflop_jax.schedule.groups import (
 from dflop_jax.schedule.memory_plan import with_memory_plan
 from dflop_jax.schedule.ordering.search import with_searched_order
 from dflop_jax.schedule.search import improved
-from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.problem import ROUNDING
+from dflop_jax.schedule.solver.problem import ROUNDING, Budget
 from dflop_jax.schedule.sub_microbatches import most_buckets, wide_buckets, widened
 from dflop_jax.sim.pipeline import with_order
 
@@ -81,7 +80,7 @@ def schedule_batch(
       trainable: names of the segments that train.
       program: the integer program of the plan's counts (`counts.program.canonical`), None: it is
         not asked. It is asked where work is.
-      work: units that the solver may spend (`solver.budget`); 0 gives the greedy answer, None the
+      work: units that the solver may spend (`Budget`); 0 gives the greedy answer, None the
         plan's `work_budget`, or `DEFAULT_WORK` where it has none.
 
     Returns:

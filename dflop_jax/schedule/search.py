@@ -16,8 +16,7 @@ from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.cover import Demand, cheap_covers, fractional_cost
 from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_answer
 from dflop_jax.schedule.packing import DEALT_PER_WORK, pack
-from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
+from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Floats, Ints
 from dflop_jax.schedule.sub_microbatches import most_buckets, wide_buckets
 
 # Units for packing one set of buckets, beside dealing it; twice as many try half as many sets where

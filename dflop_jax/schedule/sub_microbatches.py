@@ -7,8 +7,8 @@ and bounds so holds here too.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 
@@ -63,7 +63,11 @@ def wide_buckets(layout: Layout) -> tuple[Bucket, ...]:
     modules, counts = _divided(layout), range(layout.fan_in, 0, -1)
     if not modules:
         return layout.buckets
-    return tuple(dict.fromkeys(_with_parts(b, modules, n) for n in counts for b in layout.buckets))
+    wide = {
+        Bucket(tuple((m, times(s, n) if m in modules else s) for m, s in b.shapes)): None
+        for n, b in product(counts, layout.buckets)
+    }
+    return tuple(wide)
 
 
 def most_buckets(layout: Layout) -> int:
@@ -75,10 +79,6 @@ def most_buckets(layout: Layout) -> int:
 
 def _divided(layout: Layout) -> list[str]:
     return [m for m in layout.divided if layout.shapes(m)]
-
-
-def _with_parts(bucket: Bucket, modules: Collection[str], n: int) -> Bucket:
-    return Bucket(tuple((m, times(s, n) if m in modules else s) for m, s in bucket.shapes))
 
 
 def parts_of(places: PiecePlaces, part: Shape) -> list[PiecePlaces]:

@@ -12,7 +12,7 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.placement import split_layers
 from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.schedule.ordering.search import with_searched_order
-from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from tests.plans import programs
 from tests.small import Eye, Small, Text

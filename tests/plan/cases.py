@@ -46,7 +46,7 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.groups import PackingSpace
 from dflop_jax.schedule.sample import sample_batches
 from dflop_jax.schedule.search import packed_into
-from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit

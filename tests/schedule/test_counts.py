@@ -11,10 +11,10 @@ from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch, capacity_of, variants
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.counts import solve
-from dflop_jax.schedule.counts.numbers import numbers_of, size_classes
 from dflop_jax.schedule.counts.program import CountProgram, Sizes, sizes_of
+from dflop_jax.schedule.counts.solve import numbers_of, size_classes
 from dflop_jax.schedule.groups import PackingSpace, greedy_answer
-from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import Budget
 from tests.schedule.conftest import (
     TILE,
     bucket,

@@ -15,7 +15,7 @@ from dflop_jax.schedule.memory_plan import (
     held_bytes,
     with_memory_plan,
 )
-from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import in_flight_limit, resources
 from tests.sim.cases import SHAPES, batch, graph, names, random_case, same_prices

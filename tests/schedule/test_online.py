@@ -19,7 +19,7 @@ from dflop_jax.schedule.cover import Demand, cheap_covers, demand
 from dflop_jax.schedule.groups import PackingSpace, dealt_answer, greedy_answer, schedule_groups
 from dflop_jax.schedule.packing import pack
 from dflop_jax.schedule.solver import local_search
-from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import step_graph
 from dflop_jax.tasks.order import check_order

@@ -1,4 +1,6 @@
-"""Which device takes what was dealt to a data rank, so that least crosses nodes.
+"""What moves between the data ranks of two modules, from loads alone, and which device takes what
+was dealt to a data rank, so that least crosses nodes. Amounts are tokens of the source, to which
+its features are proportional.
 
 After balancing, ranks are alike but for what they hold: renaming them changes no load (OrchMLLM,
 arXiv 2503.23830, node-wise all-to-all). The best names are an assignment problem, solved exactly
@@ -17,13 +19,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dflop_jax.records import Plan, homes, rank_nodes
-from dflop_jax.schedule.dispatch.traffic import read_between
+from dflop_jax.records import (
+    ExchangeRoom,
+    Layout,
+    Load,
+    PiecePlaces,
+    Plan,
+    Schedule,
+    Shape,
+    crossing,
+    homes,
+    rank_nodes,
+    traffic,
+)
+from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.groups import BucketRun, PackingSpace
 from dflop_jax.schedule.placing import moved_to
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
 _MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less
+# Shares of a rank's features. The least room of a round, whatever the batches that were seen move:
+# twice as much sends more padding, and fewer groups of later batches need a second round. And what
+# a round costs beside its room: twice as much gives larger rooms and fewer rounds.
+_LEAST_ROOM, _ROUND_COST = 1 / 32, 0.3
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,3 +192,44 @@ def _round_the_ranks(rank_P: Ints) -> Ints:
     ordered = rank_P[by_rank]
     turn = np.arange(len(rank_P)) - np.searchsorted(ordered, ordered)
     return by_rank[np.argsort(turn, kind="stable")]
+
+
+def read_between(
+    modules: tuple[str, str],
+    source: PiecePlaces,
+    target: PiecePlaces,
+    batch: Batch,
+    n: tuple[int, int],
+) -> Ints:
+    """[V, D]: what each of the `n` = (V, D) ranks of two modules has for each that reads it."""
+    here, there = (batch.sample[m][p.piece] for m, p in zip(modules, (source, target)))
+    amount = batch.lengths[modules[0]][source.piece]
+    return traffic(here, source.rank, amount, there, target.rank, n)
+
+
+def exchange_rooms(
+    layout: Layout, schedules: Sequence[Schedule], batches: Sequence[Sequence[Load]]
+) -> tuple[ExchangeRoom, ...]:
+    """Rooms with which the exchanges of these schedules send least: one round takes what most
+    groups move, and a few need another."""
+    shares: dict[tuple[str, str, Shape, Shape], list[float]] = {}
+    for schedule, loads in zip(schedules, batches, strict=True):
+        batch = Batch(loads, layout.modules)
+        for place, target in enumerate(schedule.groups):
+            for source in (g for g in schedule.groups if place in g.feeds):
+                n = layout.data_ranks(source.module), layout.data_ranks(target.module)
+                if n[0] > 1:
+                    both = source.module, target.module
+                    read = read_between(both, source.pieces, target.pieces, batch, n)
+                    moved = crossing(read, np.zeros(n[0], np.int64))
+                    held_tokens = source.microbatches * source.shape.size
+                    key = *both, source.shape, target.shape
+                    shares.setdefault(key, []).append(moved.most / held_tokens)
+    return tuple(ExchangeRoom(*key, _best_share(np.array(needs))) for key, needs in shares.items())
+
+
+def _best_share(needs: np.ndarray) -> float:
+    """The share, of those that groups need, under which all their rounds together take least."""
+    rooms = np.unique(np.clip(needs, _LEAST_ROOM, 1.0))
+    rounds = np.maximum(1, np.ceil(needs[:, None] / rooms - 1e-9))
+    return float(rooms[np.argmin((rounds * (rooms + _ROUND_COST)).sum(axis=0))])

@@ -10,8 +10,7 @@ from operator import itemgetter
 import numpy as np
 
 from dflop_jax.records import NO_GROUP, Plan, Prices, Schedule
-from dflop_jax.schedule.solver.budget import Budget
-from dflop_jax.schedule.solver.problem import ROUNDING, Ints
+from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Ints
 from dflop_jax.sim.pipeline import makespan_by, sends_of, task_seconds
 from dflop_jax.tasks.graph import StepGraph, step_graph
 from dflop_jax.tasks.listing import listed, sequenced, turned

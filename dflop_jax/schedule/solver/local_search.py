@@ -14,9 +14,8 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dflop_jax.schedule.solver.budget import Budget
 from dflop_jax.schedule.solver.greedy import lpt
-from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
+from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Floats, Ints, Problem
 
 _MAX_SUBSETS = 192  # of one bin; pricing 192 x 192 exchanges takes about 0.1 ms per resource
 _RESPLIT_WORK = 40  # pairs priced while re-splitting three or four bins
@@ -238,7 +237,7 @@ def balance(
       n_bins: number of bins, >= 1.
       bin_group, grouped: the cost columns named in `grouped` are summed over each `bin_group`
         consecutive bins, as a source module that runs the union of a microbatch's data ranks.
-      work: max. units of work (see `solver.budget`), each about 0.1 ms.
+      work: max. units of work (see `solver.problem.Budget`), each about 0.1 ms.
       seed: of the search.
 
     Raises:

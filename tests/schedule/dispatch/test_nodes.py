@@ -25,8 +25,14 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.dispatch.nodes import Devices, best_names, nearest_places, staying
-from dflop_jax.schedule.dispatch.traffic import exchange_rooms, read_between
+from dflop_jax.schedule.dispatch.nodes import (
+    Devices,
+    best_names,
+    exchange_rooms,
+    nearest_places,
+    read_between,
+    staying,
+)
 
 EDGE = Edge("sight", "words", "seen")
 

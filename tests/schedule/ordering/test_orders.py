@@ -13,7 +13,7 @@ from dflop_jax.schedule.ordering.search import (
     searched,
     with_searched_order,
 )
-from dflop_jax.schedule.solver.budget import Budget
+from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.sim.pipeline import simulate_step, with_order
 from dflop_jax.tasks.graph import in_flight_limit, step_graph
 from dflop_jax.tasks.listing import listed, turned

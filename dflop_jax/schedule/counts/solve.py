@@ -29,7 +29,7 @@ _SLACKS = (0.0, 0.004, 0.01, 0.02, 0.04)  # room over volume that whole samples 
 _WORTH = 1e-3  # relative: counts that promise less of a gain than that are not packed
 _SAFE = 1 - 1e-5  # HiGHS keeps conditions to about 1e-6
 # Units of work, measured: of a model, a node; most of packing.
-_MODEL_WORK, _NODE_WORK, _PACK_WORK = 100, 10, 400
+_MODEL_WORK, _NODE_WORK, _PACK_WORK = 100, 10, 800
 
 
 _Solved = tuple[Ints, Floats]  # groups of each bucket [C], samples of each class in them [K, C]

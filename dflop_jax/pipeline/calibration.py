@@ -36,7 +36,7 @@ from dflop_jax.records import (
     Task,
     with_host_work,
 )
-from dflop_jax.tasks.graph import links, step_graph
+from dflop_jax.tasks.graph import links, shape_pairs, step_graph
 from dflop_jax.tasks.order import order_tasks
 
 Runs = dict[ProgramId | Task, list[float]]
@@ -247,21 +247,17 @@ def _host_s(parts: Sequence[Calibration]) -> float:
 def _sends(layout: Layout, parts: Sequence[Calibration]) -> dict[SendId, float]:
     """What a task's outputs need to arrive after they were made, by what they were sent for."""
     took, arrived = _slowest([p.took for p in parts]), _slowest([p.arrived for p in parts])
-    segments = {s.name: s for s in layout.segments}
     sends: dict[SendId, float] = {}
     for link in links(layout):
-        low, high = segments[link.source], segments[link.target]
+        low, high = layout.segment(link.source), layout.segment(link.target)
         if low.submesh == high.submesh:
             continue
-        for bucket in layout.buckets:
-            shapes = bucket.shape(low.module), bucket.shape(high.module)
-            if shapes[0] is None or shapes[1] is None:
-                continue
-            there, back = (ProgramId(low.name, shapes[0], d) for d in (FORWARD, BACKWARD))
-            sent_back = ProgramId(high.name, shapes[1], BACKWARD)
+        for low_shape, high_shape in shape_pairs(layout, link):
+            there, back = (ProgramId(low.name, low_shape, d) for d in (FORWARD, BACKWARD))
+            sent_back = ProgramId(high.name, high_shape, BACKWARD)
             for receiver, producer in ((there, there), (back, sent_back)):
                 if receiver in took and producer in took:
-                    key = SendId(low.name, high.name, shapes[1], producer.direction)
+                    key = SendId(low.name, high.name, high_shape, producer.direction)
                     sends[key] = max(0.0, arrived[producer] - took[producer])
     return sends
 

@@ -25,12 +25,17 @@ def is_local(mesh: Mesh) -> bool:
     return any(d.process_index == here for d in mesh.devices.flat)
 
 
+def assembled(struct: jax.ShapeDtypeStruct, pieces: list[jax.Array]) -> jax.Array:
+    """The array of a struct from its pieces on this process."""
+    return jax.make_array_from_single_device_arrays(
+        struct.shape, struct.sharding, pieces, dtype=struct.dtype
+    )
+
+
 @cache
 def absent(struct: jax.ShapeDtypeStruct) -> jax.Array:
     """The array of a struct, on devices of other processes only."""
-    return jax.make_array_from_single_device_arrays(
-        struct.shape, struct.sharding, [], dtype=struct.dtype
-    )
+    return assembled(struct, [])
 
 
 def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
@@ -148,7 +153,7 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
     if donated and any(s.process_index != t.process_index for s, t in route.sent):
         held = {device: part.copy() for device, part in held.items()}
     got = move(held, route, piece)
-    return jax.make_array_from_single_device_arrays(shape, sharding, got, dtype=array.dtype)
+    return assembled(jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding), got)
 
 
 @cache

@@ -15,7 +15,7 @@ from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.programs import KEEPING, Key, Programs, autotunes, kinds
 from dflop_jax.pipeline.segment import Segment, output_struct
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, SegmentPlan, Shape
-from dflop_jax.tasks.graph import Link
+from dflop_jax.tasks.graph import shape_pairs
 
 Job = Callable[[], jax.stages.Lowered]
 
@@ -115,7 +115,7 @@ def jobs(programs: Programs) -> dict[Key, Job]:
             for struct in _summed(programs, name, shape):
                 jobs[name, "sum", struct] = partial(_lower_sum, struct)
         for link in programs.out_of[name]:
-            for low, high in _shape_pairs(programs, link) if link.edge else ():
+            for low, high in shape_pairs(programs.layout, link) if link.edge else ():
                 exchange = programs.exchange(link, low, high)
                 for backward in (False, True) if name in programs.backward else (False,):
                     lower = partial(exchange.lower, backward=backward)
@@ -137,13 +137,6 @@ def _compiled_by(programs: Programs, key: Key, i: int) -> int:
     mesh = programs.segments[key[0]].mesh
     sharing = sorted({d.process_index for d in mesh.devices.flat})
     return sharing[0 if autotunes(programs.segments.values()) else i % len(sharing)]
-
-
-def _shape_pairs(programs: Programs, link: Link) -> list[tuple[Shape, Shape]]:
-    """Shapes of a source and a target group that a bucket joins."""
-    low, high = (programs.segments[n].plan.module for n in (link.source, link.target))
-    pairs = ((b.shape(low), b.shape(high)) for b in programs.layout.buckets)
-    return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
 
 
 def _summed(programs: Programs, name: str, shape: Shape) -> list[jax.ShapeDtypeStruct]:

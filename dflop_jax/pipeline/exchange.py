@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, chip_of
-from dflop_jax.pipeline.communicator import Route, find_route, move, pieces_of
+from dflop_jax.pipeline.communicator import Route, assembled, find_route, move, pieces_of
 from dflop_jax.pipeline.routes import Arrays, Routes
 from dflop_jax.records import home_rank
 
@@ -74,7 +74,7 @@ class Exchange:
         high = self.placed.sharding.mesh.shape["data"]
         return Routes(low, high, stages, m, per_microbatch, capacity)
 
-    def _at_home(self, struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def _at_home(self, struct: jax.ShapeDtypeStruct | Array) -> jax.ShapeDtypeStruct:
         """What each rank of the source has of an array [n, target's ranks, ...]."""
         r = self.routes
         n, rows, *rest = struct.shape
@@ -108,11 +108,6 @@ class Exchange:
             structs.insert(0, jax.ShapeDtypeStruct(asked, jnp.int32, sharding=sharding))
         return tuple(structs)
 
-    @cached_property
-    def source_block_structs(self) -> tuple[tuple[jax.ShapeDtypeStruct, ...], ...]:
-        """The same as they arrive on the source's submesh: blocks of each."""
-        return tuple((self._at_home(s),) * self.routes.blocks for s in self.source_structs)
-
     def stand_in_places(self) -> Arrays:
         """The packer's arrays where every place reads and one round brings it all."""
         shape = (*self.placed.shape[:3], self.sources)
@@ -140,7 +135,8 @@ class Exchange:
             check_vma=False,  # what is alike on all devices of a tensor-parallel group stays so
         )
         shardings = tuple(struct.sharding for struct in out)
-        return jax.jit(program, out_shardings=shardings).lower(first, self.source_block_structs)
+        sources = tuple((self._at_home(s),) * self.routes.blocks for s in self.source_structs)
+        return jax.jit(program, out_shardings=shardings).lower(first, sources)
 
     def _gather(self, features: Array, sources: tuple[tuple[Array, ...], ...]) -> tuple[Array, ...]:
         table = features.reshape(-1, features.shape[-1])
@@ -238,35 +234,19 @@ class Exchange:
 
     def deliver(self, blocks: Sequence[Array]) -> Array:
         """Blocks on the source's side -> `placed` on the target's side; does not wait."""
-        m, rows, *rest = self.placed.shape
-        ranks = self.placed.sharding.mesh.shape["data"]
-        piece = jax.ShapeDtypeStruct((m, rows // ranks, *rest), self.placed.dtype)
+        shape = self.placed.sharding.shard_shape(self.placed.shape)
+        piece = jax.ShapeDtypeStruct(shape, self.placed.dtype)
         parts: list[Array] = []
         for block, route in zip(blocks, self._deliveries, strict=True):
             parts += move(pieces_of(block), route, piece)
-        return jax.make_array_from_single_device_arrays(
-            self.placed.shape, self.placed.sharding, parts, dtype=self.placed.dtype
-        )
+        return assembled(self.placed, parts)
 
-    def collect(self, dplaced: Array) -> tuple[Array, ...]:
-        """Gradient of `placed` on the target's side -> blocks on the source's; does not wait."""
-        return self._collect(dplaced, self.block_structs)
-
-    def collect_sources(self, sources: Sequence[Array]) -> tuple[tuple[Array, ...], ...]:
-        """The packer's arrays, which only the target's side knows, to the source's."""
-        return tuple(map(self._collect, sources, self.source_block_structs))
-
-    def _collect(
-        self, array: Array, structs: tuple[jax.ShapeDtypeStruct, ...]
-    ) -> tuple[Array, ...]:
-        held = pieces_of(array)
+    def collect(self, array: Array) -> tuple[Array, ...]:
+        """The gradient of `placed`, or an array of the packer's, which only the target's side
+        knows, -> blocks on the source's side; does not wait."""
+        struct, held = self._at_home(array), pieces_of(array)
         piece = jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
-        return tuple(
-            jax.make_array_from_single_device_arrays(
-                struct.shape, struct.sharding, move(held, route, piece), dtype=struct.dtype
-            )
-            for struct, route in zip(structs, self._collections, strict=True)
-        )
+        return tuple(assembled(struct, move(held, route, piece)) for route in self._collections)
 
 
 def _data_ranks(mesh: Mesh) -> list[tuple[jax.Device, int]]:

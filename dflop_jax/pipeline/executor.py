@@ -31,7 +31,7 @@ from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.pipeline.update import Optimizer
 from dflop_jax.pipeline.watcher import Observation, UnderWayTasks, Watcher
 from dflop_jax.records import UPDATE, Plan, Schedule, Task
-from dflop_jax.tasks.graph import StepGraph, fed_by, resources, step_graph
+from dflop_jax.tasks.graph import StepGraph, fed_by, step_graph
 from dflop_jax.tasks.order import order_of
 
 
@@ -87,9 +87,11 @@ class Executor:
     @property
     def awaited(self) -> frozenset[str]:
         """Submeshes that take a task only when the one before it has ended; dispatch waits."""
-        resource = resources(self.plan.layout)
+        resource = self.programs.resource
         return frozenset(
-            m for m, r in resource.items() if self.one_at_a_time or r in self._throttled
+            self.programs.submesh[name]
+            for name in self.programs.segments
+            if self.one_at_a_time or resource[name] in self._throttled
         )
 
     def init(

@@ -13,7 +13,7 @@ from dflop_jax.contract import chip_of
 from dflop_jax.pipeline import spmd_loop
 from dflop_jax.pipeline.cut import axes_of
 from dflop_jax.pipeline.held import grad_structs, program_structs
-from dflop_jax.pipeline.segment import EVALUATE, Kind, Segment, field_structs, x_structs, y_structs
+from dflop_jax.pipeline.segment import Kind, Segment, field_structs, x_structs, y_structs
 from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
 
 Tree = Any
@@ -47,19 +47,15 @@ class Lowering:
             dy["sums"] = jax.ShapeDtypeStruct((), jnp.float32, sharding=s.sharding())
         return (*args, dy, grad_structs(s), self.residual_structs(shape))
 
-    def output_structs(self, shape: Shape, kind: Kind) -> Tree:
-        """forward: y and, if it hands any over, "residuals"; evaluate: y with the loss's sums;
-        backward: (sums, dx, grads, done)."""
+    def backward_structs(self, shape: Shape) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
+        """What backward gives: (sums, dx, grads, done)."""
         s = self.segment
-        if kind != BACKWARD:
-            y = y_structs(s, shape, sums=kind == EVALUATE)
-            handed = s.hands_over and kind == FORWARD
-            return {**y, "residuals": self.residual_structs(shape)} if handed else y
-        ranks = (s.stages, s.data_ranks)
-        done = jax.ShapeDtypeStruct(ranks, jnp.float32, sharding=s.sharding("stage", "data"))
+        done = jax.ShapeDtypeStruct(
+            (s.stages, s.data_ranks), jnp.float32, sharding=s.sharding(*_OWN)
+        )
         dx = {n: struct for n, struct in x_structs(s, shape).items() if n in s.wants_gradient}
         sums = y_structs(s, shape, sums=True).get("sums", {})
-        return (sums, dx, grad_structs(s), done)
+        return sums, dx, grad_structs(s), done
 
     def residual_structs(self, shape: Shape) -> Tree:
         """What forward hands over to backward, {} if nothing. Forward is compiled for it where
@@ -74,18 +70,16 @@ class Lowering:
 
     def learn_residuals(self, shape: Shape, forward: jax.stages.Compiled) -> None:
         """Take shardings from the compiled forward, which was lowered here."""
-        self._place(shape, forward.output_shardings["residuals"])
-
-    def _place(self, shape: Shape, shardings: Tree) -> None:
         self._residuals[shape] = jax.tree.map(
             lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
             self._unplaced[shape],
-            shardings,
+            forward.output_shardings["residuals"],
         )
 
     def lower(self, shape: Shape, kind: Kind) -> jax.stages.Lowered:
-        """Program of a kind at a per-rank shape, ready to be compiled; it maps `argument_structs`
-        to `output_structs`, and backward donates the gradients."""
+        """Program of a kind at a per-rank shape, ready to be compiled, of `argument_structs`;
+        forward and evaluate give `spmd_loop.forward_program`'s outputs, backward gives
+        `backward_structs` and donates the gradients."""
         if kind == BACKWARD:
             return self._lower_backward(shape)
         s = self.segment
@@ -100,13 +94,16 @@ class Lowering:
         if hands_over:
             self._unplaced[shape] = residuals = lowered.out_info["residuals"]
             if s.tensor_ranks == 1:
-                self._place(shape, jax.tree.map(lambda _: s.sharding(*_OWN), residuals))
+                own = s.sharding(*_OWN)
+                self._residuals[shape] = jax.tree.map(
+                    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=own), residuals
+                )
         return lowered
 
     def _lower_backward(self, shape: Shape) -> jax.stages.Lowered:
         s = self.segment
         args = self.argument_structs(shape, BACKWARD)
-        outs = self.output_structs(shape, BACKWARD)
+        outs = self.backward_structs(shape)
         params, x, fields, _, grads = jax.tree.map(manual_spec, args[:5])
         dy = {k: P() if k == "sums" else jax.tree.map(lambda _: _OWN, v)
               for k, v in args[3].items()}  # fmt: skip

@@ -26,7 +26,7 @@ from dflop_jax.pipeline.segment import (
     y_structs,
 )
 from dflop_jax.pipeline.update import Optimizer, SegmentUpdate
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Layout, Shape
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Layout, Shape
 from dflop_jax.tasks.graph import Link, links, resources, tied_ends, with_backward
 
 Tree = Any
@@ -220,11 +220,6 @@ def make_programs(
     )
 
 
-def segment_key(name: str, group: Group, kind: Kind) -> Key:
-    """Of the program that runs a group; evaluation and generation have no second policy."""
-    return (name, group.shape, *[KEEPING] * (name in group.remat_less), kind)
-
-
 def kinds(programs: Programs, name: str) -> tuple[Kind, ...]:
     """Kinds of programs that a segment runs; one that nobody reads has no forward of its own in
     training."""
@@ -245,7 +240,7 @@ def output_structs(programs: Programs, key: Key) -> Tree:
         exchange = programs.exchange(*what)
         return exchange.gradient_structs if kind else exchange.block_structs
     if kind == BACKWARD:
-        return programs.lowerings[name].output_structs(what[0], BACKWARD)
+        return programs.lowerings[name].backward_structs(what[0])
     return y_structs(programs.segments[name], what[0], sums=kind == EVALUATE)
 
 

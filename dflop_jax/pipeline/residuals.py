@@ -72,18 +72,17 @@ class Recorded:
         *,
         wants_hidden: bool,
     ):
-        self._piece, self._remat, self._wants_hidden = piece, remat, wants_hidden
+        self._piece = piece
         self.has_gradient = wants_hidden or bool(jax.tree.leaves((free, placed)))
-        if self.has_gradient:
-            self._trace(free, h, placed, given)
+        if not self.has_gradient:
+            return
 
-    def _trace(self, free: Tree, h: Tree, placed: Tree, given: Tree) -> None:
         def run(h: Tree, free: Tree, placed: Tree, given: Tree) -> tuple[Tree, list[Array]]:
             def piece(free: Tree, placed: Tree, *hidden: Tree) -> Tree:
                 states = hidden[0] if hidden else h
-                return self._remat(self._piece)(free, states, placed, given)
+                return remat(self._piece)(free, states, placed, given)
 
-            wanted = (free, placed, *((h,) if self._wants_hidden else ()))
+            wanted = (free, placed, *((h,) if wants_hidden else ()))
             out, vjp = jax.vjp(piece, *wanted)
             leaves, self._vjp = jax.tree.flatten(vjp)
             return out, leaves

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflop_jax.pipeline.communicator import place, send, zeros
 from dflop_jax.pipeline.held import program_structs
-from dflop_jax.pipeline.programs import GroupArrays, Programs, segment_key
+from dflop_jax.pipeline.programs import KEEPING, GroupArrays, Programs
 from dflop_jax.pipeline.segment import EVALUATE
 from dflop_jax.pipeline.watcher import Outputs
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, UPDATE, Group, Task
@@ -106,12 +106,14 @@ class StepCall:
         self._places: dict[tuple[str, str, int, int], list[Tree]] = {}
 
     def key(self, task: Task) -> tuple[Any, ...]:
-        """The key of the program that runs a task."""
+        """The key of the program that runs a task; evaluation has no second policy."""
+        name = task.segment
         if task.group == NO_GROUP:
-            return task.segment, task.direction
-        ends = self.programs.segments[task.segment].has_loss and task.direction == FORWARD
-        kind = EVALUATE if self.evaluate and ends else task.direction
-        return segment_key(task.segment, self.groups[task.group], kind)
+            return name, task.direction
+        group, ends = self.groups[task.group], self.programs.segments[name].has_loss
+        evaluates = self.evaluate and ends and task.direction == FORWARD
+        kind = EVALUATE if evaluates else task.direction
+        return (name, group.shape, *[KEEPING] * (name in group.remat_less), kind)
 
     def run(self, task: Task) -> Outputs:
         """Dispatch a task; returns what to wait for."""
@@ -137,8 +139,9 @@ class StepCall:
             exchange = self.programs.exchange(link, self.groups[g].shape, self.groups[fed].shape)
             arrays, structs = self.arrays[fed], exchange.source_structs
             self._places[key] = [
-                exchange.collect_sources(
-                    [place(host, s.sharding) for host, s in zip(one, structs, strict=True)]
+                tuple(
+                    exchange.collect(place(host, s.sharding))
+                    for host, s in zip(one, structs, strict=True)
                 )
                 for one in exchange.routes.route(arrays.places[g], arrays.max_asked.get(g))
             ]

@@ -110,7 +110,7 @@ def simulate_order(
     resource = resources(layout)
     n_devices = {m.name: m.n_devices for m in layout.submeshes}
     slower = noise.stragglers if noise else {}
-    seconds = task_seconds(layout, schedule, prices)
+    seconds = task_seconds(schedule, prices)
     sends = sends_of(layout, schedule, graph, prices)
     factors = _factors(len(order), noise, schedule.step, 0)
     send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
@@ -149,7 +149,7 @@ def simulate_order(
     return Trace(schedule.step, "simulated", events)
 
 
-def task_seconds(layout: Layout, schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
+def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     """`prices.task_s` of this schedule's tasks, which looks every program up once."""
     first: dict[tuple[Shape, tuple[str, ...]], int] = {}
     alike = [first.setdefault((g.shape, g.remat_less), i) for i, g in enumerate(schedule.groups)]
@@ -213,7 +213,7 @@ def with_order(
     second is taken where it is faster by more than rounding.
     """
     graph = step_graph(plan.layout, schedule.groups, trainable)
-    seconds = task_seconds(plan.layout, schedule, prices)
+    seconds = task_seconds(schedule, prices)
     makespan_s = makespan_by(plan, schedule, graph, prices)
     order, priced = both_orders(plan, graph, schedule.groups, seconds)
     best_s = makespan_s(order)
@@ -241,7 +241,7 @@ def makespan_by(
     ids = sorted(devices)
     submesh = {s.name: s.submesh for s in layout.segments}
     resource = [ids.index(of[submesh[t.segment]]) for t in graph.tasks]
-    task_s = list(map(task_seconds(layout, schedule, prices), graph.tasks))
+    task_s = list(map(task_seconds(schedule, prices), graph.tasks))
     out, n_links = sent_by(graph, sends_of(layout, schedule, graph, prices))
 
     def read_off(order: Sequence[int]) -> float:

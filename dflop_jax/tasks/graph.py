@@ -21,6 +21,7 @@ from dflop_jax.records import (
     Group,
     Layout,
     Plan,
+    Shape,
     Task,
 )
 
@@ -70,6 +71,13 @@ def links(layout: Layout) -> tuple[Link, ...]:
                 source = next(u for u in layout.segments_of(edge.source) if u.sends(edge))
                 all_links.append(Link(source.name, s.name, edge))
     return tuple(all_links)
+
+
+def shape_pairs(layout: Layout, link: Link) -> list[tuple[Shape, Shape]]:
+    """Shapes of a source and a target group that a bucket joins."""
+    low, high = (layout.segment(n).module for n in (link.source, link.target))
+    pairs = ((b.shape(low), b.shape(high)) for b in layout.buckets)
+    return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
 
 
 def fed_by(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:

@@ -175,8 +175,9 @@ def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, source
     got, back = [], []
     for arrays_of_round in rounds:
         assert [s.shape for s in structs] == [a.shape for a in arrays_of_round]
-        where = exchange.collect_sources(
-            [place(a, s.sharding) for a, s in zip(arrays_of_round, structs, strict=True)]
+        where = tuple(
+            exchange.collect(place(a, s.sharding))
+            for a, s in zip(arrays_of_round, structs, strict=True)
         )
         blocks = gather(source_features, where)
         assert [b.shape for b in blocks] == [b.shape for b in exchange.block_structs]

@@ -62,7 +62,7 @@ def problem_of(
     A segment may keep as many groups as in 1F1B (`order.in_flight_limit`), or as it does in
     `order` where that is more.
     """
-    seconds = task_seconds(plan.layout, schedule, prices)
+    seconds = task_seconds(schedule, prices)
     sent = sends_of(plan.layout, schedule, graph, prices)
     tasks = number_tasks(plan, graph, schedule.groups, seconds, sent)
     limit = tuple(map(max, tasks.limit, most_kept(tasks, order)))

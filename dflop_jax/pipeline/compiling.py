@@ -10,11 +10,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from dflop_jax.contract import Module, layer_kinds_of
+from dflop_jax.contract import layer_kinds_of
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.programs import KEEPING, Key, Programs, autotunes, kinds
 from dflop_jax.pipeline.segment import Segment, output_struct
-from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, SegmentPlan, Shape
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Shape
 from dflop_jax.tasks.graph import shape_pairs
 
 Job = Callable[[], jax.stages.Lowered]
@@ -76,17 +76,12 @@ def first_alike(programs: Programs) -> dict[str, str]:
     names = {}
     for name, s in programs.segments.items():
         inside = {*s.stacked} >= {*s.own_parts} and not s.outgoing and not s.inlets
-        plan = _first_place(s.plan, s.module)
-        names[name] = first.setdefault(replace(s, plan=plan), name) if inside else name
+        kinds, here, n = layer_kinds_of(s.module), s.plan.start, s.plan.n_layers
+        # As if it had no name, and held the first layers of its module that are of its kinds.
+        start = next(i for i in range(here + 1) if kinds[i : i + n] == kinds[here : here + n])
+        alike = replace(s, plan=replace(s.plan, name="", start=start, stop=start + n))
+        names[name] = first.setdefault(alike, name) if inside else name
     return names
-
-
-def _first_place(plan: SegmentPlan, module: Module) -> SegmentPlan:
-    """The segment, without a name, on the first layers of its module that are of its kinds."""
-    kinds, n = layer_kinds_of(module), plan.n_layers
-    starts = range(plan.start + 1)
-    first = next(i for i in starts if kinds[i : i + n] == kinds[plan.start : plan.stop])
-    return replace(plan, name="", start=first, stop=first + n)
 
 
 def lowering_of(programs: Programs, key: Key) -> Lowering:

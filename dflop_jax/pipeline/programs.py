@@ -92,10 +92,6 @@ class Programs:
         return {n: lowering.segment for n, lowering in self.lowerings.items()}
 
     @cached_property
-    def reader_of(self) -> dict[str, str]:
-        return {owner: reader for reader, owner in self.owner_of.items()}
-
-    @cached_property
     def local(self) -> frozenset[str]:
         """Segments with devices of this process."""
         return frozenset(n for n, s in self.segments.items() if is_local(s.mesh))

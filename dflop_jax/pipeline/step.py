@@ -274,7 +274,8 @@ class StepCall:
         name, programs, state = task.segment, self.programs, self.state
         more: Tree = {}
         if programs.updates[name].adds_shared:
-            entry = self.reduced[programs.reader_of[name]][0]["entry"]
+            reader = next(r for r, owner in programs.owner_of.items() if owner == name)
+            entry = self.reduced[reader][0]["entry"]
             more = {"entry": _sent(entry, programs.updates[name].shard_structs["entry"])}
         program = programs.program(self.key(task))
         grads, squares, state.grads[name] = program(state.grads[name], more)

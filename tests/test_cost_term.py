@@ -16,8 +16,7 @@ import pytest
 
 from dflop_jax.data.content import counter_of
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.predict import simulate
-from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.plan.pricing import plan_prices, simulate
 from dflop_jax.plan.volume import ROOM, group_content, volume_of
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.needed import needed_flops

@@ -6,7 +6,7 @@ It prints the ranking, and with --explain why the others lost and what would hel
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from dflop_jax.report.wording import duration, number, percent
 if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
     from dflop_jax.plan.explain import KindCost, Saving
-    from dflop_jax.plan.limits import Limits
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.records import Link, Plan
     from dflop_jax.train.planning import WhatIf
@@ -162,12 +161,11 @@ def link_table(links: Sequence[Link]) -> Table:
     return table(title, ("links", "in a node", "across nodes"), rows)
 
 
-def limits(tried: Limits, config: PlanConfig) -> str:
+def limits(tried: Mapping[str, int], config: PlanConfig) -> str:
     """How far the search went, and which of it was the job's own choice."""
-    each = {f.name: getattr(config, f.name) for f in fields(tried)}
     said = [
-        f"plan.{name} {getattr(tried, name)} ({'given' if given else 'by the job'})"
-        for name, given in each.items()
+        f"plan.{name} {n} ({'given' if getattr(config, name) else 'by the job'})"
+        for name, n in tried.items()
     ]
     return (
         f"looked up to {', '.join(said)}; {config.drift:.0%} of the steps that plans are judged by "

@@ -18,13 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Write the simulated trace and its picture; returns the step's times."""
-    from dflop_jax.plan.predict import schedule_batches
     from dflop_jax.plan.pricing import plan_prices
     from dflop_jax.record_files import save
     from dflop_jax.report.panels import panel_of
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED, SIMULATED_PICTURE
     from dflop_jax.report.timeline import draw
     from dflop_jax.report.trace import group_labels, write_trace
+    from dflop_jax.schedule import schedule_batch
     from dflop_jax.schedule.sample import sample_batches
     from dflop_jax.sim.pipeline import simulate_schedules
     from dflop_jax.train import planning
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> Any:
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
     prices = plan_prices(plan.layout, profile.model)
     names = [s.name for s in plan.layout.segments]
-    schedules = schedule_batches(plan, batches, prices, names)
+    schedules = [schedule_batch(b, plan, prices, names, step=i) for i, b in enumerate(batches)]
     trace = simulate_schedules(plan, schedules, prices, names)
     folder = out_folder(args, config)
     save(plan, folder / PLAN)

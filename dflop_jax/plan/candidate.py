@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.plan.bounds import Bounds
+from dflop_jax.plan.bounds import Space
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import Option, options_of, saving_words, with_options
 from dflop_jax.plan.placement import name_of
-from dflop_jax.plan.uniform import Uniform, around, as_plan
+from dflop_jax.plan.uniform import Uniform, around
 from dflop_jax.profile.state import Array
 from dflop_jax.records import REMAT, Bucket, Plan, Predicted, Prices
 from dflop_jax.schedule import BucketChoice
@@ -31,20 +31,20 @@ class Candidate:
 
     A layout of a space starts with open options and lower bounds by volumes. Its groups are
     counted batch by batch, which raises the bounds: counting is expensive, and of thousands of
-    layouts few come near. Each choice of options is then a candidate of its own, whose groups are
-    simulated batch by batch until it is exact. The best get other buckets, run trials, and at last
-    have their programs timed.
+    layouts few come near. Each choice of options is then a candidate of its own, which is exact
+    once its groups are simulated. The best get other buckets, run trials, and at last have their
+    programs timed.
 
     Attributes:
       plan: with the simplest options while these are open.
       cut: groups into which its one bucket cuts a mean batch.
       bound_s: lower bound of its mean makespan; its makespan where it is exact.
-      place: in a space, (bounds, layout, cut); None: a baseline, which is exact from the start.
+      place: (space, layout, cut); None: a baseline, which is exact from the start.
       options: open ones, by number, that fit.
       by_batch_s: lower bounds of each batch's makespan, [n_batches, n_options].
       groups: of each batch: counted for the first `n_counted`, lower bounds for the others.
       uniform: simulates its groups once options are chosen.
-      n_simulated: batches whose bound is a simulated makespan.
+      is_exact: whether its bound is its makespan.
       ranked_plan: with the one bucket that it was ranked by, where `plan` has others.
       max_microbatches: into which the buckets of `plan` cut a mean batch.
       choice: how these buckets were chosen; None: they follow from the one bucket.
@@ -55,13 +55,13 @@ class Candidate:
     plan: Plan
     cut: int = 0
     bound_s: float = 0.0
-    place: tuple[Bounds, int, int] | None = field(default=None, compare=False, repr=False)
+    place: tuple[Space, int, int] | None = field(default=None, compare=False, repr=False)
     options: Sequence[Mapping[str, int]] = field(default=(), compare=False, repr=False)
     by_batch_s: Array = field(default=None, compare=False, repr=False)
     groups: tuple[float, ...] = ()
     n_counted: int = 0
     uniform: Uniform | None = field(default=None, compare=False, repr=False)
-    n_simulated: int = 0
+    is_exact: bool = True
     ranked_plan: Plan | None = None
     max_microbatches: int = 0
     choice: BucketChoice | None = None
@@ -69,19 +69,17 @@ class Candidate:
     prices: Prices | None = None
 
     @staticmethod
-    def of(policy: str, bounds: Bounds, p: int, c: int, n_batches: int | None) -> Candidate:
-        """Layout `p` of a space at cut `c` with open options, by the first `n_batches`; None: by
-        all."""
-        space = bounds.space
-        plan = as_plan(space.layout_at(p, c), policy, (space.bucket(p, c),), space.rules)
-        groups, options = tuple(bounds.groups[:n_batches, p, c].tolist()), bounds.fitting(p, c)
+    def of(space: Space, p: int, c: int) -> Candidate:
+        """Layout `p` of a space at cut `c` with open options."""
+        groups, options = tuple(space.groups[:, p, c].tolist()), space.fitting(p, c)
         return Candidate(
-            plan.with_layout(fan_in=space.fan_in(c)),
+            space.plan(p, c),
             int(space.cuts[c]),
-            place=(bounds, p, c),
+            place=(space, p, c),
             options=options,
             groups=groups,
-        )._bounded(bounds.batches_s(p, c, options, groups))
+            is_exact=False,
+        )._bounded(space.batches_s(p, c, options, groups))
 
     @property
     def policy(self) -> str:
@@ -136,61 +134,44 @@ class Candidate:
         """Whether its options are not chosen yet."""
         return self.place is not None and self.uniform is None
 
-    @property
-    def is_exact(self) -> bool:
-        return self.place is None or self.n_simulated == len(self.groups)
-
     def nearer(self, evaluator: Evaluator) -> list[Candidate]:
-        """The same with one more batch counted or simulated, or, once all batches are counted, with
-        each choice of options."""
+        """The same with one more batch counted, with each choice of options once all are, or
+        simulated once options are chosen."""
         assert self.place is not None, "a baseline is exact"
-        by_batch_s, groups = self.by_batch_s.copy(), list(self.groups)
         if self.uniform is not None:
-            batch = self.n_simulated
-            by_batch_s[batch] = self.uniform.makespan_s(groups[batch])
-            return [self._bounded(by_batch_s, n_simulated=batch + 1)]
+            makespan_s = float(np.mean([self.uniform.makespan_s(n) for n in self.groups]))
+            return [replace(self, bound_s=makespan_s, is_exact=True)]
+        by_batch_s, groups = self.by_batch_s.copy(), list(self.groups)
         batch = self.n_counted
         if batch == len(groups):
             return self._with_options(evaluator)
-        bounds, p, c = self.place
-        groups[batch] = self._count_groups(evaluator, batch)
+        space, p, c = self.place
+        # The same with any options, and as volumes say where that is more: counting divides a group
+        # into as many parts as may go together, on average these are fewer.
+        groups[batch] = max(groups[batch], evaluator.n_groups(self.plan.layout, batch))
         if groups[batch] != self.groups[batch]:
-            by_batch_s[batch] = bounds.batches_s(p, c, self.options, groups[batch : batch + 1])[0]
+            by_batch_s[batch] = space.batches_s(p, c, self.options, groups[batch : batch + 1])[0]
         return [self._bounded(by_batch_s, groups=tuple(groups), n_counted=batch + 1)]
-
-    def by_all(self, evaluator: Evaluator) -> Candidate:
-        """The same, exact by all batches."""
-        assert self.uniform is not None, "its options are chosen"
-        groups = tuple(self._count_groups(evaluator, i) for i in range(len(evaluator.batches)))
-        by_batch_s = np.array([[self.uniform.makespan_s(n)] for n in groups])
-        return self._bounded(by_batch_s, groups=groups, n_simulated=len(groups))
 
     def _bounded(self, by_batch_s: Array, **changes: Any) -> Candidate:
         """The same with other bounds of the batches' makespans."""
         bound_s = float(by_batch_s.mean(axis=0).min())
         return replace(self, by_batch_s=by_batch_s, bound_s=bound_s, **changes)
 
-    def _count_groups(self, evaluator: Evaluator, batch: int) -> float:
-        """Groups of a batch, the same with any options: as counted, or as volumes say: counting
-        divides a group into as many parts as may go together, on average these are fewer."""
-        assert self.place is not None, "batches of a baseline are scheduled"
-        bounds, *place = self.place
-        return max(float(bounds.groups[batch, *place]), evaluator.n_groups(self.plan.layout, batch))
-
     def _with_options(self, evaluator: Evaluator) -> list[Candidate]:
         """A candidate for each choice of options."""
         assert self.place is not None, "a baseline has its options"
-        bounds, p, c = self.place
-        space, content = bounds.space, bounds.content(p, c)
+        space, p, c = self.place
+        content, parts = space.content(p, c), space.parts_at(c)
         chosen = list(range(len(self.options)))
-        if space.divided:  # simulating is expensive, and the others differ by little
+        if space.whole:  # simulating is expensive, and the others differ by little
             chosen = [int(self.by_batch_s.mean(axis=0).argmin())]
         candidates = []
         for i in chosen:
             options = {m: space.tables[m].options[o] for m, o in self.options[i].items()}
             plan = with_options(self.plan, options)
             trainable = evaluator.rules.trainable(plan.layout)
-            uniform = Uniform(plan, content, evaluator.prices, trainable, space.parts(c))
+            uniform = Uniform(plan, content, evaluator.prices, trainable, parts)
             candidates.append(self._bounded(self.by_batch_s[:, [i]], plan=plan, uniform=uniform))
         return candidates
 
@@ -201,21 +182,16 @@ class Candidate:
 
     def largest_buckets(self) -> list[Bucket | None]:
         """The largest bucket that memory holds with the ranked options, and with any; None: any."""
-        if self.place is None or not self.place[0].space.rules.spec.memory_bytes:
+        if self.place is None or not self.place[0].rules.spec.memory_bytes:
             return [None]
-        bounds, p, c = self.place
+        space, p, c = self.place
         options = {s.module: Option.held_by(s) for s in self.ranked.layout.segments}
-        return list(dict.fromkeys(bounds.largest(p, c, these) for these in (options, None)))
+        return list(dict.fromkeys(space.largest(p, c, these) for these in (options, None)))
 
     def trial_s(self, n: int) -> float:
         """Mean seconds of the first `n` trials, by which candidates are compared."""
         mean_s = float(np.mean(self.trials_s[:n]))
         return mean_s * (1 + WORTH_PROGRAMS) if self.plan.scheduling.kept else mean_s
-
-    def gain_over(self, other: Candidate) -> float:
-        """Share of the other's seconds that it saves, by the trials that both ran."""
-        n = min(len(self.trials_s), len(other.trials_s))
-        return 1 - self.trial_s(n) / other.trial_s(n)
 
     def with_about_s(self) -> Plan:
         """The plan with about its makespan, which its trials took."""

@@ -8,13 +8,17 @@ them efficiently, of which several feed one group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.bounds import Space
+from dflop_jax.plan.estimate import Rules, module_table
 from dflop_jax.plan.placement import Extent, factors, split_layers
+from dflop_jax.plan.structure import Member, least, structure_of
+from dflop_jax.plan.volume import ROOM
 from dflop_jax.profile.state import Array
 from dflop_jax.records import (
     BACKWARD,
@@ -22,10 +26,12 @@ from dflop_jax.records import (
     Bucket,
     Layout,
     MeshShape,
+    Plan,
     SegmentPlan,
     Shape,
     SubmeshPlan,
 )
+from dflop_jax.tasks.graph import in_flight_limit
 
 POLICY = "dip"
 EFFICIENT = 0.95  # of the best rate, which a sub-microbatch reaches at least
@@ -33,6 +39,9 @@ MOST_ROUNDS = 3  # of a module's chunks round the ranks; every chunk has program
 # Sub-microbatches of a microbatch. With 12 steps of VLM-S were 10% shorter, on 8 ranks in place of
 # 2, and planning took nine times as long, since every step that is tried has more tasks.
 MOST_PARTS = 4
+# Groups for each rank, beyond which filling and draining the pipeline hardly costs: more are tried
+# only where memory does not hold fewer.
+_ENOUGH = 8
 _ROWS = tuple(sorted({k * 2**i for i in range(11) for k in (2, 3)} | {1}))
 
 
@@ -41,10 +50,8 @@ def module_s(rules: Rules, module: str, model: int, rows: Array, tokens: Array) 
     costs, n = rules.costs, rules.n_layers[module]
     whole = SegmentPlan(module, module, 0, n, module, True, True)
     figures = costs.at(module, model, rows, tokens)
-    back_s = costs.task_s(whole, MeshShape(model=model), 1, figures, BACKWARD)
-    if not costs.hands_over(whole):
-        return back_s
-    return back_s + costs.task_s(whole, MeshShape(model=model), 1, figures, FORWARD)
+    directions = (FORWARD, BACKWARD) if costs.hands_over(whole) else (BACKWARD,)
+    return sum(costs.task_s(whole, MeshShape(model=model), 1, figures, d) for d in directions)
 
 
 def efficient_rows(rules: Rules, module: str, model: int, tokens: int) -> int:
@@ -73,34 +80,32 @@ def rounds_of(rules: Rules, count: int, model: int, most_rounds: int) -> dict[st
     }
 
 
-def rank_sizes(extent: Extent) -> list[tuple[int, int, int]]:
-    """(count, data, model) of ranks that the devices may form.
+def ranks_of(extent: Extent) -> list[tuple[SubmeshPlan, ...]]:
+    """Ways to divide the devices into ranks: the submeshes of each.
 
     Raises:
       ValueError: there are none, and the policy is this one.
     """
-    facts, config = extent.facts, extent.config
-    common = set.intersection(*(set(facts.degrees[m]) for m in facts.n_layers))
-    sizes = []
-    for count in factors(extent.n_devices, min(config.max_stage, *facts.n_layers.values())):
+    config = extent.config
+    common = set.intersection(*(set(extent.degrees[m]) for m in extent.n_layers))
+    ways = []
+    for count in factors(extent.n_devices, min(config.max_stage, *extent.n_layers.values())):
         size = extent.n_devices // count
         for model in factors(size, extent.max_model):
             if count >= 2 and model in common and extent.node % model == 0:
-                sizes.append((count, size // model, model))
-    if not sizes and config.policy == POLICY:
+                meshes = (
+                    SubmeshPlan(f"rank{r}", r * size, data=size // model, model=model)
+                    for r in range(count)
+                )
+                ways.append(tuple(meshes))
+    if not ways and config.policy == POLICY:
         raise ValueError(_none(extent))
-    return sizes
-
-
-def rank_submeshes(count: int, data: int, model: int) -> tuple[SubmeshPlan, ...]:
-    """The devices of every rank."""
-    size = data * model
-    return tuple(SubmeshPlan(f"rank{r}", r * size, data=data, model=model) for r in range(count))
+    return ways
 
 
 def _none(extent: Extent) -> str:
     """Why there is no placement, and what would give one."""
-    n_layers = extent.facts.n_layers
+    n_layers = extent.n_layers
     shallow = min(n_layers, key=n_layers.__getitem__)
     return (
         f"policy dip has no placement on {extent.n_devices} devices: 2 to plan.max_stage="
@@ -111,14 +116,12 @@ def _none(extent: Extent) -> str:
 
 
 def layouts(rules: Rules) -> Iterator[Layout]:
-    """Layouts, without shapes, of ranks that the devices may form; errors as of `rank_sizes`."""
-    for count, data, model in rank_sizes(rules.extent):
-        seen: list[dict[str, int]] = []
-        for most_rounds in range(1, MOST_ROUNDS + 1):
-            rounds = rounds_of(rules, count, model, most_rounds)
-            if rounds not in seen:
-                seen.append(rounds)
-                yield chunked(rules, rank_submeshes(count, data, model), rounds)
+    """Layouts, without shapes, of ranks that the devices may form; errors as of `ranks_of`."""
+    for ranks in ranks_of(rules.extent):
+        n, model = len(ranks), ranks[0].model
+        each = (rounds_of(rules, n, model, most + 1) for most in range(MOST_ROUNDS))
+        for rounds in dict.fromkeys(tuple(r.items()) for r in each):
+            yield chunked(rules, ranks, dict(rounds))
 
 
 def chunked(rules: Rules, ranks: Sequence[SubmeshPlan], rounds: Mapping[str, int]) -> Layout:
@@ -163,3 +166,76 @@ def _part(layout: Layout, module: str, rules: Rules) -> tuple[Shape, int]:
     rows = min(needed, efficient_rows(rules, module, model, tokens))
     rows = max(rows, -(-needed // MOST_PARTS))
     return Shape(rows, tokens), -(-needed // rows)
+
+
+def dip_spaces(rules: Rules) -> Iterator[Space]:
+    """Each layout at all cuts of a mean batch into groups; errors as of `layouts`."""
+    return (_space(rules, layout) for layout in layouts(rules))
+
+
+def _space(rules: Rules, layout: Layout) -> Space:
+    (cuts, group_sizes), rank = rules.cuts(1), layout.submeshes[0]
+    sizes = {m: rules.row_sizes(m, cuts, rank.data, rank.model) for m in rules.volumes}
+    whole = [
+        Bucket.of({m: Shape(int(n[c]), int(t[c])) if n[c] else None for m, (n, t) in sizes.items()})
+        for c in range(len(cuts))
+    ]
+    at_cut = [with_sub_microbatches(replace(layout, buckets=(b,)), rules) for b in whole]
+    fan_in = [one.fan_in for one in at_cut]
+    limits = {n: in_flight_limit(Plan(POLICY, replace(layout, fan_in=n))) for n in set(fan_in)}
+    structure = structure_of(layout, rules)
+    (block,) = structure.blocks
+    data: Array = np.array([[rank.data]])
+    mesh = replace(rank.shape, data=data)
+    tables, members, parts = {}, {}, {}
+    for m in block:
+        tasks, resource, _ = structure.facts(m)
+        segments = layout.segments_of(m)
+        shapes = [one.buckets[0].shape(m) for one in at_cut]
+        rows = np.array([[s.rows if s else 0 for s in shapes]])
+        tokens = np.array([[s.tokens if s else 0 for s in shapes]])
+        parts[m] = np.array([[_parts(rules, m, n, at) for n, at in zip(cuts.tolist(), at_cut)]])
+        most = np.array([one.fan_in if m in one.divided else 1 for one in at_cut])
+        tables[m] = module_table(
+            rules, segments, tasks, mesh, (cuts, group_sizes), (rows, tokens), parts[m], most
+        )
+        in_flight = [np.array([[limits[n][s.name] for n in fan_in]]) for s in segments]
+        members[m] = Member.of(tables[m], resource, in_flight)
+    together = [members[m] for m in block]
+    space = Space(
+        POLICY,
+        lambda _: layout,
+        structure,
+        rules,
+        cuts,
+        group_sizes,
+        tables,
+        forms=dict.fromkeys(block, np.zeros(1, int)),
+        members=members,
+        devices=dict.fromkeys(block, np.array([[rank.n_devices]])),
+        leasts={block: least(together, rules.spec.memory_bytes)},
+        parts=parts,
+        fan_in=fan_in,
+        whole=whole,
+    )
+    unsaved = least([m.only(0) for m in together], rules.spec.memory_bytes).fits
+    return replace(space, tried=_tried(cuts, len(layout.submeshes), space.trusted & unsaved))
+
+
+def _parts(rules: Rules, module: str, cut: int, layout: Layout) -> int:
+    """Groups of a module that go together in a mean batch of so many."""
+    shape = layout.buckets[0].shape(module)
+    if shape is None or module not in layout.divided:
+        return 1
+    room = rules.room(module, shape.rows, shape.tokens) * layout.data_ranks(module)
+    share = rules.volumes[module].mean * ROOM / (cut * room)
+    return min(max(1, math.ceil(share - 1e-9)), layout.fan_in)
+
+
+def _tried(cuts: np.ndarray, n_ranks: int, fits: Array) -> Array:
+    """Whether a cut is tried, [1, n_cuts]: not into fewer groups than ranks, which would wait for
+    each other, and not further than enough where memory holds a coarser one that saves nothing."""
+    piped = cuts >= min(n_ranks, cuts[-1])
+    held = piped & fits
+    first = np.argmax(held) if held.any() else held.size
+    return piped & ((cuts <= _ENOUGH * n_ranks) | (np.arange(held.size) <= first))

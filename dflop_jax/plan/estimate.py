@@ -9,10 +9,10 @@ depend on the option have it first, [n_options, n_forms, n_cuts].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from dflop_jax.plan.placement import (
     CutCosts,
     Extent,
     Form,
-    ModelFacts,
     RunCosts,
     cut_costs,
     module_segments,
@@ -37,11 +36,10 @@ from dflop_jax.plan.volume import (
     piece_rows,
 )
 from dflop_jax.profile.cost_model import CostModel, Figures
-from dflop_jax.profile.state import Array, SegmentBytes, SegmentState, ShardSeconds, StateBytes
+from dflop_jax.profile.state import Array, SegmentBytes, SegmentState
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
-    Direction,
     Layout,
     MeshShape,
     ModelProfile,
@@ -60,7 +58,6 @@ _FILLS = (1, 2, 4, 8)
 # Of a bucket, what it and the smaller ones beside it have, those first that save most. In 6 set-ups
 # of benchmarks/auto_choice.py (21 placements) quarters took 0.7% longer than all four, thirds 2%.
 _SHARES = (1.0, 0.6, 0.3, 0.8)
-Record = TypeVar("Record", ShardSeconds, StateBytes)
 
 
 @dataclass(frozen=True)
@@ -95,16 +92,6 @@ class Rules:
             for r in remats
         )
 
-    @cached_property
-    def facts(self) -> ModelFacts:
-        """What placements depend on, with the tensor-parallel degrees of which the profile has
-        timings."""
-        timed: dict[str, set[int]] = {m: set() for m in self.n_layers}
-        for t in self.profile.timings:
-            timed[t.module].add(t.model)
-        kinds = {m: self.profile.layer_kinds(m) for m in self.n_layers}
-        return ModelFacts.of(kinds, timed, self.profile.edges)
-
     @property
     def known_node(self) -> int:
         """Devices of a node; 0: nobody says."""
@@ -112,9 +99,14 @@ class Rules:
 
     @cached_property
     def extent(self) -> Extent:
-        """How far the space of placements reaches."""
-        n_devices = self.spec.n_devices
-        return Extent(self.facts, n_devices, self.known_node or n_devices, self.spec.config)
+        """How far the space of placements reaches, with the tensor-parallel degrees of which the
+        profile has timings."""
+        timed: dict[str, set[int]] = {m: set() for m in self.n_layers}
+        for t in self.profile.timings:
+            timed[t.module].add(t.model)
+        kinds = {m: self.profile.layer_kinds(m) for m in self.n_layers}
+        n, node = self.spec.n_devices, self.known_node
+        return Extent.of(kinds, timed, self.profile.edges, n, node or n, self.spec.config)
 
     @property
     def shard_devices(self) -> tuple[int, ...]:
@@ -124,10 +116,6 @@ class Rules:
             return (given,)
         node = self.known_node if self.profile.hardware else 0
         return (0, node) if 0 < node < self.spec.n_devices else (0,)
-
-    def of_devices(self, n_devices: int) -> Rules:
-        """The same for so many devices."""
-        return replace(self, spec=replace(self.spec, n_devices=n_devices))
 
     def trusted_tokens(self, module: str) -> float:
         """Tokens of a microbatch on a rank up to which prices are believed: a fit of timings goes
@@ -144,13 +132,9 @@ class Rules:
         given, most = config.microbatches_per_stage, config.max_microbatches
         fills = [given] if given else [k for k in _FILLS if k * stages <= most]
         sizes = [k * stages for k in fills or [1]] if stages > 1 else [1]
-        groups = [self._groups(size) for size in sizes]
+        finest = [max(1, most // size) for size in sizes]
+        groups = [[*(c for c in CUTS if c < n), n] for n in finest]
         return np.concatenate(groups), np.repeat(sizes, [len(n) for n in groups])
-
-    def _groups(self, group_size: int) -> np.ndarray:
-        """Groups of so many microbatches that a mean batch may be cut into."""
-        finest = max(1, self.spec.config.max_microbatches // group_size)
-        return np.array([*(c for c in CUTS if c < finest), finest])
 
     def run_costs(self, module: str, model: int) -> RunCosts:
         """What a module's ends and layers cost at a tensor-parallel degree."""
@@ -202,28 +186,14 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class SegmentCosts:
-    """What a segment takes, by option: seconds of a group, 0 where it does not run them, and of the
-    step's end; bytes of its devices."""
-
-    forward_s: Array
-    backward_s: Array
-    reduce_s: Array
-    update_s: Array
-    bytes: SegmentBytes
-
-    @property
-    def seconds(self) -> tuple[Array, Array, Array, Array]:
-        return self.forward_s, self.backward_s, self.reduce_s, self.update_s
-
-
-@dataclass(frozen=True)
 class Segments:
     """A module in forms of one kind, with every option, at the cuts of `Rules.cuts`.
 
     data: degree of each form, [n_forms]. rows, tokens: the shape of each form and cut, 0 rows where
     the data has no piece. trusted: whether its prices are believed, or no cut is finer. groups:
-    that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. costs: of each segment.
+    that each sampled batch takes at least, [n_batches, n_forms, n_cuts]. seconds: of each segment's
+    group forward and backward, 0 where it does not run them, and of the step's end: reduction and
+    update. n_bytes: of each segment's devices.
     """
 
     options: tuple[Option, ...]
@@ -232,7 +202,8 @@ class Segments:
     tokens: Array
     trusted: Array
     groups: Array
-    costs: list[SegmentCosts]
+    seconds: tuple[tuple[Array, ...], ...]
+    n_bytes: tuple[SegmentBytes, ...]
 
     def shape(self, form: int, cut: int) -> Shape | None:
         rows, tokens = int(self.rows[form, cut]), int(self.tokens[form, cut])
@@ -265,13 +236,14 @@ def module_table(
     room = rules.room(module, rows, tokens) * max_parts * data * group_size
     figures = rules.costs.at(module, mesh.model, rows, tokens)
     content = group_content(volume, n_groups * parts, data)
-    known: dict[tuple[object, ...], SegmentCosts] = {}
+    known: dict[tuple[object, ...], list[Array]] = {}
     costs = []
     for s, has in zip(segments, tasks, strict=True):
         key = rules.costs.kind(s), tuple(has), rules.spec.trains(s)
         if key not in known:
             known[key] = _costs(rules, s, mesh, group_size, figures, content, has)
         costs.append(known[key])
+    *seconds, state, kept, temporaries = zip(*costs, strict=True)
     return Segments(
         rules.options(module),
         data[:, 0],
@@ -279,7 +251,8 @@ def module_table(
         tokens,
         n_tokens <= np.maximum(rules.trusted_tokens(module), smallest),
         least_groups(volume, room, rules.shares[0]),
-        costs,
+        tuple(seconds),
+        tuple(map(SegmentBytes, state, kept, temporaries)),
     )
 
 
@@ -291,56 +264,26 @@ def _costs(
     figures: Figures,
     content: Sequence[Array],
     tasks: Collection[str],
-) -> SegmentCosts:
-    """What a segment takes with every option of its module."""
-    costs, trains = rules.costs, rules.spec.trains(s)
-    options = [o.of(s) for o in rules.options(s.module)]
-    shards = list({(o.zero, o.shard_devices): o for o in options}.values())
-    remats = list({o.remat: o for o in options}.values())
-    assert len(options) == len(shards) * len(remats), "every way to share state goes with every one"
-    shape = (len(shards), *figures.is_there.shape)
-    states = [SegmentState(o, mesh, rules.profile) for o in shards]
-    moved = _stacked([s.moved() for s in states], mesh.data)
-    state = _stacked([costs.state_of(o, mesh, trained=trains) for o in shards], mesh.data)
-    backward = BACKWARD in tasks
-    held = {
-        o.remat: costs.bytes_of(o, mesh, group_size, figures, state, backward=backward)
-        for o in remats
-    }
-
-    def task_s(s: SegmentPlan, direction: Direction) -> Array:
-        """[shards, n_forms, n_cuts]."""
-        static_s = costs.task_s(s, mesh, group_size, figures, direction, moved)
-        unit_s = costs.group_content_s(s, mesh, group_size, direction)
-        return static_s + content_s(unit_s, content)
-
-    def by_option(of: Callable[[SegmentPlan], Array]) -> Array:
-        """Of what is asked once for every recompute policy, [shards, n_forms, n_cuts]."""
-        by_remat = [np.broadcast_to(of(o), shape) for o in remats]
-        return np.stack(by_remat, axis=1).reshape(len(options), *shape[1:])
-
-    def alike(by_shards: Array) -> Array:
-        """Of what is the same under all recompute policies, by option."""
-        return np.repeat(np.broadcast_to(by_shards, shape), len(remats), axis=0)
-
-    def at_end_s(of: Callable[[SegmentState], Array]) -> Array:
-        return alike(np.stack([np.broadcast_to(of(s), shape[1:]) for s in states]))
-
-    def held_bytes(name: str) -> Array:
-        return by_option(lambda o: getattr(held[o.remat], name))
-
-    none = np.zeros((len(options), *shape[1:]))
-    return SegmentCosts(
-        alike(task_s(shards[0], FORWARD)) if FORWARD in tasks else none,
-        by_option(lambda o: task_s(o, BACKWARD)) if backward else none,
-        at_end_s(SegmentState.reduce_s) if trains else none,
-        at_end_s(SegmentState.update_s) if trains else none,
-        SegmentBytes(*(held_bytes(f.name) for f in fields(SegmentBytes))),
-    )
-
-
-def _stacked(records: Sequence[Record], like: Array) -> Record:
-    """Records of arrays as one, whose arrays are [len(records), *like.shape]."""
-    kind = type(records[0])
-    each = ((getattr(r, f.name) for r in records) for f in fields(kind))
-    return kind(*(np.stack([np.broadcast_to(a, like.shape) for a in arrays]) for arrays in each))
+) -> list[Array]:
+    """What a segment takes with every option of its module: seconds forward, backward, of reduction
+    and of update, and the fields of its `SegmentBytes`."""
+    costs, trains, shape = rules.costs, rules.spec.trains(s), figures.is_there.shape
+    by_option = []
+    for option in rules.options(s.module):
+        saving = option.of(s)
+        state = SegmentState(saving, mesh, rules.profile)
+        moved, held = state.moved(), costs.state_of(saving, mesh, trained=trains)
+        taken: list[Array] = []
+        for d in (FORWARD, BACKWARD):
+            seconds: Array = 0.0
+            if d in tasks:
+                seconds = costs.task_s(saving, mesh, group_size, figures, d, moved)
+                unit_s = costs.group_content_s(saving, mesh, group_size, d)
+                seconds = seconds + content_s(unit_s, content)
+            taken.append(seconds)
+        taken += [state.reduce_s(), state.update_s()] if trains else [0.0, 0.0]
+        backward = BACKWARD in tasks
+        n_bytes = costs.bytes_of(saving, mesh, group_size, figures, held, backward=backward)
+        taken += [n_bytes.state, n_bytes.kept, n_bytes.temporaries]
+        by_option.append([np.broadcast_to(a, shape) for a in taken])
+    return [np.stack(each) for each in zip(*by_option, strict=True)]

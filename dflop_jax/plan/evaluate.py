@@ -30,7 +30,6 @@ from dflop_jax.schedule import (
     WORK_PER_S,
     capacity_of,
     quick_schedule,
-    reordered,
     schedule_batch,
 )
 from dflop_jax.schedule.batch import Batch
@@ -49,12 +48,11 @@ _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to br
 _RANK_WORK = 100  # units for a batch of a plan that is ranked
 # Samples that give a plan's figures at least, in up to so many batches or twice the sampled ones.
 _FIGURED, _FIGURED_BATCHES = 512, 8
-_EVALUATE_WORK = 1_000  # most units for a batch that gives a plan's figures
-# And for one by which plans are compared: with 300 schedules of 256 samples are up to 7% longer
-# than with 4,000, those of other plans less, and another plan seems the fastest.
+# Most units for a batch that gives a plan's figures, and for one by which plans are compared: with
+# 300 schedules of 256 samples are up to 7% longer than with 4,000, those of other plans less, and
+# another plan seems the fastest.
 TRIAL_WORK = 1_000
-_GLANCED = 0.5  # of the unseen batches, by which the lookahead is chosen that a plan runs with
-_STEP_END = (REDUCE, UPDATE)
+_LOOKAHEAD_BATCHES = 0.5  # of the unseen ones, by which the lookahead is chosen
 # Of a step, in which the solver of a later one shall be done: where it has a core of its own, and
 # where it takes its seconds from a device, which is a core of the host.
 _SOLVER_SHARE, _SOLVER_SHARE_OF_DEVICE = 0.5, 0.1
@@ -124,13 +122,11 @@ class Evaluator:
     def busy_s(self, layout: Layout) -> float:
         """Seconds of all tasks of a mean batch in groups of the largest shapes, and of the step's
         end: what tells options of a placement apart."""
-        prices, trainable, n = (
-            self.prices(layout),
-            self.rules.trainable(layout),
-            self._mean_groups(layout),
-        )
+        prices, trainable = self.prices(layout), self.rules.trainable(layout)
+        n = self._mean_groups(layout)
         tasks = directions(layout, trainable)
-        total_s = sum(prices.step_end[Task(n, NO_GROUP, d)] for n in trainable for d in _STEP_END)
+        ends = (Task(s, NO_GROUP, d) for s in trainable for d in (REDUCE, UPDATE))
+        total_s = sum(prices.step_end[task] for task in ends)
         for s in layout.segments:
             shapes = layout.shapes(s.module)
             programs = [ProgramId(s.name, max(shapes), d) for d in tasks[s.name] if shapes]
@@ -189,7 +185,8 @@ class Evaluator:
         is_compiled = prices is not None
         prices = prices or self.prices(plan.layout)
         trainable = self.rules.trainable(plan.layout)
-        work = min(self._work_budget(about_s), _EVALUATE_WORK)
+        plan = self.with_lookahead(plan, prices)
+        work = min(self._work_budget(about_s), TRIAL_WORK)
         schedules = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
             for i, b in enumerate(self.unseen)
@@ -199,25 +196,22 @@ class Evaluator:
                 exchange_rooms=exchange_rooms(plan.layout, schedules, self.unseen)
             )
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
-        best = self._predicted(plan, schedules, traces)
-        longer = self._with_lookahead(plan, schedules, prices, _busiest_s(plan.layout, traces))
-        if longer != plan:
-            again = [reordered(s, longer, prices, trainable, work) for s in schedules]
-            traces = [simulate_step(longer, s, prices, trainable) for s in again]
-            other = self._predicted(longer, again, traces)
-            worth_s = (1 - _WORTH_MEMORY) * best.predicted.makespan_s
-            best = other if other.predicted.makespan_s < worth_s else best
-        return best.with_scheduling(work_budget=self._work_budget(best.predicted.makespan_s))
+        plan = self._predicted(plan, schedules, traces)
+        return plan.with_scheduling(work_budget=self._work_budget(plan.predicted.makespan_s))
 
-    def _with_lookahead(
-        self, plan: Plan, schedules: Sequence[Schedule], prices: Prices, busiest_s: float
-    ) -> Plan:
+    def with_lookahead(self, plan: Plan, prices: Prices | None = None) -> Plan:
         """The plan with the lookahead that makes it fastest by list scheduling, and that memory
-        holds: an order that was searched for one lookahead is no measure of the others. No order is
-        faster than `busiest_s`."""
-        if not self._may_look_ahead(plan):
+        holds: an order that was searched for one lookahead is no measure of the others.
+
+        As it is where groups share out what memory is left, for which the lookahead is chosen
+        already, and on one set of devices, where no order is faster.
+        """
+        scheduling, alone = plan.scheduling, len(set(resources(plan.layout).values())) == 1
+        if scheduling.grouping != "balanced" or scheduling.kept or alone:
             return plan
-        trainable = self.rules.trainable(plan.layout)
+        prices, trainable = prices or self.prices(plan.layout), self.rules.trainable(plan.layout)
+        batches = self.unseen[: max(2, round(_LOOKAHEAD_BATCHES * len(self.unseen)))]
+        schedules = [quick_schedule(b, plan, prices, trainable, _RANK_WORK) for b in batches]
 
         def list_scheduled_s(plan: Plan) -> float:
             each = (with_order(plan, replace(s, order=()), prices, trainable) for s in schedules)
@@ -226,28 +220,11 @@ class Evaluator:
         best, best_s = plan, list_scheduled_s(plan)
         for lookahead in LOOKAHEADS:
             longer = plan.with_scheduling(lookahead=lookahead)
-            worth_s = (1 - _WORTH_MEMORY) * best_s
-            if busiest_s >= worth_s or not self.fits(longer):
+            if not self.fits(longer):
                 break
-            if (longer_s := list_scheduled_s(longer)) < worth_s:
+            if (longer_s := list_scheduled_s(longer)) < (1 - _WORTH_MEMORY) * best_s:
                 best, best_s = longer, longer_s
         return best
-
-    def with_lookahead(self, plan: Plan) -> Plan:
-        """The plan with the lookahead that suits it, at a glance."""
-        if not self._may_look_ahead(plan):
-            return plan
-        prices, trainable = self.prices(plan.layout), self.rules.trainable(plan.layout)
-        batches = self.unseen[: max(2, round(_GLANCED * len(self.unseen)))]
-        schedules = [quick_schedule(b, plan, prices, trainable, _RANK_WORK) for b in batches]
-        return self._with_lookahead(plan, schedules, prices, busiest_s=0.0)
-
-    @staticmethod
-    def _may_look_ahead(plan: Plan) -> bool:
-        """Not where groups share out what memory is left, for which the lookahead is chosen
-        already, nor on one set of devices, where no order is faster."""
-        scheduling, alone = plan.scheduling, len(set(resources(plan.layout).values())) == 1
-        return scheduling.grouping == "balanced" and not scheduling.kept and not alone
 
     def trial(self, number: int) -> list[list[Load]]:
         """The batches of a trial, of any number: one as the data are and, where `plan.drift`
@@ -309,15 +286,3 @@ class Evaluator:
             priced_by=self.rules.profile.priced_by,
         )
         return replace(plan, predicted=predicted)
-
-
-def _busiest_s(layout: Layout, traces: Sequence[Trace]) -> float:
-    """Seconds that the busiest devices compute, on average: no order of tasks is faster."""
-    of, busiest_s = resources(layout), []
-    for trace in traces:
-        busy_s = dict.fromkeys(of.values(), 0.0)
-        for name, share in trace.busy_fraction().items():
-            if name in of:  # and not a link
-                busy_s[of[name]] += share * trace.makespan_s
-        busiest_s.append(max(busy_s.values()))
-    return float(np.mean(busiest_s))

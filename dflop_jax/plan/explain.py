@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from dflop_jax.hardware import GIB, HARDWARE
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
-from dflop_jax.plan.dip import rank_sizes, rank_submeshes
+from dflop_jax.plan.dip import ranks_of
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import options_of, with_options
@@ -79,8 +80,7 @@ def kind_costs(profile: Profile) -> list[KindCost]:
         a_token = a_token / max(sum(load.tokens(module) for load in loads), 1)
         for kind, n in Counter(model.layer_kinds(module)).items():
             timed = [t for t in model.timings if (t.module, t.kind) == (module, kind)]
-            least = min(t.model for t in timed)
-            t = max((t for t in timed if t.model == least), key=lambda t: t.shape.size)
+            t = min(timed, key=lambda t: (t.model, -t.shape.size))
             content = (t.shape.size * a_token).tolist()
             forward_s, backward_s = (
                 own_s + float(content_s(by_feature(of_content, names), content))
@@ -127,7 +127,9 @@ def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
             continue
         other = max(cheaper, key=busy_s.__getitem__)
         step_s = [evaluator.evaluate(each[o], 0.0).predicted.makespan_s for o in (option, other)]
-        held = [_module_bytes(evaluator, each[o], module) for o in (option, other)]
+        peaks = [evaluator.most_by_submesh(each[o]) for o in (option, other)]
+        meshes = {s.submesh for s in plan.layout.segments_of(module)}
+        held = [max(peak[name] for name in meshes) for peak in peaks]
         words = option.words or "none", other.words or "none"
         if held[0] < held[1]:
             fits = evaluator.fits(each[other])
@@ -135,28 +137,19 @@ def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
     return bought
 
 
-def _module_bytes(evaluator: Evaluator, plan: Plan, module: str) -> float:
-    """Bytes of the device that needs most among a module's, however many groups a batch takes."""
-    peaks = evaluator.most_by_submesh(plan)
-    return max(peaks[s.submesh] for s in plan.layout.segments_of(module))
-
-
 def check_possible(extent: Extent, allowed: Callable[[SubmeshPlan], bool]) -> None:
     """ValueError, as `search_plan` would raise it, unless the policy has a placement whose
     submeshes are `allowed`, which no measurement changes."""
-    if not any(all(map(allowed, submeshes)) for submeshes in _submeshes(extent)):
+    of_families = (
+        family.layout(i, extent.n_layers)
+        for of_policy in families(extent).values()
+        for family in of_policy
+        for i in range(len(family))
+    )
+    ranks = ranks_of(extent) if extent.config.policy in (DIP, "auto") else []
+    placements = chain((x.submeshes for x in chain(of_families, baseline(extent))), ranks)
+    if not any(all(map(allowed, submeshes)) for submeshes in placements):
         raise ValueError(NO_SUBMESHES)
-
-
-def _submeshes(extent: Extent) -> Iterator[tuple[SubmeshPlan, ...]]:
-    """Those of each placement."""
-    for space in families(extent).values():
-        for family in space:
-            for i in range(len(family)):
-                yield family.layout(i, extent.facts.n_layers).submeshes
-    yield from (layout.submeshes for layout in baseline(extent))
-    if extent.config.policy in (DIP, "auto"):
-        yield from (rank_submeshes(*sizes) for sizes in rank_sizes(extent))
 
 
 def why_nothing_fits(rules: Rules, least_bytes: float, nearest: str) -> str:
@@ -185,8 +178,8 @@ def _devices_that_fit(rules: Rules) -> int | None:
     """The least doubling of the devices that holds a plan."""
     times = 2
     while times <= _LARGEST_MULTIPLE:
-        n_devices = times * rules.spec.n_devices
-        if any(bounds.fits.any() for _, bounds in searched(rules.of_devices(n_devices))):
-            return n_devices
+        more = replace(rules.spec, n_devices=times * rules.spec.n_devices)
+        if any(space.fits.any() for space in searched(replace(rules, spec=more))):
+            return more.n_devices
         times *= 2
     return None

@@ -3,9 +3,11 @@ own, and what comes of them races by batches that no shape was sized for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
+
+import numpy as np
 
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
@@ -13,12 +15,13 @@ from dflop_jax.plan.dip import readers_of, with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.race import at_a_glance, close_to_best, joined, race
 from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
-from dflop_jax.plan.second_policy import with_second_policies
-from dflop_jax.plan.sizing import with_buckets
-from dflop_jax.plan.uniform import with_ladder
-from dflop_jax.records import Bucket, Layout, Plan, Shape
-from dflop_jax.schedule import BucketChoice
-from dflop_jax.schedule.shapes.spare import beyond
+from dflop_jax.plan.uniform import ladder_of
+from dflop_jax.records import REMAT, Bucket, Kept, Layout, Load, Plan, Remat, SegmentPlan, Shape
+from dflop_jax.schedule import ShapeProblem, choose_buckets
+from dflop_jax.schedule.shapes.problem import roomiest_first
+from dflop_jax.schedule.shapes.spare import beyond, holding_capacity, spare_bucket
+from dflop_jax.sim.memory import kept_bytes
+from dflop_jax.tasks.graph import with_backward
 
 # Microbatches that chosen buckets cut a mean batch into at most, over those of the one bucket; each
 # is a choice of buckets more, and with effort "quick" the finest alone is tried.
@@ -36,79 +39,55 @@ _ASKED = 2
 _MOST_MORE_GROUPS = 1.2
 
 
-def refined(
-    ranking: Ranking, ranked: Sequence[Candidate], spared: Callable[[Plan], Plan]
-) -> list[Plan]:
+def refined(ranking: Ranking, ranked: Sequence[Candidate], tail: Sequence[Load]) -> list[Plan]:
     """Plans of candidates with suitable buckets, the fastest first, with about their makespans: of
     the fastest of those that are ranked and of the first of other policies, with effort "full" with
     several granularities of buckets; the integer program of shapes is then asked for the fastest,
-    and second recompute policies are tried for plans with what `spared` adds. Where the fastest is
-    of a policy that none of the best ranked is of, few of its candidates had a look: all are ranked
-    then."""
+    and second recompute policies are tried for plans with room for the samples of `tail`."""
     evaluator = ranking.evaluator
     if ranked[0].plan.scheduling.grouping == "arrival":
-        return [spared(r.plan) for r in placements(ranked)]
-    raced = _raced(ranking, ranked, spared)
-    fastest = raced[0].plan.policy
-    if all(c.policy != fastest for c in _near(evaluator, ranked)):
-        alone = ranking.of(fastest)
-        raced = joined(evaluator, raced, _raced(alone, alone.ranked(), spared))
-    unlike: dict[Layout, Candidate] = {}
-    for one in raced:
-        unlike.setdefault(one.plan.layout, one)
-    return [one.with_about_s() for one in unlike.values()]
-
-
-def _raced(
-    ranking: Ranking, ranked: Sequence[Candidate], spared: Callable[[Plan], Plan]
-) -> list[Candidate]:
-    """What is made of candidates of balanced batches, the fastest first."""
-    evaluator, first = ranking.evaluator, ranked[0]
-    near = at_a_glance(evaluator, [_with_ladder(evaluator, c) for c in _near(evaluator, ranked)])
-    others = at_a_glance(evaluator, _others(ranking, near, first.bound_s))
+        return [with_spare(r.plan, tail, evaluator) for r in placements(ranked)]
+    near = [_with_ladder(evaluator, c) for c in _near(ranking, ranked)]
+    tried = at_a_glance(evaluator, near)
     n_sized = _SIZED[evaluator.config.effort]
-    leading = near[:n_sized]
-    leading += [f for f in placements(near)[:n_sized] if f not in leading]
-    firsts = {f.plan.policy: f for f in reversed([*near, *others])}
-    close = close_to_best([*near, *others])
-    tried = [*near, *others]
-    for one in [*leading, *(f for f in firsts.values() if f not in leading)]:
+    firsts = {one.policy: one for one in reversed(close_to_best(tried))}
+    leading = [*tried[:n_sized], *placements(tried)[:n_sized], *firsts.values()]
+    for one in {id(one): one for one in leading}.values():
         if one.ranked.layout != one.plan.layout:
             tried.append(replace(one, plan=one.ranked, trials_s=()))
         tried += _with_shorter_rows(evaluator, one)
-        if one in leading or one in close:
-            tried += _sized(evaluator, one)
+        tried += _sized(evaluator, one)
     tried += [divided for one in tried for divided in _with_divided_readers(evaluator, one)]
     raced = _with_program(evaluator, race(evaluator, tried))
-    raced = [replace(f, plan=spared(f.plan)) for f in raced]
+    raced = [replace(f, plan=with_spare(f.plan, tail, evaluator)) for f in raced]
     second = [
         replace(one, plan=plan, trials_s=())
         for one in close_to_best(raced)
         for plan in with_second_policies(one.plan, evaluator)
     ]
-    return joined(evaluator, raced, second)
+    unlike: dict[Layout, Candidate] = {}
+    for one in joined(evaluator, raced, second):
+        unlike.setdefault(one.plan.layout, one)
+    return [one.with_about_s() for one in unlike.values()]
 
 
-def _near(evaluator: Evaluator, ranked: Sequence[Candidate]) -> list[Candidate]:
+def _near(ranking: Ranking, ranked: Sequence[Candidate]) -> list[Candidate]:
     """What is close to the first by one bucket, or one of the first that are timed: many just hold
-    the batches that they are ranked by, and not others."""
-    n, close = evaluator.config.finalists, CLOSE * ranked[0].bound_s
-    return [r for i, r in enumerate(ranked) if i < n or r.bound_s <= close][:MOST_CLOSE]
-
-
-def _others(ranking: Ranking, near: Sequence[Candidate], best_s: float) -> list[Candidate]:
-    """About the best of every policy that `near` holds none of, as far as these are not far behind:
-    with one bucket policies compare otherwise than with chosen ones."""
-    others, most_s = ranking.policies - {f.plan.policy for f in near}, _OTHER_BY_ONE_BUCKET * best_s
-    found = [c for policy in sorted(others) for c in ranking.nearly_best(policy, most_s)]
-    return [_with_ladder(ranking.evaluator, c) for c in found]
+    the batches that they are ranked by, and not others. And about the best of every other policy,
+    as far as these are not far behind: with one bucket policies compare otherwise than with chosen
+    ones."""
+    n, best_s = ranking.evaluator.config.finalists, ranked[0].bound_s
+    close = [r for i, r in enumerate(ranked) if i < n or r.bound_s <= CLOSE * best_s][:MOST_CLOSE]
+    others = sorted(ranking.policies - {r.policy for r in close})
+    most_s = _OTHER_BY_ONE_BUCKET * best_s
+    return close + [c for policy in others for c in ranking.nearly_best(policy, most_s)]
 
 
 def _with_ladder(evaluator: Evaluator, candidate: Candidate) -> Candidate:
     ranked = candidate.plan
     return replace(
         candidate,
-        plan=replace(ranked, layout=with_ladder(ranked.layout, evaluator.rules)),
+        plan=ranked.with_layout(buckets=tuple(ladder_of(ranked.layout, evaluator.rules))),
         ranked_plan=ranked,
         max_microbatches=candidate.microbatches,
     )
@@ -143,8 +122,17 @@ def _with_program(evaluator: Evaluator, raced: Sequence[Candidate]) -> list[Cand
     by_program = {a.plan.layout for a in new}
     unlike = (f for f in others if (f.plan.layout in by_program) != (won.plan.layout in by_program))
     rival = next(unlike, None)
-    gain = won.gain_over(rival) if rival else choice.gain
-    return [_told(won, choice, gain), *others]
+    gain = choice.gain
+    if rival:  # by the trials that both ran
+        n = min(len(won.trials_s), len(rival.trials_s))
+        gain = 1 - won.trial_s(n) / rival.trial_s(n)
+    predicted = replace(
+        won.plan.predicted,
+        shapes_by=choice.made_by if won.choice == choice else "search",
+        shapes_gain=gain,
+        shapes_gap=choice.gap,
+    )
+    return [replace(won, plan=replace(won.plan, predicted=predicted)), *others]
 
 
 def _by_program(evaluator: Evaluator, known: Candidate) -> list[Candidate]:
@@ -157,17 +145,6 @@ def _by_program(evaluator: Evaluator, known: Candidate) -> list[Candidate]:
         for a in _with_buckets(evaluator, known, largest, n, effort, start=start):
             found.setdefault(a.plan.layout, a)
     return [more for a in found.values() for more in (a, *_with_divided_readers(evaluator, a))]
-
-
-def _told(won: Candidate, asked: BucketChoice, gain: float) -> Candidate:
-    """The finalist, whose plan says how it compares with what the program of shapes made."""
-    predicted = replace(
-        won.plan.predicted,
-        shapes_by=asked.made_by if won.choice == asked else "search",
-        shapes_gain=gain,
-        shapes_gap=asked.gap,
-    )
-    return replace(won, plan=replace(won.plan, predicted=predicted))
 
 
 def _with_divided_readers(evaluator: Evaluator, one: Candidate) -> list[Candidate]:
@@ -223,11 +200,104 @@ def _with_buckets(
     effort: str,
     **options: Any,
 ) -> list[Candidate]:
-    """The candidate's plan with chosen buckets; nothing if they do not fit."""
+    """The candidate's plan with the buckets that suit it best, none larger than `largest` or than
+    its one bucket where prices are not believed, cutting an average batch into at most `finest`
+    microbatches; nothing if they do not fit. `options` are those of `choose_buckets`."""
+    rules, plan = evaluator.rules, one.ranked
+    layout = replace(plan.layout, fan_in=1)
+    limits = {
+        m: max(rules.trusted_tokens(m), max((s.size for s in layout.shapes(m)), default=0))
+        for m in layout.modules
+    }
+    for m, shape in largest.shapes if largest else ():
+        limits[m] = min(limits[m], shape.size)
+
+    def as_run(chosen: Layout) -> Plan:
+        if plan.policy == DIP:
+            chosen = with_sub_microbatches(chosen, rules, plan.layout.divided_readers)
+        return replace(plan, layout=chosen)
+
+    problem = ShapeProblem(
+        layout,
+        evaluator.prices,
+        rules.spec.global_batch,
+        n_buckets=evaluator.config.buckets,
+        trainable=rules.trainable(layout),
+        piece_tokens=rules.profile.piece_tokens,
+        token_multiple=rules.spec.token_multiple,
+        max_tokens={m: int(n) for m, n in limits.items() if n < np.inf},
+        max_microbatches=finest,
+        as_run=as_run,
+    )
     try:
-        plan, choice = with_buckets(evaluator, one.ranked, largest, finest, effort, **options)
+        choice = choose_buckets(evaluator.loads, problem, effort=effort, **options)
+        plan = problem.with_buckets(choice.buckets)
     except ValueError:  # memory holds the largest sample only beside a smaller share
         return []
     plan = evaluator.with_cheapest_options(plan)
     sized = replace(one, plan=plan, max_microbatches=finest, choice=choice, trials_s=())
     return [sized] if evaluator.fits(plan) else []
+
+
+def with_second_policies(plan: Plan, evaluator: Evaluator) -> list[Plan]:
+    """Plans in which every segment that can may keep as much as one policy does, so that schedules
+    may use what memory is left group by group (`schedule.memory_plan`), as far as memory holds
+    them; none where no segment computes anything again."""
+    if not evaluator.rules.spec.memory_bytes or plan.scheduling.grouping != "balanced":
+        return []
+    backward = set(with_backward(plan.layout, evaluator.rules.trainable(plan.layout)))
+    found = []
+    for less in get_args(Remat):
+        segments = tuple(
+            replace(s, remat_less=less) if _may(s, less, backward, evaluator) else s
+            for s in plan.layout.segments
+        )
+        second = plan.with_layout(segments=segments)
+        if second != plan and evaluator.fits(second):
+            found.append(_with_room(second, backward, evaluator))
+    return found
+
+
+def _may(s: SegmentPlan, less: Remat, backward: set[str], evaluator: Evaluator) -> bool:
+    """Whether a segment has tasks of both directions, and a policy keeps more than its own."""
+    rules = evaluator.rules
+    known = less in rules.costs.fits.known_policies(s.module)
+    keeps_more = known and less in REMAT[: REMAT.index(s.remat)]
+    return keeps_more and s.name in backward and rules.costs.hands_over(s)
+
+
+def _with_room(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:
+    """The plan with what its groups keep, and what of every device's memory is left."""
+    costs = evaluator.rules.costs
+    kept_by_shape = []
+    for s in plan.layout.segments:
+        for shape in plan.layout.shapes(s.module) if s.name in backward else ():
+            n_bytes = kept_bytes(plan.layout, costs, s, shape)
+            less = s if s.remat_less is None else s.keeping
+            kept_by_shape.append(
+                Kept(s.name, shape, n_bytes, kept_bytes(plan.layout, costs, less, shape) - n_bytes)
+            )
+    peaks = evaluator.most_by_submesh(plan)
+    free = {name: evaluator.rules.spec.memory_bytes - peak for name, peak in peaks.items()}
+    return plan.with_scheduling(kept=tuple(kept_by_shape), free_bytes=free)
+
+
+def with_spare(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
+    """The plan with a bucket for samples of `tail` that none of its buckets holds, since they are
+    larger than those that were profiled.
+
+    As it is where there is none, or where memory, with the options that the plan has, is too small
+    for such a bucket: then these samples are not trained on (`data.oversize`).
+    """
+    large = [tail[i] for i in beyond(tail, plan)] if tail else []
+    if not large:
+        return plan
+    rules = evaluator.rules
+    spare = spare_bucket(
+        large, holding_capacity(plan), rules.profile.piece_tokens, rules.spec.token_multiple
+    )
+    # Parts have one shape: of a divided module a sample gets as many as may feed one group.
+    parts = {m: plan.layout.shapes(m)[0] for m in plan.layout.divided if plan.layout.shapes(m)}
+    spare = Bucket(tuple((m, parts.get(m, shape)) for m, shape in spare.shapes))
+    spared = plan.with_layout(buckets=roomiest_first((*plan.layout.buckets, spare)))
+    return spared if evaluator.fits(spared) else plan

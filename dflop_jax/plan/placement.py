@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.records import (
@@ -51,19 +51,23 @@ class Form:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What the placements of a model depend on.
+class Extent:
+    """How far a space of placements reaches.
 
     n_layers: of every module, in topological order. degrees: of tensor parallelism, by module.
     unstaged: modules with an edge between their layers, which lie in segments, not in stages.
     patterns: layers of the shortest pattern of kinds that a module repeats from end to end, 1 where
-    all are alike; stages of a loop hold whole patterns.
+    all are alike; stages of a loop hold whole patterns. node: devices of a node. config: settings,
+    whose limits are above 0.
     """
 
     n_layers: Mapping[str, int]
     degrees: Mapping[str, Collection[int]]
-    unstaged: frozenset[str]
+    unstaged: Collection[str]
     patterns: Mapping[str, int]
+    n_devices: int
+    node: int
+    config: PlanConfig
 
     @classmethod
     def of(
@@ -71,23 +75,13 @@ class ModelFacts:
         kinds: Mapping[str, Sequence[str]],
         degrees: Mapping[str, Collection[int]],
         edges: Sequence[Edge],
-    ) -> ModelFacts:
-        """`kinds` are those of every module's layers."""
-        taps = {e.source for e in edges if e.leaves >= 0}
-        unstaged = frozenset(taps | {e.target for e in edges if e.enters >= 0})
+        *devices: Any,
+    ) -> Extent:
+        """`kinds` are those of every module's layers; `devices` are the last three fields."""
+        unstaged = {e.source for e in edges if e.leaves >= 0}
+        unstaged |= {e.target for e in edges if e.enters >= 0}
         n_layers = {m: len(k) for m, k in kinds.items()}
-        return cls(n_layers, degrees, unstaged, {m: pattern(k) for m, k in kinds.items()})
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How far a space of placements reaches: the modules, the devices, `node` of them in a node,
-    and the settings, whose limits are above 0."""
-
-    facts: ModelFacts
-    n_devices: int
-    node: int
-    config: PlanConfig
+        return cls(n_layers, degrees, unstaged, {m: pattern(k) for m, k in kinds.items()}, *devices)
 
     @property
     def max_model(self) -> int:

@@ -1,4 +1,5 @@
-"""What everything in a step takes by a profile: the prices that planner and scheduler begin with.
+"""What everything in a step takes by a profile: the prices that planner and scheduler begin with,
+and predictions by them: the schedules of whole batches, and their trace.
 
 Programs come from the profile's fit. What crosses devices comes from its hardware: activations
 between segments, gradients and parameters between data ranks. Devices are numbered node by node; a
@@ -7,7 +8,8 @@ submesh's model axis is the innermost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -23,18 +25,29 @@ from dflop_jax.records import (
     Direction,
     Hardware,
     Layout,
+    Load,
     MeshShape,
     ModelProfile,
+    Plan,
     Price,
     Prices,
     ProgramId,
+    Schedule,
     SegmentPlan,
     SendId,
     Shape,
     SubmeshPlan,
     Task,
+    Trace,
 )
+from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.sample import sample_batches
+from dflop_jax.schedule.shapes.spare import beyond
+from dflop_jax.sim.pipeline import Noise, simulate_schedules
 from dflop_jax.tasks.graph import links, tied_ends
+
+# Sampled batches of whose schedules the fullest is taken; twice as many find a fuller one or none.
+_REHEARSED_BATCHES = 4
 
 
 def plan_prices(layout: Layout, profile: ModelProfile) -> Prices:
@@ -141,3 +154,71 @@ def _between(
         return 0.0
     nodes = {d // hardware.devices_per_node for d in (*here.devices, *there.devices)}
     return float(send_s(n_bytes, hardware, across=len(nodes) > 1))
+
+
+def simulate(
+    plan: Plan,
+    batches: Sequence[Sequence[Load]],
+    profile: ModelProfile,
+    *,
+    trainable: Collection[str] | None = None,
+    noise: Noise | None = None,
+) -> Trace:
+    """Schedule global batches and run them, one after another, on the profile's times.
+
+    Args:
+      batches: loads of each global batch.
+      trainable: names of segments with trainable parameters; None: all.
+      noise: as for `simulate_step`. Schedules are made without noise, as in a run.
+
+    Returns:
+      One trace of all steps, `source` "simulated"; groups keep counting from step to step.
+
+    Raises:
+      ValueError: a sample fits no bucket, or the profile lacks a degree that the plan uses.
+    """
+    names = [s.name for s in plan.layout.segments] if trainable is None else trainable
+    prices = plan_prices(plan.layout, profile)
+    schedules = [schedule_batch(b, plan, prices, names, step=i) for i, b in enumerate(batches)]
+    return simulate_schedules(plan, schedules, prices, names, noise=noise)
+
+
+def held_loads(plan: Plan, loads: Sequence[Load]) -> list[Load]:
+    """Those of the samples that the plan has room for; ValueError: none."""
+    large = set(beyond(loads, plan))
+    if len(large) == len(loads):
+        raise ValueError("the plan's shapes hold no sample of this data; plan for it")
+    return [load for i, load in enumerate(loads) if i not in large]
+
+
+def fullest_schedule(
+    plan: Plan,
+    loads: Sequence[Load],
+    global_batch: int,
+    prices: Prices,
+    trainable: Collection[str],
+) -> Schedule:
+    """Of schedules of sampled batches, as far as the plan's shapes hold their samples, that which
+    holds the most tokens at once from forward to backward.
+
+    Raises:
+      ValueError: the plan's shapes hold no sample.
+    """
+    batches = sample_batches(held_loads(plan, loads), global_batch, _REHEARSED_BATCHES)
+    schedules = (schedule_batch(b, plan, prices, trainable) for b in batches)
+    return max(schedules, key=_most_held_tokens)
+
+
+def _most_held_tokens(schedule: Schedule) -> int:
+    """Tokens of the shapes of groups that wait for their backward, at the moment when these are
+    most."""
+    forward, backward = (
+        {(t.segment, t.group) for t in schedule.order if t.direction == d}
+        for d in (FORWARD, BACKWARD)
+    )
+    tokens = (
+        schedule.groups[t.group].shape.size * (1 if t.direction == FORWARD else -1)
+        for t in schedule.order
+        if (t.segment, t.group) in forward & backward
+    )
+    return max(accumulate(tokens), default=0)

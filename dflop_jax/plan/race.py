@@ -1,11 +1,15 @@
 """Which plans are the fastest: all run the same trials, the slower half leaves, and what is left
 runs twice as many, until these tell which is the fastest or the work for it is spent (sequential
-halving, Karnin, Koren and Somekh 2013, with a test of paired differences)."""
+halving, Karnin, Koren and Somekh 2013, with a test of paired differences).
+
+Where devices are at hand, trials are priced by the plans' own programs, as far as memory holds
+these.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import compress
 
@@ -13,9 +17,12 @@ import numpy as np
 
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import TRIAL_WORK, Evaluator
+from dflop_jax.records import Plan, Prices
 from dflop_jax.schedule.sample import LARGE_BATCH
 from dflop_jax.schedule.shapes.problem import TIE
 
+TimePlan = Callable[[Plan], Prices]
+TryStep = Callable[[Plan, Prices], None]
 # Trials that every plan runs, and that the last ones do at most.
 _FIRST, _MOST = 2, 8
 # Seconds over the best ones' in the first trials up to which a plan may be the fastest after more.
@@ -29,6 +36,9 @@ _CLOSE = 1.05
 # Units of work that a batch takes besides what the scheduler may spend, of larger ones as many
 # times; all of a race beyond the first trials, and that many times as many with effort "full".
 _BATCH_COST, _ALL_WORK, _FULL_TIMES = 500, 75_000, 4
+# Of the memory that plans fill: what a message says to plan without where no shortage is known.
+_GUESSED_SHORTAGE = 0.1
+_REMEDIES = "--plan.zero 3, --train.remat layers or a smaller --data.max_tokens"
 
 
 def at_a_glance(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -104,3 +114,112 @@ def _told_apart(one: Candidate, best: Candidate, n: int) -> bool:
     behind = np.subtract(one.trials_s[:n], best.trials_s[:n]) / np.mean(best.trials_s[:n])
     error = behind.std(ddof=1) / math.sqrt(n)
     return bool(behind.mean() > _SURE * error or abs(behind.mean()) + _SURE * error < _SAME)
+
+
+class PlanTooLarge(ValueError):
+    """A plan whose programs ran out of memory; `short_bytes` are missing, 0: not known. `what`: the
+    message without its remedy."""
+
+    def __init__(self, what: str, short_bytes: float = 0.0):
+        super().__init__(f"{what}; give a smaller --plan.memory_bytes, {_REMEDIES}")
+        self.what, self.short_bytes = what, short_bytes
+
+
+def by_its_own(
+    evaluator: Evaluator,
+    plans: Sequence[Plan],
+    n: int,
+    time_plan: TimePlan,
+    try_step: TryStep,
+) -> tuple[Plan, int]:
+    """The fastest plan by the times of its own programs, with the figures that these give, and how
+    many were timed: of the first about `n` (0: the first, by the profile) that memory holds when
+    they are tried, and of the others where it holds none of these.
+
+    Whatever memory does not hold is dropped, and what it was short of is left free by the others.
+
+    Raises:
+      ValueError: it holds none.
+    """
+    devices = _Devices(evaluator, time_plan, try_step)
+    first = to_time(plans, n)
+    for together in (first, *([p] for p in plans if p not in first)):
+        alone = len(together) == 1
+        judged = [j for p in together for j in devices.judged(p, is_timed=n > 0, alone=alone)]
+        while judged := [j for j in judged if devices.hold(j.plan)]:
+            best, *judged = race(evaluator, judged)
+            if taken := devices.after_a_step(best):
+                return taken, devices.n_timed
+    raise ValueError(devices.why_none())
+
+
+def to_time(plans: Sequence[Plan], n: int) -> list[Plan]:
+    """The first `n` plans, and `n` of the first one's policy: a policy that is far from the fastest
+    takes no place of it."""
+    alike = [p for p in plans if p.policy == plans[0].policy][:n]
+    return [p for i, p in enumerate(plans) if i < n or p in alike]
+
+
+class _Devices:
+    """Tries plans on the devices at hand, and learns from those that these do not hold."""
+
+    def __init__(self, evaluator: Evaluator, time_plan: TimePlan, try_step: TryStep):
+        self._evaluator, self._time_plan, self._try_step = evaluator, time_plan, try_step
+        self._short_bytes = 0.0
+        self._refused: list[PlanTooLarge] = []
+        self.n_timed = 0
+
+    def hold(self, plan: Plan) -> bool:
+        """Whether a plan leaves free what others were short of."""
+        return self._evaluator.fits(plan)
+
+    def judged(self, plan: Plan, *, is_timed: bool, alone: bool) -> list[Candidate]:
+        """The plan, judged by its own times, or by the profile's; nothing where the devices do not
+        hold it. `alone`: the profile chose it."""
+        if not self.hold(plan):
+            return []
+        plan = self._evaluator.evaluate(plan, plan.predicted.makespan_s)
+        if not is_timed:
+            return [Candidate(plan)]
+        by_profile_s = plan.predicted.makespan_s
+        try:
+            prices = self._time_plan(plan)
+        except PlanTooLarge as e:
+            self._drop(e)
+            return []
+        self.n_timed += 1
+        free = plan if plan.scheduling.kept else plan.with_scheduling(lookahead=0)
+        timed = self._evaluator.evaluate(free, by_profile_s, prices)
+        if alone:
+            timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
+        return [Candidate(timed, prices=prices)]
+
+    def after_a_step(self, judged: Candidate) -> Plan | None:
+        """The plan once it has run a step; None where the devices do not hold that."""
+        left = {
+            m: max(0.0, n - self._short_bytes) for m, n in judged.plan.scheduling.free_bytes.items()
+        }
+        plan = judged.plan.with_scheduling(free_bytes=left)  # that groups may keep more in
+        try:
+            self._try_step(plan, judged.prices or self._time_plan(plan))
+        except PlanTooLarge as e:
+            self._drop(e)
+            return None
+        return plan
+
+    def why_none(self) -> str:
+        """One line: what was tried, and what to plan with."""
+        limit = self._evaluator.rules.spec.memory_bytes
+        if limit and not self._short_bytes:
+            limit *= 1 - _GUESSED_SHORTAGE
+        remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"
+        last = self._refused[-1].what if self._refused else "none was tried"
+        return (
+            f"no plan of the fastest fits into memory ({len(self._refused)} tried): {last}; plan "
+            f"for less: {remedy}, {_REMEDIES}"
+        )
+
+    def _drop(self, error: PlanTooLarge) -> None:
+        self._refused.append(error)
+        self._short_bytes += error.short_bytes
+        self._evaluator = self._evaluator.with_less_memory(error.short_bytes)

@@ -9,34 +9,27 @@ programs of the fastest are timed; the fastest by those times is the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.explain import Saving, savings, why_nothing_fits
+from dflop_jax.plan.explain import why_nothing_fits
 from dflop_jax.plan.finalists import refined
-from dflop_jax.plan.limits import LEAST, Limits, with_limits
-from dflop_jax.plan.on_devices import TimePlan, TryStep, by_its_own
+from dflop_jax.plan.race import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.ranking import Ranking, placements, searched
-from dflop_jax.plan.sizing import with_spare
 from dflop_jax.plan.space import baseline
-from dflop_jax.plan.spec import SearchSpec
+from dflop_jax.plan.spec import SearchSpec, with_limits
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.records import DataProfile, ModelProfile, Plan, Prices
+from dflop_jax.records import DataProfile, ModelProfile, Plan
 from dflop_jax.schedule.sample import sample_batches
 
 # Batches by which candidates are ranked, over `SearchSpec.n_batches`: of thousands of placements
 # some suit two batches by chance. With twice as many, as many again are counted.
 _RANKED_TIMES = 2
-
-
-def _no_step(_plan: Plan, _prices: Prices) -> None:
-    """No step is tried."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,8 @@ class SearchResult:
     n_candidates: int
     n_fit: int
     n_evaluated: int
-    n_timed: int = 0
-    limits: Limits = LEAST
+    n_timed: int
+    limits: Mapping[str, int]
 
 
 def search_plan(
@@ -65,7 +58,7 @@ def search_plan(
     spec: SearchSpec | None = None,
     *,
     time_plan: TimePlan | None = None,
-    try_step: TryStep = _no_step,
+    try_step: TryStep = lambda *_: None,
     on_progress: Callable[[int, int], None] | None = None,
     **changes: Any,
 ) -> SearchResult:
@@ -93,8 +86,7 @@ def search_plan(
         raise ValueError(why_nothing_fits(rules, *ranking.nearest()))
     plan, n_timed = best[0].plan, 0
     if rules.spec.refine:
-        spared = partial(with_spare, tail=data.tail, evaluator=evaluator)
-        plans = refined(ranking, best, spared)
+        plans = refined(ranking, best, data.tail)
         if time_plan:
             plan, n_timed = by_its_own(evaluator, plans, config.finalists, time_plan, try_step)
         else:
@@ -107,15 +99,8 @@ def search_plan(
         n_fit=ranking.n_fit,
         n_evaluated=ranking.n_evaluated,
         n_timed=n_timed,
-        limits=Limits(config.max_model, config.max_stage, config.max_microbatches),
+        limits=rules.spec.limits,
     )
-
-
-def what_memory_bought(
-    plan: Plan, profile: ModelProfile, data: DataProfile, spec: SearchSpec
-) -> list[Saving]:
-    """What each module of a plan that saves memory gets for the time that it costs."""
-    return savings(evaluator_of(profile, data, spec), plan)
 
 
 def evaluator_of(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> Evaluator:

@@ -4,6 +4,11 @@ A placement puts the modules into blocks; a block has consecutive devices of its
 modules share, each with a (data, model) of its own. A module that is alone in its block may be a
 pipeline.
 Layouts that differ in sizes only form a family, whose numbers are arrays.
+
+The systems that DFLOP (arXiv 2603.25120) is compared with have spaces of layouts, too. All give the
+whole model one (data, model) per pipeline stage, on consecutive devices with tensor parallelism
+inside, and take samples in the order in which they arrive; they differ in how layers are dealt to
+stages. A stage that holds layers of several modules has them on one submesh.
 """
 
 from __future__ import annotations
@@ -14,11 +19,13 @@ from itertools import combinations, product
 
 import numpy as np
 
-from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import CutCosts, Extent, Form, lay_out
+from dflop_jax.plan.placement import CutCosts, Extent, Form, factors, lay_out, split_layers
 from dflop_jax.profile.state import Array
-from dflop_jax.records import Layout, MeshShape
+from dflop_jax.records import Layout, MeshShape, SegmentPlan, SubmeshPlan
 
+BASELINES = ("blind", "megatron", "pytorch")
+# (module, first layer, last layer + 1) of each pipeline stage, in order.
+Stages = list[list[tuple[str, int, int]]]
 # Blocks up to which every split of the devices and every pair of pipelines is tried. Twice as many
 # make spaces of three modules many times as large.
 _FINELY_SPLIT_BLOCKS = 2
@@ -69,7 +76,7 @@ def separate(extent: Extent) -> Iterator[Family]:
 
     Beyond two blocks the devices are divided in coarser steps and one module at most is a pipeline.
     """
-    n_layers, n_devices = extent.facts.n_layers, extent.n_devices
+    n_layers, n_devices = extent.n_layers, extent.n_devices
     for blocks in _partitions(len(n_layers)):
         n_blocks = max(blocks) + 1
         if n_blocks < min(2, len(n_layers)) or n_blocks > n_devices:
@@ -88,7 +95,7 @@ def separate(extent: Extent) -> Iterator[Family]:
 def shared(extent: Extent) -> Iterator[Family]:
     """OrchMLLM: every module on all devices, each with its own parallelism, one after the other;
     the last module may be a loop of stages. Each module is balanced over its own data ranks."""
-    *others, last = extent.facts.n_layers
+    *others, last = extent.n_layers
     forms = [_forms(extent, m, 1) for m in others]
     loops = _forms(extent, last, extent.config.max_stage)
     forms.append([f for f in loops if f.n_segments == 1])
@@ -125,11 +132,11 @@ def _forms(extent: Extent, module: str, max_stage: int) -> list[Form]:
     """Forms of a module on one data rank. A pipeline of depth s comes as s segments, and as one
     segment with stage=s for each number of rounds in which they divide its patterns of layers; a
     module that is `unstaged` comes as segments only."""
-    facts, n_devices = extent.facts, extent.n_devices
-    n_layers, pattern = facts.n_layers[module], facts.patterns[module]
+    n_devices, n_layers = extent.n_devices, extent.n_layers[module]
+    pattern = extent.patterns[module]
     fixed = extent.config.rounds
-    rounds = () if module in facts.unstaged else (fixed,) if fixed else ROUNDS
-    models = sorted(k for k in facts.degrees[module] if k <= extent.max_model)
+    rounds = () if module in extent.unstaged else (fixed,) if fixed else ROUNDS
+    models = sorted(k for k in extent.degrees[module] if k <= extent.max_model)
     forms = []
     for depth in range(1, min(max_stage, n_layers, n_devices) + 1):
         for model in (m for m in models if depth * m <= n_devices):
@@ -190,27 +197,84 @@ def families(extent: Extent) -> dict[str, list[Family]]:
     return spaces
 
 
+def _deals(policy: str, n_layers: Mapping[str, int], stages: int) -> Iterator[Stages]:
+    """Ways to deal layers to pipeline stages.
+
+    `pytorch`: the layers of the whole model, module by module, evenly by count. `megatron`: the
+    modules before the last on the first `e` stages, the last module's layers evenly over the rest;
+    with e = 0 all share the first stage with its part of the last module. `blind`: the same with
+    one stage for the modules before the last, where there are two stages.
+    """
+    *names, last = n_layers
+    before = {m: n_layers[m] for m in names}
+    if policy == "pytorch":
+        if stages <= sum(n_layers.values()):
+            yield _dealt(n_layers, stages)
+        return
+    most = min(stages - 1, sum(before.values()))
+    for e in range(most + 1) if policy == "megatron" else [min(1, most)]:
+        if stages - e <= n_layers[last]:
+            rest = [[(last, a, b)] for a, b in split_layers(n_layers[last], stages - e)]
+            if not e:
+                rest[0] = [*((m, 0, n) for m, n in before.items()), *rest[0]]
+            yield [*(_dealt(before, e) if e else []), *rest]
+
+
+def _dealt(n_layers: Mapping[str, int], stages: int) -> Stages:
+    """Layers of modules in a row, cut into stages of even count."""
+    start = dict(zip(n_layers, np.cumsum([0, *n_layers.values()]).tolist()))
+    return [
+        [
+            (m, max(a - start[m], 0), min(b - start[m], n))
+            for m, n in n_layers.items()
+            if a < start[m] + n and b > start[m]
+        ]
+        for a, b in split_layers(sum(n_layers.values()), stages)
+    ]
+
+
+def baseline_layouts(
+    policy: str, n_devices: int, n_layers: Mapping[str, int], *, max_model: int, max_stage: int
+) -> Iterator[Layout]:
+    """The layouts of a baseline: every way to deal the layers to stages on consecutive blocks of
+    devices."""
+    order = list(n_layers)
+    for n_stages in factors(n_devices, max_stage):
+        size = n_devices // n_stages
+        for tp in factors(size, max_model):
+            for stages in _deals(policy, n_layers, n_stages):
+                submeshes, segments = [], []
+                for i, runs in enumerate(stages):
+                    name = "+".join(m for m, _, _ in runs) + str(i)
+                    submeshes.append(SubmeshPlan(name, i * size, data=size // tp, model=tp))
+                    segments += [
+                        SegmentPlan(f"{m}{a}", m, a, b, name, a == 0, b == n_layers[m])
+                        for m, a, b in runs
+                    ]
+                segments.sort(key=lambda s: order.index(s.module))
+                yield Layout(tuple(submeshes), tuple(segments))
+
+
 def baseline(extent: Extent) -> list[Layout]:
     """Layouts of a baseline policy, as far as `families` would take them; none for others.
 
     Raises:
       ValueError: nothing is left.
     """
-    facts, config = extent.facts, extent.config
+    config = extent.config
     if config.policy not in BASELINES:
         return []
 
     def lies_well(layout: Layout) -> bool:
         meshes = [(s.module, layout.submesh(s.submesh)) for s in layout.segments]
         return all(
-            m.model in facts.degrees[module]
+            m.model in extent.degrees[module]
             and in_nodes(m.first, m.n_devices, m.model, extent.node)
             for module, m in meshes
         )
 
-    every = BASELINES[config.policy](
-        extent.n_devices, facts.n_layers, max_model=extent.max_model, max_stage=config.max_stage
-    )
+    limits = {"max_model": extent.max_model, "max_stage": config.max_stage}
+    every = baseline_layouts(config.policy, extent.n_devices, extent.n_layers, **limits)
     layouts = [p for p in every if lies_well(p)]
     if not layouts:
         raise ValueError(_none(extent))

@@ -1,20 +1,30 @@
-"""What a plan is searched for."""
+"""What a plan is searched for, and how far the space of plans reaches where the settings do not
+say: by what the job needs.
+
+A limit costs seconds of planning, and one of tensor parallelism seconds of profiling, so small jobs
+have small ones. What is needed follows from the model, the memory of a device, the size of a node
+and the data; `plan.max_model`, `plan.max_stage` and `plan.max_microbatches` above 0 go first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.records import ModelProfile, Remat, SegmentPlan, SubmeshPlan, Zero
+from dflop_jax.records import Load, ModelProfile, Remat, SegmentPlan, SubmeshPlan, Zero
 from dflop_jax.schedule.sample import LARGE_BATCH
 
+# The largest values that are tried for a model that fits on one device.
+LEAST = {"max_model": 2, "max_stage": 4, "max_microbatches": 16}
+# Share of a device's memory for the layers' inputs of all microbatches in flight: parameters and
+# optimizer state fill about a half, temporaries of a program another quarter. Half of it would
+# double the most microbatches tried.
+INPUTS_SHARE = 0.25
+MOST_MICROBATCHES = 128  # as many as the finest of the usual cuts (`volume.CUTS`)
 _RANKED = 3  # placements at least, of which a plan is chosen
-
-
-def _always(_: object) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -39,8 +49,8 @@ class SearchSpec:
     remat: Remat | Literal["auto"] = "auto"
     zero: Zero | Literal["auto"] = "auto"
     token_multiple: int = 32
-    trains: Callable[[SegmentPlan], bool] = _always
-    allowed: Callable[[SubmeshPlan], bool] = _always
+    trains: Callable[[SegmentPlan], bool] = lambda _: True
+    allowed: Callable[[SubmeshPlan], bool] = lambda _: True
     shown: int = _RANKED
     refine: bool = True
 
@@ -50,6 +60,11 @@ class SearchSpec:
                 f"a plan for {self.n_devices} devices and {self.global_batch} samples a step: "
                 "give at least one of each"
             )
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """How far the space reaches, as given or as the job needs (`with_limits`)."""
+        return {name: getattr(self.config, name) for name in LEAST}
 
     def known_node(self, profile: ModelProfile) -> int:
         """Devices of a node; 0: nobody says."""
@@ -65,3 +80,77 @@ class SearchSpec:
     def n_ranked(self) -> int:
         """Placements that are ranked exactly."""
         return max(self.shown, _RANKED) if self.refine else self.shown
+
+
+def held_bytes(float32_bytes: Mapping[str, float], halved: Collection[str]) -> float:
+    """Parameters and gradients of the largest module, which a data rank has whole under ZeRO 1.
+
+    Args:
+      float32_bytes: parameters of every module in float32, as gradients are.
+      halved: modules whose programs work on bfloat16 parameters.
+    """
+    return max(n * (1.5 if m in halved else 2.0) for m, n in float32_bytes.items())
+
+
+def parallel_limits(held: float, memory_bytes: float, node: int) -> tuple[int, int]:
+    """(max_model, max_stage) for a module that holds so many bytes. The devices that share them, a
+    power of two, may do so by tensor parallelism alone where a node has as many, and by a pipeline
+    alone of at most a node's devices or of what the largest tensor parallelism leaves.
+
+    Args:
+      memory_bytes: that a plan may fill; 0: nobody says, and nothing needs to be shared.
+      node: devices of a node.
+    """
+    shares = _power_of_two(held / memory_bytes) if memory_bytes else 1
+    model = max(LEAST["max_model"], min(shares, node))
+    return model, max(LEAST["max_stage"], min(shares, node), -(-shares // model))
+
+
+def microbatch_limit(
+    batch_bytes: float, memory_bytes: float, n_devices: int, max_stage: int
+) -> int:
+    """max_microbatches with which the layers' inputs of as many groups as a pipeline has stages
+    fill a quarter of the memory: each device has its share of the layers and of the data.
+
+    Args:
+      batch_bytes: inputs of all layers, of the whole global batch.
+    """
+    if not memory_bytes:
+        return LEAST["max_microbatches"]
+    whole_batch = batch_bytes / n_devices
+    needed = _power_of_two(max_stage * whole_batch / (INPUTS_SHARE * memory_bytes))
+    return max(LEAST["max_microbatches"], min(needed, MOST_MICROBATCHES))
+
+
+def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) -> SearchSpec:
+    """What is searched for, with a limit of the job's own wherever the settings have 0."""
+    config = spec.config
+    parameters = {
+        m: profile.layers_bytes(m) + profile.ends_param_bytes[m] for m in profile.n_layers
+    }
+    node = spec.known_node(profile) or spec.n_devices
+    model, stage = parallel_limits(held_bytes(parameters, profile.halved), spec.memory_bytes, node)
+    stage = config.max_stage or stage
+    batch_bytes = spec.global_batch * _input_bytes(profile, loads)
+    config = replace(
+        config,
+        max_model=config.max_model or model,
+        max_stage=stage,
+        max_microbatches=config.max_microbatches
+        or microbatch_limit(batch_bytes, spec.memory_bytes, spec.n_devices, stage),
+    )
+    return replace(spec, config=config)
+
+
+def _input_bytes(profile: ModelProfile, loads: Sequence[Load]) -> float:
+    """Of a mean sample: the inputs of all layers of all modules."""
+    token_bytes = {t.module: t.hidden_bytes / t.shape.size for t in profile.timings if t.model == 1}
+    return sum(
+        token_bytes.get(m, 0.0) * n * sum(load.tokens(m) for load in loads) / len(loads)
+        for m, n in profile.n_layers.items()
+    )
+
+
+def _power_of_two(least: float) -> int:
+    """The least power of two that is not below it."""
+    return 1 << max(0, math.ceil(least) - 1).bit_length()

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
-from dflop_jax.plan.baselines import BASELINES
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import Option, with_options
+from dflop_jax.plan.space import BASELINES
 from dflop_jax.records import (
     Bucket,
     Group,
@@ -106,16 +106,12 @@ class Uniform:
         return self._makespans[n]
 
 
-def with_ladder(layout: Layout, rules: Rules) -> Layout:
-    """A layout of one bucket with as many smaller ones beside it as plans may have, for what does
-    not fit: a second group of the same size would double the step."""
-    return replace(layout, buckets=tuple(ladder_of(layout, rules)))
-
-
 def ladder_of(layout: Layout, rules: Rules) -> dict[Bucket, float]:
-    """Shares that the buckets of `with_ladder` have of the only one, the largest first: of its rows
-    each, rounded up, or of its tokens where there is one packed row, which stays long enough for
-    the longest piece. The share is the largest of the modules of which something is cut."""
+    """The bucket of a layout and as many smaller ones as plans may have beside it, the largest
+    first, for what does not fit: a second group of the same size would double the step. Each with
+    its share of the only one: of its rows each, rounded up, or of its tokens where there is one
+    packed row, which stays long enough for the longest piece. The share is the largest of the
+    modules of which something is cut."""
     (whole,) = layout.buckets
     ladder = {whole: 1.0}
     for share in reversed(rules.shares[:-1]):

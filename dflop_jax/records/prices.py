@@ -123,23 +123,12 @@ class PriceList:
 
     @classmethod
     def of(cls, prices: Prices) -> PriceList:
-        return cls(
-            tuple(prices.programs.items()),
-            tuple(prices.step_end.items()),
-            tuple(prices.sends.items()),
-            None if prices.concurrency == math.inf else prices.concurrency,
-            prices.host_s,
-            prices.shares_cores,
-        )
+        pairs = {n: tuple(v.items()) for n, v in vars(prices).items() if isinstance(v, Mapping)}
+        concurrency = None if prices.concurrency == math.inf else prices.concurrency
+        return cls(**vars(prices) | pairs | {"concurrency": concurrency})
 
     @property
     def prices(self) -> Prices:
+        tables = {n: dict(v) for n, v in vars(self).items() if isinstance(v, tuple)}
         concurrency = math.inf if self.concurrency is None else self.concurrency
-        return Prices(
-            dict(self.programs),
-            dict(self.step_end),
-            dict(self.sends),
-            concurrency,
-            self.host_s,
-            self.shares_cores,
-        )
+        return Prices(**vars(self) | tables | {"concurrency": concurrency})

@@ -128,15 +128,6 @@ def quick_schedule(
     return _ordered(solution.schedule, plan, prices, trainable, work, seed=0)[0]
 
 
-def reordered(
-    schedule: Schedule, plan: Plan, prices: Prices, trainable: Collection[str], work: int
-) -> Schedule:
-    """The groups of a schedule in the order that another plan of the same layout has for them;
-    `work` as of `schedule_batch`."""
-    listed = with_order(plan, replace(schedule, order=()), prices, trainable)
-    return _ordered(listed, plan, prices, trainable, work, seed=0)[0]
-
-
 def _group_work(plan: Plan, work: float) -> float:
     """Units of work for the groups."""
     return work * (1 - _ORDER_SHARE - _MEMORY_SHARE * bool(plan.scheduling.kept))

@@ -13,12 +13,10 @@ from dflop_jax.data import Source
 from dflop_jax.hardware import GIB
 from dflop_jax.pipeline.layout import can_join
 from dflop_jax.pipeline.parts import parts_of
-from dflop_jax.plan import search
-from dflop_jax.plan.explain import Saving, check_possible
-from dflop_jax.plan.limits import with_limits
-from dflop_jax.plan.placement import Extent, ModelFacts
-from dflop_jax.plan.search import SearchResult, search_plan
-from dflop_jax.plan.spec import SearchSpec
+from dflop_jax.plan.explain import Saving, check_possible, savings
+from dflop_jax.plan.placement import Extent
+from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
+from dflop_jax.plan.spec import SearchSpec, with_limits
 from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, part_state_bytes
 from dflop_jax.profile.parts import divides, residual_bytes
@@ -60,7 +58,7 @@ def make_plan(
 def what_memory_bought(place: Workplace, profile: Profile, plan: Plan) -> list[Saving]:
     """Return what each module of a plan that saves memory gets for the time that it costs."""
     spec = SearchSpec(**_arguments(place, profile))
-    return search.what_memory_bought(plan, profile.model, profile.data, spec)
+    return savings(evaluator_of(profile.model, profile.data, spec), plan)
 
 
 def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
@@ -116,8 +114,7 @@ def check_plannable(place: Workplace) -> None:
     degrees = {
         name: [d for d in tensor_degrees(place) if divides(m, d)] for name, m in modules.items()
     }
-    facts = ModelFacts.of(kinds, degrees, edges_of(place.model))
-    extent = Extent(facts, place.n_devices, place.node, config)
+    extent = Extent.of(kinds, degrees, edges_of(place.model), place.n_devices, place.node, config)
     check_possible(extent, partial(_allowed, place))
     limit, least = place.plannable_bytes, least_bytes(place)
     if limit and least > limit:

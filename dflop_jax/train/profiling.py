@@ -26,7 +26,7 @@ from dflop_jax.contract import (
 from dflop_jax.data import Source
 from dflop_jax.data.content import counter_of
 from dflop_jax.pipeline.layout import can_join
-from dflop_jax.plan.limits import held_bytes, parallel_limits
+from dflop_jax.plan.spec import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
 from dflop_jax.profile.measure import model_profile, profile_key, together
 from dflop_jax.profile.optimizer_state import with_optimizer

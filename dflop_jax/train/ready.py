@@ -16,7 +16,7 @@ from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.pipeline.executor import Executor
-from dflop_jax.plan.predict import held_loads
+from dflop_jax.plan.pricing import held_loads
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES
 from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
 from dflop_jax.report.progress import Progress

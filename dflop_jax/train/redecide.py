@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflop_jax.config import Config
-from dflop_jax.plan.predict import simulate
+from dflop_jax.plan.pricing import simulate
 from dflop_jax.records import DataProfile, Load, Plan, Profile
 from dflop_jax.schedule.shapes.choose import largest
 from dflop_jax.schedule.shapes.spare import beyond

@@ -25,9 +25,8 @@ from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.out_of_memory import ran_out, short_bytes
 from dflop_jax.pipeline.stand_in import content_of_rows
 from dflop_jax.pipeline.step import TrainState
-from dflop_jax.plan.on_devices import PlanTooLarge
-from dflop_jax.plan.predict import fullest_schedule
-from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.plan.pricing import fullest_schedule, plan_prices
+from dflop_jax.plan.race import PlanTooLarge
 from dflop_jax.record_files import load_or_make
 from dflop_jax.records import (
     ModelProfile,

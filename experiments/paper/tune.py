@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.placement import Extent, ModelFacts, cut_costs
-from dflop_jax.plan.space import separate
+from dflop_jax.plan.placement import Extent, cut_costs
+from dflop_jax.plan.space import baseline_layouts, separate
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Layout, Plan, Remat, Scheduling, with_remat
 from experiments.paper.cases import Case, tuning
@@ -53,7 +52,7 @@ def baseline_plans(case: Case, policy: str) -> Iterator[Plan]:
     """All placements of a baseline that there are prices of."""
     profile = cost_model(case).profile
     bounds = {"max_model": MAX_MODEL, "max_stage": MAX_STAGE}
-    for layout in BASELINES[policy](case.n_devices, profile.n_layers, **bounds):
+    for layout in baseline_layouts(policy, case.n_devices, profile.n_layers, **bounds):
         if is_timed(cost_model(case), layout):
             yield plan_of(case, policy, layout)
 
@@ -97,9 +96,10 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
     step = case.n_devices // _SPLITS if case.n_devices > _EVERY_SPLIT else 1
     degrees = dict.fromkeys(profile.n_layers, range(1, MAX_MODEL + 1))
     alike = dict.fromkeys(profile.n_layers, 1)
-    facts = ModelFacts(profile.n_layers, degrees, frozenset(), alike)
     config = PlanConfig(max_model=MAX_MODEL, max_stage=MAX_STAGE)
-    for family in separate(Extent(facts, case.n_devices, case.hardware.devices_per_node, config)):
+    node = case.hardware.devices_per_node
+    extent = Extent(profile.n_layers, degrees, (), alike, case.n_devices, node, config)
+    for family in separate(extent):
         *encoders, _ = family.forms
         if family.stages > 1 or any(f.n_segments > 1 for f in encoders):
             continue

@@ -11,7 +11,7 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.gpu_compile import chip_profile
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.explain import check_possible
-from dflop_jax.plan.placement import Extent, ModelFacts
+from dflop_jax.plan.placement import Extent
 from dflop_jax.record_files import save
 from dflop_jax.records import Edge, SubmeshPlan
 from dflop_jax.train import profiling
@@ -163,7 +163,7 @@ def test_nothing_is_measured_for_what_is_refused(
     assert (tmp_path / "begun/metrics.jsonl").read_text() == BAD_FILES["begun/metrics.jsonl"]
 
 
-FACTS = ModelFacts.of(
+FACTS = (
     {"vision": 2 * ["layers"], "llm": 4 * ["layers"]},
     {"vision": [1, 2], "llm": [1]},
     [Edge("vision", "llm", "visual")],
@@ -174,7 +174,7 @@ FACTS = ModelFacts.of(
 def test_devices_that_cannot_form_a_submesh(policy):
     """As CPU devices of two processes with two each: no submesh may hold 1 and 2."""
     config, tried = PlanConfig(policy=policy, max_model=2, max_stage=4), []
-    extent = Extent(FACTS, 4, 4, config)
+    extent = Extent.of(*FACTS, 4, 4, config)
 
     def allowed(m):
         tried.append(m)

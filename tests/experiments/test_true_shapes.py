@@ -1,13 +1,14 @@
 """Steps at true shapes: costs by hand, dealing, and the choice against trying everything."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.baselines import pytorch
 from dflop_jax.plan.pricing import prices_of
+from dflop_jax.plan.space import baseline_layouts
 from dflop_jax.plan.space import separate as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
 from dflop_jax.profile.cost_model import CostModel
@@ -21,6 +22,7 @@ from tests.plan.cases import TILE, layouts, model_profile, recompute
 LAYERS = {"vision": 2, "llm": 4}
 SPACE = {"max_model": 2, "max_stage": 4}
 A100 = find_hardware("a100-80")
+pytorch = partial(baseline_layouts, "pytorch")
 
 
 def load(tiles, tokens):

@@ -13,7 +13,7 @@ import pytest
 
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.held import held_cuts, split_cuts
-from dflop_jax.plan.baselines import pytorch
+from dflop_jax.plan.space import baseline_layouts
 from models.llava import build
 from tests.small import Small
 
@@ -212,7 +212,7 @@ def test_step_equals_plain_computation(size, name):
 def test_a_stage_of_two_modules_equals_plain_computation():
     """As the policy `pytorch` deals layers: the last of the encoder and the first of the LLM."""
     m = Small(tied=False)
-    space = pytorch(4, {"vision": 2, "llm": 4}, max_model=1, max_stage=2)
+    space = baseline_layouts("pytorch", 4, {"vision": 2, "llm": 4}, max_model=1, max_stage=2)
     placement = next(p for p in space if len(p.submeshes) == 2)
     assert [s.submesh for s in placement.segments] == ["vision+llm0", "vision+llm0", "llm1"]
     plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))

@@ -11,13 +11,14 @@ from collections import Counter
 
 import numpy as np
 
-import dflop_jax.plan.sizing as sizing
+import dflop_jax.plan.finalists as finalists
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.placement import Extent, ModelFacts, RunCosts, name_of
+from dflop_jax.plan.placement import Extent, RunCosts, name_of
 from dflop_jax.plan.pricing import prices_of
-from dflop_jax.plan.search import SearchResult, search_plan
+from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
 from dflop_jax.plan.space import SPACES
+from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.volume import CUTS
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
@@ -295,9 +296,8 @@ def extent(n_devices, n_layers, *, max_model, max_stage, unstaged=(), patterns=N
     """A space of modules with every tensor-parallel degree."""
     degrees = dict.fromkeys(n_layers, range(1, max_model + 1))
     patterns = patterns or dict.fromkeys(n_layers, 1)
-    facts = ModelFacts(n_layers, degrees, frozenset(unstaged), patterns)
     config = PlanConfig(max_model=max_model, max_stage=max_stage)
-    return Extent(facts, n_devices, n_devices, config)
+    return Extent(n_layers, degrees, unstaged, patterns, n_devices, n_devices, config)
 
 
 def layouts(space, n_devices, n_layers, ends=None, **limits):
@@ -492,6 +492,12 @@ def on(hardware, profile):
     return dataclasses.replace(profile, hardware=hardware, computed=hardware is not None)
 
 
+def prepared(n_devices, profile=None, data=None, config=CONFIG, **asked):
+    """What judges plans in a search; `asked` are fields of its spec."""
+    spec = SearchSpec(n_devices, BATCH, config, **asked)
+    return evaluator_of(profile or model_profile(), data or data_profile(), spec)
+
+
 _SEARCHED: dict[str, SearchResult] = {}
 
 
@@ -500,7 +506,7 @@ def run(*asked, **options):
     searched again."""
     if any(map(callable, options.values())):
         return searched_anew(*asked, **options)
-    key = repr((sizing.choose_buckets, asked, sorted(options.items())))
+    key = repr((finalists.choose_buckets, asked, sorted(options.items())))
     if key not in _SEARCHED:
         _SEARCHED[key] = searched_anew(*asked, **options)
     return _SEARCHED[key]

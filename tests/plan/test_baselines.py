@@ -1,14 +1,16 @@
 """Spaces of the baselines against brute force."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 
-from dflop_jax.plan.baselines import megatron, pytorch
+from dflop_jax.plan.space import baseline_layouts
 
 LAYERS = {"vision": 3, "llm": 4}
 SPACE = {"max_model": 4, "max_stage": 8}
+pytorch, megatron = (partial(baseline_layouts, p) for p in ("pytorch", "megatron"))
 
 
 def stage_of(placement):

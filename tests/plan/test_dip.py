@@ -7,22 +7,21 @@ import math
 import numpy as np
 import pytest
 
+from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import (
     EFFICIENT,
     MOST_PARTS,
     MOST_ROUNDS,
     chunked,
+    dip_spaces,
     efficient_rows,
     layouts,
-    rank_submeshes,
     rounds_of,
     with_sub_microbatches,
 )
-from dflop_jax.plan.dip_space import dip_bounds
 from dflop_jax.plan.pricing import prices_of
-from dflop_jax.plan.ranking import Ranking
-from dflop_jax.plan.search import evaluator_of, search_plan
-from dflop_jax.plan.spec import SearchSpec
+from dflop_jax.plan.ranking import _sorted_by
+from dflop_jax.plan.search import search_plan
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -33,19 +32,23 @@ from dflop_jax.records import (
     Schedule,
     SegmentPlan,
     Shape,
+    SubmeshPlan,
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
 
+from . import cases
 from .cases import BATCH, CONFIG, TILE, data_profile, model_profile, random_case
 
 DIP = dataclasses.replace(CONFIG, policy="dip", max_stage=4, effort="quick")
 
 
-def prepared(profile=None, data=None, n_devices=4, config=DIP, **kwargs):
-    """What judges plans in a search."""
-    spec = SearchSpec(n_devices=n_devices, global_batch=BATCH, config=config, **kwargs)
-    return evaluator_of(profile or model_profile(), data or data_profile(), spec)
+# Two ranks of two devices.
+RANKS = tuple(SubmeshPlan(f"rank{r}", 2 * r, data=2) for r in range(2))
+
+
+def prepared(profile=None, data=None, n_devices=4, **asked):
+    return cases.prepared(n_devices, profile, data, DIP, **asked)
 
 
 def run(n_devices, profile=None, data=None, **kwargs):
@@ -138,7 +141,7 @@ def least_dearest(n, parts, entry, leave):
 @pytest.mark.parametrize("tiles, parts", [(1, 1), (8, 1), (9, 2), (24, 3), (200, MOST_PARTS)])
 def test_groups_that_feed_are_cut_into_efficient_ones(tiles, parts):
     rules = prepared(dataclasses.replace(deep_profile(), task_overhead_s=1e-3)).rules
-    placed = chunked(rules, rank_submeshes(2, 2, 1), {"vision": 1, "llm": 1})
+    placed = chunked(rules, RANKS, {"vision": 1, "llm": 1})
     buckets = (Bucket.of({"vision": Shape(tiles, TILE), "llm": Shape(1, 256)}),
                Bucket.of({"vision": Shape(1, TILE), "llm": Shape(1, 128)}))  # fmt: skip
     layout = with_sub_microbatches(dataclasses.replace(placed, buckets=buckets), rules)
@@ -164,10 +167,10 @@ def every_candidate_s(evaluator):
     """(ranks, cut) -> mean makespan of the ranked batches, each counted by the scheduler and run
     group by group."""
     rules, found = evaluator.rules, {}
-    tables = [("dip", bounds) for bounds in dip_bounds(rules)]
-    ranking = Ranking(evaluator, tables, ())
-    for bound_s, make in ranking._by_table():
-        for ranked in counted_out(make(), evaluator):
+    for bound_s, *place in _sorted_by(list(dip_spaces(rules)), "bound_s"):
+        if math.isinf(bound_s):
+            break
+        for ranked in counted_out([Candidate.of(*place)], evaluator):
             plan, costs = ranked.plan, rules.costs
             names = rules.trainable(plan.layout)
             spans = []

@@ -7,8 +7,8 @@ import pytest
 
 from dflop_jax.hardware import HARDWARE, find_hardware
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.explain import why_it_lost
-from dflop_jax.plan.search import search_plan, what_memory_bought
+from dflop_jax.plan.explain import savings, why_it_lost
+from dflop_jax.plan.search import evaluator_of, search_plan
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import Predicted
 
@@ -83,10 +83,10 @@ def test_what_memory_costs():
     profile, data = on(LINKS, model_profile()), data_profile()
     free = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, policy="orch", effort="quick"))
     best = search_plan(profile, data, free)
-    assert what_memory_bought(best.plan, profile, data, free) == []
+    assert savings(evaluator_of(profile, data, free), best.plan) == []
     spec = dataclasses.replace(free, memory_bytes=0.6 * best.candidates[0].peak_bytes)
     plan = search_plan(profile, data, spec).plan
-    bought = {s.module: s for s in what_memory_bought(plan, profile, data, spec)}
+    bought = {s.module: s for s in savings(evaluator_of(profile, data, spec), plan)}
     assert set(bought) == {"vision", "llm"}
     for s in bought.values():
         assert s.chosen != s.cheaper

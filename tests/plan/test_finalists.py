@@ -1,17 +1,29 @@
-"""What is made of candidates before they race."""
+"""What is made of candidates before they race: smaller buckets, shorter rows, one for the tail of
+the dataset, and a second recompute policy."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from dflop_jax.config import PlanConfig
 from dflop_jax.plan import finalists
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.finalists import with_second_policies
+from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.spec import SearchSpec
+from dflop_jax.plan.uniform import ladder_of
 from dflop_jax.plan.volume import volume_of
-from dflop_jax.records import Load
+from dflop_jax.records import REMAT, Bucket, Load, Shape
+from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule.shapes.spare import beyond
+from dflop_jax.sim.memory import byte_table
 
 from ..plans import TILE_TOKENS, bucket, chain, load
+from .cases import CONFIG, TILE, data_profile, prepared, run
+from .test_dip import deep_profile
+from .test_search import keeps_little
 
 
 def shortened(plan, loads, batch_tokens=(0,)):
@@ -62,3 +74,147 @@ def test_rows_stay_where_a_sample_needs_their_length():
     loads = [Load({"vision": (TILE_TOKENS,), "llm": (40,) * 5})]
     assert shortened(plan, loads) == []
     assert shortened(plan, [Load({"llm": (40,) * 2})]) == [(bucket(8, 64, 2),)]
+
+
+def rules(buckets, longest=20):
+    spec = SearchSpec(1, 8, PlanConfig(buckets=buckets), token_multiple=32)
+    costs = SimpleNamespace(profile=SimpleNamespace(piece_tokens={"vision": 16}))
+    return Rules(costs, {"llm": SimpleNamespace(longest=longest)}, spec)
+
+
+def ladder(vision, llm, buckets, **options):
+    """Share -> shapes of the smaller buckets."""
+    bucket = Bucket.of({"vision": Shape(*vision), "llm": Shape(*llm)})
+    layout = replace(chain(2, vision=1).layout, buckets=(bucket,))
+    given = rules(buckets, **options)
+    (first, whole), *rest = ladder_of(layout, given).items()
+    assert (first, whole) == (bucket, 1.0)
+    return {share: tuple((s.rows, s.tokens) for _, s in b.shapes) for b, share in rest}
+
+
+@pytest.mark.parametrize(
+    "vision, llm, expected",
+    [
+        ((10, 16), (5, 128), {0.6: ((6, 16), (3, 128))}),
+        ((10, 16), (4, 128), {0.75: ((6, 16), (3, 128))}),  # whole rows
+        ((1, 16), (1, 320), {0.6: ((1, 16), (1, 192))}),  # one packed row is cut, a piece is not
+        ((1, 16), (1, 128), {0.75: ((1, 16), (1, 96))}),  # to a multiple of 32
+        ((2, 16), (1, 32), {}),  # nothing to cut
+    ],
+)
+def test_rows_or_tokens_of_one_row(vision, llm, expected):
+    assert ladder(vision, llm, 2) == expected
+
+
+def test_a_row_still_holds_the_longest_piece():
+    assert ladder((1, 16), (1, 320), 2, longest=230) == {0.8: ((1, 16), (1, 256))}
+    assert ladder((1, 16), (1, 320), 2, longest=300) == {}
+
+
+def test_as_many_as_plans_may_have_and_are_unlike():
+    large = (10, 16), (10, 128)
+    assert ladder(*large, 1) == {}
+    assert list(ladder(*large, 3)) == [0.6, 0.3]
+    four = {0.8: ((8, 16), (8, 128)), 0.6: ((6, 16), (6, 128)), 0.3: ((3, 16), (3, 128))}
+    assert ladder(*large, 4) == ladder(*large, 9) == four
+    assert ladder((2, 16), (2, 128), 4) == {0.5: ((1, 16), (1, 128))}
+    assert ladder((1, 16), (1, 32), 4) == {}
+
+
+LARGE = Load({"vision": (TILE,) * 60, "llm": (900,)})
+
+
+def test_the_tail_gets_a_bucket_beside_those_that_were_chosen():
+    plain = run().plan
+    data = replace(data_profile(), tail=(data_profile().loads[0], LARGE))
+    plan = run(data=data).plan
+    assert beyond(data.tail, plain) == [1]
+    assert beyond(data.tail, plan) == []
+    assert set(plain.layout.buckets) < set(plan.layout.buckets)
+    assert len(plan.layout.buckets) == len(plain.layout.buckets) + 1
+    assert replace(data, tail=data.tail[:1]).tail
+    assert run(data=replace(data, tail=data.tail[:1])).plan == plain
+
+
+def test_memory_that_is_short_leaves_the_spare_bucket_out():
+    data = replace(data_profile(), tail=(LARGE,))
+    memory_bytes = max(run().plan.predicted.peak_bytes.values()) * 1.05
+    plan = run(data=data, memory_bytes=memory_bytes).plan
+    assert beyond(data.tail, plan) == [0]
+    assert max(plan.predicted.peak_bytes.values()) <= memory_bytes
+
+
+def test_divided_groups_have_one_shape_and_the_tail_gets_as_many_as_may_feed_one():
+    profile = replace(deep_profile(llm=0.3), task_overhead_s=1e-5)
+    loads = tuple(Load({"vision": (TILE,) * n, "llm": (4 * n + 20,)}) for n in (2, 9, 30, 60) * 5)
+    data = replace(data_profile(), loads=loads, n_total=20)
+    long = Load({"vision": (TILE,) * 2, "llm": (900,)})
+    plain, plan = (
+        run("dip", 4, profile, replace(data, tail=tail)).plan for tail in ((), (long, LARGE))
+    )
+    assert plan.layout.fan_in == plain.layout.fan_in > 1
+    assert plan.layout.shapes("vision") == plain.layout.shapes("vision")
+    assert beyond((long,), plain) == [0]
+    assert beyond((long,), plan) == []
+    assert schedule_batch((long,), plan, plan_prices(plan.layout, profile), ())
+
+
+SHARES = (0.35, 0.45, 0.55, 0.75)
+
+
+@pytest.fixture(scope="module")
+def free():
+    return run("dip", 4, profile=keeps_little()).plan
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("share", SHARES)
+def test_groups_keep_more_where_there_is_room(free, share):
+    profile, limit = keeps_little(), share * max(free.predicted.peak_bytes.values())
+    plan = run("dip", 4, profile=profile, memory_bytes=limit).plan
+    config = replace(CONFIG, policy="dip")
+    evaluator = prepared(4, profile, config=config, memory_bytes=limit)
+    assert max(plan.predicted.peak_bytes.values()) <= limit
+    one = tuple(replace(s, remat_less=None) for s in plan.layout.segments)
+    plain = plan.with_layout(segments=one).with_scheduling(kept=(), free_bytes={})
+    assert bool(plan.scheduling.kept) == (one != plan.layout.segments)
+    if plan.scheduling.kept:
+        with_s, without_s = (sum(evaluator.trial_s(p, i) for i in range(2)) for p in (plan, plain))
+        assert with_s < without_s
+    table, prices = byte_table(plan.layout, profile), evaluator.prices(plan.layout)
+    trainable = [s.name for s in plan.layout.segments]
+    for batch in (*evaluator.unseen, *evaluator.trial(0), *evaluator.trial(1)):
+        schedule = schedule_batch(batch, plan, prices, trainable)
+        assert max(held(plan, schedule, table)) <= limit
+
+
+def held(plan, schedule, table):
+    """Bytes of the device of each task of an order when it has run, from the forwards that no
+    backward has followed."""
+    where = {s.name: s.submesh for s in plan.layout.segments}
+    both = {(t.segment, t.group) for t in schedule.order if t.direction == "forward"}
+    now = dict(table.constant)
+    for t in schedule.order:
+        if (t.segment, t.group) in both and t.direction in ("forward", "backward"):
+            group = schedule.groups[t.group]
+            kept = table.keeping if t.segment in group.remat_less else table.kept
+            sign = 1 if t.direction == "forward" else -1
+            now[where[t.segment]] += sign * kept[t.segment, group.shape]
+        yield now[where[t.segment]]
+
+
+def test_some_plan_has_one(free):
+    most = max(free.predicted.peak_bytes.values())
+    plans = [
+        run("dip", 4, profile=keeps_little(), memory_bytes=share * most).plan for share in SHARES
+    ]
+    second = [s for p in plans for s in p.layout.segments if s.remat_less]
+    assert second
+    assert all(REMAT.index(s.remat_less) < REMAT.index(s.remat) for s in second)
+
+
+def test_without_a_limit_or_anything_recomputed_there_is_none(free):
+    for limit in (0.0, 1e12):
+        config = replace(CONFIG, policy="dip")
+        evaluator = prepared(4, keeps_little(), config=config, memory_bytes=limit)
+        assert with_second_policies(free, evaluator) == []

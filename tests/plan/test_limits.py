@@ -8,16 +8,15 @@ import pytest
 from dflop_jax import PlanConfig
 from dflop_jax.cli.plan import limits as explained
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.limits import (
+from dflop_jax.plan.search import search_plan
+from dflop_jax.plan.spec import (
     LEAST,
-    Limits,
+    SearchSpec,
     held_bytes,
     microbatch_limit,
     parallel_limits,
     with_limits,
 )
-from dflop_jax.plan.search import search_plan
-from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import LayerTiming, Load, Shape
 from tests.plan.cases import BATCH, CONFIG, data_profile, model_profile
 from tests.plans import profile_of
@@ -50,7 +49,7 @@ def job(name, devices, batch, config=None, memory=A100, node=8):
 
 
 def test_one_node_of_a_small_model_keeps_small_limits():
-    assert job("7b", 8, 128) == dataclasses.astuple(LEAST) == (2, 4, 16)
+    assert job("7b", 8, 128) == tuple(LEAST.values()) == (2, 4, 16)
     assert job("7b", 1024, 4096) == (2, 4, 16)
     assert job("7b", 8, 128, memory=0.0) == (2, 4, 16)  # nobody says what a device holds
     assert job("72b", 64, 2048, memory=0.0) == (2, 4, 16)
@@ -104,7 +103,7 @@ def test_a_search_says_how_far_it_went():
     given = dataclasses.replace(asked, max_model=2, max_stage=4, max_microbatches=16)
     small = {"n_devices": 2, "global_batch": BATCH, "refine": False}
     own = search_plan(profile, data, config=asked, **small)
-    assert own.limits == Limits(2, 4, 16)
+    assert own.limits == LEAST
     assert own == search_plan(profile, data, config=given, **small)
     said = explained(own.limits, dataclasses.replace(asked, max_stage=4))
     for one in ("max_model 2 (by the job)", "max_stage 4 (given)", "33%"):

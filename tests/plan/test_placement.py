@@ -2,11 +2,11 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 
-from dflop_jax.plan.baselines import blind
 from dflop_jax.plan.placement import (
     Form,
     RunCosts,
@@ -16,7 +16,7 @@ from dflop_jax.plan.placement import (
     pattern,
     split_layers,
 )
-from dflop_jax.plan.space import separate, shared
+from dflop_jax.plan.space import baseline_layouts, separate, shared
 from dflop_jax.records import (
     Bucket,
     LayerTiming,
@@ -32,6 +32,7 @@ from .cases import extent, layouts
 LAYERS = {"vision": 3, "llm": 4}
 THREE = {"vision": 2, "audio": 3, "llm": 4}
 SPACE = {"max_model": 4, "max_stage": 4}
+blind = partial(baseline_layouts, "blind")
 
 
 def triples(n, max_stage, max_model):
@@ -232,8 +233,8 @@ def test_a_model_of_one_module_gives_it_all_devices(space, n):
 
 def test_one_device_cannot_be_shared_out():
     assert list(separate(extent(1, LAYERS, **SPACE))) == []
-    one = Form(MeshShape())
-    assert laid_out(blind, 1, LAYERS, **SPACE) == [lay_out((one, one), (0, 0), LAYERS)]
+    (layout,) = laid_out(blind, 1, LAYERS, **SPACE)
+    assert [s.module for s in layout.segments] == ["vision", "llm"]
 
 
 def test_the_ends_of_a_model_shift_layers_to_the_others():

@@ -9,15 +9,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-import dflop_jax.plan.search as search_module
 import dflop_jax.plan.space as space_module
-from dflop_jax.plan.bounds import all_bounds
+from dflop_jax.plan.bounds import bounded
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.ranking import CLOSE
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import families
-from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import ZERO
 
@@ -28,6 +26,7 @@ from .cases import (
     data_profile,
     exhaustive,
     model_profile,
+    prepared,
     random_case,
 )
 
@@ -115,23 +114,22 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     plain = {"tight": False, "remats": ("none",), "degrees": (1,)}
     every, _ = everything(graph, seed, "dflop", config, **plain)
     took = {(name, m): seconds for name, m, seconds, _ in every}
-    spec = SearchSpec(n_devices, BATCH, config)
-    evaluator = search_module.evaluator_of(profile, data, spec)
+    evaluator = prepared(n_devices, profile, data, config)
     rules, shares = evaluator.rules, []
-    for bounds in all_bounds(families(rules.extent)["dflop"], rules):
-        for p, c in np.ndindex(bounds.bound_s.shape):
-            if bounds.space.repeated[p, c]:
+    for space in bounded("dflop", families(rules.extent)["dflop"], rules):
+        for p, c in np.ndindex(space.bound_s.shape):
+            if space.repeated[p, c]:
                 continue
-            layout = bounds.space.layout_at(p, c)
-            exact_s = took[name_of(layout), (int(bounds.space.cuts[c]), layout.group_size)]
-            assert bounds.bound_s[p, c] <= exact_s * (1 + 1e-9)
-            counted = Candidate.of("dflop", bounds, p, c, None)
-            bounds_s = [bounds.bound_s[p, c], counted.bound_s]
+            layout = space.layout_at(p, c)
+            exact_s = took[name_of(layout), (int(space.cuts[c]), layout.group_size)]
+            assert space.bound_s[p, c] <= exact_s * (1 + 1e-9)
+            counted = Candidate.of(space, p, c)
+            bounds_s = [space.bound_s[p, c], counted.bound_s]
             for _ in evaluator.batches:
                 (counted,) = counted.nearer(evaluator)
                 bounds_s.append(counted.bound_s)
             assert (np.diff([*bounds_s, exact_s]) >= -1e-9 * exact_s).all()
-            shares.append(bounds.bound_s[p, c] / exact_s)
+            shares.append(space.bound_s[p, c] / exact_s)
     assert len(shares) == len(took)
     # A bound of nothing would leave everything to be simulated.
     assert np.mean(shares) > (0.45 if graph == "taps" else 0.5)

@@ -12,18 +12,15 @@ import pytest
 
 import dflop_jax.plan.finalists as finalists
 import dflop_jax.plan.ranking as ranking_module
-import dflop_jax.plan.search as search_module
-import dflop_jax.plan.sizing as sizing
-from dflop_jax.plan.baselines import BASELINES
-from dflop_jax.plan.evaluate import work_budget
+from dflop_jax.plan.evaluate import LOOKAHEADS, work_budget
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.search import search_plan
-from dflop_jax.plan.spec import SearchSpec
+from dflop_jax.plan.space import BASELINES, baseline_layouts
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
-from dflop_jax.schedule import BucketChoice, schedule_batch
+from dflop_jax.schedule import BucketChoice, quick_schedule, schedule_batch
 from dflop_jax.schedule.sample import sample_batches
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
@@ -38,6 +35,7 @@ from .cases import (
     data_profile,
     model_profile,
     on,
+    prepared,
     random_case,
     run,
     searched_anew,
@@ -54,7 +52,7 @@ def test_a_baseline_is_the_best_of_its_space(policy):
     result = run(policy, 4, shown=100)
     names = {c.name for c in result.candidates}
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
-    space = BASELINES[policy](4, model_profile().n_layers, **limits)
+    space = baseline_layouts(policy, 4, model_profile().n_layers, **limits)
     assert names == {name_of(p) for p in space}
     spans = [c.makespan_s for c in result.candidates]
     assert spans == sorted(spans)
@@ -86,10 +84,10 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
         huge = Bucket.of({"vision": Shape(99, TILE), "llm": Shape(1, 4096)})
         return BucketChoice((large if fits else huge, *small), 0.0, {})
 
-    monkeypatch.setattr(sizing, "choose_buckets", choose)
+    monkeypatch.setattr(finalists, "choose_buckets", choose)
     # Chosen buckets alone: others may be faster in drifted batches, which no figure of a plan has.
     monkeypatch.setattr(finalists, "_with_shorter_rows", lambda evaluator, one: [])
-    monkeypatch.setattr(finalists, "with_ladder", lambda layout, rules: layout)
+    monkeypatch.setattr(finalists, "ladder_of", lambda layout, rules: layout.buckets)
     quick = searched_anew(profile=profile, memory_bytes=limit)
     # Two placements are sized, and the program is asked for both.
     assert tried == [("quick", False)] * 2 + [("quick", True)] * 2
@@ -158,8 +156,7 @@ def test_options_follow_the_buckets_that_were_chosen():
     )
 
     def evaluator(memory_bytes):
-        spec = SearchSpec(3, BATCH, CONFIG, memory_bytes=memory_bytes, zero=1)
-        return search_module.evaluator_of(keeps_little(), data_profile(), spec)
+        return prepared(3, keeps_little(), memory_bytes=memory_bytes, zero=1)
 
     def kept(plan, memory_bytes):
         found = evaluator(memory_bytes).with_cheapest_options(plan)
@@ -176,8 +173,7 @@ def test_predictions_are_those_of_the_scheduled_batches(policy):
     """Makespan and busy shares of the simulated mean; memory by the depths of their orders. The
     batches are not those that the buckets were sized for."""
     found, profile = run(policy).plan, model_profile()
-    spec = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, policy=policy))
-    evaluator = search_module.evaluator_of(profile, data_profile(), spec)
+    evaluator = prepared(3, profile, config=dataclasses.replace(CONFIG, policy=policy))
     plan = evaluator.evaluate(found, found.predicted.makespan_s)  # by the work that it hides
     trainable = [s.name for s in plan.layout.segments]
     prices = plan_prices(plan.layout, profile)
@@ -383,15 +379,14 @@ def test_auto_takes_the_best_of_its_policies(weights):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_look_at_one_policy_finds_its_best(policy):
-    """Where a few simulations tell it, by one batch; and nothing beyond what is asked for."""
+    """Where a few simulations tell it; and nothing beyond what is asked for."""
     config = dataclasses.replace(CONFIG, policy="auto", sampled_batches=1, max_microbatches=2)
-    spec, profile = SearchSpec(4, BATCH, config), model_profile()
-    evaluator = search_module.evaluator_of(profile, data_profile(), spec)
+    evaluator = prepared(4, config=config)
     ranking = Ranking(evaluator, list(searched(evaluator.rules)), ())
     best, *others = ranking.nearly_best(policy, np.inf)
     alone = search_plan(
-        profile, data_profile(), spec, config=dataclasses.replace(config, policy=policy),
-        refine=False,
+        model_profile(), data_profile(), n_devices=4, global_batch=BATCH,
+        config=dataclasses.replace(config, policy=policy), refine=False,
     ).candidates[0]  # fmt: skip
     assert (best.policy, best.name, best.bound_s) == (policy, alone.name, alone.makespan_s)
     spans = [c.bound_s for c in (best, *others)]
@@ -406,17 +401,15 @@ def test_a_look_at_one_policy_finds_its_best(policy):
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 0.3)])
 def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
     """By batches that no shape was sized for, half of them drifted; so it is as fast as each."""
-    profile, data = model_profile(*weights), data_profile()
-    spec = SearchSpec(4, BATCH, dataclasses.replace(CONFIG, policy="auto"))
-    evaluator = search_module.evaluator_of(profile, data, spec)
+    profile = model_profile(*weights)
+    evaluator = prepared(4, profile, config=dataclasses.replace(CONFIG, policy="auto"))
     plans = {p: run(p, 4, profile=profile).plan for p in ("auto", *POLICIES)}
     all_s = {p: sum(evaluator.trial_s(plan, i) for i in range(8)) for p, plan in plans.items()}
     assert all_s["auto"] == pytest.approx(min(all_s.values()), rel=1e-6)
 
 
 def test_trials_hold_other_batches_some_of_them_drifted():
-    spec = SearchSpec(4, BATCH, CONFIG)
-    evaluator = search_module.evaluator_of(model_profile(), data_profile(), spec)
+    evaluator = prepared(4)
     trials = [evaluator.trial(i) for i in range(4)]
     assert [len(batches) for batches in trials] == [2] * 4
     assert all(len(batch) == BATCH for batches in trials for batch in batches)
@@ -426,9 +419,7 @@ def test_trials_hold_other_batches_some_of_them_drifted():
     plan = run(n_devices=4).plan
 
     def with_drift(share):
-        config = dataclasses.replace(CONFIG, drift=share)
-        asked = dataclasses.replace(spec, config=config)
-        return search_module.evaluator_of(model_profile(), data_profile(), asked).trial_s(plan, 1)
+        return prepared(4, config=dataclasses.replace(CONFIG, drift=share)).trial_s(plan, 1)
 
     assert with_drift(0.0) != with_drift(1.0)
     share = CONFIG.drift
@@ -476,3 +467,32 @@ def test_a_sample_larger_than_what_was_timed_still_has_a_plan():
     long = dataclasses.replace(data, loads=(*data.loads, Load({"vision": (TILE,), "llm": (1999,)})))
     plan = run(profile=profile, data=long).plan
     assert max(b.tokens("llm") for b in plan.layout.buckets) >= 1999
+
+
+@pytest.mark.parametrize("vision, pays", [(0.3, False), (3.0, True)])
+def test_plans_look_as_far_ahead_as_pays(vision, pays):
+    """Against schedules with every lookahead: one is not worth memory for half a percent."""
+    profile = model_profile(vision)
+    plan = run("dflop", 4, profile=profile, refine=False).plan.with_scheduling(lookahead=0)
+    config = dataclasses.replace(CONFIG, drift=0.0)
+
+    def evaluator(memory_bytes):
+        return prepared(4, profile, config=config, memory_bytes=memory_bytes)
+
+    free = evaluator(0.0)
+    names = free.rules.trainable(plan.layout)
+
+    def mean_s(lookahead):
+        ahead, prices = plan.with_scheduling(lookahead=lookahead), free.prices(plan.layout)
+        batches = free.unseen[: max(2, len(free.unseen) // 2)]
+        each = [quick_schedule(b, ahead, prices, names, 100).makespan_s for b in batches]
+        return float(np.mean(each))
+
+    without_s = mean_s(0)
+    least_s = min(map(mean_s, LOOKAHEADS))
+    assert (least_s < 0.995 * without_s) == pays
+    chosen = free.with_lookahead(plan).scheduling.lookahead
+    assert mean_s(chosen) <= 1.005 * least_s
+    assert (chosen > 0) == pays
+    least_bytes = min(free.most_bytes(plan.with_scheduling(lookahead=n)) for n in LOOKAHEADS)
+    assert evaluator(least_bytes - 1).with_lookahead(plan) == plan

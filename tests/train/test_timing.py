@@ -13,7 +13,7 @@ from dflop_jax.cluster.ending import RunFailed
 from dflop_jax.cluster.hang_watch import UNMEASURED, Sections
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.pipeline.calibration import Calibration
-from dflop_jax.plan.on_devices import PlanTooLarge
+from dflop_jax.plan.race import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Shape, Task
 from dflop_jax.report.spent import TimeLog
 from dflop_jax.tasks.graph import links

@@ -97,14 +97,11 @@ class Loader:
         self.replaced = Replacements(source, max_bad_fraction, global_batch)
         self._room = room
         self.count: Callable[[Load], Load] = lambda load: load  # gives loads their content
-        self._indices = lru_cache(KEPT_STEPS)(self._indices_of)
+        self.indices = lru_cache(KEPT_STEPS)(self._indices)
 
-    def indices(self, step: int) -> list[int]:
+    def _indices(self, step: int) -> list[int]:
         """Source indices of the batch of a step; of a source that varies with the epoch, each has
         its epoch times the source's length added."""
-        return self._indices(step)
-
-    def _indices_of(self, step: int) -> list[int]:
         n = len(self.source)
         places = np.arange(self.global_batch) + step * self.global_batch
         drawn: list[int] = shuffled(places, n, self.seed).tolist()

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflop_jax.data.bounds import named, parse_json
-from dflop_jax.data.media.kind import Kind, Kinds, columns_of
+from dflop_jax.data.media.kind import Kind, Kinds
 from dflop_jax.data.media.kinds import BUILT_IN
 
 VERSION = 12  # of an index file; one more makes every index anew
@@ -47,8 +47,10 @@ class Row(NamedTuple):
 def media_columns(kinds: Kinds) -> np.dtype:
     """Return the columns of media: the number of their kind, the tokens of the conversation before
     them, each medium there being one, and what any kind's header says."""
-    places = [("kind", np.int8), ("tokens_before", np.int32)]
-    return np.dtype([*places, *columns_of(kinds).items()])
+    columns: dict[str, type] = {"kind": np.int8, "tokens_before": np.int32}
+    for kind in kinds:
+        columns.update(kind.columns)
+    return np.dtype([*columns.items()])
 
 
 @dataclass(frozen=True, eq=False)

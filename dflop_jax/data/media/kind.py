@@ -58,11 +58,6 @@ class Kind:
 Kinds = tuple[Kind, ...]
 
 
-def columns_of(kinds: Kinds) -> dict[str, type]:
-    """Return the columns of all kinds by name, each once."""
-    return {name: dtype for kind in kinds for name, dtype in kind.columns.items()}
-
-
 @lru_cache
 def tag_of(kinds: Kinds) -> re.Pattern[str]:
     """Return what matches the tag of any kind; its group is the kind's name."""

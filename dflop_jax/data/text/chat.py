@@ -70,16 +70,13 @@ class ChatTokenizer(FileEncoding):
         self._has_said = False
         self._frame = PictureFrame.of(named, source)
         self._tokens = {kind: self._placeholder(kind, named) for kind in self._kinds}
-        begin, end = (
+        begin, end, *frame = (
             (self._id(named[name]),) if name in named else ()
-            for name in ("start_image_token", "end_image_token")
+            for name in ("start_image_token", "end_image_token", "boi_token", "eoi_token")
         )
         # ids that begin and end a picture, where the configuration names such (InternVL)
         self.picture_ends = (begin, end) if begin else None
-        # ids that begin and end a frame of a clip, where it names such (Gemma 4)
-        self.frame_ends = tuple(
-            (self._id(named[name]),) if name in named else () for name in ("boi_token", "eoi_token")
-        )
+        self.frame_ends = tuple(frame)  # a frame of a clip, where it names such (Gemma 4)
         self._collect_special()
         pad = named.get("pad_token") or named.get("eos_token")
         self.pad_id = self._id(pad) if pad else 0
@@ -191,7 +188,7 @@ class ChatTokenizer(FileEncoding):
         self, turns: Sequence[tuple[str, str]], fields: TemplateFields
     ) -> tuple[list[Message], Message]:
         """The turns as templates take them, and the variables."""
-        further = fields.of_turns(len(turns))
+        further = fields.messages or ({},) * len(turns)
         messages: list[Message] = [
             {**self._plain(f), **self._message(*t)} for t, f in zip(turns, further)
         ]

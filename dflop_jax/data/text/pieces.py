@@ -109,10 +109,6 @@ class TemplateFields:
     def names(self) -> set[str]:
         return set(self.variables).union(*self.messages)
 
-    def of_turns(self, n: int) -> Sequence[Mapping[str, Any]]:
-        """Return the fields of the first n turns."""
-        return self.messages[:n] or ({},) * n
-
 
 NO_FIELDS = TemplateFields()
 

@@ -24,7 +24,7 @@ from dflop_jax.data.datasets.shape_index import (
     table_of,
 )
 from dflop_jax.data.text.pieces import chat_pieces
-from tests.data.media_cases import made_dataset, make_shards, write_clip, write_wav
+from tests.data.media_cases import made_dataset, write_clip, write_wav
 
 
 def pieces(turns, _=None):
@@ -72,13 +72,6 @@ def test_headers_and_tokens_of_each_kind(dataset):
     # <|im_start|> and <|im_end|> are one token each, all else bytes
     prompt = 1 + len("user\nSay <b>.") + 1 + len("\n") + 1 + len("assistant\n")
     assert found[0][1:3] == (prompt + len("One.") + 1,) * 2
-
-
-def test_shards_give_the_same_table(dataset, tmp_path):
-    make_shards(dataset, tmp_path, 5)
-    plain = index_of(open_reader(dataset)).table
-    packed = index_of(open_reader(tmp_path)).table
-    assert rows(plain) == rows(packed)
 
 
 def test_saved_and_loaded(dataset, tmp_path):

@@ -231,7 +231,7 @@ def test_answers_that_lose_their_thinking_are_not_supervised(tmp_path, caplog):
 ANSWERS_ALONE = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}"
 REFUSED = {
     "writes <|start|>": "{{ '<|start|>' }}",
-    "fails .roles": "{{ raise_exception('roles') }}",
+    "fails .TemplateError: roles": "{{ raise_exception('roles') }}",
     "fails .*no attribute": "{{ messages[0].content.none.none }}",
     "fails .*unsafe": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "fails .*division": "{{ 1 / 0 }}",

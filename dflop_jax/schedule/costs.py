@@ -112,14 +112,6 @@ class Ticks:
     def sum_C(self) -> Ints:
         return self.dearest_C + self.rest_C
 
-    def pipeline(self, chosen: Sequence[int]) -> int:
-        """A cost of running these buckets, which the search minimises: each keeps the dearest
-        resource busy, and the one that fills the pipeline fastest runs first."""
-        picked = list(chosen)
-        if not picked:
-            return 0
-        return int(self.dearest_C[picked].sum() + self.rest_C[picked].min())
-
 
 def ticks_of(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
     seconds_CR = np.array([costs.bucket_s(b) for b in buckets])

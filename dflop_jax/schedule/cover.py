@@ -39,6 +39,12 @@ class Demand:
     room_DC: Floats
     need_D: Floats
 
+    @property
+    def alone_C(self) -> Floats:
+        """Groups of one bucket that cover all it can help to cover."""
+        room_DC = np.where(self.room_DC > 0, self.room_DC, np.inf)
+        return (self.need_D[:, None] / room_DC).max(axis=0, initial=0.0)
+
 
 def demand(
     batch: Batch,

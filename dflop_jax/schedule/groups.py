@@ -53,7 +53,12 @@ class PackingSpace:
     priced: frozenset[str] = frozenset()
 
     def cost(self, answer: Sequence[BucketRun]) -> int:
-        return self.ticks.pipeline([t.bucket for t in answer])
+        """A cost of running these, which the search minimises: each keeps the dearest resource
+        busy, and the one that fills the pipeline fastest runs first."""
+        chosen = [t.bucket for t in answer]
+        if not chosen:
+            return 0
+        return int(self.ticks.dearest_C[chosen].sum() + self.ticks.rest_C[chosen].min())
 
     def in_order(self, answer: Sequence[BucketRun]) -> list[BucketRun]:
         return [answer[i] for i in running_order([t.bucket for t in answer], self.ticks)]

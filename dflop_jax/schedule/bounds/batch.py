@@ -135,22 +135,16 @@ def lower_bound_s(
         if not len(batch.lengths[module]) or not shapes:
             continue
         static_CR = np.array([floor.costs.static_s[module, s] for s in shapes])
-        work_R += _volume_s(batch, module, shapes, capacity, static_CR)
         total_C = (static_CR * floor.devices[module]).sum(axis=1)
-        shared += float(_volume_s(batch, module, shapes, capacity, total_C[:, None])[0])
+        costs_CR = np.column_stack((static_CR, total_C))
+        *each_s, total_s = _volume_s(batch, module, shapes, capacity, costs_CR)
+        work_R, shared = work_R + each_s, shared + total_s
     for lacks in batch.absences:
         before, after = floor.ends({m: layout.shapes(m) for m in layout.modules if m not in lacks})
         before_R, after_R = np.minimum(before_R, before), np.minimum(after_R, after)
-    before_R[np.isinf(before_R)] = 0.0
-    after_R[np.isinf(after_R)] = 0.0
-    alone_s = step_s(
-        floor.content_R + work_R,
-        before_R,
-        after_R,
-        floor.reduce_R,
-        floor.update_R,
-        floor.awaited_R,
-    )
+    before_R, after_R = (np.where(np.isinf(end_R), 0.0, end_R) for end_R in (before_R, after_R))
+    end = floor.reduce_R, floor.update_R, floor.awaited_R
+    alone_s = step_s(floor.content_R + work_R, before_R, after_R, *end)
     shared += floor.shared_content
     return max(float(alone_s), shared / floor.concurrency) * _SAFE
 
@@ -168,25 +162,20 @@ def _cheapest(prices: Prices) -> Prices:
 
 
 def _volume_s(
-    batch: Batch, module: str, shapes: tuple[Shape, ...], capacity: Capacity, static_CR: Floats
+    batch: Batch, module: str, shapes: tuple[Shape, ...], capacity: Capacity, costs_CR: Floats
 ) -> Floats:
-    """[R]: least static seconds of groups of these shapes that hold all pieces of a module: the
-    cheapest whole numbers of groups that meet the conditions on volume, or, where these are too
-    many to list, fractions of groups."""
+    """[R]: least costs of groups of these shapes that hold all pieces of a module: the cheapest
+    whole numbers of groups that meet the conditions on volume, or, where these are too many to
+    list, fractions of groups."""
     buckets = [Bucket.of({module: s}) for s in shapes]
     wanted = demand(batch, buckets, capacity, [module], is_bound=True)
-    least_R = np.zeros(static_CR.shape[1])
-    for r, cost_C in enumerate(static_CR.T):
+    suffices_C = (wanted.room_DC > 0).all(axis=0)
+    alone_C = np.where(suffices_C, np.ceil(wanted.alone_C), np.inf)
+    least_R = np.zeros(costs_CR.shape[1])
+    for r, cost_C in enumerate(costs_CR.T):
         least_R[r] = fractional_cost(wanted, cost_C)
-        if (cost_C <= 0).any() or len(wanted.need_D) == 0:
-            continue
-        alone_C = np.where(
-            ((wanted.room_DC <= 0) & (wanted.need_D[:, None] > 0)).any(axis=0),
-            np.inf,
-            np.ceil((wanted.need_D[:, None] / np.maximum(wanted.room_DC, 1e-9)).max(axis=0)),
-        )
-        ceiling = float((alone_C * cost_C).min())  # the best answer of equal groups
-        if np.isfinite(ceiling):
+        if suffices_C.any() and (cost_C > 0).all():
+            ceiling = float((alone_C * cost_C).min())  # the best answer of equal groups
             counts_XC, complete = cheap_covers(wanted, cost_C, ceiling * (1 + ROUNDING))
             if complete and len(counts_XC):
                 least_R[r] = max(least_R[r], float((counts_XC @ cost_C).min()))

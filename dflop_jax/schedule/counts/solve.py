@@ -123,8 +123,7 @@ def _fill_conditions(values: dict[str, Floats], room: PackingSpace, answer_C: In
     tight = tight[: len(values["need"])]
     values["need"][: len(tight)] = 1.0
     values["room"][: len(tight), : len(room.buckets)] = room_DC[tight]
-    alone_C = np.ceil((1 / np.where(room_DC > 0, room_DC, np.inf)).max(axis=0, initial=0.0))
-    values["most"][: len(room.buckets)] = 2 * np.maximum(alone_C, answer_C)
+    values["most"][: len(room.buckets)] = 2 * np.maximum(np.ceil(wanted.alone_C), answer_C)
 
 
 def _fill_seconds(

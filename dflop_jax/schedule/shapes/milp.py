@@ -11,9 +11,8 @@ import numpy as np
 
 from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.cover import Demand, demand
+from dflop_jax.schedule.cover import demand
 from dflop_jax.schedule.shapes.problem import Buckets, ShapeProblem, roomiest_first
-from dflop_jax.schedule.solver.problem import Floats
 
 SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need; one answer for each
 _MILP_GAP = 0.004  # relative, at which the MILP counts as solved
@@ -91,7 +90,7 @@ def solve_choices(
     ]
     for s, batch in enumerate(batches):
         wanted = demand(batch, columns, capacity)
-        most_V = np.ceil(max(slacks) * _alone(wanted))
+        most_V = np.ceil(max(slacks) * wanted.alone_C)
         limits += [
             n[s] <= cp.multiply(most_V, of_VC.astype(float) @ z),
             wanted.room_DC @ n[s] >= slack * wanted.need_D,
@@ -142,9 +141,3 @@ def _model(data: Mapping[str, Any]) -> highspy.HighsLp:
     kinds[data["int_vars_idx"]] = highspy.HighsVarType.kInteger
     model.integrality_ = kinds.tolist()
     return model
-
-
-def _alone(want: Demand) -> Floats:
-    """[C]: groups of one bucket that cover all it can help to cover."""
-    room_DC = np.where(want.room_DC > 0, want.room_DC, np.inf)
-    return (want.need_D[:, None] / room_DC).max(axis=0, initial=0.0)

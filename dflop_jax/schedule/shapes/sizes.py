@@ -121,14 +121,8 @@ def sizes_of(loads: Sequence[Load], problem: ShapeProblem) -> dict[str, ModuleSi
 
 def _sample_tokens(loads: Sequence[Load], module: str, ranks: int, unit: int) -> int:
     """Tokens on one rank that the sample with most of them needs, its pieces whole."""
-    needed = 0
-    for load in loads:
-        lengths = load.lengths(module)
-        if len(lengths) > 1:
-            needed = max(needed, -(-len(lengths) // ranks) * round_up(max(lengths), unit))
-        elif lengths:
-            needed = max(needed, round_up(lengths[0], unit))
-    return needed
+    every = filter(None, (load.lengths(module) for load in loads))
+    return max((-(-len(n) // ranks) * round_up(max(n), unit) for n in every), default=0)
 
 
 def bucket_of(

@@ -24,9 +24,8 @@ def arrival_buckets(
     per_rank: int,
     *,
     n_buckets: int = 4,
-    piece_tokens: Mapping[str, int] | None = None,
-    token_multiple: int = 128,
-    seed: int = 0,
+    piece_tokens: Mapping[str, int],
+    token_multiple: int,
 ) -> Buckets:
     """Buckets of the baseline: `per_rank` rows of one sample each in the last module, padded to the
     longest, and as many rows of the others as hold these samples' pieces.
@@ -34,9 +33,8 @@ def arrival_buckets(
     Capacities are quantiles of what microbatches drawn in arrival order need on a rank; the last
     holds `per_rank` of the largest sample.
     """
-    piece_tokens = piece_tokens or {}
     last = list(ranks)[-1]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     picks = rng.integers(len(loads), size=(_ARRIVAL_DRAWS, ranks[last], per_rank))
     needs: dict[str, tuple[np.ndarray, int]] = {}
     row_tokens: dict[str, int] = {}

@@ -45,7 +45,13 @@ def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
 
 def kinds_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """The kinds of a segment's layers."""
-    return layer_kinds_of(module)[s.start : s.stop]
+    return kinds_up_to(s, module)[s.start :]
+
+
+def kinds_up_to(s: SegmentPlan, module: Module) -> tuple[str, ...]:
+    """The kinds of a module's layers up to the last one of a segment."""
+    kinds: tuple[str, ...] = getattr(module, "layer_kinds", (LAYERS,) * s.stop)
+    return kinds[: s.stop]
 
 
 @partial(jax.jit, static_argnums=(0, 1))

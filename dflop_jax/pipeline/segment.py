@@ -12,8 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.contract import Module, chip_of, layer_kinds_of, stacked_parts
-from dflop_jax.pipeline.parts import exit_struct, hidden_struct, kinds_of, parts_of, tap_struct
+from dflop_jax.contract import Module, chip_of, stacked_parts
+from dflop_jax.pipeline.parts import (
+    exit_struct,
+    hidden_struct,
+    kinds_of,
+    kinds_up_to,
+    parts_of,
+    tap_struct,
+)
 from dflop_jax.pipeline.token_split import rows_and_tokens, token_spec
 from dflop_jax.records import Direction, Edge, SegmentPlan, Shape
 
@@ -132,7 +139,7 @@ class Segment:
     def held_rows(self) -> dict[str, tuple[int, ...]]:
         """Of each stacked part the numbers of its rows, of those of all the module's layers of that
         kind, in the order in which they are held."""
-        kinds = layer_kinds_of(self.module)
+        kinds = kinds_up_to(self.plan, self.module)
         number = {i: kinds[:i].count(kinds[i]) for i in self.held_layers}
         return {
             part: tuple(number[i] for i in self.held_layers if kinds[i] == kind)

@@ -122,16 +122,12 @@ def _copies(
         arrived |= zip(targets, copies, strict=True)
     # One call each: of several in one call JAX (0.10.2, CPU) may swap the destinations.
     for s, t in cross:
-        sent = held[s] if s in held else _remote(piece.shape, piece.dtype, s)
+        there = jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=SingleDeviceSharding(s))
+        sent = held[s] if s in held else absent(there)
         got = jax.device_put(sent, SingleDeviceSharding(t))
         if t.process_index == here:
             arrived[t] = got
     return arrived
-
-
-@cache
-def _remote(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.Array:
-    return absent(jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device)))
 
 
 def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.Array:

@@ -108,7 +108,9 @@ def jobs(programs: Programs) -> dict[Key, Job]:
                 for kind in (FORWARD, BACKWARD):
                     jobs[name, shape, KEEPING, kind] = partial(keeping.lower, shape, kind)
             for struct in _summed(programs, name, shape):
-                jobs[name, "sum", struct] = partial(_lower_sum, struct)
+                # Nothing is donated: what arrived may be the very buffer that was sent.
+                add = jax.jit(jnp.add, out_shardings=struct.sharding)
+                jobs[name, "sum", struct] = partial(add.lower, struct, struct)
         for link in programs.out_of[name]:
             for low, high in shape_pairs(programs.layout, link) if link.edge else ():
                 exchange = programs.exchange(link, low, high)
@@ -152,8 +154,3 @@ def _summed(programs: Programs, name: str, shape: Shape) -> list[jax.ShapeDtypeS
         if segment.data_ranks > 1 or e.target in layout.divided or taps.count(e.tap) > 1:
             structs.append(output_struct(segment, e, shape))
     return list(dict.fromkeys(structs))
-
-
-def _lower_sum(struct: jax.ShapeDtypeStruct) -> jax.stages.Lowered:
-    # Nothing is donated: what arrived may be the very buffer that was sent.
-    return jax.jit(jnp.add, out_shardings=struct.sharding).lower(struct, struct)

@@ -58,11 +58,6 @@ class Exchange:
     def _source(self) -> Mesh:
         return self.features.sharding.mesh
 
-    @property
-    def _is_ragged(self) -> bool:
-        """Whether ranks send as many rows as are asked for, and not as many as there is room."""
-        return chip_of(self._source.devices.flat[0]).startswith("sm_")
-
     @cached_property
     def routes(self) -> Routes:
         m, rows, tokens, _ = self.features.shape
@@ -192,8 +187,9 @@ class Exchange:
     def _moved(self, rows: Array, sent: Array, received: Array) -> Array:
         """Rows [V * blocks * capacity, width], those for rank 0 first, with the other ranks: those
         that came from rank 0 first. `sent` and `received`, [V, blocks, capacity], say where there
-        is a row: they are at the start of each list."""
-        if not self._is_ragged:
+        is a row: they are at the start of each list. GPUs send as many rows as are asked for,
+        others as many as there is room."""
+        if not chip_of(self._source.devices.flat[0]).startswith("sm_"):
             return lax.all_to_all(rows, "data", 0, 0, tiled=True)
         r = self.routes
         begins = jnp.arange(r.low * r.blocks, dtype=jnp.int32) * r.capacity

@@ -92,10 +92,14 @@ class Trial:
 
     def check_room(self, key: Key) -> None:
         """OutOfMemory unless this process's devices have what a segment's program takes."""
-        if key[0] in self._programs.local:
-            analysis = self._programs.compiled[key].memory_analysis()
+        if key[0] not in self._programs.local:
+            return
+        taken = self._programs.compiled[key].memory_analysis()
+        if taken is not None:  # bytes beside its arguments, by its compiler
+            new_bytes = max(0, taken.output_size_in_bytes - taken.alias_size_in_bytes)
+            needed_bytes = float(taken.temp_size_in_bytes + new_bytes)
             devices = self._programs.segments[key[0]].mesh.local_devices
-            check_room(f"{key[-1]} of {key[0]}", _needed_bytes(analysis), devices)
+            check_room(f"{key[-1]} of {key[0]}", needed_bytes, devices)
 
     def _run(self, key: Key, *args: Any) -> Any:
         try:
@@ -105,11 +109,3 @@ class Trial:
                 raise
             self.failed = self.failed or e
         return jax.tree.map(zeros, output_structs(self._programs, key))
-
-
-def _needed_bytes(analysis: Any) -> float:
-    """Bytes on a device that a program takes beside its arguments, by its compiler."""
-    if analysis is None:
-        return 0.0
-    new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return float(analysis.temp_size_in_bytes + max(0, new_bytes))

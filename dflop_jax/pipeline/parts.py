@@ -60,11 +60,6 @@ def init_part(module: Module, part: str, key: Array) -> Params:
     return module.init(part, key)
 
 
-def init_structs(module: Module, part: str) -> Params:
-    """Shapes and dtypes of `init_part`, which then is not traced again where it runs."""
-    return init_part.eval_shape(module, part, jax.random.key(0, impl=KEY_IMPL))
-
-
 # What follows is asked for again and again, for every segment, shape and program.
 
 
@@ -78,7 +73,9 @@ def part_struct(module: Module, part: str) -> Params:
         stays = last_key(path) in float32 or not jnp.issubdtype(leaf.dtype, jnp.floating)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if stays else working_dtype_of(module))
 
-    return jax.tree.map_with_path(working, init_structs(module, part))
+    # By `init_part`, which then is not traced again where it runs.
+    drawn = init_part.eval_shape(module, part, jax.random.key(0, impl=KEY_IMPL))
+    return jax.tree.map_with_path(working, drawn)
 
 
 def module_structs(

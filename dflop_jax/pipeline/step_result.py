@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,24 +17,6 @@ from dflop_jax.tasks.graph import StepGraph
 # Of a task's times: when it was dispatched, when what is exchanged for it was there, when its own
 # program ended, and when what it sends was exchanged.
 DISPATCHED, RECEIVED, COMPUTED, END = range(4)
-
-
-class Spans(NamedTuple):
-    """What a process saw of its n tasks of a step, in the order in which it dispatched them.
-
-    places: int32 [n] as bytes, of the tasks in the step's order.
-    moments: float64 [n, 4] as bytes, seconds of process 0's clock.
-    """
-
-    places: bytes = b""
-    moments: bytes = b""
-
-    @classmethod
-    def of(cls, seen: Mapping[int, Sequence[float]], offset_s: float = 0.0) -> Spans:
-        """The spans from the four moments of each task by its place, in a clock that lacks
-        `offset_s` to process 0's."""
-        moments = np.array([*seen.values()], np.float64) + offset_s
-        return cls(np.array([*seen], np.int32).tobytes(), moments.tobytes())
 
 
 @dataclass(frozen=True)
@@ -86,11 +67,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """One process's part of a step: the tasks on its devices, in seconds of its
-    `time.perf_counter`; sums over its part of the batch; sums of squares of the gradients of the
-    segments on its devices, and of all segments, None when it does not know."""
+    """One process's part of a step: the four moments of each task on its devices, by the task's
+    place in the step's order, in seconds of process 0's clock; sums over its part of the batch;
+    sums of squares of the gradients of the segments on its devices, and of all segments, None when
+    it does not know."""
 
-    spans: Spans
+    spans: dict[int, list[float]]
     sums: dict[str, float]
     squares: dict[str, float]
     total_squares: float | None
@@ -144,7 +126,7 @@ class StepHandle:
             if of_segment.addressable_shards
         }
         totals = [float(t.addressable_data(0)) for t in self.call.totals if t.addressable_shards]
-        spans = Spans.of({i: o.moments for i, o in self.seen.items()}, offset_s)
+        spans = {i: [s + offset_s for s in o.moments] for i, o in self.seen.items()}
         return LocalResult(spans, sums, squares, totals[0] if totals else None)
 
     def result(self, parts: Sequence[LocalResult] | None = None) -> StepResult:
@@ -195,13 +177,13 @@ def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return sums
 
 
-def moments_of(parts: Sequence[Spans], n_tasks: int) -> np.ndarray:
-    """What the processes saw, float64 [processes, tasks, moments]: -inf of the tasks that a process
-    did not run."""
+def moments_of(parts: Sequence[Mapping[int, Sequence[float]]], n_tasks: int) -> np.ndarray:
+    """What the processes saw (`LocalResult.spans`), float64 [processes, tasks, moments]: -inf of
+    the tasks that a process did not run."""
     seen = np.full((len(parts), n_tasks, END + 1), -np.inf)
     for of_process, spans in zip(seen, parts, strict=True):
-        moments = np.frombuffer(spans.moments).reshape(-1, END + 1)
-        of_process[np.frombuffer(spans.places, np.int32)] = moments
+        if spans:
+            of_process[[*spans]] = [*spans.values()]
     return seen
 
 

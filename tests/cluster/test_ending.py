@@ -24,7 +24,7 @@ from dflop_jax.cluster.ending import (
 )
 from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import Config
-from dflop_jax.pipeline.step_result import LocalResult, Spans
+from dflop_jax.pipeline.step_result import LocalResult
 from dflop_jax.train import step_log
 from dflop_jax.train.callbacks import Callbacks
 from dflop_jax.train.compile_cache import Compiles
@@ -126,7 +126,7 @@ def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
     result = SimpleNamespace(sums={}, grad_norm=1.0, applied=True, ended_s=1.0, started_s=0.0)
     order = SimpleNamespace(tasks=())
     handle = SimpleNamespace(
-        local=lambda offset_s: LocalResult(Spans.of({}), {}, {}, None), order=order,
+        local=lambda offset_s: LocalResult({}, {}, {}, None), order=order,
         result=lambda parts: result, process_seconds=lambda result: {},
     )  # fmt: skip
     loss = SimpleNamespace(total=lambda sums: 2.0, means=lambda sums: {})

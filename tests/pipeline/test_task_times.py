@@ -3,17 +3,12 @@
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.step_result import Spans, TaskOrder, moments_of, process_seconds
+from dflop_jax.pipeline.step_result import TaskOrder, moments_of, process_seconds
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, Task
 
 
-def spans(*seen):
-    """Of tasks that exchange nothing: (place, dispatched, ended) of each."""
-    return {place: (begun, 0.0, end, end) for place, begun, end in seen}
-
-
 def seconds(order, parts, resource_of, waits_for):
-    seen = moments_of([Spans.of(part) for part in parts], len(order))
+    seen = moments_of(parts, len(order))
     return process_seconds(seen, TaskOrder.of(order, waits_for, resource_of))
 
 
@@ -85,9 +80,3 @@ def test_many_processes_are_timed_as_one_by_one(seed):
     expected = own_seconds_by_definition(order, parts, resource_of, waits_for)
     want = {p: sum(took.values()) for p, took in enumerate(expected)}
     assert seconds(order, parts, resource_of, waits_for) == pytest.approx(want, rel=1e-12)
-
-
-def test_clocks_are_made_equal():
-    parts = [spans((0, 1.0, 2.0), (1, 1.0, 3.0)), spans((0, 11.0, 13.0), (1, 11.0, 14.0))]
-    seen = moments_of([Spans.of(p, o) for p, o in zip(parts, (0.0, -10.0), strict=True)], 3)
-    assert seen[:, :, 3].tolist() == [[2.0, 3.0, -np.inf], [3.0, 4.0, -np.inf]]

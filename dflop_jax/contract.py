@@ -174,10 +174,10 @@ def n_rows(module: Module, part: str) -> int:
     return layer_kinds_of(module).count(stacked_parts(module)[part])
 
 
-def folded(module: Module, params: dict[str, Params]) -> dict[str, Params]:
-    """Parts of a module with its adapters, if any, folded in."""
+def folded(module: Module, params: dict[str, Params], *each: Any) -> dict[str, Params]:
+    """Parts of a module with its adapters, if any, folded in; `each` as in its `merged`."""
     fold = getattr(module, "merged", None)
-    return fold(params) if fold else params
+    return fold(params, *each) if fold else params
 
 
 def taps_of(module: Module) -> Mapping[str, int]:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the folder, a matrix of a layer at a time."""
-    from dflop_jax.train.exports import beside, check_only_adapters, merged_params
+    from dflop_jax.train.initial import beside, check_only_adapters, merged_params
     from dflop_jax.train.load_params import of_newest, saved_params
     from dflop_jax.train.prepare import trained_model
     from dflop_jax.train.resume import frozen_parts

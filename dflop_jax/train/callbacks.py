@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,21 +136,13 @@ class Callbacks:
         own: dict[str, float] = {}
         for c in self.called:
             for name, value in (c.after_step(done) or {}).items():
-                if not isinstance(name, str) or name in own or not _is_number(value):
+                if not (isinstance(name, str) and hasattr(value, "__float__")) or name in own:
                     raise ValueError(
                         f"{type(c).__name__}.after_step: {name!r} is {value!r}; return numbers, "
                         "each under a name of its own"
                     )
                 own[name] = float(value)
         return own
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        math.isnan(value)
-    except TypeError:
-        return False
-    return True
 
 
 def callbacks_at(paths: Sequence[str]) -> list[Callback]:

@@ -35,7 +35,7 @@ from dflop_jax.train.feed import Packer, ReadyBatch, Waits, feed, own_ranks
 from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Meta, Resumed, planned_under, trained_under
-from dflop_jax.train.skips import Skipping, Skips
+from dflop_jax.train.skips import Skips
 from dflop_jax.train.step_figures import row_tokens
 from dflop_jax.train.step_log import StepLog
 from dflop_jax.train.step_profile import StepProfiler
@@ -75,14 +75,14 @@ class Loop:
             start = self.loader.restore(resumed.meta.loader, config.data.changed)
             skips = resumed.meta.skips
         self._done = self._saved = start
-        self._skipping = Skipping(config.train, self._sample_names, skips)
         self._saved_s = time.monotonic()
         worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
         if self._ready.held_out is not None:
             self._held_out = HeldOut(self._ready, self.packer)
             self.saver.store.best = self._held_out.best[0]
         counter = stack.enter_context(compiles_counted())
-        self.log = StepLog(self._ready, counter, self._corrector, self._skipping)
+        names = self._sample_names
+        self.log = StepLog(self._ready, counter, self._corrector, skips, names)
         steps = range(start, config.train.steps)
         if resumed and steps and self._is_evaluation_due(start):
             self._evaluate(start)  # the run may have ended before it did
@@ -183,8 +183,8 @@ class Loop:
             report_step()
             self._finish_saves()
             self._tell_saved()
-            if self._ready.folder and (why := self._skipping.end_reason()):
-                raise RunFailed(why)
+            if self.log.end_reason:
+                raise RunFailed(self.log.end_reason)
 
         def drain() -> None:
             finish()
@@ -194,7 +194,7 @@ class Loop:
             for batch, waits in batches:
                 for c in self._ready.callbacks.called:
                     c.before_step(batch.step)
-                limit = self._skipping.known.norm_limit(batch.step, self.config.train.loss_spike)
+                limit = self.log.skips.norm_limit(batch.step, self.config.train.loss_spike)
                 with profiler.dispatching(batch.step):
                     handle = self.ex.run_step(
                         batch.schedule, batch.groups, batch.loss.scales, norm_limit=limit
@@ -298,7 +298,7 @@ class Loop:
         updates were skipped."""
         while self._unfinished and self._unfinished[0][0].step <= self._done:
             known, meta = self._unfinished.pop(0)
-            meta.set_result(msgspec.to_builtins(replace(known, skips=self._skipping.known)))
+            meta.set_result(msgspec.to_builtins(replace(known, skips=self.log.skips)))
 
     def _tell_saved(self) -> None:
         """Tell callbacks of checkpoints that have become whole."""

@@ -115,18 +115,14 @@ def with_moments(tx: optax.GradientTransformation, dtype: Any) -> optax.Gradient
 def make_optimizer(config: TrainConfig) -> Optimizer:
     """What `train.optimizer` names, with an average of the parameters if `train.ema` says so;
     clipping by the global norm is the runtime's, since the norm spans submeshes."""
-    made = _named_optimizer(config)
-    return Averaged(made, config.ema) if config.ema else made
-
-
-def _named_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     betas = {"b1": config.beta1, "b2": config.beta2}
     if config.optimizer == "lion":
         scale = optax.scale_by_lion(**betas)
     else:
         scale = optax.scale_by_adam(**betas, eps=config.eps)
-    return optax.chain(
+    made = optax.chain(
         with_moments(scale, jnp.dtype(config.moments_dtype)),
         add_decay(config.weight_decay, named_numbers(config.weight_decays, DECAYS)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
+    return Averaged(made, config.ema) if config.ema else made

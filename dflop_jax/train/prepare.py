@@ -254,14 +254,10 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     watch = config.distributed
     sections = Sections(watch.hang_factor, watch.hang_least_s, REPEATED)
     noted.on_part = sections.begin
-    place = Workplace(config, model, devices, peers, None, _hosts(peers), noted, sections)
+    hosts = tuple(peers.all_gather("hosts", socket.gethostname(), str))
+    place = Workplace(config, model, devices, peers, None, hosts, noted, sections)
     assert place.trained.rates  # raises for a stage or rates that the model does not have
     return place
-
-
-def _hosts(peers: ProcessGroup) -> tuple[str, ...]:
-    """The name of every process's host."""
-    return tuple(peers.all_gather("hosts", socket.gethostname(), str))
 
 
 def _set_up_elsewhere(config: Config) -> Workplace:

@@ -40,9 +40,9 @@ class NewPlan:
 def drift(profiled: Sequence[Load], seen: Sequence[Load]) -> float:
     """The largest change of a module's mean tokens, or of a feature of its content, over the
     larger of both; 0 where all are within chance."""
-    most = 0.0
-    for m in _modules(profiled, seen):
-        for amount in _amounts((*profiled, *seen), m):
+    most, every = 0.0, (*profiled, *seen)
+    for module in dict.fromkeys(m for load in every for m in load.pieces):
+        for amount in _amounts(every, module):
             then, now = np.split(amount, [len(profiled)])
             error = float(np.sqrt(then.var() / len(then) + now.var() / len(now)))
             change = abs(float(now.mean() - then.mean()))
@@ -66,13 +66,9 @@ def observed(known: DataProfile, seen: Sequence[Load], steps: range) -> DataProf
     """The profile of the samples of some steps; the largest that were known keep their room."""
     source = f"{known.source.split(', steps ')[0]}, steps {steps.start} to {steps.stop - 1}"
     loads = (*known.tail, *known.loads)
-    tail = largest(loads, _modules(loads))
+    modules = dict.fromkeys(m for load in loads for m in load.pieces)
+    tail = largest(loads, [*modules])
     return DataProfile(source, known.n_total, tuple(seen), tuple(tail))
-
-
-def _modules(*loads: Sequence[Load]) -> list[str]:
-    """Modules that some load has pieces of, in the order in which they first occur."""
-    return list(dict.fromkeys(m for some in loads for load in some for m in load.pieces))
 
 
 def saved_share(
@@ -107,7 +103,7 @@ class Redecider:
     """
 
     def __init__(self, ready: ReadyRun, loads: Callable[[int], list[Load]]):
-        self._ready, self._place, self._loads = ready, ready.place, loads
+        self._ready, self._loads = ready, loads
         self._profile = ready.profile  # that a plan was last searched for
 
     def look(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
@@ -116,7 +112,7 @@ class Redecider:
         Args:
           step_s: measured seconds of the steps since the last look, on process 0.
         """
-        peers, new = self._place.peers, None
+        peers, new = self._ready.place.peers, None
         if peers.is_hub:
             new, says = self._decide(done, step_s)
             self._ready.progress.log(f"after step {done}: {says}")
@@ -125,19 +121,19 @@ class Redecider:
     def _decide(self, done: int, step_s: Sequence[float]) -> tuple[NewPlan | None, str]:
         """Search where samples are others than those that a plan was last searched for; the plan
         that is found, if the steps that are left save more than the change costs, and why."""
-        config, start_s = self._place.config, self._ready.start_s
+        place, start_s = self._ready.place, self._ready.start_s
+        config = place.config
         n = -(-config.plan.profile_samples // config.train.global_batch)
         steps = range(max(0, done - min(n, config.plan.redecide_every)), done)
         seen = [load for step in steps for load in self._loads(step)]
         if not (changed := drift(self._profile.data.loads, seen)):
             return None, "samples are as those that were planned for"
-        self._ready.progress.log(
-            f"after step {done}: samples changed by {changed:.0%}; searching for another plan"
-        )
+        log = self._ready.progress.log
+        log(f"after step {done}: samples changed by {changed:.0%}; searching for another plan")
         data = observed(self._profile.data, seen, steps)
         self._profile = replace(self._profile, data=data)
         try:
-            best = make_plan(self._place, self._profile).plan
+            best = make_plan(place, self._profile).plan
         except ValueError as e:
             return None, f"no plan for the samples of late: {e}"
         share, why = saved_share(self._ready.ex.plan, best, self._profile, config)

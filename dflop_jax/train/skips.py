@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from dflop_jax.config import TrainConfig
 from dflop_jax.pipeline.step_result import StepResult
 from dflop_jax.report.metrics import SkippedUpdate
-from dflop_jax.train.callbacks import StepDone
 
 # Steps whose norms make the running median: more follow a falling norm later, fewer are moved by
 # a single batch.
@@ -68,42 +66,17 @@ def reason(skipped: SkippedUpdate) -> str:
     return f"gradients of {first} were not finite{then}"
 
 
-class Skipping:
-    """Keeps count of a run's skipped steps, on every process alike.
+def skipped_update(result: StepResult, names: Callable[[], Sequence[str]]) -> SkippedUpdate | None:
+    """Why a step changed no parameter, with the names of its samples; None: it did."""
+    if result.applied:
+        return None
+    why = SPIKE if math.isfinite(result.grad_norm) else NOT_FINITE
+    return SkippedUpdate(why, result.not_finite, tuple(names()))
 
-    Args:
-      names: of the samples of a step's batch.
-      known: of the steps before the first one.
-    """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        names: Callable[[int], Sequence[str]],
-        known: Skips,
-    ):
-        self._config, self._names, self.known = config, names, known
-        self._step = -1
-        self._last: SkippedUpdate | None = None
-
-    def note(self, done: StepDone) -> None:
-        """Count a finished step."""
-        self.known = self.known.after(done.step, done.grad_norm, done.updated)
-
-    def of(self, step: int, result: StepResult) -> SkippedUpdate | None:
-        """Why a step changed no parameter; None: it did."""
-        self._step, self._last = step, None
-        if not result.applied:
-            why = SPIKE if math.isfinite(result.grad_norm) else NOT_FINITE
-            self._last = SkippedUpdate(why, result.not_finite, tuple(self._names(step)))
-        return self._last
-
-    def end_reason(self) -> str:
-        """Why the last steps end the run; "" where they do not. For who asked `of` about them."""
-        if self._last is None:
-            return ""
-        n = self.known.in_a_row
-        if n < self._config.max_bad_steps:
-            return ""
-        steps = f"step {self._step}" if n == 1 else f"the {n} steps up to {self._step}"
-        return f"{steps} changed no parameter: {reason(self._last)}; {_REMEDY[self._last.why]}"
+def end_reason(step: int, skipped: SkippedUpdate | None, n: int, max_bad_steps: int) -> str:
+    """Why the `n` skipped steps in a row up to this one end the run; "" where they do not."""
+    if skipped is None or n < max_bad_steps:
+        return ""
+    steps = f"step {step}" if n == 1 else f"the {n} steps up to {step}"
+    return f"{steps} changed no parameter: {reason(skipped)}; {_REMEDY[skipped.why]}"

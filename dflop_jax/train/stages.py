@@ -111,16 +111,12 @@ def _adapted_groups(model: MultimodalModel) -> set[str]:
     return {g for groups in every for part, g in groups.items() if adapter_of(part) in groups}
 
 
-def _groups_of(model: MultimodalModel, module: str) -> set[str]:
-    return set(model.modules[module].freeze_groups.values())
-
-
 def _of_stage(stage: str, model: MultimodalModel, known: tuple[str, ...]) -> set[str]:
     """Groups that a stage trains."""
     if stage == "full":
         return set(known)
     if stage == TEXT_MODULE:
-        return _groups_of(model, TEXT_MODULE)
+        return set(model.modules[TEXT_MODULE].freeze_groups.values())
     if "connector" not in known:
         raise ValueError(
             f"train.stage=connector, but the model has no part of that name, only "

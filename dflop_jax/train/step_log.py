@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from dflop_jax.pipeline.step_result import LocalResult, StepHandle, StepResult
 from dflop_jax.records import Trace
-from dflop_jax.report.metrics import StepMetrics
+from dflop_jax.report.metrics import SkippedUpdate, StepMetrics
 from dflop_jax.report.trace import group_labels
 from dflop_jax.train.callbacks import StepDone
 from dflop_jax.train.compile_cache import Compiles
@@ -18,7 +19,7 @@ from dflop_jax.train.correct import Corrector
 from dflop_jax.train.feed import ReadyBatch, Waits
 from dflop_jax.train.optimizer import learning_rates
 from dflop_jax.train.ready import ReadyRun
-from dflop_jax.train.skips import Skipping, reason
+from dflop_jax.train.skips import Skips, end_reason, reason, skipped_update
 from dflop_jax.train.step_figures import (
     memory_in_use,
     most_of,
@@ -59,15 +60,22 @@ class Verdict:
 
 class StepLog:
     """Gathers what the processes saw of each step; process 0 (which has a folder) writes
-    metrics.jsonl, the progress bar and, at the end, trace.json. `skipping` notes the steps whose
-    updates are left out."""
+    metrics.jsonl, the progress bar and, at the end, trace.json. `skips` counts the steps whose
+    updates are left out; `names` gives the samples of a step."""
 
     def __init__(
-        self, ready: ReadyRun, counter: Compiles, corrector: Corrector | None, skipping: Skipping
+        self,
+        ready: ReadyRun,
+        counter: Compiles,
+        corrector: Corrector | None,
+        skips: Skips,
+        names: Callable[[int], Sequence[str]],
     ):
         place, config = ready.place, ready.place.config
         self._ready, self._config, self._peers = ready, config.train, place.peers
-        self._corrector, self._skipping = corrector, skipping
+        self._corrector, self._names = corrector, names
+        self.skips = skips
+        self.end_reason = ""  # why skipped steps end the run, on process 0
         self._peak_flops = peak_flops(config, place.devices)
         self._rates = learning_rates(config.train)
         peak = config.train.learning_rate
@@ -122,10 +130,14 @@ class StepLog:
                 self._corrector.after_step(result.trace, batch)
             process_s = handle.process_seconds(result) if self._peers.count > 1 else {}
             held = most_of(r.memory_bytes for r in reports)
-            self._log(result, batch, waits, verdict, held, process_s)
+            skipped = skipped_update(result, partial(self._names, batch.step))
+            self._log(result, batch, waits, verdict, held, process_s, skipped)
         else:
             callbacks.after_step(done)
-        self._skipping.note(done)
+        self.skips = self.skips.after(done.step, done.grad_norm, done.updated)
+        if self._peers.is_hub:
+            in_a_row, limit = self.skips.in_a_row, self._config.max_bad_steps
+            self.end_reason = end_reason(done.step, skipped, in_a_row, limit)
         return verdict
 
     def _log(
@@ -136,6 +148,7 @@ class StepLog:
         verdict: Verdict,
         memory_bytes: Mapping[str, float],
         process_s: Mapping[int, float],
+        skipped: SkippedUpdate | None,
     ) -> None:
         ready, layout = self._ready, self._ready.ex.plan.layout
         n_devices = ready.place.n_devices
@@ -146,11 +159,10 @@ class StepLog:
         idle_s = math.inf if self._ended_s is None else max(result.started_s - begun, 0.0)
         waits_s = waits.of_devices(idle_s)
         ready.place.time.step(batch.step, waits_s)
-        skipped = self._skipping.of(batch.step, result)
         if skipped:
             ready.progress.log(f"step {batch.step} changed no parameter: {reason(skipped)}")
         # The rate goes on with the updates that are made.
-        rate = float(self._rates[batch.step - self._skipping.known.count])
+        rate = float(self._rates[batch.step - self.skips.count])
         row = StepMetrics(
             step=batch.step,
             loss=verdict.done.loss,

@@ -42,8 +42,7 @@ from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.train.callbacks import Callback, Callbacks, FitResult
 from dflop_jax.train.correct import read_samples
-from dflop_jax.train.exports import warn_of_adapters
-from dflop_jax.train.initial import published
+from dflop_jax.train.initial import published, warn_of_adapters
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.planning import check_held_out, check_trainable
 from dflop_jax.train.prepare import Workplace, in_steps, set_up

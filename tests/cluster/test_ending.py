@@ -29,6 +29,7 @@ from dflop_jax.train import step_log
 from dflop_jax.train.callbacks import Callbacks
 from dflop_jax.train.compile_cache import Compiles
 from dflop_jax.train.feed import Waits
+from dflop_jax.train.skips import Skips
 
 LIMIT_S = 30.0
 
@@ -137,8 +138,7 @@ def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
         trained = SimpleNamespace(rates={})
         place = SimpleNamespace(config=Config(), peers=peers, trained=trained, devices=())
         ready = SimpleNamespace(place=place, ex=SimpleNamespace(plan=plan), callbacks=Callbacks())
-        skipping = SimpleNamespace(note=lambda done: None)
-        log = step_log.StepLog(ready, Compiles(), None, skipping)
+        log = step_log.StepLog(ready, Compiles(), None, Skips(), lambda step: ())
         waits = Waits(0.0, 0.0)
         return log.finish(handle, batch, waits, peers.process == signalled, peers.is_hub)
 

@@ -21,7 +21,7 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.records import Load
-from dflop_jax.train.exports import beside, check_only_adapters, warn_of_adapters
+from dflop_jax.train.initial import beside, check_only_adapters, warn_of_adapters
 from dflop_jax.train.load_params import load_params, saved_params
 from dflop_jax.train.stages import adapted
 from dflop_jax.train.trainer import Trainer

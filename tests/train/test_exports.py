@@ -4,6 +4,7 @@ import json
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dflop_jax import Config, ModelConfig
+from dflop_jax import CheckpointConfig, Config, ModelConfig
 from dflop_jax.checkpoint.reader import CheckpointReader
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli import main
@@ -21,7 +22,12 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.records import Load
-from dflop_jax.train.initial import beside, check_only_adapters, warn_of_adapters
+from dflop_jax.train.initial import (
+    beside,
+    check_only_adapters,
+    first_weights,
+    warn_of_adapters,
+)
 from dflop_jax.train.load_params import load_params, saved_params
 from dflop_jax.train.stages import adapted
 from dflop_jax.train.trainer import Trainer
@@ -46,26 +52,53 @@ def test_a_run_is_exported_as_it_was_saved(capsys):
     Path("hf/tokenizer.json").write_text("{}")
     tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
     plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)
-    asked = config(model=ModelConfig(size="anyres-nano", weights=("hf",)))
-    Trainer(asked, plan=plan, profile=nano_profile()).fit()
+    model = ModelConfig(size="anyres-nano", weights=("hf",))
+    train, every = replace(config().train, ema=0.75), CheckpointConfig(every=1)
+    start = config(model=model, train=train, checkpoint=every)
+    result = Trainer(start, plan=plan, profile=nano_profile()).fit()
+    assert np.isfinite(result.losses).all()
     assert main(["export", "runs/run", "--out", "out", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 2
-    assert Path("out/preprocessor_config.json").is_file()
+    made = json.loads(capsys.readouterr().out)
+    assert made["step"] == 2
+    files = ["config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json"]
+    assert made["files"] == files
+    before, after = on_host("hf"), on_host("out")
+    trained = load_params("runs/run", MODEL, jax.devices()[0]).params
+
+    def written_as_read(a, b):  # in the type that the folder came with
+        np.testing.assert_array_equal(a, np.asarray(b).astype(jax.numpy.bfloat16).astype(a.dtype))
+
+    jax.tree.map(written_as_read, after, trained)
+    moved = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (before, after)))]
+    assert np.mean(np.array(moved) > 0) > 0.5
+    assert max(moved) < 0.05  # two steps from there, not from somewhere else
+
     assert main(["export", "runs/run", "--out", "exact", "--dtype", "fp32"]) == 0
     if not reference.missing():
         check_answers("exact", capsys)
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), on_host("hf"), on_host("out"))
-    assert 0 < max(jax.tree.leaves(moved)) < 0.05
+    assert main(["export", "runs/run", "--out", "mean", "--ema", "--dtype", "float32"]) == 0
+    first = load_params("runs/run/checkpoints/00000001", MODEL, jax.devices()[0]).params
+    mean = jax.tree.map(
+        lambda p0, p1, p2: 0.75 * (0.75 * p0 + 0.25 * np.asarray(p1)) + 0.25 * np.asarray(p2),
+        before, first, trained,
+    )  # fmt: skip
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=2e-7), on_host("mean"), mean)
+
     # Rows of a stack are read alone.
     store = CheckpointStore(Path("runs/run/checkpoints"))
-    loaded = load_params("runs/run", MODEL, jax.devices()[0]).params
     for name, tree in saved_params(store.open(2), MODEL).items():
         jax.tree.map(
-            lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, loaded[name]
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, trained[name]
         )
-        for leaf, known in zip(*map(jax.tree.leaves, (tree["layers"], loaded[name]["layers"]))):
+        for leaf, known in zip(*map(jax.tree.leaves, (tree["layers"], trained[name]["layers"]))):
             assert (leaf.shape, leaf.dtype) == (known.shape, known.dtype)
             np.testing.assert_array_equal(leaf[1], known[1])
+
+    # One that begins with this run began with the published folder.
+    Path("runs/next/checkpoints").mkdir(parents=True)
+    again = replace(start, model=replace(model, weights=("runs/run@1",)))
+    Path("runs/next/config.json").write_bytes(msgspec.json.encode(again))
+    assert first_weights(("runs/next", "vision=runs/run")) == {"": "hf", "vision": "hf"}
 
 
 def up_to(sample, n):

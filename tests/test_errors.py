@@ -17,7 +17,7 @@ SAID = ("ValueError", "TryAgain", "RunFailed", "FolderInUse")
 REASONS = ("data/datasets/", "data/media/", "data/text/", "data/pool/", "data/bounds.py",
            "data/joins.py", "data/packing.py", "data/sample.py")  # fmt: skip
 # Functions that are called from Python: what they ask for is the remedy.
-LIBRARY = ("checkpoint/format.py", "checkpoint/layout.py", "checkpoint/reader.py", "contract.py",
+LIBRARY = ("checkpoint/format.py", "checkpoint/reader.py", "contract.py",
            "profile/collectives.py", "profile/roofline.py", "records/", "report/metrics.py",
            "schedule/solver/", "sim/", "tasks/")  # fmt: skip
 

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train; process 0 shows the summary, every process returns what the run came to: a
-    `train.results.FitResult` with its first and last loss, and the exit code."""
+    `train.callbacks.FitResult` with its first and last loss, and the exit code."""
     trainers: list[Any] = []  # the one of this run, once it is there
 
     def stop(signum: int) -> None:

@@ -18,7 +18,7 @@ from dflop_jax.cluster.ending import RunFailed, preemption
 from dflop_jax.cluster.hang_watch import Sections, TaskPlace
 from dflop_jax.cluster.supervised import report_step
 from dflop_jax.config_fields import profiled_steps
-from dflop_jax.data import make_loader
+from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import PriceList
@@ -81,7 +81,7 @@ class Loop:
             self._held_out = HeldOut(self._ready, self.packer)
             self.saver.store.best = self._held_out.best[0]
         counter = stack.enter_context(compiles_counted())
-        names = self._sample_names
+        names = partial(sample_names, self._ready.source, self.loader)
         self.log = StepLog(self._ready, counter, self._corrector, skips, names)
         steps = range(start, config.train.steps)
         if resumed and steps and self._is_evaluation_due(start):
@@ -122,9 +122,6 @@ class Loop:
         losses, compiles = tuple(self.log.losses), self.log.n_compiles
         run_dir, why = Path(config.run_dir), self._stopped_by
         return FitResult(run_dir, losses, evaluation, compiles, done, preempted, why)
-
-    def _sample_names(self, step: int) -> list[str]:
-        return [self._ready.source.label(i) for i in self.loader.indices(step)]
 
     def _start_worker(
         self, stack: ExitStack, start: int, known: Learnt | None
@@ -326,3 +323,9 @@ def steps_marked(
             return
         yield batch
         step += 1
+
+
+def sample_names(source: Source, loader: Loader, step: int) -> list[str]:
+    """The samples of a step's batch, by name. No method: who keeps it would keep the loop, and so
+    the executor's arrays."""
+    return [source.label(i) for i in loader.indices(step)]

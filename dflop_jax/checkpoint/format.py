@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,26 @@ class WrittenPart:
     n_bytes: int
     crc32s: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
+
+
+def check_covered(spec: ArraySpec, pieces: Sequence[StoredPiece]) -> None:
+    """ValueError unless the pieces have every element of an array once: counts those that cover
+    each cell of the grid that all their edges make."""
+    edges = []
+    for d, n in enumerate(spec.shape):
+        inner = (edge for p in pieces for edge in (p.start[d], p.start[d] + p.shape[d]))
+        edges.append(np.unique([0, n, *inner]))
+    count = np.zeros([len(e) - 1 for e in edges], np.int32)
+    for p in pieces:
+        low = (np.searchsorted(e, s) for e, s in zip(edges, p.start))
+        high = (np.searchsorted(e, s + n) for e, s, n in zip(edges, p.start, p.shape))
+        count[tuple(map(slice, low, high))] += 1
+    if (count != 1).any():
+        volume = reduce(np.multiply.outer, map(np.diff, edges), np.ones((), np.int64))
+        raise ValueError(
+            f"array {spec.name}: of its {volume.sum()} elements no process wrote "
+            f"{volume[count == 0].sum()}, and several wrote {volume[count > 1].sum()}"
+        )
 
 
 @dataclass(frozen=True)

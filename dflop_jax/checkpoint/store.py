@@ -16,7 +16,6 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from dflop_jax.checkpoint.format import (
     StorageError,
     StoredPiece,
     WrittenPart,
+    check_covered,
     decode_manifest,
     encode_manifest,
     lost_file,
@@ -141,7 +141,7 @@ class CheckpointStore:
         for piece in (p for part in parts for p in part.pieces):
             pieces[piece.name].append(piece)
         for name, spec in specs.items():
-            _check_covered(spec, pieces[name])
+            check_covered(spec, pieces[name])
         arrays = tuple(specs[name] for name in sorted(specs))
         ordered = tuple(sorted(parts, key=lambda p: p.process))
         manifest = encode_manifest(Manifest(step, arrays, ordered, dict(meta)))
@@ -302,25 +302,6 @@ def _marker(manifest: bytes) -> bytes:
 def _read_file(path: Path) -> bytes:
     with lost_file(path):
         return path.read_bytes()
-
-
-def _check_covered(spec: ArraySpec, pieces: Sequence[StoredPiece]) -> None:
-    """Count the pieces that cover each cell of the grid that all their edges make."""
-    edges = []
-    for d, n in enumerate(spec.shape):
-        inner = (edge for p in pieces for edge in (p.start[d], p.start[d] + p.shape[d]))
-        edges.append(np.unique([0, n, *inner]))
-    count = np.zeros([len(e) - 1 for e in edges], np.int32)
-    for p in pieces:
-        low = (np.searchsorted(e, s) for e, s in zip(edges, p.start))
-        high = (np.searchsorted(e, s + n) for e, s, n in zip(edges, p.start, p.shape))
-        count[tuple(map(slice, low, high))] += 1
-    if (count != 1).any():
-        volume = reduce(np.multiply.outer, map(np.diff, edges), np.ones((), np.int64))
-        raise ValueError(
-            f"array {spec.name}: of its {volume.sum()} elements no process wrote "
-            f"{volume[count == 0].sum()}, and several wrote {volume[count > 1].sum()}"
-        )
 
 
 def _check_seen(folder: Path, parts: Iterable[WrittenPart]) -> None:

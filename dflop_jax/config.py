@@ -35,16 +35,8 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 Dtype = Literal["float32", "bfloat16"]
-AttentionKernel = Literal["auto", "cudnn", "pallas", "xla"]
-Oversize = Literal["drop", "truncate", "error"]
-Changed = Literal["refuse", "ok"]
-Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
-Effort = Literal["quick", "full"]
-OptimizerName = Literal["adamw", "lion"]
-LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
-TrainStage = Literal["full", "connector", "llm"]
-Remat = Literal["auto", "none", "dots", "named", "layers", "segment"]
-Zero = Literal["auto", "1", "2", "3"]
+# Above it, a step without a gradient shrinks a second moment by less than bfloat16 can tell.
+BFLOAT16_BETA2 = 0.99
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,7 @@ class ModelConfig:
     ] = ()
     dtype: Annotated[Dtype, "compute dtype: float32 or bfloat16"] = "float32"
     attention_kernel: Annotated[
-        AttentionKernel,
+        Literal["auto", "cudnn", "pallas", "xla"],
         "auto (the fastest with equal bits), cudnn (the fastest), pallas (both GPUs only), xla",
     ] = "auto"
 
@@ -89,7 +81,8 @@ class DataConfig:
     n_samples: Annotated[PositiveInt, "size of the embedded dataset"] = 4096
     seed: Annotated[int, "seed of the embedded dataset and of the epoch order"] = 0
     changed: Annotated[
-        Changed, "other data than a checkpoint's, where one is resumed: refuse, or ok (go on)"
+        Literal["refuse", "ok"],
+        "other data than a checkpoint's, where one is resumed: refuse, or ok (go on)",
     ] = "refuse"
     max_tiles: Annotated[
         PositiveInt, "most AnyRes grid tiles of an image, the base tile not counted"
@@ -107,7 +100,7 @@ class DataConfig:
         PositiveInt, "longest sample in LLM tokens; longer ones are treated as below"
     ] = 1024
     oversize: Annotated[
-        Oversize,
+        Literal["drop", "truncate", "error"],
         "sample above max_tokens: drop, truncate (its first max_tokens, media whole or not at all) "
         "or error; one that no compiled shape holds is dropped, or an error",
     ] = "truncate"
@@ -138,7 +131,8 @@ class DataConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     policy: Annotated[
-        Policy, "dflop, orch, dip, auto (the fastest of them), or a baseline; see the README"
+        Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"],
+        "dflop, orch, dip, auto (the fastest of them), or a baseline; see the README",
     ] = "auto"
     devices: Annotated[NonNegativeInt, "devices to use; 0: all"] = 0
     hardware: Annotated[
@@ -172,7 +166,7 @@ class PlanConfig:
         "memory of a device that a plan may fill, such as 80GB; 0: 95% of what jax takes",
     ] = 0.0
     zero: Annotated[
-        Zero,
+        Literal["auto", "1", "2", "3"],
         "what data ranks share: 1 optimizer state, 2 gradients too, 3 parameters too (ZeRO), or "
         "auto (by module, the cheapest that memory holds)",
     ] = "auto"
@@ -182,7 +176,8 @@ class PlanConfig:
         "blocks divide a module's data ranks; 0: all share, or a node's where that is faster",
     ] = 0
     effort: Annotated[
-        Effort, "quick, or full: more placements and sizes of buckets are tried out"
+        Literal["quick", "full"],
+        "quick, or full: more placements and sizes of buckets are tried out",
     ] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
     drift: Annotated[
@@ -231,7 +226,7 @@ class TrainConfig:
     ] = 64
     learning_rate: Annotated[PositiveFloat, "peak learning rate"] = 1e-3
     schedule: Annotated[
-        LrSchedule,
+        Literal["constant", "linear", "cosine", "wsd"],
         "learning rate after the warm-up: constant, linear or cosine decay, or wsd (constant, with "
         "a linear decay over the last steps)",
     ] = "cosine"
@@ -243,7 +238,7 @@ class TrainConfig:
         NonNegativeInt, "last steps, over which the schedule wsd decays; 0: a tenth of all"
     ] = 0
     final_lr_fraction: Annotated[Share, "learning rate at the end of a decay over its peak"] = 0.1
-    optimizer: Annotated[OptimizerName, "adamw or lion"] = "adamw"
+    optimizer: Annotated[Literal["adamw", "lion"], "adamw or lion"] = "adamw"
     weight_decay: Annotated[NonNegativeFloat, "weight decay of matrices"] = 0.01
     weight_decays: Annotated[
         tuple[str, ...], "weight decay of matrices of single parts, as vision=0,llm=0.1"
@@ -284,7 +279,7 @@ class TrainConfig:
         tuple[str, ...], "peak rates of single parts, as vision=2e-6,connector=1e-5"
     ] = ()
     stage: Annotated[
-        TrainStage,
+        Literal["full", "connector", "llm"],
         "what trains: full, connector (encoders and LLM frozen) or llm (all else frozen)",
     ] = "full"
     freeze: Annotated[tuple[str, ...], "parts to freeze: vision, audio, connector, llm"] = ()
@@ -306,7 +301,7 @@ class TrainConfig:
     ] = 0.0
     seed: Annotated[int, "seed of the parameters"] = 0
     remat: Annotated[
-        Remat,
+        Literal["auto", "none", "dots", "named", "layers", "segment"],
         "what backward computes again, for less memory: none, dots (all but products), named (all "
         "but attention), layers (each from its input), segment (all of it from its input), or auto "
         "(by module, the cheapest that memory holds)",
@@ -412,21 +407,13 @@ class Config:
             check_bounds(f"train.weight_decays {name}", decay, Meta(ge=0))
         adapter_ranks(self.train.lora_ranks)
         profiled_steps(self.train.profile_steps)
-        _check_moments(self.train)
+        if self.train.moments_dtype == "bfloat16" and self.train.beta2 > BFLOAT16_BETA2:
+            raise ValueError(
+                f"train.moments_dtype=bfloat16 cannot follow train.beta2={self.train.beta2}, whose "
+                "second moments would stand still; set train.beta2 to "
+                f"{BFLOAT16_BETA2} at most, or the dtype to float32"
+            )
         named_columns(self.data.columns)
-
-
-# Above it, a step without a gradient shrinks a second moment by less than bfloat16 can tell.
-BFLOAT16_BETA2 = 0.99
-
-
-def _check_moments(train: TrainConfig) -> None:
-    if train.moments_dtype == "bfloat16" and train.beta2 > BFLOAT16_BETA2:
-        raise ValueError(
-            f"train.moments_dtype=bfloat16 cannot follow train.beta2={train.beta2}, whose second "
-            f"moments would stand still; set train.beta2 to {BFLOAT16_BETA2} at most, or the dtype "
-            "to float32"
-        )
 
 
 def fields() -> tuple[Field, ...]:

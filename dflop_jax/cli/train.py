@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflop_jax.cli.experiment import (
     add_options,
@@ -17,9 +17,6 @@ from dflop_jax.cluster.ending import FAILED, PREEMPTED, end_now, is_command, on_
 from dflop_jax.config import Config
 from dflop_jax.folders import need_no_log
 from dflop_jax.records import Plan, Profile
-
-if TYPE_CHECKING:
-    from dflop_jax.train.callbacks import FitResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,8 +118,12 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
         result = trainer.fit()
     exit_code = _preempted_code(trainer.config) if result.preempted else 0
     end_together(trainer.peers, exit_code)
-    if trainer.peers.is_hub:
-        _show(args, result)
+    if trainer.peers.is_hub and not args.json and result.losses:
+        from dflop_jax.report.reader import read_run
+        from dflop_jax.report.summary import summary_table
+
+        show(summary_table(read_run(result.run_dir)))
+        show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")
     first, last = result.losses[:1] or (None,), result.losses[-1:] or (None,)
     answer = vars(result) | {"run_dir": str(result.run_dir), "exit_code": exit_code}
     del answer["losses"]
@@ -136,15 +137,6 @@ def _existing(args: argparse.Namespace) -> Any:
     if args.resume:
         return Resume(_step(args.resume), args.reset_optimizer)
     return "overwrite" if args.overwrite else "error"
-
-
-def _show(args: argparse.Namespace, result: FitResult) -> None:
-    from dflop_jax.report.reader import read_run
-    from dflop_jax.report.summary import summary_table
-
-    if not args.json and result.losses:
-        show(summary_table(read_run(result.run_dir)))
-        show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")
 
 
 def _step(resume: str | None) -> int | None:

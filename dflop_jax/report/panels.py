@@ -99,17 +99,12 @@ def panel_of(layout: Layout, trace: Trace, title: str) -> Panel:
     return Panel(title, trace, modules, [m.name for m in layout.submeshes])
 
 
-def modules_of(panels: Sequence[Panel]) -> list[str]:
-    """Modules of all panels in the order of their plans, then those that only traces name."""
+def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
+    """Label -> colour of all that is drawn: modules in the order of their plans, then those that
+    only traces name, sends and per-step tasks, idle."""
     planned = [m for p in panels for m in p.modules.values()]
     traced = [p.module(e) for p in panels for e in p.trace.events]
-    return list(dict.fromkeys([*planned, *traced]))
-
-
-def legend_entries(panels: Sequence[Panel]) -> dict[str, str]:
-    """Label -> colour of all that is drawn: modules in their order, sends and per-step tasks,
-    idle."""
-    colours = palette(modules_of(panels))
+    colours = palette(list(dict.fromkeys([*planned, *traced])))
     labels = [f"{m} {direction}" for m in colours for direction in (FORWARD, BACKWARD)]
     rank = {label: i for i, label in enumerate([*labels, SEND, RETURN, REDUCE, UPDATE])}
     entries = {

@@ -82,7 +82,7 @@ def test_rows_and_modules_follow_the_plan():
     planned = panels.panel_of(make_plan().layout, trace, "x")
     assert planned.modules == {"vision": "vision", "llm": "llm"}
     assert planned.submeshes == ["enc", "llm"]
-    assert panels.modules_of([planned]) == ["vision", "llm", "zeta", "alpha"]
+    assert list(panels.legend_entries([planned]))[:2] == ["zeta forward", "zeta backward"]
 
 
 def test_modules_without_a_colour_of_their_own_take_turns():

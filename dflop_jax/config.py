@@ -35,6 +35,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 Dtype = Literal["float32", "bfloat16"]
+Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
+Effort = Literal["quick", "full"]
+LrSchedule = Literal["constant", "linear", "cosine", "wsd"]
 # Above it, a step without a gradient shrinks a second moment by less than bfloat16 can tell.
 BFLOAT16_BETA2 = 0.99
 
@@ -131,7 +134,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     policy: Annotated[
-        Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"],
+        Policy,
         "dflop, orch, dip, auto (the fastest of them), or a baseline; see the README",
     ] = "auto"
     devices: Annotated[NonNegativeInt, "devices to use; 0: all"] = 0
@@ -176,7 +179,7 @@ class PlanConfig:
         "blocks divide a module's data ranks; 0: all share, or a node's where that is faster",
     ] = 0
     effort: Annotated[
-        Literal["quick", "full"],
+        Effort,
         "quick, or full: more placements and sizes of buckets are tried out",
     ] = "full"
     sampled_batches: Annotated[PositiveInt, "global batches simulated for each candidate"] = 4
@@ -226,7 +229,7 @@ class TrainConfig:
     ] = 64
     learning_rate: Annotated[PositiveFloat, "peak learning rate"] = 1e-3
     schedule: Annotated[
-        Literal["constant", "linear", "cosine", "wsd"],
+        LrSchedule,
         "learning rate after the warm-up: constant, linear or cosine decay, or wsd (constant, with "
         "a linear decay over the last steps)",
     ] = "cosine"

@@ -18,7 +18,7 @@ import yaml
 
 from dflop_jax.cli.front_door import asked
 from dflop_jax.cli.main import _parser
-from dflop_jax.cluster import supervised
+from dflop_jax.cluster import processes
 from dflop_jax.cluster.ending import BAD_INPUT
 from dflop_jax.cluster.processes import find_processes
 from dflop_jax.config import DistributedConfig
@@ -226,7 +226,7 @@ def test_the_launch_command(monkeypatch):
 
 
 def test_every_variable_and_flag_named_exists():
-    known = {value for name, value in vars(supervised).items() if name.endswith("_ENV")}
+    known = {value for name, value in vars(processes).items() if name.endswith("_ENV")}
     assert set(re.findall(r"\bDFLOP_[A-Z_]+", CLUSTERS)) <= known
     fields = {f"--distributed.{f.name}" for f in dataclasses.fields(DistributedConfig)}
     assert set(re.findall(r"--distributed\.[a-z_]+", CLUSTERS)) == fields

@@ -141,7 +141,7 @@ def _too_large(model: MultimodalModel, data: DataLook, config: Config) -> str:
     do; of GPUs memory is looked at when a plan is made."""
     import jax
 
-    from dflop_jax.cluster.host_memory import free_bytes
+    from dflop_jax.cluster.devices import free_bytes
     from dflop_jax.profile.parts import probe_bytes
     from dflop_jax.profile.shapes import shapes_within
     from dflop_jax.records import Shape

@@ -1,4 +1,4 @@
-"""Which devices of its host a process of a run uses; told to jax before jax starts.
+"""What a process of a run uses of its host: devices, told to jax before jax starts, and memory.
 
 And what XLA and NCCL then read from the environment, where the user says nothing; see
 `docs/clusters.md` for the reasons.
@@ -10,6 +10,7 @@ import importlib.util
 import mmap
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,26 @@ def xla_knows(flag: str) -> bool:
                     if text.find(b"\0" + flag.encode() + b"\0") < 0:
                         return False
     return True
+
+
+MEMORY = Path("/proc/meminfo")
+GROUP = Path("/sys/fs/cgroup")  # of this process, where it is in a container of its own
+
+
+def free_bytes() -> int | None:
+    """Bytes that programs can still take, of the host or of the container that this process is in;
+    None where nobody says how many."""
+    known = [_free_in_group()]
+    if MEMORY.exists():
+        lines = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+        known.append(1024 * int(lines["MemAvailable"].split()[0]))
+    return min((n for n in known if n is not None), default=None)
+
+
+def _free_in_group() -> int | None:
+    with suppress(OSError, ValueError):  # no group, or one without a limit ("max")
+        limit = int((GROUP / "memory.max").read_text())
+        used = int((GROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (GROUP / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(stat["inactive_file"]))
+    return None

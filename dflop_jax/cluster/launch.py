@@ -7,8 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from dflop_jax.cluster.processes import find_processes
-from dflop_jax.cluster.supervised import DEVICES_ENV, LOCAL_NUMBER_ENV
+from dflop_jax.cluster.processes import DEVICES_ENV, LOCAL_NUMBER_ENV, find_processes
 from dflop_jax.cluster.supervisor import Job, LaunchResult, supervise
 from dflop_jax.config import DistributedConfig
 

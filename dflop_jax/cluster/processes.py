@@ -7,6 +7,8 @@
     Kubernetes    an indexed Job whose pods may read it (needs the `kubernetes` package)
 
 In the last three JAX_COORDINATOR_ADDRESS replaces the coordinator, JAX_COORDINATOR_PORT its port.
+
+And what a process knows of its supervisor (`dflop launch`), and reports to it.
 """
 
 from __future__ import annotations
@@ -19,20 +21,44 @@ import random
 import re
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from dflop_jax.cluster.supervised import (
-    COORDINATOR_ENV,
-    DEVICES_ENV,
-    LOCAL_INDEX_ENV,
-    LOCAL_NUMBER_ENV,
-    NUM_PROCESSES_ENV,
-    PROCESS_ID_ENV,
-)
 from dflop_jax.config import DistributedConfig
 
 log = logging.getLogger("dflop_jax")
+# Scripts may set these themselves.
+COORDINATOR_ENV = "DFLOP_COORDINATOR"
+NUM_PROCESSES_ENV = "DFLOP_NUM_PROCESSES"
+PROCESS_ID_ENV = "DFLOP_PROCESS_ID"
+DEVICES_ENV = "DFLOP_DEVICES_PER_PROCESS"
+LOCAL_NUMBER_ENV = "DFLOP_LOCAL_PROCESSES"  # processes of the run on this host
+LOCAL_INDEX_ENV = "DFLOP_LOCAL_ID"  # and which of those this is
+
+RUN_ENV = "DFLOP_RUN"  # the name of a launch, the same at all its restarts
+RESTARTS_ENV = "DFLOP_RESTARTS"  # how often the run was started again; 0: this is the first start
+STEP_FILE_ENV = "DFLOP_STEP_FILE"  # a file that the first step of a start makes
+
+
+def is_restart() -> bool:
+    """Whether the supervisor has started this run before."""
+    return os.environ.get(RESTARTS_ENV, "0") not in ("", "0")
+
+
+def launch_name() -> str:
+    """The name of the launch that this process belongs to; "" where nobody starts it again."""
+    return os.environ.get(RUN_ENV, "")
+
+
+@cache  # once a process
+def report_step() -> None:
+    """Report that a step is done. The supervisor waits longer before each restart without one."""
+    if file := os.environ.get(STEP_FILE_ENV):
+        with suppress(OSError):  # the supervisor has gone, and this process goes with it
+            Path(file).touch()
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,18 @@ from dflop_jax.cluster.ending import (
     signal_name,
     within,
 )
-from dflop_jax.cluster.processes import LOOPBACK, Address, free_port
-from dflop_jax.cluster.supervised import (
+from dflop_jax.cluster.processes import (
     COORDINATOR_ENV,
     LOCAL_INDEX_ENV,
     LOCAL_NUMBER_ENV,
+    LOOPBACK,
     NUM_PROCESSES_ENV,
     PROCESS_ID_ENV,
     RESTARTS_ENV,
     RUN_ENV,
     STEP_FILE_ENV,
+    Address,
+    free_port,
 )
 
 STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL, after a process has failed

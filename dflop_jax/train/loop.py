@@ -16,7 +16,7 @@ import msgspec
 
 from dflop_jax.cluster.ending import RunFailed, preemption
 from dflop_jax.cluster.hang_watch import Sections, TaskPlace
-from dflop_jax.cluster.supervised import report_step
+from dflop_jax.cluster.processes import report_step
 from dflop_jax.config_fields import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
 from dflop_jax.pipeline.step_result import StepHandle

@@ -14,7 +14,7 @@ from typing import TypeVar
 import jax
 import msgspec
 
-from dflop_jax.cluster.host_memory import free_bytes
+from dflop_jax.cluster.devices import free_bytes
 from dflop_jax.config import PlanConfig
 from dflop_jax.contract import (
     Module,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dflop_jax.cluster.supervised import is_restart, launch_name
+from dflop_jax.cluster.processes import is_restart, launch_name
 from dflop_jax.config import Config
 from dflop_jax.report.run_folder import CONFIG, has_begun, launch_of
 

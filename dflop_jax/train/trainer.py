@@ -22,7 +22,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.cluster.ending import TryAgain, exit_code_of, is_command
 from dflop_jax.cluster.hang_watch import HangWatch
 from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.cluster.supervised import is_restart, launch_name
+from dflop_jax.cluster.processes import is_restart, launch_name
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.folders import despite_full_disk

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflop_jax.cluster.host_memory import free_bytes
+from dflop_jax.cluster.devices import free_bytes
 from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
 from dflop_jax.generate.decoding import inlets_of
 from dflop_jax.generate.row import LLM, AnswerRows, row_of, run_layers, with_features

@@ -20,7 +20,7 @@ import pytest
 
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cluster.ending import PREEMPTED, TRY_AGAIN
-from dflop_jax.cluster.supervised import PROCESS_ID_ENV
+from dflop_jax.cluster.processes import PROCESS_ID_ENV
 from dflop_jax.cluster.supervisor import STOP_GRACE_S
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, RunFolder
 from tests.processes import ROOT, descendants

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.cli import main
-from dflop_jax.cluster import supervised as module
+from dflop_jax.cluster import processes as module
 from dflop_jax.cluster.ending import TRY_AGAIN
 from dflop_jax.cluster.launch import core_shares, resolve
 from tests.processes import descendants, runs

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from dflop_jax.cluster import supervised
+from dflop_jax.cluster import processes
 from dflop_jax.cluster.ending import ONE_SIGNAL_S, TRY_AGAIN
-from dflop_jax.cluster.supervised import RESTARTS_ENV, RUN_ENV, STEP_FILE_ENV
+from dflop_jax.cluster.processes import RESTARTS_ENV, RUN_ENV, STEP_FILE_ENV
 
 from .launched import LIMIT_S, launcher, program, run, run_code, wait_for  # noqa: F401
 
@@ -104,15 +104,15 @@ def test_a_run_that_is_signalled_is_not_started_again(program, tmp_path):
 def test_what_a_process_knows_of_its_supervisor(monkeypatch, tmp_path):
     for name in (RUN_ENV, RESTARTS_ENV, STEP_FILE_ENV):
         monkeypatch.delenv(name, raising=False)
-    supervised.report_step.cache_clear()
-    supervised.report_step()
-    supervised.report_step.cache_clear()
-    assert (supervised.is_restart(), supervised.launch_name()) == (False, "")
+    processes.report_step.cache_clear()
+    processes.report_step()
+    processes.report_step.cache_clear()
+    assert (processes.is_restart(), processes.launch_name()) == (False, "")
     for restarts in ("", "0", "1"):
         monkeypatch.setenv(RESTARTS_ENV, restarts)
-        assert supervised.is_restart() == (restarts == "1")
+        assert processes.is_restart() == (restarts == "1")
     monkeypatch.setenv(RUN_ENV, "a")
     monkeypatch.setenv(STEP_FILE_ENV, str(tmp_path / "step"))
-    supervised.report_step()
-    assert supervised.launch_name() == "a"
+    processes.report_step()
+    assert processes.launch_name() == "a"
     assert (tmp_path / "step").exists()

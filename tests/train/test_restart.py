@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.cluster.ending import TryAgain
 from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.cluster.supervised import RESTARTS_ENV, RUN_ENV
+from dflop_jax.cluster.processes import RESTARTS_ENV, RUN_ENV
 from dflop_jax.report.run_folder import METRICS, RunFolder
 from dflop_jax.train.trainer import is_begun, open_folder, tell_others
 

@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax import Config, TrainConfig
 from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.cluster.supervised import RESTARTS_ENV, RUN_ENV
+from dflop_jax.cluster.processes import RESTARTS_ENV, RUN_ENV
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train import run_dir
 from dflop_jax.train.prepare import Workplace, in_steps

@@ -25,7 +25,7 @@ import importlib.util
 import inspect
 from dataclasses import replace
 
-from dflop_jax.report.run_folder import CONFIG
+from dflop_jax.report.run_folder import CONFIG, answer_folder, has_begun
 from dflop_jax.train.run_dir import run_config
 
 T = TypeVar("T")
@@ -133,7 +133,6 @@ def load_experiment(path: str) -> Config:
 def _of_folder(path: str) -> str:
     """What a folder in the place of an experiment file is, and where it belongs."""
     from dflop_jax.generate.published import is_published
-    from dflop_jax.report.run_folder import has_begun
 
     if is_published(path):
         return f"is a model's folder, no experiment file; give it as --model {path}"
@@ -183,8 +182,6 @@ def add_options(parser: argparse.ArgumentParser, *flags: str) -> None:
 
 def out_folder(args: argparse.Namespace, config: Config, *, keep: bool = True) -> Path:
     """The folder that a command's answer goes to; see `report.run_folder.answer_folder`."""
-    from dflop_jax.report.run_folder import answer_folder
-
     return answer_folder(config.run_dir, question(args), args.out, keep=keep)
 
 
@@ -224,17 +221,6 @@ FACTORY = "model.factory"
 OURS = Path(__file__).parents[2] / "models"
 # Of a module below `models`, in ASCII, so that no letter stands for one that looks like it.
 _BELOW_MODELS = re.compile(r"(models(?:\.[A-Za-z]\w*)+):([A-Za-z]\w*)", re.ASCII)
-
-
-def add_factory(parser: argparse.ArgumentParser) -> None:
-    """The flag of commands that take no others of the configuration."""
-    parser.add_argument(
-        f"--{FACTORY}",
-        dest=FACTORY,
-        metavar="MODULE:FUNCTION",
-        help="build the model by this function; of a run folder only those below models. are "
-        "called unless they are named here",
-    )
 
 
 def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:

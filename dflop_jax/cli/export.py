@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflop_jax.cli.experiment import add_factory, folder_config
+from dflop_jax.cli.experiment import FACTORY, folder_config
 from dflop_jax.cli.terminal import show
 from dflop_jax.config import Config
 from dflop_jax.config_fields import dtype_name
@@ -46,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="where the weights that the run began with (model.weights) are now, if elsewhere",
     )
-    add_factory(parser)
+    parser.add_argument(
+        f"--{FACTORY}",
+        dest=FACTORY,
+        metavar="MODULE:FUNCTION",
+        help="build the model by this function; of a run folder only those below models. are "
+        "called unless they are named here",
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -27,12 +27,15 @@ from dflop_jax.config_fields import (
     profiled_steps,
 )
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]  # and finite, as every number with a bound
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Decay = Annotated[float, Meta(ge=0, lt=1)]
+# Every number with a bound is finite, too.
+_ABOVE_0 = Meta(gt=0, description="a finite number above 0")
+_FROM_0 = Meta(ge=0, description="a finite number, 0 or above")
+PositiveInt = Annotated[int, Meta(ge=1, description="at least 1")]
+NonNegativeInt = Annotated[int, _FROM_0]
+PositiveFloat = Annotated[float, _ABOVE_0]
+NonNegativeFloat = Annotated[float, _FROM_0]
+Share = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
+Decay = Annotated[float, Meta(ge=0, lt=1, description="a number from 0 to below 1")]
 
 Dtype = Literal["float32", "bfloat16"]
 Policy = Literal["auto", "dflop", "orch", "dip", "blind", "megatron", "pytorch"]
@@ -405,9 +408,9 @@ class Config:
         for leaf in fields():
             leaf.check(leaf.value(self))
         for name, rate in named_numbers(self.train.learning_rates, RATES).items():
-            check_bounds(f"train.learning_rates {name}", rate, Meta(gt=0))
+            check_bounds(f"train.learning_rates {name}", rate, _ABOVE_0)
         for name, decay in named_numbers(self.train.weight_decays, DECAYS).items():
-            check_bounds(f"train.weight_decays {name}", decay, Meta(ge=0))
+            check_bounds(f"train.weight_decays {name}", decay, _FROM_0)
         adapter_ranks(self.train.lora_ranks)
         profiled_steps(self.train.profile_steps)
         if self.train.moments_dtype == "bfloat16" and self.train.beta2 > BFLOAT16_BETA2:

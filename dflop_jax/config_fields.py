@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator as op
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -93,20 +94,12 @@ def _wanted(kind: Any) -> str:
 
 
 def check_bounds(name: str, number: float, bounds: Meta) -> None:
-    """Raise ValueError for a number outside `bounds`, or one that is not finite."""
-    low = bounds.gt if bounds.ge is None else bounds.ge
-    assert low is not None, f"{name} has bounds that no rule is written for"
-    if bounds.gt is not None:
-        allowed, rule = number > low, f"a finite number above {low}"
-    elif bounds.lt is not None:
-        allowed, rule = low <= number < bounds.lt, f"a number from {low} to below {bounds.lt}"
-    elif bounds.le is not None:
-        allowed, rule = low <= number <= bounds.le, f"a number from {low} to {bounds.le}"
-    else:
-        rule = "a finite number, 0 or above" if low == 0 else f"at least {low}"
-        allowed = number >= low
-    if not (allowed and math.isfinite(number)):
-        raise ValueError(f"{name}={number} must be {rule}")
+    """Raise ValueError for a number outside `bounds`, whose description says what it has to be, or
+    one that is not finite."""
+    limits = {rule: getattr(bounds, rule.__name__) for rule in (op.gt, op.ge, op.lt, op.le)}
+    is_within = all(rule(number, x) for rule, x in limits.items() if x is not None)
+    if not (is_within and math.isfinite(number)):
+        raise ValueError(f"{name}={number} must be {bounds.description}")
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,12 @@ PRIVATE_JAX = {
 }
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    """A file's source; every check reads it."""
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def module_of(file: Path, root: Path) -> str:
     """Dotted name of a source file; a package is its `__init__`."""
     return ".".join(file.relative_to(root).with_suffix("").parts)
@@ -91,7 +98,7 @@ def module_of(file: Path, root: Path) -> str:
 def imported(file: Path, root: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import in a file, those inside functions included."""
     package = file.relative_to(root).parent.parts
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -156,7 +163,7 @@ def long_signatures(root: Path, allowed: set[str]) -> list[str]:
     found = {}
     for top in (*TOP_MAY_IMPORT, "experiments"):
         for file in sorted((root / top).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(file)):
                 if isinstance(node, ast.FunctionDef) and n_arguments(node) > MAX_ARGUMENTS:
                     found[f"{file.relative_to(root)}:{node.name}"] = n_arguments(node)
     long = [f"{name}: {n}" for name, n in found.items() if name not in allowed]
@@ -192,7 +199,7 @@ def private_jax(root: Path, allowed: set[str]) -> list[str]:
 def names_of_jax(file: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every private name of jax in a file: imported, or reached as
     `jax.x._y`."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

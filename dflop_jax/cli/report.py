@@ -24,11 +24,10 @@ def run(args: argparse.Namespace) -> Any:
 
     What runs wrote is only read.
     """
-    from dflop_jax.report.compare import compare, compare_json
+    from dflop_jax.report.compare import compare, compare_json, summary_table
     from dflop_jax.report.html import write_page
     from dflop_jax.report.reader import read_runs
     from dflop_jax.report.run_folder import PAGE, PICTURE, check_answer_file
-    from dflop_jax.report.summary import summary_table
 
     folders = [Path(f) for f in args.runs]
     for folder in folders:

@@ -119,8 +119,8 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
     exit_code = _preempted_code(trainer.config) if result.preempted else 0
     end_together(trainer.peers, exit_code)
     if trainer.peers.is_hub and not args.json and result.losses:
+        from dflop_jax.report.compare import summary_table
         from dflop_jax.report.reader import read_run
-        from dflop_jax.report.summary import summary_table
 
         show(summary_table(read_run(result.run_dir)))
         show(f"wrote {result.run_dir}: summary.md, timeline.png, loss.png, trace.json")

@@ -94,11 +94,6 @@ class Processes:
                 f"{self.source}: process {self.index} of {self.number}; "
                 f"the first is 0, the last {self.number - 1}"
             )
-        if self.number > 1 and self.coordinator is None:
-            raise ValueError(
-                f"{self.source}: no coordinator for {self.number} processes; name HOST:PORT of the "
-                "first"
-            )
 
 
 def find_processes(config: DistributedConfig) -> Processes:

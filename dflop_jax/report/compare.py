@@ -1,4 +1,4 @@
-"""Several runs in one table and one picture; speed-ups are relative to the first."""
+"""Runs in one table, several in one picture, too; speed-ups are relative to the first."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from dflop_jax.folders import writing
 from dflop_jax.report.reader import RunRecord
-from dflop_jax.report.summary import figures
+from dflop_jax.report.run_folder import LOSS, SUMMARY, TIMELINE
+from dflop_jax.report.summary import figures, plan_lines
 from dflop_jax.report.wording import number
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
@@ -36,28 +39,40 @@ def compare(runs: Sequence[RunRecord], out: Path, only: Sequence[str] = ()) -> T
     """
     from dflop_jax.report.timeline import draw
 
-    rows = compared(runs)
+    table = figures_table(runs, only)
     measured_first = (sorted(r.panels, key=lambda p: p.trace.source != "measured") for r in runs)
     with writing(out, "choose another --out") as picture:
         panels = [p for of_run in measured_first for p in of_run[:1]]
         draw(panels, {run.name: run.rows.curve() for run in runs}, picture)
+    return table
 
+
+def figures_table(runs: Sequence[RunRecord], only: Sequence[str] = ()) -> Table:
+    """The table of `compare`."""
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("figure")
     for run in runs:
         table.add_column(escape(run.name), justify="right", overflow="fold")
-    for label, cells in rows:
+    for label, cells in compared(runs):
         if not only or label.startswith(tuple(only)):
             style = "bold" if label == SPEEDUP else None
             table.add_row(escape(label), *map(escape, cells), style=style)
     return table
 
 
+def summary_table(run: RunRecord) -> Group:
+    """What the terminal shows of one run: its figures, its plan and where its pictures are."""
+    files = (run.folder / name for name in (TIMELINE, LOSS, SUMMARY))
+    lines = [*plan_lines(run), *(str(path) for path in files if path.exists())]
+    return Group(figures_table([run]), *map(Text, lines))
+
+
 def compared(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """(label, a text per run): speed-ups, then every figure that any of the runs has."""
+    """(label, a text per run): speed-ups of several, then every figure that any of them has."""
     cells = [{f.label: f.text for f in figures(run)} for run in runs]
-    rows = [(SPEEDUP, ["-" if math.isnan(up) else f"{number(up)} x" for up in speedups(runs)])]
-    return rows + [(label, [c.get(label, "-") for c in cells]) for label in _labels(cells)]
+    ups = ["-" if math.isnan(up) else f"{number(up)} x" for up in speedups(runs)]
+    rows = [(label, [c.get(label, "-") for c in cells]) for label in _labels(cells)]
+    return [(SPEEDUP, ups), *rows] if len(runs) > 1 else rows
 
 
 def compare_json(runs: Sequence[RunRecord]) -> dict[str, Any]:

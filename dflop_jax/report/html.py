@@ -63,7 +63,6 @@ def page(runs: Sequence[RunRecord], memory: Memory | None = None) -> str:
     *names, last = (run.name for run in runs)
     heading = f"{', '.join(names)} and {last}" if names else last
     stepped = [run for run in runs if run.rows.n_steps]
-    figures = compared(stepped) if stepped else []
     return _TEMPLATES.get_template("page.html").render(
         title=f"{heading} · dflop report",
         heading=heading,
@@ -76,7 +75,7 @@ def page(runs: Sequence[RunRecord], memory: Memory | None = None) -> str:
         notes=_notes(runs),
         names=[run.name for run in stepped],
         speedups=_verdict(stepped) if stepped else [],
-        figures=figures[1:] if len(stepped) == 1 else figures,
+        figures=compared(stepped) if stepped else [],
         warmup=WARMUP_STEPS,
         plans=[_plan(run.name, run.plan) for run in runs],
     )

@@ -10,10 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from dflop_jax.records import AXES, Bucket, Layout, Shape
 from dflop_jax.report.metrics import WARMUP_STEPS, spread
@@ -186,7 +182,8 @@ def _span(first: int, stop: int) -> str:
     return f"{first}–{stop - 1}" if stop - first > 1 else str(first)
 
 
-def _plan_lines(run: RunRecord) -> list[str]:
+def plan_lines(run: RunRecord) -> list[str]:
+    """A run's submeshes and buckets in words."""
     return [
         *(
             f"submesh {name}: devices {devices} as {' × '.join(AXES)} {shape}, layers {layers}"
@@ -196,24 +193,12 @@ def _plan_lines(run: RunRecord) -> list[str]:
     ]
 
 
-def summary_table(run: RunRecord) -> Group:
-    """What the terminal shows of one run: its figures, its plan and where its pictures are."""
-    table = Table(title=f"run {run.name}", title_justify="left", show_header=False)
-    table.add_column("figure", no_wrap=True)
-    table.add_column("value", justify="right")
-    for figure in figures(run):
-        table.add_row(escape(figure.label), escape(figure.text))
-    files = (run.folder / name for name in (TIMELINE, LOSS, SUMMARY))
-    lines = [*_plan_lines(run), *(str(path) for path in files if path.exists())]
-    return Group(table, *(Text(line) for line in lines))
-
-
 def markdown(run: RunRecord, pictures: list[str]) -> str:
     """summary.md: figures, plan, pictures (file names beside it)."""
     lines = [f"# Run {run.name}", "", "| figure | value |", "|---|---:|"]
     lines += [f"| {figure.label} | {figure.text} |" for figure in figures(run)]
     note = f"Medians leave out the first {WARMUP_STEPS} steps, which warm up."
-    lines += ["", note, "", "## Plan", "", *(f"- {line}" for line in _plan_lines(run))]
+    lines += ["", note, "", "## Plan", "", *(f"- {line}" for line in plan_lines(run))]
     lines += ["", "## Pictures", "", *(f"![{name}]({name})\n" for name in pictures)]
     if TIMELINE in pictures:
         lines.append(f"Open `{TRACE}` at https://ui.perfetto.dev to look closer.")

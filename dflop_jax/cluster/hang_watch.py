@@ -83,9 +83,12 @@ class Whereabouts(msgspec.Struct, frozen=True):
         """Whoever has the least is behind: all go through the same sections and tasks."""
         return self.moves, self.tasks.call, self.tasks.ended, self.tasks.begun
 
+    @property
+    def where(self) -> str:
+        return f"step {self.step}, {self.section}" if self.step >= 0 else self.section
+
     def __str__(self) -> str:
-        where = f"step {self.step}, {self.section}" if self.step >= 0 else self.section
-        return f"process {self.process} ({self.name}): {self.seconds:.0f} s in {where}"
+        return f"process {self.process} ({self.name}): {self.seconds:.0f} s in {self.where}"
 
 
 class Sections:
@@ -192,8 +195,7 @@ def who_hangs(everywhere: Sequence[Whereabouts]) -> tuple[Whereabouts, ...]:
 
 def says(behind: Sequence[Whereabouts], count: int) -> str:
     """What is said of a run of `count` processes in which these hang."""
-    first = behind[0]
-    where = f"step {first.step}, {first.section}" if first.step >= 0 else first.section
+    first, where = behind[0], behind[0].where
     at = f" ({first.tasks.lines[-1]})" if first.tasks.lines else ""
     allowed = f"more than the {first.limit_s:.0f} s that it may take"
     if len(behind) < count or count == 1:

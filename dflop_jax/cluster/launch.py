@@ -20,9 +20,6 @@ _KEEP_MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
     f":glibc.malloc.mmap_threshold={1 << 40}:glibc.malloc.trim_threshold={1 << 40}"
 }
-# XLA sizes its thread pool by the cores it may use, or by NPROC. Transfers share that pool: with
-# one thread they wait until what computes has ended (43 ms instead of 8, measured).
-_POOL_OF_TWO = {"NPROC": "2"}
 
 
 def launch(
@@ -64,12 +61,8 @@ def launch(
                 f"{found.source} has started {found.number} processes, and dflop launch starts "
                 "those of one host; put the command itself in its place, one process a task"
             )
-    devices = {DEVICES_ENV: str(devices_per_process or "")}
-    environments = []
-    for share in cores:
-        pool = _POOL_OF_TWO if len(share or ()) == 1 else {}
-        environments.append({**_KEEP_MEMORY, **pool, **os.environ, **devices})
-    return supervise(Job(program, environments, cores), max_restarts)
+    environment = {**_KEEP_MEMORY, **os.environ, DEVICES_ENV: str(devices_per_process or "")}
+    return supervise(Job(program, environment, cores), max_restarts)
 
 
 def resolve(command: Sequence[str]) -> list[str]:

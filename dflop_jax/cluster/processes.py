@@ -114,14 +114,11 @@ def find_processes(config: DistributedConfig) -> Processes:
 
 
 def _from_flags(config: DistributedConfig) -> Processes | None:
-    given = {
-        "coordinator": config.coordinator != "",
-        "num_processes": config.num_processes != 0,
-        "process_id": config.process_id != -1,
-    }
-    if not any(given.values()):
+    unset = {"coordinator": "", "num_processes": 0, "process_id": -1}
+    missing = [f"--distributed.{n}" for n, none in unset.items() if getattr(config, n) == none]
+    if len(missing) == len(unset):
         return None
-    if missing := [f"--distributed.{name}" for name, there in given.items() if not there]:
+    if missing:
         raise ValueError(f"{' and '.join(missing)} must be given too: all three, or none")
     coordinator = _address("distributed.coordinator", config.coordinator)
     return Processes(config.num_processes, config.process_id, coordinator, "distributed")

@@ -65,6 +65,9 @@ DRAIN_S = 0.5  # longest wait for the last lines of a process that has ended
 FIRST_WAIT_S, MAX_WAIT_S = 1.0, 60.0
 MAX_EARLY_ERRORS = 3  # failures in a row before the first step, of which the last is an error
 _PR_SET_PDEATHSIG = 1  # of prctl
+# XLA sizes its thread pool by the cores it may use, or by NPROC. Transfers share that pool: with
+# one thread they wait until what computes has ended (43 ms instead of 8, measured).
+_POOL_OF_TWO = {"NPROC": "2"}
 STDOUT, STDERR = 1, 2  # file descriptors
 LINE_BYTES = 1 << 16  # longer lines are shown in parts
 SHOW_CURSOR = b"\x1b[?25h"
@@ -87,10 +90,10 @@ class LaunchResult:
 
 @dataclass(frozen=True)
 class Job:
-    """What runs: a program with arguments, and the environment and cores of each process."""
+    """What runs: a program with arguments, its environment, and the cores of each process."""
 
     program: Sequence[str]
-    environments: Sequence[Mapping[str, str]]
+    environment: Mapping[str, str]
     cores: Sequence[set[int] | None]
 
 
@@ -190,9 +193,10 @@ class _Start:
     # ---- starting ----
 
     def _popen(self, rank: int) -> subprocess.Popen[bytes]:
-        number = str(len(self._job.cores))
+        number, cores = str(len(self._job.cores)), self._job.cores[rank]
         environment = {
-            **self._job.environments[rank],
+            **(_POOL_OF_TWO if len(cores or ()) == 1 else {}),
+            **self._job.environment,
             **self._shared,
             NUM_PROCESSES_ENV: number,
             PROCESS_ID_ENV: str(rank),
@@ -210,7 +214,7 @@ class _Start:
                 stdout=pipe,
                 stderr=pipe,
                 process_group=0,  # so that Ctrl-C comes through the supervisor, once
-                preexec_fn=partial(_prepare_child, self._job.cores[rank]),
+                preexec_fn=partial(_prepare_child, cores),
             )
         except OSError as e:
             raise ValueError(

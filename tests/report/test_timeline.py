@@ -90,11 +90,11 @@ def test_modules_without_a_colour_of_their_own_take_turns():
         events = [Event("m", m, 0, "forward", 0.0, 1.0) for m in modules]
         return panels.Panel("x", Trace(0, "x", tuple(events)), {m: m for m in modules})
 
-    modules = panels.modules_of([panel("eye", "llm"), panel("ear", "eye", "hand", "nose")])
-    assert modules == ["eye", "llm", "ear", "hand", "nose"]
-    shades = panels.palette(modules)
-    assert shades["llm"] == panels.MODULE_COLOURS["llm"]
-    assert [shades[m] for m in ("eye", "ear", "hand")] == list(panels.OTHER_COLOURS)
+    entries = panels.legend_entries([panel("eye", "llm"), panel("ear", "eye", "hand", "nose")])
+    shades = {label.removesuffix(" forward"): colour for label, colour in entries.items()}
+    assert list(shades) == ["eye", "llm", "ear", "hand", "nose", "idle"]
+    assert shades["llm"] == panels.MODULE_COLOURS["llm"][0]
+    assert [shades[m] for m in ("eye", "ear", "hand")] == [c[0] for c in panels.OTHER_COLOURS]
     assert shades["nose"] == shades["eye"]  # there are only so many
 
 

@@ -64,7 +64,8 @@ class Progress:
         """Count one finished step and show its figures."""
         self._done += 1
         self._recent.append(row.step_s)
-        text = describe(row, self._left_s())
+        mean_s = sum(self._recent) / len(self._recent)
+        text = describe(row, mean_s * max(0, self._total - self._done))
         self._bar.update(self._task, completed=self._done, description=text)
         last = self._done >= self._total
         if not self._console.is_terminal and (self._done % self._every == 0 or last):
@@ -73,9 +74,6 @@ class Progress:
     def log(self, text: str) -> None:
         """Print a line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _left_s(self) -> float:
-        return sum(self._recent) / len(self._recent) * max(0, self._total - self._done)
 
 
 def describe(row: StepMetrics, left_s: float) -> str:

@@ -19,6 +19,7 @@ from dflop_jax.config import Config
 from dflop_jax.report.metrics import TRACKED, StepMetrics, numbers
 
 TENSORBOARD, WANDB_ID = "tensorboard", "wandb-id"
+_OPTIONS = {"wandb_project": "wandb", "tensorboard": "tensorboardX"}  # option -> package
 
 
 class Tracker(Protocol):
@@ -48,12 +49,19 @@ def evaluation_scalars(row: Any) -> dict[str, float]:
     return scalars
 
 
-def check_trackers(config: Config) -> None:
-    """ValueError when a package is missing that the run will need."""
-    if config.train.tensorboard:
-        _package("tensorboardX", "train.tensorboard=true")
-    if config.train.wandb_project:
-        _package("wandb", f"train.wandb_project={config.train.wandb_project}")
+def check_trackers(config: Config) -> list[Any]:
+    """The packages of `_OPTIONS` that the run needs, None for the others; ValueError: one of them
+    is missing."""
+    packages = []
+    for option, name in _OPTIONS.items():
+        try:
+            is_needed = getattr(config.train, option)
+            packages.append(importlib.import_module(name) if is_needed else None)
+        except ImportError as e:
+            raise ValueError(
+                f"train.{option} needs {name}, which cannot be imported ({e}): pip install {name}"
+            ) from None
+    return packages
 
 
 def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
@@ -62,11 +70,10 @@ def open_trackers(config: Config, folder: Path, start: int) -> list[Tracker]:
     Raises:
       ValueError: a package is missing, or W&B does not start.
     """
-    trackers: list[Tracker] = []
-    if config.train.wandb_project:
-        trackers.append(WeightsAndBiases(config, folder))
-    if config.train.tensorboard:
-        trackers.append(TensorBoard(folder / TENSORBOARD, start))
+    wandb, tensorboard = check_trackers(config)
+    trackers: list[Tracker] = [WeightsAndBiases(wandb, config, folder)] if wandb else []
+    if tensorboard:
+        trackers.append(TensorBoard(tensorboard, folder / TENSORBOARD, start))
     return trackers
 
 
@@ -74,8 +81,7 @@ class TensorBoard:
     """An event file in `folder`; whatever earlier files there have of `start` and later steps is
     marked as void, so TensorBoard drops it."""
 
-    def __init__(self, folder: Path, start: int) -> None:
-        package = _package("tensorboardX", "train.tensorboard=true")
+    def __init__(self, package: Any, folder: Path, start: int) -> None:
         self._event = importlib.import_module("tensorboardX.proto.event_pb2")
         self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,9 +110,8 @@ class WeightsAndBiases:
     """A run of a W&B project, whose name on the server is kept in the run folder. A step that is
     there already is left as it is: W&B's steps only go up."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, package: Any, config: Config, folder: Path) -> None:
         project = config.train.wandb_project
-        package = _package("wandb", f"train.wandb_project={project}")
         file = folder / WANDB_ID
         if not file.exists():
             file.write_text(uuid.uuid4().hex, encoding="utf-8")
@@ -132,12 +137,3 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _package(name: str, option: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as e:
-        raise ValueError(
-            f"{option} needs {name}, which cannot be imported ({e}): pip install {name}"
-        ) from None

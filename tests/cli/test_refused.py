@@ -94,7 +94,7 @@ CASES = [
     (TRAIN, "--checkpoint.keep_best true --train.eval_samples 4 --checkpoint.every_s 0",
      "give checkpoint.every_s, train.eval_samples"),
     (TRAIN, "--train.profile_steps 3:4", "train.profile_steps=3:4, but with train.steps=3"),
-    (TRAIN, "--train.wandb_project mine", "train.wandb_project=mine needs wandb"),
+    (TRAIN, "--train.wandb_project mine", "train.wandb_project needs wandb"),
     (TRAIN, "--model.weights gone", "gone: no such folder of weights or run"),
     (TRAIN, "--model.weights .", "model.weights: this model has no published form"),
     (TRAIN, "--overwrite --resume auto", "exclude each other"),

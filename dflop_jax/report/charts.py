@@ -8,7 +8,7 @@ null where there is none. Units are "", "s", "%" (of 1), "bytes" and "FLOP/s".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ from dflop_jax.report.reader import PICTURE_POINTS, Columns, RunRecord, means
 
 Values = Sequence[float | None]
 _MOST_OWN = 12  # charts of the user's own metrics
-_MEMORY = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239"}
+# Of lines that are of no module.
+_COLOURS = {DEVICE: "#2b6cb0", DEVICE_PEAK: "#9ecae1", HOST: "#8c6239", **PHASE_COLOURS}
 _PER_NAME = (
     ("mfu_by_module", "MFU", "%"),
     ("flops_per_s_by_module", "model FLOP a second", "FLOP/s"),
@@ -57,22 +58,17 @@ class _Drawing:
             for i, run in enumerate(self.runs)
         ]
 
-    def by_key(self, field_name: str) -> list[dict[str, Any]]:
-        """A line for each key of a field, in the colour of its own, in the dashes of its run."""
-        keys = dict.fromkeys(key for run in self.runs for key in run.rows.keys(field_name))
-        colours: Mapping[str, str] = _MEMORY
-        if field_name != "memory_bytes":
-            colours = {module: pair[1] for module, pair in palette([*keys]).items()}
+    def by_key(self, field_name: str, at: Sequence[int]) -> list[dict[str, Any]]:
+        """A line for each key of a field, in the colour of its own, in the dashes of its run, which
+        is one of those in these places."""
+        keys = [(i, key) for i in at for key in self.runs[i].rows.keys(field_name)]
+        modules = palette(list(dict.fromkeys(key for _, key in keys)))
+        colours = {module: pair[1] for module, pair in modules.items()} | _COLOURS
         return [
-            _line(
-                f"{key}, {run.name}" if self.several else key,
-                colours.get(key, LINE_COLOURS[-1]),
-                i,
-                i,
-                run.rows.picture((field_name, key)),
-            )
-            for i, run in enumerate(self.runs)
-            for key in run.rows.keys(field_name)
+            _line(f"{key}, {run.name}" if len(at) > 1 else key, colours[key], i, i, values)
+            for i, key in keys
+            for run in [self.runs[i]]
+            for values in [run.rows.picture((field_name, key))]
         ]
 
 
@@ -84,16 +80,12 @@ def drawing(runs: Sequence[RunRecord]) -> dict[str, Any]:
     if d.several or not runs[0].rows.keys("phase_s"):
         d.chart("step time", "s", d.by_run("step time", lambda rows: rows.picture("step_s")))
     for i, run in enumerate(runs):
-        lines = [
-            _line(key, colour, 0, i, run.rows.picture(("phase_s", key)))
-            for key in run.rows.keys("phase_s")
-            for colour in [PHASE_COLOURS.get(key, LINE_COLOURS[0])]
-        ]
-        d.chart("step time by phase" + f", {run.name}" * d.several, "s", lines, stacked=True)
+        title = "step time by phase" + f", {run.name}" * d.several
+        d.chart(title, "s", d.by_key("phase_s", [i]), stacked=True)
     has_mfu = any(run.rows.keys("mfu_by_module") for run in runs)
     for name, title, unit in _PER_NAME:
         if name != "flops_per_s_by_module" or not has_mfu:
-            d.chart(title, unit, d.by_key(name))
+            d.chart(title, unit, d.by_key(name, range(len(runs))))
     replaced = d.by_run("samples", lambda rows: means(np.nancumsum(rows.of("n_bad"))))
     d.chart("samples replaced so far", "", replaced)
     own = dict.fromkeys(key for run in runs for key in run.rows.keys("own"))

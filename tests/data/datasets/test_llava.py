@@ -265,16 +265,3 @@ def test_all_shared_bad_records(shared_data, tmp_path, caplog, spec, usable):
             assert kept.sample(i).load == kept.load(i)
     with pytest.raises(ValueError, match="15 of 22"):
         source()
-
-
-def test_shared_broken_files(shared_data, tmp_path):
-    def source(name, **more):
-        config = DataConfig(path=str(shared_data / "bad" / name), root=(str(shared_data),), **more)
-        return make_source(config, SPEC, index_dir=tmp_path)
-
-    with pytest.raises(ValueError, match=r"broken\.json: not JSON"):
-        source("broken.json")
-    with pytest.raises(ValueError, match=r"broken_line\.jsonl:3"):
-        source("broken_line.jsonl")
-    kept = source("broken_line.jsonl", max_bad_fraction=0.25)
-    assert kept.counts == {"usable": 3, "unusable": 1, "left out": 2, "oversize": 0}

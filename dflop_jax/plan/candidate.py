@@ -193,11 +193,6 @@ class Candidate:
         mean_s = float(np.mean(self.trials_s[:n]))
         return mean_s * (1 + WORTH_PROGRAMS) if self.plan.scheduling.kept else mean_s
 
-    def with_about_s(self) -> Plan:
-        """The plan with about its makespan, which its trials took."""
-        about_s = float(np.mean(self.trials_s))
-        return replace(self.plan, predicted=replace(self.plan.predicted, makespan_s=about_s))
-
     def with_figures(self, evaluator: Evaluator) -> Candidate:
         """The same, its plan with the figures of its uniform steps, in which memory holds as many
         groups as it ever may."""

@@ -152,11 +152,6 @@ def with_sub_microbatches(layout: Layout, rules: Rules, readers: Collection[str]
     return replace(divided, buckets=tuple(buckets), fan_in=fan_in)
 
 
-def readers_of(layout: Layout) -> tuple[str, ...]:
-    """Modules that only read others."""
-    return tuple(m for m in layout.modules if layout.sources(m) and not layout.targets(m))
-
-
 def _part(layout: Layout, module: str, rules: Rules) -> tuple[Shape, int]:
     """The efficient shape of a module's parts, and how many of them its largest group takes."""
     shapes = layout.shapes(module)

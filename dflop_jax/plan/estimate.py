@@ -92,11 +92,6 @@ class Rules:
             for r in remats
         )
 
-    @property
-    def known_node(self) -> int:
-        """Devices of a node; 0: nobody says."""
-        return self.spec.known_node(self.profile)
-
     @cached_property
     def extent(self) -> Extent:
         """How far the space of placements reaches, with the tensor-parallel degrees of which the
@@ -105,7 +100,7 @@ class Rules:
         for t in self.profile.timings:
             timed[t.module].add(t.model)
         kinds = {m: self.profile.layer_kinds(m) for m in self.n_layers}
-        n, node = self.spec.n_devices, self.known_node
+        n, node = self.spec.n_devices, self.spec.config.node
         return Extent.of(kinds, timed, self.profile.edges, n, node or n, self.spec.config)
 
     @property
@@ -114,7 +109,7 @@ class Rules:
         have prices and there are several nodes, those of a node."""
         if given := self.spec.config.shard_devices:
             return (given,)
-        node = self.known_node if self.profile.hardware else 0
+        node = self.spec.config.node if self.profile.hardware else 0
         return (0, node) if 0 < node < self.spec.n_devices else (0,)
 
     def trusted_tokens(self, module: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -186,7 +187,8 @@ class Evaluator:
         prices = prices or self.prices(plan.layout)
         trainable = self.rules.trainable(plan.layout)
         plan = self.with_lookahead(plan, prices)
-        work = min(self._work_budget(about_s), TRIAL_WORK)
+        hidden_work = partial(work_budget, shares_cores=self.rules.profile.shares_cores)
+        work = min(hidden_work(about_s), TRIAL_WORK)
         schedules = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
             for i, b in enumerate(self.unseen)
@@ -197,7 +199,7 @@ class Evaluator:
             )
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
         plan = self._predicted(plan, schedules, traces)
-        return plan.with_scheduling(work_budget=self._work_budget(plan.predicted.makespan_s))
+        return plan.with_scheduling(work_budget=hidden_work(plan.predicted.makespan_s))
 
     def with_lookahead(self, plan: Plan, prices: Prices | None = None) -> Plan:
         """The plan with the lookahead that makes it fastest by list scheduling, and that memory
@@ -253,9 +255,6 @@ class Evaluator:
             for b in self.trial(number)
         )
         return (1 - self.config.drift) * plain_s + self.config.drift * sum(drifted_s)
-
-    def _work_budget(self, step_s: float) -> int:
-        return work_budget(step_s, shares_cores=self.rules.profile.shares_cores)
 
     def _predicted(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
-from dflop_jax.plan.dip import readers_of, with_sub_microbatches
+from dflop_jax.plan.dip import with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.race import at_a_glance, close_to_best, joined, race
 from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
@@ -65,10 +65,11 @@ def refined(ranking: Ranking, ranked: Sequence[Candidate], tail: Sequence[Load])
         for one in close_to_best(raced)
         for plan in with_second_policies(one.plan, evaluator)
     ]
-    unlike: dict[Layout, Candidate] = {}
+    unlike: dict[Layout, Plan] = {}
     for one in joined(evaluator, raced, second):
-        unlike.setdefault(one.plan.layout, one)
-    return [one.with_about_s() for one in unlike.values()]
+        about = replace(one.plan.predicted, makespan_s=float(np.mean(one.trials_s)))
+        unlike.setdefault(one.plan.layout, replace(one.plan, predicted=about))
+    return list(unlike.values())
 
 
 def _near(ranking: Ranking, ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -154,7 +155,8 @@ def _with_divided_readers(evaluator: Evaluator, one: Candidate) -> list[Candidat
     layout = one.plan.layout
     if one.plan.policy != DIP or layout.divided:
         return []
-    divided = with_sub_microbatches(layout, evaluator.rules, readers_of(layout))
+    readers = [m for m in layout.modules if layout.sources(m) and not layout.targets(m)]
+    divided = with_sub_microbatches(layout, evaluator.rules, readers)
     return _anew(evaluator, one, divided) if divided != layout else []
 
 

@@ -146,7 +146,7 @@ def by_its_own(
     for together in (first, *([p] for p in plans if p not in first)):
         alone = len(together) == 1
         judged = [j for p in together for j in devices.judged(p, is_timed=n > 0, alone=alone)]
-        while judged := [j for j in judged if devices.hold(j.plan)]:
+        while judged := [j for j in judged if devices.evaluator.fits(j.plan)]:
             best, *judged = race(evaluator, judged)
             if taken := devices.after_a_step(best):
                 return taken, devices.n_timed
@@ -164,32 +164,38 @@ class _Devices:
     """Tries plans on the devices at hand, and learns from those that these do not hold."""
 
     def __init__(self, evaluator: Evaluator, time_plan: TimePlan, try_step: TryStep):
-        self._evaluator, self._time_plan, self._try_step = evaluator, time_plan, try_step
-        self._short_bytes = 0.0
+        self._all, self._time_plan, self._try_step = evaluator, time_plan, try_step
         self._refused: list[PlanTooLarge] = []
         self.n_timed = 0
 
-    def hold(self, plan: Plan) -> bool:
-        """Whether a plan leaves free what others were short of."""
-        return self._evaluator.fits(plan)
+    @property
+    def _short_bytes(self) -> float:
+        """What plans were short of in all, which others are to leave free."""
+        return sum(e.short_bytes for e in self._refused)
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """Of devices with so much less memory."""
+        return self._all.with_less_memory(self._short_bytes)
 
     def judged(self, plan: Plan, *, is_timed: bool, alone: bool) -> list[Candidate]:
         """The plan, judged by its own times, or by the profile's; nothing where the devices do not
         hold it. `alone`: the profile chose it."""
-        if not self.hold(plan):
+        evaluator = self.evaluator
+        if not evaluator.fits(plan):
             return []
-        plan = self._evaluator.evaluate(plan, plan.predicted.makespan_s)
+        plan = evaluator.evaluate(plan, plan.predicted.makespan_s)
         if not is_timed:
             return [Candidate(plan)]
         by_profile_s = plan.predicted.makespan_s
         try:
             prices = self._time_plan(plan)
         except PlanTooLarge as e:
-            self._drop(e)
+            self._refused.append(e)
             return []
         self.n_timed += 1
         free = plan if plan.scheduling.kept else plan.with_scheduling(lookahead=0)
-        timed = self._evaluator.evaluate(free, by_profile_s, prices)
+        timed = evaluator.evaluate(free, by_profile_s, prices)
         if alone:
             timed = replace(timed, predicted=replace(timed.predicted, chosen_by_s=by_profile_s))
         return [Candidate(timed, prices=prices)]
@@ -203,13 +209,13 @@ class _Devices:
         try:
             self._try_step(plan, judged.prices or self._time_plan(plan))
         except PlanTooLarge as e:
-            self._drop(e)
+            self._refused.append(e)
             return None
         return plan
 
     def why_none(self) -> str:
         """One line: what was tried, and what to plan with."""
-        limit = self._evaluator.rules.spec.memory_bytes
+        limit = self.evaluator.rules.spec.memory_bytes
         if limit and not self._short_bytes:
             limit *= 1 - _GUESSED_SHORTAGE
         remedy = f"--plan.memory_bytes {limit:.4g}" if limit else "--plan.memory_bytes"
@@ -218,8 +224,3 @@ class _Devices:
             f"no plan of the fastest fits into memory ({len(self._refused)} tried): {last}; plan "
             f"for less: {remedy}, {_REMEDIES}"
         )
-
-    def _drop(self, error: PlanTooLarge) -> None:
-        self._refused.append(error)
-        self._short_bytes += error.short_bytes
-        self._evaluator = self._evaluator.with_less_memory(error.short_bytes)

@@ -66,10 +66,6 @@ class SearchSpec:
         """How far the space reaches, as given or as the job needs (`with_limits`)."""
         return {name: getattr(self.config, name) for name in LEAST}
 
-    def known_node(self, profile: ModelProfile) -> int:
-        """Devices of a node; 0: nobody says."""
-        return self.config.node or profile.devices_per_node
-
     @property
     def n_batches(self) -> int:
         """Global batches that are sampled."""
@@ -123,17 +119,19 @@ def microbatch_limit(
 
 
 def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) -> SearchSpec:
-    """What is searched for, with a limit of the job's own wherever the settings have 0."""
+    """What is searched for, with a limit of the job's own wherever the settings have 0, and with
+    the profile's devices of a node, where these are known."""
     config = spec.config
     parameters = {
         m: profile.layers_bytes(m) + profile.ends_param_bytes[m] for m in profile.n_layers
     }
-    node = spec.known_node(profile) or spec.n_devices
-    model, stage = parallel_limits(held_bytes(parameters, profile.halved), spec.memory_bytes, node)
+    node, held = config.node or profile.devices_per_node, held_bytes(parameters, profile.halved)
+    model, stage = parallel_limits(held, spec.memory_bytes, node or spec.n_devices)
     stage = config.max_stage or stage
     batch_bytes = spec.global_batch * _input_bytes(profile, loads)
     config = replace(
         config,
+        node=node,
         max_model=config.max_model or model,
         max_stage=stage,
         max_microbatches=config.max_microbatches

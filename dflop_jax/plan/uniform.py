@@ -39,7 +39,8 @@ def as_plan(
     """The plan of a layout of submeshes and segments; `options` by module, None: the simplest that
     the rules allow."""
     options = options or {m: rules.options(m)[0] for m in rules.n_layers}
-    scheduling = Scheduling("arrival" if policy in BASELINES else "balanced", node=rules.known_node)
+    node = rules.spec.config.node
+    scheduling = Scheduling("arrival" if policy in BASELINES else "balanced", node=node)
     shaped = replace(rules.joined(layout), buckets=tuple(buckets))
     return with_options(Plan(policy, shaped, scheduling), options)
 

@@ -108,11 +108,3 @@ def test_a_search_says_how_far_it_went():
     said = explained(own.limits, dataclasses.replace(asked, max_stage=4))
     for one in ("max_model 2 (by the job)", "max_stage 4 (given)", "33%"):
         assert one in said
-
-
-def test_nothing_fits_names_the_limits():
-    with pytest.raises(ValueError, match=r"plan\.max_stage \(2\) or plan\.max_microbatches \(8\)"):
-        search_plan(
-            model_profile(), data_profile(),
-            n_devices=2, global_batch=BATCH, config=CONFIG, memory_bytes=1000.0,
-        )  # fmt: skip

@@ -4,6 +4,7 @@ before it take, and the fields that it reads."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,15 +30,15 @@ from dflop_jax.data.content import features_per_row
 from dflop_jax.data.packing import pack_groups
 from dflop_jax.pipeline.exchange import gather_features
 from dflop_jax.pipeline.pieces import Loop, loops_over
+from dflop_jax.plan.placement import Form, lay_out
 from dflop_jax.records import (
     Bucket,
     Group,
     Layout,
+    MeshShape,
     PiecePlaces,
     Schedule,
-    SegmentPlan,
     Shape,
-    SubmeshPlan,
 )
 from dflop_jax.schedule.batch import first_fit_decreasing
 
@@ -153,16 +154,10 @@ def _of_rank(
 
 def _whole(model: MultimodalModel, groups: Sequence[Group], ranks: int) -> Layout:
     """Return the whole model on so many data ranks, with the shapes of these groups."""
-    segments = (
-        SegmentPlan(name, name, 0, module.n_layers, "all", True, True)
-        for name, module in model.modules.items()
-    )
-    return Layout(
-        (SubmeshPlan("all", 0, data=ranks),),
-        tuple(segments),
-        (Bucket.of({g.module: g.shape for g in groups}),),
-        edges=edges_of(model),
-    )
+    n_layers = {m: module.n_layers for m, module in model.modules.items()}
+    laid = lay_out([Form(MeshShape(data=ranks))] * len(n_layers), [0] * len(n_layers), n_layers)
+    bucket = Bucket.of({g.module: g.shape for g in groups})
+    return replace(laid, buckets=(bucket,), edges=edges_of(model))
 
 
 def encode(module: Module, params: Params, batch: Mapping[str, Array]) -> dict[str, Array]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import jax
 import numpy as np
@@ -18,8 +17,9 @@ import numpy as np
 from dflop_jax.contract import MultimodalModel, edges_of
 from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.pipeline.segment import Segment
+from dflop_jax.plan.placement import Form, lay_out
 from dflop_jax.profile.parts import divides
-from dflop_jax.records import Bucket, Layout, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.records import Bucket, Layout, MeshShape, Shape
 from dflop_jax.weights import Folder, ModuleParams, read_segment, segment_tensors
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import DTYPES
@@ -58,21 +58,19 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
     n_bytes: dict[str, int] = defaultdict(int)
     for t in tensors:
         n_bytes[t.module] += 4 * math.prod(t.layout.file_shape)
-    submeshes: list[SubmeshPlan] = []
-    segments: list[SegmentPlan] = []
-    for name, module in model.modules.items():
-        n = min(module.n_layers, max(WAYS, -(-n_bytes[name] // SEGMENT_BYTES)))
-        ends = [module.n_layers * i // n for i in range(n + 1)]
-        for start, stop in pairwise(ends):
-            segment = f"{name}{start}"
-            first = len(submeshes) % (n_devices // ways[name]) * ways[name]
-            submeshes.append(SubmeshPlan(segment, first, model=ways[name]))
-            last = stop == module.n_layers
-            segments.append(SegmentPlan(segment, name, start, stop, segment, start == 0, last))
+    n_layers = {m: module.n_layers for m, module in model.modules.items()}
+    forms = [
+        Form(MeshShape(model=ways[m]), min(n, max(WAYS, -(-n_bytes[m] // SEGMENT_BYTES))))
+        for m, n in n_layers.items()
+    ]
+    laid = lay_out(forms, [0] * len(forms), n_layers)
+    submeshes = tuple(
+        replace(s, first=i % (n_devices // s.model) * s.model) for i, s in enumerate(laid.submeshes)
+    )
     shapes = {m: Shape(1, model.piece_tokens.get(m, TOKENS)) for m in model.modules}
     tied = tuple(m for m, module in model.modules.items() if module.tied)
-    return Layout(
-        tuple(submeshes), tuple(segments), (Bucket.of(shapes),), edges=edges_of(model), tied=tied
+    return replace(
+        laid, submeshes=submeshes, buckets=(Bucket.of(shapes),), edges=edges_of(model), tied=tied
     )
 
 

@@ -178,6 +178,9 @@ def _answers(job: tuple[Case, list[str]]) -> dict[Key, Answer]:
 
 
 def _answer(case: Case, system: str) -> Answer:
+    profile_of(
+        case
+    )  # here, since a model that cannot be traced is an error, not one without a plan
     start_s, begun_s = time.perf_counter(), time.process_time()
     try:
         made = _at_true_shapes(case, system) if system in TRUE_SHAPES else _planned(case, system)
@@ -191,7 +194,6 @@ def _answer(case: Case, system: str) -> Answer:
 
 def _at_true_shapes(case: Case, system: str) -> Answer:
     grouping = TRUE_SHAPES[system]
-    profile_of(case)
     start_s = time.perf_counter()
     if system == PUBLISHED:
         plan, n = published_plan(case)

@@ -18,7 +18,7 @@ from dflop_jax.contract import chip_of
 from dflop_jax.gpu_compile.chips import CHIPS
 from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.efficiency import Efficiency, Table
+from dflop_jax.profile.efficiency import Efficiency, program_s
 from dflop_jax.records import Hardware
 from models.attention import attention
 from models.attention_choice import choose
@@ -347,8 +347,8 @@ def predicted(
 ) -> Line:
     """Milliseconds under the roofline of plans and under the flat one, one kernel after another;
     and shares of the peak that FLOPs needed come to."""
-    table = Table.of([hlo_kernels(program.as_text() or "", seen_pairs)], [1], hardware)
-    ms, flat_ms = (1e3 * float(table.seconds(e)[0]) for e in (Efficiency(), FLAT))
+    kernels = hlo_kernels(program.as_text() or "", seen_pairs)
+    ms, flat_ms = (1e3 * program_s(kernels, 1, hardware, e) for e in (Efficiency(), FLAT))
     line: Line = {"predicted_ms": ms, "flat_ms": flat_ms}
     if flops:
         peak_ms = 1e3 * flops / hardware.bfloat16_flops

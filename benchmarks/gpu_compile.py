@@ -26,6 +26,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,9 +38,8 @@ from rich.table import Table
 
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel, edges_of
-from dflop_jax.gpu_compile.child import CompileJob
 from dflop_jax.gpu_compile.chip_profile import profile_at
-from dflop_jax.gpu_compile.compiling import compile_plans
+from dflop_jax.gpu_compile.compiling import CompileJob, Compiler, compile_plan
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
@@ -297,9 +297,14 @@ def compile_cases(
         costs = costs_of(jobs[0], sorted({1, *(c.tensor for c in batch)})) if predicts else None
         if costs:
             jobs = [with_peaks(job, costs) for job in jobs]
-        answers = compile_plans(jobs)
-        for c, job, answer in zip(batch, jobs, answers, strict=True):
-            yield c, outcome(c, answer, job.plan, costs)
+        with closing(Compiler()) as compiler:
+            for c, job in zip(batch, jobs, strict=True):
+                answer: CompileReport | str
+                try:
+                    answer = compile_plan(job, compiler=compiler)
+                except ValueError as e:
+                    answer = str(e)
+                yield c, outcome(c, answer, job.plan, costs)
 
 
 def problems(outcomes: dict[str, dict[str, Any]]) -> list[str]:

@@ -16,7 +16,6 @@ from gpu_cases import BF16, Bench, Case, Deadline, Line, Tree, draw, predicted
 from jax.sharding import Mesh
 
 from dflop_jax.contract import chip_of, edges_of, on_chip
-from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline.compiling import jobs
 from dflop_jax.pipeline.executor import Executor
 from dflop_jax.pipeline.fresh import zero_gradients
@@ -25,6 +24,7 @@ from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.programs import make_programs
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.stand_in import packed_field, stand_in_groups
+from dflop_jax.profile.needed import seen_pairs, segment_flops
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -104,7 +104,7 @@ def segment_cases(
                  "unrolled": segment.unrolls},
                 forward if kind == FORWARD else partial(Lowering(segment).lower, shape, kind),
                 start if kind == FORWARD else partial(_arguments, segment, shape, start, residuals),
-                flops=needed_flops(segment, shape, kind, with_forward=alone),
+                flops=segment_flops(segment, shape, kind, with_forward=alone),
                 again=_with_gradients if kind == BACKWARD else lambda args, _: args,
                 seen_pairs=seen_pairs(segment.module, shape.tokens),
             )  # fmt: skip
@@ -254,7 +254,7 @@ class _Step:
         dispatch, whole = (median(column) for column in zip(*runs, strict=True))
         plan, segments = self._ex.plan, self._ex.programs.segments
         flops = sum(
-            needed_flops(s, plan.layout.shapes(n)[0], kind, with_forward=False)
+            segment_flops(s, plan.layout.shapes(n)[0], kind, with_forward=False)
             for n, s in segments.items()
             for kind in (FORWARD, BACKWARD)
         )

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -67,29 +67,18 @@ class Child:
         """Its exit code: None while it lives; below 0: the signal that ended it."""
         return self._process.poll()
 
-    def tell(self, line: bytes, *, is_last: bool = False) -> None:
+    def tell(self, line: bytes) -> None:
         """Write a line to it, if it lives."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # its silence is the answer
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
-            if is_last:
-                self._process.stdin.close()
 
     def answer(self) -> bytes:
         """Its next line; b"" where it died before it had written all of it."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return line if line.endswith(b"\n") else b""
-
-    def answers(self) -> Iterator[bytes]:
-        """Its lines until it ends; it is killed where nobody listens any more."""
-        try:
-            while line := self.answer():
-                yield line
-        except BaseException:
-            self.kill()
-            raise
 
     def kill(self) -> None:
         self._process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from dflop_jax.records import (
     Layout,
     Load,
     ModelProfile,
+    ParamDims,
     Plan,
     Price,
     Profile,
@@ -149,14 +151,37 @@ NANO = Plan(
 )
 
 
-def profile_of(timings, n_layers, *, layer_bytes=1000, ends_bytes=1000, share=0.5, **fields):
+def params(n_bytes, *, half=False):
+    """By module a parameter of so many bytes in float32, which tensor parallelism splits."""
+    working_bytes = 2 if half else 4
+    return {m: (ParamDims((n // 4,), 0, working_bytes=working_bytes),) for m, n in n_bytes.items()}
+
+
+def profile_of(timings, n_layers, *, layer_bytes=1000, ends_bytes=1000, share=0.5, half=False,
+               **fields):  # fmt: skip
     """A made-up profile of these timings; modules are alike in what is not given."""
-    alike = {
-        "layer_param_bytes": layer_bytes, "ends_param_bytes": ends_bytes, "entry_share": share
+    given = {
+        "key": "k", "device": "cpu", "concurrency": 1.0, "n_layers": dict(n_layers),
+        "layer_dims": params(dict.fromkeys(n_layers, layer_bytes), half=half),
+        "ends_dims": params(dict.fromkeys(n_layers, ends_bytes), half=half),
+        "entry_share": dict.fromkeys(n_layers, share),
     }  # fmt: skip
-    given = {name: dict.fromkeys(n_layers, value) for name, value in alike.items()}
-    given |= {"key": "k", "device": "cpu", "concurrency": 1.0, "n_layers": dict(n_layers)}
     return ModelProfile(timings=tuple(timings), **(given | fields))
+
+
+def halved(profile):
+    """The profile with parameters that programs read in bfloat16."""
+    dims = {
+        name: {m: tuple(replace(p, working_bytes=2) for p in every) for m, every in of_all.items()}
+        for name, of_all in (("layer_dims", profile.layer_dims), ("ends_dims", profile.ends_dims))
+    }
+    return replace(profile, **dims)
+
+
+def group_s(costs, segment, mesh, group_size, rows, tokens, direction):
+    """Seconds of a segment's task at per-rank shapes."""
+    figures = costs.at(segment.module, mesh.model, rows, tokens)
+    return costs.task_s(segment, mesh, group_size, figures, direction)
 
 
 def nano_profile():

@@ -18,7 +18,7 @@ STARTED = (
     "dflop_jax.cluster.launch_keeper",
     "dflop_jax.data.pool.fork_server_main",
     "dflop_jax.data.build",
-    "dflop_jax.gpu_compile.child",
+    "dflop_jax.gpu_compile.worker",
 )
 NAMED = re.compile(r"dflop_jax[\w.]*:\w+")  # MODULE:FUNCTION, as configurations and models have it
 

@@ -62,7 +62,8 @@ PLAN = Plan("dflop", LAYOUT, predicted=Predicted(0.1, {"enc": 0.5}, {"dec": 7.0}
 DATA = DataProfile("here", 7, (Load({"llm": (3,)}), Load({"vision": (16, 16), "llm": (14,)})))
 MODEL = ModelProfile(
     "key", "cpu", (LayerTiming("llm", 2, SHAPE, 1e-3, 3e-3, 0.0, 1 / 3, 7.0, {"pair": 1e-9}),),
-    {"llm": 10}, {"llm": 20}, {"llm": 4}, {"llm": 0.1}, 1.7, 1e-5, (EDGE,), ("llm",),
+    {"llm": (ParamDims((8, 16), 1),)}, {"llm": ()}, {"llm": 4}, {"llm": 0.1}, 1.7, 1e-5, (EDGE,),
+    ("llm",),
     {"vision": 16},
 )  # fmt: skip
 TILES = group_of_rows("vision", Shape(2, 16), ((((0,), (1,)), ((2,), ())),), (1,), (512,))

@@ -32,10 +32,8 @@ def run(args: argparse.Namespace) -> Any:
     """Compile every program; shows a table and the verdict. Writes nothing but --out."""
     import jax
 
-    from dflop_jax.gpu_compile.child import CompileJob
-    from dflop_jax.gpu_compile.chips import CHIPS, find_chip
-    from dflop_jax.gpu_compile.compiling import compile_plan
-    from dflop_jax.gpu_compile.toolchain import compiler_environment
+    from dflop_jax.gpu_compile.chips import CHIPS, compiler_environment, find_chip
+    from dflop_jax.gpu_compile.compiling import CompileJob, compile_plan
     from dflop_jax.record_files import save
     from dflop_jax.report.run_folder import check_answer_file
 

@@ -1,8 +1,8 @@
 """The profile of a model on a chip that is not here, from programs compiled for it.
 
-Of every module a few layers are compiled (`probes`) with every recompute policy: two depths, whose
-difference is a layer, at a small and a large shape. Seconds are those of the compiled kernels under
-the roofline, bytes the compiler's own. What no program tells comes from traces: how much of
+Of every module a few layers are compiled (`worker.Probe`) with every recompute policy: two depths,
+whose difference is a layer, at a small and a large shape. Seconds are those of the compiled kernels
+under the roofline, bytes the compiler's own. What no program tells comes from traces: how much of
 attention is computed again, and what a segment that runs forward and backward in one task would
 hand over.
 """
@@ -18,11 +18,10 @@ import numpy as np
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, on_chip
 from dflop_jax.data import Source
-from dflop_jax.gpu_compile.chips import find_chip
-from dflop_jax.gpu_compile.probes import Found, Probe
-from dflop_jax.gpu_compile.probing import OnProgress, compiled_probes
-from dflop_jax.gpu_compile.toolchain import compiler_environment
-from dflop_jax.profile.efficiency import Efficiency, Table
+from dflop_jax.gpu_compile.chips import compiler_environment, find_chip
+from dflop_jax.gpu_compile.compiling import OnProgress, compiled_probes
+from dflop_jax.gpu_compile.worker import Found, Probe
+from dflop_jax.profile.efficiency import program_s
 from dflop_jax.profile.parts import has_loss
 from dflop_jax.profile.recompute import POLICIES
 from dflop_jax.profile.roofline import roofline_profile
@@ -56,7 +55,11 @@ def predicted_profile(
     say: Callable[[str], None] = print,
 ) -> Profile:
     """The profile of data for `plan.hardware`: from programs compiled for it, or from data sheets
-    where these cannot be had, which `say` is told in a line."""
+    where these cannot be had, which `say` is told in a line.
+
+    Raises:
+      ValueError: a module does not compile for the chip at any tensor-parallel degree.
+    """
     assert place.hardware is not None, "it is for a chip that is not here"
     try:
         find_chip(place.hardware.name)
@@ -64,25 +67,11 @@ def predicted_profile(
     except ValueError as e:
         say(f"prices come from data sheets, not from compiled programs: {e}")
         return make_profile(place, source)
-    data = profile_data(place, source)
-    return Profile(chip_profile(place, data, on_progress), data)
-
-
-def chip_profile(
-    place: Workplace, data: DataProfile, on_progress: OnProgress | None = None
-) -> ModelProfile:
-    """A profile like a measured one, for the chip that `plan.hardware` names.
-
-    Raises:
-      ValueError: the compiler is not installed, or a module does not compile for the chip at any
-        tensor-parallel degree.
-    """
-    assert place.hardware is not None, "it is for a chip that is not here"
-    model, hardware = place.model, place.hardware
+    data, model = profile_data(place, source), place.model
     shapes = {m: _shapes(data, m, model, place.token_multiple) for m in model.modules}
-    return profile_at(
-        place.config, model, hardware, shapes, tensor_degrees(place), place.n_devices, on_progress
-    )
+    degrees, n = tensor_degrees(place), place.n_devices
+    hardware = place.hardware
+    return Profile(profile_at(place.config, model, hardware, shapes, degrees, n, on_progress), data)
 
 
 def _shapes(data: DataProfile, module: str, model: MultimodalModel, multiple: int) -> list[Shape]:
@@ -112,8 +101,8 @@ def profile_at(
     n_devices: int,
     on_progress: OnProgress | None = None,
 ) -> ModelProfile:
-    """`chip_profile` from programs of these per-rank shapes, two of each module, the small first,
-    and tensor-parallel degrees."""
+    """A profile like a measured one, for the chip that `plan.hardware` names, from programs of
+    these per-rank shapes, two of each module, the small first, and tensor-parallel degrees."""
     traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
     remat = config.train.remat
     remats = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
@@ -127,7 +116,7 @@ def profile_at(
     asked = [p for ladder in ladders for p in ladder.probes]
     results = compiled_probes(config, model, asked, on_progress)
     compiling = _that_compile(ladders, results, hardware)
-    costs = _costs(results, hardware)
+    costs = {p: _cost(p, found, hardware) for p, found in results.items() if not found.error}
     hidden = {(k, p.shape): results[p].hidden_bytes for k in compiling for p in k.probes}
     by_key = {(t.module, t.kind, t.model, t.shape): t for t in traced.timings}
     timings = [
@@ -168,20 +157,14 @@ def _that_compile(
 _Cost = np.ndarray  # seconds of forward and backward, bytes of residuals and of backward's work
 
 
-def _costs(results: Mapping[Probe, Found], hardware: Hardware) -> dict[Probe, _Cost]:
-    """What every probe that compiles costs."""
-    good = {p: f for p, f in results.items() if f.backward}
-    programs = [
-        (p.ways, program.kernels if program else ())
-        for p, f in good.items()
-        for program in (f.forward, f.backward)
-    ]
-    table = Table.of([kernels for _, kernels in programs], [w for w, _ in programs], hardware)
-    seconds = table.seconds(Efficiency()).reshape(-1, 2)
-    return {
-        p: np.array([*both, f.residual_bytes, f.backward.work_bytes if f.backward else 0.0])
-        for (p, f), both in zip(good.items(), seconds.tolist(), strict=True)
-    }
+def _cost(probe: Probe, found: Found, hardware: Hardware) -> _Cost:
+    """What a probe that compiles costs."""
+    assert found.backward is not None, "what does not compile has an error"
+    seconds = (
+        program_s(program.kernels if program else (), probe.ways, hardware)
+        for program in (found.forward, found.backward)
+    )
+    return np.array([*seconds, found.residual_bytes, found.backward.work_bytes])
 
 
 @dataclass(frozen=True)

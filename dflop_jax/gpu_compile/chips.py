@@ -1,4 +1,5 @@
-"""GPUs as XLA's compiler wants them described, and devices of such a kind that are not there.
+"""Where XLA's GPU compiler lies, GPUs as it wants them described, and devices of such a kind that
+are not there.
 
 Sizes are those of the vendor's data sheets and tuning guides; memory and its bandwidth are those of
 `dflop_jax.hardware`. The compiler reads them to choose tile sizes and to order the program.
@@ -6,12 +7,20 @@ Sizes are those of the vendor's data sheets and tuning guides; memory and its ba
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from jax.experimental import topologies
 
+from dflop_jax.cluster.devices import gpu_settings, xla_knows
 from dflop_jax.records import Hardware
+
+_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+_HOW = "pip install -e '.[gpu-compile]' (or dflop_jax[gpu-compile]) brings it"
 
 # XLA asks for versions of the driver, the toolkit and cuDNN that the chip would run with.
 _CUDA, _DRIVER, _CUDNN = "12.8.0", "13.0.0", (9, 10, 0)
@@ -132,3 +141,46 @@ def absent_devices(name: str, hardware: Hardware, n_devices: int) -> list[jax.De
         target_config=target_config(chip, hardware),
     )
     return list(topology.devices)
+
+
+def compiler_environment() -> dict[str, str]:
+    """This process's environment, changed so that jax loads the GPU compiler and no driver.
+
+    Products are left to cuBLAS: XLA's own Triton products are chosen by timing them on the device,
+    and for some shapes none fits untimed. Flags that the user has set win.
+
+    Raises:
+      ValueError: the compiler is not installed; the message says how to get it.
+    """
+    if not any(_is_installed(name) for name in _PLUGINS):
+        raise ValueError(f"compiling for a GPU that is not here needs jax's CUDA plugin; {_HOW}")
+    folder = _cuda_folder()
+    if folder is None:
+        raise ValueError(f"compiling for a GPU that is not here needs ptxas; {_HOW}")
+    flags = (
+        f"--xla_gpu_cuda_data_dir={folder}",
+        "--xla_gpu_enable_triton_gemm=false",
+        "--xla_gpu_autotune_level=0",
+        # What a run on GPUs sets, and the user's own.
+        gpu_settings(os.environ, xla_knows).get("XLA_FLAGS", os.environ.get("XLA_FLAGS", "")),
+    )
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    return {**os.environ, **quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip()}
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
+
+
+def _cuda_folder() -> Path | None:
+    """A folder with bin/ptxas: of NVIDIA's wheels for CUDA 12 or 13, else of an installed CUDA."""
+    package = importlib.util.find_spec("nvidia")
+    for root in (package.submodule_search_locations or ()) if package else ():
+        for name in ("cuda_nvcc", "cu12", "cu13"):
+            if (Path(root) / name / "bin" / "ptxas").is_file():
+                return Path(root) / name
+    ptxas = shutil.which("ptxas")
+    return Path(ptxas).resolve().parent.parent if ptxas else None

@@ -1,125 +1,215 @@
-"""Compiles plans for chips that are not here, in a process of its own."""
+"""Compiles plans, and probes of modules, for chips that are not here, in processes of their own."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
+import jax
 import msgspec
 
 from dflop_jax.children import Child
-from dflop_jax.gpu_compile.child import CompileJob, CompileRequest, Line, compile_jobs
-from dflop_jax.gpu_compile.chips import find_chip
-from dflop_jax.gpu_compile.memory import device_memory, verdict
-from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport, SegmentState
-from dflop_jax.gpu_compile.toolchain import compiler_environment
+from dflop_jax.config import Config
+from dflop_jax.contract import MultimodalModel, edges_of
+from dflop_jax.gpu_compile.chips import compiler_environment, find_chip
+from dflop_jax.gpu_compile.reports import CompileReport, device_memory, verdict
+from dflop_jax.gpu_compile.worker import (
+    Found,
+    OpenPlan,
+    Probe,
+    ProgramReport,
+    Request,
+    compiled_probe,
+)
 from dflop_jax.hardware import find_hardware
+from dflop_jax.record_files import load, save
+from dflop_jax.records import Plan
 
 OnProgress = Callable[[int, int], None]
-_SERVES = compile_jobs.__module__
+_SERVES = compiled_probe.__module__
+_HERE = Path(__file__).resolve().parents[1]
+# What programs are made of, beside the model: files of this package.
+_MADE_OF = ("pipeline/*.py", "gpu_compile/*.py", "contract.py", "profile/shallow.py")
 
 
-@dataclass
-class _Known:
-    """What became known of a job so far."""
-
-    refused: str = ""
-    states: tuple[SegmentState, ...] = ()
-    n_programs: int = 0
-    programs: list[ProgramReport] = field(default_factory=list)
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.refused) or 0 < self.n_programs == len(self.programs)
+class CompilerDied(RuntimeError):
+    """The compiler's process ended instead of answering; the message has its last words."""
 
 
-def compile_plan(job: CompileJob, on_progress: OnProgress | None = None) -> CompileReport:
-    """Compile every program of a plan for the chip of its configuration.
+class Compiler:
+    """A process that compiles, started at the first request, and again where it has died.
+
+    Raises:
+      ValueError: the compiler is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._environment = compiler_environment()
+        self._child: Child | None = None
+
+    def ask(self, request: Request) -> bytes:
+        """The answer to a request.
+
+        Raises:
+          CompilerDied: there is none.
+        """
+        if self._child is None:
+            self._child = Child(
+                _SERVES,
+                # The experiment's folder comes first, as it does in this process.
+                paths=[str(Path.cwd())],
+                environment=self._environment,
+                keeps_words=True,
+            )
+        self._child.tell(msgspec.json.encode(request))
+        if not (line := self._child.answer()):
+            died, self._child = self._child, None
+            raise CompilerDied(f"the compiler died {died.last_words()}")
+        return line
+
+    def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            self._child.end()
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """A plan to compile for the chip that its configuration names (`plan.hardware`)."""
+
+    config: Config
+    plan: Plan
+
+
+def compile_plan(
+    job: CompileJob, on_progress: OnProgress | None = None, compiler: Compiler | None = None
+) -> CompileReport:
+    """Compile every program of a plan for the chip of its configuration. A program at which the
+    compiler dies is reported so.
+
+    Args:
+      on_progress: called with (programs done, all programs).
+      compiler: compiles programs once that are equal in several plans; None: of this plan alone.
 
     Raises:
       ValueError: the compiler is not installed, the chip is not described, or the plan does not fit
         the model or the devices.
+      CompilerDied: it died before it came to a program.
     """
-    (answer,) = compile_plans([job], on_progress)
-    if isinstance(answer, str):
-        raise ValueError(answer)
-    return answer
-
-
-def compile_plans(
-    jobs: Sequence[CompileJob], on_progress: OnProgress | None = None
-) -> Iterator[CompileReport | str]:
-    """Compile the programs of several plans, equal ones once. Yields a report of each plan, or why
-    it is refused, in their order and as soon as it is known.
-
-    A program at which the compiler's process dies is reported so, and the rest is compiled by
-    another one.
-
-    Args:
-      on_progress: called with (programs done, programs known so far).
-
-    Raises:
-      ValueError: the compiler is not installed, or a chip is not described.
-      RuntimeError: the compiler's process died before it came to a program.
-    """
-    for job in jobs:
-        find_chip(job.config.plan.hardware)
-    environment = compiler_environment()
-    known = [_Known() for _ in jobs]
-    n_told = 0
-    while True:
-        n_done = sum(len(k.programs) for k in known)
-        begun: tuple[int, ProgramReport] | None = None
-        # The experiment's folder comes first, as it does in this process.
-        child = Child(_SERVES, paths=[str(Path.cwd())], environment=environment, keeps_words=True)
-        child.tell(msgspec.json.encode(CompileRequest(tuple(jobs), n_done)), is_last=True)
-        for answer in child.answers():
-            line = msgspec.json.decode(answer, type=Line)
-            _note(known[line.job], line)
-            if line.begun:
-                begun = line.job, line.begun
-            if line.done:
-                begun = None
-                if on_progress:
-                    n_done = sum(len(k.programs) for k in known)
-                    on_progress(n_done, sum(k.n_programs for k in known))
-            while n_told < len(jobs) and known[n_told].is_done:
-                yield _answer(jobs[n_told], known[n_told])
-                n_told += 1
-        if child.end() == 0:
-            assert n_told == len(jobs), (n_told, len(jobs))
-            return
-        died = f"the compiler died {child.last_words()}"
-        if begun is None:
-            raise RuntimeError(died)
-        known[begun[0]].programs.append(replace(begun[1], error=died))
-
-
-def _note(known: _Known, line: Line) -> None:
-    if line.refused:
-        known.refused = line.refused
-    if line.n_programs:
-        known.states, known.n_programs = line.states, line.n_programs
-    if line.done:
-        known.programs.append(line.done)
-
-
-def _answer(job: CompileJob, known: _Known) -> CompileReport | str:
-    """The report of a job whose programs are all done, or why it is refused."""
-    if known.refused:
-        return known.refused
+    find_chip(job.config.plan.hardware)
+    if compiler is None:
+        with closing(Compiler()) as compiler:
+            return compile_plan(job, on_progress, compiler)
+    request = Request(job.config, job.plan)
+    todo = msgspec.json.decode(compiler.ask(request), type=OpenPlan)
+    if todo.refused:
+        raise ValueError(todo.refused)
+    programs: list[ProgramReport] = []
+    for i, head in enumerate(todo.programs):
+        try:
+            answer = compiler.ask(replace(request, program=i))
+            programs.append(msgspec.json.decode(answer, type=ProgramReport))
+        except CompilerDied as e:
+            programs.append(replace(head, error=str(e)))
+        if on_progress:
+            on_progress(len(programs), len(todo.programs))
     hardware = find_hardware(job.config.plan.hardware)
     budget = job.config.plan.memory_bytes or hardware.usable_bytes
-    memory = device_memory(known.states, known.programs, job.plan.predicted.peak_bytes)
-    fits, words = verdict(hardware.name, budget, memory, known.programs, known.states)
+    memory = device_memory(todo.states, programs, job.plan.predicted.peak_bytes)
+    fits, words = verdict(hardware.name, budget, memory, programs, todo.states)
     return CompileReport(
         chip=hardware.name,
         n_devices=job.plan.layout.n_devices,
         n_nodes=-(-job.plan.layout.n_devices // hardware.devices_per_node),
         budget_bytes=budget,
-        programs=tuple(known.programs),
+        programs=tuple(programs),
         memory=memory,
         fits=fits,
         verdict=words,
     )
+
+
+def compiled_probes(
+    config: Config,
+    model: MultimodalModel,
+    probes: Sequence[Probe],
+    on_progress: OnProgress | None = None,
+) -> dict[Probe, Found]:
+    """What each probe comes to on the chip that `config.plan.hardware` names, kept on disk; one
+    that does not compile says so.
+
+    Raises:
+      ValueError: the compiler is not installed, or the chip is not described.
+    """
+    files = _files(config, model, probes)
+    results: dict[Probe, Found] = {}
+    for probe, file in files.items():
+        with suppress(ValueError):  # not known yet, or of another version
+            results[probe] = load(Found, file)
+    if left := [p for p in files if p not in results]:
+        files[left[0]].parent.mkdir(parents=True, exist_ok=True)
+        # The dearest first, so that no process is left alone with one at the end.
+        left.sort(key=lambda p: (-p.ways, -p.depth, p.module, p.shape))
+        for probe, found in _in_processes(config, left):
+            results[probe] = found
+            if not found.died:  # what memory or a disk was short of may be there next time
+                save(found, files[probe])
+            if on_progress:
+                on_progress(len(results), len(files))
+    return results
+
+
+def _files(config: Config, model: MultimodalModel, probes: Sequence[Probe]) -> dict[Probe, Path]:
+    """Where each probe's result is kept, by a digest of all that its programs depend on: sources,
+    sizes, chip, compiler; not the modules beside its own."""
+    models = {Path(inspect.getfile(type(m))).parent for m in model.modules.values()}
+    sources = [*(f for name in _MADE_OF for f in _HERE.glob(name)),
+               *(f for folder in models for f in folder.glob("*.py"))]  # fmt: skip
+    digest = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest()
+    facts = (
+        digest,
+        find_hardware(config.plan.hardware),
+        jax.__version__,
+        os.environ.get("XLA_FLAGS", ""),
+    )
+
+    def file(probe: Probe) -> Path:
+        edges = [e for e in edges_of(model) if probe.module in (e.source, e.target)]
+        of_module = model.modules[probe.module], edges, model.piece_tokens.get(probe.module)
+        name = hashlib.sha256(repr((facts, of_module, probe)).encode()).hexdigest()[:24]
+        return Path(config.cache_dir) / "compiled" / f"{name}.json"
+
+    return {probe: file(probe) for probe in probes}
+
+
+def _in_processes(config: Config, probes: Sequence[Probe]) -> Iterator[tuple[Probe, Found]]:
+    """Answers as they come, of a process for each core."""
+    compilers = [Compiler() for _ in range(min(os.cpu_count() or 1, len(probes)))]
+    idle: SimpleQueue[Compiler] = SimpleQueue()
+    for compiler in compilers:
+        idle.put(compiler)
+
+    def ask(probe: Probe) -> tuple[Probe, Found]:
+        compiler = idle.get()
+        try:
+            answer = compiler.ask(Request(config, probe=probe))
+            return probe, msgspec.json.decode(answer, type=Found)
+        except CompilerDied as e:
+            return probe, Found(error=str(e), died=True)
+        finally:
+            idle.put(compiler)
+
+    pool = ThreadPoolExecutor(len(compilers))
+    try:
+        yield from (done.result() for done in as_completed([pool.submit(ask, p) for p in probes]))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for compiler in compilers:
+            compiler.close()

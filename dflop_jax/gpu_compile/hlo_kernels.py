@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from math import prod
 
 import numpy as np
@@ -66,71 +65,51 @@ def hlo_kernels(text: str, seen_pairs: float = 1.0, *, content: bool = True) -> 
       ValueError: the text is not that of an HLO module.
     """
     module = parse_hlo(text)
-
-    @cache
-    def of(name: str) -> Counter[Kernel]:
-        computation = module.computations.get(name, {})
-        kernels: Counter[Kernel] = Counter()
-        for instruction in computation.values():
-            if instruction.opcode in RUNS_OTHERS:
-                times, _ = hlo_cost.runs(instruction)
-                # A loop whose length is known asks no condition; of branches one runs.
-                names = instruction.called.get("body") or tuple(hlo_cost.bodies(instruction))
-                one = instruction.opcode == "conditional"
-                for c in names[:1] if one else names:
-                    kernels.update({k: round(n * times) for k, n in of(c).items()})
-            elif kernel := _kernel(module, computation, instruction, seen_pairs):
-                bare = kernel.kind in (ATTENTION, ATTENTION_BACK) and not content
-                kernels[replace(kernel, flops=0.0) if bare else kernel] += 1
-        return kernels
-
-    return tuple(replace(k, repeats=n) for k, n in of(module.entry).items())
+    kernels: Counter[Kernel] = Counter()
+    for i, n_runs in module.walk():
+        if i.opcode not in RUNS_OTHERS and (kernel := _kernel(module, i, seen_pairs)):
+            bare = kernel.kind in (ATTENTION, ATTENTION_BACK) and not content
+            kernels[replace(kernel, flops=0.0) if bare else kernel] += n_runs
+    return tuple(replace(k, repeats=n) for k, n in kernels.items())
 
 
-def _kernel(
-    module: HloModule, computation: Computation, i: Instruction, seen_pairs: float
-) -> Kernel | None:
+def _kernel(module: HloModule, i: Instruction, seen_pairs: float) -> Kernel | None:
     """The kernel of an instruction, if it launches any."""
     opcode = i.opcode.removesuffix("-start")
     if opcode in hlo_cost.COLLECTIVES:
         group, stride = _group(i)
-        n_bytes = hlo_cost.moved_bytes(computation, i)
-        kind = _COLLECTIVES.get(opcode, GATHER)
+        n_bytes, kind = hlo_cost.moved_bytes(i), _COLLECTIVES.get(opcode, GATHER)
         return Kernel(kind, 0.0, n_bytes, group=group, stride=stride) if group > 1 else None
     if i.opcode in _FREE or i.opcode.endswith("-done"):
         return None
     if i.opcode == "fusion":
-        return _fusion(module, computation, i)
+        return _fusion(module.computations[i.called[0]])
     if i.opcode == "dot" or i.custom_call_target in hlo_cost.CUBLAS:
-        return _product(computation, i)
-    n_bytes = _read(computation, i) + sum(a.n_bytes for a in i.arrays if a.dtype not in _WORKSPACE)
+        return _product(i)
+    n_bytes = sum(o.n_bytes for o in dict.fromkeys(i.operands))
+    n_bytes += sum(a.n_bytes for a in i.arrays if a.dtype not in _WORKSPACE)
     if i.opcode == "custom-call":
-        flops = hlo_cost.product_flops(computation, i, seen_pairs)
+        flops = hlo_cost.product_flops(i, seen_pairs)
         if flops is None:
             return Kernel(ELEMENTWISE, 0.0, n_bytes)
         back = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
-        dtype = _DTYPES.get(hlo_cost.operands(computation, i)[0].dtype, "float32")
-        pair_flops = hlo_cost.attention_pair_flops(computation, i)
+        dtype = _DTYPES.get(i.reads[0].dtype, "float32")
+        pair_flops = hlo_cost.attention_pair_flops(i)
         kind = ATTENTION_BACK if back else ATTENTION
         return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops)
     if i.opcode in _SLICES:
         return Kernel(COPY, 0.0, 2 * i.arrays[0].n_bytes)
     if i.opcode == "dynamic-update-slice":
-        return Kernel(COPY, 0.0, 2 * computation[i.operands[1]].arrays[0].n_bytes)
+        return Kernel(COPY, 0.0, 2 * i.operands[1].arrays[0].n_bytes)
     if i.opcode in ("gather", "scatter"):
-        moved = i.arrays[0] if i.opcode == "gather" else hlo_cost.operands(computation, i)[-1]
+        moved = i.arrays[0] if i.opcode == "gather" else i.reads[-1]
         return Kernel(LOOKUP, 0.0, 2 * moved.n_bytes)
     return Kernel(COPY if opcode in _MOVES else ELEMENTWISE, 0.0, n_bytes)
 
 
-def _read(computation: Computation, i: Instruction) -> float:
-    names = (name for name in dict.fromkeys(i.operands) if name in computation)
-    return sum(a.n_bytes for name in names for a in computation[name].arrays)
-
-
-def _product(computation: Computation, i: Instruction) -> Kernel:
+def _product(i: Instruction) -> Kernel:
     """A matrix product; one of two activations, with a batch dim, counts as attention."""
-    lhs, rhs = hlo_cost.operands(computation, i)[:2]
+    lhs, rhs = i.reads[:2]
     out = i.arrays[0]
     batch = prod(lhs.shape[d] for d in hlo_cost.dims(i, "batch"))
     depth = prod(lhs.shape[d] for d in hlo_cost.dims(i, "contracting"))
@@ -148,14 +127,12 @@ def _product(computation: Computation, i: Instruction) -> Kernel:
     )
 
 
-def _fusion(module: HloModule, computation: Computation, i: Instruction) -> Kernel:
+def _fusion(body: Computation) -> Kernel:
     """A fused kernel: a copy, elementwise work, a lookup, or a product with what hangs on it."""
-    (name,) = i.called["calls"]
-    body = module.computations[name]
     n_bytes = _fused_bytes(body)
     for inner in body.values():
         if inner.opcode == "dot":
-            return replace(_product(body, inner), n_bytes=n_bytes)
+            return replace(_product(inner), n_bytes=n_bytes)
     looks_up = any(inner.opcode in ("gather", "scatter") for inner in body.values())
     # Scalars, such as places in a stack, are computed beside.
     only_moves = {inner.opcode for inner in body.values() if inner.arrays[0].size > 1} <= _MOVES
@@ -164,46 +141,41 @@ def _fusion(module: HloModule, computation: Computation, i: Instruction) -> Kern
 
 def _fused_bytes(body: Computation) -> float:
     """Bytes that a fusion reads and writes."""
-    users: dict[str, list[Instruction]] = {}
+    users: dict[Instruction, list[Instruction]] = {}
     for inner in body.values():
-        for name in inner.operands:
-            users.setdefault(name, []).append(inner)
-    parameters = [inner for inner in body.values() if inner.opcode == "parameter"]
-    return sum(_used_bytes(p, users) for p in parameters) + _written_bytes(body)
+        for operand in inner.operands:
+            users.setdefault(operand, []).append(inner)
+    *_, root = body.values()
+    read = sum(_used_bytes(i, users) for i in body.values() if i.opcode == "parameter")
+    return read + sum(map(_result_bytes, root.operands if root.opcode == "tuple" else [root]))
 
 
-def _used_bytes(source: Instruction, users: dict[str, list[Instruction]]) -> float:
+def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]) -> float:
     """Bytes that are read of a fusion's operand."""
-    whole = sum(a.n_bytes for a in source.arrays)
     used = 0.0
-    for user in users.get(source.name, ()):
+    for user in users.get(source, ()):
         if user.opcode == "bitcast":
             used += _used_bytes(user, users)
-        elif user.opcode in (*_SLICES, "gather") and user.operands[0] == source.name:
+        elif user.opcode in (*_SLICES, "gather") and user.operands[0] is source:
             used += user.arrays[0].n_bytes
         elif user.opcode not in ("dynamic-update-slice", "scatter") or (
-            user.operands[0] != source.name
+            user.operands[0] is not source
         ):
-            return whole
-    return min(whole, used)
+            return source.n_bytes
+    return min(source.n_bytes, used)
 
 
-def _written_bytes(body: Computation) -> float:
-    """Bytes that a fusion writes; where it updates an array in place, those of the update."""
-    *_, root = body.values()
-    outs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return sum(_result_bytes(body, out) for out in outs)
-
-
-def _result_bytes(body: Computation, out: Instruction) -> float:
+def _result_bytes(out: Instruction) -> float:
+    """Bytes that a fusion writes of a result; where it updates an array in place, those of the
+    update."""
     made = out
-    while made.opcode == "bitcast" and made.operands[0] in body:
-        made = body[made.operands[0]]
+    while made.opcode == "bitcast" and made.operands:
+        made = made.operands[0]
     if made.opcode == "dynamic-update-slice":
-        return body[made.operands[1]].arrays[0].n_bytes
+        return made.operands[1].arrays[0].n_bytes
     if made.opcode == "scatter":
-        return 2 * body[made.operands[-1]].arrays[0].n_bytes
-    return sum(a.n_bytes for a in out.arrays)
+        return 2 * made.operands[-1].arrays[0].n_bytes
+    return out.n_bytes
 
 
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")

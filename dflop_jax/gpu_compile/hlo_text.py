@@ -1,11 +1,11 @@
-"""Reads the text of an optimized HLO module into computations of instructions, and finds arrays in
-it that grow with the square of a row's tokens."""
+"""Reads the text of an optimized HLO module into computations of instructions, walks those that
+run, and finds arrays in it that grow with the square of a row's tokens."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -19,9 +19,17 @@ _CALLED = re.compile(
     r"called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _NAME = re.compile(r"%([\w.\-]+)")
-# Instructions whose called computations have arrays of their own in memory and launch kernels; what
-# a fusion computes inside has none.
-RUNS_OTHERS = frozenset({"while", "call", "conditional", "async-start"})
+# Attributes that name the computations that an instruction runs as a whole; those that it applies
+# to single elements (of a reduction, a sort) hold no product, and a loop's condition none either.
+# The computations of RUNS_OTHERS have arrays of their own in memory and launch kernels; what a
+# fusion computes inside has none.
+RUNS_OTHERS = {
+    "while": ("body",),
+    "call": ("to_apply", "calls"),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "async-start": ("calls",),
+}
+RUNS_ANY = {**RUNS_OTHERS, "fusion": ("calls",), "custom-call": ("called_computations",)}
 
 
 @dataclass(frozen=True)
@@ -43,27 +51,52 @@ class ArrayType:
         return self.size * int(bits.group(1)) / 8 if bits else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instruction:
     """One operation.
 
     Attributes:
       arrays: of its result, those of a tuple side by side.
-      operands: names of the instructions that it reads.
+      operand_names: names of the instructions of its computation that it reads.
       attributes: the text behind its parentheses.
     """
 
     name: str
     opcode: str
     arrays: tuple[ArrayType, ...]
-    operands: tuple[str, ...]
+    operand_names: tuple[str, ...]
     attributes: str
+    computation: Computation = field(repr=False)
 
     @cached_property
-    def called(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the computations that it runs, by the attribute that names them."""
-        named = _CALLED.findall(self.attributes.split(", metadata={", 1)[0])
-        return {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in named}
+    def operands(self) -> list[Instruction]:
+        """The instructions that it reads."""
+        return [self.computation[n] for n in self.operand_names if n in self.computation]
+
+    @property
+    def reads(self) -> list[ArrayType]:
+        """Arrays that it reads, the first of each operand."""
+        return [o.arrays[0] for o in self.operands if o.arrays]
+
+    @property
+    def n_bytes(self) -> float:
+        """Bytes of its result."""
+        return sum(a.n_bytes for a in self.arrays)
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it runs as a whole."""
+        named = dict(_CALLED.findall(self.attributes.split(", metadata={", 1)[0]))
+        texts = (named.get(role, "") for role in RUNS_ANY.get(self.opcode, ()))
+        return [name for text in texts for name in re.findall(r"[\w.\-]+", text)]
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often it runs them, a loop as often as the text says; None where it does not say."""
+        if self.opcode != "while":
+            return 1
+        n = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', self.attributes)
+        return int(n.group(1)) if n else None
 
     @property
     def custom_call_target(self) -> str:
@@ -81,6 +114,21 @@ class HloModule:
     computations: Mapping[str, Computation]
     entry: str
 
+    def walk(
+        self, into: Collection[str] = RUNS_OTHERS, name: str = "", n_runs: int = 1
+    ) -> Iterator[tuple[Instruction, int]]:
+        """Every instruction that runs and how often, in order, with those of the computations that
+        instructions of the opcodes `into` run. Loops of unknown length run once, and of a choice
+        the longest branch."""
+        for i in self.computations.get(name or self.entry, {}).values():
+            yield i, n_runs
+            if i.opcode in into:
+                called = i.called
+                if i.opcode == "conditional":
+                    called = sorted(called, key=lambda c: -len(self.computations[c]))[:1]
+                for each in called:
+                    yield from self.walk(into, each, n_runs * (i.trip_count or 1))
+
 
 def parse_hlo(text: str) -> HloModule:
     """Read what `compiled.as_text()` gives.
@@ -95,15 +143,15 @@ def parse_hlo(text: str) -> HloModule:
         if head := _COMPUTATION.match(line):
             current = computations.setdefault(head.group(2), {})
             entry = head.group(2) if head.group(1) else entry
-        elif instruction := _instruction(line):
+        elif instruction := _instruction(line, current):
             current[instruction.name] = instruction
     if not entry:
         raise ValueError("the text holds no ENTRY computation; give that of an HLO module")
     return HloModule(computations, entry)
 
 
-def _instruction(line: str) -> Instruction | None:
-    """The instruction of a line; None for other lines."""
+def _instruction(line: str, computation: Computation) -> Instruction | None:
+    """The instruction of a computation's line; None for other lines."""
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
@@ -120,8 +168,9 @@ def _instruction(line: str) -> Instruction | None:
         opcode=opcode,
         arrays=_arrays(rest[:stop]),
         # A constant's text is its value.
-        operands=() if opcode == "constant" else tuple(_NAME.findall(argument)),
+        operand_names=() if opcode == "constant" else tuple(_NAME.findall(argument)),
         attributes=rest[close_at + 1 :],
+        computation=computation,
     )
 
 
@@ -145,25 +194,6 @@ def _arrays(text: str) -> tuple[ArrayType, ...]:
     return tuple(arrays)
 
 
-def kept_arrays(text: str) -> set[ArrayType]:
-    """Arrays that instructions read and write, those in loops and branches included.
-
-    Raises:
-      ValueError: the text is not that of an HLO module.
-    """
-    module = parse_hlo(text)
-
-    def of(name: str) -> Iterator[ArrayType]:
-        for instruction in module.computations.get(name, {}).values():
-            yield from instruction.arrays
-            if instruction.opcode in RUNS_OTHERS:
-                for names in instruction.called.values():
-                    for inner in names:
-                        yield from of(inner)
-
-    return set(of(module.entry))
-
-
 def pair_arrays(text: str, tokens: int) -> tuple[str, ...]:
     """The arrays of `compiled.as_text()`, such as "f32[8,8192,8192]", that hold something of every
     pair of a row's tokens: two of their dims are multiples of these. An attention without a kernel
@@ -172,7 +202,7 @@ def pair_arrays(text: str, tokens: int) -> tuple[str, ...]:
     Raises:
       ValueError: the text is not that of an HLO module.
     """
-
-    found = [a for a in kept_arrays(text) if sum(n and n % tokens == 0 for n in a.shape) > 1]
-    found.sort(key=lambda a: (-prod(a.shape), a.dtype))
+    arrays = {a for i, _ in parse_hlo(text).walk() for a in i.arrays}
+    found = [a for a in arrays if sum(n and n % tokens == 0 for n in a.shape) > 1]
+    found.sort(key=lambda a: (-a.size, a.dtype))
     return tuple(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in found)

@@ -1,9 +1,14 @@
-"""What compiling a plan's programs told: frozen records, and what follows from them."""
+"""What compiling a plan's programs told: frozen records, whether a device holds the programs, and
+what would help where it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from dflop_jax.hardware import GIB
+from dflop_jax.records import FORWARD, REDUCE, UPDATE
 
 
 @dataclass(frozen=True)
@@ -18,7 +23,7 @@ class ProgramReport:
       same_as: program of equal text that was compiled before it, in this plan or another.
       compile_s: seconds of XLA; 0 where `same_as` is given.
       handed_bytes: of its outputs, what a forward task leaves for its backward task.
-      needed_flops: see `needed`; 0 of programs that compute no layer, whose ratio is None.
+      needed_flops: see `profile.needed`; 0 of programs that compute no layer, whose ratio is None.
       collectives: bytes in one run, by kind.
       pair_arrays: of a task, see `hlo_text`.
       unknown: loops of unknown length and kernels whose FLOPs nobody knows, which are missing.
@@ -120,3 +125,95 @@ class CompileReport:
     def exit_code(self) -> int:
         """The exit code of the command: 1 where a program does not compile or fit."""
         return 0 if self.fits else 1
+
+
+def device_memory(
+    states: Sequence[SegmentState],
+    programs: Sequence[ProgramReport],
+    planned: Mapping[str, float] = MappingProxyType({}),
+) -> tuple[DeviceMemory, ...]:
+    """Peak of each block of devices: what its segments hold, the inputs of the groups in flight and
+    what their forward gave, and the one program that takes most beside them. While segments are
+    reduced and updated, all reduced gradients on the block are there too. `planned` are the plan's
+    own peaks by submesh."""
+    resource = {s.segment: s.resource for s in states}
+    shards: dict[int, float] = {}
+    for s in states:
+        shards[s.resource] = shards.get(s.resource, 0.0) + s.shard_bytes
+
+    def kept_bytes(s: SegmentState) -> float:
+        """Of the groups in flight, of the largest shape, under the segment's own policy."""
+        handed = (p.handed_bytes for p in programs if p.segment == s.segment and not p.keeping)
+        return (s.input_bytes + max(handed, default=0.0)) * s.in_flight
+
+    def work_bytes(p: ProgramReport) -> float:
+        """Beside what segments hold while a program runs."""
+        shard_bytes = shards[resource[p.segment]]
+        if p.kind == FORWARD:  # what backward is given counts as kept
+            return p.work_bytes - p.handed_bytes
+        if p.kind == REDUCE:  # its outputs are its part of the shards
+            return p.temp_bytes + shard_bytes
+        return p.work_bytes + (shard_bytes if p.kind == UPDATE else 0.0)
+
+    by_device = []
+    for r in dict.fromkeys(resource.values()):
+        here = [s for s in states if s.resource == r]
+        on_it = [p for p in programs if resource[p.segment] == r]
+        largest = max(on_it, key=work_bytes, default=None)
+        names = dict.fromkeys(s.submesh for s in here)
+        by_device.append(
+            DeviceMemory(
+                submesh=", ".join(names),
+                state_bytes=sum(s.state_bytes for s in here),
+                kept_bytes=sum(map(kept_bytes, here)),
+                work_bytes=work_bytes(largest) if largest else 0.0,
+                program=largest.name if largest else "",
+                planned_bytes=max(planned.get(name, 0.0) for name in names),
+            )
+        )
+    return tuple(by_device)
+
+
+def verdict(
+    chip: str,
+    budget_bytes: float,
+    memory: Sequence[DeviceMemory],
+    programs: Sequence[ProgramReport],
+    states: Sequence[SegmentState],
+) -> tuple[bool, str]:
+    """Whether everything compiles and fits, and a line that says so, or what does not."""
+    failed = [p for p in programs if p.error]
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        return False, f"{failed[0].name}{more} cannot be compiled for {chip}: {failed[0].error}"
+    worst = max(memory, key=lambda m: m.peak_bytes)
+    spare = budget_bytes - worst.peak_bytes
+    parts = (
+        f"{worst.state_bytes / GIB:.1f} state, {worst.kept_bytes / GIB:.1f} of groups in flight, "
+        f"{worst.work_bytes / GIB:.1f} {worst.program}"
+    )
+    if worst.planned_bytes:
+        parts += f"; planned {worst.planned_bytes / GIB:.1f}"
+    of = (
+        f"{worst.peak_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB on {worst.submesh} ({parts})"
+    )
+    if spare >= 0:
+        return True, f"fits {chip}: at most {of}, {spare / GIB:.1f} GiB to spare"
+    return False, (
+        f"does not fit {chip}: {of}, {-spare / GIB:.1f} GiB too much; {_help(worst, states)}"
+    )
+
+
+def _help(worst: DeviceMemory, states: Sequence[SegmentState]) -> str:
+    """What would make the most of a peak smaller."""
+    here = [s for s in states if s.submesh in worst.submesh.split(", ")]
+    if worst.state_bytes > worst.work_bytes + worst.kept_bytes:
+        shared = "plan.zero 3, " * any(s.zero < 3 for s in here)
+        return (
+            f"{shared}a larger tensor degree (plan.max_model), more devices, or training fewer "
+            "parameters (train.stage, train.freeze, train.lora_rank) would help"
+        )
+    rows = "smaller rows (data.max_tokens, plan.max_microbatches) or a larger tensor degree"
+    if any(s.remat in ("none", "dots", "named") for s in here):
+        return f"train.remat layers, {rows} (plan.max_model) would help"
+    return f"{rows} (plan.max_model) would help"

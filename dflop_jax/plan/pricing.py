@@ -113,7 +113,7 @@ def step_end_seconds(layout: Layout, profile: ModelProfile) -> dict[Task, float]
         seconds[Task(s.name, NO_GROUP, UPDATE)] = float(state.update_s())
     for reader, owner in tied_ends(layout).items() if profile.hardware else ():
         here, there = (layout.submesh(layout.segment(n).submesh) for n in (reader, owner))
-        ends_bytes = profile.ends_param_bytes[layout.segment(reader).module] / here.model
+        ends_bytes = 4.0 * profile.ends_elements(layout.segment(reader).module) / here.model
         for direction in (REDUCE, UPDATE):
             took_s = _between(here, there, ends_bytes, profile.hardware)
             seconds[Task(reader, NO_GROUP, direction)] += took_s

@@ -122,10 +122,9 @@ def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) 
     """What is searched for, with a limit of the job's own wherever the settings have 0, and with
     the profile's devices of a node, where these are known."""
     config = spec.config
-    parameters = {
-        m: profile.layers_bytes(m) + profile.ends_param_bytes[m] for m in profile.n_layers
-    }
-    node, held = config.node or profile.devices_per_node, held_bytes(parameters, profile.halved)
+    parameters = {m: 4.0 * profile.n_elements(m) for m in profile.n_layers}
+    halved = [m for m in profile.n_layers if profile.is_halved(m)]
+    node, held = config.node or profile.devices_per_node, held_bytes(parameters, halved)
     model, stage = parallel_limits(held, spec.memory_bytes, node or spec.n_devices)
     stage = config.max_stage or stage
     batch_bytes = spec.global_batch * _input_bytes(profile, loads)

@@ -8,6 +8,7 @@ own network link, gather inside. What was measured of a link goes before its dat
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,45 +26,48 @@ ALL_REDUCE_PASSES = 2
 
 
 def group_nodes(n: Array, hardware: Hardware, stride: int = 1) -> tuple[Array, Array]:
-    """(devices of a group in a node, nodes) of n devices that are `stride` apart.
-
-    Raises:
-      ValueError: n or stride is below 1.
-    """
-    if np.min(n) < 1 or stride < 1:
-        raise ValueError(f"a group needs n >= 1 devices and stride >= 1, got {n} and {stride}")
+    """(devices of a group in a node, nodes) of n devices that are `stride` apart."""
     inside = np.minimum(n, max(1, hardware.devices_per_node // stride))
     return inside, -(-n // inside)
 
 
-def reduce_scatter_s(
-    n_bytes: float, n: Array, hardware: Hardware, *, stride: int = 1, reach: float = LINK_REACH
+def ring_s(
+    collective: Collective,
+    n_bytes: float,
+    n: Array,
+    hardware: Hardware,
+    *,
+    stride: int = 1,
+    reach: float = LINK_REACH,
 ) -> Array:
-    """Seconds to add up `n_bytes` held by each of n devices and leave 1/n of the sum on each.
+    """Seconds of a collective of n devices that goes around a ring in each node, then around one of
+    nodes, on which each device moves its share: a reduction of which each device keeps 1/n of the
+    sum ("reduce_scatter") or all ("all_reduce"), or what gives each all of what each has 1/n of
+    ("all_gather").
 
     Args:
-      n_bytes: of one device's input.
+      n_bytes: of one device's input, of a gather's output.
       n: devices of the group, a number or an array; 1 costs nothing.
       stride: distance of neighbours in the numbering of devices.
       reach: share of the links' bandwidth that is reached, by their data sheet.
     """
-    return _rings_s("reduce_scatter", n_bytes, n, hardware, stride, reach)
+    inside, nodes = group_nodes(n, hardware, stride)
+    rings = (inside, n_bytes, False), (nodes, n_bytes / inside, True)
+    seconds = np.zeros(np.shape(n))
+    for size, share, across in rings:
+        start_s, bandwidth, latency_s = _reached(collective, hardware, across=across, reach=reach)
+        # Each of its steps passes on a part of the bytes.
+        step_s = share / size / bandwidth + latency_s
+        # A ring that reaches across goes on where the other has started.
+        begun = across & (inside > 1)
+        steps = (size - 1) * (ALL_REDUCE_PASSES if collective == "all_reduce" else 1)
+        seconds = seconds + (size > 1) * (steps * step_s + start_s * ~begun)
+    return np.where(n_bytes == 0, 0.0, seconds)[()]
 
 
-def all_gather_s(
-    n_bytes: float, n: Array, hardware: Hardware, *, stride: int = 1, reach: float = LINK_REACH
-) -> Array:
-    """Seconds until each of n devices has all `n_bytes`, of which each held 1/n: a scattering
-    reduction run backwards."""
-    return _rings_s("all_gather", n_bytes, n, hardware, stride, reach)
-
-
-def all_reduce_s(
-    n_bytes: float, n: int, hardware: Hardware, *, stride: int = 1, reach: float = LINK_REACH
-) -> float:
-    """Seconds until each of n devices has the sum of `n_bytes` held by each; see
-    `reduce_scatter_s`."""
-    return float(_rings_s("all_reduce", n_bytes, n, hardware, stride, reach, ALL_REDUCE_PASSES))
+reduce_scatter_s, all_gather_s, all_reduce_s = (
+    partial(ring_s, collective) for collective in ("reduce_scatter", "all_gather", "all_reduce")
+)
 
 
 def send_s(
@@ -78,30 +82,6 @@ def send_s(
     collective "ppermute" every device of a ring sends one at once."""
     _, bandwidth, latency_s = _reached(collective, hardware, across=across, reach=reach)
     return np.where(np.equal(n_bytes, 0), 0.0, latency_s + n_bytes / bandwidth)[()]
-
-
-def _rings_s(
-    collective: Collective,
-    n_bytes: float,
-    n: Array,
-    hardware: Hardware,
-    stride: int,
-    reach: float,
-    passes: int = 1,
-) -> Array:
-    """Seconds of a collective that goes around a ring in each node, then around one of nodes, on
-    which each device moves its share."""
-    inside, nodes = group_nodes(n, hardware, stride)
-    rings = (inside, n_bytes, False), (nodes, n_bytes / inside, True)
-    seconds = np.zeros(np.shape(n))
-    for size, share, across in rings:
-        start_s, bandwidth, latency_s = _reached(collective, hardware, across=across, reach=reach)
-        # Each of its steps passes on a part of the bytes.
-        step_s = share / size / bandwidth + latency_s
-        # A ring that reaches across goes on where the other has started.
-        begun = across & (inside > 1)
-        seconds = seconds + (size > 1) * (passes * (size - 1) * step_s + start_s * ~begun)
-    return np.where(n_bytes == 0, 0.0, seconds)[()]
 
 
 def _reached(

@@ -83,20 +83,6 @@ class CostModel:
         """The quantities of a module at shapes."""
         return Figures(self.fits, module, model, rows, tokens)
 
-    def group_s(
-        self,
-        segment: SegmentPlan,
-        mesh: MeshShape,
-        group_size: int,
-        rows: Array,
-        tokens: Array,
-        direction: str,
-    ) -> Array:
-        """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
-        alone and without content (see `group_content_s`); 0 without rows."""
-        figures = self.at(segment.module, mesh.model, rows, tokens)
-        return self.task_s(segment, mesh, group_size, figures, direction)
-
     def task_s(
         self,
         segment: SegmentPlan,
@@ -106,8 +92,9 @@ class CostModel:
         direction: str,
         moved: ShardSeconds = _AT_HAND,
     ) -> Array:
-        """`group_s` from figures at hand, with what is moved between data ranks meanwhile and what
-        the host does for a task.
+        """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
+        alone and without content (see `group_content_s`), with what is moved between data ranks
+        meanwhile and what the host does for a task; 0 without rows.
 
         A segment of S stages takes R x M + S - 1 ticks for M microbatches in R rounds. Every stage
         runs the entry in every tick, while the exit's microbatches are shared by the stages. A
@@ -183,11 +170,6 @@ class CostModel:
         if segment.remat == "segment" or not self.hands_over(segment):
             return (FORWARD, BACKWARD)
         return (BACKWARD,)
-
-    def ends_share(self, segment: SegmentPlan) -> float:
-        """Share of the time of a module's ends that falls to the segment."""
-        share = self.profile.entry_share[segment.module]
-        return share * segment.first + (1.0 - share) * segment.last
 
     def inputs_kept(self, segment: SegmentPlan) -> tuple[int, int]:
         """Arrays of the hidden states' size that a segment keeps from forward to backward: (those
@@ -298,7 +280,9 @@ class CostModel:
             return sum(n / visits * figures.of(k, f"{again}.{name}") for k, n in kinds.items())
 
         of_layers = every_layer("layer_bytes")
-        of_ends = self.ends_share(segment) * figures[f"{again}.ends_bytes"]
+        share = self.profile.entry_share[segment.module]
+        share = share * segment.first + (1.0 - share) * segment.last
+        of_ends = share * figures[f"{again}.ends_bytes"]
         handed = group_size * (segment.rounds * of_layers + of_ends)
         work = figures.most(kinds, f"{again}.temp_bytes") + every_layer("layer_temp_bytes")
         if backward:

@@ -8,7 +8,9 @@ that were timed: the split of one noisy difference of two programs is never beli
 only the number of rows varies (a module that takes one piece a row), what the fit of whole programs
 misses is interpolated between the timings: caches make large shapes dearer.
 
-Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees.
+Shapes are `rows` rows of `tokens`, arrays or numbers; so are data-parallel degrees. Fitted numbers
+keep 24 bits (seven digits): the last bits of a least-squares fit differ from one linear algebra
+library to the next, and no plan may hang on them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from typing import Any, get_args
 
 import numpy as np
 
-from dflop_jax.profile.least_squares import nonnegative, rounded
 from dflop_jax.profile.state import Array
 from dflop_jax.records import (
     REMAT,
@@ -34,6 +35,24 @@ from dflop_jax.records import (
 # Layers of the programs that are timed, whose difference is what a layer takes; deeper ones take
 # longer to compile and to run, and tell it more exactly.
 DEPTHS = (1, 3)
+_KEPT_BITS = 24
+
+
+def rounded(values: Array) -> Array:
+    """The values with their first 24 bits, the same on every machine."""
+    mantissa, exponent = np.frexp(np.asarray(values, float))
+    return np.ldexp(np.rint(mantissa * 2.0**_KEPT_BITS), exponent - _KEPT_BITS)
+
+
+def nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Coefficients of least squared relative error, none below zero."""
+    from scipy.optimize import nnls  # loads for half a second, which others need not wait for
+
+    weights = 1.0 / np.maximum(values, values.max() * 1e-3 + 1e-12)
+    scale = features.max(axis=0)
+    solution, _ = nnls(features / scale * weights[:, None], values * weights)
+    solution[solution < solution.max() * 1e-9] = 0.0  # what is left of a term that is not there
+    return rounded(solution / scale)
 
 
 def _terms(timings: Sequence[LayerTiming]) -> list[int]:
@@ -145,13 +164,9 @@ class Fits:
         seconds = np.array([by_feature(n, names) for n in named])
         return rounded((seconds * weights).sum(axis=0) / weights.sum(axis=0))
 
-    def predict(self, layers: str, model: int, rows: Array, tokens: Array, kind: str) -> Array:
-        """A quantity (seconds without content, or bytes) of one layer, or of both ends, at shapes;
-        0 without rows."""
-        return self.at(layers, model, shape_features(rows, tokens), kind)
-
     def at(self, layers: str, model: int, features: np.ndarray, kind: str) -> np.ndarray:
-        """`predict` from the features of the shapes."""
+        """A quantity (seconds without content, or bytes) of one layer, or of both ends, at shapes
+        of these features; 0 without rows."""
         sizes, ratio = self._missed(layers, model, kind)
         size = features[..., 1]
         factor = np.interp(np.log(np.maximum(size, 1.0)), sizes, ratio)

@@ -76,7 +76,8 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
         kind = REDUCE if v.dim is None else GATHER
         kernels.append(Kernel(kind, 0.0, whole_bytes, repeats=repeats))
     kernels += [Kernel(GATHER, 0.0, v.n_bytes, repeats=repeats) for v in region.gathered]
-    return kernels + _fused(region, repeats)
+    fused = (sum(v.n_bytes for v in f.read | f.written) for f in fusions(region))
+    return kernels + [Kernel(ELEMENTWISE, 0.0, n, repeats=repeats) for n in fused if n > 0]
 
 
 def _product(op: Op, repeats: int) -> Kernel:
@@ -136,11 +137,6 @@ class Fusion:
     read: set[Value]
     written: set[Value]
 
-    @property
-    def is_layout(self) -> bool:
-        """Whether nothing is computed, so that a product can read the original."""
-        return all(op.name in LAYOUT for op in self.ops)
-
 
 def is_anchor(op: Op) -> bool:
     """Whether an operation is a kernel of its own (or a loop of them)."""
@@ -152,17 +148,9 @@ def is_moved(op: Op) -> bool:
     return op.name == LAID_OUT and op.ins[0].dim != op.outs[0].dim
 
 
-def _fused(region: Region, repeats: int) -> list[Kernel]:
-    kernels = []
-    for fusion in fusions(region):
-        n_bytes = sum(v.n_bytes for v in fusion.read | fusion.written)
-        if n_bytes > 0 and not fusion.is_layout:
-            kernels.append(Kernel(ELEMENTWISE, 0.0, n_bytes, repeats=repeats))
-    return kernels
-
-
 def fusions(region: Region) -> list[Fusion]:
-    """Connected elementwise operations of one level (products passed on the way), each as one."""
+    """Connected elementwise operations of one level (products passed on the way), each as one;
+    without those that compute nothing, of which a product can read the original."""
     level_after: dict[Value, int] = {}
     level_of: dict[Op, int] = {}
     parent: dict[Op, Op] = {}
@@ -192,6 +180,8 @@ def fusions(region: Region) -> list[Fusion]:
         groups.setdefault(root(op), []).append(op)
     fused = []
     for group in groups.values():
+        if all(op.name in LAYOUT for op in group):
+            continue
         inside, made = set(group), {v for op in group for v in op.outs}
         read = {v for op in group for v in op.ins if v not in made}
         written = {
@@ -210,7 +200,7 @@ def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
     Args:
       size: bytes of a value on one device.
     """
-    fused = [f for f in fusions(region) if not f.is_layout]
+    fused = fusions(region)
     position = {op: i for i, op in enumerate(region.ops)}
     end_of = {op: max(position[o] for o in f.ops) for f in fused for op in f.ops}
     held: dict[Value, Value] = {}  # value -> the one whose buffer it is

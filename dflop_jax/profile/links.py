@@ -7,9 +7,11 @@ Every node runs the same at once, as data ranks do, so that devices share a netw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import get_args
 
@@ -58,11 +60,8 @@ def node_size(devices: Sequence[jax.Device], hosts: Sequence[str]) -> int:
       hosts: the host's name of each process.
     """
     cpu = devices[0].platform == "cpu"
-    of_node: dict[object, int] = {}
-    for d in devices:
-        node = d.process_index if cpu else hosts[d.process_index]
-        of_node[node] = of_node.get(node, 0) + 1
-    sizes = set(of_node.values())
+    nodes = Counter(d.process_index if cpu else hosts[d.process_index] for d in devices)
+    sizes = set(nodes.values())
     return sizes.pop() if len(sizes) == 1 else 1
 
 
@@ -78,15 +77,10 @@ def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[Lin
     timings: list[LinkTiming] = []
     for across in (False, True):
         ranks = len(blocks) if across else node
-        for collective, n_bytes in _each(ranks, sizes):
-            calls = _calls(collective, across, blocks, n_bytes)
-            seconds = _seconds(calls, sync)
+        for collective, n_bytes in product(COLLECTIVES if ranks > 1 else (), sizes):
+            seconds = _seconds(_calls(collective, across, blocks, n_bytes), sync)
             timings.append(LinkTiming(collective, across, ranks, n_bytes, seconds))
     return timings
-
-
-def _each(ranks: int, sizes: Iterable[int]) -> list[tuple[Collective, int]]:
-    return [(c, n) for c in COLLECTIVES for n in sizes] if ranks > 1 else []
 
 
 def slowest(parts: Sequence[Sequence[LinkTiming]]) -> list[LinkTiming]:
@@ -107,20 +101,15 @@ def hardware_of(kind: str, node: int, timings: Sequence[LinkTiming]) -> Hardware
 
 def _link(small: LinkTiming, large: LinkTiming) -> Link:
     """A link's bandwidth and the latency of a step of a ring, from a collective of two sizes."""
-    steps = ring_steps(small.collective, small.ranks)
-    chunk = 1 if small.collective in ("send", "ppermute") else small.ranks
+    steps, chunk = 1, 1
+    if small.collective not in ("send", "ppermute"):
+        chunk, passes = small.ranks, ALL_REDUCE_PASSES if small.collective == "all_reduce" else 1
+        steps = (small.ranks - 1) * passes
     byte_s = max(0.0, large.seconds - small.seconds) / (large.n_bytes - small.n_bytes)
     latency_s = max(0.0, small.seconds - byte_s * small.n_bytes)
     # All of the larger one's time where the sizes differ by less than what is measured.
     byte_s = byte_s or large.seconds / large.n_bytes
     return Link(small.collective, small.across, steps / chunk / byte_s, latency_s / steps)
-
-
-def ring_steps(collective: Collective, ranks: int) -> int:
-    """Steps of a ring of so many devices, one after the other."""
-    if collective in ("send", "ppermute"):
-        return 1
-    return (ranks - 1) * (ALL_REDUCE_PASSES if collective == "all_reduce" else 1)
 
 
 # ---- one collective ----

@@ -31,24 +31,18 @@ from dflop_jax.contract import (
     edges_of,
     layer_kinds_of,
     on_chip,
-    stacked_parts,
-    working_dtype_of,
 )
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.stand_in import PIECES_A_ROW, content_of_rows
-from dflop_jax.profile.efficiency import Efficiency
-from dflop_jax.profile.fit import DEPTHS
-from dflop_jax.profile.least_squares import nonnegative
-from dflop_jax.profile.one_kind import of_kind
-from dflop_jax.profile.parts import ENDS, forward_flops, param_dims
+from dflop_jax.profile.fit import DEPTHS, nonnegative
+from dflop_jax.profile.optimizer_state import parameter_dims
+from dflop_jax.profile.parts import ENDS, Part, forward_flops
 from dflop_jax.profile.recompute import Predictor, entry_fields
-from dflop_jax.profile.shallow import shallow_segment
-from dflop_jax.profile.state import float32_bytes
+from dflop_jax.profile.shallow import of_kind, shallow_segment
 from dflop_jax.profile.timed_programs import (
     MOST_RUNS,
     TimedPrograms,
-    compiled_programs,
     seconds_of,
     timed_backward,
     timed_programs,
@@ -59,10 +53,8 @@ from dflop_jax.records import (
     LayerTiming,
     MeshShape,
     ModelProfile,
-    ParamDims,
     Recompute,
     Shape,
-    layer_key,
 )
 
 # Pieces in a row by which what content costs is told from the rest, and features from each other.
@@ -123,53 +115,27 @@ def assembled(
     model: MultimodalModel,
     shapes: Mapping[str, Sequence[Shape]],
     timings: Sequence[LayerTiming],
-    *,
-    key: str,
-    device: str,
-    concurrency: float,
-    task_overhead_s: float,
-    priced_by: str,
+    **facts: Any,
 ) -> ModelProfile:
-    """A profile of timings from anywhere, with the model's sizes."""
-    entry_share: dict[str, float] = {}
-    kinds: dict[str, tuple[str, ...]] = {}
-    content: dict[str, tuple[str, ...]] = {}
-    layer_dims: dict[str, tuple[ParamDims, ...]] = {}
-    ends_dims: dict[str, tuple[ParamDims, ...]] = {}
-    for name, module in model.modules.items():
-        largest = shapes[name][-1]
-        entry, exit_ = (forward_flops(module, p, largest) for p in ENDS)
-        entry_share[name] = entry / max(entry + exit_, 1.0)
-        stacked = stacked_parts(module)
-        for kind in dict.fromkeys(stacked.values()):
-            parts = [p for p, k in stacked.items() if k == kind]
-            layer_dims[layer_key(name, kind)] = param_dims(module, parts)
-        ends_dims[name] = param_dims(module, [p for p in module.freeze_groups if p not in stacked])
-        if hasattr(module, "layer_kinds"):
-            kinds[name] = layer_kinds_of(module)
-        if hasattr(module, "content"):
-            content[name] = tuple(content_of(module, 1))
-    return ModelProfile(
-        key=key,
-        device=device,
-        timings=tuple(timings),
-        layer_param_bytes={m: float32_bytes(dims) for m, dims in layer_dims.items()},
-        ends_param_bytes={m: float32_bytes(dims) for m, dims in ends_dims.items()},
-        n_layers={n: m.n_layers for n, m in model.modules.items()},
-        entry_share=entry_share,
-        concurrency=concurrency,
-        task_overhead_s=task_overhead_s,
-        host_s=TASK_HOST_S,
-        edges=edges_of(model),
-        tied=tuple(n for n, m in model.modules.items() if m.tied),
-        piece_tokens=dict(model.piece_tokens),
-        halved=tuple(n for n, m in model.modules.items() if working_dtype_of(m).itemsize == 2),
-        layer_dims=layer_dims,
-        ends_dims=ends_dims,
-        priced_by=priced_by,
-        kinds=kinds,
-        content=content,
-    )
+    """A profile of timings from anywhere, with the model's sizes; `facts` are fields of
+    `ModelProfile`."""
+    modules = model.modules
+    ends = {m: [forward_flops(Part(module, e, shapes[m][-1])) for e in ENDS]
+            for m, module in modules.items()}  # fmt: skip
+    of_model: dict[str, Any] = {
+        **parameter_dims(model),
+        "n_layers": {m: module.n_layers for m, module in modules.items()},
+        "entry_share": {m: entry / max(entry + exit_, 1.0) for m, (entry, exit_) in ends.items()},
+        "host_s": TASK_HOST_S,
+        "edges": edges_of(model),
+        "tied": tuple(m for m, module in modules.items() if module.tied),
+        "piece_tokens": dict(model.piece_tokens),
+        "kinds": {m: layer_kinds_of(o) for m, o in modules.items() if hasattr(o, "layer_kinds")},
+        "content": {
+            m: tuple(content_of(o, 1)) for m, o in modules.items() if hasattr(o, "content")
+        },
+    }
+    return ModelProfile(timings=tuple(timings), **{**of_model, **facts})
 
 
 def _split(shallow: float, deep: float) -> tuple[float, float]:
@@ -217,10 +183,7 @@ def time_layer(
     segments = [
         shallow_segment(model, module, d, devices, MeshShape(model=tp), kind=kind) for d in DEPTHS
     ]
-    low, high = (
-        timed_programs(c, shape, model.vocab_size, pieces)
-        for c in compiled_programs(segments, shape)
-    )
+    low, high = timed_programs(segments, shape, model.vocab_size, pieces)
     by_filling = list(zip(low.runs, high.runs, strict=True))
     runs = [run for depths in by_filling for both in depths for run in both]
     sync()
@@ -268,7 +231,6 @@ def _with_policies(
             entry_fields(model, module),
             tp,
             hardware_like(device.device_kind),
-            Efficiency(),
             half_bytes=4 if device.platform == "cpu" else 2,
         )
         with_policies += predictor.beside(

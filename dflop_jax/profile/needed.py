@@ -1,4 +1,5 @@
-"""FLOPs that a training step needs for a piece of a module, whatever its programs compute.
+"""FLOPs that a training step needs for a piece of a module, and a segment's program at its static
+shape, padding included: whatever programs compute.
 
 Counted are the matrix products of the module's own forward functions (a multiply-add counts two),
 and of their gradients one product for each operand that a gradient reaches: nothing for frozen
@@ -12,7 +13,7 @@ one turn, and of a choice between branches nothing counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
@@ -29,11 +30,13 @@ from dflop_jax.contract import (
     layer_kinds_of,
     taps_of,
 )
+from dflop_jax.pipeline.parts import kinds_of
+from dflop_jax.pipeline.segment import Kind, Segment
 from dflop_jax.profile.kernels import kernels_of
-from dflop_jax.profile.one_kind import kinds_apart
-from dflop_jax.profile.parts import Names, traced_forward
+from dflop_jax.profile.parts import Names, Part, traced_forward
+from dflop_jax.profile.shallow import kinds_apart
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
-from dflop_jax.records import LAYERS, TOKEN, Shape, content_s, pairs
+from dflop_jax.records import BACKWARD, LAYERS, TOKEN, Shape, content_s, pairs
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -107,26 +110,15 @@ def _count_module(
     """FLOPs of a piece, and whether the exit ("") and each tap give something that needs a
     gradient; `enters` are the fields that bring such, and after how many layers."""
     placed = tuple(sorted({field for field, after in enters if after < 0}))
-    ends = part_products(module, "entry", shape, trains, placed)
-    hidden, kinds = trains_part(trains, "entry") or bool(placed), layer_kinds_of(module)
-    needs = []  # whether hidden states need a gradient, before each layer and behind the last
-    for i in range(module.n_layers + 1):
-        hidden |= any(after == i for _, after in enters)
-        needs.append(hidden)
-        hidden |= i < len(kinds) and trains_part(trains, kinds[i])
-    ends = ends.plus(part_products(module, "exit", shape, trains, _hidden(needs[-1])))
-    for tap, after in taps_of(module).items():
-        ends = ends.plus(part_products(module, tap, shape, trains, _hidden(needs[after])))
-    every = untold = ends
+    kinds, taps = layer_kinds_of(module), taps_of(module)
+    needs = _gradient_needs(kinds, trains, {after for _, after in enters}, first=True)
+    every = untold = _ends(module, shape, trains, needs, taps.items(), placed)
     told: Counter[str] = Counter()
-    for kind, apart in kinds_apart(module).items():
-        of_kind = [before for before, k in zip(needs, kinds, strict=False) if k == kind]
-        layers = _layers_as_written(apart, shape, _own(trains, kind), of_kind)
+    for apart, layers, n, n_back in _layers(module, shape, trains, zip(kinds, needs)):
         every = every.plus(layers)
         attention = getattr(apart, "attention_flops", None)
         if attention is not None:  # needed once forward and twice backward
-            passes = sum(3.0 if before or trains_part(trains, kind) else 1.0 for before in of_kind)
-            told.update({name: passes * f for name, f in attention.items()})
+            told.update({name: (n + 2 * n_back) * f for name, f in attention.items()})
         else:
             untold = untold.plus(layers)
     count = PieceFlops(
@@ -134,54 +126,111 @@ def _count_module(
         per_pair=(untold.activations + untold.activations_gradient) / pairs(shape.tokens),
         content=tuple(told[name] for name in content_of(module, 1)),
     )
-    exit_trains = trains_part(trains, "exit") or (module.tied and "entry" in trains)
-    taps = {tap: needs[after] or trains_part(trains, tap) for tap, after in taps_of(module).items()}
-    return count, {"": needs[-1] or exit_trains, **taps}
+    exit_trains = _trains(trains, "exit") or (module.tied and "entry" in trains)
+    tapped = {tap: needs[after] or _trains(trains, tap) for tap, after in taps.items()}
+    return count, {"": needs[-1] or exit_trains, **tapped}
 
 
-def trains_part(trains: Collection[str], part: str) -> bool:
+def segment_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: bool) -> float:
+    """FLOPs that a segment's program needs of each device of its submesh.
+
+    Args:
+      shape: per-rank shape of a microbatch.
+      with_forward: whether a backward is also the segment's only forward.
+    """
+    module, plan, trains = segment.module, segment.plan, frozenset(segment.trainable)
+    wanted = segment.wants_gradient
+    placed = tuple(sorted(wanted & set(segment.entry_inputs)))
+    enters = {after for name, after in segment.inlets if name in wanted}
+    enters |= {-1} if placed or "hidden" in wanted else set()
+    kinds = kinds_of(plan, module)
+    needs = _gradient_needs(kinds, trains, enters, first=plan.first)
+    taps = [(tap, after) for tap, after in segment.taps if tap in taps_of(module)]
+    total = _ends(module, shape, trains, needs, taps, placed, first=plan.first, last=plan.last)
+    for apart, layers, n, n_back in _layers(module, shape, trains, zip(kinds, needs)):
+        if attention := attention_flops_of(apart):
+            told = shape.rows * attention(shape.tokens)
+            layers = replace(layers, activations=n * told, activations_gradient=2.0 * n_back * told)
+        total = total.plus(layers)
+    flops = 0.0
+    if kind != BACKWARD or with_forward:
+        flops += total.weights + total.activations
+    if kind == BACKWARD:
+        flops += total.weights_gradient + total.activations_gradient
+    return flops * segment.microbatches / (segment.stages * segment.mesh.shape["model"])
+
+
+def seen_pairs(module: Module, tokens: int) -> float:
+    """Share of a row's pairs of tokens that see each other, in the mean of the layers of which the
+    module says it; 1 where it says it of none."""
+    shares = []
+    for kind, apart in kinds_apart(module).items():
+        if attention := attention_flops_of(apart):
+            share = attention(tokens) / (pairs(tokens) * attention(1))
+            shares += [share] * layer_kinds_of(module).count(kind)
+    return sum(shares) / len(shares) if shares else 1.0
+
+
+def _gradient_needs(
+    kinds: Sequence[str], trains: Collection[str], enters: Collection[int], *, first: bool
+) -> list[bool]:
+    """Whether hidden states need a gradient, before each layer and behind the last. `enters`: after
+    how many layers such come that do, -1: before all; `first`: the entry runs."""
+    hidden, needs = -1 in enters or (first and _trains(trains, "entry")), []
+    for i in range(len(kinds) + 1):
+        hidden |= i in enters
+        needs.append(hidden)
+        hidden |= i < len(kinds) and _trains(trains, kinds[i])
+    return needs
+
+
+def _trains(trains: Collection[str], part: str) -> bool:
     """Whether a part (also layers of a kind), or its adapters, are among the parts that train."""
     return part in trains or adapter_of(part) in trains
 
 
-def _own(trains: frozenset[str], kind: str) -> frozenset[str]:
-    """The parts that train as a module with layers of one kind has them."""
-    names = {kind: LAYERS, adapter_of(kind): ADAPTER}
-    return frozenset(names.get(part, part) for part in trains)
-
-
-def layers_products(
-    module: Module, shape: Shape, trains: frozenset[str], needs: Sequence[tuple[str, bool]]
+def _ends(
+    module: Module,
+    shape: Shape,
+    trains: frozenset[str],
+    needs: Sequence[bool],
+    taps: Iterable[tuple[str, int]],
+    placed: Names,
+    *,
+    first: bool = True,
+    last: bool = True,
 ) -> Products:
-    """Products of layers at a shape, their attention as the module says that it needs it.
+    """Products of the ends and taps that run; `placed`: fields that need a gradient."""
+    inputs = [("entry", placed)] * first + [("exit", _hidden(needs[-1]))] * last
+    inputs += [(tap, _hidden(needs[after])) for tap, after in taps]
+    total = Products()
+    for part, reached in inputs:
+        total = total.plus(part_products(module, part, shape, trains, reached))
+    return total
+
+
+def _layers(
+    module: Module, shape: Shape, trains: frozenset[str], needs: Iterable[tuple[str, bool]]
+) -> Iterator[tuple[Module, Products, int, int]]:
+    """By kind: the module with layers of that kind alone, their products as written, how many
+    layers there are, and of how many the attention needs a gradient.
 
     Args:
       needs: of each layer its kind, and whether the hidden states before it need a gradient.
     """
-    every = Products()
-    for kind in dict.fromkeys(kind for kind, _ in needs):
-        apart, of_kind = kinds_apart(module)[kind], [before for k, before in needs if k == kind]
-        layers = _layers_as_written(apart, shape, _own(trains, kind), of_kind)
-        if attention := attention_flops_of(apart):
-            told = shape.rows * attention(shape.tokens)
-            back = sum(before or trains_part(trains, kind) for before in of_kind)
-            layers = replace(
-                layers,
-                activations=len(of_kind) * told,
-                activations_gradient=2.0 * back * told,
-            )
-        every = every.plus(layers)
-    return every
-
-
-def _layers_as_written(
-    module: Module, shape: Shape, trains: frozenset[str], needs: Sequence[bool]
-) -> Products:
-    layers = Products()
-    for before in (False, True):
-        of_one = part_products(module, "layers", shape, trains, _hidden(before))
-        layers = layers.plus(of_one, needs.count(before))
-    return layers
+    before: dict[str, list[bool]] = {}
+    for kind, hidden in needs:
+        before.setdefault(kind, []).append(hidden)
+    for kind, of_kind in before.items():
+        apart = kinds_apart(module)[kind]
+        names = {kind: LAYERS, adapter_of(kind): ADAPTER}
+        own = frozenset(names.get(part, part) for part in trains)
+        layers = Products()
+        for hidden in (False, True):
+            one = part_products(apart, "layers", shape, own, _hidden(hidden))
+            layers = layers.plus(one, of_kind.count(hidden))
+        trained = _trains(trains, kind)
+        yield apart, layers, len(of_kind), sum(hidden or trained for hidden in of_kind)
 
 
 def _hidden(needs_gradient: bool) -> Names:
@@ -199,7 +248,7 @@ def part_products(
       reached: its inputs that need a gradient: "hidden", or fields of the entry that edges bring.
     """
     placed = reached if part == "entry" else ()
-    closed, inputs = traced_forward(module, part, shape, placed)
+    closed, inputs = traced_forward(Part(module, part, shape, placed=placed))
     region = trace(closed, [None] * len(inputs), 1)
     active_names = {"params": trains, "x": frozenset(reached), "fields": frozenset[str]()}
     of_inputs = list(zip(region.ins, inputs, strict=True))

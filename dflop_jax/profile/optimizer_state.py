@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dflop_jax.contract import Module, MultimodalModel, n_rows, stacked_parts
+from dflop_jax.contract import Module, MultimodalModel, stacked_parts
 from dflop_jax.pipeline.parts import part_struct
 from dflop_jax.pipeline.update import Optimizer, map_state
 from dflop_jax.profile.parts import param_dims
-from dflop_jax.records import ModelProfile, ParamDims, layer_key
+from dflop_jax.records import ParamDims, layer_key
 
 Tree = Any
 FLOAT32_BYTES = 4  # of an element
 
 
-def with_optimizer(
-    profile: ModelProfile, model: MultimodalModel, tx: Optimizer, frozen: Collection[str] = ()
-) -> ModelProfile:
-    """A model's profile that says which parameters train, being in no `frozen` group, and what `tx`
-    keeps of them."""
-    layer_dims, ends_dims = dict(profile.layer_dims), dict(profile.ends_dims)
+def parameter_dims(
+    model: MultimodalModel, tx: Optimizer | None = None, frozen: Collection[str] = ()
+) -> dict[str, Any]:
+    """`layer_dims` and `ends_dims` of a model's profile: every parameter, whether it trains, being
+    in no `frozen` group, and what `tx` keeps of it; None: what AdamW keeps."""
+    layer_dims, ends_dims = {}, {}
     for name, module in model.modules.items():
         stacked = stacked_parts(module)
         for kind in dict.fromkeys(stacked.values()):
@@ -33,28 +32,23 @@ def with_optimizer(
             layer_dims[layer_key(name, kind)] = _dims(module, parts, tx, frozen)
         ends = [p for p in module.freeze_groups if p not in stacked]
         ends_dims[name] = _dims(module, ends, tx, frozen)
-    return replace(profile, layer_dims=layer_dims, ends_dims=ends_dims)
-
-
-def part_state_bytes(module: Module, part: str, tx: Optimizer) -> float:
-    """Bytes of all that `tx` keeps of a part, of all layers if it is stacked."""
-    n = n_rows(module, part) if part in stacked_parts(module) else 1
-    dims = _dims(module, (part,), tx, ())
-    return n * sum(prod(d.sizes) * d.element_state_bytes for d in dims)
+    return {"layer_dims": layer_dims, "ends_dims": ends_dims}
 
 
 def _dims(
-    module: Module, parts: Sequence[str], tx: Optimizer, frozen: Collection[str]
+    module: Module, parts: Sequence[str], tx: Optimizer | None, frozen: Collection[str]
 ) -> tuple[ParamDims, ...]:
-    known = []
+    known: list[ParamDims] = []
     for part in parts:
-        dims = param_dims(module, (part,))
-        trains = module.freeze_groups[part] not in frozen
-        kept_bytes = _kept_bytes(tx, module, part) if trains else [0.0] * len(dims)
-        known += [
-            replace(d, element_state_bytes=element, trains=trains)
-            for d, element in zip(dims, kept_bytes, strict=True)
-        ]
+        dims = param_dims(module, part)
+        if tx:
+            trains = module.freeze_groups[part] not in frozen
+            kept = _kept_bytes(tx, module, part) if trains else [0.0] * len(dims)
+            dims = [
+                replace(d, element_state_bytes=element, trains=trains)
+                for d, element in zip(dims, kept, strict=True)
+            ]
+        known += dims
     return tuple(known)
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from dflop_jax.contract import Module, MultimodalModel, edges_of
-from dflop_jax.profile.efficiency import Efficiency, Table
+from dflop_jax.profile.efficiency import Efficiency, program_s
+from dflop_jax.profile.fit import rounded
 from dflop_jax.profile.kernels import ATTENTION
-from dflop_jax.profile.least_squares import rounded
-from dflop_jax.profile.parts import Names, end_names, has_loss, part_kernels, program_bytes
+from dflop_jax.profile.parts import Names, Part, end_names, has_loss, part_kernels, program_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -45,48 +45,47 @@ class Predictor:
     placed: Names
     ways: int
     hardware: Hardware
-    efficiency: Efficiency
     half_bytes: int = 2
 
-    def part_s(self, part: str, direction: Direction, shape: Shape, remat: Remat = "none") -> float:
-        """Seconds of one part, of a layer for "layers"."""
-        placed = self.placed if part == "entry" else ()
-        kernels = part_kernels(self.module, part, direction, shape, self.ways, placed, remat)
-        table = Table.of([kernels], [self.ways], self.hardware)
-        return float(table.seconds(self.efficiency)[0])
+    def part(self, name: str, shape: Shape, remat: Remat = "none") -> Part:
+        """A part of the module, a layer for "layers"."""
+        placed = self.placed if name == "entry" else ()
+        return Part(self.module, name, shape, self.ways, placed, remat)
 
-    def ends_s(self, direction: Direction, shape: Shape, remat: Remat = "none") -> float:
+    def part_s(self, name: str, direction: Direction, shape: Shape, remat: Remat = "none") -> float:
+        """Seconds of one part."""
+        kernels = part_kernels(self.part(name, shape, remat), direction)
+        return program_s(kernels, self.ways, self.hardware)
+
+    def ends_s(self, direction: Direction, shape: Shape) -> float:
         """Seconds of entry, exit and taps."""
-        return sum(self.part_s(p, direction, shape, remat) for p in end_names(self.module))
+        return sum(self.part_s(p, direction, shape) for p in end_names(self.module))
 
     def _recompute(self, shape: Shape, remat: Remat) -> Recompute:
         loss = has_loss(self.module, shape)
         # A loss has its gradient where it is computed.
         ends = [p for p in end_names(self.module) if not (loss and p == "exit")]
-        ends_s = sum(self._again_s(p, shape, remat) for p in ends)
-        layer_s = self._again_s("layers", shape, remat)
-        layer_bytes, ends_bytes, temp_bytes = program_bytes(
-            self.module, shape, self.ways, self.half_bytes, remat, self.placed, loss=loss
-        )
-        reached = self.hardware.memory_bandwidth * self.efficiency.bandwidth
+        whole = replace(self.part("layers", shape, remat), placed=self.placed)
+        layer_bytes, ends_bytes, temp_bytes = program_bytes(whole, self.half_bytes, loss=loss)
+        reached = self.hardware.memory_bandwidth * Efficiency().bandwidth
         return Recompute(
-            layer_s=layer_s + _STACK_PASSES * layer_bytes / reached,
-            ends_s=ends_s,
+            layer_s=self._again_s("layers", shape, remat) + _STACK_PASSES * layer_bytes / reached,
+            ends_s=sum(self._again_s(p, shape, remat) for p in ends),
             layer_bytes=layer_bytes,
             ends_bytes=ends_bytes,
             temp_bytes=temp_bytes,
         )
 
-    def _again_s(self, part: str, shape: Shape, remat: Remat) -> float:
+    def _again_s(self, name: str, shape: Shape, remat: Remat) -> float:
         """Seconds of a part's forward that backward computes again."""
-        without_s = self.part_s(part, BACKWARD, shape)
-        return max(0.0, self.part_s(part, BACKWARD, shape, remat) - without_s)
+        without_s = self.part_s(name, BACKWARD, shape)
+        return max(0.0, self.part_s(name, BACKWARD, shape, remat) - without_s)
 
     def attention_again(self, shape: Shape, remat: Remat) -> float:
         """Share of forward's attention that backward computes again."""
 
         def products(direction: Direction, remat: Remat = "none") -> int:
-            kernels = part_kernels(self.module, "layers", direction, shape, self.ways, (), remat)
+            kernels = part_kernels(self.part("layers", shape, remat), direction)
             return sum(k.repeats for k in kernels if k.kind == ATTENTION)
 
         again = products(BACKWARD, remat) - products(BACKWARD)

@@ -24,9 +24,9 @@ from dflop_jax.contract import (
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
-from dflop_jax.profile.one_kind import kinds_apart
 from dflop_jax.profile.parts import ENDS, divides, hidden_bytes, part_kernels
 from dflop_jax.profile.recompute import POLICIES, Predictor, entry_fields
+from dflop_jax.profile.shallow import kinds_apart
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -55,20 +55,13 @@ def roofline_profile(
       n_devices: devices that plans made from the profile may use; all compute at once.
 
     Raises:
-      ValueError: no shapes for a module, no usable degree, or a degree below 1.
+      ValueError: no degree is usable for a module.
     """
     e = Efficiency()
-    if n_devices < 1 or not model_degrees or min(model_degrees) < 1:
-        raise ValueError(
-            f"n_devices={n_devices} and model_degrees={list(model_degrees)}: give at least one "
-            "degree, and nothing below 1"
-        )
     timings: list[LayerTiming] = []
     entry_share: dict[str, float] = {}
     for name, module in model.modules.items():
         module = on_chip(module, hardware.chip)
-        if not shapes.get(name):
-            raise ValueError(f"give at least one shape of the module {name!r}")
         degrees = [
             d
             for d in sorted(set(model_degrees))
@@ -82,12 +75,12 @@ def roofline_profile(
         placed = entry_fields(model, name)
         alone = name in model.piece_tokens
         for kind, apart in kinds_apart(module).items():
-            predictors = [Predictor(apart, placed, ways, hardware, e) for ways in degrees]
+            predictors = [Predictor(apart, placed, ways, hardware) for ways in degrees]
             of_kind = [t for p in predictors for t in _timings(p, name, shapes[name], alone=alone)]
             timings += [replace(t, kind=kind) for t in of_kind]
         entry_share[name] = _entry_share(predictors[0], shapes[name][-1])
     facts = (model.modules, edges_of(model), asdict(hardware), asdict(e), sorted(shapes.items()))
-    profile = assembled(
+    return assembled(
         model,
         shapes,
         timings,
@@ -96,8 +89,10 @@ def roofline_profile(
         concurrency=float(n_devices),
         task_overhead_s=e.task_s,
         priced_by=f"the data sheet of {hardware.name}",
+        entry_share=entry_share,
+        computed=True,
+        hardware=hardware,
     )
-    return replace(profile, entry_share=entry_share, computed=True, hardware=hardware)
 
 
 # Attention's backward has seven products for its forward's two: each of its two kernels computes
@@ -110,7 +105,7 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
     pads rows then costs as much, so attention is in the layers' seconds."""
     costs, timings = p.at(shapes), []
     again = {remat: p.attention_again(shapes[-1], remat) for remat in POLICIES}
-    back = _CONTENT_BACKWARD * p.efficiency.attention / p.efficiency.attention_back
+    back = _CONTENT_BACKWARD * Efficiency().attention / Efficiency().attention_back
     for shape in shapes:
         unit_s, full_s = _content_s(p, shape), 0.0
         if alone:
@@ -144,9 +139,9 @@ def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -
 
 def _content_s(p: Predictor, shape: Shape) -> dict[str, float]:
     """Seconds of forward attention for a unit of each feature of content."""
-    kernels = part_kernels(p.module, "layers", FORWARD, shape, p.ways)
+    kernels = part_kernels(p.part("layers", shape), FORWARD)
     dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
-    reached = p.hardware.peak_flops(dtype) * p.efficiency.attention
+    reached = p.hardware.peak_flops(dtype) * Efficiency().attention
     return {name: flops / p.ways / reached for name, flops in content_flops_of(p.module).items()}
 
 

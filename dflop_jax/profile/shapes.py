@@ -71,20 +71,17 @@ def shapes_within(
     Raises:
       ValueError: a row of the longest piece needs more.
     """
-    return {m: _within(m, of_module, memory_bytes, bytes_of) for m, of_module in shapes.items()}
-
-
-def _within(
-    module: str, shapes: list[Shape], memory_bytes: float, bytes_of: Callable[[str, Shape], float]
-) -> list[Shape]:
-    longest = Shape(1, shapes[-1].tokens)
-    needed = _LEAST_OVER_TRACE * bytes_of(module, longest)
-    if needed > memory_bytes:
-        flag = "--data.max_tokens or " * (module == TEXT_MODULE) + "--data.max_pixels"
-        raise ValueError(
-            f"the largest sample has {longest.tokens:,} tokens of {module!r} in a row, for which "
-            f"training needs about {needed / GIB:.1f} GiB; {memory_bytes / GIB:.1f} GiB of host "
-            f"memory are free for a device; lower {flag}"
-        )
-    largest = memory_bytes / _MOST_OVER_TRACE
-    return [s for s in shapes if s in (min(shapes), longest) or bytes_of(module, s) <= largest]
+    largest, within = memory_bytes / _MOST_OVER_TRACE, {}
+    for module, of_module in shapes.items():
+        longest = Shape(1, of_module[-1].tokens)
+        needed = _LEAST_OVER_TRACE * bytes_of(module, longest)
+        if needed > memory_bytes:
+            flag = "--data.max_tokens or " * (module == TEXT_MODULE) + "--data.max_pixels"
+            raise ValueError(
+                f"the largest sample has {longest.tokens:,} tokens of {module!r} in a row, for "
+                f"which training needs about {needed / GIB:.1f} GiB; {memory_bytes / GIB:.1f} GiB "
+                f"of host memory are free for a device; lower {flag}"
+            )
+        always = min(of_module), longest
+        within[module] = [s for s in of_module if s in always or bytes_of(module, s) <= largest]
+    return within

@@ -27,15 +27,6 @@ LEAST_RUNS, MOST_RUNS, _RUNS_S = 3, 25, 0.5
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A segment's programs."""
-
-    lowering: Lowering
-    forward: jax.stages.Compiled
-    backward: jax.stages.Compiled
-
-
-@dataclass(frozen=True)
 class TimedPrograms:
     """A segment's compiled programs with arguments at hand, and the bytes that they need.
 
@@ -86,31 +77,29 @@ def packed_rows(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: 
     }
 
 
-def compiled_programs(segments: Sequence[Segment], shape: Shape) -> list[Compiled]:
-    """Forward, with its loss, and backward of each segment."""
+def timed_programs(
+    segments: Sequence[Segment], shape: Shape, below: int, pieces: Sequence[int]
+) -> list[TimedPrograms]:
+    """Forward, with its loss, and backward of each segment, on rows of each number of pieces."""
     begun = []
     with ThreadPoolExecutor(threads_for(segments)) as pool:
         for segment in segments:
             kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
             lowering = Lowering(segment)
-            forward = pool.submit(lowering.lower(shape, kind).compile)
+            job = pool.submit(lowering.lower(shape, kind).compile)
             if segment.compiles_forward_first:
-                lowering.learn_residuals(shape, forward.result())
-            begun.append((lowering, forward, pool.submit(lowering.lower(shape, BACKWARD).compile)))
-        return [Compiled(low, forward.result(), back.result()) for low, forward, back in begun]
-
-
-def timed_programs(
-    compiled: Compiled, shape: Shape, below: int, pieces: Sequence[int]
-) -> TimedPrograms:
-    """A segment's programs on rows of each number of pieces."""
-    segment, forward, backward = compiled.lowering.segment, compiled.forward, compiled.backward
-    params, x, by_pieces = timed_backward(compiled.lowering, backward, shape, below, pieces)
-    runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
-    temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-    kept = device_bytes(compiled.lowering.residual_structs(shape))
-    hidden = hidden_bytes(segment.module, shape)
-    return TimedPrograms(runs, float(temp), kept, hidden, segment.hands_over)
+                lowering.learn_residuals(shape, job.result())
+            begun.append((lowering, job, pool.submit(lowering.lower(shape, BACKWARD).compile)))
+    timed = []
+    for lowering, job, backward_job in begun:
+        forward, backward = job.result(), backward_job.result()
+        params, x, by_pieces = timed_backward(lowering, backward, shape, below, pieces)
+        runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
+        temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
+        kept, segment = device_bytes(lowering.residual_structs(shape)), lowering.segment
+        hidden = hidden_bytes(segment.module, shape)
+        timed.append(TimedPrograms(runs, float(temp), kept, hidden, segment.hands_over))
+    return timed
 
 
 def timed_backward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 from typing import Any
 
 from dflop_jax.records.check import require
@@ -115,10 +116,8 @@ class ModelProfile:
     fewer where pretended CPU devices share cores. `entry_share` is the part of the ends' work that
     is the entry's. `edges` and `tied` are the model's; `n_layers` names its modules in topological
     order. `piece_tokens` holds the modules whose rows take one piece each, and its tokens; the
-    others pack pieces of any length into a row. `halved` names the modules whose programs work on
-    bfloat16 parameters, with float32 masters in the optimizer's shards; sizes are float32 ones.
-    `layer_dims` and `ends_dims` hold the parameters one by one, since data ranks cut each of them
-    into equal pieces; where they are not said, what all come to is cut. `host_s` is the work of a
+    others pack pieces of any length into a row. `layer_dims` and `ends_dims` hold the parameters
+    one by one, since data ranks cut each of them into equal pieces. `host_s` is the work of a
     process's dispatching thread for a task (see `prices.with_host_work`). `computed`: seconds come
     from formulas that hold at any size, not from runs. `hardware` says what crosses nodes and links
     takes; None: no time. `kinds` says of each layer of the modules that name kinds which one it is;
@@ -129,8 +128,8 @@ class ModelProfile:
     key: str
     device: str
     timings: tuple[LayerTiming, ...]
-    layer_param_bytes: dict[str, int]
-    ends_param_bytes: dict[str, int]
+    layer_dims: dict[str, tuple[ParamDims, ...]]
+    ends_dims: dict[str, tuple[ParamDims, ...]]
     n_layers: dict[str, int]
     entry_share: dict[str, float]
     concurrency: float
@@ -138,9 +137,6 @@ class ModelProfile:
     edges: tuple[Edge, ...] = ()
     tied: tuple[str, ...] = ()
     piece_tokens: dict[str, int] = field(default_factory=dict)
-    halved: tuple[str, ...] = ()
-    layer_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
-    ends_dims: dict[str, tuple[ParamDims, ...]] = field(default_factory=dict)
     host_s: float = 0.0
     priced_by: str = ""
     computed: bool = False
@@ -182,14 +178,21 @@ class ModelProfile:
         """The features of a module's content, in their order."""
         return self.content.get(module, (PAIR,))
 
-    def layers_bytes(self, module: str) -> int:
-        """Bytes of the parameters of all layers of a module."""
-        count = Counter(self.layer_kinds(module))
-        return sum(n * self.layer_param_bytes[layer_key(module, k)] for k, n in count.items())
+    def ends_elements(self, module: str) -> int:
+        """Elements of the parameters of both ends of a module."""
+        return sum(prod(p.sizes) for p in self.ends_dims[module])
 
-    def working_share(self, module: str) -> float:
-        """What the parameters that a module's programs work on take of their float32 size."""
-        return 0.5 if module in self.halved else 1.0
+    def n_elements(self, module: str) -> int:
+        """Elements of the parameters of a module."""
+        layers = (self.layer_dims[layer_key(module, kind)] for kind in self.layer_kinds(module))
+        return self.ends_elements(module) + sum(prod(p.sizes) for dims in layers for p in dims)
+
+    def is_halved(self, module: str) -> bool:
+        """Whether a module's programs work on bfloat16 parameters, with float32 masters in the
+        optimizer's shards."""
+        kinds = dict.fromkeys(self.layer_kinds(module))
+        every = [self.ends_dims[module], *(self.layer_dims[layer_key(module, k)] for k in kinds)]
+        return any(p.working_bytes < 4 for dims in every for p in dims)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 from dflop_jax.config import Config
@@ -17,9 +19,9 @@ from dflop_jax.plan.explain import Saving, check_possible, savings
 from dflop_jax.plan.placement import Extent
 from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
 from dflop_jax.plan.spec import SearchSpec, with_limits
-from dflop_jax.profile.one_kind import kinds_apart
-from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, part_state_bytes
-from dflop_jax.profile.parts import divides, residual_bytes
+from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, parameter_dims
+from dflop_jax.profile.parts import Part, divides, residual_bytes
+from dflop_jax.profile.shallow import kinds_apart
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -27,12 +29,12 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
     SubmeshPlan,
+    layer_key,
 )
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import (
     OnProgress,
-    parameter_bytes,
     tensor_degrees,
     with_degrees,
 )
@@ -129,16 +131,17 @@ def check_plannable(place: Workplace) -> None:
 def least_bytes(place: Workplace) -> float:
     """Bytes of the model's state on a device, where every bit of it is split over all devices: more
     than that is needed by any plan."""
-    frozen, n_bytes = place.trained.frozen, 0.0
-    tx = make_optimizer(place.config.train)
-    for module in place.model.modules.values():
-        float32 = parameter_bytes(module)
-        working = working_dtype_of(module).itemsize
-        copies = 2 * FLOAT32_BYTES + (working if working < FLOAT32_BYTES else 0)  # and its gradient
-        for part, group in module.freeze_groups.items():
-            elements = float32[part] / FLOAT32_BYTES
-            n_bytes += elements * (working if group in frozen else copies)
-            n_bytes += 0.0 if group in frozen else part_state_bytes(module, part, tx)
+    tx, n_bytes = make_optimizer(place.config.train), 0.0
+    every = parameter_dims(place.model, tx, place.trained.frozen)
+    for name, module in place.model.modules.items():
+        # Gradients and, where programs read other parameters, masters.
+        copies = 2 if working_dtype_of(module).itemsize < FLOAT32_BYTES else 1
+        kinds = Counter(layer_kinds_of(module)).items()
+        layers = [(every["layer_dims"][layer_key(name, kind)], n) for kind, n in kinds]
+        for dims, n in [*layers, (every["ends_dims"][name], 1)]:
+            for p in dims:
+                trained = p.trains * copies * FLOAT32_BYTES + p.element_state_bytes
+                n_bytes += n * prod(p.sizes) * (p.working_bytes + trained)
     return n_bytes / place.n_devices
 
 
@@ -150,7 +153,7 @@ def check_names(place: Workplace) -> None:
         shape = Shape(1, place.model.piece_tokens.get(name, place.token_multiple))
         every = kinds_apart(module).values()
         named, least = (
-            max(residual_bytes(apart, "layers", shape, 1, 2, remat=remat) for apart in every)
+            max(residual_bytes(Part(apart, "layers", shape, remat=remat), 2) for apart in every)
             for remat in ("named", "layers")
         )
         if named <= least:

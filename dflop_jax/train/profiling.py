@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,11 +30,10 @@ from dflop_jax.pipeline.layout import can_join
 from dflop_jax.plan.spec import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
 from dflop_jax.profile.measure import model_profile, profile_key, together
-from dflop_jax.profile.optimizer_state import with_optimizer
+from dflop_jax.profile.optimizer_state import parameter_dims
 from dflop_jax.profile.parts import param_dims, probe_bytes
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shapes import shapes_to_time, shapes_within
-from dflop_jax.profile.state import float32_bytes
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.record_files import load, save
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
@@ -103,7 +103,8 @@ def with_degrees(place: Workplace) -> PlanConfig:
 def parameter_bytes(module: Module) -> dict[str, float]:
     """Bytes of a module's parameters in float32, of each part."""
     return {
-        part: float32_bytes(param_dims(module, (part,)))
+        part: 4.0
+        * sum(prod(p.sizes) for p in param_dims(module, part))
         * (n_rows(module, part) if part in stacked_parts(module) else 1)
         for part in module.freeze_groups
     }
@@ -128,7 +129,7 @@ def profile_model(
         profile = _timed_profile(place, shapes, degrees, on_progress)
         profile = replace(profile, hardware=measured_hardware(place))
     tx = make_optimizer(place.config.train)
-    return with_optimizer(profile, model, tx, place.trained.frozen)
+    return replace(profile, **parameter_dims(model, tx, place.trained.frozen))
 
 
 def probe_shapes(place: Workplace, data: DataProfile) -> dict[str, list[Shape]]:

@@ -110,7 +110,7 @@ def segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[str, Array
             tile = costs.profile.piece_tokens.get(s.module)
             rows, tokens = (amount, tile) if tile else (1.0 * (amount > 0), amount)
             known[key] = sum(
-                costs.group_s(s, mesh, 1, rows, tokens, d)
+                costs.task_s(s, mesh, 1, costs.at(s.module, mesh.model, rows, tokens), d)
                 + content_s(costs.group_content_s(s, mesh, 1, d), content)
                 for d in tasks_of(costs, s)
             )

@@ -9,6 +9,7 @@ import pytest
 from dflop_jax.gpu_compile.reports import ProgramReport
 from dflop_jax.records import LayerTiming, ModelProfile, Recompute, Shape
 from tests.benchmarks import scripts
+from tests.plans import params
 
 script = scripts.module("gpu_compile")
 
@@ -39,11 +40,19 @@ def test_cases_have_names_of_their_own():
 def test_a_process_compiles_all_of_a_model_for_a_chip(monkeypatch):
     batches = []
 
-    def refuse(jobs):
-        batches.append([job.config.plan.hardware for job in jobs])
-        yield from (f"{job.config.model.size} {job.config.plan.hardware}" for job in jobs)
+    class Compiler:
+        def __init__(self):
+            batches.append([])
 
-    monkeypatch.setattr(script, "compile_plans", refuse)
+        def close(self):
+            pass
+
+    def refuse(job, compiler):
+        batches[-1].append(job.config.plan.hardware)
+        raise ValueError(f"{job.config.model.size} {job.config.plan.hardware}")
+
+    monkeypatch.setattr(script, "Compiler", Compiler)
+    monkeypatch.setattr(script, "compile_plan", refuse)
     monkeypatch.setattr(script, "costs_of", lambda job, degrees: degrees)
     monkeypatch.setattr(script, "with_peaks", lambda job, costs: job)
     small, audio = "LLaVA-OneVision-0.5B", "Qwen2-Audio-7B"
@@ -99,7 +108,7 @@ def test_a_row_has_what_is_predicted():
     )  # fmt: skip
     layers = {m: plan.layout.segments_of(m)[-1].stop for m in plan.layout.modules}
     profile = ModelProfile(
-        "k", "h100", timings, dict.fromkeys(layers, 400), dict.fromkeys(layers, 400), layers,
+        "k", "h100", timings, *[params(dict.fromkeys(layers, 400))] * 2, layers,
         dict.fromkeys(layers, 0.5), 8.0, edges=plan.layout.edges, piece_tokens={"vision": 729},
     )  # fmt: skip
     costs = script.CostModel(profile)
@@ -134,7 +143,7 @@ def test_a_file_of_all_cases_is_not_compiled_again(tmp_path, monkeypatch, capsys
     done = {c.name: {"refused": "for a reason", "rows": []} for c in cases}
     file = tmp_path / "rows.json"
     file.write_text(json.dumps({"rows": [], "cases": done}))
-    monkeypatch.setattr(script, "compile_plans", None)
+    monkeypatch.setattr(script, "compile_plan", None)
     monkeypatch.setattr("sys.argv", ["gpu_compile", "--quick", "--json", str(file)])
     assert script.main() == 0
     assert capsys.readouterr().out.count("refused: for a reason") == 2

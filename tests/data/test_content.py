@@ -9,7 +9,7 @@ import pytest
 from dflop_jax.contract import content_flops_of, content_of
 from dflop_jax.data.content import counter_of
 from dflop_jax.profile.needed import needed_flops
-from dflop_jax.profile.one_kind import kinds_apart
+from dflop_jax.profile.shallow import kinds_apart
 from dflop_jax.records import Load
 from dflop_jax.verify.samples import mixed_samples
 from models import gemma, gemma4, llava

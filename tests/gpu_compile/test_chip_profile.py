@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import pytest
 
 from dflop_jax import children
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.gpu_compile import chip_profile, probing
-from dflop_jax.gpu_compile.probes import Found, Probe, Program, compiled_probe
+from dflop_jax.gpu_compile import chip_profile, compiling
+from dflop_jax.gpu_compile.worker import Found, Probe, Program, compiled_probe
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import ELEMENTWISE, Kernel
 from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
 from dflop_jax.train.prepare import build_model
+from tests.plans import group_s
 from tests.processes import running
 
 H100 = find_hardware("h100")
@@ -91,7 +91,7 @@ def test_other_depths_and_shapes_are_met(tmp_path, monkeypatch, remat, ways):
     mesh, shape = MeshShape(model=ways), (9, 16)
     overhead = Efficiency().task_s
     for kind in (FORWARD, BACKWARD):
-        got = costs.group_s(whole, mesh, 1, *shape, kind)
+        got = group_s(costs, whole, mesh, 1, *shape, kind)
         assert got - overhead == pytest.approx(work_s(probe, kind), rel=1e-4)
     needs = costs.segment_bytes(whole, mesh, 1, *shape, trained=False)
     want = made_up(probe)
@@ -104,7 +104,7 @@ def test_a_task_of_both_directions_takes_what_its_program_takes(tmp_path, monkey
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
     whole = SegmentPlan("llm", "llm", 0, 28, "m", True, True, remat)
     probe = Probe("llm", 1, Shape(1, 640), 28, remat)
-    got = costs.group_s(whole, MeshShape(), 1, 1, 640, BACKWARD)
+    got = group_s(costs, whole, MeshShape(), 1, 1, 640, BACKWARD)
     both = sum(work_s(probe, kind) for kind in (FORWARD, BACKWARD))
     assert got - Efficiency().task_s == pytest.approx(both, rel=1e-4)
     needs = costs.segment_bytes(whole, MeshShape(), 1, 1, 640, trained=False)
@@ -120,7 +120,7 @@ def test_layers_between_others_have_nothing_of_the_loss(tmp_path, monkeypatch):
     assert needs.temporaries == pytest.approx(made_up(probe).backward.work_bytes, rel=1e-4)
     assert needs.kept == pytest.approx(residuals(probe) + 64.0 * 640, rel=1e-4)
     for kind in (FORWARD, BACKWARD):
-        got = costs.group_s(inner, MeshShape(), 1, 1, 640, kind) - Efficiency().task_s
+        got = group_s(costs, inner, MeshShape(), 1, 1, 640, kind) - Efficiency().task_s
         assert got == pytest.approx(work_s(probe, kind), rel=1e-4)
 
 
@@ -144,19 +144,9 @@ def test_a_degree_that_does_not_compile_is_left_out(tmp_path, monkeypatch):
         profile(tmp_path, monkeypatch, lambda p: Found(error="no tile fits"))
 
 
-def test_shapes_are_powers_of_two_around_the_data(tmp_path, monkeypatch):
-    loads = tuple(Load({"vision": (16,) * n, "llm": (300,)}) for n in (1, 5))
-    asked = {}
-    monkeypatch.setattr(chip_profile, "compiler_environment", dict)
-    monkeypatch.setattr(
-        chip_profile, "profile_at", lambda config, model, hardware, shapes, *_: asked.update(shapes)
-    )
-    place = SimpleNamespace(
-        config=config(tmp_path), model=MODEL, hardware=H100, token_multiple=128, n_devices=8,
-        plannable_bytes=H100.memory_bytes, node=8,
-    )  # fmt: skip
-    chip_profile.chip_profile(place, DataProfile("d", 2, loads))
-    assert asked == {
+def test_shapes_are_powers_of_two_around_the_data():
+    data = DataProfile("d", 2, tuple(Load({"vision": (16,) * n, "llm": (300,)}) for n in (1, 5)))
+    assert {m: chip_profile._shapes(data, m, MODEL, 128) for m in MODEL.modules} == {
         "vision": [Shape(4, 16), Shape(16, 16)],
         "llm": [Shape(1, 256), Shape(1, 1024)],
     }
@@ -181,11 +171,9 @@ def test_a_probe_is_compiled_and_read():
 FAKE = """
 import os, sys, msgspec
 sys.path[:0] = PATHS
-from dflop_jax.gpu_compile.probes import Found, Probe, Setting
-lines = iter(sys.stdin.buffer.readline, b"")
-msgspec.json.decode(next(lines), type=Setting)
-for line in lines:
-    probe = msgspec.json.decode(line, type=Probe)
+from dflop_jax.gpu_compile.worker import Found, Request
+for line in sys.stdin.buffer:
+    probe = msgspec.json.decode(line, type=Request).probe
     if probe.depth == 3:
         os.write(2, b"no tile fits\\n")
         os.abort()
@@ -195,19 +183,19 @@ for line in lines:
 
 @pytest.mark.slow
 def test_probes_are_compiled_once_and_a_death_is_one_probes_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(probing, "compiler_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
     monkeypatch.setattr(children, "program", running(FAKE))
     probes = [Probe("llm", 1, Shape(1, 128), d, "none") for d in (1, 2, 3, 4)]
     ticks = []
-    found = probing.compiled_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
+    found = compiling.compiled_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
     assert [found[p].residual_bytes for p in probes] == [1.0, 2.0, 0.0, 4.0]
     assert found[probes[2]].error == "the compiler died (signal 6): no tile fits"
     assert sorted(ticks) == [(n, 4) for n in (1, 2, 3, 4)]
     monkeypatch.setattr(children, "program", running("import sys; sys.exit('no disk left')"))
-    again = probing.compiled_probes(config(tmp_path), MODEL, probes)
+    again = compiling.compiled_probes(config(tmp_path), MODEL, probes)
     assert again.pop(probes[2]).error.endswith("no disk left")  # a death is tried again
     assert again == {p: found[p] for p in probes if p.depth != 3}
     other = replace(
         config(tmp_path), plan=PlanConfig(policy="dflop", hardware="a100-80", devices=8)
     )
-    assert all(f.error for f in probing.compiled_probes(other, MODEL, probes).values())
+    assert all(f.error for f in compiling.compiled_probes(other, MODEL, probes).values())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,11 +17,11 @@ import pytest
 from dflop_jax import children
 from dflop_jax.cli import main
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.gpu_compile import compiling, toolchain
-from dflop_jax.gpu_compile.child import CompileJob, compiled, one_line
+from dflop_jax.gpu_compile import chips, compiling
 from dflop_jax.gpu_compile.chips import CHIPS, find_chip, target_config
-from dflop_jax.gpu_compile.compiling import compile_plan, compile_plans
+from dflop_jax.gpu_compile.compiling import CompileJob, Compiler, compile_plan
 from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
+from dflop_jax.gpu_compile.worker import compiled, one_line
 from dflop_jax.hardware import find_hardware
 from dflop_jax.record_files import load, save
 from dflop_jax.records import SubmeshPlan
@@ -36,7 +38,7 @@ def config(**plan) -> Config:
 
 def has_compiler() -> bool:
     try:
-        toolchain.compiler_environment()
+        chips.compiler_environment()
     except ValueError:
         return False
     return True
@@ -104,21 +106,21 @@ def test_without_ptxas_too(monkeypatch, tmp_path):
     )  # fmt: skip
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="needs ptxas"):
-        toolchain.compiler_environment()
+        chips.compiler_environment()
     ptxas = tmp_path / "bin" / "ptxas"
     ptxas.parent.mkdir()
     ptxas.write_text("")
     ptxas.chmod(0o755)
     monkeypatch.setenv("PATH", str(ptxas.parent))
     monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
-    environment = toolchain.compiler_environment()
+    environment = chips.compiler_environment()
     assert environment["XLA_FLAGS"].startswith(f"--xla_gpu_cuda_data_dir={tmp_path} ")
     assert environment["XLA_FLAGS"].endswith("--xla_mine=1")
     assert environment["JAX_PLATFORMS"] == "cpu"
 
 
 def test_the_folder_of_the_report_must_be_there(experiment, capsys, monkeypatch):
-    monkeypatch.setattr(toolchain, "compiler_environment", dict)
+    monkeypatch.setattr(chips, "compiler_environment", dict)
     text = refusal(
         capsys, "compile", experiment, "--plan.hardware", "h100", "--out", "no/where.json"
     )
@@ -170,26 +172,22 @@ def test_equal_programs_are_compiled_once():
 FAKE = """
 import os, sys, msgspec
 sys.path[:0] = PATHS
-from dflop_jax.gpu_compile.child import Line, CompileRequest
+from dflop_jax.gpu_compile.worker import OpenPlan, Request
 from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState
-request = msgspec.json.decode(sys.stdin.buffer.read(), type=CompileRequest)
-def say(line):
-    os.write(1, msgspec.json.encode(line) + b"\\n")
-place = 0
-for job in range(len(request.jobs)):
-    if job == 1:
-        say(Line(1, refused="of another model"))
-        continue
-    say(Line(job, states=(SegmentState("s", "m", 0, 1e9, 0, 1, 0, "none"),), n_programs=3))
-    for n in range(3):
-        place += 1
-        head = ProgramReport(f"s {n}", "s", "m", "forward", (1, 1, 1))
-        if place > request.skip:
-            say(Line(job, begun=head))
-            if n == 1 and job == 0:
-                os.write(2, b"first word\\nF1122 no tile fits\\n")
-                os.abort()
-            say(Line(job, done=head))
+for line in sys.stdin.buffer:
+    request = msgspec.json.decode(line, type=Request)
+    if request.config.model.size == "tiny":
+        answer = OpenPlan(refused="of another model")
+    elif request.program is None:
+        state = SegmentState("s", "m", 0, 1e9, 0, 1, 0, "none")
+        programs = [ProgramReport(f"s {n}", "s", "m", "forward", (1, 1, 1)) for n in range(3)]
+        answer = OpenPlan((state,), tuple(programs))
+    else:
+        if request.program == 1:
+            os.write(2, b"first word\\nF1122 no tile fits\\n")
+            os.abort()
+        answer = ProgramReport(f"s {request.program}", "s", "m", "forward", (1, 1, 1))
+    os.write(1, msgspec.json.encode(answer) + b"\\n")
 """
 
 
@@ -197,22 +195,17 @@ def test_the_compilers_death_is_one_programs_failure(monkeypatch):
     monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
     monkeypatch.setattr(children, "program", running(FAKE))
     seen = []
-    jobs = [CompileJob(config(), NANO)] * 3
-    answers = compile_plans(jobs, lambda *n: seen.append(n))
-    first = next(answers)
-    assert seen[-1] == (3, 3)  # it is told before the next job is looked at
-    refused, last = answers
-    assert isinstance(first, CompileReport)
-    assert isinstance(last, CompileReport)
-    assert refused == "of another model"
-    assert [p.name for p in first.programs] == ["s 0", "s 1", "s 2"]
-    assert [bool(p.error) for p in first.programs] == [False, True, False]
-    assert first.programs[1].error == "the compiler died (signal 6): F1122 no tile fits"
-    assert not first.fits
-    assert first.exit_code == 1
-    assert last.fits
-    assert last.exit_code == 0
-    assert seen[-1] == (6, 6)
+    with closing(Compiler()) as compiler:
+        report = compile_plan(CompileJob(config(), NANO), lambda *n: seen.append(n), compiler)
+        other = replace(config(), model=ModelConfig(size="tiny"))
+        with pytest.raises(ValueError, match="of another model"):
+            compile_plan(CompileJob(other, NANO), compiler=compiler)
+    assert seen == [(n, 3) for n in (1, 2, 3)]
+    assert [p.name for p in report.programs] == ["s 0", "s 1", "s 2"]
+    assert [bool(p.error) for p in report.programs] == [False, True, False]
+    assert report.programs[1].error == "the compiler died (signal 6): F1122 no tile fits"
+    assert not report.fits
+    assert report.exit_code == 1
 
 
 def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
@@ -223,7 +216,7 @@ def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
 
 
 def test_a_model_too_large_names_the_program_and_by_how_much(experiment, capsys, monkeypatch):
-    for module in (compiling, toolchain):
+    for module in (compiling, chips):
         monkeypatch.setattr(module, "compiler_environment", lambda: dict(os.environ))
     monkeypatch.setattr(children, "program", running(FAKE.replace("os.abort()", "pass")))
     code = main(
@@ -289,7 +282,11 @@ def test_heads_that_need_not_divide_and_heads_that_a_chip_does_not_hold(experime
         train = TrainConfig(freeze=("vision", "connector"))
         return CompileJob(Config(model=model, plan=chosen, train=train), plan)
 
-    good, bad = compile_plans([job("256", "auto"), job("1024", "pallas")])
+    with closing(Compiler()) as compiler:
+        good, bad = (
+            compile_plan(job(*heads), compiler=compiler)
+            for heads in (("256", "auto"), ("1024", "pallas"))
+        )
     assert not [p.error for p in good.programs if p.error]
     (program,) = (p for p in good.programs if p.name == "llm backward 1x256")
     assert program.float32_dot_flops == 0.0

@@ -1,6 +1,9 @@
-"""The counter of FLOPs and collectives, by hand: on texts, and on compiled programs."""
+"""The counter of FLOPs and collectives, by hand: on texts, and on compiled programs; and arrays of
+pairs of tokens."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.gpu_compile.hlo_cost import hlo_cost
-from dflop_jax.gpu_compile.hlo_text import ArrayType, parse_hlo
+from dflop_jax.gpu_compile.hlo_text import ArrayType, pair_arrays, parse_hlo
 
 F32 = jnp.float32
 
@@ -263,4 +266,48 @@ def test_types_are_read():
     )
     assert [a.n_bytes for a in computation["t"].arrays] == [3, 4, 3]
     assert computation["c"].arrays == (ArrayType("f32", (5, 2)),)
-    assert computation["c"].operands == ("t",)
+    assert computation["c"].operands == [computation["t"]]
+
+
+# ---- arrays of pairs of tokens ----
+
+N_HEADS, TOKENS, SIZE, BLOCK = 2, 96, 4, 32
+
+
+def dense(x):
+    """Attention of every token to all of its row."""
+    return jax.nn.softmax(x @ x.swapaxes(1, 2), axis=-1) @ x
+
+
+def in_a_loop(x):
+    return jax.lax.fori_loop(0, 3, lambda _, x: dense(x), x)
+
+
+def by_block(x):
+    """Attention of every token, of whose scores only one block is kept at a time."""
+
+    def block(queries):
+        return jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", queries, x), axis=-1) @ x
+
+    queries = x.reshape(N_HEADS, -1, BLOCK, SIZE).swapaxes(0, 1)
+    return jax.lax.map(block, queries).swapaxes(0, 1).reshape(x.shape)
+
+
+SCORES = f"f32[{N_HEADS},{TOKENS},{TOKENS}]"
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [(dense, SCORES), (in_a_loop, SCORES), (by_block, ""), (jnp.tanh, "")],
+)
+def test_scores_are_found_where_they_are_kept(function, found):
+    x = array(N_HEADS, TOKENS, SIZE)
+    text = compiled(function, x)
+    arrays = pair_arrays(text, TOKENS)
+    assert found in arrays if found else not arrays
+
+
+def test_one_dim_as_long_as_a_row_is_no_pair():
+    weights = array(4, 64, TOKENS)
+    text = compiled(partial(jnp.sum, axis=1), weights)
+    assert not pair_arrays(text, TOKENS)

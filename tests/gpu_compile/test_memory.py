@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflop_jax.gpu_compile.memory import device_memory, verdict
-from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState
+from dflop_jax.gpu_compile.reports import ProgramReport, SegmentState, device_memory, verdict
 from dflop_jax.hardware import GIB
 
 

@@ -6,11 +6,11 @@ import jax
 import pytest
 
 from dflop_jax.gpu_compile.hlo_cost import hlo_cost
-from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline import segment
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.lowering import Lowering
 from dflop_jax.pipeline.segment import Segment, device_bytes
+from dflop_jax.profile.needed import seen_pairs, segment_flops
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
 from models.sizes import VisionSize
 from models.vit import VisionModule
@@ -99,7 +99,7 @@ def test_forward_and_backward_compute_what_they_need(make, shape, remat, least, 
     executed = needed = 0.0
     for kind in (FORWARD, BACKWARD):
         executed += hlo_cost(Lowering(s).lower(shape, kind).compile().as_text(), seen).flops
-        needed += needed_flops(s, shape, kind, with_forward=False)
+        needed += segment_flops(s, shape, kind, with_forward=False)
     assert least <= executed / needed <= most
 
 

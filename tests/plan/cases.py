@@ -51,7 +51,7 @@ from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.graph import in_flight_limit
-from tests.plans import profile_of
+from tests.plans import params, profile_of
 
 LINKS = dataclasses.replace(
     find_hardware("cpu"), link_bandwidth=4e6, network_bandwidth=1e6, devices_per_node=4
@@ -190,7 +190,7 @@ def shape_of(module, microbatches, data, profile, ranks, model):
             least = min(max(totals), max(totals) / rows / ranks + longest)
         least = 32 * up(least / 32)
         tokens = max(least, 32 * up(share / rows / 32))
-        layer_s = float(costs.fits.predict(module, model, rows, tokens, "layer_backward"))
+        layer_s = float(costs.at(module, model, rows, tokens)["layer_backward"])
         price = layer_s / rows / tokens
         fills = share > (rows - 0.5) * least
         if rows == 1 or (fills and price < choices[-1][0] * (1 - 1e-9)):
@@ -463,8 +463,8 @@ def random_case(seed, graph="two"):
         key=f"random {seed}",
         device="cpu" if seed % 2 else "gpu",
         timings=tuple(timings),
-        layer_param_bytes={m: int(rng.integers(1_000, 20_000)) for m in layers},
-        ends_param_bytes={m: int(rng.integers(0, 20_000)) for m in layers},
+        layer_dims=params({m: int(rng.integers(1_000, 20_000)) for m in layers}),
+        ends_dims=params({m: int(rng.integers(0, 20_000)) for m in layers}),
         n_layers=layers,
         entry_share={m: float(rng.uniform()) for m in layers},
         piece_tokens={"vision": TILE},

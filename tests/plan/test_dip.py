@@ -36,6 +36,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.sim.pipeline import simulate_step
+from tests.plans import group_s
 
 from . import cases
 from .cases import BATCH, CONFIG, TILE, data_profile, model_profile, random_case
@@ -68,7 +69,7 @@ def whole_s(rules, module, rows, tokens):
     n = rules.n_layers[module]
     segment = SegmentPlan(module, module, 0, n, module, True, True)
     tasks = (FORWARD, BACKWARD) if module == "vision" else (BACKWARD,)
-    seconds = (rules.costs.group_s(segment, MeshShape(), 1, rows, tokens, d) for d in tasks)
+    seconds = (group_s(rules.costs, segment, MeshShape(), 1, rows, tokens, d) for d in tasks)
     return float(sum(seconds))
 
 

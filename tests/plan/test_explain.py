@@ -12,7 +12,7 @@ from dflop_jax.plan.search import evaluator_of, search_plan
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.records import Predicted
 
-from ..plans import chain
+from ..plans import chain, params
 from .cases import BATCH, CONFIG, LINKS, data_profile, model_profile, on
 
 GIB = 2**30
@@ -40,7 +40,7 @@ def test_why_a_placement_lost(makespan_s, busy_s, says):
 
 
 def plan(n_devices, memory_bytes, hardware=None):
-    big = dataclasses.replace(model_profile(), layer_param_bytes={"vision": GIB, "llm": 4 * GIB})
+    big = dataclasses.replace(model_profile(), layer_dims=params({"vision": GIB, "llm": 4 * GIB}))
     return search_plan(
         on(hardware, big),
         data_profile(),

@@ -19,7 +19,7 @@ from dflop_jax.plan.spec import (
 )
 from dflop_jax.records import LayerTiming, Load, Shape
 from tests.plan.cases import BATCH, CONFIG, data_profile, model_profile
-from tests.plans import profile_of
+from tests.plans import params, profile_of
 
 A100 = find_hardware("a100-80").plannable_bytes  # 69.9e9
 # Parameters of LLMs, layers, width: of Qwen2.5.
@@ -35,8 +35,8 @@ def published(name):
     ]
     layer_bytes = {"vision": int(4 * 0.4e9 / 27), "llm": int(4 * parameters / layers)}
     return profile_of(
-        timings, {"vision": 27, "llm": layers}, layer_param_bytes=layer_bytes, ends_bytes=0,
-        halved=("vision", "llm"),
+        timings, {"vision": 27, "llm": layers}, layer_dims=params(layer_bytes, half=True),
+        ends_bytes=0,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from dflop_jax.records import (
     Plan,
     Shape,
 )
+from tests.plans import params
 
 from .cases import extent, layouts
 
@@ -278,8 +279,8 @@ def test_what_layers_cost_comes_from_the_timings_of_their_kinds():
     )  # fmt: skip
     kinds = ("delta", "delta", "full")
     profile = ModelProfile(
-        "k", "x", timings, {"llm.full": 1, "llm.delta": 1}, {"llm": 1}, {"llm": 3}, {"llm": 0.25},
-        1.0, kinds={"llm": kinds},
+        "k", "x", timings, params({"llm.full": 4, "llm.delta": 4}), params({"llm": 4}),
+        {"llm": 3}, {"llm": 0.25}, 1.0, kinds={"llm": kinds},
     )  # fmt: skip
     mean_s = (3 + 3 + 9) / 3
     entry, leave, layers = cut_costs(profile)["llm", 1]

@@ -26,7 +26,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
-from tests.plans import profile_of
+from tests.plans import group_s, halved, profile_of
 
 HARDWARE = dataclasses.replace(find_hardware("a100-80"), devices_per_node=4)
 PARAMS = {"a": 25_000, "b": 45_000}  # of all layers and both ends
@@ -100,7 +100,7 @@ def test_every_program_has_a_price_by_its_shape():
     for k, price in prices.programs.items():
         s = p.layout.segment(k.segment)
         mesh = p.layout.submesh(s.submesh).shape
-        got = costs.group_s(s, mesh, 2, k.shape.rows, k.shape.tokens, k.direction)
+        got = group_s(costs, s, mesh, 2, k.shape.rows, k.shape.tokens, k.direction)
         assert (price.static_s, any(price.content_s)) == (float(got), False)
 
 
@@ -174,11 +174,11 @@ def test_the_step_ends_with_reduction_and_update():
         assert got[Task(name, NO_GROUP, UPDATE)] == pytest.approx(update)
 
 
-@pytest.mark.parametrize("half", [(), ("a", "b")])
+@pytest.mark.parametrize("half", [False, True])
 def test_what_data_ranks_share_is_brought_by_the_programs(half):
     """Degree 3 gathers parameters layer by layer, 2 and 3 scatter gradients; the step's end has
     less to do."""
-    ranks, model = 4, dataclasses.replace(linked(), halved=half)
+    ranks, model = 4, halved(linked()) if half else linked()
     base = plan((1, ranks, 1), (1, ranks, 1))
 
     def prices(zero):

@@ -25,6 +25,7 @@ from dflop_jax.schedule.sample import sample_batches
 from dflop_jax.sim.memory import peak_bytes
 from dflop_jax.sim.pipeline import simulate_step
 from dflop_jax.tasks.order import most_in_flight
+from tests.plans import params
 
 from .cases import (
     BATCH,
@@ -104,10 +105,8 @@ def keeps_little():
     """A profile whose layers keep little of what they compute with where they compute it again."""
     whole = model_profile()
     timings = [dataclasses.replace(t, hidden_bytes=t.hidden_bytes / 20) for t in whole.timings]
-    params = {"vision": 100, "llm": 100}
-    return dataclasses.replace(
-        whole, timings=tuple(timings), layer_param_bytes=params, ends_param_bytes=params
-    )
+    few = params({"vision": 100, "llm": 100})
+    return dataclasses.replace(whole, timings=tuple(timings), layer_dims=few, ends_dims=few)
 
 
 def test_memory_is_saved_where_it_is_needed_and_only_there():
@@ -126,7 +125,7 @@ def test_memory_is_saved_where_it_is_needed_and_only_there():
 def test_nodes_share_among_themselves_where_memory_holds_it():
     """Two nodes of 2 and a slow network between them, heavy parameters that all are shared."""
     heavy = dataclasses.replace(
-        model_profile(degrees=(1,)), layer_param_bytes={"vision": 10**4, "llm": 10**7}
+        model_profile(degrees=(1,)), layer_dims=params({"vision": 10**4, "llm": 10**7})
     )
     slow = dataclasses.replace(LINKS, devices_per_node=2, network_bandwidth=1e5)
 
@@ -286,7 +285,9 @@ def test_memory_is_respected():
 
 
 def test_the_least_memory_is_what_the_error_says():
-    scaled = dataclasses.replace(model_profile(), layer_param_bytes={"vision": 2**28, "llm": 2**28})
+    scaled = dataclasses.replace(
+        model_profile(), layer_dims=params({"vision": 2**28, "llm": 2**28})
+    )
     with pytest.raises(ValueError, match=r"the smallest .* needs") as failed:
         run(profile=scaled, memory_bytes=2.0**20)
     said = float(str(failed.value).split("needs ")[-1].split(" GiB")[0]) + 2**-10

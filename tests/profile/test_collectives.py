@@ -69,9 +69,6 @@ def test_across_nodes_each_device_reduces_its_share():
 
 def test_nothing_to_move_costs_nothing():
     assert all_reduce_s(0, 8, A100) == reduce_scatter_s(0, 16, A100) == send_s(0, A100) == 0.0
-    for n, stride in ((0, 1), (4, 0), (-1, 1)):
-        with pytest.raises(ValueError, match="n >= 1 devices and stride >= 1"):
-            all_reduce_s(1e6, n, A100, stride=stride)
 
 
 def test_sends():

@@ -11,7 +11,7 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.least_squares import rounded
+from dflop_jax.profile.fit import rounded
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -29,6 +29,7 @@ from dflop_jax.records import (
     with_remat,
 )
 from dflop_jax.sim.memory import peak_bytes
+from tests import plans
 from tests.plans import profile_of
 
 PATCHES = 16
@@ -77,7 +78,7 @@ def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
 
 
 def predict(model, module, degree, shape, kind):
-    return model.fits.predict(module, degree, shape.rows, shape.tokens, kind)
+    return model.at(module, degree, shape.rows, shape.tokens)[kind]
 
 
 def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
@@ -180,17 +181,8 @@ def group_s(plan, model, name, direction=FORWARD):
     (shape,) = plan.layout.shapes(s.module)
     mesh = plan.layout.submesh(s.submesh).shape
     return float(
-        model.group_s(s, mesh, plan.layout.group_size, shape.rows, shape.tokens, direction)
+        plans.group_s(model, s, mesh, plan.layout.group_size, shape.rows, shape.tokens, direction)
     )
-
-
-def test_a_plain_segment_is_its_layers_and_ends():
-    plan, model = plan_of(), CostModel(profile(overhead=0.5))
-    for name, shape in (("l0", Shape(2, 64)), ("vision", Shape(3, PATCHES))):
-        forward = cost(LAYER, shape)
-        assert group_s(plan, model, name) == pytest.approx(0.5 + 4 * forward + 2 * forward)
-        back = group_s(plan, model, name, BACKWARD)
-        assert back == pytest.approx(0.5 + 3 * (4 + 2) * forward)
 
 
 def test_ends_are_shared_out_by_segment():
@@ -300,7 +292,7 @@ def test_no_rows_cost_nothing():
     """The planner asks for many shapes at once, some of them of modules that do not run."""
     plan, model = plan_of(), CostModel(profile(overhead=0.5))
     s, mesh = plan.layout.segment("vision"), MeshShape()
-    got = model.group_s(s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]), BACKWARD)
+    got = plans.group_s(model, s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]), BACKWARD)
     assert got[0] == 0.0
     assert got[1] == group_s(plan, model, "vision", BACKWARD) > 0.5
     held = model.segment_bytes(s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]))
@@ -354,7 +346,7 @@ def test_peak_bytes_by_hand(remat, zero, half):
     plan = with_remat(plan, remat)
     segments = tuple(dataclasses.replace(s, zero=zero) for s in plan.layout.segments)
     plan = plan.with_layout(segments=segments)
-    model = dataclasses.replace(profile(), edges=edges, halved=("vision", "llm") if half else ())
+    model = dataclasses.replace(plans.halved(profile()) if half else profile(), edges=edges)
     tiles, llm = cost(LAYER, Shape(3, PATCHES)), cost(LAYER, Shape(2, 64))
     again, policy = PASSES[remat]
     more = {t.shape: t.recompute[policy] for t in timings("llm", [Shape(2, 64)])}[Shape(2, 64)]
@@ -451,18 +443,6 @@ def test_every_edge_into_a_segment_is_kept_beside_its_hidden_states():
     assert kept(into[:1]) == pytest.approx([one, one])  # its own fields are small
     assert kept(into) == pytest.approx([2 * one, one])
     assert kept([*into, inside]) == pytest.approx([2 * one, 2 * one])
-
-
-def test_tied_ends_that_lie_apart_are_both_whole():
-    plan, model = plan_of(parts=2), profile()
-    tied = CostModel(dataclasses.replace(model, tied=("llm",)))
-    loose = CostModel(model)
-    for s in plan.layout.segments[1:]:
-        states = [m.segment_bytes(s, MeshShape(), 1, 2, 64).state for m in (tied, loose)]
-        assert states[0] - states[1] == pytest.approx(4 * 300)  # half of the ends' 600
-    whole = plan_of().layout.segments[1]
-    states = [m.segment_bytes(whole, MeshShape(), 1, 2, 64).state for m in (tied, loose)]
-    assert states[0] == states[1]
 
 
 def test_one_shape_tells_of_others_by_their_size():

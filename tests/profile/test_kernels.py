@@ -1,5 +1,7 @@
 """Kernels of traced functions by hand, and over devices."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,6 +18,7 @@ from dflop_jax.profile.kernels import (
     working_bytes,
 )
 from dflop_jax.profile.parts import (
+    Part,
     divides,
     forward_flops,
     hidden_bytes,
@@ -145,10 +148,12 @@ def test_a_gradient_repeats_its_forward_and_devices_share_products(family, name)
     shape = module_shape(MODELS[family], name)
 
     def flops(part, direction, ways=1):
-        return sum(k.flops * k.repeats for k in part_kernels(module, part, direction, shape, ways))
+        return sum(
+            k.flops * k.repeats for k in part_kernels(Part(module, part, shape, ways), direction)
+        )
 
     forward = flops("layers", FORWARD)
-    assert forward == forward_flops(module, "layers", shape)
+    assert forward == forward_flops(Part(module, "layers", shape))
     back = flops("layers", BACKWARD)
     # The gradient takes two products for each of the forward.
     assert back == pytest.approx(2 * forward)
@@ -169,14 +174,14 @@ def test_a_layer_gathers_tokens_before_its_products_and_scatters_sums_after(fami
         (FORWARD, "none", 4), (BACKWARD, "none", 6), (BACKWARD, "layers", 7)
     ):  # fmt: skip
         for ways in (1, 2):
-            kernels = part_kernels(module, "layers", direction, shape, ways, (), remat)
+            kernels = part_kernels(Part(module, "layers", shape, ways, (), remat), direction)
             whole = hidden_bytes(module, shape)
             assert [k.n_bytes for k in of_kind(kernels, GATHER)] == [whole] * n * (ways > 1)
             assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, REDUCE))
 
 
 def test_attention_is_told_from_products_with_parameters():
-    kernels = part_kernels(MODELS["llava"].modules["vision"], "layers", FORWARD, Shape(2, 16), 1)
+    kernels = part_kernels(Part(MODELS["llava"].modules["vision"], "layers", Shape(2, 16)), FORWARD)
     assert len(of_kind(kernels, ATTENTION)) == 2
     assert len(of_kind(kernels, MATMUL)) == 6
     assert {k.dtype for k in of_kind(kernels, MATMUL)} == {"bfloat16"}
@@ -187,7 +192,7 @@ def test_attention_kernels_know_a_pair_of_each_token():
     llm, shape = build_llava("nano", attention_kernel="pallas").modules["llm"], Shape(2, 64)
     for direction, kind, products in ((FORWARD, ATTENTION, 2), (BACKWARD, ATTENTION_BACK, 7)):
         for ways in (1, 2):
-            kernels = of_kind(part_kernels(llm, "layers", direction, shape, ways), kind)
+            kernels = of_kind(part_kernels(Part(llm, "layers", shape, ways), direction), kind)
             assert sum(k.flops for k in kernels) == 0
             want = 2 * products * shape.size * 4 * 32 / ways  # heads of 8, filled up to 32
             assert sum(k.pair_flops * k.repeats for k in kernels) == want
@@ -215,17 +220,15 @@ def test_a_part_keeps_what_its_policy_says():
     """Of a layer its input at least, and never what follows from parameters or fields alone."""
     llm, shape = MODELS["llava"].modules["llm"], Shape(1, 96)
     hidden = hidden_bytes(llm, shape)
-    none, dots, layers, segment = (
-        residual_bytes(llm, "layers", shape, 1, 2, (), r)
-        for r in ("none", "dots", "layers", "segment")
-    )
+    of = {r: Part(llm, "layers", shape, remat=r) for r in ("none", "dots", "layers", "segment")}
+    none, dots, layers, segment = (residual_bytes(part, 2) for part in of.values())
     assert layers == hidden < dots < none == segment
-    assert residual_bytes(llm, "layers", shape, 2, 2, (), "layers") == hidden / 2
-    assert residual_bytes(llm, "entry", shape, 1, 2) == 0.0  # tokens and features are there anyway
+    assert residual_bytes(replace(of["layers"], ways=2), 2) == hidden / 2
+    # Tokens and features are there anyway.
+    assert residual_bytes(replace(of["none"], name="entry"), 2) == 0.0
     flops = {
-        r: sum(k.flops * k.repeats for k in part_kernels(llm, "layers", BACKWARD, shape, 1, (), r))
-        for r in ("none", "dots", "layers")
+        r: sum(k.flops * k.repeats for k in part_kernels(part, BACKWARD)) for r, part in of.items()
     }
-    forward = forward_flops(llm, "layers", shape)
+    forward = forward_flops(of["none"])
     assert flops["none"] == pytest.approx(2 * forward)
     assert flops["none"] < flops["dots"] < flops["layers"] <= 3 * forward

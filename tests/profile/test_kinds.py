@@ -9,7 +9,6 @@ import pytest
 
 from dflop_jax.cli.plan import by_kind
 from dflop_jax.contract import layer_kinds_of
-from dflop_jax.gpu_compile.needed import needed_flops as flops_of_program
 from dflop_jax.hardware import find_hardware
 from dflop_jax.pipeline.held import param_structs
 from dflop_jax.pipeline.layout import device_mesh
@@ -17,10 +16,10 @@ from dflop_jax.pipeline.segment import Segment
 from dflop_jax.plan.explain import kind_costs
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.measure import model_profile, profile_key, time_layer
-from dflop_jax.profile.needed import needed_flops
-from dflop_jax.profile.one_kind import kinds_apart
+from dflop_jax.profile.needed import needed_flops, segment_flops
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.profile.state import SegmentState
+from dflop_jax.profile.shallow import kinds_apart
+from dflop_jax.profile.state import SegmentState, working_bytes
 from dflop_jax.record_files import load, save
 from dflop_jax.records import (
     BACKWARD,
@@ -34,6 +33,7 @@ from dflop_jax.records import (
     Shape,
 )
 from tests.mixed import UNITS, HandingText, Mixed
+from tests.plans import group_s
 from tests.small import HIDDEN, WIDTH, Small
 
 MIXED = Mixed(tied=False, pattern="gmmmgm")
@@ -58,11 +58,8 @@ def one_kind(profile, kind):
         for t in profile.timings
         if t.module == "vision" or t.kind == kind
     )
-    own = {"llm": profile.layer_param_bytes[key]}
-    return dataclasses.replace(
-        profile, timings=timings, kinds={}, layer_param_bytes=own,
-        layer_dims={"llm": profile.layer_dims[key]},
-    )  # fmt: skip
+    own = {"llm": profile.layer_dims[key]}
+    return dataclasses.replace(profile, timings=timings, kinds={}, layer_dims=own)
 
 
 @pytest.mark.parametrize("start, stop, stages", [(0, 6, 1), (1, 4, 1), (0, 5, 1), (1, 5, 2)])
@@ -80,8 +77,8 @@ def test_a_segment_takes_what_its_layers_take(costs, start, stop, stages, remat,
         return sum(share[k] * of(apart[k]) for k in apart)
 
     for direction in (FORWARD, BACKWARD):
-        got = costs.group_s(mixed, mesh, 4, rows, tokens, direction)
-        want = mean(lambda c, d=direction: c.group_s(mixed, mesh, 4, rows, tokens, d))
+        got = group_s(costs, mixed, mesh, 4, rows, tokens, direction)
+        want = mean(lambda c, d=direction: group_s(c, mixed, mesh, 4, rows, tokens, d))
         np.testing.assert_allclose(got, want, rtol=2e-2)  # the ends, beside layers of either kind
         assert got[2] == 0.0
     got = costs.segment_bytes(mixed, mesh, 4, rows, tokens)
@@ -97,7 +94,7 @@ def test_segments_of_other_kinds_have_prices_of_their_own(costs):
     assert costs.kind(segment(1, 3)) != costs.kind(segment(3, 5))
     alone = CostModel(dataclasses.replace(costs.profile, host_s=0.0))
     two = [
-        alone.group_s(segment(a, b), MeshShape(), 1, 2, 96, BACKWARD) for a, b in ((1, 3), (3, 5))
+        group_s(alone, segment(a, b), MeshShape(), 1, 2, 96, BACKWARD) for a, b in ((1, 3), (3, 5))
     ]
     assert two[0] != two[1]
 
@@ -110,10 +107,11 @@ def test_bytes_are_those_of_the_parameters(costs, start, stop):
     )
     layers = {part: tree for part, tree in held.items() if part in ("mean", "gate")}
     want = sum(a.size * 4 for a in jax.tree.leaves(layers))
-    ends = costs.profile.ends_param_bytes["llm"] * (s.first + s.last) / 2
-    assert SegmentState(s, MeshShape(), costs.profile).parameter_bytes == want + ends
+    ends = 4 * costs.profile.ends_elements("llm")
+    state = SegmentState(s, MeshShape(), costs.profile)
+    assert state.n_bytes(working_bytes) == want + ends * (s.first + s.last) / 2
     if (start, stop) == (0, 6):
-        assert costs.profile.layers_bytes("llm") == want
+        assert 4 * costs.profile.n_elements("llm") == want + ends
 
 
 def test_needed_flops_by_hand():
@@ -144,7 +142,7 @@ def test_needed_flops_of_cuts_add_up():
         ends = ["entry"] * s.first + ["exit"] * s.last
         trains = frozenset(["mean", "gate", *ends])
         wants = frozenset() if s.first else frozenset({"hidden"})
-        return flops_of_program(
+        return segment_flops(
             Segment(s, module, mesh, 1, trains, wants), shape, direction, with_forward=False
         )
 
@@ -178,7 +176,7 @@ def test_programs_of_every_kind_are_timed():
     assert [t.layers for t in timings] == ["vision", "llm.gate", "llm.mean"]
     profile = model_profile(MIXED, shapes, timings, devices, key="k")
     assert all({"none", "layers"} <= {*t.recompute} for t in profile.timings)
-    assert CostModel(profile).group_s(segment(0, 6), MeshShape(), 1, 1, 32, BACKWARD) > 0
+    assert group_s(CostModel(profile), segment(0, 6), MeshShape(), 1, 1, 32, BACKWARD) > 0
     other = dataclasses.replace(MIXED, pattern="mmmmmm")
     keys = {profile_key(m, devices, shapes) for m in (MIXED, other, Small(n_layers=6))}
     assert len(keys) == 3
@@ -194,7 +192,7 @@ def test_what_layers_cost_is_said_by_kind(costs):
     gate, mean = told["llm", "gate"], told["llm", "mean"]
     assert gate.shape == Shape(2, 96)
     alone = CostModel(dataclasses.replace(profile, host_s=0.0, task_overhead_s=0.0))
-    one = alone.group_s(segment(1, 2), MeshShape(), 1, 2, 96, FORWARD)  # a mean
+    one = group_s(alone, segment(1, 2), MeshShape(), 1, 2, 96, FORWARD)  # a mean
     assert mean.forward_s == pytest.approx(one, rel=0.05)  # fitted over shapes
     ratio = gate.layers * (gate.forward_s + gate.backward_s)
     ratio /= mean.layers * (mean.forward_s + mean.backward_s)

@@ -158,8 +158,8 @@ def test_what_lies_between_layers_is_timed_with_the_ends():
     timings = timed(model, shapes, devices)
     profile = model_profile(model, shapes, timings, devices, key="k")
     assert profile.edges == (Edge("a", "b", "deep", tap="mid", leaves=3, enters=3),)
-    assert profile.ends_param_bytes == {"a": 4 * (16 * 8 + 2 * 64), "b": 4 * (16 * 8 + 64)}
-    assert profile.layer_param_bytes == {"a": 512, "b": 512}
+    assert {m: profile.ends_elements(m) for m in "ab"} == {"a": 16 * 8 + 2 * 64, "b": 16 * 8 + 64}
+    assert {m: profile.n_elements(m) for m in "ab"} == {"a": 256 + 4 * 128, "b": 192 + 4 * 128}
     for name, n_inputs in (("a", 0), ("b", 1)):
         for depth in (1, 3):
             segment = shallow_segment(model, name, depth, devices, MeshShape())
@@ -192,7 +192,10 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
     """A clock played by hand: a layer of 2 s and 3 s, 1e-2 s and 3e-2 s a pair, ends of 7 s."""
     calls = []
 
-    def fake(segment, shape, below, pieces):
+    def fakes(segments, shape, below, pieces):
+        return [fake(segment, shape, pieces) for segment in segments]
+
+    def fake(segment, shape, pieces):
         runs = []
         for n in pieces:
             pairs = content_of_rows(segment.module, shape, n)["pair"]
@@ -202,8 +205,7 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
         n = segment.plan.n_layers
         return TimedPrograms(tuple(runs), 10.0 * n + 5, 8.0 * n + 1, 64.0, segment.name == "a")
 
-    monkeypatch.setattr(measure, "compiled_programs", lambda segments, shape: segments)
-    monkeypatch.setattr(measure, "timed_programs", fake)
+    monkeypatch.setattr(measure, "timed_programs", fakes)
     monkeypatch.setattr(measure, "seconds_of", lambda runs, most_runs: runs)
     shapes = {m: [Shape(2, 48)] for m in "ab"}
     for t in timed(two(pair_flops=4.0), shapes, jax.devices()[:1]):

@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.efficiency import Efficiency
-from dflop_jax.profile.parts import live_bytes, program_bytes
+from dflop_jax.profile.parts import Part, live_bytes, program_bytes
 from dflop_jax.profile.recompute import POLICIES, Predictor
 from dflop_jax.records import LayerTiming, Recompute, Shape
 from models.decoder import DecoderModule
@@ -16,20 +15,24 @@ from models.sizes import DECODERS
 
 DEEP = DecoderModule(dataclasses.replace(DECODERS["nano"], n_layers=12, tied=False), jnp.float32)
 ROWS = Shape(2, 128)
+WHOLE = Part(DEEP, "layers", ROWS)
 
 
 def test_the_ends_of_a_loss_keep_nothing():
-    layer, ends, _ = program_bytes(DEEP, ROWS, 1, 2, loss=True)
+    layer, ends, _ = program_bytes(WHOLE, 2, loss=True)
     assert layer > DEEP.size.width * ROWS.size * 4
-    assert ends == 0.0 < program_bytes(DEEP, ROWS, 1, 2)[1]
-    assert program_bytes(DEEP, ROWS, 1, 2, "layers")[0] == DEEP.size.width * ROWS.size * 4
+    assert ends == 0.0 < program_bytes(WHOLE, 2)[1]
+    assert (
+        program_bytes(dataclasses.replace(WHOLE, remat="layers"), 2)[0]
+        == DEEP.size.width * ROWS.size * 4
+    )
 
 
 def test_live_bytes_are_those_of_the_largest_part():
     inner, again = (
-        live_bytes(DEEP, "layers", ROWS, 1, 2, remat=remat) for remat in ("none", "layers")
+        live_bytes(dataclasses.replace(WHOLE, remat=remat), 2) for remat in ("none", "layers")
     )
-    assert inner <= program_bytes(DEEP, ROWS, 1, 2)[2]
+    assert inner <= program_bytes(WHOLE, 2)[2]
     assert inner <= again
 
 
@@ -38,7 +41,7 @@ def test_policies_keep_their_share_of_what_compiled_programs_keep(factor):
     """Beside the input of a layer, which all keep; where temporaries tell, no less than traced."""
     tower = build("nano").modules["vision"]
     for module, shape in ((tower, Shape(2, tower.size.tokens_in_tower)), (DEEP, ROWS)):
-        predictor = Predictor(module, (), 1, find_hardware("h100"), Efficiency(), 4)
+        predictor = Predictor(module, (), 1, find_hardware("h100"), 4)
         traced = {r: c.layer_bytes for r, c in predictor.at([shape])[shape].items()}
         least, most = traced["layers"], traced["none"]
         compiled = Recompute(layer_bytes=least + factor * (most - least))

@@ -15,11 +15,17 @@ from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.pipeline.segment import Segment
 from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.profile.measure import assembled
-from dflop_jax.profile.optimizer_state import with_optimizer
-from dflop_jax.profile.state import SegmentState, shard_share
+from dflop_jax.profile.optimizer_state import parameter_dims
+from dflop_jax.profile.state import (
+    SegmentState,
+    optimizer_bytes,
+    trained_bytes,
+    working_bytes,
+)
 from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
+from tests.plans import halved, profile_of
 
 MODEL = build("nano")
 SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 128)]}
@@ -55,7 +61,7 @@ def test_what_is_held_is_what_shardings_say(module, data, zero):
     plan = SegmentPlan(module, module, 0, n_layers, "m", True, True, "none", zero)
     params, grads = held(module, mesh, zero)
     state = SegmentState(plan, mesh, PROFILE)
-    size, shard = SegmentState(plan, MeshShape(), PROFILE).shard_bytes(), state.shard_bytes()
+    size, shard = state.n_bytes(working_bytes), state.n_bytes(working_bytes, data)
     assert state.held_bytes(trained=True) == pytest.approx(params + grads + 2 * shard)
     assert params == pytest.approx(shard if zero == 3 else size)
     assert grads == pytest.approx(shard if zero >= 2 else size)
@@ -91,11 +97,15 @@ def test_ranks_of_a_block(devices, model, wanted):
 
 def test_a_ranks_share_by_hand():
     many = (ParamDims((6, 10), split=1), ParamDims((7,)), ParamDims((4, 4), split=0))
-    got = shard_share(many, np.array([1, 2, 3, 4, 100]))
-    np.testing.assert_allclose(got, np.array([83, 30 + 4 + 8, 20 + 3 + 6, 15 + 2 + 4, 3]) / 83)
+    dims = {"layer_dims": {"m": many}, "ends_dims": {"m": ()}}
+    profile = profile_of([TIMINGS[0]], {"m": 1}, **dims)
+    plan = SegmentPlan("m", "m", 0, 1, "m", True, True)
+    ranks = np.array([1, 2, 3, 4, 100])
+    got = SegmentState(plan, MeshShape(), profile).n_bytes(working_bytes, ranks)
+    assert (got / 4).tolist() == [83, 30 + 4 + 8, 20 + 3 + 6, 15 + 2 + 4, 3]
     # Two tensor ranks have 30, 7 and 8 elements.
-    np.testing.assert_allclose(shard_share(many, 4, model=2), (8 + 2 + 2) / 45)
-    assert shard_share((), 5) == 0.2
+    split = SegmentState(plan, MeshShape(model=2), profile)
+    assert split.n_bytes(working_bytes, 4, exact=True) / 4 == 8 + 2 + 2
 
 
 def test_only_gathered_parameters_are_whole_at_the_end():
@@ -104,7 +114,7 @@ def test_only_gathered_parameters_are_whole_at_the_end():
         {n: SegmentState(of, MeshShape(data=n), PROFILE) for n in (1, 4)}
         for of in (plan, dataclasses.replace(plan, zero=3))
     )
-    own, size = one[4].shard_bytes(), one[1].shard_bytes()
+    own, size = (one[4].n_bytes(trained_bytes, n) for n in (4, 1))
     assert three[4].end_bytes() == pytest.approx(1.85 * own)
     assert one[4].end_bytes() == pytest.approx(3.2 * own + size)
     assert one[1].end_bytes() == three[1].end_bytes() == size
@@ -121,14 +131,8 @@ def test_what_is_whole_while_a_task_runs(zero, data, half):
     )
     working, mesh = 0.5 if half else 1.0, MeshShape(data=data)
     state = SegmentState(plan, mesh, PROFILE)
-    layer, ends = state.working_layer_bytes, state.ends_bytes
-    dims = (
-        {k: tuple(dataclasses.replace(d, working_bytes=int(4 * working)) for d in every)
-         for k, every in of_all.items()}
-        for of_all in (PROFILE.layer_dims, PROFILE.ends_dims)
-    )  # fmt: skip
-    loose = dataclasses.replace(PROFILE, tied=(), halved=("llm",) if half else ())
-    loose = dataclasses.replace(loose, **dict(zip(("layer_dims", "ends_dims"), dims)))
+    layer, ends = state.layer_bytes(trained_bytes), state.ends_bytes(trained_bytes)
+    loose = dataclasses.replace(halved(PROFILE) if half else PROFILE, tied=())
     moved = (data > 1) * (zero > 1)
     whole = layer * (zero == 3) * working + layer + ends
     state = SegmentState(plan, mesh, loose)
@@ -149,7 +153,7 @@ def test_optimizer_state_is_what_shardings_say(name, dtype):
     """But for counts, to the byte: of degrees that divide dims or none, and of tensor ranks."""
     ema = 0.9 if name == "lion" else 0.0
     tx = make_optimizer(TrainConfig(optimizer=name, moments_dtype=dtype, ema=ema))
-    profile = with_optimizer(PROFILE, MODEL, tx)
+    profile = dataclasses.replace(PROFILE, **parameter_dims(MODEL, tx))
     for module, data, model in itertools.product(MODEL.modules, (1, 2, 3), (1, 2)):
         mesh, spec = MeshShape(data=data, model=model), MODEL.modules[module]
         plan = SegmentPlan(module, module, 0, spec.n_layers, "m", True, True)
@@ -159,7 +163,10 @@ def test_optimizer_state_is_what_shardings_say(name, dtype):
         held = sum(
             s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape)) for s in structs if s.ndim
         )
-        assert float(SegmentState(plan, mesh, profile).optimizer_bytes) == held
+        assert (
+            float(SegmentState(plan, mesh, profile).n_bytes(optimizer_bytes, data, exact=True))
+            == held
+        )
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -175,7 +182,8 @@ def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
         model, SHAPES, TIMINGS, key="k", device="d", concurrency=8.0, task_overhead_s=0.0,
         priced_by="",
     )  # fmt: skip
-    profile, mesh = with_optimizer(plain, model, tx, frozen), MeshShape(data=data)
+    profile = dataclasses.replace(plain, **parameter_dims(model, tx, frozen))
+    mesh = MeshShape(data=data)
     for name, module in model.modules.items():
         plan = SegmentPlan(
             name, name, 0, module.n_layers, "m", True, True, "none", zero, shard_devices=0
@@ -193,11 +201,13 @@ def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
         assert state.held_bytes(trained=True) == on_a_device(trees)
         split = MeshShape(data=data, model=2)
         segment = dataclasses.replace(segment, mesh=device_mesh(split, jax.devices()))
-        working = SegmentState(plan, split, profile).working_bytes
+        ranks = data if zero == 3 else 1
+        state_of_half = SegmentState(plan, split, profile)
+        working = state_of_half.n_bytes(working_bytes, ranks, exact=True)
         assert working == on_a_device(program_structs(segment))
         adapters = [tree for p, tree in param_structs(segment).items() if p in trains]
         n_elements = sum(prod(a.shape) for a in jax.tree.leaves(adapters))
-        assert state.trained_bytes == pytest.approx(4 * n_elements)
+        assert state.n_bytes(trained_bytes) == pytest.approx(4 * n_elements)
         assert float(state.end_bytes()) < 0.3 * float(of_all.end_bytes())
         whole, of_all_whole = (
             float(s.whole_bytes(trained=True, ends_in_loss=False)) for s in (state, of_all)

@@ -48,7 +48,7 @@ def omni_profile():
     made = nano_profile()
     model = made.model
     audio = tuple(replace(t, module="audio") for t in model.timings if t.module == "vision")
-    sizes = ("layer_param_bytes", "ends_param_bytes", "n_layers", "entry_share", "piece_tokens")
+    sizes = ("layer_dims", "ends_dims", "n_layers", "entry_share", "piece_tokens")
     more = {f: {"audio": getattr(model, f)["vision"], **getattr(model, f)} for f in sizes}
     timings = model.timings + audio
     return replace(made, model=replace(model, timings=timings, edges=OMNI_EDGES, **more))

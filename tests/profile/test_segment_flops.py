@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax.gpu_compile.needed import needed_flops, seen_pairs
 from dflop_jax.pipeline.layout import device_mesh
 from dflop_jax.pipeline.segment import EVALUATE, Segment
+from dflop_jax.profile.needed import seen_pairs, segment_flops
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, SegmentPlan, Shape
 from models.decoder import DecoderModule
-from models.lora import AdaptedModule, Lora
 from models.sizes import DecoderSize, VisionSize
 from models.vit import VisionModule
 
@@ -50,15 +49,15 @@ SHAPE = Shape(ROWS, TOKENS)
 
 @pytest.mark.parametrize("kind", [FORWARD, EVALUATE])
 def test_forward_needs_every_product_once(kind):
-    flops = needed_flops(segment(), SHAPE, kind, with_forward=False)
+    flops = segment_flops(segment(), SHAPE, kind, with_forward=False)
     assert flops == pytest.approx(DENSE + ATTENTION + HEAD_FLOPS, rel=1e-12)
 
 
 def test_backward_needs_two_for_each_and_its_own_forward_where_there_is_no_other():
     forward = DENSE + ATTENTION + HEAD_FLOPS
-    flops = needed_flops(segment(), SHAPE, BACKWARD, with_forward=False)
+    flops = segment_flops(segment(), SHAPE, BACKWARD, with_forward=False)
     assert flops == pytest.approx(2 * forward, rel=1e-12)
-    flops = needed_flops(segment(), SHAPE, BACKWARD, with_forward=True)
+    flops = segment_flops(segment(), SHAPE, BACKWARD, with_forward=True)
     assert flops == pytest.approx(3 * forward, rel=1e-12)
 
 
@@ -75,52 +74,26 @@ def test_backward_needs_two_for_each_and_its_own_forward_where_there_is_no_other
 def test_frozen_parts_need_no_gradient_of_their_own(trainable, brought, dense, attention, head):
     s = segment(trainable=frozenset(trainable), wants_gradient=frozenset(brought))
     wanted = dense * DENSE + attention * ATTENTION + head * HEAD_FLOPS
-    assert needed_flops(s, SHAPE, BACKWARD, with_forward=False) == pytest.approx(wanted)
+    assert segment_flops(s, SHAPE, BACKWARD, with_forward=False) == pytest.approx(wanted)
 
 
 def test_a_device_needs_its_share():
-    one = needed_flops(segment(), SHAPE, BACKWARD, with_forward=True)
+    one = segment_flops(segment(), SHAPE, BACKWARD, with_forward=True)
     s = segment(mesh=(2, 2, 2), microbatches=4)
     # Data ranks have rows of their own.
-    assert needed_flops(s, SHAPE, BACKWARD, with_forward=True) == one * 4 / (2 * 2)
+    assert segment_flops(s, SHAPE, BACKWARD, with_forward=True) == one * 4 / (2 * 2)
 
 
 def test_inner_segments_need_their_layers():
     plan = SegmentPlan("text.1", "text", 1, 3, "all", False, False)
     s = segment(plan=plan, wants_gradient=frozenset(("hidden",)), trainable=frozenset(("layers",)))
-    flops = needed_flops(s, SHAPE, BACKWARD, with_forward=False)
+    flops = segment_flops(s, SHAPE, BACKWARD, with_forward=False)
     assert flops == pytest.approx((DENSE + ATTENTION) * 2 * 2 / LAYERS)
 
 
-def test_adapters_need_their_own_products_and_the_way_back():
-    rank = 4
-    low = LAYERS * 2 * N * rank * (
-        (WIDTH + HEADS * HEAD) * 2 + (WIDTH + KV_HEADS * HEAD) * 2 + (WIDTH + MLP) * 3
-    )  # fmt: skip
-    module = AdaptedModule(DECODER, Lora(rank, 8.0))
-    s = segment(module, trainable=frozenset(("adapter",)), wants_gradient=frozenset())
-    flops = needed_flops(s, SHAPE, FORWARD, with_forward=False)
-    assert flops == pytest.approx(DENSE + ATTENTION + HEAD_FLOPS + low)
-    flops = needed_flops(s, SHAPE, BACKWARD, with_forward=False)
-    # Before the first layer nothing trains, so nothing is passed on through its q, k and v.
-    first = 2 * N * WIDTH * (HEADS * HEAD + 2 * KV_HEADS * HEAD + 3 * rank)
-    assert flops == pytest.approx(DENSE + 2 * ATTENTION + HEAD_FLOPS + 2 * low - first)
-
-
-def test_an_encoder_sees_all_pairs():
-    size = VisionSize(32, 8, 48, 3, 4, 96)
-    module = VisionModule(size, 64, jnp.dtype("float32"))
-    plan = SegmentPlan("pictures", "pictures", 0, 3, "all", True, True)
-    s = segment(module, plan=plan, edges=(), wants_gradient=frozenset())
-    tiles, patches = 5, 16
-    layers = 3 * (2 * tiles * patches * (4 * 48 * 48 + 2 * 48 * 96) + 4 * tiles * patches**2 * 48)
-    ends = 2 * tiles * patches * (3 * 64 * 48 + 48 * 64 + 64 * 64)
-    flops = needed_flops(s, Shape(tiles, patches), FORWARD, with_forward=False)
-    assert flops == pytest.approx(layers + ends)
-    assert seen_pairs(module, patches) == 1.0
-
-
-def test_the_share_of_pairs_that_causal_attention_sees():
+def test_the_share_of_pairs_that_attention_sees():
+    encoder = VisionModule(VisionSize(32, 8, 48, 3, 4, 96), 64, jnp.dtype("float32"))
+    assert seen_pairs(encoder, 16) == 1.0
     assert seen_pairs(DECODER, 1) == 1.0
     assert seen_pairs(DECODER, 3) == pytest.approx(6 / 9)
     assert seen_pairs(DECODER, 1000) == pytest.approx(0.5, rel=2e-3)

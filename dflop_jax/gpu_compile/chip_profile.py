@@ -120,7 +120,9 @@ def profile_at(
     hidden = {(k, p.shape): results[p].hidden_bytes for k in compiling for p in k.probes}
     by_key = {(t.module, t.kind, t.model, t.shape): t for t in traced.timings}
     timings = [
-        ladder.timing(by_key[*ladder.key, shape], costs, hidden[ladder, shape])
+        ladder.timing(
+            by_key[ladder.module, ladder.kind, ladder.ways, shape], costs, hidden[ladder, shape]
+        )
         for ladder in compiling
         for shape in ladder.shapes
     ]
@@ -137,21 +139,18 @@ def profile_at(
 def _that_compile(
     ladders: Sequence[Ladder], results: Mapping[Probe, Found], hardware: Hardware
 ) -> list[Ladder]:
-    """Those whose programs all compile; ValueError where a module has none."""
-    errors = {
-        ladder: next((results[p].error for p in ladder.probes if results[p].error), "")
-        for ladder in ladders
-    }
-    compiling = [ladder for ladder, error in errors.items() if not error]
-    for ladder, error in errors.items():
-        if not any(k.key[:2] == ladder.key[:2] for k in compiling):
+    """Those of degrees at which layers of all kinds of their module compile; ValueError where a
+    module has none."""
+    found = {(k.module, k.ways): results[p].error for k in ladders for p in k.probes
+             if results[p].error}  # fmt: skip
+    compiling = [k for k in ladders if (k.module, k.ways) not in found]
+    for (module, _), error in found.items():
+        if not any(k.module == module for k in compiling):
             raise ValueError(
-                f"{ladder.module} cannot be compiled for {hardware.name}: {error}; choose other "
+                f"{module} cannot be compiled for {hardware.name}: {error}; choose other "
                 "plan.hardware, or a smaller data.max_tokens"
             )
-    # A degree is of use where all kinds of a module's layers compile.
-    failed = {(k.module, k.ways) for k, error in errors.items() if error}
-    return [k for k in compiling if (k.module, k.ways) not in failed]
+    return compiling
 
 
 _Cost = np.ndarray  # seconds of forward and backward, bytes of residuals and of backward's work
@@ -182,10 +181,6 @@ class Ladder:
     remats: tuple[Remat, ...]
     has_loss: bool
     kind: str
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.module, self.kind, self.ways
 
     @property
     def probes(self) -> list[Probe]:

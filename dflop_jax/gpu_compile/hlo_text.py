@@ -202,7 +202,7 @@ def pair_arrays(text: str, tokens: int) -> tuple[str, ...]:
     Raises:
       ValueError: the text is not that of an HLO module.
     """
-    arrays = {a for i, _ in parse_hlo(text).walk() for a in i.arrays}
+    arrays = dict.fromkeys(a for i, _ in parse_hlo(text).walk() for a in i.arrays)
     found = [a for a in arrays if sum(n and n % tokens == 0 for n in a.shape) > 1]
     found.sort(key=lambda a: (-a.size, a.dtype))
     return tuple(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in found)

@@ -207,7 +207,8 @@ def compiled(
         took = time.perf_counter() - started
     except Exception as e:  # of whatever kind: that it does not compile is the answer
         return replace(head, error=one_line(e))
-    optimized, of_task, seen = executable.as_text() or "", dict[str, Any](), 1.0
+    optimized, of_task = executable.as_text() or "", dict[str, Any]()
+    needed, seen = 0.0, 1.0
     if head.kind in (FORWARD, BACKWARD, EVALUATE):
         lowering, shape = lowering_of(programs, key), next(k for k in key if isinstance(k, Shape))
         if head.kind == FORWARD:
@@ -227,6 +228,7 @@ def compiled(
         "aliased_bytes": float(stats.alias_size_in_bytes),
         "temp_bytes": float(stats.temp_size_in_bytes),
         "flops": cost.flops,
+        "executed_over_needed": cost.flops / needed if needed else None,
         "float32_dot_flops": cost.float32_flops,
         "collectives": dict(sorted(cost.collectives.items())),
         "unknown": (*loops, *sorted(cost.unknown_kernels)),

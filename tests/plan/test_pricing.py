@@ -29,7 +29,7 @@ from dflop_jax.records import (
 from tests.plans import group_s, halved, profile_of
 
 HARDWARE = dataclasses.replace(find_hardware("a100-80"), devices_per_node=4)
-PARAMS = {"a": 25_000, "b": 45_000}  # of all layers and both ends
+PARAMS = {"a": 24_000, "b": 43_200}  # of all layers and both ends
 LAYERS = {"a": 2, "b": 4}
 
 
@@ -51,7 +51,7 @@ def profile(tied=(), pair_s=0.0):
         for t in timings
     ]
     return profile_of(
-        timings, LAYERS, layer_bytes=10_000, ends_bytes=5_000, share=0.3, concurrency=8.0,
+        timings, LAYERS, layer_bytes=9_600, ends_bytes=4_800, share=0.3, concurrency=8.0,
         task_overhead_s=1e-4, edges=(Edge("a", "b", "f"),), tied=tuple(tied),
         piece_tokens={"a": 16},
     )  # fmt: skip
@@ -186,7 +186,7 @@ def test_what_data_ranks_share_is_brought_by_the_programs(half):
         return plan_prices(base.with_layout(segments=segments).layout, model)
 
     by_degree = {zero: prices(zero) for zero in (1, 2, 3)}
-    share, layer, ends = 0.5 if half else 1.0, 10_000, 5_000
+    share, layer, ends = 0.5 if half else 1.0, 9_600, 4_800
     update = 7 * PARAMS["a"] / ranks / HARDWARE.memory_bandwidth
     gathered = all_gather_s(PARAMS["a"] * share, ranks, HARDWARE)
     for zero, reduces, gathers in ((1, True, True), (2, False, True), (3, False, False)):
@@ -255,8 +255,8 @@ def test_blocks_gather_inside_and_add_up_between():
 def test_tied_ends_apart_hold_their_parameters_twice_and_send_them():
     loose = plan_prices(plan(segments=2).layout, linked()).step_end
     tied = plan_prices(plan(segments=2, tied=["b"]).layout, linked(["b"])).step_end
-    update = 7 * 2_500 / HARDWARE.memory_bandwidth  # the other half of the ends, on one rank
-    send = send_s(5_000, HARDWARE)
+    update = 7 * 2_400 / HARDWARE.memory_bandwidth  # the other half of the ends, on one rank
+    send = send_s(4_800, HARDWARE)
     for name, direction, more in (
         ("b0", REDUCE, 0.0),
         ("b1", REDUCE, send),

@@ -109,7 +109,7 @@ def schedule_batch(
         status = "optimal"
     return replace(
         schedule,
-        lower_bound_s=min(bound_s, makespan_s),
+        lower_bound_s=float(min(bound_s, makespan_s)),
         integer_bound_s=min(solution.bound_s, makespan_s),
         status=status,
         made_by=solution.made_by,

@@ -149,14 +149,6 @@ class RMSNorm(nn.Module):
         return (y * _over_last(scale, y)).astype(x.dtype)
 
 
-def standardised(x: Array, eps: float) -> Array:
-    """Mean 0 and variance 1 along the last dim, float32."""
-    x32 = x.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + eps)
-
-
 class LayerNorm(nn.Module):
     """x with mean 0 and variance 1 along the last dim, in float32, times a scale plus a bias."""
 
@@ -168,6 +160,9 @@ class LayerNorm(nn.Module):
         zeros = named(nn.initializers.zeros, "embed")
         scale = self.param("scale", ones, (x.shape[-1],), jnp.float32)
         bias = self.param("bias", zeros, (x.shape[-1],), jnp.float32)
-        y = standardised(x, self.eps)
+        x32 = x.astype(jnp.float32)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        y = centred * jax.lax.rsqrt(variance + self.eps)
         scale, bias = scale.astype(y.dtype), bias.astype(y.dtype)
         return (y * _over_last(scale, y) + _over_last(bias, y)).astype(x.dtype)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models.attention import Attend, attention, masked_attention
-from models.layers import LayerNorm, Linear, RMSNorm, named, normal, standardised
+from models.layers import LayerNorm, Linear, RMSNorm, named, normal
 from models.wan_sizes import WanSize
 
 Array = jax.Array
@@ -68,6 +68,13 @@ def of_piece(x_BTW: Array, segment_ids: Array, first: int, n: int) -> Array:
     values = values.reshape(B, max_pieces, n, W).astype(jnp.float32)
     share = own_BTS.astype(jnp.float32)
     return jnp.einsum("BTS,BSnW->BTnW", share, values, precision=jax.lax.Precision.HIGHEST)
+
+
+def normed(x: Array, eps: float) -> Array:
+    """Mean 0 and variance 1 along the last dim, float32."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + eps)
 
 
 def read_text(
@@ -135,7 +142,7 @@ class WanBlock(nn.Module):
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = jnp.moveaxis(by_time, 2, 0)
         is_clip = role == CLIP
 
-        h = (standardised(x, s.norm_eps) * (1.0 + scale) + shift).astype(dtype)
+        h = (normed(x, s.norm_eps) * (1.0 + scale) + shift).astype(dtype)
         angles = clip_angles(positions, s)
         q, k, v = self._heads("self", h, h)
         apart = jnp.maximum(2 * segment_ids - (~is_clip).astype(segment_ids.dtype), 0)
@@ -146,7 +153,7 @@ class WanBlock(nn.Module):
         h = read_text(*self._heads("cross", h, x), role, segment_ids)
         y = y + self._out("cross", h).astype(jnp.float32)
 
-        h = (standardised(y, s.norm_eps) * (1.0 + mlp_scale) + mlp_shift).astype(dtype)
+        h = (normed(y, s.norm_eps) * (1.0 + mlp_scale) + mlp_shift).astype(dtype)
         wide, mlp, embed = (s.width,), (s.mlp,), ("embed",)
         h = jax.nn.gelu(Linear(wide, mlp, embed, ("mlp",), dtype, True, name="up")(h))
         std = (2 * s.n_layers) ** -0.5 * s.mlp**-0.5
@@ -191,7 +198,7 @@ class WanHead(nn.Module):
         table = self.param("modulation", init, (2, s.width), jnp.float32)
         by_time = of_piece(x, segment_ids, SHIFTS, 1) + table.astype(jnp.float32)[None, None]
         shift, scale = jnp.moveaxis(by_time, 2, 0)
-        h = (standardised(x, s.norm_eps) * (1.0 + scale) + shift).astype(self.dtype)
+        h = (normed(x, s.norm_eps) * (1.0 + scale) + shift).astype(self.dtype)
         values = (s.patch_values,)
         out = Linear((s.width,), values, ("embed",), (None,), self.dtype, True, 0.02, name="out")
         return out(h).astype(jnp.float32)

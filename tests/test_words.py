@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[1] / "dflop_jax"
 ROOMS = ("pipeline", "schedule", "plan", "sim", "profile", "records", "data", "train")
 MEDIA = ROOT / "data" / "media"
 # Files that say a word for a reason of their own: the drawn scenes are pictures, as many tiles
-# large as the configuration allows.
-SAID = {"data/datasets/scenes.py": {"tiles"}}
+# large as the configuration allows; a published tokenizer names its special token.
+SAID = {"data/datasets/scenes.py": {"tiles"}, "data/text/pieces.py": {"visual"}}
 WORDS = re.compile(r"(?<![a-z])(llms?|vision|visual|audio|tiles)(?![a-z])", re.IGNORECASE)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -69,7 +70,8 @@ def test_the_wait_before_a_restart_doubles_until_a_step_is_done(program):
         launch = f"l.launch({program('starts', '4,4,4,4,0', *more)!r}, 2, max_restarts=9)"
         script = (
             "from dflop_jax.cluster import supervisor as s, launch as l; "
-            f"s.FIRST_WAIT_S, s.MAX_WAIT_S = 0.1, 0.3; print({launch}.exit_code)"
+            f"s.FIRST_WAIT_S, s.MAX_WAIT_S, s.STOP_GRACE_S = 0.1, 0.3, 0.5; "
+            f"print({launch}.exit_code)"
         )
         done = run_code(script)
         assert done.stdout == "0\n"
@@ -77,11 +79,15 @@ def test_the_wait_before_a_restart_doubles_until_a_step_is_done(program):
 
 
 def test_a_signal_ends_the_wait_for_a_restart(program):
-    launch = launcher("-n", "2", "--max-restarts", "9", "--", *program("starts", "4,4,4,4,4,4"))
-    process = subprocess.Popen(launch, stderr=subprocess.PIPE, text=True)
+    launch = f"l.launch({program('starts', '4,4,0')!r}, 2, max_restarts=9)"
+    script = (
+        "from dflop_jax.cluster import supervisor as s, launch as l; import sys; "
+        f"s.FIRST_WAIT_S, s.STOP_GRACE_S = 60.0, 0.5; sys.exit({launch}.exit_code)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:
-        if " in 8 s" in line or " in 4 s" in line:
+        if " in 60 s" in line:
             break
     start_s = time.monotonic()
     process.send_signal(signal.SIGTERM)

@@ -9,6 +9,7 @@ are named beside the text, in "image" or "images" and so on, or in the parts of 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,9 +44,8 @@ TEXTS = ("conversations", "messages", QUESTION)
 @dataclass(frozen=True)
 class Record:
     """One conversation. `media` are (kind, where) in the order of their tags in the turns, `keys`
-    what is said of each beside (see `part_keys`);
-    `weights` those of the loss of every answer, () where all are 1. `fields` go to the chat
-    template; `unread` are keys of the record whose values are not read."""
+    what is said of each beside (see `part_keys`); `weights` those of the loss of every answer, ()
+    where all are 1. `fields` go to the chat template; `unread` are keys that are not read."""
 
     name: str
     turns: Turns
@@ -136,7 +136,7 @@ class Located:
     size_bytes: int
 
 
-class RecordReader:
+class RecordReader(ABC):
     """A dataset of records; `files` are all that its records stand in."""
 
     def __init__(self, files: tuple[Path, ...]) -> None:
@@ -144,17 +144,17 @@ class RecordReader:
         rest = f" and {len(files) - 1} more" if len(files) > 1 else ""
         self.name = f"{files[0]}{rest}"
 
+    @abstractmethod
     def locate(self) -> Iterator[Located]:
         """Yield every record, in order. ValueError: a file that cannot be read at all."""
-        raise NotImplementedError
 
     def place(self, file: int, number: int) -> str:
         """How messages call a record without reading it."""
         return f"{self.files[file].name}[{number}]"
 
+    @abstractmethod
     def read(self, located: Located) -> Record:
         """Return a usable record. ValueError: its name and the reason why it is not usable."""
-        raise NotImplementedError
 
 
 USUAL = RecordFormat()
@@ -273,8 +273,7 @@ def _turns(
         if len(raw) > MAX_TURNS:
             raise ValueError(f"more than {MAX_TURNS} turns in one record")
         if field == "messages":
-            names = tuple(kind.name for kind in kinds)
-            talk = turns_of_messages(raw, names)
+            talk = turns_of_messages(raw, tuple(kind.name for kind in kinds))
         else:
             talk = Talk(_conversation(raw))
     turns = talk.turns
@@ -290,9 +289,8 @@ def _turns(
     roles = [role for role, _ in turns]
     others = roles[roles[0] == "system" :]
     if not others or others[0] != "human":
-        raise ValueError(
-            f"the first turn is by {others[0] if others else 'system only'}, not human"
-        )
+        first = others[0] if others else "system only"
+        raise ValueError(f"the first turn is by {first}, not human")
     steps = pairwise(["", *others])
     if roles[-1] != "gpt" or any(last not in BEFORE.get(role, ()) for last, role in steps):
         raise ValueError("turns do not alternate human, gpt up to an answer")

@@ -6,6 +6,7 @@ The plain layout is an overview tile and a grid, every feature one token of the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ NEXT_FRAME = "\nFrame{}: "  # InternVL's text between a clip's frames
 Counts = tuple[np.ndarray, np.ndarray, np.ndarray]  # of pictures, see `VisionLayout.count`
 
 
-class VisionLayout:
+class VisionLayout(ABC):
     """How a model sees pictures and clips: `SimpleTiles`, `AnyRes`, `DynamicTiling`, `Square`, or
     one of a user's own; a frozen dataclass, derived from this for what a simple one need not say.
 
@@ -53,9 +54,9 @@ class VisionLayout:
     max_tiles: int
     joined: ClassVar[bool] = False
 
+    @abstractmethod
     def count(self, widths: np.ndarray, heights: np.ndarray, alone: np.ndarray) -> Counts:
         """(usable bool, tiles, LLM tokens), each [n], of n upright pictures."""
-        raise NotImplementedError
 
     def count_clips(self, frames: np.ndarray) -> np.ndarray:
         """LLM tokens of clips of int [n] frames, one tile each."""
@@ -67,12 +68,12 @@ class VisionLayout:
         do."""
         return None
 
+    @abstractmethod
     def cut(
         self, image: Image.Image, alone: bool, size: tuple[int, int] | None = None
     ) -> np.ndarray:
         """Tiles uint8 [n, tile_px, tile_px, 3] of an upright RGB picture; `size` is its true
         (width, height) where it was decoded at a smaller scale."""
-        raise NotImplementedError
 
     def place(self, width: int, height: int, alone: bool) -> TokenSources:
         """Where each LLM token of a picture comes from, over its tiles."""

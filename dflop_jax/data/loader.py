@@ -18,7 +18,7 @@ from dflop_jax.config import Config
 from dflop_jax.data.content import counter_of
 from dflop_jax.data.decoder import Decoded, Replacements, ThreadDecoder
 from dflop_jax.data.pool.processes import make_decoder
-from dflop_jax.data.sample import Sample, Source
+from dflop_jax.data.sample import Sample, Source, loads_of
 from dflop_jax.data.shuffle import shuffled
 from dflop_jax.records import Load
 
@@ -49,7 +49,7 @@ class RoomFilter:
     def held(self, indices: Sequence[int]) -> list[int]:
         """Return the samples, those without room replaced; ValueError if they are to be refused."""
         waiting = [i for i in dict.fromkeys(indices) if i not in self._known]
-        for k in self._beyond([self._source.load(i) for i in waiting]):
+        for k in self._beyond(loads_of(self._source, waiting)):
             self._known[waiting[k]] = self._instead(waiting[k])
         return [self._known.get(i, i) for i in indices]
 
@@ -112,7 +112,7 @@ class Loader:
 
     def loads(self, step: int) -> list[Load]:
         """Loads of the batch of a step; nothing is decoded."""
-        return [self.count(load) for load in map(self.source.load, self.indices(step))]
+        return [self.count(load) for load in loads_of(self.source, self.indices(step))]
 
     def batches(
         self,

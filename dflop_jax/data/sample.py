@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,7 +93,8 @@ class Source(Protocol):
     epoch k, with the load of sample i. A mixture has `part_of(index)`, which gives the name of the
     dataset that a sample is from. One with a `digest` of its records is told from others of as many
     samples where a run is resumed. One that knows all of its loads at once has `tail()`, which
-    gives samples of which, for every sample, one asks for no less of any module.
+    gives samples of which, for every sample, one asks for no less of any module. One that finds
+    many loads for less work than one by one has `loads(indices)`.
     """
 
     @property
@@ -112,3 +113,9 @@ class Source(Protocol):
     def label(self, index: int) -> str:
         """How logs and errors call the sample."""
         ...
+
+
+def loads_of(source: Source, indices: Sequence[int]) -> list[Load]:
+    """Return the loads of some samples."""
+    together: Callable[[Sequence[int]], list[Load]] | None = getattr(source, "loads", None)
+    return [source.load(i) for i in indices] if together is None else together(indices)

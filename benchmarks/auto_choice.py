@@ -32,7 +32,7 @@ from dflop_jax.config import Policy
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.records import Load, ModelProfile
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.simulate.steps import simulate_step
 from experiments.paper import data, policies
 from experiments.paper.answers import Answer, answer, on_all_cores
 from experiments.paper.cases import Case

@@ -39,12 +39,7 @@ from dflop_jax.records import Bucket, Load, PiecePlaces, Shape, crossing, traffi
 from dflop_jax.schedule import WORK_PER_S, Capacity
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.dispatch.nodes import Devices, best_names, staying
-from dflop_jax.schedule.placing import (
-    GroupContents,
-    balance_content,
-    content_bound,
-    place,
-)
+from dflop_jax.schedule.row_balance import GroupContents, balance_content, content_bound, place
 from dflop_jax.schedule.solver.problem import Budget
 
 COSTS = ("rows", "content")

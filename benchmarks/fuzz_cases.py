@@ -223,7 +223,7 @@ class Bench:
 
     def config(self, folder: Path, rng: random.Random) -> dict[str, object]:
         from dflop_jax import Config
-        from dflop_jax.record_files import save
+        from dflop_jax.records.files import save
 
         save(Config(), folder / "config.json")
         data = (folder / "config.json").read_bytes()

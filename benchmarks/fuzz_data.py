@@ -58,7 +58,7 @@ def attempt(folder: Path, what: dict[str, object], rng: random.Random) -> str:
     from dflop_jax import Config
     from dflop_jax.data import BadSample, MediaSpec, make_source
     from dflop_jax.data.decoder import decode
-    from dflop_jax.record_files import load
+    from dflop_jax.records.files import load
 
     if "config" in what:
         load(Config, str(what["config"]))

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflop_jax.aot.chips import CHIPS
+from dflop_jax.aot.hlo_kernels import hlo_kernels
 from dflop_jax.contract import chip_of
-from dflop_jax.gpu_compile.chips import CHIPS
-from dflop_jax.gpu_compile.hlo_kernels import hlo_kernels
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.efficiency import Efficiency, program_s
 from dflop_jax.records import Hardware
@@ -252,7 +252,7 @@ class Case:
       flops, n_bytes: that it needs.
       again: (arguments, outputs) -> arguments of the next call, where some are donated.
       check: outputs -> more facts.
-      seen_pairs: see `dflop_jax.gpu_compile.hlo_cost.hlo_cost`.
+      seen_pairs: see `dflop_jax.aot.hlo_cost.hlo_cost`.
     """
 
     facts: Line

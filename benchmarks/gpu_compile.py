@@ -16,7 +16,7 @@ has segments in place of stages. Of equal programs of a model and a chip the fir
 
 `predicted_bytes` are what the planner expects: of a backward what it takes beside its arguments, of
 a forward what it hands over; and of every case the peak of each block of devices. Predictions come
-from a few layers at other shapes (`dflop_jax.gpu_compile.chip_profile`, kept in runs/cache).
+from a few layers at other shapes (`dflop_jax.aot.chip_profile`, kept in runs/cache).
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from json_rows import add_json, write_json
 from rich.console import Console
 from rich.table import Table
 
+from dflop_jax.aot.chip_profile import profile_at
+from dflop_jax.aot.compiling import CompileJob, Compiler, compile_plan
+from dflop_jax.aot.reports import CompileReport, ProgramReport
 from dflop_jax.config import Config, ModelConfig, PlanConfig
 from dflop_jax.contract import MultimodalModel, edges_of
-from dflop_jax.gpu_compile.chip_profile import profile_at
-from dflop_jax.gpu_compile.compiling import CompileJob, Compiler, compile_plan
-from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
 from dflop_jax.hardware import find_hardware
+from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
@@ -56,8 +57,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Zero,
 )
-from dflop_jax.sim.memory import peak_bytes
-from dflop_jax.tasks.graph import in_flight_limit
+from dflop_jax.simulate.task_graph import in_flight_limit
 from dflop_jax.train.prepare import build_model
 
 # Whose programs are compiled for the prediction, the small shape and the large one.

@@ -16,14 +16,6 @@ from gpu_cases import BF16, Bench, Case, Deadline, Line, Tree, draw, predicted
 from jax.sharding import Mesh
 
 from dflop_jax.contract import chip_of, edges_of, on_chip
-from dflop_jax.pipeline.compiling import jobs
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.fresh import zero_gradients
-from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.programs import make_programs
-from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.stand_in import packed_field, stand_in_groups
 from dflop_jax.profile.needed import seen_pairs, segment_flops
 from dflop_jax.records import (
     BACKWARD,
@@ -39,6 +31,14 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
+from dflop_jax.runtime.compiling import jobs
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.initial_state import zero_gradients
+from dflop_jax.runtime.layout import device_mesh
+from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.programs import make_programs
+from dflop_jax.runtime.segment import Segment
+from dflop_jax.runtime.synthetic_batch import packed_field, stand_in_groups
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import DecoderSize, VisionSize

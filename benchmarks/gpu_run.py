@@ -48,10 +48,10 @@ from dflop_jax.config import (
     PlanConfig,
     TrainConfig,
 )
-from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile
+from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import PLAN, PROFILE, read_metrics, read_plan
-from dflop_jax.report.spent import read_spent
+from dflop_jax.report.wall_time import read_spent
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30

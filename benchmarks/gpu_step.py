@@ -57,7 +57,7 @@ from gpu_engine import (
 )
 from json_rows import add_json, write_json
 
-from dflop_jax.gpu_compile.chips import absent_devices, compiler_environment, find_chip
+from dflop_jax.aot.chips import absent_devices, compiler_environment, find_chip
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import Remat, Shape
 from models.sizes import DECODERS, VISION, DecoderSize, VisionSize

@@ -30,7 +30,7 @@ from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.cluster.ending import TRY_AGAIN, shell_code
+from dflop_jax.distributed.process_exit import TRY_AGAIN, shell_code
 from dflop_jax.report.run_folder import read_metrics
 
 # Slurm looks every 30 s, and signals where less than the named seconds and 30 more are left: with

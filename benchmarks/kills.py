@@ -32,7 +32,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dflop_jax.cluster.processes import PROCESS_ID_ENV
+from dflop_jax.distributed.processes import PROCESS_ID_ENV
 from dflop_jax.report.run_folder import METRICS, read_metrics
 
 LAUNCHER = "launcher"

@@ -20,12 +20,6 @@ from dflop_jax.contract import (
     stacked_parts,
 )
 from dflop_jax.data import PackedGroup, Sample, pack_groups
-from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import initial_structs
-from dflop_jax.pipeline.parts import init_part
-from dflop_jax.pipeline.programs import GroupArrays
-from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import (
     FORWARD,
     REDUCE,
@@ -37,6 +31,12 @@ from dflop_jax.records import (
     Schedule,
     Shape,
 )
+from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.module_parts import init_part
+from dflop_jax.runtime.parameter_layout import initial_structs
+from dflop_jax.runtime.programs import GroupArrays
+from dflop_jax.runtime.segment import Segment
 from dflop_jax.verify.round_trip import spread
 
 Tree = Any

@@ -43,7 +43,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import WORK_PER_S, ShapeProblem, schedule_batch
 from dflop_jax.schedule.counts.program import canonical, sizes_of
-from dflop_jax.sim.pipeline import with_order
+from dflop_jax.simulate.steps import with_order
 
 STEP_S = 1.0
 # Qwen2.5 7B: forward FLOPs of a token and of a pair of tokens of one piece (causal).

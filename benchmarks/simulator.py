@@ -158,9 +158,9 @@ def measure(set_up: SetUp, quick: bool, out: Path) -> None:
 
 def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Prices]:
     """Return the best plan of a kind and its prices, found as by a run."""
-    from dflop_jax.pipeline.layout import can_join
     from dflop_jax.plan.search import search_plan
     from dflop_jax.report.progress import Progress
+    from dflop_jax.runtime.layout import can_join
     from dflop_jax.train.timing import PlanTrials
 
     trials = PlanTrials(replace(place, config=run), profile, Progress(1, quiet=True))
@@ -203,8 +203,8 @@ def measure_plan(
     sizes: Any,
 ) -> list[dict[str, Any]]:
     """Rows of a plan's schedules, on process 0."""
-    from dflop_jax.pipeline.calibration import merged
     from dflop_jax.plan.pricing import plan_prices
+    from dflop_jax.runtime.calibration import merged
     from dflop_jax.schedule.online import schedule_batch
     from dflop_jax.train.timing import make_executor
 
@@ -258,7 +258,7 @@ def measure_plan(
 
 def predict(ex: Any, schedule: Schedule, by: dict[str, Prices]) -> dict[str, Trace]:
     """Traces of a schedule by every price list."""
-    from dflop_jax.sim.pipeline import simulate_step
+    from dflop_jax.simulate.steps import simulate_step
 
     return {
         source: simulate_step(ex.plan, schedule, prices, ex.trainable, awaited=ex.awaited)
@@ -304,7 +304,7 @@ def main() -> int:
     if args.worker:
         measure(SET_UPS[args.only], args.quick, args.worker)
         return 0
-    from dflop_jax.cluster.launch import launch
+    from dflop_jax.distributed.launch import launch
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -41,7 +41,7 @@ def undisturbed(steps: list[Step]) -> list[Step]:
 def calibrated(ex: Any, peers: Any) -> tuple[Any, float]:
     """(every process's calibration, the share of the cores that others took meanwhile) from the
     CALIBRATIONS fastest undisturbed of MOST_ROUNDS / 2 rounds."""
-    from dflop_jax.pipeline.calibration import Calibration
+    from dflop_jax.runtime.calibration import Calibration
 
     watch = Watch(peers)
     rounds: list[tuple[bool, float, float, Any]] = []
@@ -89,7 +89,7 @@ def run_batches(ex: Any, batches: Any, peers: Any) -> list[list[Step]]:
 
 def finish(handle: Any, peers: Any) -> tuple[float, Any]:
     """Wait for a step on every process; (its seconds, its trace), known on process 0 only."""
-    from dflop_jax.pipeline.step_result import LocalResult
+    from dflop_jax.runtime.step_result import LocalResult
 
     parts = peers.gather("step", msgspec.msgpack.encode(handle.local(peers.offset_s)))
     seconds, trace = 0.0, None

@@ -16,11 +16,11 @@ from json_rows import shortened
 
 from dflop_jax import CheckpointConfig, Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.config import Policy
-from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.search import search_plan
-from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile, ProgramId
+from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import PLAN, read_metrics
+from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import prepare, profiling, timing, trainer
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.timing import Timed

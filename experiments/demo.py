@@ -75,7 +75,7 @@ def train(two_processes: bool) -> None:
 
 def keep_auto(trainer: Trainer) -> None:
     """Keep the plan that `auto` makes of a trainer's profile."""
-    from dflop_jax.record_files import save
+    from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PLAN
     from dflop_jax.train.planning import make_plan
 
@@ -100,7 +100,7 @@ def choice(folders: list[Path]) -> str:
 def main() -> int:
     from rich.console import Console
 
-    from dflop_jax.cluster.launch import launch
+    from dflop_jax.distributed.launch import launch
     from dflop_jax.report.compare import compare
     from dflop_jax.report.reader import read_runs
 

@@ -114,7 +114,7 @@ def shared_data() -> Path:
 def compiled_once() -> Iterator[None]:
     """Runs of a file compile a layout once for its devices; model and optimizer are the same in all
     of them: as from the compilation cache, but traced once, too."""
-    from dflop_jax.pipeline.executor import Executor
+    from dflop_jax.runtime.executor import Executor
 
     compile_all, compiled = Executor.compile, {}
 

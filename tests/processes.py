@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dflop_jax.cluster.processes import LOOPBACK, free_port
+from dflop_jax.distributed.processes import LOOPBACK, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(tempfile.gettempdir()) / "dflop_jax_tests"  # of compiled programs, for all tests
@@ -73,7 +73,7 @@ def main() -> None:
     import importlib
 
     from dflop_jax import DistributedConfig
-    from dflop_jax.cluster.distributed import initialise, shutdown
+    from dflop_jax.distributed.distributed import initialise, shutdown
     from dflop_jax.train.compile_cache import use_cache
 
     module, n, i, port, devices, *args = sys.argv[1:]

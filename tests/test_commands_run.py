@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dflop_jax.aot import chip_profile
 from dflop_jax.cli import main
-from dflop_jax.gpu_compile import chip_profile
-from dflop_jax.train import profiling, ready
+from dflop_jax.train import choose_plan, profiling
 from tests.documents import ROOT, commands
 from tests.front.wrong_lines import careless_folder
 
@@ -40,7 +40,7 @@ def test_commands_come_as_far_as_measuring(tmp_path, monkeypatch, capsys):
     def measured(*args, **kwargs):
         raise _Measured
 
-    for where in (profiling, ready):
+    for where in (profiling, choose_plan):
         monkeypatch.setattr(where, "make_profile", measured)
     monkeypatch.setattr(chip_profile, "predicted_profile", measured)
     careless_folder(tmp_path)

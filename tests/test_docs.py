@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dflop_jax.cli.front_door import asked
+from dflop_jax.cli.derive_config import asked
 from dflop_jax.cli.main import _parser
-from dflop_jax.cluster import processes
-from dflop_jax.cluster.ending import BAD_INPUT
-from dflop_jax.cluster.processes import find_processes
 from dflop_jax.config import DistributedConfig
+from dflop_jax.distributed import processes
+from dflop_jax.distributed.process_exit import BAD_INPUT
+from dflop_jax.distributed.processes import find_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTERS = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
@@ -107,7 +107,7 @@ def test_the_slurm_script_starts_processes_that_meet(monkeypatch, tmp_path, inde
 
 
 def test_the_slurm_script_is_signalled_and_requeued():
-    """What it then does: tests/cluster/test_failures.py."""
+    """What it then does: tests/distributed/test_failures.py."""
     assert sbatch_options()["signal"].startswith("TERM@")  # to the steps; B: is for the script
     assert "requeue" in sbatch_options()
 

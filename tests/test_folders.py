@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflop_jax import folders
-from dflop_jax.cluster.ending import BAD_INPUT, TRY_AGAIN, exit_code_of
+from dflop_jax.distributed.process_exit import BAD_INPUT, TRY_AGAIN, exit_code_of
 from dflop_jax.folders import made, writing
 from dflop_jax.report.run_folder import RunFolder, answer_folder
 

@@ -2,7 +2,7 @@
 arguments stay short.
 
 Imports are read from the source by `ast`, nothing is executed. A stage is a file or folder directly
-under dflop_jax; `sim.memory`, which asks profiles, is one of its own.
+under dflop_jax.
 """
 
 from __future__ import annotations
@@ -18,41 +18,37 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 
-LEFT = {"records", "contract", "config", "config_fields", "children", "folders"}
+LEFT = {"records", "contract", "config", "config_fields", "child_processes", "folders"}
 DATA = LEFT | {"data", "hardware"}
 SCHEDULED = DATA | {"profile", "schedule"}
-PREDICTED = SCHEDULED | {"tasks"}
-RUNTIME = PREDICTED | {"pipeline", "sim", "sim.memory", "plan", "report", "weights"}
-RUNTIME |= {"record_files", "cluster", "checkpoint"}
-ENGINE = RUNTIME | {"train", "generate", "front"}
+PREDICTED = SCHEDULED | {"simulate"}
+RUNTIME = PREDICTED | {"runtime", "plan", "report", "weights", "distributed", "checkpoint"}
+ENGINE = RUNTIME | {"train", "generate", "preflight"}
 # Stage -> what it may import of dflop_jax, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
-    "record_files": {"records"},
-    "children": set(),
+    "child_processes": set(),
     "folders": set(),
     "contract": {"records"},
     "config": {"records", "config_fields"},
     "config_fields": set(),
     "data": LEFT,
     "hardware": LEFT,
-    "tasks": LEFT,
-    "pipeline": LEFT | {"tasks"},
-    "weights": LEFT | {"pipeline", "tasks"},
-    "profile": DATA | {"pipeline"},  # it times the pipeline's own programs
-    "schedule": DATA | {"tasks", "sim"},
-    "sim": LEFT | {"tasks"},
-    "sim.memory": PREDICTED | {"sim"},
-    "plan": PREDICTED | {"sim", "sim.memory"},
-    "report": LEFT | {"record_files"},
-    "cluster": LEFT | {"hardware"},  # how much of a device jax takes
-    "checkpoint": LEFT | {"pipeline", "cluster"},
+    "simulate": LEFT,
+    "runtime": LEFT | {"simulate"},
+    "weights": LEFT | {"runtime", "simulate"},
+    "profile": DATA | {"runtime"},  # it times the runtime's own programs
+    "schedule": DATA | {"simulate"},
+    "plan": PREDICTED,
+    "report": LEFT,
+    "distributed": LEFT | {"hardware"},  # how much of a device jax takes
+    "checkpoint": LEFT | {"runtime", "distributed"},
     "train": RUNTIME,
-    "front": RUNTIME | {"train"},
+    "preflight": RUNTIME | {"train"},
     "generate": ENGINE,
-    "gpu_compile": ENGINE,
+    "aot": ENGINE,
     "verify": ENGINE,
-    "cli": ENGINE | {"gpu_compile", "verify"},
+    "cli": ENGINE | {"aot", "verify"},
     "__main__": {"cli"},
     "__init__": ENGINE,  # the package root re-exports
 }
@@ -77,8 +73,8 @@ MANY_ARGUMENTS = {
 
 # Files that read private names of jax, and what no public name gives them.
 PRIVATE_JAX = {
-    "dflop_jax/cluster/messages.py",  # jax's client of its coordination service
-    "dflop_jax/cluster/processes.py",  # how jax reads Slurm's, Open MPI's and Kubernetes' variables
+    "dflop_jax/distributed/messages.py",  # jax's client of its coordination service
+    "dflop_jax/distributed/processes.py",  # jax's Slurm, Open MPI and Kubernetes variables
     "dflop_jax/train/compile_cache.py",  # compiled programs kept by every process
     "models/attention_cudnn.py",  # cuDNN attention over packed rows
 }
@@ -114,8 +110,6 @@ def imported(file: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 def stage(module: str) -> str:
     """Stage of a dotted dflop_jax name; the package itself is "__init__"."""
-    if f"{module}.".startswith("dflop_jax.sim.memory."):
-        return "sim.memory"
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -280,9 +274,17 @@ def write(root: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     "file, text, why",
     [
-        ("dflop_jax/sim/a.py", "from dflop_jax.pipeline.b import x", "sim imports pipeline"),
-        ("dflop_jax/sim/a.py", "from ..pipeline import b", "sim imports pipeline"),
-        ("dflop_jax/pipeline/b.py", "def f():\n  import dflop_jax.sim.a", "pipeline imports sim"),
+        (
+            "dflop_jax/simulate/a.py",
+            "from dflop_jax.runtime.b import x",
+            "simulate imports runtime",
+        ),
+        ("dflop_jax/simulate/a.py", "from ..runtime import b", "simulate imports runtime"),
+        (
+            "dflop_jax/runtime/b.py",
+            "def f():\n  import dflop_jax.train.a",
+            "runtime imports train",
+        ),
         ("dflop_jax/data/a.py", "from dflop_jax import balance", "data imports __init__"),
         ("dflop_jax/records.py", "import dflop_jax.config", "records imports config"),
         ("dflop_jax/new/a.py", "import dflop_jax.config", "unknown stage new"),
@@ -291,8 +293,8 @@ def write(root: Path, name: str, text: str) -> None:
     ],
 )
 def test_a_forbidden_arrow_is_found(tmp_path, file, text, why):
-    write(tmp_path, "dflop_jax/pipeline/b.py", "")
-    write(tmp_path, "dflop_jax/sim/c.py", "")
+    write(tmp_path, "dflop_jax/runtime/b.py", "")
+    write(tmp_path, "dflop_jax/simulate/c.py", "")
     write(tmp_path, file, text)
     found = forbidden_imports(tmp_path)
     assert len(found) == 1
@@ -303,15 +305,15 @@ def test_a_forbidden_arrow_is_found(tmp_path, file, text, why):
 @pytest.mark.parametrize(
     "file, text",
     [
-        ("dflop_jax/sim/a.py", "from dflop_jax.tasks.order import x"),
-        ("dflop_jax/pipeline/b.py", "from ..tasks.order import x\nimport jax"),
+        ("dflop_jax/simulate/a.py", "from dflop_jax.simulate.task_order import x"),
+        ("dflop_jax/runtime/b.py", "from ..simulate.task_order import x\nimport jax"),
         ("dflop_jax/train/a.py", "from dflop_jax import report"),
         ("dflop_jax/__init__.py", "from dflop_jax.train.a import Trainer"),
         ("experiments/demo.py", "import models.llava, dflop_jax"),
     ],
 )
 def test_a_right_arrow_is_not(tmp_path, file, text):
-    write(tmp_path, "dflop_jax/tasks/order.py", "")
+    write(tmp_path, "dflop_jax/simulate/task_order.py", "")
     write(tmp_path, "dflop_jax/report/a.py", "")
     write(tmp_path, file, text)
     assert forbidden_imports(tmp_path) == []

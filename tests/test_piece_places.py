@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from dflop_jax.record_files import load
 from dflop_jax.records import PiecePlaces, from_json, to_json
+from dflop_jax.records.files import load
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Started as processes of their own, by file or by name.
 STARTED = (
-    "dflop_jax.cluster.launch_keeper",
+    "dflop_jax.distributed.launch_keeper",
     "dflop_jax.data.pool.fork_server_main",
     "dflop_jax.data.build",
-    "dflop_jax.gpu_compile.worker",
+    "dflop_jax.aot.worker",
 )
 NAMED = re.compile(r"dflop_jax[\w.]*:\w+")  # MODULE:FUNCTION, as configurations and models have it
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dflop_jax import records
-from dflop_jax.record_files import VERSION, load, save
 from dflop_jax.records import (
     AXES,
     NO_GROUP,
@@ -46,6 +45,7 @@ from dflop_jax.records import (
     numbered,
     piece_tokens,
 )
+from dflop_jax.records.files import VERSION, load, save
 from tests.rows import group_of_rows
 
 SHAPE = Shape(4, 16)

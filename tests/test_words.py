@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "dflop_jax"
-ROOMS = ("pipeline", "schedule", "plan", "sim", "profile", "records", "data", "train")
+ROOMS = ("runtime", "schedule", "plan", "simulate", "profile", "records", "data", "train")
 MEDIA = ROOT / "data" / "media"
 # Files that say a word for a reason of their own: the drawn scenes are pictures, as many tiles
 # large as the configuration allows; a published tokenizer names its special token.

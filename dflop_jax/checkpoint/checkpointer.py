@@ -33,10 +33,10 @@ from dflop_jax.checkpoint.store import (
     CorruptCheckpoint,
     WrittenPart,
 )
-from dflop_jax.cluster.ending import RunFailed
-from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import initial_structs
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.distributed.process_exit import RunFailed
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.parameter_layout import initial_structs
 
 log = logging.getLogger(__name__)
 Waiting = Callable[[], AbstractContextManager[None]]

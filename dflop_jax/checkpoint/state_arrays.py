@@ -12,11 +12,11 @@ import numpy as np
 from dflop_jax.checkpoint.format import ArraySpec
 from dflop_jax.checkpoint.reader import CheckpointReader
 from dflop_jax.contract import n_rows
-from dflop_jax.pipeline.cut import Box, Cut
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import initial_cuts, initial_structs
-from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.update import part_of_leaves
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.parameter_layout import initial_cuts, initial_structs
+from dflop_jax.runtime.segment import Segment
+from dflop_jax.runtime.update import part_of_leaves
+from dflop_jax.runtime.zero_sharding import Box, Cut
 
 
 @dataclass(frozen=True)

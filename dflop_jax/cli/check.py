@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.markup import escape
 
-from dflop_jax.cli.front_door import MODEL_FIELDS, asked
+from dflop_jax.cli.derive_config import MODEL_FIELDS, asked
 from dflop_jax.cli.terminal import note, show, table
-from dflop_jax.cluster.ending import BAD_INPUT
+from dflop_jax.distributed.process_exit import BAD_INPUT
 from dflop_jax.folders import made, writing
 
 if TYPE_CHECKING:
     from dflop_jax.config import Config
     from dflop_jax.contract import MultimodalModel
-    from dflop_jax.front.data_check import DataLook
-    from dflop_jax.front.place_check import Fact
+    from dflop_jax.preflight.data_check import DataLook
+    from dflop_jax.preflight.environment_check import Fact
 
 SECONDS = 14.0  # for all, of which the data have what the rest leaves
 LEAST_S = 4.0  # for the data
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     Returns what `--json` prints: facts and, of these, what a run would fail by; of the data what
     `DataLook` says, its tokens and pieces as [least, median, greatest] of a sample, by module.
     """
-    from dflop_jax.front.data_check import DataLook
-    from dflop_jax.front.hub import fetch_datasets
-    from dflop_jax.front.model_folder import named
-    from dflop_jax.front.place_check import Fact, environment_facts, model_facts
+    from dflop_jax.preflight.data_check import DataLook
+    from dflop_jax.preflight.environment_check import Fact, environment_facts, model_facts
+    from dflop_jax.preflight.huggingface import fetch_datasets
+    from dflop_jax.preflight.model_folder import named
     from dflop_jax.report.run_folder import check_answer_file
 
     begun_s = time.monotonic()
@@ -124,8 +124,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _no_model(config: Config) -> Fact:
     """What stands in for a model where none is named."""
-    from dflop_jax.data.text.pieces import BYTES
-    from dflop_jax.front.place_check import Fact
+    from dflop_jax.data.text.tokenize import BYTES
+    from dflop_jax.preflight.environment_check import Fact
 
     tokenizer = config.data.tokenizer or BYTES
     text = "bytes" if tokenizer == BYTES else f"tokens of {tokenizer}"
@@ -141,9 +141,9 @@ def _too_large(model: MultimodalModel, data: DataLook, config: Config) -> str:
     do; of GPUs memory is looked at when a plan is made."""
     import jax
 
-    from dflop_jax.cluster.devices import free_bytes
-    from dflop_jax.profile.parts import probe_bytes
+    from dflop_jax.distributed.devices import free_bytes
     from dflop_jax.profile.shapes import shapes_within
+    from dflop_jax.profile.traced_parts import probe_bytes
     from dflop_jax.records import Shape
 
     free = free_bytes()
@@ -164,7 +164,7 @@ def _look(
 ) -> tuple[DataLook | None, str]:
     """What a look at the data saw, or why nothing of them can be read."""
     from dflop_jax.data import MediaSpec
-    from dflop_jax.front.data_check import look
+    from dflop_jax.preflight.data_check import look
 
     spec = MediaSpec.of(model.preprocessing, model.piece_tokens)
     data = replace(config.data, sample_timeout_s=min(SAMPLE_S, config.data.sample_timeout_s))

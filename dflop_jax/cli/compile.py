@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from dflop_jax.cli.derive_config import Asked, asked, open_place, said
 from dflop_jax.cli.experiment import add_options, given_record
-from dflop_jax.cli.front_door import Asked, asked, open_place, said
 from dflop_jax.cli.terminal import show, table, ticker
 from dflop_jax.hardware import GIB
 from dflop_jax.records import Plan
 
 if TYPE_CHECKING:
-    from dflop_jax.gpu_compile.reports import CompileReport, ProgramReport
+    from dflop_jax.aot.reports import CompileReport, ProgramReport
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> Any:
     """Compile every program; shows a table and the verdict. Writes nothing but --out."""
     import jax
 
-    from dflop_jax.gpu_compile.chips import CHIPS, compiler_environment, find_chip
-    from dflop_jax.gpu_compile.compiling import CompileJob, compile_plan
-    from dflop_jax.record_files import save
+    from dflop_jax.aot.chips import CHIPS, compiler_environment, find_chip
+    from dflop_jax.aot.compiling import CompileJob, compile_plan
+    from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import check_answer_file
 
     jax.config.update("jax_platforms", "cpu")  # the plugin asks for a driver else

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from dflop_jax.cli.terminal import Parser
 from dflop_jax.config import Config, Field, check_effective, fields
-from dflop_jax.record_files import load
+from dflop_jax.records.files import load
 
 if TYPE_CHECKING:
-    from dflop_jax.cluster.messages import ProcessGroup
+    from dflop_jax.distributed.messages import ProcessGroup
 import importlib
 import importlib.util
 import inspect
@@ -208,8 +208,8 @@ def given_record(args: argparse.Namespace, kind: type[T]) -> T | None:
 def end_together(peers: ProcessGroup, exit_code: int = 0) -> None:
     """End a command together with the other processes of its run: from here on one that ends is no
     failure. Ends this process where not all come to it."""
-    from dflop_jax.cluster.distributed import LEAVE_S, shutdown
-    from dflop_jax.cluster.ending import TRY_AGAIN, end_now
+    from dflop_jax.distributed.distributed import LEAVE_S, shutdown
+    from dflop_jax.distributed.process_exit import TRY_AGAIN, end_now
 
     peers.close()
     if not shutdown():

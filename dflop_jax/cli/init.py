@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dflop_jax.cli.front_door import asked
+from dflop_jax.cli.derive_config import asked
 from dflop_jax.cli.terminal import show
-from dflop_jax.front.setting import experiment_source
+from dflop_jax.preflight.derived_fields import experiment_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

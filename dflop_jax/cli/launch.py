@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from dflop_jax.cluster.ending import BAD_INPUT, PREEMPTED, TRY_AGAIN
-from dflop_jax.cluster.launch import LaunchResult, launch
+from dflop_jax.distributed.launch import LaunchResult, launch
+from dflop_jax.distributed.process_exit import BAD_INPUT, PREEMPTED, TRY_AGAIN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -36,10 +36,10 @@ from dflop_jax.cli import (
     train,
     verify,
 )
+from dflop_jax.cli.derive_config import front_door_arguments
 from dflop_jax.cli.experiment import experiment_arguments
-from dflop_jax.cli.front_door import front_door_arguments
 from dflop_jax.cli.terminal import Parser
-from dflop_jax.cluster.ending import (
+from dflop_jax.distributed.process_exit import (
     FAILED,
     PREEMPTED,
     TRY_AGAIN,

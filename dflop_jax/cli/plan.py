@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from dflop_jax.cli.derive_config import open_place, refuse_early
 from dflop_jax.cli.experiment import add_options, end_together, out_folder
-from dflop_jax.cli.front_door import open_place, refuse_early
 from dflop_jax.cli.terminal import show, table, ticker
 from dflop_jax.hardware import GB, GIB
 from dflop_jax.records import layer_key
-from dflop_jax.report.wording import duration, number, percent
+from dflop_jax.report.number_format import duration, number, percent
 
 if TYPE_CHECKING:
     from dflop_jax.config import PlanConfig
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Write profile.json and plan.json; shows the ranking."""
     from dflop_jax.plan.explain import kind_costs
-    from dflop_jax.record_files import save
+    from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
     from dflop_jax.train.step_figures import expected_run

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from dflop_jax.cli.derive_config import open_place
 from dflop_jax.cli.experiment import add_options, end_together, out_folder
-from dflop_jax.cli.front_door import open_place
 from dflop_jax.cli.terminal import show, table
 
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Write profile.json; shows a table of times and what a sample holds on average."""
-    from dflop_jax.record_files import save
+    from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PROFILE
 
     place, profile = open_place(args, lambda place: out_folder(args, place.config, keep=False))

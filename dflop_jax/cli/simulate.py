@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dflop_jax.cli.derive_config import open_place, refuse_early
 from dflop_jax.cli.experiment import add_options, end_together, given_record, out_folder
-from dflop_jax.cli.front_door import open_place, refuse_early
 from dflop_jax.cli.terminal import show, ticker
 from dflop_jax.records import Plan
 
@@ -19,14 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Any:
     """Write the simulated trace and its picture; returns the step's times."""
     from dflop_jax.plan.pricing import plan_prices
-    from dflop_jax.record_files import save
+    from dflop_jax.records.files import save
     from dflop_jax.report.panels import panel_of
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED, SIMULATED_PICTURE
     from dflop_jax.report.timeline import draw
     from dflop_jax.report.trace import group_labels, write_trace
     from dflop_jax.schedule import schedule_batch
-    from dflop_jax.schedule.sample import sample_batches
-    from dflop_jax.sim.pipeline import simulate_schedules
+    from dflop_jax.schedule.sampled_batches import sample_batches
+    from dflop_jax.simulate.steps import simulate_schedules
     from dflop_jax.train import planning
 
     if args.batches < 1:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dflop_jax.cli.derive_config import asked, said
 from dflop_jax.cli.experiment import (
     add_options,
     end_together,
     given_record,
     import_from_here,
 )
-from dflop_jax.cli.front_door import asked, said
 from dflop_jax.cli.terminal import show
-from dflop_jax.cluster.ending import FAILED, PREEMPTED, end_now, is_command, on_signal, signal_name
 from dflop_jax.config import Config
+from dflop_jax.distributed.process_exit import (
+    FAILED,
+    PREEMPTED,
+    end_now,
+    is_command,
+    on_signal,
+    signal_name,
+)
 from dflop_jax.folders import need_no_log
 from dflop_jax.records import Plan, Profile
 

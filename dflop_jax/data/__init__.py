@@ -8,4 +8,4 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.packing import PackedGroup, pack_groups
 from dflop_jax.data.sample import EMPTY, Sample, Source
-from dflop_jax.data.text.pieces import ByteTokenizer, Tokenizer
+from dflop_jax.data.text.tokenize import ByteTokenizer, Tokenizer

@@ -32,7 +32,7 @@ from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.pool.processes import DecoderReply
 from dflop_jax.data.sample import OpenedBy, Source
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import (
+from dflop_jax.data.text.tokenize import (
     BYTES,
     ByteTokenizer,
     FileTokenizer,

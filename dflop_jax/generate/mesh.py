@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Module, MultimodalModel, Params, split_dim, stacked_parts
-from dflop_jax.pipeline.parts import logical_axes, module_structs
+from dflop_jax.runtime.module_parts import logical_axes, module_structs
 
 DATA, MODEL = "data", "model"
 # Share of a device's memory that parameters may take where the tensor-parallel degree is not

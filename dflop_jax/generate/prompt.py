@@ -22,7 +22,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation, module_of
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer, chat_pieces
+from dflop_jax.data.text.tokenize import Tokenizer, chat_pieces
 from dflop_jax.generate.row import LLM
 
 # Files by kind (image, video, audio, a model's own), each in the order of its tags.

@@ -10,7 +10,7 @@ from typing import Any
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.data import Tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import TextPiece
+from dflop_jax.data.text.tokenize import TextPiece
 from dflop_jax.data.text.tokenizer_files import read_json
 from dflop_jax.train.load_params import Loaded
 from dflop_jax.weights import Folder, read_config, read_params

@@ -28,8 +28,6 @@ from dflop_jax.contract import (
 from dflop_jax.data import Sample
 from dflop_jax.data.content import features_per_row
 from dflop_jax.data.packing import pack_groups
-from dflop_jax.pipeline.exchange import gather_features
-from dflop_jax.pipeline.pieces import Loop, loops_over
 from dflop_jax.plan.placement import Form, lay_out
 from dflop_jax.records import (
     Bucket,
@@ -40,6 +38,8 @@ from dflop_jax.records import (
     Schedule,
     Shape,
 )
+from dflop_jax.runtime.exchange import gather_features
+from dflop_jax.runtime.segment_functions import Loop, loops_over
 from dflop_jax.schedule.batch import first_fit_decreasing
 
 LLM = "llm"  # the module that answers

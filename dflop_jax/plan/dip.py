@@ -31,7 +31,7 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.tasks.graph import in_flight_limit
+from dflop_jax.simulate.task_graph import in_flight_limit
 
 POLICY = "dip"
 EFFICIENT = 0.95  # of the best rate, which a sub-microbatch reaches at least

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from dflop_jax.config import PlanConfig
+from dflop_jax.plan import memory
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import with_options
 from dflop_jax.plan.pricing import prices_of
@@ -37,12 +38,11 @@ from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.costs import directions
 from dflop_jax.schedule.dispatch.nodes import exchange_rooms
 from dflop_jax.schedule.memory_plan import held_bytes
-from dflop_jax.schedule.sample import drifted_batches, sample_batches
+from dflop_jax.schedule.sampled_batches import drifted_batches, sample_batches
 from dflop_jax.schedule.search import fewest_groups
-from dflop_jax.sim import memory
-from dflop_jax.sim.pipeline import simulate_step, with_order
-from dflop_jax.tasks.graph import in_flight_limit, resources
-from dflop_jax.tasks.order import most_in_flight
+from dflop_jax.simulate.steps import simulate_step, with_order
+from dflop_jax.simulate.task_graph import in_flight_limit, resources
+from dflop_jax.simulate.task_order import most_in_flight
 
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring

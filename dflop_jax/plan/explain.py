@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from dflop_jax.hardware import GIB, HARDWARE
+from dflop_jax.plan.best_first import searched
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import ranks_of
@@ -15,7 +16,6 @@ from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.options import options_of, with_options
 from dflop_jax.plan.placement import Extent
-from dflop_jax.plan.ranking import searched
 from dflop_jax.plan.space import baseline, families
 from dflop_jax.records import (
     Plan,
@@ -26,7 +26,7 @@ from dflop_jax.records import (
     content_s,
     piece_content,
 )
-from dflop_jax.schedule.shapes.problem import TIE
+from dflop_jax.schedule.buckets.problem import TIE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
 # Times the devices at hand up to which a message says how many would hold a plan; twice as much is

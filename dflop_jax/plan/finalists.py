@@ -9,19 +9,19 @@ from typing import Any, get_args
 
 import numpy as np
 
+from dflop_jax.plan.best_first import CLOSE, MOST_CLOSE, Ranking, placements
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import POLICY as DIP
 from dflop_jax.plan.dip import with_sub_microbatches
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.race import at_a_glance, close_to_best, joined, race
-from dflop_jax.plan.ranking import CLOSE, MOST_CLOSE, Ranking, placements
+from dflop_jax.plan.memory import kept_bytes
+from dflop_jax.plan.time_plans import at_a_glance, close_to_best, joined, race
 from dflop_jax.plan.uniform import ladder_of
 from dflop_jax.records import REMAT, Bucket, Kept, Layout, Load, Plan, Remat, SegmentPlan, Shape
 from dflop_jax.schedule import ShapeProblem, choose_buckets
-from dflop_jax.schedule.shapes.problem import roomiest_first
-from dflop_jax.schedule.shapes.spare import beyond, holding_capacity, spare_bucket
-from dflop_jax.sim.memory import kept_bytes
-from dflop_jax.tasks.graph import with_backward
+from dflop_jax.schedule.buckets.extra_buckets import beyond, holding_capacity, spare_bucket
+from dflop_jax.schedule.buckets.problem import roomiest_first
+from dflop_jax.simulate.task_graph import with_backward
 
 # Microbatches that chosen buckets cut a mean batch into at most, over those of the one bucket; each
 # is a choice of buckets more, and with effort "quick" the finest alone is tried.

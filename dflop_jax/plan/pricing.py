@@ -41,10 +41,10 @@ from dflop_jax.records import (
     Trace,
 )
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.sample import sample_batches
-from dflop_jax.schedule.shapes.spare import beyond
-from dflop_jax.sim.pipeline import Noise, simulate_schedules
-from dflop_jax.tasks.graph import links, tied_ends
+from dflop_jax.schedule.buckets.extra_buckets import beyond
+from dflop_jax.schedule.sampled_batches import sample_batches
+from dflop_jax.simulate.steps import Noise, simulate_schedules
+from dflop_jax.simulate.task_graph import links, tied_ends
 
 # Sampled batches of whose schedules the fullest is taken; twice as many find a fuller one or none.
 _REHEARSED_BATCHES = 4

@@ -13,19 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dflop_jax.plan.best_first import Ranking, placements, searched
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
 from dflop_jax.plan.explain import why_nothing_fits
 from dflop_jax.plan.finalists import refined
-from dflop_jax.plan.race import TimePlan, TryStep, by_its_own
-from dflop_jax.plan.ranking import Ranking, placements, searched
 from dflop_jax.plan.space import baseline
 from dflop_jax.plan.spec import SearchSpec, with_limits
+from dflop_jax.plan.time_plans import TimePlan, TryStep, by_its_own
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan
-from dflop_jax.schedule.sample import sample_batches
+from dflop_jax.schedule.sampled_batches import sample_batches
 
 # Batches by which candidates are ranked, over `SearchSpec.n_batches`: of thousands of placements
 # some suit two batches by chance. With twice as many, as many again are counted.

@@ -15,7 +15,7 @@ from typing import Literal
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.records import Load, ModelProfile, Remat, SegmentPlan, SubmeshPlan, Zero
-from dflop_jax.schedule.sample import LARGE_BATCH
+from dflop_jax.schedule.sampled_batches import LARGE_BATCH
 
 # The largest values that are tried for a model that fits on one device.
 LEAST = {"max_model": 2, "max_stage": 4, "max_microbatches": 16}

@@ -24,9 +24,9 @@ from dflop_jax.records import (
     Trace,
 )
 from dflop_jax.schedule.solver.problem import ROUNDING
-from dflop_jax.sim.pipeline import makespan_by, simulate_step
-from dflop_jax.tasks.graph import step_graph
-from dflop_jax.tasks.order import textbook_order
+from dflop_jax.simulate.steps import makespan_by, simulate_step
+from dflop_jax.simulate.task_graph import step_graph
+from dflop_jax.simulate.task_order import textbook_order
 
 
 def as_plan(

@@ -15,7 +15,7 @@ import numpy as np
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Load, piece_content
-from dflop_jax.schedule.shapes.sizes import ROW_COUNTS
+from dflop_jax.schedule.buckets.sizes import ROW_COUNTS
 from dflop_jax.schedule.solver.problem import ROUNDING
 
 # Groups that a mean batch is cut into; every one is priced for every placement.

@@ -23,10 +23,10 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.hardware import hardware_like
-from dflop_jax.pipeline.communicator import is_local, send, zeros
-from dflop_jax.pipeline.layout import can_join
 from dflop_jax.profile.collectives import ALL_REDUCE_PASSES
 from dflop_jax.records import Collective, Hardware, Link
+from dflop_jax.runtime.communicator import is_local, send, zeros
+from dflop_jax.runtime.layout import can_join
 
 Sync = Callable[[], None]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)

@@ -33,11 +33,8 @@ from dflop_jax.contract import (
     on_chip,
 )
 from dflop_jax.hardware import TASK_HOST_S, hardware_like
-from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.stand_in import PIECES_A_ROW, content_of_rows
 from dflop_jax.profile.fit import DEPTHS, nonnegative
 from dflop_jax.profile.optimizer_state import parameter_dims
-from dflop_jax.profile.parts import ENDS, Part, forward_flops
 from dflop_jax.profile.recompute import Predictor, entry_fields
 from dflop_jax.profile.shallow import of_kind, shallow_segment
 from dflop_jax.profile.timed_programs import (
@@ -47,6 +44,7 @@ from dflop_jax.profile.timed_programs import (
     timed_backward,
     timed_programs,
 )
+from dflop_jax.profile.traced_parts import ENDS, Part, forward_flops
 from dflop_jax.records import (
     BACKWARD,
     LAYERS,
@@ -56,6 +54,8 @@ from dflop_jax.records import (
     Recompute,
     Shape,
 )
+from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.synthetic_batch import PIECES_A_ROW, content_of_rows
 
 # Pieces in a row by which what content costs is told from the rest, and features from each other.
 _FILLINGS = (1, 16, 4, 2, 8)

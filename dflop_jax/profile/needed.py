@@ -30,13 +30,13 @@ from dflop_jax.contract import (
     layer_kinds_of,
     taps_of,
 )
-from dflop_jax.pipeline.parts import kinds_of
-from dflop_jax.pipeline.segment import Kind, Segment
 from dflop_jax.profile.kernels import kernels_of
-from dflop_jax.profile.parts import Names, Part, traced_forward
 from dflop_jax.profile.shallow import kinds_apart
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
+from dflop_jax.profile.traced_parts import Names, Part, traced_forward
 from dflop_jax.records import BACKWARD, LAYERS, TOKEN, Shape, content_s, pairs
+from dflop_jax.runtime.module_parts import kinds_of
+from dflop_jax.runtime.segment import Kind, Segment
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 

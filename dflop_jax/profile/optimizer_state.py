@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from dflop_jax.contract import Module, MultimodalModel, stacked_parts
-from dflop_jax.pipeline.parts import part_struct
-from dflop_jax.pipeline.update import Optimizer, map_state
-from dflop_jax.profile.parts import param_dims
+from dflop_jax.profile.traced_parts import param_dims
 from dflop_jax.records import ParamDims, layer_key
+from dflop_jax.runtime.module_parts import part_struct
+from dflop_jax.runtime.update import Optimizer, map_state
 
 Tree = Any
 FLOAT32_BYTES = 4  # of an element

@@ -15,7 +15,14 @@ from dflop_jax.contract import Module, MultimodalModel, edges_of
 from dflop_jax.profile.efficiency import Efficiency, program_s
 from dflop_jax.profile.fit import rounded
 from dflop_jax.profile.kernels import ATTENTION
-from dflop_jax.profile.parts import Names, Part, end_names, has_loss, part_kernels, program_bytes
+from dflop_jax.profile.traced_parts import (
+    Names,
+    Part,
+    end_names,
+    has_loss,
+    part_kernels,
+    program_bytes,
+)
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

@@ -24,9 +24,9 @@ from dflop_jax.contract import (
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
 from dflop_jax.profile.measure import assembled
-from dflop_jax.profile.parts import ENDS, divides, hidden_bytes, part_kernels
 from dflop_jax.profile.recompute import POLICIES, Predictor, entry_fields
 from dflop_jax.profile.shallow import kinds_apart
+from dflop_jax.profile.traced_parts import ENDS, divides, hidden_bytes, part_kernels
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,

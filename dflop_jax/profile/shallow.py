@@ -23,10 +23,10 @@ from dflop_jax.contract import (
     stacked_parts,
     taps_of,
 )
-from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.parts import parts_of
-from dflop_jax.pipeline.segment import Segment
 from dflop_jax.records import MeshShape, Remat, SegmentPlan
+from dflop_jax.runtime.layout import device_mesh
+from dflop_jax.runtime.module_parts import parts_of
+from dflop_jax.runtime.segment import Segment
 
 
 def kinds_apart(module: Module) -> dict[str, Module]:

@@ -3,7 +3,7 @@
 The jaxpr is walked with one sharded dim per value, in the manner of GSPMD (arXiv 2105.04663):
 parameters bring their dims from the contract's logical axes, every operation hands them on, and a
 contraction over a sharded dim gives a sum to reduce over the group. Where the traced function lays
-an array out (`dflop_jax.pipeline.token_split`), a sharded one is gathered or a sum is scattered.
+an array out (`dflop_jax.runtime.token_split`), a sharded one is gathered or a sum is scattered.
 Nothing is compiled, so it takes milliseconds. Known limits: one sharded dim per value, and a
 `while` counts once.
 """

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 
-from dflop_jax.pipeline.communicator import place, zeros
-from dflop_jax.pipeline.compiling import threads_for
-from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.segment import EVALUATE, Segment, device_bytes
-from dflop_jax.pipeline.stand_in import packed_field, random_values
-from dflop_jax.profile.parts import hidden_bytes
+from dflop_jax.profile.traced_parts import hidden_bytes
 from dflop_jax.records import BACKWARD, FORWARD, Shape
+from dflop_jax.runtime.communicator import place, zeros
+from dflop_jax.runtime.compiling import threads_for
+from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.segment import EVALUATE, Segment, device_bytes
+from dflop_jax.runtime.synthetic_batch import packed_field, random_values
 
 Run = Callable[[], Any]
 # Runs of each program, and seconds of all its runs after which no more than the least are made:

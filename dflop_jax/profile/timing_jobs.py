@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflop_jax.contract import MultimodalModel, layer_kinds_of
-from dflop_jax.pipeline.out_of_memory import ran_out
 from dflop_jax.profile.links import Call, collective_call
 from dflop_jax.profile.measure import time_layer
-from dflop_jax.profile.parts import divides
 from dflop_jax.profile.timed_programs import LEAST_RUNS, MOST_RUNS
+from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import LAYERS, LayerTiming, Shape
+from dflop_jax.runtime.out_of_memory import ran_out
 
 Progress = Callable[[int, int], None]
 _MEETING_BYTES = 64  # that processes add up to meet; any number would do

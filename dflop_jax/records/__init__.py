@@ -36,7 +36,7 @@ from dflop_jax.records.mesh import (
     rank_share,
     token_dim,
 )
-from dflop_jax.records.pieces import PiecePlaces
+from dflop_jax.records.packed_pieces import PiecePlaces
 from dflop_jax.records.plan import (
     REMAT,
     ZERO,

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Shape
-from dflop_jax.records.pieces import NO_PIECES, PiecePlaces
+from dflop_jax.records.packed_pieces import NO_PIECES, PiecePlaces
 
 Direction = Literal["forward", "backward", "reduce", "update"]
 FORWARD: Direction = "forward"

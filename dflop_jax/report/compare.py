@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dflop_jax.folders import writing
+from dflop_jax.report.number_format import number
 from dflop_jax.report.reader import RunRecord
 from dflop_jax.report.run_folder import LOSS, SUMMARY, TIMELINE
 from dflop_jax.report.summary import figures, plan_lines
-from dflop_jax.report.wording import number
 
 SPEEDUP = "speed-up"  # the label of the first figure of a comparison
 _STEP_FIELDS = (

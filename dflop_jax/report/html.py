@@ -22,10 +22,10 @@ from dflop_jax.records import Event, Plan, Trace
 from dflop_jax.report.charts import drawing
 from dflop_jax.report.compare import compared, speedups
 from dflop_jax.report.metrics import WARMUP_STEPS
+from dflop_jax.report.number_format import number
 from dflop_jax.report.panels import Panel, ink_on, legend_entries
 from dflop_jax.report.reader import RunRecord
 from dflop_jax.report.summary import bucket_text, label_texts, submesh_rows
-from dflop_jax.report.wording import number
 
 # Memory of a run's trace: (folder, plan, trace, label of each group) -> submesh -> points
 # (time in seconds, bytes per device from then on). ValueError says why it is not known.

@@ -18,7 +18,7 @@ from dflop_jax.records import (
     Trace,
 )
 from dflop_jax.report.metrics import IDLE as IDLE_PHASE
-from dflop_jax.report.spent import DATA, SAVE, SCHEDULE
+from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
 
 IDLE, INK, FAINT = "#eef0f3", "#1f2933", "#7b8794"
 Palette = Mapping[str, tuple[str, str]]  # module -> (forward, backward)

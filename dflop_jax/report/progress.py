@@ -9,7 +9,7 @@ from rich import progress as rich_progress
 from rich.console import Console
 
 from dflop_jax.report.metrics import StepMetrics
-from dflop_jax.report.wording import duration, flops_text, number
+from dflop_jax.report.number_format import duration, flops_text, number
 
 RECENT_STEPS = 20  # whose mean time predicts the rest
 

@@ -33,8 +33,8 @@ from dflop_jax.report.run_folder import (
     read_evaluations,
     read_plan,
 )
-from dflop_jax.report.spent import Spent, read_spent
 from dflop_jax.report.trace import read_trace
+from dflop_jax.report.wall_time import Spent, read_spent
 
 CURVE_POINTS = 4096  # stretches of the loss curve: two points for each pixel of the widest picture
 PICTURE_POINTS = 600  # max. points of a page's curve

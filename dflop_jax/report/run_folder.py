@@ -14,11 +14,10 @@ from typing import Any, Literal, Self
 import msgspec
 
 from dflop_jax.folders import FULL, despite_full_disk, made, missing, remove_empty, writing
-from dflop_jax.record_files import load, save
 from dflop_jax.records import Plan, Profile, Trace
+from dflop_jax.records.files import load, save
 from dflop_jax.report.metrics import MetricsRow, StepMetrics
 from dflop_jax.report.row_file import RowFile, key_of, read_rows, whole_lines
-from dflop_jax.report.spent import EVENTS
 from dflop_jax.report.trace import write_trace
 from dflop_jax.report.trackers import (
     TENSORBOARD,
@@ -27,6 +26,7 @@ from dflop_jax.report.trackers import (
     evaluation_scalars,
     step_scalars,
 )
+from dflop_jax.report.wall_time import EVENTS
 
 CONFIG, PROFILE, PLAN = "config.json", "profile.json", "plan.json"
 METRICS, EVALUATIONS, TRACE = "metrics.jsonl", "evaluations.jsonl", "trace.json"

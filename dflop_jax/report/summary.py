@@ -13,10 +13,10 @@ import numpy as np
 
 from dflop_jax.records import AXES, Bucket, Layout, Shape
 from dflop_jax.report.metrics import WARMUP_STEPS, spread
+from dflop_jax.report.number_format import duration, flops_text, number, percent
 from dflop_jax.report.reader import RunRecord, read_run
 from dflop_jax.report.run_folder import LOSS, METRICS, SUMMARY, TIMELINE, TRACE, HeldOutRow, no_step
-from dflop_jax.report.spent import TRAINING, Spent
-from dflop_jax.report.wording import duration, flops_text, number, percent
+from dflop_jax.report.wall_time import TRAINING, Spent
 
 # How numbers of units are written that are no suffix: shares, FLOPs and seconds of a whole run.
 _TEXTS = {"%": percent, "FLOP": flops_text, "s": duration}

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
+from dflop_jax.report.number_format import number
 from dflop_jax.report.panels import FAINT, IDLE, INK, LINE_COLOURS, Panel, ink_on, legend_entries
-from dflop_jax.report.wording import number
 
 WIDTH_IN, DPI = 14.0, 100
 # Inches, which fit its letters: a row of bars, a title above and the gap below, axis and legend at

@@ -36,8 +36,8 @@ from dflop_jax.records import (
 from dflop_jax.records.check import require
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.online import solve
-from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.tasks.graph import segment_resources
+from dflop_jax.simulate.steps import simulate_step
+from dflop_jax.simulate.task_graph import segment_resources
 
 # Sampled steps whose median is a factor; twice as many follow a change half as fast.
 _REMEMBERED_STEPS = 9

@@ -24,7 +24,7 @@ from dflop_jax.records import (
     Shape,
 )
 from dflop_jax.schedule.solver.problem import Floats, Ints
-from dflop_jax.tasks.graph import links, segment_resources, with_backward
+from dflop_jax.simulate.task_graph import links, segment_resources, with_backward
 
 # Whole units that the dearest bucket's seconds are rounded to; twice as many tell costs apart that
 # differ by less than a ten-millionth, which is rounding.

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from dflop_jax.records import Bucket, Group, Layout, PiecePlaces, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, check_fits
 from dflop_jax.schedule.costs import GroupCosts, Ticks, running_order
-from dflop_jax.schedule.cover import Demand, demand
+from dflop_jax.schedule.count_vectors import Demand, demand
 from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
-from dflop_jax.schedule.placing import (
+from dflop_jax.schedule.row_balance import (
     GroupContents,
     balance_content,
     place,

@@ -16,8 +16,8 @@ import numpy as np
 
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Task
 from dflop_jax.schedule.solver.problem import ROUNDING, Budget
-from dflop_jax.sim.pipeline import makespan_by
-from dflop_jax.tasks.graph import in_flight_limit, resources, step_graph
+from dflop_jax.simulate.steps import makespan_by
+from dflop_jax.simulate.task_graph import in_flight_limit, resources, step_graph
 
 _GRAIN_BYTES = 2.0**16  # needs are rounded up to it, room down: twice as much wastes twice as much
 _TICKS_OF_MOST = 1e6  # whole units that the most seconds saved are rounded to

@@ -33,7 +33,7 @@ from dflop_jax.schedule.ordering.search import with_searched_order
 from dflop_jax.schedule.search import improved
 from dflop_jax.schedule.solver.problem import ROUNDING, Budget
 from dflop_jax.schedule.sub_microbatches import most_buckets, wide_buckets, widened
-from dflop_jax.sim.pipeline import with_order
+from dflop_jax.simulate.steps import with_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
 # Units for a batch of a plan that has no work budget; twice as many take up to twice as long.

@@ -13,7 +13,7 @@ import numpy as np
 from dflop_jax.records import Bucket, Layout
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
 from dflop_jax.schedule.costs import Ticks, running_order
-from dflop_jax.schedule.cover import Demand, cheap_covers, fractional_cost
+from dflop_jax.schedule.count_vectors import Demand, cheap_covers, fractional_cost
 from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_answer
 from dflop_jax.schedule.packing import DEALT_PER_WORK, pack
 from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Floats, Ints

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from dflop_jax.children import Child, begin, ignore_signals
+from dflop_jax.child_processes import Child, begin, ignore_signals
 from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
 from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.counts.program import CountProgram

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import Loader, Sample
 from dflop_jax.data.content import features_struct
 from dflop_jax.data.packing import PackedGroup, Ranks, own_samples, pack_groups
-from dflop_jax.pipeline.programs import GroupArrays, Programs
+from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.profile.needed import PieceFlops
 from dflop_jax.records import (
     Load,
@@ -28,8 +27,9 @@ from dflop_jax.records import (
     rank_nodes,
     to_json,
 )
-from dflop_jax.report.spent import DATA, SAVE, SCHEDULE
 from dflop_jax.report.trace import group_label
+from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
+from dflop_jax.runtime.programs import GroupArrays, Programs
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.step_figures import added, imbalance, most_of
 

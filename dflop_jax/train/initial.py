@@ -23,11 +23,11 @@ from dflop_jax.checkpoint.store import (
 from dflop_jax.config import Config
 from dflop_jax.config_fields import RATES, named_numbers
 from dflop_jax.contract import MultimodalModel, Params, folded
-from dflop_jax.pipeline.held import initial_structs
-from dflop_jax.pipeline.layout import trained_groups
-from dflop_jax.pipeline.parts import module_structs
-from dflop_jax.pipeline.segment import Segment
 from dflop_jax.report.run_folder import CHECKPOINTS
+from dflop_jax.runtime.layout import trained_groups
+from dflop_jax.runtime.module_parts import module_structs
+from dflop_jax.runtime.parameter_layout import initial_structs
+from dflop_jax.runtime.segment import Segment
 from dflop_jax.train.load_params import computed, saved_params
 from dflop_jax.train.run_dir import run_config
 from dflop_jax.train.stages import LORA, trained_parts

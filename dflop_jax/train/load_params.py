@@ -15,9 +15,9 @@ import numpy as np
 
 from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, CorruptCheckpoint
 from dflop_jax.contract import MultimodalModel, Params, folded
-from dflop_jax.pipeline.parts import module_structs
-from dflop_jax.pipeline.update import AVERAGE
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
+from dflop_jax.runtime.module_parts import module_structs
+from dflop_jax.runtime.update import AVERAGE
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

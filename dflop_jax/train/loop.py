@@ -14,28 +14,28 @@ from typing import Any
 
 import msgspec
 
-from dflop_jax.cluster.ending import RunFailed, preemption
-from dflop_jax.cluster.hang_watch import Sections, TaskPlace
-from dflop_jax.cluster.processes import report_step
 from dflop_jax.config_fields import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
-from dflop_jax.pipeline.step_result import StepHandle
+from dflop_jax.distributed.hang_watch import Sections, TaskPlace
+from dflop_jax.distributed.process_exit import RunFailed, preemption
+from dflop_jax.distributed.processes import report_step
 from dflop_jax.profile.needed import needed_flops
 from dflop_jax.records import PriceList
 from dflop_jax.report.run_folder import SAMPLES
-from dflop_jax.report.spent import DATA, END, REDECISION, SAVE, TRAINING
+from dflop_jax.report.wall_time import DATA, END, REDECISION, SAVE, TRAINING
+from dflop_jax.runtime.step_result import StepHandle
+from dflop_jax.schedule.buckets.extra_buckets import beyond
 from dflop_jax.schedule.correction import Learnt, price_changes
-from dflop_jax.schedule.shapes.spare import beyond
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
+from dflop_jax.train.choose_plan import ReadyRun
 from dflop_jax.train.compile_cache import compiles_counted
-from dflop_jax.train.correct import Corrector, take_up
+from dflop_jax.train.correction import Corrector, take_up
 from dflop_jax.train.evaluate import HeldOut
 from dflop_jax.train.feed import Packer, ReadyBatch, Waits, feed, own_ranks
-from dflop_jax.train.ready import ReadyRun
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Meta, Resumed, planned_under, trained_under
-from dflop_jax.train.skips import Skips
+from dflop_jax.train.skipped_samples import Skips
 from dflop_jax.train.step_figures import row_tokens
 from dflop_jax.train.step_log import StepLog
 from dflop_jax.train.step_profile import StepProfiler

@@ -15,7 +15,7 @@ import optax
 from dflop_jax.config import TrainConfig
 from dflop_jax.config_fields import DECAYS, named_numbers
 from dflop_jax.contract import last_key
-from dflop_jax.pipeline.update import Averaged, Optimizer, map_state
+from dflop_jax.runtime.update import Averaged, Optimizer, map_state
 
 # Parameters of these names are vectors in spirit (even when stacked): weight decay leaves them out.
 UNDECAYED = frozenset({"bias", "scale"})

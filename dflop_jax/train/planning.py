@@ -13,15 +13,13 @@ from dflop_jax.config_fields import profiled_steps
 from dflop_jax.contract import SAVED_NAMES, edges_of, layer_kinds_of, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.hardware import GIB
-from dflop_jax.pipeline.layout import can_join
-from dflop_jax.pipeline.parts import parts_of
 from dflop_jax.plan.explain import Saving, check_possible, savings
 from dflop_jax.plan.placement import Extent
 from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
 from dflop_jax.plan.spec import SearchSpec, with_limits
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, parameter_dims
-from dflop_jax.profile.parts import Part, divides, residual_bytes
 from dflop_jax.profile.shallow import kinds_apart
+from dflop_jax.profile.traced_parts import Part, divides, residual_bytes
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -31,6 +29,8 @@ from dflop_jax.records import (
     SubmeshPlan,
     layer_key,
 )
+from dflop_jax.runtime.layout import can_join
+from dflop_jax.runtime.module_parts import parts_of
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import (

@@ -14,24 +14,17 @@ from typing import Any
 
 import jax
 
-from dflop_jax.cluster.devices import connect_pairs
-from dflop_jax.cluster.distributed import initialise, run_devices
-from dflop_jax.cluster.hang_watch import Sections
-from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import Config, ModelConfig, TrainConfig, check_warmup
 from dflop_jax.contract import MultimodalModel, chip_of
 from dflop_jax.data import MediaSpec, Source, make_source
+from dflop_jax.distributed.devices import connect_pairs
+from dflop_jax.distributed.distributed import initialise, run_devices
+from dflop_jax.distributed.hang_watch import Sections
+from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.folders import writing
 from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
-from dflop_jax.report.spent import (
-    CONNECT,
-    DATA,
-    EVALUATION,
-    SAVE,
-    TRAINING,
-    TimeLog,
-)
+from dflop_jax.report.wall_time import CONNECT, DATA, EVALUATION, SAVE, TRAINING, TimeLog
 from dflop_jax.train.compile_cache import use_cache
 from dflop_jax.train.run_dir import settled_run_dir
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts

@@ -15,7 +15,6 @@ from typing import TypeVar
 import jax
 import msgspec
 
-from dflop_jax.cluster.devices import free_bytes
 from dflop_jax.config import PlanConfig
 from dflop_jax.contract import (
     Module,
@@ -26,17 +25,18 @@ from dflop_jax.contract import (
 )
 from dflop_jax.data import Source
 from dflop_jax.data.content import counter_of
-from dflop_jax.pipeline.layout import can_join
+from dflop_jax.distributed.devices import free_bytes
 from dflop_jax.plan.spec import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
 from dflop_jax.profile.measure import model_profile, profile_key, together
 from dflop_jax.profile.optimizer_state import parameter_dims
-from dflop_jax.profile.parts import param_dims, probe_bytes
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shapes import shapes_to_time, shapes_within
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
-from dflop_jax.record_files import load, save
+from dflop_jax.profile.traced_parts import param_dims, probe_bytes
 from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, Profile, Shape
+from dflop_jax.records.files import load, save
+from dflop_jax.runtime.layout import can_join
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 

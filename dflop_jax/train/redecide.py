@@ -18,10 +18,10 @@ import numpy as np
 from dflop_jax.config import Config
 from dflop_jax.plan.pricing import simulate
 from dflop_jax.records import DataProfile, Load, Plan, Profile
-from dflop_jax.schedule.shapes.choose import largest
-from dflop_jax.schedule.shapes.spare import beyond
+from dflop_jax.schedule.buckets.choose import largest
+from dflop_jax.schedule.buckets.extra_buckets import beyond
+from dflop_jax.train.choose_plan import ReadyRun
 from dflop_jax.train.planning import make_plan
-from dflop_jax.train.ready import ReadyRun
 
 # Standard errors by which means of samples differ that differ by more than chance; twice as many
 # find a change of the data in four times as many steps.

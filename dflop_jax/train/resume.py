@@ -22,13 +22,13 @@ from dflop_jax.checkpoint.store import (
     CorruptCheckpoint,
     OtherVersion,
 )
-from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import Config, fields
 from dflop_jax.data.media.limits import Limits
+from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Plan, PriceList, Prices, Profile
 from dflop_jax.schedule.correction import Learnt
 from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.skips import Skips
+from dflop_jax.train.skipped_samples import Skips
 
 log = logging.getLogger(__name__)
 _WORDS = {

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dflop_jax.cluster.processes import is_restart, launch_name
 from dflop_jax.config import Config
+from dflop_jax.distributed.processes import is_restart, launch_name
 from dflop_jax.report.run_folder import CONFIG, has_begun, launch_of
 
 if TYPE_CHECKING:
-    from dflop_jax.cluster.messages import ProcessGroup
+    from dflop_jax.distributed.messages import ProcessGroup
 
 TIME = "{time}"
 

@@ -12,7 +12,7 @@ from dflop_jax.config import TrainConfig
 from dflop_jax.config_fields import DECAYS, RATES, adapter_ranks, named_numbers
 from dflop_jax.contract import MultimodalModel, adapter_of
 from dflop_jax.data.media.medium import TEXT_MODULE
-from dflop_jax.pipeline.layout import trained_groups
+from dflop_jax.runtime.layout import trained_groups
 
 ADAPTER_FIELDS = ("lora_targets", "lora_ranks", "lora_dropout", "lora_alpha")
 LORA = "lora"  # the freeze group of a model's adapters

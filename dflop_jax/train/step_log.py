@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dflop_jax.pipeline.step_result import LocalResult, StepHandle, StepResult
 from dflop_jax.records import Trace
 from dflop_jax.report.metrics import SkippedUpdate, StepMetrics
 from dflop_jax.report.trace import group_labels
+from dflop_jax.runtime.step_result import LocalResult, StepHandle, StepResult
 from dflop_jax.train.callbacks import StepDone
+from dflop_jax.train.choose_plan import ReadyRun
 from dflop_jax.train.compile_cache import Compiles
-from dflop_jax.train.correct import Corrector
+from dflop_jax.train.correction import Corrector
 from dflop_jax.train.feed import ReadyBatch, Waits
 from dflop_jax.train.optimizer import learning_rates
-from dflop_jax.train.ready import ReadyRun
-from dflop_jax.train.skips import Skips, end_reason, reason, skipped_update
+from dflop_jax.train.skipped_samples import Skips, end_reason, reason, skipped_update
 from dflop_jax.train.step_figures import (
     memory_in_use,
     most_of,

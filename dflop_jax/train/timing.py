@@ -17,17 +17,11 @@ from typing import TypeVar
 import jax
 import msgspec
 
-from dflop_jax.cluster.ending import RunFailed
-from dflop_jax.cluster.messages import ProcessGroup
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.hardware import GIB
-from dflop_jax.pipeline.calibration import Calibration, merged
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.out_of_memory import ran_out, short_bytes
-from dflop_jax.pipeline.stand_in import content_of_rows
-from dflop_jax.pipeline.step import TrainState
 from dflop_jax.plan.pricing import fullest_schedule, plan_prices
-from dflop_jax.plan.race import PlanTooLarge
-from dflop_jax.record_files import load_or_make
+from dflop_jax.plan.time_plans import PlanTooLarge
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -41,8 +35,14 @@ from dflop_jax.records import (
     from_json,
     to_json,
 )
+from dflop_jax.records.files import load_or_make
 from dflop_jax.report.progress import Progress
-from dflop_jax.report.spent import COMPILE
+from dflop_jax.report.wall_time import COMPILE
+from dflop_jax.runtime.calibration import Calibration, merged
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.out_of_memory import ran_out, short_bytes
+from dflop_jax.runtime.step import TrainState
+from dflop_jax.runtime.synthetic_batch import content_of_rows
 from dflop_jax.schedule.counts import program as counts_program
 from dflop_jax.schedule.counts.program import CountProgram, canonical, sizes_of
 from dflop_jax.train.compile_cache import compiles_counted

@@ -19,12 +19,12 @@ from typing import Any, Literal
 import jax
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer
-from dflop_jax.cluster.ending import TryAgain, exit_code_of, is_command
-from dflop_jax.cluster.hang_watch import HangWatch
-from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.cluster.processes import is_restart, launch_name
 from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
+from dflop_jax.distributed.hang_watch import HangWatch
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.distributed.process_exit import TryAgain, exit_code_of, is_command
+from dflop_jax.distributed.processes import is_restart, launch_name
 from dflop_jax.folders import despite_full_disk
 from dflop_jax.records import Plan, Profile
 from dflop_jax.report.progress import Progress
@@ -37,17 +37,11 @@ from dflop_jax.report.run_folder import (
     RunFolder,
 )
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
-from dflop_jax.report.spent import EVENTS, REDECISION, SAVE, START
 from dflop_jax.report.summary import write_summary
 from dflop_jax.report.trackers import check_trackers, open_trackers
+from dflop_jax.report.wall_time import EVENTS, REDECISION, SAVE, START
 from dflop_jax.train.callbacks import Callback, Callbacks, FitResult
-from dflop_jax.train.correct import read_samples
-from dflop_jax.train.initial import published, warn_of_adapters
-from dflop_jax.train.loop import Loop
-from dflop_jax.train.planning import check_held_out, check_trainable
-from dflop_jax.train.prepare import Workplace, in_steps, set_up
-from dflop_jax.train.profiling import check_not_empty
-from dflop_jax.train.ready import (
+from dflop_jax.train.choose_plan import (
     ReadyRun,
     agree,
     choose,
@@ -56,6 +50,12 @@ from dflop_jax.train.ready import (
     predicted,
     workplace_line,
 )
+from dflop_jax.train.correction import read_samples
+from dflop_jax.train.initial import published, warn_of_adapters
+from dflop_jax.train.loop import Loop
+from dflop_jax.train.planning import check_held_out, check_trainable
+from dflop_jax.train.prepare import Workplace, in_steps, set_up
+from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.redecide import NewPlan
 from dflop_jax.train.resume import Resume, Resumed, changed_flags, find_checkpoint, restore
 from dflop_jax.train.run_dir import is_of_launch

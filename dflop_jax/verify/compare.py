@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflop_jax.cluster.devices import free_bytes
 from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
+from dflop_jax.distributed.devices import free_bytes
 from dflop_jax.generate.decoding import inlets_of
 from dflop_jax.generate.row import LLM, AnswerRows, row_of, run_layers, with_features
 from dflop_jax.hardware import GB
-from dflop_jax.pipeline.parts import module_structs
+from dflop_jax.runtime.module_parts import module_structs
 from dflop_jax.verify.reference import Reference
 from dflop_jax.verify.samples import MixedSample
 from dflop_jax.weights import Folder, as_in_file, read_params

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from dflop_jax.contract import MultimodalModel, edges_of
-from dflop_jax.pipeline.layout import make_segments
-from dflop_jax.pipeline.segment import Segment
 from dflop_jax.plan.placement import Form, lay_out
-from dflop_jax.profile.parts import divides
+from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import Bucket, Layout, MeshShape, Shape
+from dflop_jax.runtime.layout import make_segments
+from dflop_jax.runtime.segment import Segment
 from dflop_jax.weights import Folder, ModuleParams, read_segment, segment_tensors
 from dflop_jax.weights.contract import Tensor
 from dflop_jax.weights.folder import DTYPES

@@ -16,7 +16,7 @@ from dflop_jax.data.media.kind import Header
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Decoded, Preparation, module_of
 from dflop_jax.data.media.video import Frames
-from dflop_jax.data.text.pieces import ByteTokenizer, TextPiece
+from dflop_jax.data.text.tokenize import ByteTokenizer, TextPiece
 
 MIXED = (("image", "video"), ("image", "image"), ("audio", "audio"), ("audio",), ())
 TEXTS = (6, 150)  # supervised tokens of samples without media: few, and more than a chunk or window

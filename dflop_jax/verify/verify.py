@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop_jax.config import ModelConfig
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.front.model_folder import factory_of
+from dflop_jax.preflight.model_folder import factory_of
 from dflop_jax.records import Plan
 from dflop_jax.train.prepare import build_model, use_devices
 from dflop_jax.verify import compare, reference

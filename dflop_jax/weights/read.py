@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.pipeline.cut import Box, Cut
-from dflop_jax.pipeline.held import initial_cuts, initial_structs
-from dflop_jax.pipeline.segment import Segment
+from dflop_jax.runtime.parameter_layout import initial_cuts, initial_structs
+from dflop_jax.runtime.segment import Segment
+from dflop_jax.runtime.zero_sharding import Box, Cut
 from dflop_jax.weights.contract import Reshaping, Tensor
 from dflop_jax.weights.folder import Folder
 

@@ -30,7 +30,7 @@ from dflop_jax.schedule.correction import (
     with_ratios,
     with_step,
 )
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.answers import TOKEN_MULTIPLE, answer
 from experiments.paper.cases import Case
 from experiments.paper.costs import prices_of

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from scipy.stats import spearmanr
 
-from dflop_jax.tasks.graph import resources
+from dflop_jax.simulate.task_graph import resources
 from experiments.paper.answers import (
     BASELINES,
     DFLOP,

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dflop_jax.records import Plan
 from dflop_jax.schedule.sub_microbatches import widened
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.answers import MEGATRON, answer, computing_s, mean_s, run_steps
 from experiments.paper.cases import Case, Step
 from experiments.paper.costs import prices_of

@@ -10,14 +10,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dflop_jax.profile.efficiency import Efficiency
-from dflop_jax.record_files import save
 from dflop_jax.records import Trace
+from dflop_jax.records.files import save
 from dflop_jax.report.html import write_page
 from dflop_jax.report.panels import LINE_COLOURS
 from dflop_jax.report.reader import read_runs
 from dflop_jax.report.run_folder import PLAN, SIMULATED
 from dflop_jax.report.trace import group_labels, write_trace
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.simulate.steps import simulate_step
 from experiments.paper import data
 from experiments.paper.answers import TRUE_SHAPES, answer
 from experiments.paper.cases import MEMORY_SHARE, TUNING, Case

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dflop_jax.plan import memory
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import (
     BACKWARD,
@@ -34,9 +35,8 @@ from dflop_jax.records import (
     piece_content,
 )
 from dflop_jax.schedule import balance
-from dflop_jax.sim import memory
-from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.tasks.graph import in_flight_limit, resources
+from dflop_jax.simulate.steps import simulate_step
+from dflop_jax.simulate.task_graph import in_flight_limit, resources
 from experiments.paper.cases import Case, Step
 from experiments.paper.costs import cost_model, prices_of
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflop_jax.gpu_compile.reports import ProgramReport
+from dflop_jax.aot.reports import ProgramReport
 from dflop_jax.records import LayerTiming, ModelProfile, Recompute, Shape
 from tests.benchmarks import scripts
 from tests.plans import params

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint.checkpointer import Checkpointer, StateArray, state_arrays
-from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.communicator import place, zeros
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import held_cuts, placed_structs, split_cuts
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.runtime.communicator import place, zeros
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.parameter_layout import held_cuts, placed_structs, split_cuts
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
-from ..pipeline import plain
+from ..runtime import plain
 
 # name -> (vision (first, stage, data, model), llm, options)
 PLANS = {

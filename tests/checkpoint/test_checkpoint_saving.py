@@ -13,10 +13,10 @@ import pytest
 
 from dflop_jax.checkpoint import checkpointer as checkpoint
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.pipeline.executor import Executor
+from dflop_jax.runtime.executor import Executor
 from dflop_jax.train.optimizer import make_optimizer
 
-from ..pipeline import plain
+from ..runtime import plain
 from .checkpoint_cases import (  # noqa: F401
     TRAIN,
     assert_same,

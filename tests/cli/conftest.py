@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from dflop_jax.cli import terminal
-from dflop_jax.record_files import save
+from dflop_jax.records.files import save
 from tests.cli.command_line import EXPERIMENT
 from tests.plans import NANO, nano_profile
 

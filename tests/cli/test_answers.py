@@ -12,10 +12,10 @@ import pytest
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
 from dflop_jax.cli.experiment import question
 from dflop_jax.cli.main import COMMANDS
-from dflop_jax.cluster.ending import TRY_AGAIN
 from dflop_jax.contract import edges_of
-from dflop_jax.record_files import load
+from dflop_jax.distributed.process_exit import TRY_AGAIN
 from dflop_jax.records import Plan
+from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import RunFolder, answer_folder, has_begun
 from models import llava
 from tests.cli.command_line import refused, run

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.config import fields
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile
+from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.report.spent import read_spent
+from dflop_jax.report.wall_time import read_spent
+from dflop_jax.runtime.executor import Executor
 from tests.cli.command_line import refused, run
 from tests.plans import NANO, nano_profile
 

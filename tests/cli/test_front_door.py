@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.cli import train
-from dflop_jax.cli.front_door import asked
+from dflop_jax.cli.derive_config import asked
 from dflop_jax.cli.main import _parser
 from dflop_jax.config import Config, DataConfig
 from dflop_jax.data import MediaSpec, make_source
-from dflop_jax.front.model_folder import FAMILIES, MOST_TOKENS
+from dflop_jax.preflight.model_folder import FAMILIES, MOST_TOKENS
 from dflop_jax.train.prepare import build_model
 from dflop_jax.train.resume import Resume
 from tests.cli.command_line import refused, run

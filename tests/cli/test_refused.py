@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from dflop_jax.aot import chip_profile
 from dflop_jax.config import PlanConfig
-from dflop_jax.gpu_compile import chip_profile
-from dflop_jax.pipeline.executor import Executor
 from dflop_jax.plan.explain import check_possible
 from dflop_jax.plan.placement import Extent
-from dflop_jax.record_files import save
 from dflop_jax.records import Edge, SubmeshPlan
+from dflop_jax.records.files import save
+from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import profiling
 from tests.cli.command_line import refused
 from tests.front.wrong_lines import WRONG, careless_folder

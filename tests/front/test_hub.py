@@ -14,7 +14,7 @@ import pytest
 
 from dflop_jax.config import DataConfig
 from dflop_jax.data.build import hub_datasets
-from dflop_jax.front.hub import model_folder
+from dflop_jax.preflight.huggingface import model_folder
 from tests.data.media_cases import talk
 from tests.front.hub_server import NAME, SHA, hub_of
 
@@ -34,8 +34,8 @@ FILES = {
 }
 ASK = """
 import sys
-from dflop_jax.cluster.ending import RunFailed, exit_code_of
-from dflop_jax.front.hub import model_folder
+from dflop_jax.distributed.process_exit import RunFailed, exit_code_of
+from dflop_jax.preflight.huggingface import model_folder
 try:
     print(model_folder(sys.argv[1], lambda line: print("told", line, file=sys.stderr)))
 except (ValueError, RunFailed) as e:
@@ -70,10 +70,10 @@ def start(hub, tmp_path):
 
 ASK_DATA = """
 import sys
-from dflop_jax.cluster.ending import RunFailed, exit_code_of
+from dflop_jax.distributed.process_exit import RunFailed, exit_code_of
 from dflop_jax.config import DataConfig
 from dflop_jax.data.datasets.readers import open_reader
-from dflop_jax.front.hub import fetch_datasets
+from dflop_jax.preflight.huggingface import fetch_datasets
 try:
     path, tell = sys.argv[1], lambda line: print("told", line, file=sys.stderr)
     fetch_datasets(DataConfig(path=path), tell)

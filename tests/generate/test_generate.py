@@ -16,7 +16,7 @@ from dflop_jax.data import ByteTokenizer, MediaSpec, make_source
 from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
-from dflop_jax.record_files import save
+from dflop_jax.records.files import save
 from dflop_jax.train.compile_cache import compiles_counted
 from dflop_jax.train.load_params import load_params
 from dflop_jax.train.prepare import build_model

@@ -36,8 +36,8 @@ from experiments.paper import policies
 from experiments.paper.answers import answer
 from tests import conftest  # noqa: F401  it sets XLA's flags and 8 CPU devices
 from tests.benchmarks.scripts import module
-from tests.pipeline import plain
-from tests.pipeline.test_gradients import PLANS, ZERO, grads_of, oracle, planned
+from tests.runtime import plain
+from tests.runtime.test_gradients import PLANS, ZERO, grads_of, oracle, planned
 
 auto_choice, schedule_run = module("auto_choice"), module("schedule_run")
 CLI = (sys.executable, "-m", "dflop_jax.cli", "train")

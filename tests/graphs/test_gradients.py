@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline import segment
 from dflop_jax.records import Schedule, Shape, first_pieces, piece_tokens
+from dflop_jax.runtime import segment
 from tests.graphs.made_up import GRAINS, MadeUp, MadeUpData, plain_loss, scales_of
-from tests.pipeline import plain
-from tests.pipeline.test_gradients import assert_norm, assert_trees_close, grads_of
 from tests.plans import graph_plan
 from tests.rows import group_of_rows
+from tests.runtime import plain
+from tests.runtime.test_gradients import assert_norm, assert_trees_close, grads_of
 
 MODEL = MadeUp()
 SHAPES = {

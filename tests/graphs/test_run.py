@@ -10,8 +10,8 @@ import pytest
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, Trainer
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.config import CheckpointConfig
-from dflop_jax.record_files import load
 from dflop_jax.records import Plan, Profile
+from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import CHECKPOINTS, read_metrics
 
 pytestmark = pytest.mark.slow  # models that compile quickly train in tests/train

@@ -30,10 +30,10 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from models import wan
-from tests.pipeline import plain
-from tests.pipeline.test_gradients import assert_norm, assert_trees_close, grads_of, trained
 from tests.plans import graph_plan, profile_of
 from tests.rows import group_of_rows
+from tests.runtime import plain
+from tests.runtime.test_gradients import assert_norm, assert_trees_close, grads_of, trained
 
 MODEL = wan.build("nano+wan-nano")
 SHAPES = {"llm": Shape(2, 64), "generator": Shape(2, 96)}

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from model_fields import fields, full_params
 
-from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.held import param_specs
-from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.lowering import Lowering
-from dflop_jax.pipeline.segment import Segment
-from dflop_jax.profile.parts import divides
+from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import BACKWARD, MeshShape, SegmentPlan, Shape
+from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.layout import device_mesh
+from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.parameter_layout import param_specs
+from dflop_jax.runtime.segment import Segment
 from models import attention_gpu
 from models.attention import masked_attention
 from models.decoder import DecoderModule

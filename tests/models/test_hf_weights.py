@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hf_reference import randomise, torch, transformers
 
-from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.runtime.layout import make_segments
 from dflop_jax.verify.round_trip import spread
 from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import hf, internvl, llava, qwen2_audio, qwen3_vl

@@ -16,8 +16,8 @@ from dflop_jax.config import Config
 from dflop_jax.data import MediaSpec
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.tiling import IMAGE
-from dflop_jax.front.model_folder import factory_of, folder_settings
-from dflop_jax.front.setting import with_settings
+from dflop_jax.preflight.derived_fields import with_settings
+from dflop_jax.preflight.model_folder import factory_of, folder_settings
 from dflop_jax.train.prepare import build_model
 from models.processors import CLIPS, PICTURES, SOUNDS
 from tests.data.media_cases import noise

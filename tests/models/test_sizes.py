@@ -21,7 +21,7 @@ from dflop_jax.data import MediaSpec
 from dflop_jax.data.content import features_per_row
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
-from dflop_jax.profile.parts import Part, forward_flops
+from dflop_jax.profile.traced_parts import Part, forward_flops
 from dflop_jax.records import Shape
 from dflop_jax.verify.samples import StampedTokenizer, drawn_sample
 from models import internvl, omni, qwen2_audio, qwen3_vl

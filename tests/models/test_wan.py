@@ -10,7 +10,7 @@ import pytest
 from model_fields import forward, full_params
 
 from dflop_jax.data.datasets.clips import form_of
-from dflop_jax.pipeline.parts import part_struct
+from dflop_jax.runtime.module_parts import part_struct
 from models import wan, wan_layers
 from models.sizes import DECODERS
 from models.wan_sizes import WAN, find_size, read_config, wan_config

@@ -14,6 +14,7 @@ import numpy as np
 import dflop_jax.plan.finalists as finalists
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
+from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.plan.placement import Extent, RunCosts, name_of
 from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
@@ -45,12 +46,11 @@ from dflop_jax.records import (
 from dflop_jax.schedule import BucketChoice, capacity_of, schedule_batch
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.groups import PackingSpace
-from dflop_jax.schedule.sample import sample_batches
+from dflop_jax.schedule.sampled_batches import sample_batches
 from dflop_jax.schedule.search import packed_into
 from dflop_jax.schedule.solver.problem import Budget
-from dflop_jax.sim.memory import peak_bytes
-from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.tasks.graph import in_flight_limit
+from dflop_jax.simulate.steps import simulate_step
+from dflop_jax.simulate.task_graph import in_flight_limit
 from tests.plans import params, profile_of
 
 LINKS = dataclasses.replace(

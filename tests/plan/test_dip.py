@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from dflop_jax.plan.best_first import _sorted_by
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.dip import (
     EFFICIENT,
@@ -20,7 +21,6 @@ from dflop_jax.plan.dip import (
     with_sub_microbatches,
 )
 from dflop_jax.plan.pricing import prices_of
-from dflop_jax.plan.ranking import _sorted_by
 from dflop_jax.plan.search import search_plan
 from dflop_jax.records import (
     BACKWARD,
@@ -35,7 +35,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.simulate.steps import simulate_step
 from tests.plans import group_s
 
 from . import cases

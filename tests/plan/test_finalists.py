@@ -11,14 +11,14 @@ from dflop_jax.plan import finalists
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.finalists import with_second_policies
+from dflop_jax.plan.memory import byte_table
 from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.uniform import ladder_of
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.records import REMAT, Bucket, Load, Shape
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.shapes.spare import beyond
-from dflop_jax.sim.memory import byte_table
+from dflop_jax.schedule.buckets.extra_buckets import beyond
 
 from ..plans import TILE_TOKENS, bucket, chain, load
 from .cases import CONFIG, TILE, data_profile, prepared, run

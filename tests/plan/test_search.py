@@ -10,21 +10,21 @@ from functools import partial
 import numpy as np
 import pytest
 
+import dflop_jax.plan.best_first as ranking_module
 import dflop_jax.plan.finalists as finalists
-import dflop_jax.plan.ranking as ranking_module
+from dflop_jax.plan.best_first import Ranking, searched
 from dflop_jax.plan.evaluate import LOOKAHEADS, work_budget
+from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.plan.placement import name_of
 from dflop_jax.plan.pricing import plan_prices
-from dflop_jax.plan.ranking import Ranking, searched
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import BASELINES, baseline_layouts
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
 from dflop_jax.schedule import BucketChoice, quick_schedule, schedule_batch
-from dflop_jax.schedule.sample import sample_batches
-from dflop_jax.sim.memory import peak_bytes
-from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.tasks.order import most_in_flight
+from dflop_jax.schedule.sampled_batches import sample_batches
+from dflop_jax.simulate.steps import simulate_step
+from dflop_jax.simulate.task_order import most_in_flight
 from tests.plans import params
 
 from .cases import (

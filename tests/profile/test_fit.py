@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.hardware import find_hardware
+from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.fit import rounded
 from dflop_jax.records import (
@@ -28,7 +29,6 @@ from dflop_jax.records import (
     SubmeshPlan,
     with_remat,
 )
-from dflop_jax.sim.memory import peak_bytes
 from tests import plans
 from tests.plans import profile_of
 

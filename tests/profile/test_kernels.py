@@ -17,7 +17,8 @@ from dflop_jax.profile.kernels import (
     kernels_of,
     working_bytes,
 )
-from dflop_jax.profile.parts import (
+from dflop_jax.profile.sharded_trace import trace
+from dflop_jax.profile.traced_parts import (
     Part,
     divides,
     forward_flops,
@@ -25,7 +26,6 @@ from dflop_jax.profile.parts import (
     part_kernels,
     residual_bytes,
 )
-from dflop_jax.profile.sharded_trace import trace
 from dflop_jax.records import BACKWARD, FORWARD, Shape
 from models.internvl import build as build_internvl
 from models.llava import build as build_llava

@@ -10,9 +10,6 @@ import pytest
 from dflop_jax.cli.plan import by_kind
 from dflop_jax.contract import layer_kinds_of
 from dflop_jax.hardware import find_hardware
-from dflop_jax.pipeline.held import param_structs
-from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.segment import Segment
 from dflop_jax.plan.explain import kind_costs
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.measure import model_profile, profile_key, time_layer
@@ -20,7 +17,6 @@ from dflop_jax.profile.needed import needed_flops, segment_flops
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shallow import kinds_apart
 from dflop_jax.profile.state import SegmentState, working_bytes
-from dflop_jax.record_files import load, save
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -32,6 +28,10 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
 )
+from dflop_jax.records.files import load, save
+from dflop_jax.runtime.layout import device_mesh
+from dflop_jax.runtime.parameter_layout import param_structs
+from dflop_jax.runtime.segment import Segment
 from tests.mixed import UNITS, HandingText, Mixed
 from tests.plans import group_s
 from tests.small import HIDDEN, WIDTH, Small

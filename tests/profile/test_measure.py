@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.stand_in import content_of_rows
 from dflop_jax.profile import measure
 from dflop_jax.profile.measure import DEPTHS, model_profile, profile_key, together
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.timed_programs import TimedPrograms, packed_rows
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.records import Edge, MeshShape, Shape
+from dflop_jax.runtime.synthetic_batch import content_of_rows
 from tests.small import WIDTH, Small
 
 MODEL = Small()

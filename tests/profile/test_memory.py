@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from dflop_jax.hardware import find_hardware
-from dflop_jax.profile.parts import Part, live_bytes, program_bytes
 from dflop_jax.profile.recompute import POLICIES, Predictor
+from dflop_jax.profile.traced_parts import Part, live_bytes, program_bytes
 from dflop_jax.records import LayerTiming, Recompute, Shape
 from models.decoder import DecoderModule
 from models.llava import build

@@ -22,7 +22,6 @@ from dflop_jax.profile.kernels import (
 )
 from dflop_jax.profile.recompute import Predictor
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.record_files import load, save
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -30,6 +29,7 @@ from dflop_jax.records import (
     ModelProfile,
     Shape,
 )
+from dflop_jax.records.files import load, save
 from models.llava import build
 
 A100 = find_hardware("a100-80")

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.segment import EVALUATE, Segment
 from dflop_jax.profile.needed import seen_pairs, segment_flops
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, SegmentPlan, Shape
+from dflop_jax.runtime.layout import device_mesh
+from dflop_jax.runtime.segment import EVALUATE, Segment
 from models.decoder import DecoderModule
 from models.sizes import DecoderSize, VisionSize
 from models.vit import VisionModule

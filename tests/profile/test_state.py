@@ -9,11 +9,6 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.pipeline.held import grad_structs, param_structs, program_structs
-from dflop_jax.pipeline.layout import device_mesh
-from dflop_jax.pipeline.parts import parts_of
-from dflop_jax.pipeline.segment import Segment
-from dflop_jax.pipeline.update import SegmentUpdate
 from dflop_jax.profile.measure import assembled
 from dflop_jax.profile.optimizer_state import parameter_dims
 from dflop_jax.profile.state import (
@@ -23,6 +18,11 @@ from dflop_jax.profile.state import (
     working_bytes,
 )
 from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
+from dflop_jax.runtime.layout import device_mesh
+from dflop_jax.runtime.module_parts import parts_of
+from dflop_jax.runtime.parameter_layout import grad_structs, param_structs, program_structs
+from dflop_jax.runtime.segment import Segment
+from dflop_jax.runtime.update import SegmentUpdate
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 from tests.plans import halved, profile_of

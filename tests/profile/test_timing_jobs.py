@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from dflop_jax.pipeline.held import param_specs
 from dflop_jax.profile import timing_jobs as jobs_module
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.timed_programs import LEAST_RUNS, MOST_RUNS
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.records import MeshShape, Shape
+from dflop_jax.runtime.parameter_layout import param_specs
 from tests.small import Small
 
 MODEL = Small()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.cli import main
-from dflop_jax.record_files import save
 from dflop_jax.records import RETURN, SEND, Event, Trace
+from dflop_jax.records.files import save
 from dflop_jax.report.html import page, write_page
 from dflop_jax.report.reader import read_runs
 from dflop_jax.report.run_folder import PAGE, SIMULATED, RunFolder, read_plan

@@ -13,10 +13,10 @@ from rich.console import Console
 from dflop_jax.config import Config, override
 from dflop_jax.report.compare import compare, compare_json, summary_table
 from dflop_jax.report.html import page
+from dflop_jax.report.number_format import duration, number, percent
 from dflop_jax.report.reader import read_run, read_runs
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.summary import write_summary
-from dflop_jax.report.wording import duration, number, percent
 from tests.report.runs import cells_of, figures_of, make_plan, make_row
 
 

@@ -9,7 +9,7 @@ import pytest
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.bounds.batch import ends_s, least_content
-from dflop_jax.schedule.cover import cheap_covers, demand
+from dflop_jax.schedule.count_vectors import cheap_covers, demand
 
 
 def least_by_hand(lengths, content, shapes, ranks, microbatches):

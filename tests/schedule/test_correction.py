@@ -45,7 +45,7 @@ from dflop_jax.schedule.correction import (
     with_ratios,
     with_step,
 )
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.simulate.steps import simulate_step
 from tests.schedule.conftest import bucket, make_batch, make_plan, make_prices
 
 SEGMENTS = ("a", "b")

@@ -18,7 +18,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import digest
-from dflop_jax.sim.pipeline import simulate_step
+from dflop_jax.simulate.steps import simulate_step
 from tests.schedule.conftest import bucket, make_plan
 
 ROW_S = 0.01

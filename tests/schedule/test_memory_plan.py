@@ -16,9 +16,9 @@ from dflop_jax.schedule.memory_plan import (
     with_memory_plan,
 )
 from dflop_jax.schedule.solver.problem import Budget
-from dflop_jax.sim.pipeline import simulate_step, with_order
-from dflop_jax.tasks.graph import in_flight_limit, resources
-from tests.sim.cases import SHAPES, batch, graph, names, random_case, same_prices
+from dflop_jax.simulate.steps import simulate_step, with_order
+from dflop_jax.simulate.task_graph import in_flight_limit, resources
+from tests.simulate.cases import SHAPES, batch, graph, names, random_case, same_prices
 
 MIB = 2.0**20
 

@@ -15,14 +15,14 @@ from dflop_jax.schedule import Capacity, oversize, quick_schedule, schedule_batc
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
-from dflop_jax.schedule.cover import Demand, cheap_covers, demand
+from dflop_jax.schedule.count_vectors import Demand, cheap_covers, demand
 from dflop_jax.schedule.groups import PackingSpace, dealt_answer, greedy_answer, schedule_groups
 from dflop_jax.schedule.packing import first_fit, pack
 from dflop_jax.schedule.solver import local_search
 from dflop_jax.schedule.solver.problem import Budget
-from dflop_jax.sim.pipeline import simulate_step, with_order
-from dflop_jax.tasks.graph import step_graph
-from dflop_jax.tasks.order import check_order
+from dflop_jax.simulate.steps import simulate_step, with_order
+from dflop_jax.simulate.task_graph import step_graph
+from dflop_jax.simulate.task_order import check_order
 from tests.rows import group_of_rows, rows_of
 from tests.schedule.conftest import (
     TILE,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import Load
-from dflop_jax.schedule.sample import DRIFT, drifted_batches, sample_batches
+from dflop_jax.schedule.sampled_batches import DRIFT, drifted_batches, sample_batches
 
 LOADS = [Load({"vision": (256,) * n, "llm": (10 * n + 20 * (n % 3) + 1,)}) for n in range(40)]
 MODULES = ("vision", "llm")

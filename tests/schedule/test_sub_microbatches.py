@@ -12,9 +12,9 @@ from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.sub_microbatches import widened
-from dflop_jax.sim.pipeline import simulate_step
-from dflop_jax.tasks.graph import step_graph
-from dflop_jax.tasks.order import check_order
+from dflop_jax.simulate.steps import simulate_step
+from dflop_jax.simulate.task_graph import step_graph
+from dflop_jax.simulate.task_order import check_order
 from tests.rows import group_of_rows
 from tests.schedule.conftest import (
     TILE,

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflop_jax.pipeline.communicator import place
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import held_cuts
+from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.parameter_layout import held_cuts
 from models.llava import build
 
-from ..pipeline import plain
+from ..runtime import plain
 
 RANK, ALPHA = 3, 6.0
 DROPOUT, DRAWS = 0.3, "7/5"

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax.record_files import save
 from dflop_jax.records import Plan, SubmeshPlan
+from dflop_jax.records.files import save
 from dflop_jax.report.run_folder import read_metrics
 
 from ..plans import NANO, bucket, nano_profile
@@ -56,7 +56,7 @@ def config():
 
 # Appended to an experiment: gradients of one step that are not finite.
 OVERFLOWS = """
-from dflop_jax.pipeline.executor import Executor
+from dflop_jax.runtime.executor import Executor
 _run_step = Executor.run_step
 
 def run_step(self, schedule, arrays, scales, **limits):

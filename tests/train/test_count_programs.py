@@ -10,7 +10,7 @@ from dflop_jax.schedule.counts.program import Sizes, canonical, sizes_of
 from dflop_jax.train import timing
 from dflop_jax.train.timing import count_program
 
-from ..pipeline import plain
+from ..runtime import plain
 from ..small import Small
 
 

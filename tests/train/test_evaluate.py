@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
-from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.mixture import MixturePart, short_names
 from dflop_jax.data.packing import Ranks
-from dflop_jax.record_files import save
+from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Prices
+from dflop_jax.records.files import save
 from dflop_jax.report.run_folder import RunFolder, read_evaluations
-from dflop_jax.report.spent import TimeLog
 from dflop_jax.report.trackers import evaluation_scalars
+from dflop_jax.report.wall_time import TimeLog
 from dflop_jax.train import evaluate
 from dflop_jax.train.callbacks import Callbacks, Evaluation, HeldOutLoss
 from dflop_jax.train.evaluate import HeldOut, held_out_samples
 from dflop_jax.train.feed import Packer
 from dflop_jax.train.prepare import build_model
-from tests.cluster.service import make_job
+from tests.distributed.service import make_job
 from tests.plans import NANO, programs
 from tests.report.runs import cells_of, make_plan, make_row
 

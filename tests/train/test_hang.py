@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.cluster.ending import TRY_AGAIN
-from dflop_jax.cluster.hang_watch import Sections
 from dflop_jax.config import Config, DistributedConfig
+from dflop_jax.distributed.hang_watch import Sections
+from dflop_jax.distributed.process_exit import TRY_AGAIN
 from dflop_jax.report.run_folder import HUNG
-from dflop_jax.report.spent import (
+from dflop_jax.report.wall_time import (
     COMPILE,
     DATA,
     END,
@@ -69,7 +69,7 @@ def test_what_is_measured_of_the_sections_of_a_run():
 # Appended to the experiment: at the first start, process 1 never comes to the end of step 5.
 HANGS = """
 import os, threading
-from dflop_jax.pipeline.executor import Executor
+from dflop_jax.runtime.executor import Executor
 _run_step = Executor.run_step
 
 def run_step(self, schedule, arrays, scales, **limits):

@@ -5,13 +5,13 @@ import numpy as np
 import optax
 import pytest
 
-from dflop_jax.pipeline.executor import Executor
 from dflop_jax.records import Shape
+from dflop_jax.runtime.executor import Executor
 from dflop_jax.train.initial import published
 from dflop_jax.weights import write_folder
 from models import hf, llava, omni
-from tests.pipeline import plain
 from tests.plans import graph_plan
+from tests.runtime import plain
 from tests.weights.conftest import held, random_params
 
 ANYRES = llava.build("anyres-nano")

@@ -13,7 +13,7 @@ import pytest
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.records import SubmeshPlan
 from dflop_jax.report.run_folder import CHECKPOINTS, read_metrics
-from dflop_jax.report.spent import STOPPED, read_spent
+from dflop_jax.report.wall_time import STOPPED, read_spent
 from dflop_jax.train.trainer import Trainer
 
 from ..benchmarks.scripts import module

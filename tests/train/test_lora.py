@@ -13,14 +13,14 @@ import pytest
 from dflop_jax.checkpoint.checkpointer import specs_of, state_arrays
 from dflop_jax.config import TrainConfig
 from dflop_jax.contract import folded
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.held import grad_structs, param_specs, param_structs
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.parameter_layout import grad_structs, param_specs, param_structs
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder
 from models import internvl
 
-from ..pipeline import plain
-from ..pipeline.test_gradients import assert_trees_close, grads_of
+from ..runtime import plain
+from ..runtime.test_gradients import assert_trees_close, grads_of
 from .lora_cases import (
     ALPHA,
     FREEZE,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dflop_jax.contract import with_adapter
-from dflop_jax.pipeline.segment import field_names
+from dflop_jax.runtime.segment import field_names
 
-from ..pipeline import plain
-from ..pipeline.test_gradients import assert_trees_close, grads_of
+from ..runtime import plain
+from ..runtime.test_gradients import assert_trees_close, grads_of
 from .lora_cases import (
     ALL_FROZEN,
     DRAWS,

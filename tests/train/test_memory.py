@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, ScheduleConfig, TrainConfig
-from dflop_jax.pipeline import out_of_memory
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.record_files import load
 from dflop_jax.records import Plan
+from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.runtime import out_of_memory
+from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.timing import make_executor
 from dflop_jax.train.trainer import Trainer

@@ -12,8 +12,8 @@ from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.cli.experiment import load_experiment
 from dflop_jax.data import make_loader
 from dflop_jax.profile.needed import needed_flops
+from dflop_jax.report.number_format import flops_text, percent
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.report.wording import flops_text, percent
 from dflop_jax.train.trainer import Trainer
 from models.llava import build
 from tests.report.runs import cells_of

@@ -21,7 +21,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.schedule.shapes.spare import beyond
+from dflop_jax.schedule.buckets.extra_buckets import beyond
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.trainer import Trainer
 from models import qwen3_vl

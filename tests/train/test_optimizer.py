@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from dflop_jax.config import LrSchedule, TrainConfig
-from dflop_jax.pipeline.update import AVERAGE
+from dflop_jax.runtime.update import AVERAGE
 from dflop_jax.train.optimizer import (
     decays,
     learning_rate,

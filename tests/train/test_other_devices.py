@@ -8,11 +8,11 @@ import dataclasses
 import pytest
 
 from dflop_jax import PlanConfig
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.record_files import load
 from dflop_jax.records import Plan
+from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.train import profiling, ready
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.train import choose_plan, profiling
 from dflop_jax.train.resume import for_devices
 from dflop_jax.train.trainer import Trainer
 
@@ -46,11 +46,11 @@ def killed(whole, monkeypatch):
     for module, name in (
         (profiling, "time_layers"),
         (profiling, "profile_data"),
-        (ready, "make_profile"),
+        (choose_plan, "make_profile"),
         (profiling, "together"),
     ):
         monkeypatch.setattr(module, name, never)
-    known = ready.continued
+    known = choose_plan.continued
 
     def with_tail(*args):
         """The made-up profile lacks the longest samples, which no plan would then have room for."""
@@ -58,7 +58,7 @@ def killed(whole, monkeypatch):
         data = dataclasses.replace(got.profile.data, tail=(load_of(8, 160),))
         return dataclasses.replace(got, profile=dataclasses.replace(got.profile, data=data))
 
-    monkeypatch.setattr(ready, "continued", with_tail)
+    monkeypatch.setattr(choose_plan, "continued", with_tail)
     return as_killed(whole, saved=9, rows=11)
 
 

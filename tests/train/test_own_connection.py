@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax.cluster.processes import free_port
+from dflop_jax.distributed.processes import free_port
 
 from .many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses, undisturbed
 
@@ -19,7 +19,7 @@ process, count, port, folder, run_dir, *flags = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize("127.0.0.1:" + port, int(count), int(process))
 from dflop_jax.config import override
-from dflop_jax.record_files import load
+from dflop_jax.records.files import load
 from dflop_jax.records import Plan, Profile
 from dflop_jax.train.trainer import Trainer
 spec = importlib.util.spec_from_file_location("small", folder + "/small.py")

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint.state_arrays import parameter_arrays
-from dflop_jax.pipeline.held import held_cuts, initial_structs
-from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.runtime.layout import make_segments
+from dflop_jax.runtime.parameter_layout import held_cuts, initial_structs
 from dflop_jax.train.initial import read_saved
 
-from ..pipeline.plain import whole_of
+from ..runtime.plain import whole_of
 from ..weights.conftest import MODEL, PLAN, random_params
 
 # The tower's matrices flat over 3 data ranks and 2 tensor ranks, the LLM's in two segments.

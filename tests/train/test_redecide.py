@@ -15,13 +15,13 @@ import pytest
 
 from dflop_jax import CheckpointConfig, PlanConfig
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.messages import ProcessGroup
 from dflop_jax.data import make_loader
+from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.plan.pricing import simulate
-from dflop_jax.record_files import load as read
 from dflop_jax.records import DataProfile, Plan, Profile
+from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.schedule.shapes.spare import beyond
+from dflop_jax.schedule.buckets.extra_buckets import beyond
 from dflop_jax.train import redecide
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.loop import Loop

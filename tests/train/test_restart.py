@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from dflop_jax.cluster.ending import TryAgain
-from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.cluster.processes import RESTARTS_ENV, RUN_ENV
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.distributed.process_exit import TryAgain
+from dflop_jax.distributed.processes import RESTARTS_ENV, RUN_ENV
 from dflop_jax.report.run_folder import METRICS, RunFolder
 from dflop_jax.train.trainer import is_begun, open_folder, tell_others
 

@@ -16,19 +16,19 @@ import pytest
 
 from dflop_jax import CheckpointConfig, PlanConfig, Resume, ScheduleConfig
 from dflop_jax.cli import main
-from dflop_jax.cluster.ending import TryAgain
-from dflop_jax.pipeline import executor
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.record_files import load, save
+from dflop_jax.distributed.process_exit import TryAgain
 from dflop_jax.records import Plan, PriceList
+from dflop_jax.records.files import load, save
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
 from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
+from dflop_jax.runtime import executor
+from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule import worker as worker_module
 from dflop_jax.schedule.correction import Learnt, StepSample
 from dflop_jax.schedule.worker import BatchRequest
-from dflop_jax.train import correct as correct_module
+from dflop_jax.train import correction as correction_module
+from dflop_jax.train.choose_plan import expected
 from dflop_jax.train.loop import Loop
-from dflop_jax.train.ready import expected
 from dflop_jax.train.trainer import Trainer
 
 from ..data.media_cases import talk
@@ -290,7 +290,7 @@ def samples(folder) -> list[StepSample]:
 def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
     asked = prices_by_step(monkeypatch)
     on = dataclasses.replace(Learnt("").monitor, window=1000)
-    monkeypatch.setattr(correct_module, "Learnt", partial(Learnt, monitor=on))
+    monkeypatch.setattr(correction_module, "Learnt", partial(Learnt, monitor=on))
     correct = {
         "schedule": ScheduleConfig(correct=True, ahead=1),
         "data": dataclasses.replace(CONFIG.data, prefetch=1),

@@ -14,8 +14,8 @@ from dflop_jax import CheckpointConfig
 from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.checkpoint.format import Manifest, decode_manifest, encode_manifest
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.cluster.ending import FAILED, RunFailed, exit_code_of
-from dflop_jax.cluster.messages import ProcessGroup
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.distributed.process_exit import FAILED, RunFailed, exit_code_of
 from dflop_jax.train.loop import Loop
 from dflop_jax.train.resume import Unreadable, any_trouble, find_checkpoint
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax import Config, TrainConfig
-from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.cluster.processes import RESTARTS_ENV, RUN_ENV
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.distributed.processes import RESTARTS_ENV, RUN_ENV
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train import run_dir
+from dflop_jax.train.choose_plan import data_line
 from dflop_jax.train.prepare import Workplace, in_steps
-from dflop_jax.train.ready import data_line
 from dflop_jax.train.run_dir import settled_run_dir
 
 PATTERN = "runs[1]/a-{time}"  # what glob would take for letters

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import Config, TrainConfig
-from dflop_jax.pipeline.executor import Executor
-from dflop_jax.pipeline.parts import module_structs
 from dflop_jax.records import BACKWARD, Plan, SegmentPlan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.module_parts import module_structs
+from dflop_jax.train.choose_plan import data_line, workplace_line
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import set_up
-from dflop_jax.train.ready import data_line, workplace_line
 from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
 from dflop_jax.train.trainer import Trainer
 from models import llava, qwen2_audio
 from tests.checkpoint.checkpoint_cases import model
 
-from ..pipeline import plain
 from ..plans import nano_profile
+from ..runtime import plain
 from .resume_cases import CONFIG, NANO_MODEL, PLAN, evaluations
 
 STAGES = {

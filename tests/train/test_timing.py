@@ -9,18 +9,18 @@ import jax
 import pytest
 
 from dflop_jax import TrainConfig
-from dflop_jax.cluster.ending import RunFailed
-from dflop_jax.cluster.hang_watch import UNMEASURED, Sections
-from dflop_jax.cluster.messages import ProcessGroup
-from dflop_jax.pipeline.calibration import Calibration
-from dflop_jax.plan.race import PlanTooLarge
+from dflop_jax.distributed.hang_watch import UNMEASURED, Sections
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.distributed.process_exit import RunFailed
+from dflop_jax.plan.time_plans import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Shape, Task
-from dflop_jax.report.spent import TimeLog
-from dflop_jax.tasks.graph import links
+from dflop_jax.report.wall_time import TimeLog
+from dflop_jax.runtime.calibration import Calibration
+from dflop_jax.simulate.task_graph import links
 from dflop_jax.train import timing
 from dflop_jax.train.timing import PlanTrials, in_agreement
 
-from ..cluster.service import make_job
+from ..distributed.service import make_job
 from ..plans import chain, programs
 
 PLANS = [chain(2, vision=1), chain(3, vision=1), chain(4, vision=2)]

@@ -6,7 +6,7 @@ import jax
 import pytest
 from safetensors.numpy import load_file
 
-from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.runtime.layout import make_segments
 from dflop_jax.verify.round_trip import spread
 from dflop_jax.verify.verify import verify
 from dflop_jax.weights import Folder, ModuleParams, read_segment, write_folder

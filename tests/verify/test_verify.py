@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dflop_jax.cli import main
-from dflop_jax.cluster import devices
 from dflop_jax.config import ModelConfig
-from dflop_jax.front.model_folder import FAMILIES
-from dflop_jax.record_files import save
+from dflop_jax.distributed import devices
+from dflop_jax.preflight.model_folder import FAMILIES
 from dflop_jax.records import Plan
+from dflop_jax.records.files import save
 from dflop_jax.train.prepare import build_model
 from dflop_jax.verify import compare, reference, round_trip
 from dflop_jax.verify.round_trip import spread

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.pipeline.held import held_cuts, placed_structs
-from dflop_jax.pipeline.layout import make_segments
 from dflop_jax.records import SubmeshPlan
+from dflop_jax.runtime.layout import make_segments
+from dflop_jax.runtime.parameter_layout import held_cuts, placed_structs
 from dflop_jax.weights import Folder, read, read_params, read_segment, write_folder
 from dflop_jax.weights.read import pieces, read_slice
 from models import hf
 from models.hf_tensors import conv, linear, patch, same, vector
 
-from ..pipeline.plain import in_order, whole_of
+from ..runtime.plain import in_order, whole_of
 from .conftest import MODEL, PLAN, held, random_params
 
 LAYOUTS = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dflop_jax.pipeline.layout import make_segments
+from dflop_jax.runtime.layout import make_segments
 from dflop_jax.weights import (
     Folder,
     ModuleParams,

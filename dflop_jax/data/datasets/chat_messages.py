@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from dflop_jax.data.text.pieces import ROLES, SWITCHES, WEIGHT
+from dflop_jax.data.text.tokenize import ROLES, SWITCHES, WEIGHT
 
 SPEAKERS = {name: role for role, name in ROLES.items()} | {role: role for role in ROLES}
 Turns = tuple[tuple[str, str], ...]

@@ -22,7 +22,7 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import TEXT_MODULE
 from dflop_jax.data.sample import STREAMS, Places, Sample
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer
+from dflop_jax.data.text.tokenize import Tokenizer
 from dflop_jax.records import Load
 
 GENERATOR = "generator"

@@ -25,7 +25,7 @@ from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.media.part_keys import with_keys
 from dflop_jax.data.pool.processes import TRIES, DecoderReply, Workers
 from dflop_jax.data.sample import OpenedBy
-from dflop_jax.data.text.pieces import TemplateFields, TextPiece, text_counts
+from dflop_jax.data.text.tokenize import TemplateFields, TextPiece, text_counts
 
 ToPieces = Callable[[Sequence[tuple[str, str]], TemplateFields], tuple[TextPiece, ...]]
 

@@ -24,7 +24,7 @@ from dflop_jax.data.datasets.chat_messages import OWN, Talk, Turns, turns_of_mes
 from dflop_jax.data.datasets.questions import ANSWERS, MOST_NUMBERED, QUESTION, SPELLINGS, asked
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
-from dflop_jax.data.text.pieces import (
+from dflop_jax.data.text.tokenize import (
     BREAK,
     NO_FIELDS,
     ROLES,

@@ -29,7 +29,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Preparation
 from dflop_jax.data.sample import OpenedBy, Sample
-from dflop_jax.data.text.pieces import TextPiece, first_tokens, trained_on
+from dflop_jax.data.text.tokenize import TextPiece, first_tokens, trained_on
 from dflop_jax.records import Load
 
 MAX_TAIL = 64  # samples named as the most demanding

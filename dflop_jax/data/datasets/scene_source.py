@@ -21,7 +21,13 @@ from dflop_jax.data.media.spec import MediaSpec
 from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.video import VIDEO, Frames
 from dflop_jax.data.sample import STREAMS, Sample
-from dflop_jax.data.text.pieces import TextPiece, Tokenizer, chat_pieces, first_tokens, text_counts
+from dflop_jax.data.text.tokenize import (
+    TextPiece,
+    Tokenizer,
+    chat_pieces,
+    first_tokens,
+    text_counts,
+)
 from dflop_jax.records import Load
 
 Headers = list[tuple[Kind, dict[str, int]]]

@@ -15,7 +15,7 @@ from dflop_jax.data.media.kind import Header
 from dflop_jax.data.media.medium import TEXT_MODULE, Decoded, Preparation, module_of
 from dflop_jax.data.media.token_sources import SOURCES, TokenSources, shifted, used
 from dflop_jax.data.sample import Places, Sample
-from dflop_jax.data.text.pieces import TextPiece
+from dflop_jax.data.text.tokenize import TextPiece
 
 # by its number in the record, each medium with the module that takes it
 DecodedMedia = Mapping[int, tuple[str, Decoded]]

@@ -22,7 +22,7 @@ from dflop_jax.data.media.medium import Decoded, Facts, Form, Grid, numbers
 from dflop_jax.data.media.native import Around, ClipLayout, Native, NativeMedium, Stamp, stamp_of
 from dflop_jax.data.media.video import Clip
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer
+from dflop_jax.data.text.tokenize import Tokenizer
 
 
 @dataclass(frozen=True)

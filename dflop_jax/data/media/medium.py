@@ -16,7 +16,7 @@ from dflop_jax.data.media.kind import Columns, Header, Kinds
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.token_sources import TokenSources
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer
+from dflop_jax.data.text.tokenize import Tokenizer
 
 TEXT_MODULE = "llm"  # the module that reads the text, in which media stand
 Facts = Mapping[str, Any]

@@ -24,7 +24,7 @@ from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.data.media.token_sources import plain
 from dflop_jax.data.media.video import VIDEO, Clip
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer
+from dflop_jax.data.text.tokenize import Tokenizer
 
 MAX_RATIO = 200  # of a picture's sides
 MIN_FRAMES = 4  # sampled from a clip that has them

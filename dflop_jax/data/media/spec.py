@@ -14,7 +14,7 @@ from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import Form, Preparation
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer
+from dflop_jax.data.text.tokenize import Tokenizer
 
 # The forms of published models: LLaVA-OneVision's is "anyres", InternVL's "dynamic", Qwen3-VL's
 # "native", Gemma 3's "square", Gemma 4's "fitted", Qwen2-Audio's "mel".

@@ -29,7 +29,7 @@ from dflop_jax.data.media.tiling import (
 from dflop_jax.data.media.token_sources import TokenSources, plain, with_text
 from dflop_jax.data.media.video import VIDEO
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import Tokenizer
+from dflop_jax.data.text.tokenize import Tokenizer
 
 GREY = 128  # of blank pictures, in 0 to 255
 NEXT_FRAME = "\nFrame{}: "  # InternVL's text between a clip's frames

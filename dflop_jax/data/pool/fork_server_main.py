@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from multiprocessing.reduction import recv_handle
 
-from dflop_jax.children import ignore_signals
+from dflop_jax.child_processes import ignore_signals
 from dflop_jax.data.decoder import BadSample, sample_of
 from dflop_jax.data.pool.processes import DecoderReply, send_reply
 from dflop_jax.data.sample import Source

@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 import msgspec
 import numpy as np
 
-from dflop_jax.children import command
+from dflop_jax.child_processes import command
 from dflop_jax.data.datasets.shape_index import Row
 from dflop_jax.data.decoder import BadSample, Decoded, ThreadDecoder, checked
 from dflop_jax.data.sample import OpenedBy, Sample, Source

@@ -19,7 +19,7 @@ import numpy as np
 from dflop_jax.data.media.kind import Kinds, tag_of
 from dflop_jax.data.media.kinds import BUILT_IN
 from dflop_jax.data.text.chat_template import BEGIN, END, ChatTemplate, Message, PictureFrame, Span
-from dflop_jax.data.text.pieces import BREAK, NO_FIELDS, ROLES, TemplateFields, TextPiece
+from dflop_jax.data.text.tokenize import BREAK, NO_FIELDS, ROLES, TemplateFields, TextPiece
 from dflop_jax.data.text.tokenizer_files import (
     FileEncoding,
     FolderTokenizer,

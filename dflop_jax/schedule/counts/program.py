@@ -21,7 +21,7 @@ import numpy as np
 from dflop_jax.records import Layout
 from dflop_jax.schedule.solver.problem import Floats, Ints
 from dflop_jax.schedule.sub_microbatches import most_buckets
-from dflop_jax.tasks.graph import resources
+from dflop_jax.simulate.task_graph import resources
 
 CLASSES = 16  # of samples; twice as many tell sizes apart better and make it twice as large
 CONDITIONS = 64  # on volumes, the tightest of a batch

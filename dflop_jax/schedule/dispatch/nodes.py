@@ -34,7 +34,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.groups import BucketRun, PackingSpace
-from dflop_jax.schedule.placing import moved_to
+from dflop_jax.schedule.row_balance import moved_to
 from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
 _MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less

@@ -11,10 +11,10 @@ import numpy as np
 
 from dflop_jax.records import NO_GROUP, Plan, Prices, Schedule
 from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Ints
-from dflop_jax.sim.pipeline import makespan_by, sends_of, task_seconds
-from dflop_jax.tasks.graph import StepGraph, step_graph
-from dflop_jax.tasks.listing import listed, sequenced, turned
-from dflop_jax.tasks.numbered import NumberedTasks, most_kept, number_tasks, starts_of
+from dflop_jax.simulate.list_scheduling import listed, sequenced, turned
+from dflop_jax.simulate.numbered_tasks import NumberedTasks, most_kept, number_tasks, starts_of
+from dflop_jax.simulate.steps import makespan_by, sends_of, task_seconds
+from dflop_jax.simulate.task_graph import StepGraph, step_graph
 
 _LISTED_PER_WORK = 16  # tasks that list scheduling places for a unit of work
 # Pairs of units of tasks that change places in one start, at most. With six or one 24 small steps

@@ -14,7 +14,7 @@ from dflop_jax.data.datasets.blob import Roots
 from dflop_jax.data.datasets.llava_records import RecordFormat, parse_record
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import chat_pieces
+from dflop_jax.data.text.tokenize import chat_pieces
 from tests.data.media_cases import talk
 from tests.data.text.test_chat import CHATML, write
 

@@ -9,7 +9,7 @@ from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.compose import compose
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.token_sources import plain
-from dflop_jax.data.text.pieces import TextPiece
+from dflop_jax.data.text.tokenize import TextPiece
 from dflop_jax.records import Load
 from tests.data import views
 from tests.data.views import (

@@ -8,7 +8,7 @@ from dflop_jax.data.media.counts import fit, load_of, most_demanding
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.media.tiles import SimpleTiles
-from dflop_jax.data.text.pieces import ANSWER_TOKENS, TextPiece, first_tokens, text_counts
+from dflop_jax.data.text.tokenize import ANSWER_TOKENS, TextPiece, first_tokens, text_counts
 from tests.data.views import prepared
 
 MAX_TOKENS = 100

@@ -25,7 +25,7 @@ from dflop_jax.data.datasets.shape_index import table_of
 from dflop_jax.data.media.anyres import AnyRes
 from dflop_jax.data.media.counts import sample_counts
 from dflop_jax.data.media.mel import MelSpec
-from dflop_jax.data.text.pieces import chat_pieces
+from dflop_jax.data.text.tokenize import chat_pieces
 from tests.data.media_cases import made_dataset, make_shards, talk
 from tests.data.views import prepared
 

@@ -23,7 +23,7 @@ from dflop_jax.data.datasets.shape_index import (
     save_index,
     table_of,
 )
-from dflop_jax.data.text.pieces import chat_pieces
+from dflop_jax.data.text.tokenize import chat_pieces
 from tests.data.media_cases import made_dataset, write_clip, write_wav
 
 

@@ -18,7 +18,7 @@ from dflop_jax.data.datasets.header_rows import RowsHere
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.pool.processes import DecoderReply
 from dflop_jax.data.sample import OpenedBy, Places, Sample
-from dflop_jax.data.text.pieces import chat_pieces
+from dflop_jax.data.text.tokenize import chat_pieces
 from dflop_jax.records import Load
 
 

@@ -17,7 +17,7 @@ from dflop_jax.data.datasets.index_build import IndexRules, update_index
 from dflop_jax.data.datasets.readers import open_reader
 from dflop_jax.data.media.mel import MelSpec
 from dflop_jax.data.sample import OpenedBy
-from dflop_jax.data.text.pieces import chat_pieces
+from dflop_jax.data.text.tokenize import chat_pieces
 from tests.data.media_cases import add_bytes, made_dataset, make_shards
 from tests.data.views import media_spec
 

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from dflop_jax.data.text.chat import UNANSWERED, ChatTokenizer
-from dflop_jax.data.text.pieces import trained_on
+from dflop_jax.data.text.tokenize import trained_on
 from dflop_jax.data.text.tokenizer_files import check_embedding
 
 CHATML = """{%- if messages[0]['role'] != 'system' %}

@@ -13,7 +13,7 @@ from dflop_jax.config import DataConfig
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.llava_records import parse_record
 from dflop_jax.data.text.chat import ChatTokenizer
-from dflop_jax.data.text.pieces import trained_on
+from dflop_jax.data.text.tokenize import trained_on
 from tests.data.text.test_chat import published as theirs  # noqa: F401 (a fixture)
 from tests.data.text.test_chat import write
 

@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from dflop_jax.data.build import any_tokenizer
-from dflop_jax.data.text.pieces import ByteTokenizer, FileTokenizer, chat_pieces
+from dflop_jax.data.text.tokenize import ByteTokenizer, FileTokenizer, chat_pieces
 
 TEXTS = ["", "a", "What colour?", "héé 漢字 🙂", "<|im_start|>user", "<|im_end|>", "a\nb"]
 

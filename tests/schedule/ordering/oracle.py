@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from dflop_jax.tasks.numbered import NumberedTasks
+from dflop_jax.simulate.numbered_tasks import NumberedTasks
 
 # When resources and links are free and when tasks' inputs are there, after some tasks were run.
 State = tuple[float, ...]

@@ -14,13 +14,21 @@ from dflop_jax.schedule.ordering.search import (
     with_searched_order,
 )
 from dflop_jax.schedule.solver.problem import Budget
-from dflop_jax.sim.pipeline import simulate_step, with_order
-from dflop_jax.tasks.graph import in_flight_limit, step_graph
-from dflop_jax.tasks.listing import listed, turned
-from dflop_jax.tasks.numbered import most_kept, starts_of
-from dflop_jax.tasks.order import check_order, most_in_flight
+from dflop_jax.simulate.list_scheduling import listed, turned
+from dflop_jax.simulate.numbered_tasks import most_kept, starts_of
+from dflop_jax.simulate.steps import simulate_step, with_order
+from dflop_jax.simulate.task_graph import in_flight_limit, step_graph
+from dflop_jax.simulate.task_order import check_order, most_in_flight
 from tests.schedule.ordering.oracle import least_makespan
-from tests.sim.cases import batch, chain, graph, names, prices, random_case, same_prices
+from tests.simulate.cases import (
+    batch,
+    chain,
+    graph,
+    names,
+    prices,
+    random_case,
+    same_prices,
+)
 
 
 def numbered(plan, schedule, priced, trainable):

@@ -10,8 +10,8 @@ from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds.batch import lower_bound_s
 from dflop_jax.schedule.ordering.search import problem_of
-from dflop_jax.sim.pipeline import with_order
-from dflop_jax.tasks.graph import step_graph
+from dflop_jax.simulate.steps import with_order
+from dflop_jax.simulate.task_graph import step_graph
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
 from tests.schedule.ordering.oracle import least_makespan
 

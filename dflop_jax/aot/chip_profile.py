@@ -1,0 +1,255 @@
+"""The profile of a model on a chip that is not here, from programs compiled for it.
+
+Of every module a few layers are compiled (`worker.Probe`) with every recompute policy: two depths,
+whose difference is a layer, at a small and a large shape. Seconds are those of the compiled kernels
+under the roofline, bytes the compiler's own. What no program tells comes from traces: how much of
+attention is computed again, and what a segment that runs forward and backward in one task would
+hand over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dflop_jax.aot.chips import compiler_environment, find_chip
+from dflop_jax.aot.compiling import OnProgress, compiled_probes
+from dflop_jax.aot.worker import Found, Probe
+from dflop_jax.config import Config
+from dflop_jax.contract import MultimodalModel, on_chip
+from dflop_jax.data import Source
+from dflop_jax.profile.efficiency import program_s
+from dflop_jax.profile.recompute import POLICIES
+from dflop_jax.profile.roofline import roofline_profile
+from dflop_jax.profile.traced_parts import has_loss
+from dflop_jax.records import (
+    DataProfile,
+    Hardware,
+    LayerTiming,
+    ModelProfile,
+    Profile,
+    Recompute,
+    Remat,
+    Shape,
+    rank_share,
+)
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees
+
+# Tokens of the large shape over the small one; twice as much fits a wider range, less well.
+_SHAPES_RATIO = 4
+# Layers of the programs, whose difference is what a layer costs: the compiler takes loops that run
+# twice or so apart.
+_DEPTHS = (10, 20)
+# Of a program's `_Cost`.
+_FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK = range(4)
+
+
+def predicted_profile(
+    place: Workplace,
+    source: Source,
+    on_progress: OnProgress | None = None,
+    say: Callable[[str], None] = print,
+) -> Profile:
+    """The profile of data for `plan.hardware`: from programs compiled for it, or from data sheets
+    where these cannot be had, which `say` is told in a line.
+
+    Raises:
+      ValueError: a module does not compile for the chip at any tensor-parallel degree.
+    """
+    assert place.hardware is not None, "it is for a chip that is not here"
+    try:
+        find_chip(place.hardware.name)
+        compiler_environment()
+    except ValueError as e:
+        say(f"prices come from data sheets, not from compiled programs: {e}")
+        return make_profile(place, source)
+    data, model = profile_data(place, source), place.model
+    shapes = {m: _shapes(data, m, model, place.token_multiple) for m in model.modules}
+    degrees, n = tensor_degrees(place), place.n_devices
+    hardware = place.hardware
+    return Profile(profile_at(place.config, model, hardware, shapes, degrees, n, on_progress), data)
+
+
+def _shapes(data: DataProfile, module: str, model: MultimodalModel, multiple: int) -> list[Shape]:
+    """A small and a large shape, of up to twice or four times the largest sample: powers of two, so
+    that other data ask for the same ones."""
+    if module in model.piece_tokens:
+        most_pieces = max(len(load.lengths(module)) for load in data.loads)
+        rows = 2 * _power_of_two(most_pieces)
+        return [Shape(max(1, rows // _SHAPES_RATIO), model.piece_tokens[module]),
+                Shape(rows, model.piece_tokens[module])]  # fmt: skip
+    tokens = 2 * _power_of_two(max(load.tokens(module) for load in data.loads))
+    tokens = max(tokens, multiple * _SHAPES_RATIO)
+    return [Shape(1, tokens // _SHAPES_RATIO), Shape(1, tokens)]
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def profile_at(
+    config: Config,
+    model: MultimodalModel,
+    hardware: Hardware,
+    shapes: Mapping[str, Sequence[Shape]],
+    degrees: Sequence[int],
+    n_devices: int,
+    on_progress: OnProgress | None = None,
+) -> ModelProfile:
+    """A profile like a measured one, for the chip that `plan.hardware` names, from programs of
+    these per-rank shapes, two of each module, the small first, and tensor-parallel degrees."""
+    traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
+    remat = config.train.remat
+    remats = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
+    compiled = tuple(r for r in remats if r != "segment")  # which follows from none
+    modules = {m: on_chip(module, hardware.chip) for m, module in model.modules.items()}
+    ladders = [
+        Ladder(module, ways, (small, large), compiled, has_loss(modules[module], small), kind)
+        for module, kind, ways in dict.fromkeys((t.module, t.kind, t.model) for t in traced.timings)
+        for small, large in [shapes[module]]
+    ]
+    asked = [p for ladder in ladders for p in ladder.probes]
+    results = compiled_probes(config, model, asked, on_progress)
+    compiling = _that_compile(ladders, results, hardware)
+    costs = {p: _cost(p, found, hardware) for p, found in results.items() if not found.error}
+    hidden = {(k, p.shape): results[p].hidden_bytes for k in compiling for p in k.probes}
+    by_key = {(t.module, t.kind, t.model, t.shape): t for t in traced.timings}
+    timings = [
+        ladder.timing(
+            by_key[ladder.module, ladder.kind, ladder.ways, shape], costs, hidden[ladder, shape]
+        )
+        for ladder in compiling
+        for shape in ladder.shapes
+    ]
+    facts = [traced.key, *(sorted(map(repr, costs.items())))]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    return replace(
+        traced,
+        key=f"compiled-{digest}",
+        timings=tuple(timings),
+        priced_by=f"programs compiled for {hardware.name}",
+    )
+
+
+def _that_compile(
+    ladders: Sequence[Ladder], results: Mapping[Probe, Found], hardware: Hardware
+) -> list[Ladder]:
+    """Those of degrees at which layers of all kinds of their module compile; ValueError where a
+    module has none."""
+    found = {(k.module, k.ways): results[p].error for k in ladders for p in k.probes
+             if results[p].error}  # fmt: skip
+    compiling = [k for k in ladders if (k.module, k.ways) not in found]
+    for (module, _), error in found.items():
+        if not any(k.module == module for k in compiling):
+            raise ValueError(
+                f"{module} cannot be compiled for {hardware.name}: {error}; choose other "
+                "plan.hardware, or a smaller data.max_tokens"
+            )
+    return compiling
+
+
+_Cost = np.ndarray  # seconds of forward and backward, bytes of residuals and of backward's work
+
+
+def _cost(probe: Probe, found: Found, hardware: Hardware) -> _Cost:
+    """What a probe that compiles costs."""
+    assert found.backward is not None, "what does not compile has an error"
+    seconds = (
+        program_s(program.kernels if program else (), probe.ways, hardware)
+        for program in (found.forward, found.backward)
+    )
+    return np.array([*seconds, found.residual_bytes, found.backward.work_bytes])
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Probes of a module with layers of one kind at a tensor-parallel degree: two depths, a small
+    and a large shape.
+
+    A module that ends in a loss runs forward and backward in one program where it is whole, so its
+    layers are compiled without the ends, too (`has_loss`): once, as there is nothing but layers.
+    """
+
+    module: str
+    ways: int
+    shapes: tuple[Shape, Shape]
+    remats: tuple[Remat, ...]
+    has_loss: bool
+    kind: str
+
+    @property
+    def probes(self) -> list[Probe]:
+        points = [(s, r) for r in self.remats for s in self.shapes]
+        kinds = [(d, True) for d in _DEPTHS] + [(_DEPTHS[1], False)] * self.has_loss
+        return [self._probe(s, r, d, ends) for s, r in points for d, ends in kinds]
+
+    def _probe(self, shape: Shape, remat: Remat, depth: int, ends: bool) -> Probe:
+        forward = remat == "none" and not (ends and self.has_loss)
+        return Probe(self.module, self.ways, shape, depth, remat, ends, forward, self.kind)
+
+    def _split(
+        self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, *, ends: bool = True
+    ) -> tuple[_Cost, _Cost]:
+        """What (one layer, all else) of programs with the module's ends, or without, costs."""
+        if not ends:
+            whole = costs[self._probe(shape, remat, _DEPTHS[1], ends)]
+            shared = np.where(np.arange(len(whole)) == _WORK, whole, 0.0)
+            return (whole - shared) / _DEPTHS[1], shared
+        low, high = (costs[self._probe(shape, remat, d, ends)] for d in _DEPTHS)
+        layer = np.maximum(0.0, high - low) / (_DEPTHS[1] - _DEPTHS[0])
+        return layer, high - _DEPTHS[1] * layer
+
+    def timing(
+        self, traced: LayerTiming, costs: Mapping[Probe, _Cost], hidden_bytes: float
+    ) -> LayerTiming:
+        """A timing of the compiled programs at the shape of one that was traced."""
+        shape = traced.shape
+        layer, ends = self._split(costs, shape, "none")
+        forward_s, backward_s = layer[:2].tolist()
+        ends_s = np.maximum(0.0, ends[:2]).tolist()
+        if self.has_loss:
+            forward_s = float(self._split(costs, shape, "none", ends=False)[0][_FORWARD_S])
+            backward_s -= forward_s
+            # A loss is computed where its gradient is; of each product it has three.
+            ends_s = [ends_s[_BACKWARD_S] / 3, ends_s[_BACKWARD_S] * 2 / 3]
+        recompute = {}
+        for remat in self.remats:
+            content_s = traced.recompute[remat].content_s
+            recompute[remat] = self._recompute(costs, shape, remat, hidden_bytes, content_s)
+        return replace(
+            traced,
+            layer_forward_s=forward_s,
+            layer_backward_s=backward_s,
+            ends_forward_s=float(ends_s[0]),
+            ends_backward_s=float(ends_s[1]),
+            hidden_bytes=hidden_bytes,
+            recompute=recompute,
+        )
+
+    def _recompute(
+        self,
+        costs: Mapping[Probe, _Cost],
+        shape: Shape,
+        remat: Remat,
+        hidden_bytes: float,
+        content_s: dict[str, float],
+    ) -> Recompute:
+        """What a policy costs; seconds over those of none."""
+        layer, ends = self._split(costs, shape, remat)
+        none = self._split(costs, shape, "none")
+        more_s = [a[_BACKWARD_S] - b[_BACKWARD_S] for a, b in zip((layer, ends), none, strict=True)]
+        loss_bytes = 0.0
+        if self.has_loss:
+            whole_bytes = ends[_WORK] + _DEPTHS[1] * layer[_WORK]
+            layer, ends = self._split(costs, shape, remat, ends=False)
+            hidden_bytes *= rank_share(shape.rows, shape.tokens, self.ways)
+            kept_bytes = _DEPTHS[1] * layer[_RESIDUALS] + 2 * hidden_bytes
+            loss_bytes = whole_bytes - kept_bytes
+        figures = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
+        layer_s, ends_s, *held = (max(0.0, float(x)) for x in (*figures, loss_bytes))
+        return Recompute(layer_s, ends_s, content_s, *held)

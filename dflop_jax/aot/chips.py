@@ -1,0 +1,186 @@
+"""Where XLA's GPU compiler lies, GPUs as it wants them described, and devices of such a kind that
+are not there.
+
+Sizes are those of the vendor's data sheets and tuning guides; memory and its bandwidth are those of
+`dflop_jax.hardware`. The compiler reads them to choose tile sizes and to order the program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.experimental import topologies
+
+from dflop_jax.distributed.devices import gpu_settings, xla_knows
+from dflop_jax.records import Hardware
+
+_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+_HOW = "pip install -e '.[gpu-compile]' (or dflop_jax[gpu-compile]) brings it"
+
+# XLA asks for versions of the driver, the toolkit and cuDNN that the chip would run with.
+_CUDA, _DRIVER, _CUDNN = "12.8.0", "13.0.0", (9, 10, 0)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the compiler asks of a GPU beside its memory.
+
+    Attributes:
+      device: its name as drivers give it.
+      capability: compute capability; `accelerated`: with the features of this one generation.
+      cores: streaming multiprocessors; `lanes`: float32 units of each.
+      shared_bytes: shared memory of a core; a block may take all but 1 KiB of it.
+      l2_bytes: of the cache between cores and memory.
+      clock_ghz: boosted.
+    """
+
+    device: str
+    capability: tuple[int, int]
+    accelerated: bool
+    cores: int
+    lanes: int
+    shared_bytes: int
+    l2_bytes: int
+    clock_ghz: float
+
+
+def _ampere(device: str) -> Chip:
+    return Chip(device, (8, 0), False, 108, 64, 164 * 2**10, 40 * 2**20, 1.41)
+
+
+def _hopper(device: str) -> Chip:
+    return Chip(device, (9, 0), True, 132, 128, 228 * 2**10, 50 * 2**20, 1.98)
+
+
+CHIPS = {
+    "a100-40": _ampere("NVIDIA A100-SXM4-40GB"),
+    "a100-80": _ampere("NVIDIA A100-SXM4-80GB"),
+    "h100": _hopper("NVIDIA H100 80GB HBM3"),
+    "h200": _hopper("NVIDIA H200"),
+}
+
+
+def find_chip(name: str) -> Chip:
+    """The chip of a name in `dflop_jax.hardware`.
+
+    Raises:
+      ValueError: none is described; the message lists those that are.
+    """
+    chip = CHIPS.get(name.strip().lower())
+    if chip is None:
+        raise ValueError(f"no programs can be compiled for {name!r}; known: {', '.join(CHIPS)}")
+    return chip
+
+
+def target_config(chip: Chip, hardware: Hardware) -> str:
+    """A chip as the text of XLA's GpuTargetConfigProto."""
+    major, minor = chip.capability
+    feature = "feature_extension: ACCELERATED_FEATURES" if chip.accelerated else ""
+    cudnn = ".".join(map(str, _CUDNN))
+    return f"""
+gpu_device_info {{
+  name: "{chip.device}"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability {major}.{minor}{"a" * chip.accelerated}"
+  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
+  core_count: {chip.cores}
+  fpus_per_core: {chip.lanes}
+  clock_rate_ghz: {chip.clock_ghz}
+  device_memory_size: {hardware.memory_bytes:.0f}
+  memory_bandwidth: {hardware.memory_bandwidth:.0f}
+  l2_cache_size: {chip.l2_bytes}
+  shared_memory_per_core: {chip.shared_bytes}
+  shared_memory_per_block: {48 * 2**10}
+  shared_memory_per_block_optin: {chip.shared_bytes - 2**10}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  device_address_bits: 64
+  pcie_bandwidth: {32 * 2**30}
+  ecc_enabled: true
+  driver_version: "{_DRIVER}"
+  runtime_version: "{_CUDA}"
+  compile_time_toolkit_version: "{_CUDA}"
+  dnn_version: "{cudnn}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} patch: {_CUDNN[2]} }}
+device_description_str: "{chip.device}"
+"""
+
+
+def absent_devices(name: str, hardware: Hardware, n_devices: int) -> list[jax.Device]:
+    """`n_devices` of a chip that programs can be compiled for, a process to each node.
+
+    Raises:
+      ValueError: the chip is not described, or nodes would not be full.
+    """
+    chip = find_chip(name)
+    per_node = min(n_devices, hardware.devices_per_node)
+    if n_devices % per_node:
+        raise ValueError(
+            f"plan.devices={n_devices} does not fill nodes of {per_node} {name}; give a multiple"
+        )
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=name,
+        topology=f"1x{n_devices // per_node}x{per_node}",
+        target_config=target_config(chip, hardware),
+    )
+    return list(topology.devices)
+
+
+def compiler_environment() -> dict[str, str]:
+    """This process's environment, changed so that jax loads the GPU compiler and no driver.
+
+    Products are left to cuBLAS: XLA's own Triton products are chosen by timing them on the device,
+    and for some shapes none fits untimed. Flags that the user has set win.
+
+    Raises:
+      ValueError: the compiler is not installed; the message says how to get it.
+    """
+    if not any(_is_installed(name) for name in _PLUGINS):
+        raise ValueError(f"compiling for a GPU that is not here needs jax's CUDA plugin; {_HOW}")
+    folder = _cuda_folder()
+    if folder is None:
+        raise ValueError(f"compiling for a GPU that is not here needs ptxas; {_HOW}")
+    flags = (
+        f"--xla_gpu_cuda_data_dir={folder}",
+        "--xla_gpu_enable_triton_gemm=false",
+        "--xla_gpu_autotune_level=0",
+        # What a run on GPUs sets, and the user's own.
+        gpu_settings(os.environ, xla_knows).get("XLA_FLAGS", os.environ.get("XLA_FLAGS", "")),
+    )
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    return {**os.environ, **quiet, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags).strip()}
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
+
+
+def _cuda_folder() -> Path | None:
+    """A folder with bin/ptxas: of NVIDIA's wheels for CUDA 12 or 13, else of an installed CUDA."""
+    package = importlib.util.find_spec("nvidia")
+    for root in (package.submodule_search_locations or ()) if package else ():
+        for name in ("cuda_nvcc", "cu12", "cu13"):
+            if (Path(root) / name / "bin" / "ptxas").is_file():
+                return Path(root) / name
+    ptxas = shutil.which("ptxas")
+    return Path(ptxas).resolve().parent.parent if ptxas else None

@@ -1,0 +1,215 @@
+"""Compiles plans, and probes of modules, for chips that are not here, in processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+
+import jax
+import msgspec
+
+from dflop_jax.aot.chips import compiler_environment, find_chip
+from dflop_jax.aot.reports import CompileReport, device_memory, verdict
+from dflop_jax.aot.worker import (
+    Found,
+    OpenPlan,
+    Probe,
+    ProgramReport,
+    Request,
+    compiled_probe,
+)
+from dflop_jax.child_processes import Child
+from dflop_jax.config import Config
+from dflop_jax.contract import MultimodalModel, edges_of
+from dflop_jax.hardware import find_hardware
+from dflop_jax.records import Plan
+from dflop_jax.records.files import load, save
+
+OnProgress = Callable[[int, int], None]
+_SERVES = compiled_probe.__module__
+_HERE = Path(__file__).resolve().parents[1]
+# What programs are made of, beside the model: files of this package.
+_MADE_OF = ("pipeline/*.py", "gpu_compile/*.py", "contract.py", "profile/shallow.py")
+
+
+class CompilerDied(RuntimeError):
+    """The compiler's process ended instead of answering; the message has its last words."""
+
+
+class Compiler:
+    """A process that compiles, started at the first request, and again where it has died.
+
+    Raises:
+      ValueError: the compiler is not installed.
+    """
+
+    def __init__(self) -> None:
+        self._environment = compiler_environment()
+        self._child: Child | None = None
+
+    def ask(self, request: Request) -> bytes:
+        """The answer to a request.
+
+        Raises:
+          CompilerDied: there is none.
+        """
+        if self._child is None:
+            self._child = Child(
+                _SERVES,
+                # The experiment's folder comes first, as it does in this process.
+                paths=[str(Path.cwd())],
+                environment=self._environment,
+                keeps_words=True,
+            )
+        self._child.tell(msgspec.json.encode(request))
+        if not (line := self._child.answer()):
+            died, self._child = self._child, None
+            raise CompilerDied(f"the compiler died {died.last_words()}")
+        return line
+
+    def close(self) -> None:
+        """End the process."""
+        if self._child is not None:
+            self._child.end()
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """A plan to compile for the chip that its configuration names (`plan.hardware`)."""
+
+    config: Config
+    plan: Plan
+
+
+def compile_plan(
+    job: CompileJob, on_progress: OnProgress | None = None, compiler: Compiler | None = None
+) -> CompileReport:
+    """Compile every program of a plan for the chip of its configuration. A program at which the
+    compiler dies is reported so.
+
+    Args:
+      on_progress: called with (programs done, all programs).
+      compiler: compiles programs once that are equal in several plans; None: of this plan alone.
+
+    Raises:
+      ValueError: the compiler is not installed, the chip is not described, or the plan does not fit
+        the model or the devices.
+      CompilerDied: it died before it came to a program.
+    """
+    find_chip(job.config.plan.hardware)
+    if compiler is None:
+        with closing(Compiler()) as compiler:
+            return compile_plan(job, on_progress, compiler)
+    request = Request(job.config, job.plan)
+    todo = msgspec.json.decode(compiler.ask(request), type=OpenPlan)
+    if todo.refused:
+        raise ValueError(todo.refused)
+    programs: list[ProgramReport] = []
+    for i, head in enumerate(todo.programs):
+        try:
+            answer = compiler.ask(replace(request, program=i))
+            programs.append(msgspec.json.decode(answer, type=ProgramReport))
+        except CompilerDied as e:
+            programs.append(replace(head, error=str(e)))
+        if on_progress:
+            on_progress(len(programs), len(todo.programs))
+    hardware = find_hardware(job.config.plan.hardware)
+    budget = job.config.plan.memory_bytes or hardware.usable_bytes
+    memory = device_memory(todo.states, programs, job.plan.predicted.peak_bytes)
+    fits, words = verdict(hardware.name, budget, memory, programs, todo.states)
+    return CompileReport(
+        chip=hardware.name,
+        n_devices=job.plan.layout.n_devices,
+        n_nodes=-(-job.plan.layout.n_devices // hardware.devices_per_node),
+        budget_bytes=budget,
+        programs=tuple(programs),
+        memory=memory,
+        fits=fits,
+        verdict=words,
+    )
+
+
+def compiled_probes(
+    config: Config,
+    model: MultimodalModel,
+    probes: Sequence[Probe],
+    on_progress: OnProgress | None = None,
+) -> dict[Probe, Found]:
+    """What each probe comes to on the chip that `config.plan.hardware` names, kept on disk; one
+    that does not compile says so.
+
+    Raises:
+      ValueError: the compiler is not installed, or the chip is not described.
+    """
+    files = _files(config, model, probes)
+    results: dict[Probe, Found] = {}
+    for probe, file in files.items():
+        with suppress(ValueError):  # not known yet, or of another version
+            results[probe] = load(Found, file)
+    if left := [p for p in files if p not in results]:
+        files[left[0]].parent.mkdir(parents=True, exist_ok=True)
+        # The dearest first, so that no process is left alone with one at the end.
+        left.sort(key=lambda p: (-p.ways, -p.depth, p.module, p.shape))
+        for probe, found in _in_processes(config, left):
+            results[probe] = found
+            if not found.died:  # what memory or a disk was short of may be there next time
+                save(found, files[probe])
+            if on_progress:
+                on_progress(len(results), len(files))
+    return results
+
+
+def _files(config: Config, model: MultimodalModel, probes: Sequence[Probe]) -> dict[Probe, Path]:
+    """Where each probe's result is kept, by a digest of all that its programs depend on: sources,
+    sizes, chip, compiler; not the modules beside its own."""
+    models = {Path(inspect.getfile(type(m))).parent for m in model.modules.values()}
+    sources = [*(f for name in _MADE_OF for f in _HERE.glob(name)),
+               *(f for folder in models for f in folder.glob("*.py"))]  # fmt: skip
+    digest = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest()
+    facts = (
+        digest,
+        find_hardware(config.plan.hardware),
+        jax.__version__,
+        os.environ.get("XLA_FLAGS", ""),
+    )
+
+    def file(probe: Probe) -> Path:
+        edges = [e for e in edges_of(model) if probe.module in (e.source, e.target)]
+        of_module = model.modules[probe.module], edges, model.piece_tokens.get(probe.module)
+        name = hashlib.sha256(repr((facts, of_module, probe)).encode()).hexdigest()[:24]
+        return Path(config.cache_dir) / "compiled" / f"{name}.json"
+
+    return {probe: file(probe) for probe in probes}
+
+
+def _in_processes(config: Config, probes: Sequence[Probe]) -> Iterator[tuple[Probe, Found]]:
+    """Answers as they come, of a process for each core."""
+    compilers = [Compiler() for _ in range(min(os.cpu_count() or 1, len(probes)))]
+    idle: SimpleQueue[Compiler] = SimpleQueue()
+    for compiler in compilers:
+        idle.put(compiler)
+
+    def ask(probe: Probe) -> tuple[Probe, Found]:
+        compiler = idle.get()
+        try:
+            answer = compiler.ask(Request(config, probe=probe))
+            return probe, msgspec.json.decode(answer, type=Found)
+        except CompilerDied as e:
+            return probe, Found(error=str(e), died=True)
+        finally:
+            idle.put(compiler)
+
+    pool = ThreadPoolExecutor(len(compilers))
+    try:
+        yield from (done.result() for done in as_completed([pool.submit(ask, p) for p in probes]))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for compiler in compilers:
+            compiler.close()

@@ -1,0 +1,306 @@
+"""The process that compiles: it answers each `Request` on its stdin with a line on its stdout.
+
+A process of its own, since jax has to find the compiler in its environment when it starts, and
+since the compiler ends its process where it meets what it cannot bear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import msgspec
+
+from dflop_jax.aot.chips import absent_devices
+from dflop_jax.aot.hlo_cost import hlo_cost
+from dflop_jax.aot.hlo_kernels import hlo_kernels
+from dflop_jax.aot.hlo_text import pair_arrays
+from dflop_jax.aot.reports import ProgramReport, SegmentState
+from dflop_jax.child_processes import begin
+from dflop_jax.config import Config
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.profile.kernels import Kernel
+from dflop_jax.profile.needed import seen_pairs, segment_flops
+from dflop_jax.profile.shallow import shallow_segment
+from dflop_jax.profile.traced_parts import hidden_bytes
+from dflop_jax.records import (
+    BACKWARD,
+    FORWARD,
+    LAYERS,
+    REDUCE,
+    UPDATE,
+    MeshShape,
+    Plan,
+    Remat,
+    Shape,
+)
+from dflop_jax.runtime.compiling import jobs, learn, lowering_of
+from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
+from dflop_jax.runtime.programs import KEEPING, Programs, kinds
+from dflop_jax.runtime.segment import EVALUATE, device_bytes, field_structs, x_structs
+from dflop_jax.simulate.task_graph import Link, in_flight_limit, resources
+from dflop_jax.train.prepare import set_up
+from dflop_jax.train.timing import make_executor
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`depth` layers of one kind of a module at a per-rank shape, with the module's ends or
+    without, on one of `ways` tensor-parallel devices. `forward`: whether the forward that hands
+    over to its backward is asked for, too."""
+
+    module: str
+    ways: int
+    shape: Shape
+    depth: int
+    remat: Remat
+    ends: bool = True
+    forward: bool = False
+    kind: str = LAYERS
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program on one device: kernels without the content of attention (see
+    `hlo_kernels`), and the bytes that it takes beside its arguments while it runs."""
+
+    kernels: tuple[Kernel, ...]
+    work_bytes: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a probe came to. `residual_bytes` go from forward to backward, 0 where one program runs
+    both; `error` says in a line why it does not compile, `died` that the compiler did."""
+
+    backward: Program | None = None
+    forward: Program | None = None
+    residual_bytes: float = 0.0
+    hidden_bytes: float = 0.0
+    error: str = ""
+    died: bool = False
+
+
+@dataclass(frozen=True)
+class OpenPlan:
+    """What a plan has to be compiled: what its segments hold, and its programs, without figures;
+    or why it is refused."""
+
+    states: tuple[SegmentState, ...] = ()
+    programs: tuple[ProgramReport, ...] = ()
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compiled for the chip that a configuration names (`plan.hardware`): a probe, or
+    of a plan the program of a number in the order of its `OpenPlan`, which no number asks for."""
+
+    config: Config
+    plan: Plan | None = None
+    program: int | None = None
+    probe: Probe | None = None
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    lines, out = begin()
+    worker = Worker()
+    for line in lines:
+        answer = worker.answer(msgspec.json.decode(line, type=Request))
+        out.write(msgspec.json.encode(answer) + b"\n")
+        out.flush()
+
+
+class Worker:
+    """Answers requests. It keeps the programs of the last plan, and of equal programs the report of
+    the first."""
+
+    def __init__(self) -> None:
+        self._config: Config | None = None
+        self._plan: Plan | None = None
+        self._known: dict[bytes, dict[str, Any]] = {}
+        self._devices = cache(absent_devices)
+
+    def answer(self, request: Request) -> OpenPlan | ProgramReport | Found:
+        """An `OpenPlan` of a plan, a `ProgramReport` of a program of it, a `Found` of a probe."""
+        try:
+            if self._config != request.config:
+                self._place, self._config, self._plan = set_up(request.config), request.config, None
+            if request.probe:
+                devices = self._absent(request.probe.ways)
+                return compiled_probe(self._place.model, request.probe, devices)
+            assert request.plan is not None, "a request has a plan or a probe"
+            if self._plan != request.plan:
+                devices = self._absent(request.plan.layout.n_devices)
+                place = replace(self._place, devices=devices)
+                self._programs = make_executor(place, request.plan).programs
+                self._plan = request.plan
+        except ValueError as e:
+            why = one_line(e)
+            return Found(error=why) if request.probe else OpenPlan(refused=why)
+        programs, lowerings = self._programs, jobs(self._programs)
+        if request.program is None:
+            heads = tuple(described(programs, key) for key in lowerings)
+            return OpenPlan(segment_states(request.plan, programs), heads)
+        key, lower = list(lowerings.items())[request.program]
+        return compiled(programs, key, described(programs, key), lower, self._known)
+
+    def _absent(self, n_devices: int) -> list[jax.Device]:
+        hardware = self._place.hardware
+        assert hardware is not None, "plan.hardware is checked before a process is started"
+        return self._devices(hardware.name, hardware, n_devices)
+
+
+def described(programs: Programs, key: Any) -> ProgramReport:
+    """A program's name and place, before it is compiled."""
+    name, *rest = key
+    segment = lowering_of(programs, key).segment
+    kind, words = _words(rest)
+    return ProgramReport(
+        name=f"{name} {words}",
+        segment=name,
+        submesh=programs.submesh[name],
+        kind=kind,
+        mesh=tuple(segment.mesh.devices.shape),
+        keeping=KEEPING in key,
+    )
+
+
+def _words(key: list[Any]) -> tuple[str, str]:
+    """(kind, words) of the key of a segment's program."""
+    if isinstance(key[0], Link):
+        link, low, high, backward = key
+        back = " back" * backward
+        field = f" {link.edge.name}" if link.edge else ""
+        return "exchange", f"to {link.target}{field} {low.name}-{high.name}{back}"
+    kind = next((k for k in (FORWARD, BACKWARD, EVALUATE, REDUCE, UPDATE, "sum") if k in key), "")
+    shapes = [k.name for k in key if isinstance(k, Shape)]
+    sizes = ["x".join(map(str, k.shape)) for k in key if isinstance(k, jax.ShapeDtypeStruct)]
+    keeping = [KEEPING] * (KEEPING in key)
+    return kind or "other", " ".join([kind or str(key[0]), *shapes, *sizes, *keeping])
+
+
+def compiled(
+    programs: Programs,
+    key: Any,
+    head: ProgramReport,
+    lower: Callable[[], jax.stages.Lowered],
+    known: dict[bytes, dict[str, Any]],
+) -> ProgramReport:
+    """Compile a program and read what it takes; `known` gets the figures by the program's text."""
+    try:
+        lowered = lower()
+        text = hashlib.sha256(lowered.as_text().encode()).digest()
+        if text in known:
+            return replace(head, **known[text])
+        started = time.perf_counter()
+        executable = lowered.compile()
+        took = time.perf_counter() - started
+    except Exception as e:  # of whatever kind: that it does not compile is the answer
+        return replace(head, error=one_line(e))
+    optimized, of_task = executable.as_text() or "", dict[str, Any]()
+    needed, seen = 0.0, 1.0
+    if head.kind in (FORWARD, BACKWARD, EVALUATE):
+        lowering, shape = lowering_of(programs, key), next(k for k in key if isinstance(k, Shape))
+        if head.kind == FORWARD:
+            learn(programs, key, executable)
+            of_task["handed_bytes"] = device_bytes(lowering.residual_structs(shape))
+        alone = FORWARD not in kinds(programs, head.segment)
+        needed = segment_flops(lowering.segment, shape, head.kind, with_forward=alone)
+        of_task |= {"needed_flops": needed, "pair_arrays": pair_arrays(optimized, shape.tokens)}
+        seen = seen_pairs(lowering.segment.module, shape.tokens)
+    cost, stats = hlo_cost(optimized, seen), executable.memory_analysis()
+    assert stats is not None, "XLA tells what its programs take"
+    loops = [f"{cost.unknown_loops} loops of unknown length"] * bool(cost.unknown_loops)
+    figures = {
+        **of_task,
+        "argument_bytes": float(stats.argument_size_in_bytes),
+        "output_bytes": float(stats.output_size_in_bytes),
+        "aliased_bytes": float(stats.alias_size_in_bytes),
+        "temp_bytes": float(stats.temp_size_in_bytes),
+        "flops": cost.flops,
+        "executed_over_needed": cost.flops / needed if needed else None,
+        "float32_dot_flops": cost.float32_flops,
+        "collectives": dict(sorted(cost.collectives.items())),
+        "unknown": (*loops, *sorted(cost.unknown_kernels)),
+    }
+    known[text] = {**figures, "same_as": head.name}
+    return replace(head, compile_s=took, **figures)
+
+
+def segment_states(plan: Plan, programs: Programs) -> tuple[SegmentState, ...]:
+    """What each segment of a plan holds on a device."""
+    in_flight, of = in_flight_limit(plan), resources(programs.layout)
+    states = []
+    for name, segment in programs.segments.items():
+        held = [program_structs(segment)]
+        shards: Tree = {}
+        if update := programs.updates.get(name):
+            held += [grad_structs(segment), update.master_structs, update.state_structs]
+            shards = update.shard_structs
+        shapes = programs.layout.shapes(segment.plan.module)
+        inputs = ((x_structs(segment, shape), field_structs(segment, shape)) for shape in shapes)
+        states.append(
+            SegmentState(
+                segment=name,
+                submesh=programs.submesh[name],
+                resource=of[programs.submesh[name]],
+                state_bytes=device_bytes(held),
+                input_bytes=max(map(device_bytes, inputs), default=0.0),
+                in_flight=in_flight[name] if name in programs.backward else 1,
+                shard_bytes=device_bytes(shards),
+                remat=segment.plan.remat,
+                zero=segment.plan.zero,
+            )
+        )
+    return tuple(states)
+
+
+def compiled_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -> Found:
+    """Compile a probe's programs."""
+    try:
+        mesh = MeshShape(model=probe.ways)
+        segment = shallow_segment(
+            model, probe.module, probe.depth, devices, mesh, probe.remat,
+            ends=probe.ends, kind=probe.kind,
+        )  # fmt: skip
+        lowering, forward = Lowering(segment), None
+        # Rows of one piece are full: what attention computes is known.
+        content = probe.module in model.piece_tokens
+        if probe.forward or segment.compiles_forward_first:
+            executable = lowering.lower(probe.shape, FORWARD).compile()
+            forward = _program(executable, content=content)
+            if segment.compiles_forward_first:
+                lowering.learn_residuals(probe.shape, executable)
+        backward = lowering.lower(probe.shape, BACKWARD).compile()
+        return Found(
+            _program(backward, content=content),
+            forward,
+            device_bytes(lowering.residual_structs(probe.shape)),
+            hidden_bytes(segment.module, probe.shape),
+        )
+    except Exception as e:  # of whatever kind: that it does not compile is the answer
+        return Found(error=one_line(e))
+
+
+def _program(executable: jax.stages.Compiled, *, content: bool) -> Program:
+    stats = executable.memory_analysis()
+    assert stats is not None, "XLA tells what its programs take"
+    own_bytes = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    work_bytes = float(stats.temp_size_in_bytes + own_bytes)
+    return Program(hlo_kernels(executable.as_text() or "", content=content), work_bytes)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]}..."

@@ -1,0 +1,1 @@
+"""Checks before a run: what a model folder, a data file and this machine amount to."""

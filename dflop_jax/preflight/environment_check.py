@@ -1,0 +1,178 @@
+"""What a run would find here: devices, drivers, links, versions, memory, folders, launcher; and the
+model that is named."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from dflop_jax.config import Config
+from dflop_jax.contract import MultimodalModel, chip_of
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.distributed.processes import find_processes
+from dflop_jax.hardware import GB, GIB, find_hardware
+from dflop_jax.report.number_format import number
+from dflop_jax.train.initial import published
+from dflop_jax.train.planning import least_bytes
+from dflop_jax.train.prepare import Workplace, model_on, use_devices
+from dflop_jax.train.profiling import parameter_bytes
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "safetensors", "tokenizers", "huggingface_hub", "av")
+DRIVER = Path("/proc/driver/nvidia/version")
+LINKS = ("nvidia-smi", "topo", "-m")
+TOOL_S = 3.0  # a tool that takes longer says nothing
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What was found of one matter; `wrong`: a run would fail by it."""
+
+    name: str
+    value: str
+    wrong: bool = False
+
+
+def environment_facts(config: Config) -> list[Fact]:
+    """What there is here, of this process alone."""
+    return [
+        *_fact("devices", lambda: _devices(config)),
+        *_fact("driver", _driver),
+        *_fact("links", _links),
+        Fact("versions", _versions()),
+        *_fact("memory", _memory),
+        *_fact("cache_dir", lambda: _folder(config.cache_dir, "--cache_dir")),
+        *_fact("hub's cache", lambda: _folder(_hub_cache(), "HF_HOME")),
+        *_fact("launcher", lambda: _launcher(config)),
+    ]
+
+
+def _fact(name: str, value: Callable[[], str]) -> list[Fact]:
+    """The fact, none where there is nothing to say, or what is wrong with it."""
+    try:
+        text = value()
+    except (ValueError, RuntimeError, OSError) as e:
+        return [Fact(name, " ".join(str(e).split()), wrong=True)]
+    return [Fact(name, text)] if text else []
+
+
+def _devices(config: Config) -> str:
+    if config.plan.hardware:
+        hardware = find_hardware(config.plan.hardware)
+        return f"{config.plan.devices} x {hardware.name} to plan for, which are not here"
+    devices = use_devices(config.plan.devices)
+    kinds = Counter(d.device_kind for d in devices)
+    text = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
+    stats = devices[0].memory_stats() or {}
+    if limit := stats.get("bytes_limit"):
+        text += f", {limit / GIB:.1f} GiB of each for jax"
+    return text
+
+
+def _driver() -> str:
+    return DRIVER.read_text().splitlines()[0] if DRIVER.exists() else ""
+
+
+def _links() -> str:
+    """How GPUs are linked, by the kinds that nvidia-smi names."""
+    if shutil.which(LINKS[0]) is None:
+        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        out = subprocess.run(LINKS, capture_output=True, text=True, timeout=TOOL_S).stdout
+        words = [w for line in out.splitlines() if line.startswith("GPU") for w in line.split()[1:]]
+        kinds = Counter(
+            w for w in words if w.startswith("NV") or w in ("PIX", "PXB", "PHB", "NODE", "SYS")
+        )
+        return ", ".join(f"{kind}: {n // 2} pairs" for kind, n in kinds.items())
+    return ""
+
+
+def _versions() -> str:
+    found = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{package} {metadata.version(package)}")
+    return ", ".join(found)
+
+
+def _memory() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    names, sizes = ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"), []
+    with suppress(ValueError, OSError):
+        sizes = [os.sysconf(n) * os.sysconf("SC_PAGE_SIZE") / GIB for n in names]
+    host = f"{sizes[0]:.1f} GiB of the host, {sizes[1]:.1f} free; " if sizes else ""
+    return f"{host}{cores} cores for this process"
+
+
+def _folder(folder: str, remedy: str) -> str:
+    """A folder that can be written, and the room there."""
+    place = Path(folder).absolute()
+    there = next(p for p in (place, *place.parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{folder}: cannot be written; choose another by {remedy}")
+    return f"{folder}, {shutil.disk_usage(there).free / GB:.0f} GB free"
+
+
+def _hub_cache() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)
+
+
+def _launcher(config: Config) -> str:
+    found = find_processes(config.distributed)
+    if found.number == 1:
+        return "none: one process"
+    return f"{found.source}: process {found.index} of {found.number}, meets at {found.coordinator}"
+
+
+def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
+    """The model, None where it cannot be built, and what is to be said of it and its weights."""
+    try:
+        if config.plan.hardware:
+            hardware, devices = find_hardware(config.plan.hardware), []
+            chip = hardware.chip
+        else:
+            hardware, devices = None, use_devices(config.plan.devices)
+            chip = chip_of(devices[0])
+        model = model_on(chip, config)
+        place = Workplace(config, model, devices, ProcessGroup(), hardware)
+        need = least_bytes(place)
+    except ValueError as e:
+        return None, [Fact("model", str(e), wrong=True)]
+    sizes = {m: sum(parameter_bytes(it).values()) for m, it in model.modules.items()}
+    text = ", ".join(f"{m} {number(n / MASTER_BYTES / 1e6)} M" for m, n in sizes.items())
+    facts = [
+        Fact("model", f"{config.model.factory} {config.model.size}: parameters {text}"),
+        *_fact("weights", lambda: _weights(model, config)),
+    ]
+    limit, n = place.plannable_bytes, max(1, place.n_devices)
+    said = f"{_size(need)} a device at least for state, split over {n}"
+    if limit:
+        said += f"; a plan may fill {_size(limit)}"
+    return model, [*facts, Fact("needs", said, wrong=bool(limit) and need > limit)]
+
+
+def _size(n_bytes: float) -> str:
+    unit, name = (GIB, "GiB") if n_bytes >= GIB else (2**20, "MiB")
+    return f"{number(n_bytes / unit)} {name}"
+
+
+def _weights(model: MultimodalModel, config: Config) -> str:
+    """Whether the folder holds the model and nothing else; ValueError names what is missing or
+    unknown."""
+    weights = config.model.weights
+    if not weights:
+        return "none: it begins at random"
+    published(model, weights)
+    folders = [Path(w.rpartition("=")[2]) for w in weights]
+    n_bytes = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
+    return f"complete, {n_bytes / GB:.2f} GB in {', '.join(map(str, folders))}"

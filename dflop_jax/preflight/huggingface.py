@@ -1,0 +1,90 @@
+"""Models and datasets by their names on the Hugging Face hub: from the cache of `huggingface_hub`,
+else downloaded into it; of both only files that are read as data, no code and no pickles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from huggingface_hub import constants, errors, get_cached_repo_tree, snapshot_download
+from huggingface_hub.utils import HfUri
+
+from dflop_jax.config import DataConfig
+from dflop_jax.data.build import hub_datasets
+from dflop_jax.data.datasets.find_tables import HUB_ID, hub_files
+from dflop_jax.distributed.process_exit import TryAgain
+from dflop_jax.folders import made
+
+NAME = re.compile(rf"({HUB_ID.pattern})(?:@([\w./-]+))?")
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
+MAX_REASON = 200  # characters of an error of huggingface_hub
+
+
+def model_folder(name: str, tell: Callable[[str], None] = lambda line: None) -> Path:
+    """The folder that a path, OWNER/NAME or OWNER/NAME@REVISION names, downloaded if needed.
+
+    Args:
+      tell: gets one line when a download starts.
+
+    Raises:
+      ValueError: no such folder, no such model, no access to it, or offline and not in the cache.
+      TryAgain: the hub cannot be reached, or the download was interrupted.
+    """
+    path, match = Path(name), NAME.fullmatch(name)
+    if path.is_dir():
+        return path
+    if path.exists() or match is None:
+        raise ValueError(
+            f"--model {name}: no such folder, nor OWNER/NAME of a model on the hub; give one "
+            "with config.json, safetensors and tokenizer.json"
+        )
+    return _snapshot(f"--model {name}", HfUri("model", match[1], match[2]), FILES, tell)
+
+
+def fetch_datasets(config: DataConfig, tell: Callable[[str], None] = lambda line: None) -> None:
+    """Download the datasets that `config` names on the hub and that the cache does not have; raises
+    as `model_folder` does."""
+    for path, uri in hub_datasets(config):
+        _snapshot(f"data {path}, which is no path here", uri, hub_files(uri), tell)
+
+
+def _snapshot(said: str, uri: HfUri, files: Sequence[str], tell: Callable[[str], None]) -> Path:
+    """The folder of a repository in the cache, which error messages call `said`."""
+    download = partial(
+        snapshot_download, uri.id, repo_type=uri.type, revision=uri.revision,
+        allow_patterns=list(files), ignore_patterns="consolidated*",  # the weights a second time
+    )  # fmt: skip
+    with suppress(OSError, errors.CachedRepoTreeNotFoundError):
+        folder = download(local_files_only=True)
+        if uri.type == "model":  # without a list of its files the cache may have a part of them
+            get_cached_repo_tree(uri.id, revision=uri.revision)
+        return Path(folder)
+    if not constants.HF_HUB_OFFLINE:
+        tell(f"fetching {uri.id} from {constants.ENDPOINT}")
+        made(constants.HF_HUB_CACHE, "set HF_HOME to a folder that can be written")
+    try:
+        return Path(download())
+    except Exception as e:  # of huggingface_hub, of its HTTP library, of the disk
+        if constants.HF_HUB_OFFLINE:
+            raise ValueError(
+                f"{said}: no such folder, and the hub's cache does not have it whole "
+                "(HF_HUB_OFFLINE is set); where there is a network: hf download --repo-type "
+                f"{uri.type} {uri.id}, or give a path"
+            ) from None
+        # An answer of the hub may be the cause of an error about the cache.
+        answers = [x for x in (e, e.__cause__) if isinstance(x, errors.HfHubHTTPError)]
+        if answers and (status := answers[0].response.status_code) in (401, 403, 404):
+            is_revision = isinstance(answers[0], errors.RevisionNotFoundError)
+            raise ValueError(
+                f"{said}: {constants.ENDPOINT} answers {status}: no such "
+                f"{'revision' if is_revision else uri.type}, or no access to it; correct the name, "
+                "ask for access on its page, log in (hf auth login), or give a path"
+            ) from None
+        why = f"{type(e).__name__}: {e}".partition("\n")[0][:MAX_REASON]
+        raise TryAgain(
+            f"{said}: the hub cannot be reached, or the download was interrupted ({why}); run the "
+            "command again, finished files are kept, or give a path"
+        ) from None

@@ -1,0 +1,208 @@
+"""What a run starts from where the user says nothing: what a published model's folder says
+(factory, size, weights, tokenizer and limits), and values that do a pretrained model no harm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from dflop_jax.data.text.tokenize import BYTES
+from dflop_jax.data.text.tokenizer_files import read_json
+from dflop_jax.preflight.derived_fields import Setting
+from dflop_jax.weights import read_config
+
+TOKENIZER, CONFIG = "tokenizer.json", "config.json"
+PICTURES, CLIPS, ALL = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
+# The factory that builds the model of a folder, by its model_type: a line for each family.
+FAMILIES: Mapping[str, str] = {
+    "llava_onevision": "models.llava:build",
+    "internvl": "models.internvl:build",
+    "qwen2_audio": "models.qwen2_audio:build",
+    "qwen3_vl": "models.qwen3_vl:build",
+    "gemma3": "models.gemma:build",
+    "gemma3_text": "models.gemma:build_text",
+    "qwen3_5": "models.qwen3_5:build",
+    "qwen3_5_text": "models.qwen3_5:build_text",
+    "gemma4": "models.gemma4:build",
+    "gemma4_text": "models.gemma4:build_text",
+}
+CONFIGS_OF_MEDIA = ("vision_config", "audio_config")
+ANYRES_MAX = "anyres_max_"  # of vision_aspect_ratio: so many tiles
+# Samples beyond so many tokens are cut unless the user says more: one of the data's longest would
+# else decide how much memory a plan needs. Twice as many take up to four times the attention.
+MOST_TOKENS = 8192
+
+
+# Learning rates that are usual for fine-tuning: adapters begin as nothing and take ten times that
+# of whole weights.
+FULL_RATE, LORA_RATE = 1e-5, 1e-4
+WARMUP = 0.03  # of the steps
+LONGEST_NAME = 40  # characters of a model's or dataset's name in a folder's name
+SNAPSHOTS = "snapshots"  # the hub's cache has models--OWNER--NAME/snapshots/REVISION
+FOLDER = re.compile(r"[^\w.-]+")
+
+
+def folder_settings(folder: Path, given: Collection[str] = ()) -> list[Setting]:
+    """The settings of a folder that `transformers` wrote.
+
+    Args:
+      given: fields that the user gives, of which the folder need say nothing.
+
+    Raises:
+      ValueError: no such folder, no config.json, a model that is not known, no tokenizer.
+    """
+    config = read_config(folder)
+    name = str(folder)
+    settings = []
+    if "model.factory" not in given:
+        factory = factory_of(config, folder)
+        settings.append(Setting("model.factory", factory, f"model_type of {CONFIG}"))
+    settings += [
+        Setting("model.size", name, f"{CONFIG} of --model"),
+        Setting("model.weights", (name,), "safetensors of --model"),
+    ]
+    if "data.tokenizer" not in given:
+        if not (folder / TOKENIZER).is_file():
+            raise ValueError(
+                f"{folder}: no {TOKENIZER} in it; give --data.tokenizer FOLDER with the model's "
+                f"tokenizer and chat template, or --data.tokenizer {BYTES}"
+            )
+        settings.append(Setting("data.tokenizer", name, f"{TOKENIZER} and template of --model"))
+    return settings + _limits(folder, config)
+
+
+def factory_of(config: Mapping[str, Any], folder: Path) -> str:
+    """The import path of the factory for a folder's config.json.
+
+    Raises:
+      ValueError: an unknown model_type; the message lists the known ones.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in FAMILIES:
+        return FAMILIES[kind]
+    if "run_dir" in config:
+        raise ValueError(
+            f"{folder}: is a run's folder, no published model; dflop export {folder} --out NEW "
+            f"writes one, or name the run's model and begin with --model.weights {folder}"
+        )
+    known = ", ".join(FAMILIES)
+    if any(config.get(name) for name in CONFIGS_OF_MEDIA) or not isinstance(kind, str):
+        raise ValueError(
+            f"{folder}: model_type is {kind!r}; known: {known}; for another model write a factory "
+            "with `weights` and give it by --model.factory MODULE:FUNCTION"
+        )
+    raise ValueError(
+        f"{folder}: model_type {kind!r} is a language model alone; known: {known}; to join it with "
+        "an encoder give --model.factory models.llava:build --model.size TOWER+DECODER "
+        "--model.weights vision=FOLDER,llm=FOLDER"
+    )
+
+
+def longest_text(config: Mapping[str, Any]) -> int:
+    """Positions that the text of a model may have; 0 where its configuration does not say."""
+    text = config.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, config):
+        value = part.get("max_position_embeddings")
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
+
+
+def token_limit(config: Mapping[str, Any]) -> Setting:
+    """How long samples may be: what the model has positions for, within a bound of ours."""
+    positions = longest_text(config)
+    if 0 < positions < MOST_TOKENS:
+        return Setting("data.max_tokens", positions, f"max_position_embeddings of {CONFIG}")
+    why = f"of the model's {positions:,} positions" if positions else "our bound"
+    return Setting("data.max_tokens", MOST_TOKENS, f"{why}; longer samples are cut")
+
+
+def _limits(folder: Path, config: Mapping[str, Any]) -> list[Setting]:
+    """Limits of pictures and clips, of those files that say any."""
+    settings = []
+    pictures, source = _processor(folder, PICTURES, "image_processor")
+    sizes = _mapping(pictures.get("size"))
+    for name, keys in {
+        "data.min_pixels": ("min_pixels", "shortest_edge"),
+        "data.max_pixels": ("max_pixels", "longest_edge"),
+    }.items():
+        old, new = keys
+        value = pictures.get(old) or sizes.get(new)
+        if "merge_size" in pictures and _is_count(value):  # else these are sides, not areas
+            settings.append(Setting(name, value, f"{new} of {source}"))
+    if _is_count(value := pictures.get("max_patches")):
+        settings.append(Setting("data.max_tiles", value, f"max_patches of {source}"))
+    ratio = str(config.get("vision_aspect_ratio", ""))
+    if (tiles := ratio.removeprefix(ANYRES_MAX)) != ratio and tiles.isdecimal() and int(tiles):
+        settings.append(Setting("data.max_tiles", int(tiles), f"vision_aspect_ratio of {CONFIG}"))
+    clips, source = _processor(folder, CLIPS, "video_processor")
+    if "merge_size" in clips:
+        pixels = clips.get("max_pixels") or _mapping(clips.get("size")).get("longest_edge")
+        frames = "num_frames" if clips.get("num_frames") else "max_frames"
+        for name, key, value in (
+            ("data.max_clip_pixels", "longest_edge", pixels),
+            ("data.max_frames", frames, clips.get(frames)),
+            ("data.frames_per_s", "fps", clips.get("fps")),
+        ):
+            if _is_count(value) or (key == "fps" and isinstance(value, float) and value > 0):
+                settings.append(Setting(name, value, f"{key} of {source}"))
+    return settings
+
+
+def _processor(folder: Path, file: str, key: str) -> tuple[Mapping[str, Any], str]:
+    """A processor's settings and the file that has them: that of all processors, which transformers
+    writes since version 5 and reads first, or else its own."""
+    if nested := _mapping(read_json(folder / ALL).get(key)):
+        return nested, ALL
+    alone = file if (folder / file).is_file() else PICTURES  # which older folders have for clips
+    return read_json(folder / alone), alone
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def model_defaults(config: Mapping[str, Any], *, gpus: bool, lora: bool) -> list[Setting]:
+    """Defaults of a model with published weights, by its config.json, the devices and whether
+    adapters are trained."""
+    if gpus:
+        dtype = Setting("model.dtype", "bfloat16", "on GPUs; the optimizer keeps float32")
+    else:
+        dtype = Setting("model.dtype", "float32", "on CPUs")
+    how = "of adapters on published weights" if lora else "of all of published weights"
+    return [
+        dtype,
+        token_limit(config),
+        Setting("train.learning_rate", LORA_RATE if lora else FULL_RATE, how),
+        Setting("train.epochs", 1.0, "every sample once"),
+        Setting("train.warmup_ratio", WARMUP, "of the steps"),
+    ]
+
+
+def run_dir(model: str, data: str) -> Setting:
+    """A folder of its own for every run, named by model, data and time."""
+    return Setting("run_dir", f"runs/{named(model, data, '{time}')}", "by model, data and time")
+
+
+def named(model: str, data: str, *more: str) -> str:
+    """A file's or folder's name of a model, data and what else there is."""
+    return "-".join([n for n in (_short(model), _short(data)) if n] + list(more))
+
+
+def _short(path: str) -> str:
+    """A model's or dataset's name, as part of a folder's name."""
+    place = Path(path).absolute() if path else Path()
+    name = place.stem if place.is_file() else place.name
+    if place.parent.name == SNAPSHOTS:
+        name = place.parent.parent.name.rpartition("--")[2]
+    return FOLDER.sub("-", name.replace("{", "-").replace("}", "-"))[:LONGEST_NAME].strip("-.")

@@ -1,0 +1,251 @@
+"""Runs a plan: compiles every program ahead, then dispatches each step's tasks in one order.
+
+One thread dispatches everything asynchronously, in the order of `tasks`; arrays are the
+only synchronisation. After `compile` and `calibrate` a step compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from dflop_jax.contract import MultimodalModel, Params
+from dflop_jax.records import UPDATE, Plan, Schedule, Task
+from dflop_jax.runtime.calibration import Calibration, calibrate, rehearse
+from dflop_jax.runtime.communicator import absent
+from dflop_jax.runtime.compiling import compile_programs
+from dflop_jax.runtime.initial_state import draw_parameters, zero_gradients
+from dflop_jax.runtime.module_parts import KEY_IMPL
+from dflop_jax.runtime.parameter_layout import grad_structs, placed_structs
+from dflop_jax.runtime.programs import GroupArrays, make_programs
+from dflop_jax.runtime.segment import Segment
+from dflop_jax.runtime.step import StepCall, TrainState
+from dflop_jax.runtime.step_result import StepHandle
+from dflop_jax.runtime.update import Optimizer
+from dflop_jax.runtime.watcher import Observation, UnderWayTasks, Watcher
+from dflop_jax.simulate.task_graph import StepGraph, fed_by, step_graph
+from dflop_jax.simulate.task_order import order_of
+
+
+class Executor:
+    """A model's parameters and optimizer state on their submeshes, and the programs on them.
+
+    Args:
+      training: see `make_programs`; `run_evaluation` wants programs that evaluate.
+
+    Attributes:
+      plan: whose programs these are, and how steps are ordered.
+      before_update: called before the first update of a step, which donates the state.
+
+    Raises:
+      ValueError: the plan does not fit the model or the devices, or `freeze` is wrong.
+    """
+
+    def __init__(
+        self,
+        model: MultimodalModel,
+        plan: Plan,
+        tx: Optimizer,
+        *,
+        devices: list[jax.Device] | None = None,
+        **training: Any,
+    ):
+        self.model, self.plan = model, plan
+        here = list(jax.devices()) if devices is None else devices
+        self.programs = make_programs(model, plan.layout, here, tx, **training)
+        self.trainable = tuple(self.programs.updates)
+        self.state = TrainState()
+        self.before_update: Callable[[], None] = lambda: None
+        self.under_way = UnderWayTasks()
+        self._watcher = Watcher(set(self.programs.resource.values()))
+        self._free_s: dict[int, float] = {}
+        # Resources of several CPU devices run one task at a time; real accelerators queue as many
+        # as there are.
+        self._throttled = {self.programs.resource[name] for name in self.programs.crowded}
+        # Await every task, everywhere: on CPU a collective between processes, which holds a thread
+        # until all are there, and transfers under way can take each other's threads.
+        self.one_at_a_time = any(
+            len({d.process_index for d in s.mesh.devices.flat}) > 1
+            and s.mesh.devices.flat[0].platform == "cpu"
+            for s in self.programs.segments.values()
+        )
+        self._latest: dict[int, Observation] = {}
+
+    def take_figures(self, plan: Plan) -> None:
+        """Go on under a plan of the same layout, with what else it says by now."""
+        assert plan.layout == self.plan.layout, "the compiled programs are another layout's"
+        self.plan = plan
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """Submeshes that take a task only when the one before it has ended; dispatch waits."""
+        resource = self.programs.resource
+        return frozenset(
+            self.programs.submesh[name]
+            for name in self.programs.segments
+            if self.one_at_a_time or resource[name] in self._throttled
+        )
+
+    def init(
+        self,
+        seed: int,
+        begin: Callable[[Segment, Callable[[], Params]], Params] | None = None,
+        sync: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fresh parameters, optimizer state and zero gradients; the same for any plan. `begin`, if
+        given, makes a segment's parameters; it may call for the fresh ones. `sync` waits for the
+        other processes, before anything is sent to them."""
+        modules = list(self.model.modules)
+        for name, s in self.programs.segments.items():
+            if name not in self.programs.local:
+                self._init_absent(name)
+                continue
+            root = jax.random.key(seed, impl=KEY_IMPL)
+            key = jax.random.fold_in(root, modules.index(s.plan.module))
+            fresh = partial(draw_parameters, s, key)
+            initial = begin(s, fresh) if begin else fresh()
+            if name not in self.trainable:
+                self.state.params[name] = initial
+                continue
+            began = self.programs.updates[name].begin(initial)
+            self.state.params[name], self.state.masters[name], self.state.opt_state[name] = began
+            self.state.grads[name] = zero_gradients(s)
+        sync()
+        self.share_tied()
+
+    def init_for_restore(self) -> None:
+        """Zero gradients, and nothing of what a checkpoint is to bring."""
+        for name, s in self.programs.segments.items():
+            if name not in self.programs.local:
+                self._init_absent(name)
+            elif name in self.trainable:
+                self.state.grads[name] = zero_gradients(s)
+
+    def share_tied(self) -> None:
+        """Send tied parameters to the segments that read them; after `init` or a restore."""
+        for reader in self.programs.owner_of:
+            self.state.share_tied(self.programs, reader)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have programs read the average of the parameters meanwhile, where the optimizer keeps
+        one; there is then room for both. No step may run."""
+        params = dict(self.state.params)
+        for name, update in self.programs.updates.items():
+            average = update.averaged(self.state.opt_state[name])
+            self.state.params[name] = {**params[name], **average}
+        self.share_tied()
+        try:
+            yield
+        finally:
+            self.state.params.update(params)
+            self.share_tied()
+
+    def _init_absent(self, name: str) -> None:
+        """A segment of other processes: its state without a piece of it."""
+        s = self.programs.segments[name]
+        self.state.params[name] = jax.tree.map(absent, placed_structs(s))
+        if name in self.trainable:
+            update = self.programs.updates[name]
+            self.state.masters[name] = jax.tree.map(absent, update.master_structs)
+            self.state.opt_state[name] = jax.tree.map(absent, update.state_structs)
+            self.state.grads[name] = jax.tree.map(absent, grad_structs(s))
+
+    def compile(
+        self,
+        on_progress: Callable[[int, int], None] = lambda done, of: None,
+        sync: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Compile every program of the plan that runs on this process; returns how many it has.
+        `sync` waits for the other processes."""
+        return compile_programs(self.programs, on_progress, sync)
+
+    def run_evaluation(self, schedule: Schedule, arrays: Sequence[GroupArrays]) -> StepHandle:
+        """Dispatch the forward tasks of a batch: the same sums, no gradient."""
+        return self.run_step(replace(schedule, order=()), arrays, {}, evaluate=True)
+
+    def run_step(
+        self,
+        schedule: Schedule,
+        arrays: Sequence[GroupArrays],
+        scales: Mapping[str, float],
+        *,
+        norm_limit: float = math.inf,
+        evaluate: bool = False,
+    ) -> StepHandle:
+        """Dispatch a training step; `arrays` are those of the schedule's groups, `scales` multiply
+        the token losses of modules. Where the global gradient norm is above `norm_limit` or not
+        finite, parameters and optimizer state stay as they were. Does not wait.
+
+        Raises:
+          ValueError: the schedule's order is not one of its tasks, or groups are fed by more
+            groups than the plan allows.
+        """
+        graph, order = self._ordered(schedule, evaluate=evaluate)
+        call = StepCall(
+            self.programs,
+            self.state,
+            schedule.groups,
+            arrays,
+            scales,
+            norm_limit=norm_limit,
+            evaluate=evaluate,
+        )
+        seen: dict[int, Observation] = {}
+        self.under_way.dispatch(order, seen)
+        for i, task in enumerate(order):
+            self.under_way.begin(i)
+            if task.direction == UPDATE:
+                self.before_update()
+            if task.segment not in self.programs.local:
+                call.run(task)  # only its transfers
+                continue
+            resource = self.programs.resource[task.segment]
+            if resource in self._throttled and resource in self._latest:
+                self._latest[resource].done.wait()
+            dispatched_s = time.perf_counter()
+            seen[i] = self._watcher.watch(resource, dispatched_s, call.run(task))
+            self._latest[resource] = seen[i]
+            if self.one_at_a_time:
+                seen[i].done.wait()
+                call.settle()
+        return StepHandle(schedule.step, call, graph, order, seen, self._free_s)
+
+    def _ordered(
+        self, schedule: Schedule, *, evaluate: bool = False
+    ) -> tuple[StepGraph, tuple[Task, ...]]:
+        layout = self.plan.layout
+        groups = schedule.groups
+        reading = Counter((i, groups[f].module) for i, g in enumerate(groups) for f in g.feeds)
+        most = max([*map(len, fed_by(groups).values()), *reading.values()], default=0)
+        if most > layout.fan_in:
+            raise ValueError(
+                f"step {schedule.step}: {most} groups of a module go with one, the plan allows "
+                f"{layout.fan_in}; raise its fan_in"
+            )
+        graph = step_graph(layout, groups, self.trainable, evaluate=evaluate)
+        return graph, order_of(self.plan, schedule, graph)
+
+    def calibrate(
+        self, repeats: int, sync: Callable[[], None] = lambda: None, *, ends: bool = False
+    ) -> Calibration:
+        """Time every program on this process, alone; see `pipeline.calibration`."""
+        return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)
+
+    def rehearse(self, schedule: Schedule, sync: Callable[[], None] = lambda: None) -> None:
+        """Run a step as `run_step` would, on arrays that stand in for a batch's, each task awaited:
+        does memory hold it? The state is of no use afterwards; see `pipeline.calibration`."""
+        _, order = self._ordered(schedule)
+        rehearse(self.programs, self.state, schedule.groups, order, sync)
+
+    def close(self) -> None:
+        """End the observing threads."""
+        self._watcher.close()

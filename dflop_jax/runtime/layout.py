@@ -1,0 +1,146 @@
+"""The segments of a plan on the devices at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
+from dflop_jax.records import AXES, Layout, MeshShape
+from dflop_jax.runtime.module_parts import kinds_of, parts_of
+from dflop_jax.runtime.parameter_layout import param_specs
+from dflop_jax.runtime.segment import Segment
+from dflop_jax.simulate.task_graph import links, tied_ends, with_backward
+
+
+def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
+    """The named submesh over its devices; ValueError when there are too few."""
+    m = layout.submesh(name)
+    if m.devices.stop > len(devices):
+        raise ValueError(
+            f"submesh {name!r} needs devices {m.first}..{m.devices.stop - 1} but only "
+            f"{len(devices)} exist; lower plan.devices or start with more devices"
+        )
+    block = devices[m.first : m.devices.stop]
+    if not can_join(block):
+        raise ValueError(
+            f"submesh {name!r} spans processes with several CPU devices each, whose collectives "
+            "wait for each other; start one process per device (dflop launch -n N)"
+        )
+    return device_mesh(m, block)
+
+
+def device_mesh(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
+    """The first of the devices as a mesh of this shape."""
+    return Mesh(np.array(devices[: shape.n_devices]).reshape(shape.sizes), AXES)
+
+
+def can_join(devices: Sequence[jax.Device]) -> bool:
+    """Whether devices can form a submesh: CPU devices of several processes must be one of each."""
+    processes = [d.process_index for d in devices]
+    return devices[0].platform != "cpu" or len(set(processes)) in (1, len(processes))
+
+
+def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, ...]:
+    """Freeze groups that train, in the order of the model.
+
+    Raises:
+      ValueError: unknown name in `freeze`, or everything frozen.
+    """
+    known = dict.fromkeys(g for m in model.modules.values() for g in m.freeze_groups.values())
+    if unknown := set(freeze) - set(known):
+        raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(known)}")
+    if set(freeze) >= set(known):
+        raise ValueError(
+            "every part of the model is frozen, nothing is left to train; leave one out of "
+            "train.freeze"
+        )
+    return tuple(g for g in known if g not in freeze)
+
+
+def make_segments(
+    model: MultimodalModel,
+    layout: Layout,
+    devices: list[jax.Device],
+    *,
+    freeze: tuple[str, ...] = (),
+) -> dict[str, Segment]:
+    """Segments of a plan by name, in topological order.
+
+    Raises:
+      ValueError: unknown name in `freeze`, everything frozen, too few devices, or a plan that
+        does not cover the model's layers or whose degrees do not divide its sizes.
+    """
+    trained_groups(model, freeze)
+    check_model(layout, model)
+    trains = {
+        s.name: frozenset(
+            part
+            for part in parts_of(s, model.modules[s.module])
+            if model.modules[s.module].freeze_groups[part] not in freeze
+        )
+        for s in layout.segments
+    }
+    shared = tied_ends(layout)
+    for reader, owner in shared.items():
+        trains[reader] |= trains[owner] & {"entry"}
+    backward = with_backward(layout, {n for n, parts in trains.items() if parts})
+    segments: dict[str, Segment] = {}
+    for s in layout.segments:
+        mesh = make_mesh(layout, s.submesh, devices)
+        receives = [k for k in links(layout) if k.target == s.name and k.source in backward]
+        segments[s.name] = Segment(
+            plan=s,
+            module=on_chip(model.modules[s.module], chip_of(mesh.devices.flat[0])),
+            mesh=mesh,
+            microbatches=layout.group_size,
+            trainable=trains[s.name],
+            wants_gradient=frozenset(k.edge.name if k.edge else "hidden" for k in receives),
+            # All of the model's that it reads, also from modules that the plan leaves out.
+            edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in layout.edges)),
+            shares_entry=s.name in shared,
+            passes_split=len(
+                {layout.submesh(o.submesh).model for o in layout.segments_of(s.module)}
+            )
+            == 1,
+        )
+        _check_stages(segments[s.name])
+        param_specs(segments[s.name])  # raises for a degree that does not divide a dim
+    return segments
+
+
+def _check_stages(s: Segment) -> None:
+    """ValueError where the stages of a loop would have other kinds of layers, in any round."""
+    kinds, n = kinds_of(s.plan, s.module), s.chunk_layers
+    chunks = {kinds[i : i + n] for i in range(0, len(kinds), n)}
+    if len(chunks) > 1:
+        raise ValueError(
+            f"segment {s.name!r}: layers {s.plan.start} to {s.plan.stop - 1} of {s.plan.module!r} "
+            f"are not of the same kinds, in the same order, in each of {s.stages} stages and "
+            f"{s.plan.rounds} rounds; cut it into segments, or into stages that hold whole patterns"
+        )
+
+
+def check_model(layout: Layout, model: MultimodalModel) -> None:
+    """ValueError for a plan that was made for another model."""
+    if unknown := set(layout.modules) - set(model.modules):
+        raise ValueError(f"the plan has modules {sorted(unknown)} that the model lacks; plan again")
+    known = edges_of(model)
+    for e in layout.edges:
+        if e not in known:
+            raise ValueError(f"the plan has an edge {e} that the model lacks; plan again")
+    for e in known:
+        if {e.source, e.target} <= set(layout.modules) and e not in layout.edges:
+            raise ValueError(f"the plan lacks the model's edge {e}; plan again")
+    for name in layout.modules:
+        module, parts = model.modules[name], layout.segments_of(name)
+        if parts[-1].stop != module.n_layers:
+            raise ValueError(
+                f"the plan covers {parts[-1].stop} layers of {name!r}, the model has "
+                f"{module.n_layers}; it was made for another model, plan again"
+            )
+        if module.tied != (name in layout.tied):
+            raise ValueError(f"plan and model differ on whether {name!r} is tied; plan again")

@@ -1,0 +1,136 @@
+"""Lowers a segment's programs, forward before backward, which takes what forward hands over."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.contract import chip_of
+from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
+from dflop_jax.runtime import spmd_loop
+from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
+from dflop_jax.runtime.segment import Kind, Segment, field_structs, x_structs, y_structs
+from dflop_jax.runtime.zero_sharding import axes_of
+
+Tree = Any
+# Each stage and rank holds its own part. Of outputs these are the stage's share of microbatches.
+_OWN = P("stage", "data")
+# XLA's GPU compiler: equal inputs give equal bits, also from libraries that may add in any order.
+_SAME_BITS = {"xla_gpu_exclude_nondeterministic_ops": True}
+
+
+class Lowering:
+    """A segment's programs, and what is known of the arrays between them.
+
+    Residuals are arrays [stages, data ranks, ...]. Forward has to be lowered to know them; where
+    tensors are split, the compiler chooses how these are, and forward has to be compiled.
+    """
+
+    def __init__(self, segment: Segment):
+        self.segment = segment
+        self._unplaced: dict[Shape, Tree] = {}
+        self._residuals: dict[Shape, Tree] = {}
+
+    def argument_structs(self, shape: Shape, kind: Kind) -> tuple[Tree, ...]:
+        """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads,
+        residuals)."""
+        s = self.segment
+        args = (program_structs(s), x_structs(s, shape), field_structs(s, shape))
+        if kind != BACKWARD:
+            return args
+        dy = y_structs(s, shape)
+        if s.has_loss:
+            dy["sums"] = jax.ShapeDtypeStruct((), jnp.float32, sharding=s.sharding())
+        return (*args, dy, grad_structs(s), self.residual_structs(shape))
+
+    def backward_structs(self, shape: Shape) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
+        """What backward gives: (sums, dx, grads, done)."""
+        s = self.segment
+        done = jax.ShapeDtypeStruct(
+            (s.stages, s.data_ranks), jnp.float32, sharding=s.sharding(*_OWN)
+        )
+        dx = {n: struct for n, struct in x_structs(s, shape).items() if n in s.wants_gradient}
+        sums = y_structs(s, shape, sums=True).get("sums", {})
+        return sums, dx, grad_structs(s), done
+
+    def residual_structs(self, shape: Shape) -> Tree:
+        """What forward hands over to backward, {} if nothing. Forward is compiled for it where
+        tensors are split, unless `learn_residuals` was called."""
+        if not self.segment.hands_over:
+            return {}
+        if shape not in self._residuals:
+            lowered = self.lower(shape, FORWARD)
+            if self.segment.tensor_ranks > 1:
+                self.learn_residuals(shape, lowered.compile())
+        return self._residuals[shape]
+
+    def learn_residuals(self, shape: Shape, forward: jax.stages.Compiled) -> None:
+        """Take shardings from the compiled forward, which was lowered here."""
+        self._residuals[shape] = jax.tree.map(
+            lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            self._unplaced[shape],
+            forward.output_shardings["residuals"],
+        )
+
+    def lower(self, shape: Shape, kind: Kind) -> jax.stages.Lowered:
+        """Program of a kind at a per-rank shape, ready to be compiled, of `argument_structs`;
+        forward and evaluate give `spmd_loop.forward_program`'s outputs, backward gives
+        `backward_structs` and donates the gradients."""
+        if kind == BACKWARD:
+            return self._lower_backward(shape)
+        s = self.segment
+        sums = kind != FORWARD
+        args = self.argument_structs(shape, kind)
+        shardings = jax.tree.map(lambda a: a.sharding, y_structs(s, shape, sums=sums))
+        hands_over = s.hands_over and not sums
+        if hands_over:
+            shardings["residuals"] = None if s.tensor_ranks > 1 else s.sharding(*_OWN)
+        body = partial(spmd_loop.forward_program, s, sums=sums)
+        lowered = self._jit(body, jax.tree.map(manual_spec, args), _OWN, shardings).lower(*args)
+        if hands_over:
+            self._unplaced[shape] = residuals = lowered.out_info["residuals"]
+            if s.tensor_ranks == 1:
+                own = s.sharding(*_OWN)
+                self._residuals[shape] = jax.tree.map(
+                    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=own), residuals
+                )
+        return lowered
+
+    def _lower_backward(self, shape: Shape) -> jax.stages.Lowered:
+        s = self.segment
+        args = self.argument_structs(shape, BACKWARD)
+        outs = self.backward_structs(shape)
+        params, x, fields, _, grads = jax.tree.map(manual_spec, args[:5])
+        dy = {k: P() if k == "sums" else jax.tree.map(lambda _: _OWN, v)
+              for k, v in args[3].items()}  # fmt: skip
+        in_specs = (params, x, fields, dy, grads, _OWN)
+        shardings = jax.tree.map(lambda a: a.sharding, outs)
+        body = partial(spmd_loop.backward_program, s)
+        jitted = self._jit(body, in_specs, jax.tree.map(manual_spec, outs), shardings, donate=(4,))
+        return jitted.lower(*args)
+
+    def _jit(
+        self, body: Any, in_specs: Tree, out_specs: Tree, shardings: Tree, donate: Any = ()
+    ) -> Any:
+        mesh = self.segment.mesh
+        mapped: Any = jax.shard_map(
+            body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(MANUAL_AXES)
+        )
+        on_gpu = chip_of(mesh.devices.flat[0]).startswith("sm_")
+        exact = on_gpu and not getattr(self.segment.module, "any_order", False)
+        return jax.jit(
+            mapped,
+            out_shardings=shardings,
+            donate_argnums=donate,
+            compiler_options=_SAME_BITS if exact else None,
+        )
+
+
+def manual_spec(struct: jax.ShapeDtypeStruct) -> P:
+    """The part of a sharding that `shard_map` handles."""
+    dims = [tuple(a for a in axes_of(dim) if a in MANUAL_AXES) for dim in struct.sharding.spec]
+    return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in dims))

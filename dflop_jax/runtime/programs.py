@@ -1,0 +1,249 @@
+"""The programs of a layout, and what they run on: see `compile` for how they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflop_jax.contract import MultimodalModel
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Layout, Shape
+from dflop_jax.runtime.communicator import absent, is_local
+from dflop_jax.runtime.exchange import Exchange
+from dflop_jax.runtime.layout import make_segments
+from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.segment import (
+    EVALUATE,
+    Kind,
+    Segment,
+    field_structs,
+    output_struct,
+    x_structs,
+    y_structs,
+)
+from dflop_jax.runtime.update import Optimizer, SegmentUpdate
+from dflop_jax.simulate.task_graph import Link, links, resources, tied_ends, with_backward
+
+Tree = Any
+Program = Callable[..., Any]
+# Of a program: a segment's name, then (shape, kind), (shape, KEEPING, kind), (REDUCE,), (UPDATE,),
+# (link, low shape, high shape, whether backward) or ("sum", struct).
+Key = tuple[Any, ...]
+KEEPING = "keeping more"  # in the key of a program under its segment's second recompute policy
+
+
+@dataclass(frozen=True)
+class GroupArrays:
+    """Host arrays of one group: `fields[name]` [M, ranks * rows, ...], and by the place in the
+    schedule of every group that feeds it where its outputs stand, `places[group]`: index, or index
+    and weight, [M, ranks * rows, tokens, sources]. `max_asked[group]` is what `Routes.route` asks
+    for where not all ranks' places are here."""
+
+    fields: Mapping[str, np.ndarray]
+    places: Mapping[int, tuple[np.ndarray, ...]]
+    max_asked: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a segment takes and gives at one shape, as sharded structs."""
+
+    x: dict[str, jax.ShapeDtypeStruct]
+    fields: dict[str, jax.ShapeDtypeStruct]
+    y: dict[str, Tree]
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """Segments, updates and links of a layout on its devices, with the programs compiled so far.
+
+    A segment has programs for every shape of its module; an edge for every pair of shapes that the
+    layout's buckets join. A program on devices of other processes only is not run here: its outputs
+    are arrays of which this process holds nothing.
+
+    Attributes:
+      evaluates: whether programs that give losses without gradients are among them.
+      lowerings: of every segment, in topological order; `keeping`: of some segments under their
+        second recompute policy.
+      updates: of the segments that train.
+      owner_of: tied segment that reads another's entry -> that one.
+      compiled: by key.
+    """
+
+    model: MultimodalModel
+    layout: Layout
+    evaluates: bool
+    lowerings: Mapping[str, Lowering]
+    keeping: Mapping[str, Lowering]
+    updates: Mapping[str, SegmentUpdate]
+    backward: tuple[str, ...]
+    owner_of: Mapping[str, str]
+    compiled: dict[Key, jax.stages.Compiled] = field(default_factory=dict)
+
+    # ---- facts ----
+
+    @cached_property
+    def segments(self) -> dict[str, Segment]:
+        return {n: lowering.segment for n, lowering in self.lowerings.items()}
+
+    @cached_property
+    def local(self) -> frozenset[str]:
+        """Segments with devices of this process."""
+        return frozenset(n for n, s in self.segments.items() if is_local(s.mesh))
+
+    @cached_property
+    def crowded(self) -> frozenset[str]:
+        """Segments of several CPU devices. Their collectives hold threads of a pool that has one
+        for each device, so that two programs in flight on the same devices can wait for each other
+        for ever."""
+        return frozenset(
+            n for n, s in self.segments.items() if s.mesh.size > 1 and _platform(s) == "cpu"
+        )
+
+    @cached_property
+    def into(self) -> dict[str, tuple[Link, ...]]:
+        every = links(self.layout)
+        return {n: tuple(k for k in every if k.target == n) for n in self.segments}
+
+    @cached_property
+    def out_of(self) -> dict[str, tuple[Link, ...]]:
+        every = links(self.layout)
+        return {n: tuple(k for k in every if k.source == n) for n in self.segments}
+
+    @cached_property
+    def submesh(self) -> dict[str, str]:
+        return {s.name: s.submesh for s in self.layout.segments}
+
+    @cached_property
+    def resource(self) -> dict[str, int]:
+        """The resource that each segment's tasks keep busy."""
+        of = resources(self.layout)
+        return {s.name: of[s.submesh] for s in self.layout.segments}
+
+    # Tracing shapes takes milliseconds, so what steps ask for is kept.
+
+    @cached_property
+    def signature(self) -> Callable[[str, Shape], Signature]:
+        def made(name: str, shape: Shape) -> Signature:
+            s = self.segments[name]
+            return Signature(x_structs(s, shape), field_structs(s, shape), y_structs(s, shape))
+
+        return cache(made)
+
+    @cached_property
+    def exchange(self) -> Callable[[Link, Shape, Shape], Exchange]:
+        def made(link: Link, low: Shape, high: Shape) -> Exchange:
+            assert link.edge is not None
+            return Exchange(
+                output_struct(self.segments[link.source], link.edge, low),
+                self.signature(link.target, high).x[link.edge.name],
+                link.edge.sources,
+                self.layout.exchange_room(link.edge, low, high),
+            )
+
+        return cache(made)
+
+    @cached_property
+    def _elsewhere(self) -> Callable[[Key], Program]:
+        def made(key: Key) -> Program:
+            outputs = jax.tree.map(absent, output_structs(self, key))
+            return lambda *_: outputs
+
+        return cache(made)
+
+    def program(self, key: Key) -> Program:
+        """What a key names. The rounds of an exchange wait for nothing of each other, so they end
+        one by one where devices are crowded."""
+        if key[0] not in self.local:
+            return self._elsewhere(key)
+        program = self.compiled[key]
+        if isinstance(key[1], Link) and key[0] in self.crowded:
+            return lambda *args: jax.block_until_ready(program(*args))
+        return program
+
+
+def make_programs(
+    model: MultimodalModel,
+    layout: Layout,
+    devices: list[jax.Device],
+    tx: Optimizer,
+    *,
+    clip_norm: float = 0.0,
+    freeze: tuple[str, ...] = (),
+    rate_factors: Mapping[str, float] = MappingProxyType({}),
+    evaluates: bool = False,
+) -> Programs:
+    """The programs of a layout, none compiled yet.
+
+    Args:
+      tx: the optimizer, which looks at single elements; clipping to `clip_norm` (0: off) by the
+        norm over all segments is ours.
+      freeze: names from the modules' `freeze_groups`.
+      rate_factors: freeze group -> what its steps are multiplied by: its learning rate over that of
+        `tx`. Groups that are not named have that of `tx`.
+      evaluates: whether there are also programs that give losses without gradients.
+
+    Raises:
+      ValueError: see `make_segments`.
+    """
+    segments = make_segments(model, layout, devices, freeze=freeze)
+    trainable = [n for n, s in segments.items() if s.trainable]
+    owner_of = tied_ends(layout)
+    trains_shared = {o for r, o in owner_of.items() if "entry" in segments[r].trainable}
+    return Programs(
+        model,
+        layout,
+        evaluates,
+        {n: Lowering(s) for n, s in segments.items()},
+        {
+            n: Lowering(replace(s, plan=s.plan.keeping))
+            for n, s in segments.items()
+            if s.plan.remat_less is not None
+        },
+        {
+            n: SegmentUpdate(
+                segments[n], tx, clip_norm, rate_factors, adds_shared=n in trains_shared
+            )
+            for n in trainable
+        },
+        with_backward(layout, trainable),
+        owner_of,
+    )
+
+
+def kinds(programs: Programs, name: str) -> tuple[Kind, ...]:
+    """Kinds of programs that a segment runs; one that nobody reads has no forward of its own in
+    training."""
+    is_read = bool(programs.out_of[name])
+    gives_loss = programs.evaluates and programs.segments[name].has_loss
+    forward = (FORWARD,) if is_read else ()
+    back = (BACKWARD,) if name in programs.backward or not is_read else ()
+    return (*forward, *back, *((EVALUATE,) if gives_loss else ()))
+
+
+def output_structs(programs: Programs, key: Key) -> Tree:
+    """What a program gives, but for residuals, of which only their shapes are known."""
+    name, *what, kind = key
+    if kind in (REDUCE, UPDATE):
+        update = programs.updates[name]
+        return update.reduced_structs() if kind == REDUCE else update.updated_structs()
+    if isinstance(what[0], Link):
+        exchange = programs.exchange(*what)
+        return exchange.gradient_structs if kind else exchange.block_structs
+    if kind == BACKWARD:
+        return programs.lowerings[name].backward_structs(what[0])
+    return y_structs(programs.segments[name], what[0], sums=kind == EVALUATE)
+
+
+def autotunes(segments: Iterable[Segment]) -> bool:
+    """Whether compiling programs of these segments times kernels on their devices."""
+    return any(_platform(s) != "cpu" for s in segments)
+
+
+def _platform(segment: Segment) -> str:
+    return segment.mesh.devices.flat[0].platform

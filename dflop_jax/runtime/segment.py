@@ -1,0 +1,260 @@
+"""A segment on its submesh: its static facts, and what it takes and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.contract import Module, chip_of, stacked_parts
+from dflop_jax.records import Direction, Edge, SegmentPlan, Shape
+from dflop_jax.runtime.module_parts import (
+    exit_struct,
+    hidden_struct,
+    kinds_of,
+    kinds_up_to,
+    parts_of,
+    tap_struct,
+)
+from dflop_jax.runtime.token_split import rows_and_tokens, token_spec
+
+Tree = Any
+# Programs of a segment: "evaluate" is a forward that also gives the loss's sums.
+Kind = Direction | Literal["evaluate"]
+EVALUATE: Literal["evaluate"] = "evaluate"
+
+
+def unrolled_layers(chip: str) -> int:
+    """Most layers of a stage that are unrolled: on GPUs as many as compile in a minute or so. On a
+    CPU, where copies cost little beside products, none."""
+    return 8 if chip.startswith("sm_") else 0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment's static facts. How it holds parameters is in `held`, its programs in `lowering`.
+
+    Attributes:
+      edges: of the model, those that leave from this segment or enter it.
+      trainable: parts of its own, and the shared one, that get gradients.
+      wants_gradient: names of its inputs that get one, because what they come from trains.
+      shares_entry: whether it reads the entry's parameters of its module, which another segment
+        owns (a tied head).
+      passes_split: whether hidden states between it and its module's other segments are split over
+        tensor ranks, of which all these then have as many.
+    """
+
+    plan: SegmentPlan
+    module: Module
+    mesh: Mesh
+    microbatches: int
+    trainable: frozenset[str]
+    wants_gradient: frozenset[str] = frozenset()
+    edges: tuple[Edge, ...] = ()
+    shares_entry: bool = False
+    passes_split: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def own_parts(self) -> tuple[str, ...]:
+        """Parts that it updates and saves."""
+        return parts_of(self.plan, self.module)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Parts that its programs read: its own, and the entry where that is shared."""
+        return (*self.own_parts, *(("entry",) if self.shares_entry else ()))
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.shape["stage"]
+
+    @property
+    def data_ranks(self) -> int:
+        return self.mesh.shape["data"]
+
+    @property
+    def tensor_ranks(self) -> int:
+        return self.mesh.shape["model"]
+
+    def sharding(self, *spec: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, P(*spec))
+
+    @cached_property
+    def outgoing(self) -> tuple[Edge, ...]:
+        return tuple(e for e in self.edges if self.plan.sends(e))
+
+    @cached_property
+    def entry_inputs(self) -> tuple[str, ...]:
+        """Names of the edges that the entry reads."""
+        here = (e.name for e in self.edges if e.enters < 0 and self.plan.reads(e))
+        return tuple(dict.fromkeys(here))
+
+    @cached_property
+    def inlets(self) -> tuple[tuple[str, int], ...]:
+        """(name, layers of the segment that have run) of the edges that enter between layers."""
+        here = (e for e in self.edges if e.enters >= 0 and self.plan.reads(e))
+        return tuple(dict.fromkeys((e.name, e.enters - self.plan.start) for e in here))
+
+    @cached_property
+    def taps(self) -> tuple[tuple[str, int], ...]:
+        """(name, layers of the segment that have run) of the taps that edges leave from."""
+        here = (e for e in self.outgoing if e.tap)
+        return tuple(dict.fromkeys((e.tap, e.leaves - self.plan.start) for e in here))
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of a stage that a microbatch goes through in a round."""
+        return self.plan.n_layers // (self.stages * self.plan.rounds)
+
+    @cached_property
+    def held_layers(self) -> tuple[int, ...]:
+        """Numbers of the module's layers in the order in which they are held: of one stage after
+        the other the chunks of all rounds. In a round the stages go through neighbouring layers."""
+        n, stages, rounds = self.chunk_layers, range(self.stages), range(self.plan.rounds)
+        firsts = (self.plan.start + (r * self.stages + s) * n for s in stages for r in rounds)
+        return tuple(first + i for first in firsts for i in range(n))
+
+    @cached_property
+    def chunk_kinds(self) -> tuple[str, ...]:
+        """The kinds of the layers that a stage goes through in a round: the same of all."""
+        return kinds_of(self.plan, self.module)[: self.chunk_layers]
+
+    @cached_property
+    def stacked(self) -> dict[str, str]:
+        """The stacked parts that its programs read, each with the kind of its layers."""
+        of_module = stacked_parts(self.module)
+        return {part: of_module[part] for part in self.own_parts if part in of_module}
+
+    @cached_property
+    def held_rows(self) -> dict[str, tuple[int, ...]]:
+        """Of each stacked part the numbers of its rows, of those of all the module's layers of that
+        kind, in the order in which they are held."""
+        kinds = kinds_up_to(self.plan, self.module)
+        number = {i: kinds[:i].count(kinds[i]) for i in self.held_layers}
+        return {
+            part: tuple(number[i] for i in self.held_layers if kinds[i] == kind)
+            for part, kind in self.stacked.items()
+        }
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether programs with a gradient have the layers of a stage one by one, those of a round
+        where there are several. A loop compiles in the time of one layer, but copies what it keeps
+        of each into stacks and out of them."""
+        if self.plan.zero == 3:  # gathered one ahead by a loop of their own
+            return False
+        chip = chip_of(self.mesh.devices.flat[0])
+        return self.chunk_layers <= unrolled_layers(chip)
+
+    @property
+    def compiles_forward_first(self) -> bool:
+        """Whether backward can be lowered only when forward is compiled, whose compiler chooses how
+        the residuals are split."""
+        return self.hands_over and self.tensor_ranks > 1
+
+    @cached_property
+    def loss_sums(self) -> tuple[str, ...]:
+        """Names of its loss's sums; () without a loss. Any shape tells."""
+        out = exit_struct(self.module, Shape(1, 128)) if self.plan.last else None
+        return tuple(out) if isinstance(out, dict) else ()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether it ends in a loss."""
+        return bool(self.loss_sums)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether its forward task keeps residuals for the backward task: it has both, and does
+        not recompute everything."""
+        is_read = not self.plan.last or bool(self.outgoing)
+        runs_back = bool(self.trainable or self.wants_gradient)
+        return is_read and runs_back and self.plan.remat != "segment"
+
+
+# ---- what a segment takes and gives at a per-rank shape, as sharded structs ----
+
+
+def device_bytes(structs: Tree) -> float:
+    """Bytes that arrays of these structs take on one device."""
+    total = 0.0
+    for s in jax.tree.leaves(structs):
+        total += s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape))
+    return total
+
+
+def field_names(s: Segment) -> tuple[str, ...]:
+    """Fields that come from the packer; what edges bring is not among them."""
+    edges = {e.name for e in s.edges if e.target == s.plan.module}
+    names = [n for part in s.own_parts for n in s.module.inputs[part]]
+    return tuple(dict.fromkeys(n for n in names if n not in edges))
+
+
+def field_structs(s: Segment, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+    """Fields of a group."""
+    return {
+        n: _global(s, s.module.field_spec(n, shape.rows, shape.tokens), None, "data")
+        for n in field_names(s)
+    }
+
+
+def x_structs(s: Segment, shape: Shape) -> dict[str, Tree]:
+    """What the segment receives: "hidden" from the one before it, and what edges bring."""
+    placed = {
+        name: _global(s, s.module.field_spec(name, shape.rows, shape.tokens), None, "data")
+        for name in (*s.entry_inputs, *(name for name, _ in s.inlets))
+    }
+    return placed if s.plan.first else {"hidden": _hidden(s, shape), **placed}
+
+
+def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree]:
+    """What the segment gives: "next", "exit", "taps", and its loss's "sums" if wanted."""
+    y: dict[str, Tree] = {}
+    if s.taps:
+        y["taps"] = {
+            name: _global(s, tap_struct(s.module, name, shape), "stage", "data")
+            for name, _ in s.taps
+        }
+    if not s.plan.last:
+        # As the next segment takes it, so that the transfer is a copy of equal pieces.
+        return {**y, "next": _hidden(s, shape)}
+    if not s.has_loss:
+        return {**y, "exit": _global(s, exit_struct(s.module, shape), "stage", "data")}
+    if not sums:
+        return y
+    each = jax.ShapeDtypeStruct(
+        (s.microbatches, s.data_ranks), jnp.float32, sharding=s.sharding("stage", "data")
+    )
+    return {**y, "sums": dict.fromkeys(s.loss_sums, each)}
+
+
+def output_struct(s: Segment, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
+    """What an edge takes from the segment: features of its exit, or of a tap."""
+    y = y_structs(s, shape)
+    return y["taps"][edge.tap] if edge.tap else y["exit"]
+
+
+def _hidden(s: Segment, shape: Shape) -> Tree:
+    """Hidden states between segments."""
+    structs = hidden_struct(s.module, shape)
+    ways = s.tensor_ranks if s.passes_split else 1
+    by_rows, by_tokens = token_spec(*rows_and_tokens(structs), ways)
+    spec = None, ("data", by_rows) if by_rows else "data", by_tokens
+    return jax.tree.map(lambda a: _global(s, a, *spec), structs)
+
+
+def _global(s: Segment, struct: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:
+    """Of one data rank's microbatch, that of all ranks and microbatches."""
+    rows, *rest = struct.shape
+    shape = (s.microbatches, s.data_ranks * rows, *rest)
+    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=s.sharding(*spec))

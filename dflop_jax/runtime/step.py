@@ -1,0 +1,309 @@
+"""One step of a run: what it carries on from step to step, and what each of its tasks does with the
+arrays, dispatched in the order of the tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, UPDATE, Group, Task
+from dflop_jax.runtime.communicator import place, send, zeros
+from dflop_jax.runtime.parameter_layout import program_structs
+from dflop_jax.runtime.programs import KEEPING, GroupArrays, Programs
+from dflop_jax.runtime.segment import EVALUATE
+from dflop_jax.runtime.watcher import Outputs
+from dflop_jax.simulate.task_graph import Link, fed_by
+
+Tree = Any
+
+
+@dataclass
+class TrainState:
+    """What a run carries from step to step, by segment name; steps donate and replace it.
+
+    `masters` are {} for a segment whose programs hold the optimizer's own parameters.
+    `shared` are the entry's parameters of a tied module, as the segment that reads them has them.
+    """
+
+    params: dict[str, Tree] = field(default_factory=dict)
+    masters: dict[str, Tree] = field(default_factory=dict)
+    opt_state: dict[str, Tree] = field(default_factory=dict)
+    grads: dict[str, Tree] = field(default_factory=dict)
+    shared: dict[str, Tree] = field(default_factory=dict)
+    zeros: dict[jax.ShapeDtypeStruct, jax.Array] = field(default_factory=dict)
+
+    def program_params(self, name: str) -> Tree:
+        """What a segment's programs read."""
+        shared = self.shared.get(name)
+        return {**self.params[name], "entry": shared} if shared is not None else self.params[name]
+
+    def zero(self, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        """Zeros that are never donated, kept."""
+        if struct not in self.zeros:
+            self.zeros[struct] = zeros(struct)
+        return self.zeros[struct]
+
+    def share_tied(self, programs: Programs, reader: str) -> None:
+        """Send the entry's parameters of a tied module from their owner to the segment that reads
+        them."""
+        structs = program_structs(programs.segments[reader])["entry"]
+        entry = self.params[programs.owner_of[reader]]["entry"]
+        self.shared[reader] = jax.tree.map(
+            lambda a, s: send(a, s.sharding, donated=True), entry, structs
+        )
+
+
+class StepCall:
+    """One step: the groups that it runs and on what, and its arrays between tasks.
+
+    Args:
+      scales: by module, what its losses are multiplied by; a module without one has no loss.
+      norm_limit: where the global gradient norm is above it or not finite, parameters stay as they
+        are.
+
+    Attributes:
+      reduced: by segment, reduced gradients and the sum of their squares.
+      sums: of losses, by name.
+      totals: sums of squares of all segments, one a trained segment.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        state: TrainState,
+        groups: Sequence[Group],
+        arrays: Sequence[GroupArrays],
+        scales: Mapping[str, float],
+        *,
+        norm_limit: float = math.inf,
+        evaluate: bool = False,
+    ):
+        assert len(groups) == len(arrays), (len(groups), len(arrays))
+        self.programs, self.state = programs, state
+        self.groups, self.arrays, self.evaluate = groups, arrays, evaluate
+        self.limit = np.asarray(min(norm_limit**2, np.finfo(np.float32).max), np.float32)
+        self.reduced: dict[str, tuple[Tree, jax.Array]] = {}
+        self.sums: list[dict[str, jax.Array]] = []
+        self.totals: list[jax.Array] = []
+        self._scales = {
+            n: place(np.asarray(scales.get(s.plan.module, 0.0), np.float32), s.sharding())
+            for n, s in programs.segments.items()
+            if s.has_loss
+        }
+        self._fed_by = fed_by(groups)
+        # (segment, group, input) -> parts that have arrived.
+        self._inbox: dict[tuple[str, int, str], list[Tree]] = {}
+        # (link, source group, reading group) -> the gradient that came back.
+        self._returned: dict[tuple[Link, int, int], Tree] = {}
+        # (segment, group) -> inputs and residuals kept for backward.
+        self._for_backward: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = {}
+        # (segment, reading segment, group, reading group) -> the packer's places there, by round.
+        self._places: dict[tuple[str, str, int, int], list[Tree]] = {}
+
+    def key(self, task: Task) -> tuple[Any, ...]:
+        """The key of the program that runs a task; evaluation has no second policy."""
+        name = task.segment
+        if task.group == NO_GROUP:
+            return name, task.direction
+        group, ends = self.groups[task.group], self.programs.segments[name].has_loss
+        evaluates = self.evaluate and ends and task.direction == FORWARD
+        kind = EVALUATE if evaluates else task.direction
+        return (name, group.shape, *[KEEPING] * (name in group.remat_less), kind)
+
+    def run(self, task: Task) -> Outputs:
+        """Dispatch a task; returns what to wait for."""
+        if task.direction == REDUCE:
+            return Outputs((), self._reduce(task), ())
+        if task.direction == UPDATE:
+            return Outputs((), self._update(task), ())
+        return self._forward(task) if task.direction == FORWARD else self._backward(task)
+
+    def settle(self) -> None:
+        """Wait until everything in flight is there."""
+        flying = (self._inbox, self._returned, self._for_backward, self._places)
+        jax.block_until_ready([[*by_key.values()] for by_key in flying])
+        jax.block_until_ready((self.state.grads, self.state.shared))
+
+    def collect(self, name: str, g: int) -> None:
+        """Send the packer's places of a group's outputs to the segment that its forward task will
+        ask for them; nothing that is under way already."""
+        for link, fed in self._fed_links(name, g):
+            key = (name, link.target, g, fed)
+            if link.edge is None or key in self._places:
+                continue
+            exchange = self.programs.exchange(link, self.groups[g].shape, self.groups[fed].shape)
+            arrays, structs = self.arrays[fed], exchange.source_structs
+            self._places[key] = [
+                tuple(
+                    exchange.collect(place(host, s.sharding))
+                    for host, s in zip(one, structs, strict=True)
+                )
+                for one in exchange.routes.route(arrays.places[g], arrays.max_asked.get(g))
+            ]
+
+    # ---- tasks of a group ----
+
+    def _forward(self, task: Task) -> Outputs:
+        name, g, programs = task.segment, task.group, self.programs
+        x, fields = self._inputs(name, g)
+        y = programs.program(self.key(task))(self.state.program_params(name), x, fields)
+        residuals = y.pop("residuals", {})
+        if name in programs.backward and not self.evaluate:
+            self._for_backward[name, g] = (x, fields, residuals)
+        self._add_sums(name, y.pop("sums", None))
+        self.collect(name, g)
+        sent: list[Any] = []
+        for link, fed in self._fed_links(name, g):
+            shape, read_shape = self.groups[g].shape, self.groups[fed].shape
+            if link.edge is None:
+                wanted = programs.signature(link.target, shape).x["hidden"]
+                self._deliver(link.target, fed, "hidden", _sent(y["next"], wanted))
+                continue
+            features = y["taps"][link.edge.tap] if link.edge.tap else y["exit"]
+            gather = programs.program((name, link, shape, read_shape, False))
+            for one in self._places[name, link.target, g, fed]:
+                blocks = gather(features, one)
+                arrived = programs.exchange(link, shape, read_shape).deliver(blocks)
+                self._deliver(link.target, fed, link.edge.name, arrived)
+                sent.append(blocks)
+        return Outputs((), y, sent)
+
+    def _backward(self, task: Task) -> Outputs:
+        name, g, state = task.segment, task.group, self.state
+        inputs = self._for_backward.pop((name, g), None)
+        x, fields, residuals = (*self._inputs(name, g), {}) if inputs is None else inputs
+        program = self.programs.program(self.key(task))
+        dy, received = self._gradient_of_output(name, g)
+        params, grads = state.program_params(name), state.grads.get(name, {})
+        sums, dx, grads, done = program(params, x, fields, dy, grads, residuals)
+        if name in state.grads:
+            state.grads[name] = grads
+        self._add_sums(name, sums)
+        for link in self.programs.into[name]:
+            if link.source in self.programs.backward:
+                self._send_gradient(link, g, dx)
+        return Outputs(received, done, ())
+
+    def _inputs(self, name: str, g: int) -> tuple[Tree, Tree]:
+        """What a task reads; nothing where its programs run on other processes only."""
+        signature = self.programs.signature(name, self.groups[g].shape)
+        arrived = {kind: self._inbox.pop((name, g, kind), []) for kind in signature.x}
+        if name not in self.programs.local:
+            return {}, {}
+        host = self.arrays[g].fields
+        fields = {n: place(host[n], a.sharding) for n, a in signature.fields.items()}
+        x = {kind: self._total(name, arrived[kind], s) for kind, s in signature.x.items()}
+        return x, fields
+
+    def _fed_links(self, name: str, g: int) -> list[tuple[Link, int]]:
+        """(link, group that it takes a group's output to) of a segment."""
+        every: list[tuple[Link, int]] = []
+        for link in self.programs.out_of[name]:
+            if link.edge is None:
+                every.append((link, g))
+            else:
+                to = link.edge.target
+                every += [(link, f) for f in self.groups[g].feeds if self.groups[f].module == to]
+        return every
+
+    def _deliver(self, name: str, g: int, kind: str, arrays: Tree) -> None:
+        self._inbox.setdefault((name, g, kind), []).append(arrays)
+
+    def _add_sums(self, name: str, sums: Tree) -> None:
+        module = self.programs.segments[name].plan.module
+        if sums:
+            self.sums.append({f"{module}.{k}": v for k, v in sums.items()})
+
+    def _total(self, name: str, parts: Sequence[Tree], struct: Tree) -> Tree:
+        """The sum of arrays that came to a segment in parts, zeros where none came."""
+        if not parts:
+            return jax.tree.map(self.state.zero, struct)
+        total, *rest = parts
+        for part in rest:
+            if name in self.programs.local:
+                total = self.programs.compiled[name, "sum", struct](total, part)
+        return total
+
+    def _gradient_of_output(self, name: str, g: int) -> tuple[Tree, list[jax.Array]]:
+        """Cotangents of what the segment gives, zeros where this group's output is not read; and
+        what to wait for until exchanges have brought them."""
+        programs, shape = self.programs, self.groups[g].shape
+        dy: Tree = {"sums": self._scales[name]} if name in self._scales else {}
+        arrived: list[jax.Array] = []
+        by_output: dict[str, list[jax.Array]] = {}
+        for link, fed in self._fed_links(name, g):
+            received = self._returned.pop((link, g, fed))
+            if link.edge is None:
+                dy["next"] = received
+                continue
+            scatter = programs.program((name, link, shape, self.groups[fed].shape, True))
+            for one in self._places[name, link.target, g, fed]:
+                part, done = scatter(received, one)
+                by_output.setdefault(link.edge.tap, []).append(part)
+                arrived.append(done)
+        for key in [k for k in self._places if k[0] == name and k[2] == g]:
+            del self._places[key]
+        structs = programs.signature(name, shape).y
+        for kind, struct in structs.get("taps", {}).items():
+            total = self._total(name, by_output.get(kind, ()), struct)
+            dy.setdefault("taps", {})[kind] = total
+        if "exit" in structs:
+            dy["exit"] = self._total(name, by_output.get("", ()), structs["exit"])
+        return dy, arrived
+
+    def _send_gradient(self, link: Link, g: int, dx: Tree) -> None:
+        """The gradient of what a link brought, to all groups that it came from."""
+        shape = self.groups[g].shape
+        if link.edge is None:
+            wanted = self.programs.signature(link.source, shape).y["next"]
+            self._returned[link, g, g] = _sent(dx["hidden"], wanted)
+            return
+        for source in self._fed_by.get((g, link.edge.source), []):
+            exchange = self.programs.exchange(link, self.groups[source].shape, shape)
+            self._returned[link, source, g] = exchange.collect(dx[link.edge.name])
+
+    # ---- the step's end ----
+
+    def _reduce(self, task: Task) -> Tree:
+        """Reduce a segment's gradients over its ranks; returns what to wait for."""
+        name, programs, state = task.segment, self.programs, self.state
+        more: Tree = {}
+        if programs.updates[name].adds_shared:
+            reader = next(r for r, owner in programs.owner_of.items() if owner == name)
+            entry = self.reduced[reader][0]["entry"]
+            more = {"entry": _sent(entry, programs.updates[name].shard_structs["entry"])}
+        program = programs.program(self.key(task))
+        grads, squares, state.grads[name] = program(state.grads[name], more)
+        self.reduced[name] = (grads, squares)
+        return squares
+
+    def _update(self, task: Task) -> Tree:
+        """Update a segment's parameters; returns what to wait for."""
+        name, state, segment = task.segment, self.state, self.programs.segments[task.segment]
+        here = segment.sharding()
+        squares = tuple(send(sq, here) for _, sq in self.reduced.values())
+        params, (reduced, own_squares) = state.params[name], self.reduced[name]
+        updated = [p for p in segment.own_parts if p in segment.trainable]
+        done: Tree = ()
+        if updated:
+            held = {p: params[p] for p in updated}, state.masters[name], state.opt_state[name]
+            grads = {p: reduced[p] for p in updated}
+            program = self.programs.program(self.key(task))
+            new, *rest, done = program(*held, grads, squares, place(self.limit, here))
+            state.masters[name], state.opt_state[name] = rest
+            state.params[name] = {**params, **new}
+            self.totals.append(done)
+        # Not kept until the step is read, which is after the next one was dispatched.
+        self.reduced[name] = ({}, own_squares)
+        if self.programs.updates[name].shared:
+            state.share_tied(self.programs, name)
+        return done if updated else state.shared[name]
+
+
+def _sent(arrays: Tree, wanted: Tree) -> Tree:
+    return jax.tree.map(lambda a, struct: send(a, struct.sharding), arrays, wanted)

@@ -1,0 +1,94 @@
+"""Values that stand in for a batch's where programs are timed.
+
+A device that multiplies zeros draws little power and clocks higher, and attention skips rows that
+hold no piece: so values are random and rows are full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dflop_jax.contract import Module, content_of
+from dflop_jax.records import Group, Shape
+from dflop_jax.runtime.programs import GroupArrays, Programs
+from dflop_jax.simulate.task_graph import fed_by
+
+# Pieces in a row, where programs are timed and their number makes no difference.
+PIECES_A_ROW = 4
+SCALE = 0.05  # standard deviation of random parameters and activations: none overflows
+_N_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
+
+
+def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
+    """Values of a shape and dtype, integers from 0 to `below`."""
+    rng, dtype = np.random.default_rng(0), np.dtype(dtype)
+    values: Any
+    if dtype.kind == "b":
+        values = rng.random(_N_VALUES) < 0.5
+    elif dtype.kind in "iu":
+        values = rng.integers(0, min(below, np.iinfo(dtype).max + 1), _N_VALUES)
+    else:  # bfloat16 too
+        values = rng.standard_normal(_N_VALUES) * SCALE
+    return np.resize(values.astype(dtype), shape)
+
+
+def packed_field(
+    name: str, shape: tuple[int, ...], dtype: Any, pieces: int, below: int
+) -> np.ndarray:
+    """A field [microbatches, rows, ...] of rows that are full of about so many pieces of equal
+    length each; what is not about pieces is random."""
+    if name not in ("segment_ids", "positions", "weights"):
+        return random_values(shape, dtype, below)
+    tokens = shape[2]
+    length = -(-tokens // pieces)
+    row = {
+        "segment_ids": np.arange(tokens) // length + 1,
+        "positions": np.arange(tokens) % length,
+        "weights": np.ones(tokens),
+    }[name]
+    row = row.reshape(tokens, *[1] * (len(shape) - 3)).astype(dtype)
+    return np.broadcast_to(row, shape)
+
+
+def content_of_rows(module: Module, shape: Shape, pieces: int = PIECES_A_ROW) -> dict[str, int]:
+    """Content of rows that `packed_field` fills, by feature."""
+    length = -(-shape.tokens // pieces)
+    whole, rest = divmod(shape.tokens, length)
+    of_whole, of_rest = content_of(module, length), content_of(module, rest)
+    return {name: shape.rows * (whole * n + of_rest[name]) for name, n in of_whole.items()}
+
+
+def stand_in_groups(
+    programs: Programs, bucket: int
+) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
+    """One group of every module of a bucket, without samples, and arrays as those of full rows
+    are."""
+    layout = programs.layout
+    shapes = dict(layout.buckets[bucket].shapes)
+    place = {m: i for i, m in enumerate(shapes)}
+    groups = []
+    for m, shape in shapes.items():
+        feeds = tuple(place[t] for t in layout.targets(m) if t in place)
+        groups.append(Group(m, shape, feeds, microbatches=layout.group_size))
+    return tuple(groups), stand_in_arrays(programs, groups)
+
+
+def stand_in_arrays(programs: Programs, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
+    """Arrays of groups as those of full rows are, whatever samples the groups hold."""
+    feeding, every = fed_by(groups), []
+    for n, group in enumerate(groups):
+        fields: dict[str, np.ndarray] = {}
+        places: dict[int, tuple[np.ndarray, ...]] = {}
+        for s in programs.layout.segments_of(group.module):
+            for field, a in programs.signature(s.name, group.shape).fields.items():
+                below = programs.model.vocab_size
+                fields[field] = packed_field(field, a.shape, a.dtype, PIECES_A_ROW, below)
+            for link in programs.into[s.name]:
+                for i in feeding.get((n, link.edge.source), ()) if link.edge else ():
+                    exchange = programs.exchange(link, groups[i].shape, group.shape)
+                    places[i] = exchange.stand_in_places()
+        every.append(GroupArrays(fields, places))
+    return tuple(every)

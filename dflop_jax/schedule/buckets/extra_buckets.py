@@ -1,0 +1,103 @@
+"""Buckets that are not chosen: a baseline's, quantiles of what arrives, and one for samples that no
+other holds, compiled ahead like the rest and rarely run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dflop_jax.records import Bucket, Load, Plan, Shape
+from dflop_jax.schedule.batch import Capacity, capacity_of, oversize, rows_needed
+from dflop_jax.schedule.buckets.problem import Buckets, roomiest_first
+from dflop_jax.schedule.buckets.sizes import round_up
+from dflop_jax.schedule.sub_microbatches import wide_buckets
+
+# Microbatches drawn to see what arrival order needs; twice as many move a baseline's quantiles by
+# less than a step of its shapes, usually.
+_ARRIVAL_DRAWS = 512
+
+
+def arrival_buckets(
+    loads: Sequence[Load],
+    ranks: Mapping[str, int],
+    per_rank: int,
+    *,
+    n_buckets: int = 4,
+    piece_tokens: Mapping[str, int],
+    token_multiple: int,
+) -> Buckets:
+    """Buckets of the baseline: `per_rank` rows of one sample each in the last module, padded to the
+    longest, and as many rows of the others as hold these samples' pieces.
+
+    Capacities are quantiles of what microbatches drawn in arrival order need on a rank; the last
+    holds `per_rank` of the largest sample.
+    """
+    last = list(ranks)[-1]
+    rng = np.random.default_rng(0)
+    picks = rng.integers(len(loads), size=(_ARRIVAL_DRAWS, ranks[last], per_rank))
+    needs: dict[str, tuple[np.ndarray, int]] = {}
+    row_tokens: dict[str, int] = {}
+    for m in ranks:
+        lengths = [load.lengths(m) for load in loads]
+        if not any(lengths):
+            continue
+        if m == last:
+            unit = piece_tokens.get(m, token_multiple)
+            sizes_N = np.array([sum(n) for n in lengths])
+            drawn = sizes_N[picks].max(axis=(1, 2))
+            needs[m] = np.array([round_up(v, unit) for v in drawn]), round_up(sizes_N.max(), unit)
+            continue
+        longest = max((max(n, default=0) for n in lengths), default=0)
+        row_tokens[m] = piece_tokens.get(m) or round_up(longest, token_multiple)
+        shape = Shape(1, row_tokens[m])
+        rows_N = np.array([rows_needed(n, shape) for n in lengths], int)
+        needs[m] = rows_N[picks].sum(axis=2).max(axis=1), int(rows_N.max()) * per_rank
+
+    def bucket(amounts: Mapping[str, int]) -> Bucket:
+        return Bucket.of(
+            {
+                m: (Shape(per_rank, n) if m == last else Shape(n, row_tokens[m])) if n else None
+                for m, n in amounts.items()
+            }
+        )
+
+    quantiles = np.arange(1, n_buckets) / n_buckets
+    chosen = {
+        bucket({m: int(np.quantile(drawn, q, method="higher")) for m, (drawn, _) in needs.items()})
+        for q in quantiles
+    }
+    chosen.add(bucket({m: needed for m, (_, needed) in needs.items()}))
+    return roomiest_first(list(chosen))
+
+
+def holding_capacity(plan: Plan) -> Capacity:
+    """What a bucket of the plan has for one sample: all data ranks, or one where a sample stays on
+    the rank that it arrives at."""
+    capacity = capacity_of(plan.layout)
+    if plan.scheduling.grouping == "balanced":
+        return capacity
+    return Capacity(dict.fromkeys(capacity.ranks, 1), capacity.group_size)
+
+
+def beyond(loads: Sequence[Load], plan: Plan) -> list[int]:
+    """Indices of the samples that no microbatch of the plan holds."""
+    return oversize(loads, wide_buckets(plan.layout), holding_capacity(plan))
+
+
+def spare_bucket(
+    loads: Sequence[Load], capacity: Capacity, piece_tokens: Mapping[str, int], multiple: int
+) -> Bucket:
+    """The bucket that holds each of these samples alone, in rows of the longest piece.
+
+    Args:
+      piece_tokens: modules whose rows take one piece each, and its tokens.
+      multiple: tokens of other modules' rows are a multiple of it.
+    """
+    shapes: dict[str, Shape | None] = {}
+    for m, ranks in capacity.ranks.items():
+        longest = max((max(load.lengths(m), default=0) for load in loads), default=0)
+        row = Shape(1, piece_tokens.get(m) or round_up(longest, multiple))
+        rows = max(int(rows_needed(load.lengths(m), row)) for load in loads)
+        shapes[m] = Shape(-(-rows // ranks), row.tokens) if longest else None
+    return Bucket.of(shapes)

@@ -1,1 +1,0 @@
-"""Simulation of steps on the runtime's own task lists."""

@@ -1,0 +1,123 @@
+"""The order in which a step's tasks are dispatched: list scheduling in the manner of 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Schedule, Task
+from dflop_jax.simulate.list_scheduling import listed
+from dflop_jax.simulate.numbered_tasks import NumberedTasks, number_tasks
+from dflop_jax.simulate.task_graph import StepGraph
+
+TEXTBOOK_S = {FORWARD: 1.0, BACKWARD: 2.0, REDUCE: 0.0, UPDATE: 0.0}
+
+
+def order_tasks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> tuple[Task, ...]:
+    """One total order in which to dispatch a step's tasks; a resource runs its part of it in order.
+
+    List scheduling as if a backward cost two forwards: a free resource
+    takes the ready forward task of the deepest segment whose in-flight limit allows it ("1f1b";
+    "gpipe" has no limit), else the ready backward task of the earliest group. Groups take their
+    turn by the group at the pipeline's end that they feed. Ties break by (turn, group, segment).
+    """
+    return tuple(graph.tasks[t] for t in textbook_order(plan, graph, groups))
+
+
+def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
+    """What `order_tasks` says, in numbers of the tasks."""
+    tasks = number_tasks(plan, graph, groups, lambda t: TEXTBOOK_S[t.direction], tick_s=1.0)
+    return listed(_limited(plan, groups, tasks), _urgency(plan, graph, groups))
+
+
+def both_orders(
+    plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
+) -> tuple[list[int], list[int]]:
+    """What `order_tasks` says, and the same by `seconds` of each task, in numbers of the tasks."""
+    priced = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
+    ticks = tuple(round(TEXTBOOK_S[t.direction]) for t in graph.tasks)
+    ranks = _urgency(plan, graph, groups)
+    return listed(replace(priced, ticks=ticks, tick_s=1.0), ranks), listed(priced, ranks)
+
+
+def _limited(plan: Plan, groups: Sequence[Group], tasks: NumberedTasks) -> NumberedTasks:
+    """The tasks, whose segments keep any number of groups under "gpipe"."""
+    if plan.scheduling.order != "gpipe":
+        return tasks
+    return replace(tasks, limit=(len(groups) + 1,) * len(tasks.limit))
+
+
+def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
+    """The rank of every task among all, the most urgent first."""
+    depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
+    turn = _turns(groups)
+    runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
+    # A forward that no backward follows has no limit, so it only fills gaps.
+    kinds = {FORWARD: 0, BACKWARD: 1, REDUCE: 3, UPDATE: 4}
+
+    def key(i: int) -> tuple[int, ...]:
+        task = graph.tasks[i]
+        kind, deeper = kinds[task.direction], -depth[task.segment]
+        if task.direction == FORWARD and task.segment not in runs_back:
+            kind = 2 * (plan.scheduling.order != "gpipe")
+        place = turn[task.group] if task.group >= 0 else 0
+        if kind == 1:
+            return kind, place, task.group, deeper
+        return kind, deeper, place, task.group
+
+    ranks = [0] * len(graph.tasks)
+    for rank, i in enumerate(sorted(range(len(graph.tasks)), key=key)):
+        ranks[i] = rank
+    return ranks
+
+
+def _turns(groups: Sequence[Group]) -> list[int]:
+    """The place, for every group, of the first group at the pipeline's end that it leads to."""
+    turn: dict[int, int] = {}
+
+    def of(i: int) -> int:
+        if i not in turn:
+            turn[i] = min((of(f) for f in groups[i].feeds), default=i)
+        return turn[i]
+
+    return [of(i) for i in range(len(groups))]
+
+
+def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
+    """ValueError unless `order` holds every task of the graph once, after all that it waits for."""
+    seen: set[Task] = set()
+    for t in order:
+        if t not in graph.waits_for or t in seen:
+            raise ValueError(f"the order runs {t} twice, or it is no task of this step")
+        late = [d for d in graph.waits_for[t] if d not in seen]
+        if late:
+            raise ValueError(f"the order runs {t} before {late[0]}, for which it waits")
+        seen.add(t)
+    if len(seen) < len(graph.tasks):
+        missing = next(t for t in graph.tasks if t not in seen)
+        raise ValueError(f"the order lacks {missing}; it holds {len(seen)} of {len(graph.tasks)}")
+
+
+def order_of(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ...]:
+    """The schedule's own order, checked against the graph, else list scheduling by textbook
+    durations."""
+    if schedule.order:
+        check_order(graph, schedule.order)
+        return schedule.order
+    return order_tasks(plan, graph, schedule.groups)
+
+
+def most_in_flight(order: Sequence[Task]) -> dict[str, int]:
+    """Most groups that a segment holds at once from forward to backward, read off an order."""
+    backward = {(t.segment, t.group) for t in order if t.direction == BACKWARD}
+    held: dict[str, set[int]] = {}
+    peak: dict[str, int] = {}
+    for t in order:
+        groups = held.setdefault(t.segment, set())
+        if t.direction == FORWARD and (t.segment, t.group) in backward:
+            groups.add(t.group)
+        elif t.direction == BACKWARD:
+            peak[t.segment] = max(peak.get(t.segment, 0), len(groups | {t.group}))
+            groups.discard(t.group)
+        peak[t.segment] = max(peak.get(t.segment, 0), len(groups))
+    return peak

@@ -1,1 +1,0 @@
-"""What a step runs and in which order, for the runtime, the scheduler and the simulator alike."""

@@ -1,0 +1,273 @@
+"""What comes before the first step of a run: its plan (given, a checkpoint's or a new one, the same
+on all processes), and what is said and refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from statistics import mean
+
+import msgspec
+
+from dflop_jax.checkpoint.checkpointer import Checkpointer
+from dflop_jax.config import Config, TrainConfig
+from dflop_jax.data import Source
+from dflop_jax.distributed.messages import ProcessGroup
+from dflop_jax.plan.pricing import held_loads
+from dflop_jax.profile.optimizer_state import FLOAT32_BYTES
+from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
+from dflop_jax.report.number_format import duration, number
+from dflop_jax.report.progress import Progress
+from dflop_jax.report.run_folder import RunFolder
+from dflop_jax.report.wall_time import PLAN, PROFILE
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.simulate.steps import simulate_schedules
+from dflop_jax.train.callbacks import Callbacks
+from dflop_jax.train.planning import check_layers, check_names, check_plannable, make_plan
+from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.profiling import (
+    make_profile,
+    measured_hardware,
+    parameter_bytes,
+    profile_data,
+)
+from dflop_jax.train.resume import Continued, Meta, continued, planned_under
+from dflop_jax.train.timing import PlanTrials, Timed, make_executor, plan_words
+
+# Batches of the profiled data whose mean step is what a plan predicts; twice as many are scheduled
+# in twice the time, and scatter less by a third.
+_PREDICTED_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class ReadyRun:
+    """A run before the first of its steps under a plan.
+
+    Attributes:
+      held_out: the samples to evaluate on.
+      folder: process 0's.
+      start_s: what it took to come this far.
+      ends_s: when `train.max_hours` are over, by `time.monotonic`.
+      callbacks: the user's, that this process calls.
+    """
+
+    place: Workplace
+    source: Source
+    held_out: Source | None
+    profile: Profile
+    ex: Executor
+    prices: Prices
+    saver: Checkpointer
+    folder: RunFolder | None
+    progress: Progress
+    start_s: float
+    ends_s: float
+    callbacks: Callbacks
+
+
+def agree(config: Config, peers: ProcessGroup) -> None:
+    """ValueError unless every process has the same configuration."""
+    ours = msgspec.json.decode(msgspec.json.encode(config))
+    theirs = peers.broadcast_record("config", ours, dict)
+    for name, value in theirs.items():
+        if name not in ("distributed", "cache_dir") and ours[name] != value:
+            raise ValueError(
+                f"process {peers.process} was started with {name}={ours[name]}, process 0 "
+                f"with {value}; start all with the same configuration"
+            )
+
+
+def workplace_line(place: Workplace) -> str:
+    """Devices and model of a run, in a line."""
+    if place.hardware:
+        devices = f"{place.n_devices} x {place.hardware.name}, which are not here"
+    else:
+        kinds = sorted({d.device_kind for d in place.devices})
+        hosts = len(set(place.hosts)) or 1
+        devices = f"{place.n_devices} x {', '.join(kinds)}"
+        devices += f" of {place.peers.count} processes on {hosts} hosts" * (place.peers.count > 1)
+    sizes: Counter[str] = Counter()
+    for module in place.model.modules.values():
+        for part, n_bytes in parameter_bytes(module).items():
+            sizes[module.freeze_groups[part]] += round(n_bytes / FLOAT32_BYTES)
+    by_use = {"trained": place.trained.rates, "frozen": place.trained.frozen}
+    parameters = "; ".join(
+        f"{use} " + ", ".join(f"{group} {number(sizes[group])}" for group in groups)
+        for use, groups in by_use.items()
+        if groups
+    )
+    config = place.config.model
+    return (
+        f"devices: {devices}; model: {config.factory} {config.size}, "
+        f"{config.dtype}; parameters: {parameters}"
+    )
+
+
+def data_line(source: Source, train: TrainConfig, asked_batch: int) -> str:
+    """Data and steps of a run, in a line.
+
+    Args:
+      train: of the steps as they are run (`prepare.in_steps`).
+      asked_batch: the global batch before it was lowered to the samples that there are.
+    """
+    n, batch = len(source), train.global_batch
+    lowered = f" (train.global_batch {asked_batch} is lowered, there are no more)"
+    return (
+        f"data: {source.name}: {n:,} samples; {train.steps:,} steps of {batch} samples"
+        f"{lowered * (batch < asked_batch)}, {number(train.steps * batch / n)} epochs"
+    )
+
+
+def expected(plan: Plan, steps: int) -> str:
+    """What a plan says of the steps that are left, in a line."""
+    if steps <= 0:
+        return "no step is left; a greater --train.steps, or --train.epochs, goes on"
+    step_s = plan.predicted.makespan_s
+    left_s = step_s * steps
+    end = datetime.now() + timedelta(seconds=left_s)
+    return (
+        f"expected: {duration(step_s)} a step, {steps:,} steps in {duration(left_s)}, "
+        f"the last about {end:%Y-%m-%d %H:%M}"
+    )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan of a run, and what is known of it before its first step.
+
+    Attributes:
+      executor: the plan's; its programs are compiled where they were `timed` for the choice.
+      prices: that batches are scheduled by: those of the checkpoint where the run goes on as it
+        was, so that it makes the same schedules.
+    """
+
+    executor: Executor
+    profile: Profile
+    prices: Prices
+    timed: Timed | None
+
+
+def choose(
+    place: Workplace,
+    source: Source,
+    meta: Meta | None,
+    given: Executor | None,
+    profile: Profile | None,
+    progress: Progress,
+    is_checked: Callable[[], None],
+) -> Chosen:
+    """The plan to train under, all processes together: what is not known is measured and searched.
+
+    Args:
+      meta: of the checkpoint that is resumed.
+      given, profile: the executor of a plan that is given, closed where another is taken, and a
+        profile; they go before what a checkpoint has.
+      is_checked: called once nothing speaks against it that is known unmeasured.
+
+    Raises:
+      ValueError: the checkpoint is of another model, or no plan fits.
+    """
+    plan = given.plan if given else None
+    known = _known_before(place, meta, plan, profile, progress.log)
+    plan, profile, prices = known.plan, known.profile, known.prices
+    refuse(place, source, profile, plan)
+    is_checked()
+    if profile is None:
+        progress.log("profiling model and data")
+        with place.time.part(PROFILE):
+            measured = make_profile(place, source)
+            profile = place.peers.broadcast_record("profiled", measured, Profile)
+    remat = place.config.train.remat
+    if plan and remat != "auto" and (other := with_remat(plan, remat)) != plan:
+        plan, prices = other, None
+    with place.time.part(PLAN):
+        trials = PlanTrials(place, profile, progress, place.plannable_bytes)
+        if place.peers.is_hub:
+            if plan is None:
+                progress.log("planning")
+                found = make_plan(place, profile, time_plan=trials.prices, try_step=trials.rehearse)
+                plan = found.plan
+                prices = trials.prices(plan)
+            elif prices is None:
+                prices = trials.prices(plan)
+                trials.rehearse(plan, prices)
+            trials.choose(plan, prices)
+        else:
+            plan, prices = trials.follow()
+        timed = trials.take(plan)
+    if given and (timed or given.plan != plan):
+        given.close()
+        given = None
+    fan_in = plan.layout.fan_in
+    progress.log(
+        f"plan {plan_words(plan)} ({' x '.join(AXES)})"
+        + (f"; up to {fan_in} groups feed one" if fan_in > 1 else "")
+    )
+    executor = timed.executor if timed else given or make_executor(place, plan)
+    return Chosen(executor, profile, prices, timed)
+
+
+def _known_before(
+    place: Workplace,
+    meta: Meta | None,
+    plan: Plan | None,
+    profile: Profile | None,
+    log: Callable[[str], None],
+) -> Continued:
+    """What a run goes on with, as process 0 was given it or finds it; only there are prices."""
+    known, is_given = Continued(plan, profile), profile is not None
+    if meta:
+        remedy = "use the same model, or start a new run"
+        check_layers(place, meta.profile, "the checkpoint", remedy)
+    if meta and place.peers.is_hub:
+        known = continued(meta, planned_under(place), plan, profile)
+        if known.says:
+            log(known.says)
+    mine = known.plan, known.profile, known.recounted
+    plan, profile, recounted = place.peers.broadcast_record(
+        "given", mine, tuple[Plan | None, Profile | None, bool]
+    )
+    if profile and profile.model.hardware and recounted and not is_given:
+        facts = replace(profile.model, hardware=measured_hardware(place))
+        profile = replace(profile, model=facts)
+    return replace(known, plan=plan, profile=profile)
+
+
+def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan | None) -> None:
+    """ValueError, before anything is measured, for what no measurement would change."""
+    if profile is not None:
+        check_layers(place, profile, "the profile", "profile again")
+    elif plan is None:
+        check_plannable(place)
+    if plan is not None:
+        check_names(place)
+        if profile is None and place.peers.is_hub:
+            held_loads(plan, profile_data(place, source).loads)
+
+
+def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) -> Plan:
+    """The plan of the timed programs, its predictions made anew from their times; its batches are
+    scheduled by `prices`."""
+    ex, n = timed.executor, place.config.train.global_batch
+    plan = ex.plan
+    loads = held_loads(plan, profile.data.loads)
+    batches = [
+        [loads[(k * n + i) % len(loads)] for i in range(n)] for k in range(_PREDICTED_BATCHES)
+    ]
+    schedules = [
+        schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
+    ]
+    # Those that the plan was chosen by were timed on a state that was not needed.
+    measured = replace(timed.prices(profile.model), step_end=prices.step_end)
+    trace = simulate_schedules(plan, schedules, measured, ex.trainable, awaited=ex.awaited)
+    busy = trace.busy_fraction()  # of links too
+    figures = replace(
+        plan.predicted,
+        makespan_s=trace.makespan_s / len(batches),
+        busy_fraction={m.name: busy.get(m.name, 0.0) for m in plan.layout.submeshes},
+        chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
+    )
+    return replace(plan, predicted=figures)

@@ -1,0 +1,142 @@
+"""Feeds observed task times back into the schedules of later batches, while that pays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from dflop_jax.records import Prices, Trace
+from dflop_jax.report.row_file import RowFile, read_rows
+from dflop_jax.report.run_folder import SAMPLES
+from dflop_jax.schedule.correction import (
+    Correction,
+    Learnt,
+    StepSample,
+    corrected,
+    decided,
+    digest,
+    expected_times,
+    is_full,
+    learn,
+    learnt_gain_s,
+    log_ratios,
+    needed_from,
+    replay,
+    sampling,
+    task_times,
+    with_ratios,
+)
+from dflop_jax.schedule.worker import ScheduleWorker
+from dflop_jax.train.choose_plan import ReadyRun
+from dflop_jax.train.feed import ReadyBatch
+
+_SAID_S = 5e-5  # a gain below it would be printed as 0.0 ms
+
+
+def read_samples(rows: RowFile) -> Iterator[StepSample]:
+    """The sampled steps of a run, in the order in which they were added: what its schedules follow
+    beside configuration and data. ValueError names a broken line."""
+    remedy = "remove the line, and schedules of steps that are run anew follow new times"
+    return read_rows(rows.path, StepSample, "a sampled step", remedy)
+
+
+def take_up(prices: Prices, known: Learnt | None, samples: RowFile, start: int) -> Learnt:
+    """What is known of these prices before step `start`: what a checkpoint knew (`known`), and the
+    samples beyond it. Samples of steps to come under other prices are dropped."""
+    key = digest(prices)
+    samples.keep(lambda s: s.step < start or s.prices == key)
+    begun = known if known and known.prices == key else Learnt(key)
+    return replay(begun, read_samples(samples), start)
+
+
+class Corrector:
+    """Adaptive correction of one run (DFLOP, arXiv 2603.25120; our rules are in
+    `schedule.correction`).
+
+    Steps up to the last one that `learnt` knows are not sampled: they were by another run, whose
+    decisions this one takes.
+
+    Args:
+      ready: a run of process 0; its prices are as predicted.
+      learnt: what `worker` schedules by (see `price_changes`).
+    """
+
+    def __init__(self, ready: ReadyRun, worker: ScheduleWorker, learnt: Learnt):
+        self._ready, self._prices, self._worker = ready, ready.prices, worker
+        self._learnt = learnt
+        self._gain_s = self._overhead_s = 0.0  # of the last full window
+        self._spent_s = 0.0  # in this window
+        self._asked = False  # what a full window gains
+        self._said: Correction | None = None  # the last that a line was about
+
+    def learnt(self, step: int) -> Learnt:
+        """What a run needs that goes on at a step, for its checkpoint."""
+        return needed_from(self._learnt, step)
+
+    @property
+    def report(self) -> dict[str, float]:
+        """What metrics say: whether sampling is on, and why."""
+        return {
+            "sampling": float(self._learnt.monitor.on),
+            "farthest_factor": 1.0 + self._learnt.state.deviation,
+            "predicted_gain_s": self._gain_s,
+            "overhead_s": self._overhead_s,
+        }
+
+    def after_step(self, trace: Trace, batch: ReadyBatch) -> None:
+        """Learn from a finished step, if it is one to sample; later batches are scheduled by what
+        was learnt. The first switches of sampling are said, and later corrections that pay."""
+        was_on = self._learnt.monitor.on
+        if batch.step > self._learnt.last and sampling(self._learnt.monitor, batch.step):
+            self._sample(trace, batch)
+        if is_full(self._learnt.monitor):
+            self._decide(batch)
+        if self._learnt.monitor.on != was_on:
+            self._say(batch.step)
+
+    def _say(self, step: int) -> None:
+        """Say that sampling goes on for the first time; that it goes off where what was learnt
+        since the last such line gains more than sampling costs. All figures are in the metrics."""
+        state = self._learnt.state
+        if self._learnt.monitor.on:
+            if self._said is None:
+                self._ready.progress.log(
+                    f"step {step}: task times are sampled, by which schedules are corrected"
+                )
+        elif (
+            self._said is None or learnt_gain_s(self._gain_s, self._said, state) > self._overhead_s
+        ):
+            self._said = state
+            gain = f"{1e3 * self._gain_s:.1f} ms a step" if self._gain_s >= _SAID_S else "nothing"
+            self._ready.progress.log(
+                f"step {step}: schedules follow task times that are up to "
+                f"{1 + state.deviation:.2f}x off the predicted ones, which by prediction saves "
+                f"{gain}; sampling took {1e3 * self._overhead_s:.1f} ms a step"
+            )
+
+    def _sample(self, trace: Trace, batch: ReadyBatch) -> None:
+        step, before = batch.step, self._learnt
+        started_s = time.perf_counter()
+        plan, prices, trainable = self._ready.ex.plan, self._prices, self._ready.ex.trainable
+        expected = expected_times(plan, batch.schedule, prices, trainable)
+        ratios = log_ratios(plan.layout, task_times(trace, batch.schedule), expected)
+        state = with_ratios(before.state, ratios)
+        first = self._worker.update_prices(corrected(prices, state))
+        self._spent_s += time.perf_counter() - started_s
+        sample = StepSample(step, first, before.prices, ratios, self._gain_s, self._overhead_s)
+        assert self._ready.folder is not None
+        self._ready.folder.rows[SAMPLES].append(sample)
+        self._learnt = learn(needed_from(before, step), sample)
+
+    def _decide(self, batch: ReadyBatch) -> None:
+        """Have the gain of a full window predicted, for this batch; once it is known, decide. What
+        a kill leaves undecided is asked for again."""
+        learnt = self._learnt
+        if not self._asked:
+            after = corrected(self._prices, learnt.state)
+            self._worker.ask_gain(batch.step, batch.loads, self._prices, after)
+            self._asked = True
+        elif (gain_s := self._worker.gain_s) is not None:
+            self._gain_s, self._overhead_s = gain_s, self._spent_s / learnt.monitor.window
+            self._asked, self._spent_s = False, 0.0
+            self._learnt = decided(learnt, self._gain_s, self._overhead_s)

@@ -1,0 +1,82 @@
+"""Steps whose update is left out: gradients that are not finite, or a norm that leaps.
+
+The devices decide (`pipeline.update`), by a limit that is known when the step is dispatched. The
+step before is in flight then, so norms count from the second step after theirs on, and a resumed
+run sets the same limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from dflop_jax.report.metrics import SkippedUpdate
+from dflop_jax.runtime.step_result import StepResult
+
+# Steps whose norms make the running median: more follow a falling norm later, fewer are moved by
+# a single batch.
+NORM_WINDOW = 128
+# Norms that are needed before one counts as a spike; in the first steps they change by themselves.
+FEWEST_NORMS = 16
+NOT_FINITE, SPIKE = "not finite", "spike"
+_REMEDY = {
+    NOT_FINITE: "lower train.learning_rate, or look at the samples that metrics.jsonl names there",
+    SPIKE: "raise train.loss_spike (0: off), or lower train.learning_rate",
+}
+
+
+@dataclass(frozen=True)
+class Skips:
+    """What a run knows of its skipped steps after some step.
+
+    Attributes:
+      count: updates that were left out so far.
+      in_a_row: those since the last update that was made.
+      norms: (step, global gradient norm) of the last updates.
+    """
+
+    count: int = 0
+    in_a_row: int = 0
+    norms: tuple[tuple[int, float], ...] = ()
+
+    def after(self, step: int, norm: float, applied: bool) -> Skips:
+        """The same after one more step."""
+        if not applied:
+            return replace(self, count=self.count + 1, in_a_row=self.in_a_row + 1)
+        norms = (*self.norms, (step, norm))[-NORM_WINDOW:]
+        return replace(self, in_a_row=0, norms=norms)
+
+    def norm_limit(self, step: int, spike: float) -> float:
+        """Above which norm a step is left out: `spike` times the running median; infinite with
+        `spike` 0 and while few norms are known."""
+        known = [norm for of, norm in self.norms if of < step - 1]
+        if not spike or len(known) < FEWEST_NORMS:
+            return math.inf
+        return spike * median(known)
+
+
+def reason(skipped: SkippedUpdate) -> str:
+    """Why a step is skipped, in words."""
+    if skipped.why == SPIKE:
+        return "its gradient norm is above train.loss_spike times the usual one"
+    first, *others = skipped.modules or ("all modules together",)
+    then = f", then those of {', '.join(others)}" if others else ""
+    return f"gradients of {first} were not finite{then}"
+
+
+def skipped_update(result: StepResult, names: Callable[[], Sequence[str]]) -> SkippedUpdate | None:
+    """Why a step changed no parameter, with the names of its samples; None: it did."""
+    if result.applied:
+        return None
+    why = SPIKE if math.isfinite(result.grad_norm) else NOT_FINITE
+    return SkippedUpdate(why, result.not_finite, tuple(names()))
+
+
+def end_reason(step: int, skipped: SkippedUpdate | None, n: int, max_bad_steps: int) -> str:
+    """Why the `n` skipped steps in a row up to this one end the run; "" where they do not."""
+    if skipped is None or n < max_bad_steps:
+        return ""
+    steps = f"step {step}" if n == 1 else f"the {n} steps up to {step}"
+    return f"{steps} changed no parameter: {reason(skipped)}; {_REMEDY[skipped.why]}"

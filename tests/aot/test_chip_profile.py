@@ -1,0 +1,201 @@
+"""Profiles from compiled layers: programs of other depths and shapes take what is predicted."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import jax
+import pytest
+
+from dflop_jax import child_processes
+from dflop_jax.aot import chip_profile, compiling
+from dflop_jax.aot.worker import Found, Probe, Program, compiled_probe
+from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.hardware import find_hardware
+from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.efficiency import Efficiency
+from dflop_jax.profile.kernels import ELEMENTWISE, Kernel
+from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
+from dflop_jax.train.prepare import build_model
+from tests.plans import group_s
+from tests.processes import running
+
+H100 = find_hardware("h100")
+MODEL = build_model(ModelConfig(size="nano", dtype="bfloat16"))
+SHAPES = {"vision": [Shape(4, 16), Shape(16, 16)], "llm": [Shape(1, 256), Shape(1, 1024)]}
+
+
+def config(tmp_path, **train) -> Config:
+    return Config(
+        model=ModelConfig(size="nano", dtype="bfloat16"),
+        plan=PlanConfig(policy="dflop", hardware="h100", devices=8),
+        train=TrainConfig(**train),
+        cache_dir=str(tmp_path),
+    )
+
+
+# ---- what a made-up compiler would say ----
+
+AGAIN = {"none": 0.0, "dots": 0.2, "named": 0.5, "layers": 1.0}
+
+
+def work_s(probe: Probe, kind: str) -> float:
+    """Seconds of the made-up programs: linear in depth and size."""
+    size = probe.shape.size / probe.ways
+    layer = size * {FORWARD: 1.0, BACKWARD: 2.0 + AGAIN[probe.remat]}[kind]
+    return 1e-6 * (probe.depth * layer + 3 * size * probe.ends)
+
+
+def residuals(probe: Probe) -> float:
+    each = (1 - 0.5 * AGAIN[probe.remat]) * 1000.0 * probe.shape.size
+    return each * (probe.depth + 0.5 * (probe.module == "vision"))
+
+
+def program(seconds: float, work_bytes: float) -> Program:
+    n_bytes = (seconds - Efficiency().launch_s) * Efficiency().bandwidth * H100.memory_bandwidth
+    return Program((Kernel(ELEMENTWISE, 0.0, n_bytes),), work_bytes)
+
+
+def made_up(probe: Probe) -> Found:
+    ahead, back = (work_s(probe, kind) for kind in (FORWARD, BACKWARD))
+    temp = 300.0 * probe.shape.size + 1e6 + 10.0 * probe.depth * (probe.module == "vision")
+    hidden = 64.0 * probe.shape.size
+    kept = residuals(probe)
+    if probe.module == "llm" and probe.ends:  # one task, with the loss's own temporaries
+        work = temp + kept + 2 * hidden + 500.0 * probe.shape.size + 2e6
+        return Found(program(ahead + back, work), None, 0.0, hidden)
+    return Found(program(back, temp), program(ahead, 0.0) if probe.forward else None, kept, hidden)
+
+
+def profile(tmp_path, monkeypatch, answer=made_up, degrees=(1, 2), **train):
+    asked: list[Probe] = []
+
+    def answers(config, model, probes, on_progress):
+        asked.extend(probes)
+        return {p: answer(p) for p in probes}
+
+    monkeypatch.setattr(chip_profile, "compiled_probes", answers)
+    found = chip_profile.profile_at(config(tmp_path, **train), MODEL, H100, SHAPES, degrees, 8)
+    return found, asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", AGAIN)
+@pytest.mark.parametrize("ways", [1, 2])
+def test_other_depths_and_shapes_are_met(tmp_path, monkeypatch, remat, ways):
+    """Encoders hand over, so every figure of theirs is the compiler's own."""
+    costs = CostModel(profile(tmp_path, monkeypatch)[0])
+    whole = SegmentPlan("vision", "vision", 0, 27, "m", True, True, remat)
+    probe = Probe("vision", ways, Shape(9, 16), 27, remat)
+    mesh, shape = MeshShape(model=ways), (9, 16)
+    overhead = Efficiency().task_s
+    for kind in (FORWARD, BACKWARD):
+        got = group_s(costs, whole, mesh, 1, *shape, kind)
+        assert got - overhead == pytest.approx(work_s(probe, kind), rel=1e-4)
+    needs = costs.segment_bytes(whole, mesh, 1, *shape, trained=False)
+    want = made_up(probe)
+    assert needs.temporaries == pytest.approx(want.backward.work_bytes, rel=1e-4)
+    assert needs.kept == pytest.approx(residuals(probe) + want.hidden_bytes, rel=1e-4)
+
+
+@pytest.mark.parametrize("remat", AGAIN)
+def test_a_task_of_both_directions_takes_what_its_program_takes(tmp_path, monkeypatch, remat):
+    costs = CostModel(profile(tmp_path, monkeypatch)[0])
+    whole = SegmentPlan("llm", "llm", 0, 28, "m", True, True, remat)
+    probe = Probe("llm", 1, Shape(1, 640), 28, remat)
+    got = group_s(costs, whole, MeshShape(), 1, 1, 640, BACKWARD)
+    both = sum(work_s(probe, kind) for kind in (FORWARD, BACKWARD))
+    assert got - Efficiency().task_s == pytest.approx(both, rel=1e-4)
+    needs = costs.segment_bytes(whole, MeshShape(), 1, 1, 640, trained=False)
+    assert needs.temporaries == pytest.approx(made_up(probe).backward.work_bytes, rel=1e-4)
+    assert needs.kept == pytest.approx(64.0 * 640)
+
+
+def test_layers_between_others_have_nothing_of_the_loss(tmp_path, monkeypatch):
+    costs = CostModel(profile(tmp_path, monkeypatch)[0])
+    inner = SegmentPlan("llm", "llm", 4, 16, "m", False, False, "named")
+    probe = Probe("llm", 1, Shape(1, 640), 12, "named", ends=False)
+    needs = costs.segment_bytes(inner, MeshShape(), 1, 1, 640, trained=False)
+    assert needs.temporaries == pytest.approx(made_up(probe).backward.work_bytes, rel=1e-4)
+    assert needs.kept == pytest.approx(residuals(probe) + 64.0 * 640, rel=1e-4)
+    for kind in (FORWARD, BACKWARD):
+        got = group_s(costs, inner, MeshShape(), 1, 1, 640, kind) - Efficiency().task_s
+        assert got == pytest.approx(work_s(probe, kind), rel=1e-4)
+
+
+def test_only_what_is_asked_for_is_compiled(tmp_path, monkeypatch):
+    every = profile(tmp_path, monkeypatch)[1]
+    assert len(every) == len(set(every)) == 2 * 2 * 4 * (2 + 3)
+    assert {p.remat for p in profile(tmp_path, monkeypatch, remat="dots")[1]} == {"none", "dots"}
+    known = profile(tmp_path, monkeypatch, remat="segment", degrees=(1,))
+    assert {(p.remat, p.ways) for p in known[1]} == {("none", 1)}
+    assert CostModel(known[0]).fits.known_policies("llm") == ("none", "segment")
+
+
+def test_a_degree_that_does_not_compile_is_left_out(tmp_path, monkeypatch):
+    def answer(probe):
+        return Found(error="no tile fits") if probe.ways == 2 else made_up(probe)
+
+    found = profile(tmp_path, monkeypatch, answer)[0]
+    assert {t.model for t in found.timings} == {1}
+    assert found.priced_by == "programs compiled for h100"
+    with pytest.raises(ValueError, match="vision cannot be compiled for h100: no tile fits"):
+        profile(tmp_path, monkeypatch, lambda p: Found(error="no tile fits"))
+
+
+def test_shapes_are_powers_of_two_around_the_data():
+    data = DataProfile("d", 2, tuple(Load({"vision": (16,) * n, "llm": (300,)}) for n in (1, 5)))
+    assert {m: chip_profile._shapes(data, m, MODEL, 128) for m in MODEL.modules} == {
+        "vision": [Shape(4, 16), Shape(16, 16)],
+        "llm": [Shape(1, 256), Shape(1, 1024)],
+    }
+
+
+# ---- one probe, by the compiler of this machine ----
+
+
+def test_a_probe_is_compiled_and_read():
+    probe = Probe("vision", 1, Shape(2, 16), 2, "none", forward=True)
+    found = compiled_probe(MODEL, probe, jax.devices())
+    assert not found.error
+    assert found.backward.kernels
+    assert found.forward.kernels
+    assert found.residual_bytes > found.hidden_bytes == 2 * 16 * 2 * MODEL.size.vision.width
+    bad = compiled_probe(MODEL, replace(probe, ways=3), jax.devices())
+    assert "does not divide" in bad.error
+
+
+# ---- processes, and what they leave on disk ----
+
+FAKE = """
+import os, sys, msgspec
+sys.path[:0] = PATHS
+from dflop_jax.aot.worker import Found, Request
+for line in sys.stdin.buffer:
+    probe = msgspec.json.decode(line, type=Request).probe
+    if probe.depth == 3:
+        os.write(2, b"no tile fits\\n")
+        os.abort()
+    os.write(1, msgspec.json.encode(Found(residual_bytes=float(probe.depth))) + b"\\n")
+"""
+
+
+@pytest.mark.slow
+def test_probes_are_compiled_once_and_a_death_is_one_probes_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(child_processes, "program", running(FAKE))
+    probes = [Probe("llm", 1, Shape(1, 128), d, "none") for d in (1, 2, 3, 4)]
+    ticks = []
+    found = compiling.compiled_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
+    assert [found[p].residual_bytes for p in probes] == [1.0, 2.0, 0.0, 4.0]
+    assert found[probes[2]].error == "the compiler died (signal 6): no tile fits"
+    assert sorted(ticks) == [(n, 4) for n in (1, 2, 3, 4)]
+    monkeypatch.setattr(child_processes, "program", running("import sys; sys.exit('no disk left')"))
+    again = compiling.compiled_probes(config(tmp_path), MODEL, probes)
+    assert again.pop(probes[2]).error.endswith("no disk left")  # a death is tried again
+    assert again == {p: found[p] for p in probes if p.depth != 3}
+    other = replace(
+        config(tmp_path), plan=PlanConfig(policy="dflop", hardware="a100-80", devices=8)
+    )
+    assert all(f.error for f in compiling.compiled_probes(other, MODEL, probes).values())

@@ -1,0 +1,305 @@
+"""The process that compiles, its death, and what stands in the way of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflop_jax import child_processes
+from dflop_jax.aot import chips, compiling
+from dflop_jax.aot.chips import CHIPS, find_chip, target_config
+from dflop_jax.aot.compiling import CompileJob, Compiler, compile_plan
+from dflop_jax.aot.reports import CompileReport, ProgramReport
+from dflop_jax.aot.worker import compiled, one_line
+from dflop_jax.cli import main
+from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
+from dflop_jax.hardware import find_hardware
+from dflop_jax.records import SubmeshPlan
+from dflop_jax.records.files import load, save
+from tests.plans import NANO, bucket
+from tests.processes import running
+
+
+def config(**plan) -> Config:
+    return Config(
+        model=ModelConfig(size="nano", dtype="bfloat16", attention_kernel="xla"),
+        plan=PlanConfig(policy="dflop", hardware="h100", devices=NANO.layout.n_devices, **plan),
+    )
+
+
+def has_compiler() -> bool:
+    try:
+        chips.compiler_environment()
+    except ValueError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs the extra gpu-compile")
+
+
+@pytest.fixture
+def no_wheels(monkeypatch, tmp_path):
+    """A machine without CUDA."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def refusal(capsys, *args: str) -> str:
+    """What `dflop` says to a command line that it refuses: one line."""
+    assert main(list(args)) == 2
+    text = capsys.readouterr().err.strip()
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("nano.py").write_text(
+        "from dflop_jax import Config, ModelConfig, PlanConfig\n"
+        "def config():\n"
+        "    model = ModelConfig(size='nano', dtype='bfloat16', attention_kernel='xla')\n"
+        f"    plan = PlanConfig(policy='dflop', devices={NANO.layout.n_devices})\n"
+        "    return Config(model=model, plan=plan)\n"
+    )
+    save(NANO.with_layout(buckets=NANO.layout.buckets[:1]), "plan.json")
+    return "nano.py"
+
+
+# ---- what stands in the way ----
+
+
+def test_the_chip_must_be_named(experiment, capsys):
+    assert "--plan.hardware a100-40|a100-80|h100|h200" in refusal(capsys, "compile", experiment)
+
+
+@pytest.mark.parametrize("name", ["b200", "gtx", "cpu"])
+def test_an_unknown_chip_lists_the_known(experiment, capsys, name):
+    text = refusal(capsys, "compile", experiment, "--plan.hardware", name)
+    assert "a100-40, a100-80, h100, h200" in text
+
+
+def test_without_the_wheels_a_line_says_how_to_get_them(experiment, capsys, no_wheels):
+    text = refusal(capsys, "compile", experiment, "--plan.hardware", "h100")
+    assert "pip install" in text
+    assert "gpu-compile" in text
+
+
+def test_without_ptxas_too(monkeypatch, tmp_path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: {"nvidia": None, "jax_plugins.xla_cuda13": object()}.get(name) or (
+            None if name.startswith(("nvidia", "jax_plugins")) else found(name)
+        ),
+    )  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="needs ptxas"):
+        chips.compiler_environment()
+    ptxas = tmp_path / "bin" / "ptxas"
+    ptxas.parent.mkdir()
+    ptxas.write_text("")
+    ptxas.chmod(0o755)
+    monkeypatch.setenv("PATH", str(ptxas.parent))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_mine=1")
+    environment = chips.compiler_environment()
+    assert environment["XLA_FLAGS"].startswith(f"--xla_gpu_cuda_data_dir={tmp_path} ")
+    assert environment["XLA_FLAGS"].endswith("--xla_mine=1")
+    assert environment["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_folder_of_the_report_must_be_there(experiment, capsys, monkeypatch):
+    monkeypatch.setattr(chips, "compiler_environment", dict)
+    text = refusal(
+        capsys, "compile", experiment, "--plan.hardware", "h100", "--out", "no/where.json"
+    )
+    assert "no/where.json" in text
+
+
+def test_every_chip_is_in_the_table_of_hardware():
+    for name, chip in CHIPS.items():
+        text = target_config(chip, find_hardware(name))
+        assert text.count("{") == text.count("}")
+        assert f"device_memory_size: {find_hardware(name).memory_bytes:.0f}\n" in text
+        assert f"major: {chip.capability[0]} " in text
+    assert find_chip(" H100 ") is CHIPS["h100"]
+
+
+# ---- one program ----
+
+
+PROGRAMS = SimpleNamespace(learn=lambda key, compiled: None)
+HEAD = ProgramReport("text forward", "text", "all", "sum", (1, 1, 1))
+
+
+def test_a_program_that_fails_says_why_in_a_line():
+    def lower():
+        raise NotImplementedError("sm_80 lacks\n  this kernel" + "!" * 500)
+
+    report = compiled(PROGRAMS, (), HEAD, lower, {})
+    assert report.error.startswith("sm_80 lacks this kernel!!!")
+    assert len(report.error) < 420
+    assert one_line(KeyError()) == "KeyError"
+
+
+def test_equal_programs_are_compiled_once():
+    def lower(n):
+        return lambda: jax.jit(lambda x: x @ x).lower(jnp.zeros((n, n)))
+
+    known: dict = {}
+    first = compiled(PROGRAMS, (), HEAD, lower(8), known)
+    other = compiled(PROGRAMS, (), HEAD, lower(16), known)
+    again = compiled(PROGRAMS, (), HEAD, lower(8), known)
+    assert (first.flops, other.flops, again.flops) == (2 * 8**3, 2 * 16**3, 2 * 8**3)
+    assert first.compile_s > 0 == again.compile_s
+    assert (other.same_as, again.same_as) == ("", HEAD.name)
+    assert first.argument_bytes == again.argument_bytes == 8 * 8 * 4
+
+
+# ---- the process ----
+
+FAKE = """
+import os, sys, msgspec
+sys.path[:0] = PATHS
+from dflop_jax.aot.worker import OpenPlan, Request
+from dflop_jax.aot.reports import ProgramReport, SegmentState
+for line in sys.stdin.buffer:
+    request = msgspec.json.decode(line, type=Request)
+    if request.config.model.size == "tiny":
+        answer = OpenPlan(refused="of another model")
+    elif request.program is None:
+        state = SegmentState("s", "m", 0, 1e9, 0, 1, 0, "none")
+        programs = [ProgramReport(f"s {n}", "s", "m", "forward", (1, 1, 1)) for n in range(3)]
+        answer = OpenPlan((state,), tuple(programs))
+    else:
+        if request.program == 1:
+            os.write(2, b"first word\\nF1122 no tile fits\\n")
+            os.abort()
+        answer = ProgramReport(f"s {request.program}", "s", "m", "forward", (1, 1, 1))
+    os.write(1, msgspec.json.encode(answer) + b"\\n")
+"""
+
+
+def test_the_compilers_death_is_one_programs_failure(monkeypatch):
+    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(child_processes, "program", running(FAKE))
+    seen = []
+    with closing(Compiler()) as compiler:
+        report = compile_plan(CompileJob(config(), NANO), lambda *n: seen.append(n), compiler)
+        other = replace(config(), model=ModelConfig(size="tiny"))
+        with pytest.raises(ValueError, match="of another model"):
+            compile_plan(CompileJob(other, NANO), compiler=compiler)
+    assert seen == [(n, 3) for n in (1, 2, 3)]
+    assert [p.name for p in report.programs] == ["s 0", "s 1", "s 2"]
+    assert [bool(p.error) for p in report.programs] == [False, True, False]
+    assert report.programs[1].error == "the compiler died (signal 6): F1122 no tile fits"
+    assert not report.fits
+    assert report.exit_code == 1
+
+
+def test_a_process_that_dies_before_any_program_is_an_error(monkeypatch):
+    monkeypatch.setattr(compiling, "compiler_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(child_processes, "program", running("import sys; sys.exit('no disk left')"))
+    with pytest.raises(RuntimeError, match=r"exit code 1.*no disk left"):
+        compile_plan(CompileJob(config(), NANO))
+
+
+def test_a_model_too_large_names_the_program_and_by_how_much(experiment, capsys, monkeypatch):
+    for module in (compiling, chips):
+        monkeypatch.setattr(module, "compiler_environment", lambda: dict(os.environ))
+    monkeypatch.setattr(child_processes, "program", running(FAKE.replace("os.abort()", "pass")))
+    code = main(
+        ["compile", experiment, "--plan.hardware", "h200", "--plan-file", "plan.json",
+         "--plan.memory_bytes", "4e8"]
+    )  # fmt: skip
+    said = " ".join(capsys.readouterr().out.split())
+    assert code == 1
+    assert "3 programs for 2 x h200" in said
+    assert "does not fit h200: 0.9 of 0.4 GiB on m" in said
+    assert "0.6 GiB too much; plan.zero 3, a larger tensor degree" in said
+
+
+# ---- with the compiler ----
+
+
+@needs_compiler
+def test_a_plan_is_compiled_for_a_chip_that_is_not_here(experiment, capsys):
+    code = main(
+        ["compile", experiment, "--plan.hardware", "h100", "--plan-file", "plan.json", "--json",
+         "--out", "report.json"]
+    )  # fmt: skip
+    said = json.loads(capsys.readouterr().out)
+    assert code == 0
+    report = load(CompileReport, "report.json")
+    assert report.fits
+    assert said["verdict"] == report.verdict
+    by_name = {p.name: p for p in report.programs}
+    assert not [p.error for p in report.programs if p.error]
+    assert not [p.unknown for p in report.programs if p.unknown]
+    trained = [p for p in report.programs if p.kind == "backward"]
+    assert trained
+    assert all(1.0 <= p.executed_over_needed < 3.0 for p in trained)
+    assert any("update" in name for name in by_name)
+    assert not Path("runs").exists()
+
+
+HEADS = """
+from dataclasses import replace
+from models import llava
+
+def build(size, dtype="float32", attention_kernel="auto"):
+    model = llava.build("nano", dtype, attention_kernel)
+    n_heads = max(4, 2048 // int(size))
+    decoder = replace(model.size.decoder, width=n_heads * int(size), n_heads=n_heads, vocab=510)
+    return replace(model, size=replace(model.size, decoder=decoder))
+"""
+
+
+@needs_compiler
+def test_heads_that_need_not_divide_and_heads_that_a_chip_does_not_hold(experiment):
+    """Of 2 kv heads and 510 words each of 4 devices holds all, and none gathers any."""
+    Path("heads.py").write_text(HEADS)
+    llm, vision = SubmeshPlan("llm", 1, 1, 1, 4), NANO.layout.submeshes[0]
+    plan = NANO.with_layout(submeshes=(vision, llm), buckets=(bucket(4, 256),))
+
+    def job(head_dim, kernel):
+        model = ModelConfig(
+            factory="heads:build", size=head_dim, dtype="bfloat16", attention_kernel=kernel
+        )
+        chosen = PlanConfig(policy="dflop", hardware="a100-40", devices=5)
+        # Few programs: nothing of the encoder trains.
+        train = TrainConfig(freeze=("vision", "connector"))
+        return CompileJob(Config(model=model, plan=chosen, train=train), plan)
+
+    with closing(Compiler()) as compiler:
+        good, bad = (
+            compile_plan(job(*heads), compiler=compiler)
+            for heads in (("256", "auto"), ("1024", "pallas"))
+        )
+    assert not [p.error for p in good.programs if p.error]
+    (program,) = (p for p in good.programs if p.name == "llm backward 1x256")
+    assert program.float32_dot_flops == 0.0
+    assert 1.0 < program.executed_over_needed < 2.0
+    assert not bad.fits
+    assert bad.verdict.startswith("llm backward 1x256 cannot be compiled for a100-40: ")
+    assert "hared memory" in bad.verdict
+
+
+@needs_compiler
+def test_a_plan_of_another_model_is_refused(experiment, capsys):
+    text = refusal(
+        capsys, "compile", experiment, "--plan.hardware", "a100-40", "--plan-file", "plan.json",
+        "--model.size", "tiny",
+    )  # fmt: skip
+    assert "another model" in text or "plan again" in text

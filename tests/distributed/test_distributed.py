@@ -1,0 +1,335 @@
+"""What jax is told about the processes of a run, and a few real starts of two."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from dflop_jax.config import DistributedConfig
+from dflop_jax.distributed import devices as own_devices
+from dflop_jax.distributed import distributed
+from dflop_jax.distributed.devices import devices_each, gpu_share, on_cpu, visible_gpus
+from dflop_jax.distributed.distributed import initialise, run_devices
+from dflop_jax.distributed.processes import Address, Processes, free_port
+
+AT = Address("node1", 29400)
+FLAGS = DistributedConfig(coordinator="node1:29400", num_processes=2, process_id=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch):
+    """Whatever starts the tests, they are one process."""
+    for name in [n for n in os.environ if n.startswith(("DFLOP_", "SLURM_", "OMPI_", "CUDA_"))]:
+        monkeypatch.delenv(name)
+
+
+# ---- devices ----
+
+
+@pytest.mark.parametrize(
+    "number, told, plan, each",
+    [(1, 0, 0, 0), (1, 0, 8, 8), (2, 0, 8, 4), (4, 0, 0, 0), (2, 3, 0, 3), (2, 3, 6, 3)],
+)
+def test_devices_are_shared_evenly(number, told, plan, each):
+    assert devices_each(Processes(number, 0, AT, devices_each=told), plan) == each
+
+
+@pytest.mark.parametrize(
+    "number, told, plan, says",
+    [
+        (3, 0, 8, "plan.devices=8 cannot be shared evenly by 3 processes; give a multiple of 3"),
+        (2, 2, 8, "2 processes of 2 devices have 4; give --plan.devices 4, or 0"),
+        (1, 2, 8, "1 processes of 2 devices have 2"),
+    ],
+)
+def test_devices_that_cannot_be_shared(number, told, plan, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        devices_each(Processes(number, 0, AT, devices_each=told), plan)
+
+
+@pytest.mark.parametrize(
+    "gpus, local_number, local_index, each, share",
+    [
+        ("0,1,2,3", 1, 0, 0, [0, 1, 2, 3]),
+        ("0,1,2,3", 0, 0, 0, [0, 1, 2, 3]),
+        ("0,1,2,3", 2, 1, 0, [2, 3]),
+        ("4,5,6,7", 4, 3, 1, [3]),
+        ("0,1,2,3", 2, 1, 1, [2]),
+        ("0,1,2", 2, 1, 0, [1]),
+        ("6", 8, 6, 0, None),  # Slurm's --gpus-per-task=1
+    ],
+)
+def test_gpus_are_shared(monkeypatch, gpus, local_number, local_index, each, share):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    found = Processes(8, 6, AT, "Slurm", local_number, local_index)
+    assert gpu_share(found, each) == share
+
+
+def test_too_few_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ValueError, match="2 processes on this host need 1 GPUs each, 1 are there"):
+        gpu_share(Processes(2, 0, AT, "dflop launch", 2, 0), 0)
+
+
+@pytest.mark.parametrize("text, n", [("", 0), ("-1", 0), ("3", 1), ("0,1,GPU-8f", 3)])
+def test_visible_gpus(monkeypatch, text, n):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+    assert visible_gpus() == n
+
+
+@pytest.mark.parametrize(
+    "platforms, plugin, gpus, cpu",
+    [
+        ("cpu", True, "0", True),
+        ("cuda,cpu", False, "", False),
+        (None, True, "0", False),
+        (None, True, "", True),
+        (None, False, "0", True),
+    ],
+)
+def test_on_cpu(monkeypatch, platforms, plugin, gpus, cpu):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(own_devices.importlib.util, "find_spec", lambda _: plugin or None)
+    kept = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        assert on_cpu() is cpu
+    finally:
+        jax.config.update("jax_platforms", kept)
+
+
+class _Device:
+    platform = "cpu"
+
+    def __init__(self, process_index: int, id: int):
+        self.process_index, self.id = process_index, id
+
+
+def test_run_devices(monkeypatch):
+    devices = [_Device(1, 2), _Device(0, 1), _Device(0, 0), _Device(1, 3)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert [d.id for d in run_devices(2, 0)] == [0, 1, 2, 3]
+    assert run_devices(2, 4) == run_devices(2, 0)
+    with pytest.raises(ValueError, match=r"plan.devices=2, but the 2 processes have 4 cpu devices"):
+        run_devices(2, 2)
+    devices.pop()
+    with pytest.raises(ValueError, match=r"different numbers of devices \(2 on 0, 1 on 1\)"):
+        run_devices(2, 0)
+    with pytest.raises(ValueError, match=r"\(2 on 0, 1 on 1, 0 on 2\)"):
+        run_devices(3, 3)
+
+
+# ---- joining ----
+
+
+def test_one_process_needs_nothing(monkeypatch):
+    jax.devices()
+    assert initialise(DistributedConfig()).count == 1
+    monkeypatch.setenv("DFLOP_DEVICES_PER_PROCESS", "2")
+    assert initialise(DistributedConfig()).count == 1
+    assert distributed.shutdown()
+
+
+def test_jax_in_use_is_said_before_anything_waits():
+    jax.devices()
+    with pytest.raises(ValueError, match="jax is in use already"):
+        initialise(FLAGS)
+
+
+JOIN = """
+import faulthandler, os, signal, sys, threading, time
+faulthandler.enable()
+import jax
+jax.config.update("jax_platforms", "cpu")
+from dflop_jax.config import DistributedConfig
+from dflop_jax.distributed import devices as own_devices
+from dflop_jax.distributed import distributed, ending
+what, *more = sys.argv[1:]
+if what == "leave" and more:
+    os.environ["DFLOP_NUM_PROCESSES"] = more[0]
+config = DistributedConfig(connect_timeout_s=60.0, peer_timeout_s=3.0)
+me = distributed.initialise(config, plan_devices=4)
+assert distributed.initialise(config, plan_devices=4) is me
+devices = distributed.run_devices(me.count, 4)
+assert [d.process_index for d in devices] == [0, 0, 1, 1]
+if sys.platform == "linux":  # gloo's thread, which has no name of its own; XLA's begin with tf_
+    threads = map(int, os.listdir("/proc/self/task"))
+    (patient,) = [t for t in threads if os.sched_getscheduler(t) == os.SCHED_BATCH]
+    with open(f"/proc/self/task/{patient}/comm") as name:
+        assert not name.read().startswith("tf_")
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def sharding(devices):
+    return NamedSharding(Mesh(np.array(devices), ("x",)), P("x"))
+
+def array(devices):
+    values, shape = np.arange(4, dtype=np.float32), (4,)
+    part = values.__getitem__
+    return jax.make_array_from_callback(shape, sharding(devices), part, dtype=values.dtype)
+
+everywhere = NamedSharding(Mesh(np.array(devices), ("x",)), P())
+total = jax.jit(lambda v: v.sum(), out_shardings=everywhere)(array(devices))  # through gloo
+moved = jax.device_put(array(devices[:2]), sharding(devices[2:]))  # from process to process
+here = [float(s.data[0]) for s in moved.addressable_shards]
+print("got", float(total), here, flush=True)
+if what == "leave":
+    assert distributed.shutdown(60.0)
+    assert ending.ended(5) == 5  # it may go on alone
+    assert not jax.distributed.is_initialized()
+    print("left", flush=True)
+elif what == "fail":  # the launcher learns of it, though process 0 is busy and never comes
+    if me.process == int(more[0]):
+        ending.ended(6)
+    time.sleep(600)
+elif what == "lose":
+    me.barrier("computed")
+    time.sleep(1.0)  # the others have passed it
+    if me.process == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGSTOP if sys.argv[3] == "stop" else signal.SIGKILL)
+    time.sleep(600)
+"""
+
+
+def start(tmp_path: Path, *args: str, **named) -> subprocess.Popen[str]:
+    text = named["env"].pop("JOIN", JOIN) if "env" in named else JOIN
+    (tmp_path / "join.py").write_text(text)
+    return subprocess.Popen(
+        [*args[:-1], str(tmp_path / "join.py"), *args[-1].split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **named,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it wrote; one that hangs says where."""
+    try:
+        return process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate()
+        raise AssertionError(f"hung: {out}{err}") from None
+
+
+def test_two_processes_meet_compute_and_leave(tmp_path):
+    launch_two = [sys.executable, "-m", "dflop_jax.cli", "launch", "-n", "2", "--", "python"]
+    process = start(tmp_path, *launch_two, "leave")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    # Nothing of gloo's greetings, so that `--json` stays readable.
+    assert sorted(out.splitlines()) == [
+        "[1] got 6.0 [0.0, 2.0]",
+        "[1] left",
+        "got 6.0 []",
+        "left",
+    ]
+    assert "Traceback" not in err
+    assert "Check failure" not in err
+
+
+def started_by_hand(tmp_path: Path, *words: str, number: int = 2, **named) -> list[Any]:
+    """Processes that no launcher watches, each with its own words."""
+    port = free_port()
+    return [
+        start(
+            tmp_path,
+            *(sys.executable, said),
+            env={
+                **os.environ,
+                "DFLOP_COORDINATOR": f"127.0.0.1:{port}",
+                "DFLOP_NUM_PROCESSES": str(number),
+                "DFLOP_PROCESS_ID": str(i),
+                "http_proxy": "http://127.0.0.1:9",  # gRPC would ask it, and get no answer
+                **named,
+            },
+        )
+        for i, said in enumerate(words)
+    ]
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_lost_process_is_named(tmp_path, how):
+    pair = started_by_hand(tmp_path, *[f"lose 1 {how}"] * 2)
+    _, err = end(pair[0])
+    pair[1].kill()
+    assert pair[0].returncode == 4, err
+    lines = [line for line in err.splitlines() if line.startswith("dflop: ")]
+    assert len(lines) == 1
+    assert re.match(r"dflop: process 1 \(.*, pid \d+\) is silent for \d s; the run ends", lines[0])
+    assert "Check failure" not in err
+    end(pair[1])
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_without_process_0_the_others_abort_with_their_stacks(tmp_path, how):
+    pair = started_by_hand(tmp_path, *[f"lose 0 {how}"] * 2)
+    _, err = end(pair[1])
+    pair[0].kill()
+    assert pair[1].returncode == -signal.SIGABRT, err
+    assert "Fatal Python error: Aborted" in err
+    assert re.search(r'File ".*join.py", line \d+ in <module>', err)
+    end(pair[0])
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_end_of_a_process_ends_the_other(tmp_path, failing):
+    """Without a launcher, and without an abort by jax."""
+    pair = started_by_hand(tmp_path, *[f"fail {failing}"] * 2)
+    errs = [end(p)[1] for p in pair]
+    assert [p.returncode for p in pair] == [6, 6], errs
+    assert f"dflop: process {failing} ended with exit code 6" in errs[1 - failing]
+    assert "Check failure" not in errs[0] + errs[1]
+
+
+def test_processes_that_do_not_come_are_told_in_a_line(tmp_path):
+    short = JOIN.replace("connect_timeout_s=60.0", "connect_timeout_s=2.0")
+    short = short.replace("plan_devices=4", "plan_devices=0")
+    started = started_by_hand(tmp_path, "leave", "leave", number=3, JOIN=short)
+    for process in started:
+        _, err = end(process)
+        assert process.returncode != -signal.SIGABRT, err
+        assert "after 2 s, not all of the 3 processes had come to 127.0.0.1:" in err
+    alone = started_by_hand(tmp_path, "leave", "leave", JOIN=short)
+    alone[0].kill()
+    _, err = end(alone[1])
+    assert "process 1 did not reach process 0 at 127.0.0.1:" in err
+    assert "within 2 s (Connection refused)" in err
+    end(alone[0])
+
+
+def test_processes_that_count_differently_are_told_in_a_line(tmp_path):
+    text = JOIN.replace("plan_devices=4", "plan_devices=0")
+    pair = started_by_hand(tmp_path, "leave", "leave 3", JOIN=text)
+    for process in pair:
+        _, err = end(process)
+        assert process.returncode in (1, 2)  # by itself, or told by the other
+        assert (
+            f"process 1 is one of 3 processes of jax {jax.__version__}, process 0 of 2 processes "
+            in err.splitlines()[-1]
+        )
+
+
+def test_a_port_in_use_is_told_in_a_line(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = f"127.0.0.1:{taken.getsockname()[1]}"
+        (process,) = started_by_hand(tmp_path, "leave", DFLOP_COORDINATOR=config)
+        _, err = end(process)
+    last = err.splitlines()[-1]
+    assert "process 0 cannot listen at 127.0.0.1:" in last
+    assert "Address already in use; end what holds the port" in last

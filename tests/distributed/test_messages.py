@@ -1,0 +1,375 @@
+"""Messages, signs of life, clocks and failures among processes: threads over a stand-in of the
+coordination service, and two processes over jax's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dflop_jax.distributed import messages
+from dflop_jax.distributed.messages import ProcessGroup, connection
+from dflop_jax.distributed.process_exit import FAILED, TRY_AGAIN, RunFailed, TryAgain
+from tests.distributed.service import LIMIT_S
+from tests.processes import run_processes
+
+SIZES = [0, 1, 1000, 10_000_000]
+BIG = 10_000_000
+SILENCE_S = 1.0
+
+
+# ---- messages ----
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 32])
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_gives_all_the_value_of_process_0(job, n, size):
+    value = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    made = job(n)
+    got = made.together(lambda g: g.broadcast("key", value if g.is_hub else None))
+    assert got == [value] * n
+    assert made.service.messages() == []  # all are deleted
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 32])
+@pytest.mark.parametrize("size", [0, 1, 100_000])
+def test_gather_gives_process_0_all_values_in_order(job, n, size):
+    made = job(n)
+    got = made.together(lambda g: g.gather("key", bytes([g.process]) * size))
+    assert got == [[bytes([p]) * size for p in range(n)], *([[]] * (n - 1))]
+    assert made.service.messages() == []
+
+
+@pytest.mark.parametrize("n", [1, 2, 32])
+def test_records_are_gathered_in_order(job, n):
+    rows = [[0.1 * p, 1e300, -p, 0.0] for p in range(n)]
+    made = job(n)
+    gathered = made.together(lambda g: g.all_gather("key", rows[g.process], list[float]))
+    assert gathered == [rows] * n
+    assert made.together(lambda g: g.broadcast_record("r", [g.process], list[int])) == [[0]] * n
+
+
+@pytest.mark.parametrize("n", [1, 2, 32])
+def test_no_process_passes_a_barrier_before_all_are_there(job, n):
+    came, passed = [], []
+
+    def run(group: ProcessGroup) -> None:
+        time.sleep(0.01 * group.process)
+        came.append(group.process)
+        group.barrier("here")
+        passed.append(len(came))
+
+    job(n).together(run)
+    assert passed == [n] * n
+
+
+def test_messages_of_different_keys_come_in_any_order(job):
+    hub, other = job(2).groups
+    for key in "abc":
+        hub.broadcast(key, key.encode())
+        other.gather(key, key.upper().encode())
+    assert [other.broadcast(k) for k in "cab"] == [b"c", b"a", b"b"]
+    assert [hub.gather(k, b"") for k in "bca"] == [[b"", b"B"], [b"", b"C"], [b"", b"A"]]
+
+
+def test_messages_of_one_key_keep_their_order(job):
+    hub, other = job(2).groups
+    for value in (b"1", b"2", b"3"):
+        hub.broadcast("key", value)
+    assert [other.broadcast("key") for _ in range(3)] == [b"1", b"2", b"3"]
+
+
+def test_every_call_has_a_key_of_its_own(job):
+    made = job(3)
+    made.together(lambda g: [g.all_gather("same", 1, int) for _ in range(5)])
+    made.together(ProcessGroup.new_run)
+    made.together(lambda g: g.all_gather("same", 1, int))
+    kept = [k for k in made.service.written if "/broadcast/" in k or "/gather/" in k]
+    assert len(kept) == len(set(kept)) == 6 * 3
+
+
+def test_steps_may_be_left_out_and_leave_no_counters(job):
+    hub, other = job(2).groups
+    for step in range(3):
+        hub.broadcast("schedule", str(step).encode(), step=step)
+    assert other.broadcast("schedule", step=2) == b"2"
+    assert not hub._calls
+
+
+def test_threads_of_a_process_use_different_keys_at_once(job):
+    four = job(4)
+    blob = bytes(100_000)
+
+    def run(group: ProcessGroup) -> list[Any]:
+        def talk(name: str) -> list[Any]:
+            said: list[Any] = []
+            for i in range(20):
+                said.append(group.all_gather(name, [group.process, i], list[int], step=i))
+                said.append(group.broadcast(name, blob if group.is_hub else None) == blob)
+            return said
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(talk, ("feed", "steps")))
+
+    expected = [x for i in range(20) for x in ([[p, i] for p in range(4)], True)]
+    assert four.together(run) == [[expected, expected]] * 4
+
+
+def test_no_message_of_a_run_reaches_the_next(job):
+    two = job(2)
+    hub, other = two.groups
+    hub.broadcast("schedule", b"old")
+    other.gather("count", b"old")
+    two.together(ProcessGroup.new_run)
+    hub.broadcast("schedule", b"new")
+    assert other.broadcast("schedule") == b"new"
+    other.gather("count", b"new")
+    assert hub.gather("count", b"") == [b"", b"new"]
+    two.together(ProcessGroup.new_run)
+    assert two.service.messages() == []
+
+
+def test_a_process_may_be_a_run_ahead(job):
+    hub, other = job(2).groups
+    hub.new_run()
+    hub.broadcast("key", b"second")
+    other.new_run()
+    assert other.broadcast("key") == b"second"
+
+
+def test_a_thread_that_waits_for_an_abandoned_key_is_told(job):
+    two = job(2)
+    hub, other = two.groups
+    with ThreadPoolExecutor(2) as pool:
+        feed = pool.submit(other.broadcast, "feed/schedule", step=7)
+        step = pool.submit(other.broadcast, "step", step=7)
+        time.sleep(0.05)
+        other.abandon("feed/")
+        with pytest.raises(RunFailed, match="'feed/schedule': the run has ended"):
+            feed.result(LIMIT_S)
+        assert not step.done()
+        with pytest.raises(RunFailed):  # and from now on
+            other.broadcast("feed/schedule", step=8)
+        hub.broadcast("step", b"loss", step=7)
+        assert step.result(LIMIT_S) == b"loss"
+        two.together(ProcessGroup.new_run)  # until another run begins
+        hub.broadcast("feed/schedule", b"new", step=0)
+        assert other.broadcast("feed/schedule", step=0) == b"new"
+    assert two.failures == [[], []]
+
+
+def test_waits_have_a_deadline(job):
+    hub, other = job(2, wait_s=0.3).groups
+    with pytest.raises(TryAgain, match=r"process 0.* did not send 'schedule' within 0\.3 s"):
+        other.broadcast("schedule")
+    with pytest.raises(TryAgain, match=r"process 1.* did not send 'counts' within 0\.3 s"):
+        hub.gather("counts", b"")
+
+
+def test_a_service_that_is_gone_is_told_in_a_line(job, monkeypatch):
+    made = job(2)
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise messages.jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect\nmore")
+
+    for call in ("key_value_set_bytes", "blocking_key_value_get_bytes"):
+        monkeypatch.setattr(made.service, call, gone)
+    for send in (made.groups[1].gather, made.groups[0].broadcast):
+        with pytest.raises(TryAgain, match=r"\(UNAVAILABLE: failed to connect\): start"):
+            send("count", b"")
+    with pytest.raises(TryAgain, match="'plan' could not be exchanged with process 0"):
+        made.groups[1].broadcast("plan")
+
+
+# ---- clocks ----
+
+
+def test_offsets_turn_a_clock_into_process_0s_and_follow_it(job, monkeypatch):
+    """With clocks that are apart, as those of hosts are, and one that then runs on."""
+    monkeypatch.setattr(messages, "CLOCK_S", 0.1)
+    ahead_s = [1000.0 * p**2 for p in range(4)]
+
+    def clock(p: int) -> Callable[[], float]:
+        return lambda: time.perf_counter() + ahead_s[p]
+
+    four = job(4, clock=clock)
+
+    def await_offsets(*expected: float) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while [g.offset_s for g in four.groups] != pytest.approx(expected, abs=0.5):
+            assert time.monotonic() < deadline, [g.offset_s for g in four.groups]
+            time.sleep(0.02)
+
+    await_offsets(0.0, -1000.0, -4000.0, -9000.0)
+    ahead_s[2] += 500.0
+    await_offsets(0.0, -1000.0, -4500.0, -9000.0)
+
+
+# ---- failures ----
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_silent_process_ends_the_run(job, n):
+    many = job(n, timeout_s=SILENCE_S)
+    time.sleep(1.5 * SILENCE_S)
+    assert not any(many.failures)  # signs of life are enough
+    silent, hung = many.groups[1], []
+    many.groups[0].on_hang = hung.append
+    silent.status = lambda: time.sleep(3 * SILENCE_S) or b""
+    start = time.monotonic()
+    others = [p for p in range(n) if p != 1]
+    many.wait_for_failures(others)
+    assert SILENCE_S / 2 < time.monotonic() - start < 5 * SILENCE_S
+    for p in others:
+        ((line, code),) = many.failures[p]
+        assert line.startswith("process 1 (")
+        assert "is silent for" in line
+        assert "pid" in line
+        assert code == TRY_AGAIN
+    assert len(hung) == 1  # before the end
+
+
+def test_a_pause_of_all_processes_is_no_silence(job, monkeypatch):
+    two = job(2, timeout_s=SILENCE_S)
+    time.sleep(0.3)
+    now_s = time.monotonic
+    monkeypatch.setattr(messages.time, "monotonic", lambda: now_s() + 100.0)
+    time.sleep(0.5)
+    assert two.failures == [[], []]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failure_reaches_all_processes_and_all_waiting_threads(job, failing):
+    many = job(4)
+    others = [p for p in range(4) if p != failing]
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [
+            pool.submit(g.broadcast if not g.is_hub else g.gather, f"never{i}", b"")
+            for g in many.groups
+            for i in range(2)
+        ]
+        time.sleep(0.1)
+        many.groups[failing].fail("process 2 stopped: no space left on device", 2)
+        many.wait_for_failures(others)
+        for wait in waiting:
+            assert isinstance(wait.exception(LIMIT_S), RunFailed)
+    line = ("process 2 stopped: no space left on device", 2)
+    assert [many.failures[p] for p in others] == [[line]] * 3
+    assert many.failures[failing] == []
+    many.groups[failing].close()  # no more to say, and nobody to wait for
+
+
+def test_the_first_of_two_failures_is_told(job):
+    many = job(3)
+    for p in (2, 1):
+        many.groups[p].fail(f"process {p} stopped")
+    many.wait_for_failures([0])
+    assert many.failures[0] == [("process 2 stopped", FAILED)]
+
+
+def test_a_close_of_all_is_no_failure(job):
+    many = job(4, timeout_s=SILENCE_S)
+    many.together(ProcessGroup.close)
+    many.together(ProcessGroup.close)
+    time.sleep(1.5 * SILENCE_S)
+    assert not any(many.failures)
+
+
+def test_one_process_closes_alone():
+    assert ProcessGroup().gather("key", b"value") == [b"value"]
+    ProcessGroup().notice()
+    ProcessGroup().close()
+
+
+def test_an_error_by_a_lost_process_is_told_as_its_loss(job):
+    """The thread that computes may meet the end of a connection first."""
+    made = job(2, timeout_s=SILENCE_S)
+    made.groups[1].status = lambda: time.sleep(3 * SILENCE_S) or b""
+    made.groups[0].notice()
+    made.wait_for_failures([0])
+    assert made.failures[0][0][0].startswith("process 1 ")
+    made.groups[0].fail("an error of its own")
+    assert len(made.failures[0]) == 1
+
+
+def test_process_0_reads_the_status_of_all(job):
+    many = job(3)
+    for group in many.groups:
+        group.status = lambda group=group: b"here %d" % group.process
+    deadline = time.monotonic() + LIMIT_S
+    while many.groups[0].statuses() != {p: b"here %d" % p for p in range(3)}:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- two processes over jax's service ----
+
+
+@pytest.fixture(scope="module")
+def pair() -> list[dict[str, Any]]:
+    """What two processes found (`main`)."""
+    outputs = run_processes("tests.distributed.test_messages", 2, 1)
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
+
+
+def test_two_processes_exchange_messages(pair):
+    assert [p["process"] for p in pair] == [0, 1]
+    assert all(p["sizes"] == [0, 1, 1000, BIG] for p in pair)
+    assert pair[0]["gathered"] == [["00", "11"]] * 3
+    assert pair[1]["gathered"] == [[]] * 3
+    assert all(p["all"] == [0.5, 1.5] for p in pair)
+
+
+def test_two_processes_leave_no_message_with_the_service(pair):
+    assert pair[0]["left"] == []
+
+
+def test_messages_of_two_processes_take_milliseconds(pair):
+    assert pair[0]["small_s"] < 0.1
+    assert pair[0]["big_s"] < 20
+
+
+def test_two_processes_of_a_host_have_one_clock(pair):
+    assert pair[0]["offset_s"] == 0.0
+    assert abs(pair[1]["offset_s"]) < 0.1
+
+
+def main(_: list[str]) -> None:
+    """One of two processes: what it found, as JSON."""
+    from dflop_jax.distributed.distributed import LEAVE_S
+
+    joined = connection()
+    assert joined is not None
+    group = ProcessGroup(joined.process_id, joined.num_processes, joined.client, wait_s=60.0)
+    found: dict[str, Any] = {"process": group.process}
+    values = [os.urandom(n) if n < BIG else bytes(range(250)) * (n // 250) for n in SIZES]
+    found["sizes"] = [len(group.broadcast("sizes", v if group.is_hub else None)) for v in values]
+    found["gathered"] = [
+        [v.decode() for v in group.gather("same", str(group.process).encode() * 2)]
+        for _ in range(3)
+    ]
+    found["all"] = group.all_gather("all", group.process + 0.5, float)
+    start_s = time.perf_counter()
+    for step in range(50):
+        group.all_gather("small", 0.0, float, step=step)
+    found["small_s"] = (time.perf_counter() - start_s) / 50
+    start_s = time.perf_counter()
+    group.broadcast("big", values[-1] if group.is_hub else None)
+    group.barrier("big")
+    found["big_s"] = time.perf_counter() - start_s
+    deadline = time.monotonic() + LEAVE_S
+    while not (group.is_hub or group.offset_s or time.monotonic() > deadline):
+        time.sleep(0.05)
+    group.barrier("measured")
+    time.sleep(0.2)  # the other has read and deleted the last one
+    kept = joined.client.key_value_dir_get_bytes("dflop")
+    found["left"] = [k for k, _ in kept if "/broadcast/" in k or "/gather/" in k]
+    found["offset_s"] = group.offset_s
+    group.close()
+    print(json.dumps(found), file=sys.stdout, flush=True)

@@ -1,0 +1,261 @@
+"""The fastest of some plans, told apart by as many trials as it takes, and which is taken where
+memory does not hold some of those that are tried."""
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dflop_jax.plan import time_plans
+from dflop_jax.plan.candidate import WORTH_PROGRAMS, Candidate
+from dflop_jax.plan.time_plans import PlanTooLarge, by_its_own, to_time
+from dflop_jax.records import Predicted, Prices
+
+from ..plans import chain
+
+FIRST = time_plans._FIRST
+
+
+def candidate(name, buckets=1, kept=(), **known):
+    layout = SimpleNamespace(buckets=(None,) * buckets)
+    plan = SimpleNamespace(name=name, layout=layout, scheduling=SimpleNamespace(kept=kept))
+    return Candidate(plan, **known)
+
+
+class Evaluator:
+    """Plans take these seconds in a trial, all times what the batches of the trial bring."""
+
+    def __init__(self, seconds, *, apart=0.0, effort="quick", samples=1):
+        self.seconds, self.apart, self.samples = seconds, apart, samples
+        self.config = SimpleNamespace(effort=effort)
+        self.asked, self.looked = Counter(), Counter()
+
+    def with_lookahead(self, plan):
+        self.looked[plan.name] += 1
+        return plan
+
+    def trial(self, number):
+        return [[number] * self.samples] * 2  # a plain and a drifted one
+
+    def trial_s(self, plan, number, prices):
+        assert number == self.asked[plan.name]  # each once, in order
+        self.asked[plan.name] += 1
+        noise = np.random.default_rng([number, *plan.name.encode()]).normal() * self.apart
+        return self.seconds[plan.name] * (1 + number % 3) * (1 + noise)
+
+
+def raced(evaluator, **plans):
+    plans = {name: plans.get(name, candidate(name)) for name in evaluator.seconds}
+    return [f.plan.name for f in time_plans.race(evaluator, list(plans.values()))]
+
+
+@pytest.mark.parametrize("seconds, apart, known, order, asked", [
+    ({}, 0.0, {}, "", {}),
+    ({"a": 1.0}, 0.0, {}, "a", {}),
+    # Those far behind leave after the first trials.
+    ({"a": 1.3, "b": 1.0, "c": 1.2}, 0.0, {}, "bca", dict.fromkeys("abc", FIRST)),
+    # The slower half leaves, of six others three; the rest go on until they are told apart.
+    ({n: 1 + 0.01 * i for i, n in enumerate("abcdefg")}, 1e-4, {}, "abcdefg",
+     dict.fromkeys("abcd", time_plans._TELLING) | dict.fromkeys("efg", FIRST)),
+    # What has run is not run again.
+    ({"a": 1.0, "b": 1.2}, 0.0, {"a": (1.0, 2.0)}, "ab", {"b": FIRST}),
+    # Equal plans are not compared for long, and no plan runs more than the most trials.
+    ({"a": 1.0, "b": 1.0}, 0.0, {}, "ab", dict.fromkeys("ab", time_plans._TELLING)),
+    ({"c": 1.0, "d": 1.001}, 0.03, {}, None, dict.fromkeys("cd", time_plans._MOST)),
+])  # fmt: skip
+def test_plans_run_as_many_trials_as_tell_them_apart(seconds, apart, known, order, asked):
+    """Trials differ threefold, but the plans run the same ones."""
+    evaluator = Evaluator(seconds, apart=apart)
+    got = raced(evaluator, **{n: candidate(n, trials_s=trials) for n, trials in known.items()})
+    assert order is None or got == [*order]
+    assert evaluator.asked == asked
+    assert len(seconds) < 2 or evaluator.looked == dict.fromkeys(asked, 1)
+
+
+def test_prices_of_its_own_come_with_the_lookahead_that_suits_them():
+    evaluator = Evaluator({"a": 1.0, "b": 1.2})
+    raced(evaluator, a=candidate("a", prices="its own"))
+    assert evaluator.looked == {"b": 1}
+
+
+@pytest.mark.parametrize("effort, times", [("quick", 1), ("full", 4)])
+@pytest.mark.parametrize("larger", [1, 4])
+def test_those_that_stay_together_cost_no_more_than_the_work(effort, times, larger):
+    names = [f"p{i}" for i in range(24 * times // larger)]
+    samples = larger * time_plans.LARGE_BATCH
+    evaluator = Evaluator(dict.fromkeys(names, 1.0), apart=0.02, effort=effort, samples=samples)
+    raced(evaluator)
+    assert all(evaluator.asked[n] >= FIRST for n in names)
+    beyond = sum(evaluator.asked.values()) - FIRST * len(names)
+    cost = beyond * 2 * larger * (time_plans.TRIAL_WORK + time_plans._BATCH_COST)
+    assert 0.4 * times * time_plans._ALL_WORK <= cost <= times * time_plans._ALL_WORK
+
+
+@pytest.mark.parametrize("faster", [1e-9, 1e-2])
+def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
+    for names in ("fm", "mf"):
+        evaluator = Evaluator({n: 1 - faster * (n == "m") for n in names})
+        order = raced(evaluator, f=candidate("f", 2), m=candidate("m", 3))
+        assert order[0] == ("f" if faster < 1e-6 else "m")
+
+
+@pytest.mark.parametrize("saved, worth", [(0.9, False), (1.1, True)])
+def test_second_policies_are_worth_their_programs(saved, worth):
+    evaluator = Evaluator({"plain": 1.0, "second": 1 - saved * WORTH_PROGRAMS})
+    order = raced(evaluator, second=candidate("second", kept=("some",)))
+    assert order[0] == ("second" if worth else "plain")
+
+
+def test_new_plans_race_the_fastest_alone():
+    evaluator = Evaluator({"a": 1.0, "b": 1.05, "new": 1.02, "best": 0.9})
+    before = time_plans.race(evaluator, [candidate("a"), candidate("b")])
+    assert time_plans.joined(evaluator, before, []) == before
+    asked = evaluator.asked["b"]
+    after = time_plans.joined(evaluator, before, [candidate("new"), candidate("best")])
+    assert [f.plan.name for f in after] == ["best", "a", "new", "b"]
+    assert evaluator.asked["b"] == asked
+
+
+def test_a_glance_sorts_by_the_first_trials_and_tells_what_is_close():
+    evaluator = Evaluator({"a": 1.06, "b": 1.0, "c": 1.04})
+    seen = time_plans.at_a_glance(evaluator, [candidate(n) for n in "abc"])
+    assert [f.plan.name for f in seen] == ["b", "c", "a"]
+    assert {len(f.trials_s) for f in seen} == {FIRST}
+    assert time_plans.close_to_best(seen) == seen[:2]
+    assert time_plans.at_a_glance(evaluator, []) == []
+
+
+def test_it_is_right_more_often_than_the_first_trials_alone():
+    """Of eight plans half a percent apart, whose trials differ by 1%."""
+    right, alone = 0, 0
+    for k in range(80):
+        evaluator = Evaluator({f"{i}{k}": 1 + 0.005 * i for i in range(8)}, apart=0.01)
+        right += raced(evaluator)[0] == f"0{k}"
+        evaluator.asked.clear()
+        seen = time_plans.at_a_glance(evaluator, [candidate(n) for n in evaluator.seconds])
+        alone += seen[0].plan.name == f"0{k}"
+    assert right >= alone + 8, (right, alone)
+
+
+GIB = 2**30
+
+
+def plan(name, seconds):
+    return replace(chain(1), policy=name, predicted=Predicted(seconds)).with_scheduling(
+        free_bytes={"l0": 2.0 * GIB}
+    )
+
+
+# By the profile a is the fastest, on the devices d.
+PLANS = [plan("a", 1.0), plan("b", 2.0), plan("c", 3.0), plan("d", 4.0)]
+TOOK_S = {"a": 4.0, "b": 3.0, "c": 2.0, "d": 1.0}
+
+
+class Devices:
+    """Of devices of 10 GiB that plans fill, and of plans that need these GiB."""
+
+    def __init__(self, needed, limit=10.0):
+        self.needed = needed
+        self.rules = SimpleNamespace(spec=SimpleNamespace(memory_bytes=limit * GIB))
+        self.config = SimpleNamespace(effort="quick")
+
+    def with_less_memory(self, n_bytes):
+        return Devices(self.needed, (self.rules.spec.memory_bytes - n_bytes) / GIB)
+
+    def fits(self, plan):
+        return self.needed.get(plan.policy, 0.0) * GIB <= self.rules.spec.memory_bytes
+
+    def evaluate(self, plan, about_s, prices=None):
+        by_profile_s = plan.predicted.makespan_s
+        return replace(plan, predicted=Predicted(prices.concurrency if prices else by_profile_s))
+
+    def trial(self, number):
+        return [[]]
+
+    def trial_s(self, plan, number, prices):
+        return prices.concurrency
+
+
+def chosen(n, *, not_timed=None, no_step=None, needed=None):
+    """(the plan, how many were timed, what was tried) where these plans are short of so many GiB
+    while they are timed or in a step."""
+    tried = []
+
+    def time_plan(plan):
+        tried.append(plan.policy)
+        if plan.policy in (not_timed or {}):
+            raise PlanTooLarge(f"{plan.policy} is large", not_timed[plan.policy] * GIB)
+        return Prices({}, concurrency=TOOK_S[plan.policy])
+
+    def try_step(plan, prices):
+        assert prices.concurrency == TOOK_S[plan.policy]
+        tried.append(plan.policy.upper())
+        if plan.policy in (no_step or {}):
+            raise PlanTooLarge(f"{plan.policy} is large", no_step[plan.policy] * GIB)
+
+    best, n_timed = by_its_own(Devices(needed or {}), PLANS, n, time_plan, try_step)
+    return best, n_timed, "".join(tried)
+
+
+def test_the_fastest_on_the_devices_is_taken_after_a_step():
+    best, n_timed, tried = chosen(3)
+    assert (best.policy, n_timed, tried) == ("c", 3, "abcC")
+    assert best.scheduling.free_bytes == {"l0": 2.0 * GIB}
+
+
+def test_one_that_is_too_large_to_be_timed_is_dropped():
+    best, n_timed, tried = chosen(3, not_timed={"c": 0})
+    assert (best.policy, n_timed, tried) == ("b", 2, "abcB")
+
+
+def test_the_others_leave_free_what_one_was_short_of():
+    best, _, tried = chosen(3, not_timed={"a": 1.5}, needed={"b": 9.0, "c": 8.0})
+    assert (best.policy, tried) == ("c", "acC")  # 8.5 GiB are left to plan with
+    assert best.scheduling.free_bytes == {"l0": 0.5 * GIB}
+    # That of a step too, and of all that were dropped.
+    best, _, tried = chosen(3, not_timed={"a": 0.5}, no_step={"c": 1.0}, needed={"b": 8.75})
+    assert (best.policy, tried) == ("d", "abcCdD")
+    assert best.scheduling.free_bytes == {"l0": 0.5 * GIB}
+
+
+def test_the_next_is_tried_in_a_step():
+    assert chosen(3, no_step={"c": 0, "b": 0})[2] == "abcCBA"
+
+
+def test_beyond_the_finalists_one_after_the_other():
+    assert chosen(1, not_timed={"a": 0, "b": 0}) == (replace(PLANS[2], predicted=Predicted(
+        2.0, chosen_by_s=3.0)), 1, "abcC")  # fmt: skip
+
+
+def test_without_finalists_by_the_profile():
+    assert chosen(0) == (PLANS[0], 0, "aA")
+    best, n_timed, tried = chosen(0, no_step={"a": 1.0}, needed={"b": 9.5})
+    assert (best.policy, n_timed, tried) == ("c", 0, "aAcC")
+
+
+@pytest.mark.parametrize(
+    "short, remedy", [(1.0, "memory_bytes 6.442e+09, "), (0.0, "memory_bytes 9.664e+09, ")]
+)
+def test_where_none_is_left_the_remedy_is_named(short, remedy):
+    """10 GiB less 1 GiB for each of four; or, where nothing is known, less a tenth."""
+    every = {p.policy: short for p in PLANS}
+    with pytest.raises(ValueError, match=r"no plan of the fastest .* \(4 tried\): d is large") as e:
+        chosen(3, no_step=every)
+    assert remedy in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "policies, n, expected",
+    [
+        (["orch"], 0, []),
+        (["orch", "dip", "orch", "dflop"], 1, [0]),
+        (["orch", "dip", "orch", "dflop", "orch", "orch"], 3, [0, 1, 2, 4]),
+        (["orch", "orch", "dip"], 3, [0, 1, 2]),
+    ],
+)
+def test_another_policy_takes_no_place_of_the_first(policies, n, expected):
+    plans = [SimpleNamespace(policy=p, at=i) for i, p in enumerate(policies)]
+    assert [p.at for p in to_time(plans, n)] == expected

@@ -1,0 +1,244 @@
+"""Moving arrays between any two meshes equals slicing on the host, on every device that holds a
+piece. Between processes: test_processes.py; here their route is taken inside one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.runtime import communicator
+from dflop_jax.runtime.communicator import Route, find_route, move, pieces_of, place, send, zeros
+from dflop_jax.runtime.exchange import Exchange
+
+# (first device, (stage, data, model), dims' axes)
+SIDES = {
+    "one device": (0, (1, 1, 1), P()),
+    "another device": (5, (1, 1, 1), P(None, "data")),
+    "data 4": (0, (1, 4, 1), P(None, "data")),
+    "data 4 on the others": (4, (1, 4, 1), P(None, "data")),
+    "data 3 x model 2": (2, (1, 3, 2), P(None, "data")),
+    "data 2 x model 2": (4, (1, 2, 2), P(None, "data", "model")),
+    "stage 2, on every stage": (0, (2, 2, 1), P(None, "data")),
+    "stage 2, a part on each": (2, (2, 1, 2), P("stage", None, "model")),
+    "stage 4 x data 2": (0, (4, 2, 1), P(None, "data")),
+    "all replicas": (0, (2, 2, 2), P()),
+}
+SHAPE = (2, 12, 6)
+
+
+def sharding_of(side):
+    first, shape, spec = side
+    devices = np.array(jax.devices()[first : first + int(np.prod(shape))])
+    return NamedSharding(Mesh(devices.reshape(shape), ("stage", "data", "model")), spec)
+
+
+def bounds(sharding, shape, device):
+    """[start, stop) of a device's piece, from its place in the mesh."""
+    at = dict(
+        zip(sharding.mesh.axis_names, np.argwhere(sharding.mesh.devices == device)[0], strict=True)
+    )
+    out = []
+    for n, axis in zip(shape, [*sharding.spec, *[None] * len(shape)], strict=False):
+        size = n // sharding.mesh.shape[axis] if axis else n
+        start = int(at[axis]) * size if axis else 0
+        out.append(slice(start, start + size))
+    return tuple(out)
+
+
+def assert_everywhere(got, host, sharding):
+    """Every device of the sharding holds its piece of `host`, and no other device does."""
+    assert got.dtype == host.dtype
+    assert got.shape == host.shape
+    assert got.sharding == sharding
+    held = pieces_of(got)
+    assert set(held) == set(sharding.mesh.devices.flat)
+    for device, piece in held.items():
+        assert piece.devices() == {device}
+        np.testing.assert_array_equal(piece, host[bounds(sharding, host.shape, device)])
+
+
+class OfManyProcesses:
+    """An array that says it is only in part here, so that it is sent as between processes."""
+
+    is_fully_addressable = False
+
+    def __init__(self, array):
+        self._array = array
+
+    def __getattr__(self, name):
+        return getattr(self._array, name)
+
+
+@pytest.mark.parametrize("target", SIDES)
+@pytest.mark.parametrize("source", SIDES)
+def test_send_between_any_two_meshes(source, target):
+    before, after = sharding_of(SIDES[source]), sharding_of(SIDES[target])
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, jnp.bfloat16, np.int32):
+        host = np.asarray(rng.integers(-99, 99, SHAPE)).astype(dtype)
+        array = place(host, before)
+        assert_everywhere(array, host, before)
+        assert_everywhere(send(array, after), host, after)
+
+
+def cuts(sharding):
+    found = (bounds(sharding, SHAPE, d) for d in sharding.mesh.devices.flat)
+    return {tuple((s.start, s.stop) for s in spans) for spans in found}
+
+
+def test_the_route_between_processes_gives_the_same():
+    """Both sides must cut alike there; the replicas of a piece may differ."""
+    shardings = {name: sharding_of(side) for name, side in SIDES.items()}
+    host = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
+    sent = set()
+    for source, before in shardings.items():
+        array = OfManyProcesses(place(host, before))
+        for target, after in shardings.items():
+            if cuts(before) == cuts(after):
+                assert_everywhere(send(array, after), host, after)
+                sent.add((source, target))
+    assert {("one device", "all replicas"), ("all replicas", "another device")} <= sent
+    assert ("stage 4 x data 2", "stage 2, on every stage") in sent
+    assert len(sent) > len(SIDES)
+
+
+def test_pieces_cut_otherwise_are_refused():
+    array = OfManyProcesses(place(np.zeros(SHAPE, np.float32), sharding_of(SIDES["data 4"])))
+    with pytest.raises(AssertionError, match="pieces differ"):
+        send(array, sharding_of(SIDES["data 3 x model 2"]))
+
+
+def test_send_keeps_the_original_and_scalars():
+    for source in SIDES.values():
+        whole = NamedSharding(sharding_of(source).mesh, P())
+        scalar = place(np.float32(2.5), whole)
+        for target in SIDES.values():
+            there = NamedSharding(sharding_of(target).mesh, P())
+            assert float(send(scalar, there)) == 2.5
+        assert float(scalar) == 2.5
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 8])
+def test_move_brings_every_target_its_piece(n):
+    rng = np.random.default_rng(n)
+    devices = jax.devices()
+    host = {key: rng.normal(size=(3, 2)).astype(np.float32) for key in range(3)}
+    keys = dict(zip(devices, rng.permutation([0, 0, 0, 1, 1, 2, 2, 2]).tolist(), strict=True))
+    held = {d: jax.device_put(host[k], d) for d, k in keys.items()}
+    holders = {k: [d for d in devices if keys[d] == k] for k in host}
+    # A device may want another piece than it holds and hands on.
+    wanted = {devices[i]: int(rng.integers(3)) for i in rng.permutation(8)[:n]}
+    got = move(held, find_route(holders, wanted), jax.ShapeDtypeStruct((3, 2), np.float32))
+    assert len(got) == n
+    for array, (target, key) in zip(got, wanted.items(), strict=True):
+        assert array.sharding == SingleDeviceSharding(target)
+        np.testing.assert_array_equal(array, host[key])
+
+
+def crossings(monkeypatch, source):
+    """Bytes that leave the devices of a mesh for others, in a list that grows."""
+    inside, counted, put = set(source.devices.flat), [], jax.device_put
+
+    def counting(arrays, to):
+        pairs = zip(arrays, to, strict=True) if isinstance(arrays, list) else [(arrays, to)]
+        for array, there in pairs:
+            there = there if isinstance(there, jax.Device) else next(iter(there.device_set))
+            if array.devices() <= inside and there not in inside:
+                counted.append(array.nbytes)
+        return put(arrays, to)
+
+    monkeypatch.setattr(jax, "device_put", counting)
+    return counted
+
+
+@pytest.mark.parametrize("target", ["data 2", "stage 2", "all"])
+def test_a_piece_crosses_over_once(monkeypatch, target):
+    """However many stages and model replicas of the target want it."""
+    shape = {"data 2": (1, 2, 1), "stage 2": (2, 2, 1), "all": (3, 2, 1)}[target]
+    before = sharding_of((0, (1, 2, 1), P(None, "data")))
+    after = sharding_of((2, shape, P(None, "data")))
+    host = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    array = place(host, before)
+    counted = crossings(monkeypatch, before.mesh)
+    assert_everywhere(send(array, after), host, after)
+    assert sum(counted) == host.nbytes
+
+
+def test_an_exchange_crosses_over_once_there_and_back(monkeypatch):
+    source, target = (
+        sharding_of(side)
+        for side in ((0, (1, 2, 1), P("stage", "data")), (2, (1, 2, 3), P(None, "data")))
+    )
+    exchange = Exchange(
+        jax.ShapeDtypeStruct((1, 4, 3, 5), np.float32, sharding=source),
+        jax.ShapeDtypeStruct((1, 2, 6, 5), np.float32, sharding=target),
+    )
+    host = np.random.default_rng(0).normal(size=(1, 2, 6, 5)).astype(np.float32)
+    blocks = [place(host, s.sharding) for s in exchange.block_structs]
+    counted = crossings(monkeypatch, source.mesh)
+    placed = exchange.deliver(blocks)
+    assert_everywhere(placed, host, target)
+    assert sum(counted) == host.nbytes
+    monkeypatch.undo()
+    counted = crossings(monkeypatch, target.mesh)
+    (back,) = exchange.collect(placed)
+    assert sum(counted) == host.nbytes
+    np.testing.assert_array_equal(back, host)
+
+
+@dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+
+
+@pytest.mark.parametrize("donated", [True, False])
+@pytest.mark.parametrize("other", [0, 1])
+def test_what_is_donated_later_leaves_its_process_as_a_copy(monkeypatch, donated, other):
+    """What JAX takes before it has left is lost: runs of a tied module over processes ended so."""
+    sharding = sharding_of((0, (1, 1, 1), P()))
+    host = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    array, sent = place(host, sharding), {}
+    route = Route((), ((Device(0, 0), Device(1, other)),), ())
+    monkeypatch.setattr(communicator, "_route", lambda *_: route)
+
+    def moved(held, *_):
+        sent.update(held)
+        return [*held.values()]
+
+    monkeypatch.setattr(communicator, "move", moved)
+    send(array, sharding, donated=donated)
+    (own,), (gone,) = array.addressable_shards, sent.values()
+    np.testing.assert_array_equal(gone, host)
+    same = gone.unsafe_buffer_pointer() == own.data.unsafe_buffer_pointer()
+    assert same == (not donated or other == 0)
+
+
+def test_between_processes_a_piece_goes_over_once_and_is_passed_on():
+    a0, a1, b0, b1, c0, c1 = (Device(i, p) for i, p in enumerate((0, 0, 1, 1, 2, 2)))
+    route = find_route({"x": [a0, a1]}, dict.fromkeys([b0, b1, c0, c1], "x"))
+    assert route.sent == ((a0, b0),)
+    assert route.passed_on == ((b0, b1), (b0, c0), (b0, c1))
+    # A holder in the same process is nearer than a target elsewhere; a holder needs no copy.
+    route = find_route({"x": [a0, c0], "y": [b1]}, {b0: "x", c1: "x", a0: "x", a1: "y"})
+    assert route.sent == ((c0, c1), (a0, a0), (b1, a1))
+    assert route.passed_on == ((a0, b0),)
+    assert route.targets == (b0, c1, a0, a1)
+    # Holders that are as near share the load.
+    route = find_route({0: [a0, a1], 1: [a0, a1], 2: [a0, b1]}, {c0: 0, c1: 1, b0: 2})
+    assert route.sent == ((a0, c0), (a1, c1), (b1, b0))
+    assert find_route({"x": [a0]}, {}) == Route((), (), ())
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), SHAPE])
+def test_zeros_are_placed(shape):
+    first, mesh, _ = SIDES["all replicas"]
+    sharding = sharding_of((first, mesh, P()))
+    got = zeros(jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding))
+    assert_everywhere(got, np.zeros(shape, np.float32), sharding)

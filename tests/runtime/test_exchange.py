@@ -1,0 +1,210 @@
+"""The exchange against loops over positions, on one device and between shardings."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.exchange import Exchange, gather_features, scatter_gradient
+
+gather = jax.jit(jax.vmap(gather_features))  # [M, ...] each
+
+
+@partial(jax.jit, static_argnums=0)
+def scatter(like, *arrays):
+    one = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
+    return jax.vmap(partial(scatter_gradient, one))(*arrays)
+
+
+# A width that most meshes below share evenly, and that of 6 devices does not.
+M, ITEMS, TOKENS, WIDTH = 2, 4, 3, 8
+
+
+def arrays(rows, length, *, items=ITEMS, hits=0.6, seed=0, sources=1):
+    """Features, the sources of each place (index and, of several, weights), a cotangent. With one
+    source an index has no repeats in a microbatch (a token goes to one row)."""
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(M, items, TOKENS, WIDTH)).astype(np.float32)
+    index = np.full((M, rows * length), -1, np.int32)
+    for m in range(M):
+        n = min(items * TOKENS, int(hits * rows * length))
+        spots = rng.choice(rows * length, n, replace=False)
+        index[m, spots] = rng.choice(items * TOKENS, n, replace=False)
+    dvisual = rng.normal(size=(M, rows, length, WIDTH)).astype(np.float32)
+    if sources == 1:
+        return features, (index.reshape(M, rows, length, 1),), dvisual
+    shape = (M, rows, length, sources)
+    index = np.where(rng.random(shape) < hits, rng.integers(0, items * TOKENS, shape), -1)
+    return features, (index.astype(np.int32), rng.random(shape).astype(np.float32)), dvisual
+
+
+def loops(features, sources, dvisual):
+    """(gathered, scattered) position by position."""
+    index, weight = sources if len(sources) == 2 else (*sources, np.ones(sources[0].shape))
+    visual, dfeatures = np.zeros_like(dvisual), np.zeros_like(features)
+    for m, r, t, k in np.ndindex(index.shape):
+        if (i := index[m, r, t, k]) >= 0:
+            w = np.float32(weight[m, r, t, k])
+            visual[m, r, t] += w * features[m, i // TOKENS, i % TOKENS]
+            dfeatures[m, i // TOKENS, i % TOKENS] += w * dvisual[m, r, t]
+    return visual, dfeatures
+
+
+@pytest.mark.parametrize("sources", [1, 4])
+@pytest.mark.parametrize("rows, length, hits", [(1, 1, 1.0), (1, 1, 0.0), (2, 7, 0.6), (3, 2, 1.0)])
+def test_gather_and_scatter_equal_loops(rows, length, hits, sources):
+    """Of several weighted sources, a feature is read more than once."""
+    features, where, dvisual = arrays(rows, length, hits=hits, sources=sources)
+    visual, dfeatures = loops(features, where, dvisual)
+    like = jax.ShapeDtypeStruct(features.shape, jnp.float32)
+    close = {"rtol": 1e-5, "atol": 1e-6} if sources > 1 else {"rtol": 0, "atol": 0}
+    np.testing.assert_allclose(gather(features, *where), visual, **close)
+    np.testing.assert_allclose(scatter(like, dvisual, *where), dfeatures, **close)
+
+
+def test_what_reads_nothing_is_dropped_and_sums_are_exact():
+    """Padding does not meet the first feature, nor does a source of weight 0; bfloat16 gradients
+    of one feature are added in float32."""
+    like = jax.ShapeDtypeStruct((1, 2, 2, WIDTH), jnp.bfloat16)
+    dvisual = np.full((1, 1, 600, WIDTH), 1, jnp.bfloat16)
+    index = np.full((1, 1, 600, 1), -1, np.int32)
+    index[0, 0, :300] = 3
+    got = scatter(like, dvisual, index).astype(jnp.float32)[0].reshape(4, WIDTH)
+    np.testing.assert_array_equal(got[:, 0], [0, 0, 0, 300])
+    # Not a number times 0 would be none.
+    dvisual[0, 0, 300:] = np.nan
+    got = scatter(like, dvisual, np.abs(index), 1.0 * (index >= 0)).astype(jnp.float32)
+    np.testing.assert_array_equal(got[0].reshape(4, WIDTH)[:, 0], [0, 0, 0, 300])
+
+
+@pytest.mark.parametrize("sources", [1, 4])
+def test_no_program_scatters(sources):
+    features, _, dvisual = arrays(2, 5, sources=sources)
+    source, target = (NamedSharding(mesh_of(0, (1, 2, 1)), P(*s)) for s in (("stage", "data"), ()))
+    structs = (
+        jax.ShapeDtypeStruct(features.shape, jnp.bfloat16, sharding=source),
+        jax.ShapeDtypeStruct(dvisual.shape, jnp.bfloat16, sharding=target),
+    )
+    exchange = Exchange(*structs, sources)
+    for backward in (False, True):
+        program = exchange.lower(backward=backward)
+        assert "stablehlo.scatter" not in program.as_text()
+        assert "scatter(" not in program.compile().as_text()
+
+
+def collectives(text):
+    """Bytes that each device hands to each collective of a compiled program, by kind."""
+    found = []
+    for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        for line in text.splitlines():
+            if f" {kind}(" in line or f" {kind}-start(" in line:
+                sizes = re.findall(r"(f32|bf16|s32)\[([\d,]*)\]", line.split(f" {kind}")[0])
+                size = {"f32": 4, "bf16": 2, "s32": 4}
+                n = sum(size[t] * int(np.prod([int(x) for x in d.split(",") if x] or [1]))
+                        for t, d in sizes)  # fmt: skip
+                found.append((kind, n))
+    return found
+
+
+@pytest.mark.parametrize("low, high", [((1, 4, 1), (1, 4, 1)), ((1, 4, 1), (1, 2, 2))])
+def test_one_all_to_all_carries_what_is_asked_for(low, high):
+    """And one the requests: 4 bytes for a row. Nothing is gathered on all devices."""
+    source, target = mesh_of(0, low), mesh_of(0, high)
+    structs = (
+        jax.ShapeDtypeStruct((M, 8, 16, 64), jnp.float32,
+                             sharding=NamedSharding(source, P("stage", "data"))),
+        jax.ShapeDtypeStruct((M, 4, 32, 64), jnp.float32,
+                             sharding=NamedSharding(target, P(None, "data"))),
+    )  # fmt: skip
+    exchange = Exchange(*structs, room=0.25)
+    per_pair = M * 2 * 16 // 4
+    for backward in (False, True):
+        text = exchange.lower(backward=backward).compile().as_text()
+        moved = sorted(collectives(text))
+        assert moved == [("all-to-all", 4 * per_pair * 4), ("all-to-all", 4 * per_pair * 64 * 4)]
+
+
+# (encoder mesh, first LLM device, LLM mesh), meshes as (stage, data, model).
+MESHES = [
+    ((1, 1, 1), 0, (1, 1, 1)),
+    ((1, 1, 1), 1, (1, 4, 1)),
+    ((1, 4, 1), 4, (1, 1, 1)),
+    ((1, 2, 1), 2, (1, 3, 2)),
+    ((1, 4, 1), 4, (1, 2, 2)),
+    ((1, 2, 2), 4, (1, 4, 1)),
+    ((2, 2, 2), 0, (2, 4, 1)),
+    ((2, 1, 2), 0, (1, 8, 1)),
+    ((1, 6, 1), 0, (1, 4, 2)),
+]
+
+
+def mesh_of(first, shape):
+    devices = np.array(jax.devices()[first : first + int(np.prod(shape))])
+    return Mesh(devices.reshape(shape), ("stage", "data", "model"))
+
+
+@pytest.mark.parametrize("low, first, high", MESHES)
+@pytest.mark.parametrize("rows_per_rank, sources, room", [(1, 1, None), (2, 4, 0.1)])
+def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, sources, room):
+    """In one round, or in several where there is little room."""
+    items = ITEMS * low[1]
+    rows = rows_per_rank * high[1]
+    features, held, dvisual = arrays(rows, 5, items=items, sources=sources)
+    visual, dfeatures = loops(features, held, dvisual)
+    loose = {"rtol": 1e-5, "atol": 1e-6} if sources > 1 else {"rtol": 0, "atol": 0}
+    source, target = mesh_of(0, low), mesh_of(first, high)
+    feature_sharding = NamedSharding(source, P("stage", "data"))
+    visual_sharding = NamedSharding(target, P(None, "data"))
+    exchange = Exchange(
+        jax.ShapeDtypeStruct(features.shape, jnp.float32, sharding=feature_sharding),
+        jax.ShapeDtypeStruct(visual.shape, jnp.float32, sharding=visual_sharding),
+        sources,
+        room,
+    )
+    structs = exchange.source_structs
+    rounds = exchange.routes.route(held)
+    assert room is None or low[1] == 1 or len(rounds) > 1
+    gather, scatter = (exchange.lower(backward=b).compile() for b in (False, True))
+    source_features, dplaced = place(features, feature_sharding), place(dvisual, visual_sharding)
+    got, back = [], []
+    for arrays_of_round in rounds:
+        assert [s.shape for s in structs] == [a.shape for a in arrays_of_round]
+        where = tuple(
+            exchange.collect(place(a, s.sharding))
+            for a, s in zip(arrays_of_round, structs, strict=True)
+        )
+        blocks = gather(source_features, where)
+        assert [b.shape for b in blocks] == [b.shape for b in exchange.block_structs]
+        got.append(exchange.deliver(blocks))
+        came = exchange.collect(dplaced)
+        expected = zip(came, exchange.block_structs, strict=True)
+        assert all(b.sharding == s.sharding for b, s in expected)
+        gradient, _ = scatter(came, where)
+        back.append(gradient)
+    assert_adds_up(got, visual, visual_sharding, loose)
+    assert_adds_up(back, dfeatures, feature_sharding, loose)
+
+
+def assert_adds_up(parts, expected, sharding, loose):
+    """The parts are the expected array, in every copy of it."""
+    for part in parts:
+        assert part.sharding.is_equivalent_to(sharding, part.ndim)
+    for shards in zip(*(p.addressable_shards for p in parts), strict=True):
+        total = sum(np.asarray(s.data) for s in shards)
+        np.testing.assert_allclose(total, expected[shards[0].index], **loose)
+
+
+@pytest.mark.parametrize("readers", [1, 7, 8, 9, 64, 65, 100])
+def test_a_feature_that_many_places_read_gets_all_of_their_gradients(readers):
+    rng = np.random.default_rng(readers)
+    dplaced = rng.integers(-9, 9, (readers, 1)).astype(np.float32)
+    like, index = jax.ShapeDtypeStruct((2, 1), np.float32), np.ones((readers, 1), np.int32)
+    for longest in (None, readers):
+        summed = scatter_gradient(like, dplaced, index, max_readers=longest)
+        np.testing.assert_array_equal(summed, [[0], [dplaced.sum()]])

@@ -1,0 +1,185 @@
+"""A module with layers of two kinds, which may hand on more than hidden states: its gradients equal
+the plain model's under any cut, and a checkpoint goes on under another one."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflop_jax.contract import layer_kinds_of
+from dflop_jax.runtime import segment
+from dflop_jax.runtime.executor import Executor
+from dflop_jax.runtime.layout import make_segments
+from dflop_jax.train.optimizer import make_optimizer
+from models.composed import Composed
+from models.llava import build
+from models.qwen3_5_decoder import HybridModule
+from models.qwen3_5_sizes import QWEN3_5
+from tests.checkpoint.checkpoint_cases import TRAIN, reader_of, save, saver_of
+from tests.mixed import HandingText, Mixed, MixedText
+
+from . import plain
+from .test_gradients import check_step
+
+PERIODS = Mixed(pattern="mmgmmg", text=HandingText)
+ODD = Mixed(tied=False, pattern="gmmmgmm")  # a period that begins anywhere, then exceptions
+ROUNDS = Mixed(pattern="mgmgmgmg", text=HandingText)
+ALONE = (0, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class Hybrid(Composed):
+    """LLaVA's tower before the decoder of Qwen3.5: gated delta nets and gated attention."""
+
+    @property
+    def _plain(self):
+        size = replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
+        return {**super()._plain, "llm": HybridModule(size, self.dtype)}
+
+
+HYBRID = Hybrid(build("nano").size, build("nano").dtype)
+# A fresh net's states are small beside their rounding, of which its norm makes more.
+NET_TOLERANCE = 3e-4
+# name -> (model, LLM (first, stage, data, model), options, ZeRO degree, layers that are unrolled;
+# None: as many as usual)
+CASES = {
+    "one segment": (PERIODS, ALONE, {}, 1, 0),
+    "one segment, unrolled": (ODD, ALONE, {}, 1, 8),
+    "tensor ranks of two segments of nets": (HYBRID, (0, 1, 1, 2), {"llm_segments": 2}, 1, None),
+    "three segments": (ODD, (1, 1, 2, 1), {"llm_segments": 3}, 2, 0),
+    "each layer a segment": (ODD, (0, 1, 1, 1), {"llm_segments": 7}, 1, 8),
+    "stages": (PERIODS, (1, 2, 1, 1), {"group_size": 4}, 1, 0),
+    "rounds": (ROUNDS, (0, 2, 2, 1), {"group_size": 2, "rounds": 2}, 3, 0),
+    "rounds, unrolled": (ROUNDS, (0, 2, 1, 1), {"group_size": 2, "rounds": 2}, 1, 8),
+    "split over 3 ranks": (ODD, (0, 1, 3, 1), {}, 3, 0),
+    "split over 2 x 2 ranks": (PERIODS, (0, 1, 2, 2), {}, 3, 0),
+    "tensor ranks of two segments": (PERIODS, (0, 1, 1, 2), {"llm_segments": 2}, 2, 8),
+    "nets on 2 x 2 ranks": (HYBRID, (2, 1, 2, 2), {}, 3, None),
+}  # fmt: skip
+
+
+@pytest.mark.slow(first=2)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_the_plain_models(name, monkeypatch):
+    m, llm, options, zero, unrolled = CASES[name]
+    if unrolled is not None:
+        monkeypatch.setattr(segment, "unrolled_layers", lambda chip: unrolled)
+    plan = plain.plan_of(m, ALONE, llm, bucket=(36, 480), **options)
+    tolerance = NET_TOLERANCE if m == HYBRID else 1e-5
+    check_step(m, plain.with_zero(plan, llm=zero), n_groups=1, text_only=(), tolerance=tolerance)
+
+
+def test_a_kind_can_be_frozen_alone():
+    plan = plain.plan_of(PERIODS, ALONE, ALONE, bucket=(36, 480))
+    grads, _ = check_step(PERIODS, plan, n_groups=1, text_only=(), freeze=("gates",))
+    assert "gate" not in grads["llm"]
+
+
+@pytest.mark.parametrize("pattern, rounds", [("mmgm", 1), ("mgmgmmgg", 2)])
+def test_stages_of_other_kinds_are_refused(pattern, rounds):
+    m = Mixed(pattern=pattern)
+    plan = plain.plan_of(m, ALONE, (0, 2, 1, 1), group_size=2, rounds=rounds)
+    with pytest.raises(ValueError, match=r"not of the same kinds.* 2 stages.*cut it into segments"):
+        make_segments(m, plan.layout, jax.devices())
+
+
+def executor(m, *llm, zero=1, **options):
+    plan = plain.plan_of(m, None, llm, bucket=(0, 96), **options)
+    plan = plain.with_zero(plan, llm=zero)
+    return Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0)
+
+
+@dataclass(frozen=True)
+class HalfText(MixedText):
+    """Works in bfloat16, but for two parameters of one kind."""
+
+    working_dtype = jnp.bfloat16
+    float32_names = ("value", "out")
+
+    def layer(self, params, x, batch, kind):
+        named = kind == "gate" and params["value"].dtype == params["out"].dtype == jnp.float32
+        assert named or {a.dtype for a in params.values()} == {jnp.dtype(jnp.bfloat16)}
+        return super().layer(in_float32(params), x, batch, kind)
+
+    def entry(self, params, batch):
+        return super().entry(in_float32(params), batch)
+
+    def exit(self, params, x, batch, entry):
+        return super().exit(in_float32(params), x, batch, entry and in_float32(entry))
+
+
+def in_float32(params):
+    return jax.tree.map(lambda a: a.astype(jnp.float32), params)
+
+
+class Half(Mixed):
+    @property
+    def modules(self):
+        text = HalfText(len(self.pattern), self.tied, self.pattern)
+        return {**super().modules, "llm": text}
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("zero", [3, 1, 2])
+def test_parameters_of_a_kind_stay_float32(zero):
+    """Through steps that donate what they replace, each once."""
+    m = Half(tied=False, pattern="mgmg")
+    samples = plain.random_samples(m, 8, 5, max_tiles=0)
+    ex = executor(m, 0, 1, 2, 1, zero=zero)
+    try:
+        ex.init(0)
+        ex.compile()
+        first, *_, last = plain.losses_of(ex, samples, 0, 4)
+        assert last < first
+        held, masters = ex.state.params["llm"], ex.state.masters["llm"]
+        for name, a in held["gate"].items():
+            assert a.dtype == (jnp.bfloat16 if name == "gate" else jnp.float32)
+            if zero == 3:
+                np.testing.assert_array_equal(a, np.asarray(masters["gate"][name], a.dtype))
+    finally:
+        ex.close()
+
+
+def state_of(ex):
+    state = ex.state
+    params = {n: {**state.params[n], **state.masters.get(n, {})} for n in state.params}
+    return plain.join(ex.plan, params)
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("m, options", [
+    (Mixed(tied=False, pattern="gmmmgmm"), {"llm_segments": 4}),
+    (Mixed(tied=False, pattern="mgmgmgmg"), {"stage": 2, "rounds": 2, "group_size": 2}),
+    (HYBRID, {"llm_segments": 3}),
+], ids=["segments", "rounds", "delta nets"])  # fmt: skip
+def test_a_checkpoint_goes_on_under_another_cut(m, options, tmp_path):
+    """And back: the run that was not cut goes on bit for bit."""
+    samples = plain.random_samples(m, 8, 5, max_tiles=0)
+    options = dict(options)
+    stage = options.pop("stage", 1)
+    group_size = options.get("group_size", 1)
+    whole = executor(m, *ALONE, group_size=group_size)
+    cut = executor(m, 0, stage, 1, 1, **options)
+    try:
+        for seed, ex in enumerate((whole, cut)):
+            ex.init(seed)
+            ex.compile()
+        before = plain.losses_of(whole, samples, 0, 2)
+        saver, other = saver_of(whole, tmp_path / "whole"), saver_of(cut, tmp_path / "cut")
+        save(saver, 2)
+        parts = {n.split("/")[2] for n in reader_of(saver, 2).specs if n.startswith("params/llm/")}
+        assert parts - {"entry", "exit"} == {*layer_kinds_of(m.modules["llm"])}
+        kept = state_of(whole)
+        want = plain.losses_of(whole, samples, 2, 2)
+        assert max(want) < max(before)
+        other.restore(reader_of(saver, 2))
+        jax.tree.map(np.testing.assert_array_equal, state_of(cut), kept)
+        save(other, 2)
+        assert plain.losses_of(cut, samples, 2, 2) == pytest.approx(want, rel=1e-5)
+        saver.restore(reader_of(other, 2))
+        assert plain.losses_of(whole, samples, 2, 2) == want
+    finally:
+        for ex in (whole, cut):
+            ex.close()

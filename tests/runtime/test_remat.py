@@ -1,0 +1,137 @@
+"""What backward computes again changes no gradient, takes less memory, and is no more than said."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from dflop_jax.aot.hlo_cost import hlo_cost
+from dflop_jax.profile.needed import seen_pairs, segment_flops
+from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
+from dflop_jax.runtime import segment
+from dflop_jax.runtime.layout import device_mesh
+from dflop_jax.runtime.lowering import Lowering
+from dflop_jax.runtime.segment import Segment, device_bytes
+from models.sizes import VisionSize
+from models.vit import VisionModule
+
+from .test_gradients import NANO, PLANS, check_step, planned
+
+MIXED = {  # layout -> policies of its segments; tests of gradients have "none" in every layout
+    "tied across segments of dp 2 x tp 2": ("named", "layers", "segment"),
+    "llm as 2 segments of stage 2 in 3 rounds": ("layers", "named", "dots"),
+    "llm as 3 segments": ("dots", "named", "segment", "layers"),
+}
+
+# Its loops go through two layers a round, for 8 microbatches a stage.
+ROUNDS = {
+    "llm as 2 segments of stage 2 in 3 rounds": (
+        (0, 1, 2, 1),
+        (2, 2, 1, 1),
+        {"llm_segments": 2, "group_size": 16, "n_layers": 24, "rounds": 3},
+    )
+}
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("m, name", list(zip((None, None, NANO), MIXED, strict=True)), ids=MIXED)
+def test_gradients_are_those_of_the_plain_computation(m, name, monkeypatch):
+    """Of segments of a module the first is a loop over layers, the others are unrolled."""
+    monkeypatch.setattr(Segment, "unrolls", property(lambda s: s.plan.start > 0))
+    m, plan = planned((PLANS | ROUNDS)[name], m)
+    segments = tuple(
+        dataclasses.replace(s, remat=remat)
+        for s, remat in zip(plan.layout.segments, MIXED[name], strict=True)
+    )
+    check_step(m, plan.with_layout(segments=segments))
+
+
+VIT = VisionModule(VisionSize(32, 8, 64, 2, 4, 160), 64, jax.numpy.dtype("float32"))
+
+
+def encoder(remat: Remat) -> Segment:
+    """Another module reads it."""
+    plan = SegmentPlan("vision", "vision", 0, VIT.n_layers, "all", True, True, remat)
+    mesh = device_mesh(MeshShape(), jax.devices())
+    parts = frozenset(("entry", "layers", "exit"))
+    return Segment(plan, VIT, mesh, 1, parts, edges=(Edge("vision", "llm", "visual"),))
+
+
+def inner_layers(remat: Remat) -> Segment:
+    """Layers of a decoder between two others."""
+    module = NANO.modules["llm"]
+    plan = SegmentPlan("llm1", "llm", 1, 3, "all", False, False, remat)
+    mesh = device_mesh(MeshShape(), jax.devices())
+    return Segment(plan, module, mesh, 1, frozenset(("layers",)), frozenset(("hidden",)))
+
+
+def test_each_policy_keeps_what_it_says():
+    tokens, shape = 96, Shape(1, 96)
+    size = inner_layers("none").module.size
+    attended = size.n_heads * size.head_dim
+    projected = attended + 2 * size.n_kv_heads * size.head_dim
+    values = {  # of each token in each of two layers
+        "segment": 0,
+        "layers": size.width,
+        "named": size.width + attended,
+        "dots": size.width + projected + size.width + 2 * size.mlp,
+    }
+    for remat, n in values.items():
+        residuals = Lowering(inner_layers(remat)).residual_structs(shape)
+        assert device_bytes(residuals) == 2 * tokens * n * 4
+    # Scores of a token with all of its row, and sums of the two norms and of each head's softmax.
+    more = attended + size.n_heads * tokens + 2 + 2 * size.n_heads
+    residuals = Lowering(inner_layers("none")).residual_structs(shape)
+    assert device_bytes(residuals) == 2 * tokens * (values["dots"] + more) * 4
+
+
+@pytest.mark.parametrize(
+    "make, shape, remat, least, most",
+    [
+        (encoder, Shape(4, 16), "none", 0.99, 1.03),
+        (inner_layers, Shape(24, 4), "none", 0.99, 1.03),
+        (encoder, Shape(4, 16), "segment", 1.30, 1.37),
+    ],
+)
+def test_forward_and_backward_compute_what_they_need(make, shape, remat, least, most):
+    s = make(remat)
+    seen = seen_pairs(s.module, shape.tokens)
+    executed = needed = 0.0
+    for kind in (FORWARD, BACKWARD):
+        executed += hlo_cost(Lowering(s).lower(shape, kind).compile().as_text(), seen).flops
+        needed += segment_flops(s, shape, kind, with_forward=False)
+    assert least <= executed / needed <= most
+
+
+def ends_in_a_loss(remat: Remat) -> Segment:
+    """The last layers of a decoder, whose backward task is also its forward task."""
+    module = NANO.modules["llm"]
+    n = module.n_layers
+    plan = SegmentPlan("llm1", "llm", n - 2, n, "all", False, True, remat)
+    mesh = device_mesh(MeshShape(), jax.devices())
+    parts = frozenset(("layers", "exit"))
+    return Segment(plan, module, mesh, 1, parts, frozenset(("hidden",)), shares_entry=True)
+
+
+@pytest.mark.slow(first=1)
+@pytest.mark.parametrize("remat", ["none", "layers"])
+def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
+    """Nothing that is to be computed again is merged with what forward computed."""
+    inner, last, shape = inner_layers(remat), ends_in_a_loss(remat), Shape(1, 32)
+    kept = device_bytes(Lowering(inner).residual_structs(shape))
+    flops = [
+        hlo_cost(
+            Lowering(s).lower(shape, BACKWARD).compile().as_text(), seen_pairs(s.module, 32)
+        ).flops
+        for s in (inner, last)
+    ]
+    monkeypatch.setattr(segment, "unrolled_layers", lambda chip: 2)
+    inner, last = inner_layers(remat), ends_in_a_loss(remat)
+    structs = Lowering(inner).residual_structs(shape)
+    assert inner.unrolls
+    assert last.unrolls
+    assert device_bytes(structs) == kept
+    assert len(structs["turns"]["layers 0"]) == 2  # of each layer its own
+    for s, want in zip((inner, last), flops, strict=True):
+        text = Lowering(s).lower(shape, BACKWARD).compile().as_text()
+        assert hlo_cost(text, seen_pairs(s.module, 32)).flops == want

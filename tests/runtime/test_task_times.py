@@ -1,0 +1,82 @@
+"""The seconds that each process computed in a step, from when its tasks began and ended."""
+
+import numpy as np
+import pytest
+
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, Task
+from dflop_jax.runtime.step_result import TaskOrder, moments_of, process_seconds
+
+
+def seconds(order, parts, resource_of, waits_for):
+    seen = moments_of(parts, len(order))
+    return process_seconds(seen, TaskOrder.of(order, waits_for, resource_of))
+
+
+def test_ranks_that_exchange_are_told_apart_by_what_they_compute():
+    """Encoder and LLM on both processes, the second twice as slow: features and gradients are there
+    when it has sent them, for both."""
+    f, b = ([Task("a", g, d) for g in range(2)] for d in (FORWARD, BACKWARD))
+    llm = [Task("b", g, d) for g in range(2) for d in (FORWARD, BACKWARD)]
+    order = [f[0], f[1], llm[0], llm[1], llm[2], llm[3], b[0], b[1], Task("b", -1, REDUCE)]
+    waits_for = {f[0]: (), f[1]: (), b[0]: (llm[1],), b[1]: (llm[3],), order[-1]: tuple(llm)}
+    waits_for |= {llm[0]: (f[0],), llm[1]: (llm[0],), llm[2]: (f[1],), llm[3]: (llm[2],)}
+    parts = [{}, {}]
+    now = [0.0, 0.0]
+    for i, task in enumerate(order):
+        received = max(now) if task in b else 0.0
+        took = 4.0 if task.direction == REDUCE else 1.0 + (task.direction == BACKWARD)
+        begun = list(now)
+        now = [max(s, received) + k * took for s, k in zip(now, (1, 2), strict=True)]
+        meets = task in f or task.direction == REDUCE
+        for p, part in enumerate(parts):
+            end = max(now) if meets else now[p]
+            part[i] = begun[p], received, now[p], end
+        if meets:
+            now = [max(now)] * 2
+    quick_s = sum(1.0 + (t.direction == BACKWARD) for t in order[1:-1])
+    assert seconds(order, parts, {"a": 0, "b": 0}, waits_for) == {0: quick_s, 1: 2 * quick_s}
+
+
+# ---- the same by the definitions, process by process and task by task ----
+
+
+def own_seconds_by_definition(order, parts, resource_of, waits_for):
+    last_end = {}
+    for part in parts:
+        for place, (*_, end) in part.items():
+            last_end[order[place]] = max(end, last_end.get(order[place], end))
+    for part in parts:
+        own_end = {order[place]: end for place, (*_, end) in part.items()}
+        took, free_s = {}, {}
+        for place, (dispatched, received, computed, end) in part.items():
+            task, resource = order[place], resource_of[order[place].segment]
+            if resource in free_s and task.direction in (FORWARD, BACKWARD):
+                inputs = [own_end.get(t, last_end[t]) for t in waits_for[task]]
+                start = max(dispatched, received, free_s[resource], *inputs)
+                took[task] = max(computed - start, 0.0)
+            free_s[resource] = end
+        yield took
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_many_processes_are_timed_as_one_by_one(seed):
+    """Processes that hold some of four segments, two of which share a resource: from none to nine,
+    in groups of unequal size; some tasks without a price, some that take no time."""
+    rng = np.random.default_rng(seed)
+    resource_of = {"a": 0, "b": 1, "c": 1, "d": 2}
+    order = [Task(s, g, d) for g in range(3) for s in "abcd" for d in (FORWARD, BACKWARD)]
+    order += [Task(s, -1, REDUCE) for s in "abcd"]
+    waits_for = {t: [] for t in order}
+    for i, task in enumerate(order[1:], 1):
+        waits_for[task] = [order[k] for k in {*rng.integers(i, size=rng.integers(4)).tolist()}]
+    parts = []
+    for _ in range(seed % 10):
+        held = {s for s in "abcd" if rng.random() < 0.6}
+        mine = [i for i, task in enumerate(order) if task.segment in held]
+        moments = np.sort(rng.integers(0, 40, (len(mine), 4)) / 8, axis=1)
+        parts.append(dict(zip(mine, map(tuple, moments.tolist()), strict=True)))
+    ran = {order[i] for part in parts for i in part}
+    waits_for = {t: [d for d in waits_for[t] if d in ran] for t in order}
+    expected = own_seconds_by_definition(order, parts, resource_of, waits_for)
+    want = {p: sum(took.values()) for p, took in enumerate(expected)}
+    assert seconds(order, parts, resource_of, waits_for) == pytest.approx(want, rel=1e-12)

@@ -1,0 +1,163 @@
+"""Start and end of tasks from hand-made observations, and the threads that make them."""
+
+import threading
+import time
+
+import pytest
+
+from dflop_jax.records import BACKWARD, FORWARD, Task
+from dflop_jax.runtime import step_result
+from dflop_jax.runtime.watcher import Observation, Outputs, UnderWayTasks, Watcher
+
+VISION, LLM = Task("vision", 0, FORWARD), Task("llm", 0, BACKWARD)
+BACK = Task("vision", 0, BACKWARD)
+WAITS = {VISION: (), LLM: (VISION,), BACK: (LLM, VISION)}
+SUBMESH = {"vision": "enc", "llm": "dec"}
+
+
+def spans(events):
+    return [(e.segment, e.direction, e.start_s, e.end_s) for e in events]
+
+
+def to_events(seen, submesh_of, resource_of, waits_for, free_s):
+    tasks, dispatched_s, end_s = zip(*seen, strict=True) if seen else ((), (), ())
+    order = step_result.TaskOrder.of(tasks, waits_for, resource_of)
+    return step_result.to_events(order, dispatched_s, end_s, submesh_of, free_s)
+
+
+def test_a_task_starts_when_its_inputs_are_made():
+    three = [(VISION, 10.0, 12.0), (LLM, 10.1, 15.0), (BACK, 10.2, 16.0)]
+    free: dict[int, float] = {}
+    origin, events = to_events(three, SUBMESH, {"vision": 0, "llm": 1}, WAITS, free)
+    assert origin == 10.0
+    assert spans(events) == [
+        ("vision", FORWARD, 0.0, 2.0),
+        ("llm", BACKWARD, 2.0, 5.0),
+        ("vision", BACKWARD, 5.0, 6.0),
+    ]
+    assert [e.submesh for e in events] == ["enc", "dec", "enc"]
+    assert free == {0: 16.0, 1: 15.0}
+
+
+def test_a_task_starts_when_its_resource_is_free():
+    first, second = Task("vision", 0, FORWARD), Task("vision", 1, FORWARD)
+    two = [(first, 1.0, 4.0), (second, 1.5, 6.0)]
+    waits = {first: (), second: ()}
+    origin, events = to_events(two, SUBMESH, {"vision": 0}, waits, {0: 2.5})
+    assert origin == 2.5  # the step before held the devices until then
+    assert [(e.start_s, e.end_s) for e in events] == [(0.0, 1.5), (1.5, 3.5)]
+
+
+def test_a_task_starts_when_it_was_dispatched():
+    two = [(VISION, 1.0, 2.0), (LLM, 5.0, 6.0)]
+    origin, events = to_events(two, SUBMESH, {"vision": 0, "llm": 1}, WAITS, {})
+    assert origin == 1.0
+    assert (events[1].start_s, events[1].end_s) == (4.0, 5.0)
+
+
+def test_submeshes_that_share_devices_never_overlap():
+    two = [(VISION, 0.0, 3.0), (Task("llm", 1, FORWARD), 0.0, 4.0)]
+    waits = {**WAITS, Task("llm", 1, FORWARD): ()}
+    _, events = to_events(two, SUBMESH, {"vision": 0, "llm": 0}, waits, {})
+    assert events[1].start_s == 3.0
+
+
+def test_an_end_seen_late_never_gives_a_negative_duration():
+    # The thread of `dec` saw its end before that of `enc` noted the end of the input.
+    two = [(VISION, 0.0, 2.0), (LLM, 0.0, 1.9)]
+    _, events = to_events(two, SUBMESH, {"vision": 0, "llm": 1}, WAITS, {})
+    assert all(e.end_s >= e.start_s >= 0 for e in events)
+
+
+def test_nothing_observed():
+    assert to_events([], {}, {}, {}, {}) == (0.0, ())
+
+
+class Output:
+    """Becomes ready when told, or fails."""
+
+    def __init__(self, fails: bool = False):
+        self.ready, self.fails = threading.Event(), fails
+
+    def block_until_ready(self):
+        assert self.ready.wait(30)
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        return self
+
+
+def test_resources_are_watched_apart_and_each_in_order():
+    watcher = Watcher({0, 1})
+    try:
+        slow, fast = Output(), Output()
+        a = watcher.watch(0, 1.0, Outputs((), slow, ()))
+        b = watcher.watch(1, 2.0, Outputs((), fast, ()))
+        fast.ready.set()
+        b.wait()
+        assert not a.done.is_set()
+        slow.ready.set()
+        a.wait()
+        assert a.moments[-1] >= b.moments[-1] > 0
+        assert (a.moments[0], b.moments[0]) == (1.0, 2.0)
+    finally:
+        watcher.close()
+
+
+def test_an_exchange_is_told_from_what_a_task_computes():
+    watcher = Watcher({0})
+    try:
+        outputs = Outputs(Output(), Output(), Output())
+        seen = watcher.watch(0, 0.5, outputs)
+        for i, one in enumerate(outputs):
+            assert all(s > 0 for s in seen.moments[1 : 1 + i])
+            assert not any(seen.moments[1 + i :])
+            one.ready.set()
+            while not seen.moments[1 + i]:
+                time.sleep(1e-3)
+        seen.wait()
+        dispatched_s, *ends_s = seen.moments
+        assert dispatched_s == 0.5
+        assert ends_s == sorted(ends_s)
+    finally:
+        watcher.close()
+
+
+def test_an_error_reaches_whoever_waits_and_does_not_end_the_thread():
+    watcher = Watcher({0})
+    try:
+        outputs = [Output(fails=True), Output()]
+        failed, fine = (watcher.watch(0, 0.0, Outputs((), o, ())) for o in outputs)
+        for o in outputs:
+            o.ready.set()
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            failed.wait()
+        fine.wait()
+    finally:
+        watcher.close()
+    assert not any(t.name == "watcher-0" and t.is_alive() for t in watcher._threads)
+
+
+def test_how_far_tasks_are_is_told_by_what_has_ended():
+    tasks, watcher = UnderWayTasks(), Watcher({0})
+    assert tasks.place() == (0, 0, 0, ())
+    seen: dict[int, Observation] = {}
+    tasks.dispatch((VISION, LLM, BACK), seen)
+    assert tasks.place() == (1, 0, 0, ())
+    for i, task in enumerate((VISION, LLM)):
+        tasks.begin(i)
+        if task is VISION:  # the other is another process's
+            seen[i] = watcher.watch(0, 0.0, Outputs((), (), ()))
+    seen[0].done.wait()
+    ended = "ended: forward of vision, group 0 (task 1 of 3)"
+    assert tasks.place() == (1, 2, 2, (ended, "ended: backward of llm, group 0 (task 2 of 3)"))
+    tasks.begin(2)
+    seen[2] = Observation(0.0)
+    *_, lines = tasks.place()
+    assert lines[-1] == "begun, not ended: backward of vision, group 0 (task 3 of 3)"
+    # The next step is dispatched, but this one is waited for.
+    tasks.dispatch((VISION,), {})
+    tasks.begin(0)
+    assert tasks.place()[:3] == (1, 2, 3)
+    seen[2].done.set()
+    assert tasks.place()[:3] == (2, 1, 1)
+    watcher.close()

@@ -1,0 +1,268 @@
+"""Bucket choice: the MILP against exhaustive choice, the limits it promises, the baseline's."""
+
+import doctest
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflop_jax.records import Bucket, Edge, Load, Shape
+from dflop_jax.schedule import (
+    arrival_buckets,
+    choose_buckets,
+    oversize,
+)
+from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.buckets.choose import _EFFORTS, _choice, largest
+from dflop_jax.schedule.buckets.milp import (
+    _MILP_GAP,
+    SLACKS,
+    group_price,
+    solve_choices,
+    with_remains,
+)
+from dflop_jax.schedule.buckets.problem import BucketEvaluator, first_least
+from dflop_jax.schedule.buckets.sizes import Move, chains, sizes_of
+from dflop_jax.schedule.count_vectors import demand
+from tests.benchmarks.scripts import module
+from tests.schedule.conftest import TILE, bucket, make_batch
+
+problems = module("schedule_methods")
+RANKS = {"a": 2, "b": 2}
+ROWS = {"token_multiple": 32, "piece_tokens": {"a": TILE}}
+
+
+def problem_of(global_batch=32, ranks=RANKS, *, seconds=None, shared=False, **options):
+    """Modules on devices of their own or on shared ones; without seconds they are equally busy."""
+    options = ROWS | options
+    edges = (Edge("a", "b", "a"),) if "a" in ranks else ()
+    layout = problems.whole_modules(
+        ranks, edges, shared=shared, group_size=options.pop("group_size", 1)
+    )
+    return problems.problem_of(layout, seconds or linear_seconds, global_batch, **options)
+
+
+def linear_seconds(one):
+    return {"a": 0.01 * one.tokens("a") / TILE, "b": 0.002 * one.tokens("b") + 0.02}
+
+
+def quadratic_seconds(one):
+    """Attention over a row is dear."""
+    shape = one.shape("b")
+    long_s = 1e-5 * shape.rows * shape.tokens**2 + 0.01 if shape else 0.0
+    return {"a": 0.01 * one.tokens("a") / TILE, "b": long_s}
+
+
+def test_the_example_of_the_docstring():
+    (example,) = doctest.DocTestFinder().find(choose_buckets, globs={})
+    assert len(example.examples) > 5
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def exhaustive_objective(candidates, batches, problem, must_hold, slack):
+    """The MILP's objective by trying every choice and every count vector."""
+    return min(
+        objective(candidates, chosen, batches, problem, slack)
+        for size in range(1, problem.n_buckets + 1)
+        for chosen in itertools.combinations(candidates, size)
+        if must_hold.able_any(chosen, problem.capacity).all()
+    )
+
+
+def objective(candidates, chosen, batches, problem, slack):
+    total = max(group_price(problem, b)[1] for b in chosen)
+    parents = with_remains(candidates, batches)
+    of_chosen = {candidates.index(b) for b in chosen}
+    places = [i for i, found in enumerate(parents.values()) if found & of_chosen]
+    columns = list(parents)
+    price = [group_price(problem, columns[i])[0] for i in places]
+    counts = np.array(list(itertools.product(range(9), repeat=len(places))))
+    for batch in batches:
+        wanted = demand(batch, columns, problem.capacity)
+        met = (counts @ wanted.room_DC[:, places].T >= slack * wanted.need_D - 1e-6).all(axis=1)
+        total += (counts[met] @ price).min() / len(batches) if met.any() else np.inf
+    return total
+
+
+@pytest.mark.parametrize("seed, shared", [(0, False), (1, True), (2, False)])
+def test_milp_equals_exhaustive_choice(seed, shared, capfd):
+    rng = np.random.default_rng(seed)
+    drawn = [make_batch(rng, 12, most_tiles=6, most_tokens=60) for _ in range(2)]
+    front = Batch(largest([s for batch in drawn for s in batch], ("a", "b")), ("a", "b"))
+    batches = [Batch(batch, ("a", "b")) for batch in drawn]
+    problem = problem_of(12, {"a": 1, "b": 2}, seconds=linear_seconds, n_buckets=2, shared=shared)
+    candidates = [bucket(t, (1, k)) for t in (0, 6, 12) for k in (64, 128)]
+    every = {"must_hold": front, "start": candidates[-1:], "max_nodes": 100_000}
+    solved = solve_choices(candidates, batches, problem, **every)
+    assert capfd.readouterr() == ("", "")
+    assert all(len(buckets) <= 2 and gap <= _MILP_GAP for buckets, gap in solved.items())
+    for slack in SLACKS:
+        best = exhaustive_objective(candidates, batches, problem, front, slack)
+        total = min(objective(candidates, chosen, batches, problem, slack) for chosen in solved)
+        assert best * (1 - 1e-6) <= total <= best * (1 + _MILP_GAP)
+
+
+@pytest.mark.parametrize("effort", ["quick", "full"])
+def test_the_milp_sees_the_lengths_that_several_modes_need(monkeypatch, effort):
+    """Short and long texts, attention over a row dear: its answers make the choice faster, and what
+    is chosen without it stays a choice."""
+    rng = np.random.default_rng(2)
+    lengths = np.where(rng.random(400) < 0.05, 960, np.where(rng.random(400) < 0.5, 40, 250))
+    loads = [Load({"b": (int(n),)}) for n in lengths]
+    monkeypatch.setitem(_EFFORTS, "full", replace(_EFFORTS["full"], budget=60))
+    problem = problem_of(64, {"b": 2}, seconds=quadratic_seconds, n_buckets=3)
+    alone = choose_buckets(loads, problem, effort=effort, with_milp=False)
+    assert (alone.made_by, alone.gain, alone.gap) == ("search", 0.0, 1.0)
+    start = alone if effort == "quick" else None
+    both = choose_buckets(loads, problem, effort=effort, start=start)
+    assert both.expected_s < 0.99 * alone.expected_s
+    assert both.made_by == "integer"
+    assert both.gain == pytest.approx(1 - both.expected_s / alone.expected_s)
+    assert 0 <= both.gap <= 1
+    if effort == "quick":  # on the same batches
+        again = choose_buckets(loads, problem, effort=effort, start=both)
+        assert again.expected_s <= both.expected_s
+
+
+def test_largest_holds_for_all():
+    rng = np.random.default_rng(0)
+    loads = [Load({**s.pieces, "c": (8,) * int(rng.integers(4))}) for s in make_batch(rng, 50)]
+    for modules in (("a", "b"), ("a", "c", "b"), ("b",)):
+        front = largest(loads, modules)
+        for s in loads:
+            assert any(all(f.tokens(m) >= s.tokens(m) for m in modules) for f in front)
+        for x, y in itertools.permutations(front, 2):
+            assert any(x.tokens(m) > y.tokens(m) for m in modules)
+
+
+@pytest.fixture(scope="module")
+def loads():
+    return make_batch(np.random.default_rng(0), 600)
+
+
+def test_choice_is_within_limits_and_pads_little(loads):
+    problem = problem_of(128, max_tokens={"a": 90 * TILE, "b": 1024})
+    choice = choose_buckets(loads, problem, effort="quick")
+    assert 1 <= len(choice.buckets) <= 4
+    for b in choice.buckets:
+        assert b.shape("b").tokens % 32 == 0
+        assert b.tokens("b") <= 1024
+        assert b.shape("a") is None or (b.shape("a").tokens == TILE and b.shape("a").rows <= 90)
+    assert not oversize(loads, choice.buckets, problem.capacity)
+    assert choice.padding["b"] <= 0.08
+    assert choice.padding["a"] <= 0.05
+
+
+def test_padding_is_the_unused_share():
+    loads = [Load({"a": (TILE,) * 3, "b": (60,)})] * 2
+    problem = problem_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
+    result = _choice((bucket(4, (1, 100)),), BucketEvaluator([loads], problem, work=300, budget=0))
+    assert result.padding == pytest.approx({"b": 0.4, "a": 0.25})
+
+
+@pytest.mark.parametrize("effort", ["quick", "full"])
+def test_a_module_absent_and_one_sample(effort):
+    choice = choose_buckets([Load({"b": (70,)})], problem_of(4), effort=effort)
+    assert all(b.shape("a") is None for b in choice.buckets)
+    assert max(b.shape("b").tokens for b in choice.buckets) >= 96
+
+
+def test_packed_pieces_of_every_module_and_groups_of_several_microbatches():
+    """Pictures at native resolution in a source, several texts a sample in the last module."""
+    rng = np.random.default_rng(0)
+    loads = [
+        Load(
+            {
+                "a": tuple(rng.integers(20, 200, rng.integers(0, 4)).tolist()),
+                "b": tuple(rng.integers(5, 90, rng.integers(1, 3)).tolist()),
+            }
+        )
+        for _ in range(100)
+    ]
+    problem = problem_of(16, piece_tokens={}, group_size=2)
+    choice = choose_buckets(loads, problem, effort="quick")
+    assert not oversize(loads, choice.buckets, problem.capacity)
+    assert all(s.tokens % 32 == 0 for b in choice.buckets for _, s in b.shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("effort", ["quick", "full"])
+def test_the_same_arguments_give_the_same_buckets(loads, effort, monkeypatch):
+    """Work is counted, not timed, and no choice hangs on the last bits of the prices, which another
+    BLAS may fit otherwise; another seed draws other batches."""
+    less = {k: replace(v, budget=min(v.budget, 15), batches=4) for k, v in _EFFORTS.items()}
+    monkeypatch.setattr("dflop_jax.schedule.buckets.choose._EFFORTS", less)
+    rng = np.random.default_rng(0)
+
+    def moved(one):
+        return {m: s * (1 + 3e-16 * int(rng.integers(-3, 4))) for m, s in
+                quadratic_seconds(one).items()}  # fmt: skip
+
+    first, second = (
+        choose_buckets(loads, problem_of(16, seconds=seconds), effort=effort)
+        for seconds in (quadratic_seconds, moved)
+    )
+    assert first.buckets == second.buckets
+    assert first.padding == second.padding
+    if effort == "quick":
+        other = choose_buckets(loads, problem_of(16, seconds=moved), effort=effort, seed=1)
+        assert other.expected_s != first.expected_s
+
+
+def test_ties_go_to_the_first():
+    assert first_least([2.0, 1.0 + 1e-12, 1.0, 3.0]) == 1
+    assert first_least([2.0, 1.0, 0.9]) == 2
+
+
+@pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])
+def test_chains_and_moves_keep_to_the_limits(loads, limits):
+    problem = problem_of(64, max_tokens=limits, max_microbatches=8, seconds=quadratic_seconds)
+    sizes = sizes_of(loads, problem)
+    starts = chains(sizes, problem)
+    assert len(set(starts)) == len(starts) > 0
+    assert any(s.rows > 1 for start in starts for b in start for m, s in b.shapes if m == "b")
+    moves = [Move(0, part, f) for part in (("a", "b"), ("a",), ("b",)) for f in (0.85, 1.18)]
+    moves += [Move(0, ("b",), cut=2.0), Move(0, ("a",), 0.0)]
+    for start in starts:
+        assert 1 <= len(start) <= 4
+        assert not oversize(loads, [start[0]], problem.capacity)
+        moved = [m.applied(b, sizes) for m in moves for b in start]
+        for b in (*start, *moved):
+            for m, s in b.shapes:
+                assert s.tokens % (TILE if m == "a" else 32) == 0
+                assert s.size <= limits.get(m, 10**9)
+    assert moves[-1].applied(starts[0][0], sizes).shape("a") is None
+    assert Move(0, ("b",), 0.0).applied(Bucket.of({"b": Shape(1, 32)}), sizes) is None
+
+
+def test_several_short_rows_where_long_ones_are_dear(loads):
+    def choose(seconds):
+        return choose_buckets(loads, problem_of(32, seconds=seconds), effort="quick")
+
+    dear, linear = choose(quadratic_seconds), choose(linear_seconds)
+    assert any(b.shape("b").rows > 1 for b in dear.buckets)
+    assert all(b.shape("b").rows == 1 for b in linear.buckets)
+    rng = np.random.default_rng(7)
+    batches = [[loads[i] for i in rng.choice(len(loads), 32)] for _ in range(3)]
+    problem = problem_of(32, seconds=quadratic_seconds)
+    evaluator = BucketEvaluator(batches, problem, work=300, budget=0)
+    own, other = (_choice(c.buckets, evaluator) for c in (dear, linear))
+    assert own.expected_s < other.expected_s
+
+
+def test_sample_above_the_memory_limit_is_refused(loads):
+    with pytest.raises(ValueError, match="of b, memory allows 64: drop or truncate"):
+        choose_buckets(loads, problem_of(8, max_tokens={"b": 64}))
+
+
+def test_arrival_buckets_hold_the_largest_and_follow_quantiles(loads):
+    found = arrival_buckets(loads, RANKS, 3, n_buckets=3, **ROWS)
+    assert 1 <= len(found) <= 3
+    assert all(b.shape("b").rows == 3 and b.shape("b").tokens % 32 == 0 for b in found)
+    assert found[0].shape("b").tokens >= max(s.tokens("b") for s in loads)
+    assert found[0].shape("a").rows >= 3 * max(len(s.lengths("a")) for s in loads)
+    assert all(x.tokens("b") >= y.tokens("b") for x, y in itertools.pairwise(found))
+    single = [Load({"a": (TILE,) * 2, "b": (13,)})]
+    one = arrival_buckets(single, {"a": 1, "b": 1}, 1, **ROWS)
+    assert one == (bucket(2, (1, 32)),)

@@ -1,0 +1,110 @@
+"""A step on 1,024 devices, and one of a thousand groups: work is counted; a wide limit in seconds
+stands guard against squares."""
+
+import sys
+import time
+
+import pytest
+
+from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, Layout, Plan, SubmeshPlan
+from dflop_jax.simulate.steps import Noise, simulate_step, with_order
+from dflop_jax.simulate.task_graph import step_graph
+from dflop_jax.simulate.task_order import order_tasks
+from tests.simulate.cases import SHAPES, batch, graph, names, prices
+
+
+def make_plan(target=16, devices=56, source=64):
+    """Two segments of a module that `target` segments of another read, each on devices of its
+    own."""
+    plan = graph("a:2", f"b:{target}", edges=["ab"])
+    submeshes: list[SubmeshPlan] = []
+    for m in plan.layout.submeshes:
+        first = submeshes[-1].devices.stop if submeshes else 0
+        submeshes.append(SubmeshPlan(m.name, first, 1, source if m.name[0] == "a" else devices, 1))
+    return Plan(
+        "dflop",
+        Layout(
+            tuple(submeshes), plan.layout.segments, plan.layout.buckets, edges=plan.layout.edges
+        ),
+    )
+
+
+def make_prices(plan):
+    seconds = {
+        (n, d): 0.05 if d == FORWARD else 0.1 for n in names(plan) for d in (FORWARD, BACKWARD)
+    }
+    seconds |= {(n, REDUCE): 0.08 for n in names(plan)}
+    ends = [(u, s, d) for u in names(plan) for s in names(plan) for d in (FORWARD, BACKWARD)]
+    return prices(plan, seconds, dict.fromkeys(ends, 0.004))
+
+
+def simulate(n_groups, **sizes):
+    plan = make_plan(**sizes)
+    noise = Noise(sigma=0.05, stragglers={"b0": 1.2})
+    schedule = batch(plan, n_groups)
+    return plan, simulate_step(plan, schedule, make_prices(plan), names(plan), noise=noise)
+
+
+@pytest.mark.parametrize("n_groups", [0, 1, 64])
+def test_a_thousand_devices_take_an_event_per_task_and_send(n_groups):
+    plan, trace = simulate(n_groups)
+    assert plan.layout.n_devices == 1024
+    segments = len(plan.layout.segments)
+    sent = [e for e in trace.events if e.direction in (SEND, RETURN)]
+    assert len(sent) == n_groups * 2 * (segments - 1)
+    tasks = n_groups * (2 * segments - 1) + 2 * segments  # all but the last forward; reduce, update
+    assert len(trace.events) == tasks + len(sent) <= 5000
+
+
+def calls(run):
+    """Function calls of a piece of work, whatever the machine does meanwhile."""
+    count = 0
+
+    def tick(frame, event, arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(tick)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_work_grows_with_the_events_and_not_with_their_square():
+    fixed = calls(lambda: simulate(0))
+    once, twice = (calls(lambda n=n: simulate(n)) - fixed for n in (16, 32))
+    assert twice < 2.3 * once
+    assert once < 600 * 16 * 18  # calls per group and segment
+
+
+def ready_at_once(n_groups):
+    """Groups of a module that nothing feeds, all ready when the step begins."""
+    plan = graph("a:2", "b:2", edges=["ab"], order="gpipe")
+    return plan, batch(plan, {"a": n_groups, "b": n_groups})
+
+
+def test_a_thousand_ready_groups_are_ordered_in_linear_work():
+    def ordered(n):
+        plan, schedule = ready_at_once(n)
+        tasks = step_graph(plan.layout, schedule.groups, names(plan))
+        return calls(lambda: order_tasks(plan, tasks, schedule.groups))
+
+    once, twice = ordered(250), ordered(500)
+    assert twice < 2.3 * once
+    plan, schedule = ready_at_once(1000)
+    before = time.process_time()
+    order = order_tasks(
+        plan, step_graph(plan.layout, schedule.groups, names(plan)), schedule.groups
+    )
+    assert time.process_time() - before < 1.0  # about 0.08 s alone
+    assert len(order) == 7 * 1000 + 2 * 4
+
+
+def test_an_order_costs_a_few_simulations():
+    """`with_order` makes the graph once, and simulates two orders."""
+    plan = make_plan(8, 1, 1)
+    schedule, priced = batch(plan, 32, shapes=SHAPES), make_prices(plan)
+    one = calls(lambda: simulate_step(plan, schedule, priced, names(plan)))
+    assert calls(lambda: with_order(plan, schedule, priced, names(plan))) < 3 * one

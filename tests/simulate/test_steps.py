@@ -1,0 +1,124 @@
+"""The simulator against closed forms, a naive re-implementation and the conservation of work."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Edge, Schedule, Task
+from dflop_jax.simulate.steps import simulate_schedules, simulate_step
+from dflop_jax.simulate.task_graph import step_graph
+from dflop_jax.simulate.task_order import order_tasks
+from tests.simulate.cases import (
+    batch,
+    chain,
+    graph,
+    names,
+    prices,
+    random_case,
+    same_prices,
+)
+
+
+@pytest.mark.parametrize("order", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("m", [1, 2, 4, 9])
+def test_equal_stages_take_m_plus_p_minus_1_rounds(order, stages, m):
+    """The closed form of both schedules: (m + p - 1) (F + B), bubble (p - 1) / (m + p - 1)."""
+    plan = chain(stages, sources=min(1, stages - 1), order=order)
+    trace = simulate_step(plan, batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0), names(plan))
+    assert trace.makespan_s == pytest.approx((m + stages - 1) * 3.0)
+    for fraction in trace.busy_fraction().values():
+        assert fraction == pytest.approx(m / (m + stages - 1))
+
+
+def test_an_edge_between_layers_holds_up_its_readers_only():
+    """Features that leave after layer 1 of `a` and enter before layer 1 of `b`."""
+    deep = Edge("a", "b", "deep", tap="t", leaves=1, enters=1)
+    plan = graph("a:2", "b:2", edges=[deep])
+    schedule = batch(plan, 1)
+    seconds = {(n, d): 1.0 for n in names(plan) for d in (FORWARD, BACKWARD)}
+    seconds["a0", FORWARD] = 5.0
+    spans = spans_of(simulate_step(plan, schedule, prices(plan, seconds), names(plan)))
+    assert spans[Task("b0", 1, FORWARD)] == (0.0, 1.0)  # needs nothing of a
+    assert spans[Task("a1", 0, BACKWARD)] == (5.0, 6.0)  # nothing reads its exit
+    assert spans[Task("b1", 1, BACKWARD)] == (5.0, 6.0)  # waits for the tap, not for a1
+    assert spans[Task("a0", 0, BACKWARD)] == (6.0, 7.0)  # after both gradients
+    assert spans[Task("b0", 1, BACKWARD)] == (6.0, 7.0)
+
+
+def test_two_modules_that_read_one_both_send_it_their_gradient():
+    plan = graph("a", "b", "c", edges=["ab", "ac"])
+    seconds = {("a0", FORWARD): 1.0, ("a0", BACKWARD): 1.0, ("b0", BACKWARD): 3.0}
+    priced = prices(plan, seconds | {("c0", BACKWARD): 7.0})
+    spans = spans_of(simulate_step(plan, batch(plan, 1), priced, names(plan)))
+    assert spans[Task("a0", 0, BACKWARD)] == (8.0, 9.0)
+    # Where neither trains nor sends anything back, nothing of `a` runs backward.
+    frozen = simulate_step(plan, batch(plan, 1), priced, ["b0", "c0"])
+    assert frozen.makespan_s == 8.0
+
+
+def spans_of(trace):
+    return {Task(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in trace.events}
+
+
+def test_an_order_that_is_none_of_the_step_is_refused():
+    plan = chain(2, sources=1)
+    schedule = batch(plan, 2)
+    graph = step_graph(plan.layout, schedule.groups, names(plan))
+    order = order_tasks(plan, graph, schedule.groups)
+    for bad in (order[1:], order[::-1], (*order, order[0])):
+        with pytest.raises(ValueError, match="the order"):
+            simulate_step(plan, replace(schedule, order=bad), prices(plan, {}), names(plan))
+
+
+def test_shared_cores_keep_the_work():
+    """Work is neither lost nor made: cores deliver at most `concurrency` device seconds a second,
+    and each task gets its own, which follows from integrating the speeds between events."""
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        plan, schedule, priced, trainable = random_case(rng)
+        cores = float(rng.uniform(0.5, 6.0))
+        trace = simulate_step(plan, schedule, replace(priced, concurrency=cores), trainable)
+        size = {m.name: m.n_devices for m in plan.layout.submeshes}
+        edges = sorted({t for e in trace.events for t in (e.start_s, e.end_s)})
+        done = dict.fromkeys(range(len(trace.events)), 0.0)
+        for a, b in itertools.pairwise(edges):
+            live = [i for i, e in enumerate(trace.events) if e.start_s <= a and e.end_s >= b]
+            total = sum(size[trace.events[i].submesh] for i in live)
+            for i in live:
+                alone = min(size[trace.events[i].submesh], cores)
+                share = size[trace.events[i].submesh] * min(1.0, cores / total)
+                done[i] += (b - a) * share / alone
+        for i, e in enumerate(trace.events):
+            want = priced.task_s(plan.layout, schedule, Task(e.segment, e.group, e.direction))
+            assert done[i] == pytest.approx(want, abs=1e-6)
+        free = simulate_step(plan, schedule, priced, trainable)
+        assert trace.makespan_s >= free.makespan_s - 1e-9
+
+
+def test_no_group_takes_no_time_but_updates():
+    plan = chain(2, sources=1)
+    priced = prices(plan, {("a0", REDUCE): 1.0, ("b0", REDUCE): 2.0, ("b0", UPDATE): 4.0})
+    none = Schedule(0, ())
+    assert simulate_step(plan, none, prices(plan, {}), names(plan)).makespan_s == 0.0
+    trace = simulate_step(plan, none, priced, names(plan))
+    starts = {(e.segment, e.direction): e.start_s for e in trace.events}
+    assert starts["a0", UPDATE] == starts["b0", UPDATE] == 2.0  # the norm needs every reduction
+    assert trace.makespan_s == 6.0
+
+
+def test_steps_follow_one_another():
+    plan = chain(2, sources=1)
+    priced = same_prices(plan, 1.0, 2.0, 3.0)
+    one = simulate_step(plan, batch(plan, 2), priced, names(plan))
+    steps = [batch(plan, 2, step=s) for s in (5, 6, 7)]
+    trace = simulate_schedules(plan, steps, priced, names(plan))
+    assert trace.step == 5
+    assert trace.source == one.source == "simulated"
+    assert trace.makespan_s == pytest.approx(3 * one.makespan_s)
+    assert sorted({e.group for e in trace.events}) == [NO_GROUP, *range(12)]
+    third = [e for e in trace.events if e.group >= 8]
+    assert min(e.start_s for e in third) == pytest.approx(2 * one.makespan_s)
+    assert simulate_schedules(plan, [], priced, names(plan)).events == ()

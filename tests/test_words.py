@@ -14,7 +14,7 @@ ROOMS = ("runtime", "schedule", "plan", "simulate", "profile", "records", "data"
 MEDIA = ROOT / "data" / "media"
 # Files that say a word for a reason of their own: the drawn scenes are pictures, as many tiles
 # large as the configuration allows; a published tokenizer names its special token.
-SAID = {"data/datasets/scenes.py": {"tiles"}, "data/text/pieces.py": {"visual"}}
+SAID = {"data/datasets/scenes.py": {"tiles"}, "data/text/tokenize.py": {"visual"}}
 WORDS = re.compile(r"(?<![a-z])(llms?|vision|visual|audio|tiles)(?![a-z])", re.IGNORECASE)
 
 

@@ -1,16 +1,12 @@
 """Messages between the processes of a run, over the key-value store of jax's coordination service.
 
-A message is bytes under a key that names one call; who reads it last deletes it. It takes about
-2 ms and lies in the memory of process 0, which hosts the service. What the devices exchange goes
-another way (`pipeline.communicator`). Any thread may send and receive.
+A message is bytes under a key that names one call; its last reader deletes it. It takes about 2 ms
+and lies in the memory of process 0. `runtime.communicator` exchanges arrays. All threads may send.
 
-Each process has a thread that gives a sign of life every second, learns whether another process has
-failed, and measures how far its clock is off: clocks of two hosts drift apart by some 20 ppm, 1.7 s
-a day. Process 0 ends the run when a process is silent for `timeout_s`. jax's own heartbeat time-out
-is `HEARTBEATS` times as long: jax ends a process from C++ (SIGABRT, exit code 134) and does not
-name the lost one. It does so at once when process 0 dies.
-
-No other file of this package uses `jax._src.distributed`.
+A thread in each process sends a heartbeat every second, learns whether another process failed, and
+measures the offset of its clock (two hosts drift by some 20 ppm). Process 0 ends the run when a
+process is silent for `timeout_s`. jax's own heartbeat timeout is `HEARTBEATS` times as long,
+because jax ends a process by SIGABRT (exit code 134) without naming the lost one.
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ programs, so that casts and the loss are counted as they run). What leaves or en
 is counted with the ends. Programs recompute nothing; what a recompute policy adds follows from
 these times and from traces (`recompute`).
 
-Programs run on random values, parameters included (`pipeline.stand_in`), and rows are packed with
-pieces, without padding. Where a module's attention kernel skips what is not in a piece
+Programs run on random values, parameters included (`runtime.synthetic_batch`), and rows are packed
+with pieces, without padding. Where a module's attention kernel skips what is not in a piece
 (`content_flops_of`), programs are timed with whole rows of one piece and with rows of short ones;
-the difference is the cost of content.
-"""
+the difference is the cost of content."""
 
 from __future__ import annotations
 

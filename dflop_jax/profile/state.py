@@ -218,8 +218,8 @@ def _total(
     dims: Dims, data: tuple[int, ...], model: int, of: ElementBytes, exact: bool
 ) -> np.ndarray:
     """What `of` takes of the elements that one device has, by how many data ranks split them: they
-    cut what a tensor rank has of each parameter into equal pieces (`pipeline.cut`), the last of
-    which may have zeros at its end."""
+    cut what a tensor rank has of each parameter into equal pieces (`runtime.zero_sharding`), the
+    last of which may have zeros at its end."""
     ranks, total = np.array(data), np.zeros(len(data))
     for p in dims:
         part = prod(p.sizes) // (model if p.split >= 0 or not exact else 1)

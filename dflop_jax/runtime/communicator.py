@@ -134,7 +134,7 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
     """`array` with `sharding`, on other devices if need be; does not wait for it.
 
     Between processes both sides must cut the array into the same pieces, which may be replicated
-    differently; `pipeline.exchange` is for different data parallelism. `donated`: a later program
+    differently; `runtime.exchange` is for different data parallelism. `donated`: a later program
     takes the array. JAX (0.10.2, CPU) may then find it gone before it left for another process, so
     a copy is sent.
     """

@@ -237,12 +237,12 @@ class Executor:
     def calibrate(
         self, repeats: int, sync: Callable[[], None] = lambda: None, *, ends: bool = False
     ) -> Calibration:
-        """Time every program on this process, alone; see `pipeline.calibration`."""
+        """Time every program on this process, alone; see `runtime.calibration`."""
         return calibrate(self.programs, self.state, repeats=repeats, ends=ends, sync=sync)
 
     def rehearse(self, schedule: Schedule, sync: Callable[[], None] = lambda: None) -> None:
         """Run a step as `run_step` would, on arrays that stand in for a batch's, each task awaited:
-        does memory hold it? The state is of no use afterwards; see `pipeline.calibration`."""
+        does memory hold it? The state is of no use afterwards; see `runtime.calibration`."""
         _, order = self._ordered(schedule)
         rehearse(self.programs, self.state, schedule.groups, order, sync)
 

@@ -1,6 +1,6 @@
 """Steps whose update is left out: gradients that are not finite, or a norm that leaps.
 
-The devices decide (`pipeline.update`), by a limit that is known when the step is dispatched. The
+The devices decide (`runtime.update`), by a limit that is known when the step is dispatched. The
 step before is in flight then, so norms count from the second step after theirs on, and a resumed
 run sets the same limits.
 """

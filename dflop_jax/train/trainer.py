@@ -284,9 +284,9 @@ class Trainer:
 
 
 def watched(place: Workplace) -> AbstractContextManager[Any]:
-    """Every section of a run has its deadline in here (see `cluster.hang_watch`). One process that
-    no command of ours runs (a script, a notebook, a debugger) is not ended: what hangs is said and
-    written."""
+    """Every section of a run has its deadline in here (see `distributed.hang_watch`). One process
+    that no command of ours runs (a script, a notebook, a debugger) is not ended: what hangs is said
+    and written."""
     settings = place.config.distributed
     if not settings.hang_factor:
         return nullcontext()

@@ -38,7 +38,7 @@ test: $(REFERENCE)  ## the tests, but those marked slow
 every: $(REFERENCE)  ## every test
 	@$(PYTEST)
 
-check: lint every second gpus hosts-part  ## lint, types, every test, a second Python, GPUs, launchers
+check: lint every second gpus hosts-part  ## lint, every test, a second Python, GPUs, launchers
 
 lint: $(LINTERS)  ## ruff (lint and format check) and mypy
 	@$(BIN)/ruff check --quiet .

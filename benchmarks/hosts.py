@@ -30,7 +30,7 @@ from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.distributed.process_exit import TRY_AGAIN, shell_code
+from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE, shell_exit_code
 from dflop_jax.report.run_folder import read_metrics
 
 # Slurm looks every 30 s, and signals where less than the named seconds and 30 more are left: with
@@ -83,7 +83,7 @@ def slurm_first_dies(site: Site, hosts: virtual_hosts.Hosts) -> str:
         job = site.run(command, "dies", {**slurm.environment, **site.environment})
         site.wait_for_steps("dies", 5, [job])
         os.kill(trainer(hosts.hosts[0]), signal.SIGKILL)
-        assert job.wait() == shell_code(-signal.SIGKILL), job.said()
+        assert job.wait() == shell_exit_code(-signal.SIGKILL), job.said()
         return job.line(r"Terminating process because the JAX distributed service")
 
 
@@ -131,7 +131,7 @@ def long_partition(site: Site, hosts: virtual_hosts.Hosts) -> str:
     begun = time.monotonic()
     codes = [job.wait() for job in jobs]
     took_s = time.monotonic() - begun
-    assert codes == [TRY_AGAIN, -signal.SIGABRT], (codes, [job.said() for job in jobs])
+    assert codes == [TRANSIENT_FAILURE, -signal.SIGABRT], (codes, [job.said() for job in jobs])
     assert took_s < 60.0, took_s
     said = jobs[0].line(r"process 1 \([^)]*\) is silent")
     hosts.join()
@@ -147,7 +147,7 @@ def no_such_name(site: Site, hosts: virtual_hosts.Hosts) -> str:
     words += " --distributed.num_processes 2 --distributed.process_id 1"
     words += " --distributed.connect_timeout_s 3"
     job = site.start(words, "nowhere", hosts.hosts[1])
-    assert job.wait() == TRY_AGAIN, job.said()
+    assert job.wait() == TRANSIENT_FAILURE, job.said()
     assert "Traceback" not in job.said(), job.said()
     return job.line(r"process 1 did not reach process 0[^;]*")
 
@@ -171,7 +171,7 @@ def two_runs(site: Site, hosts: virtual_hosts.Hosts) -> str:
     jobs = [site.start(f"{words}{name}", name, host) for name in ("one", "two")]
     site.wait_for_steps("one", 2, jobs)
     third = site.start(f"{words}one --overwrite", "third", host)
-    assert third.wait() == TRY_AGAIN, third.said()
+    assert third.wait() == TRANSIENT_FAILURE, third.said()
     assert [job.wait() for job in jobs] == [0, 0], [job.said() for job in jobs]
     assert site.is_whole("one")
     assert site.is_whole("two")

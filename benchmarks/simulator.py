@@ -37,7 +37,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from json_rows import add_json, write_json
 from simulator_steps import calibrated, error, result, run_batches, show, undisturbed
 
@@ -150,7 +149,7 @@ def measure(set_up: SetUp, quick: bool, out: Path) -> None:
         plan, prices = search(kind, run, place, profile)
         mine = measure_plan(name, plan, prices, run, place, source, profile, sizes)
         rows += [r | {"concurrency": profile.model.concurrency} for r in mine]
-        if place.peers.is_hub:
+        if place.peers.is_primary:
             worst = max(abs(error(r)) for r in mine)
             print(f"{name}: {len(mine)} schedules, worst error {100 * worst:.1f}%", flush=True)
             write_json(out, rows)
@@ -164,7 +163,7 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
     from dflop_jax.train.timing import PlanTrials
 
     trials = PlanTrials(replace(place, config=run), profile, Progress(1, quiet=True))
-    if not place.peers.is_hub:
+    if not place.peers.is_primary:
         plan, prices = trials.follow()
         trials.take(plan)
         return plan, prices
@@ -215,10 +214,8 @@ def measure_plan(
         first = 64 * k
         samples = {i: source.sample(first + i) for i in range(size)}
         loads = [source.load(first + i) for i in range(size)]
-        solved = msgspec.json.encode(schedule_batch(loads, plan, chosen_by, ex.trainable, step=k))
-        schedule = msgspec.json.decode(
-            peers.broadcast(f"schedule/{name}/{k}", solved), type=Schedule
-        )
+        solved = schedule_batch(loads, plan, chosen_by, ex.trainable, step=k)
+        schedule = peers.broadcast(f"schedule/{name}/{k}", solved, Schedule)
         batches.append((schedule, loads, samples))
     ex.compile(sync=lambda: peers.barrier("compiled"))
     ex.init(run.train.seed)
@@ -238,7 +235,7 @@ def measure_plan(
     predicted = [predict(ex, schedule, by) for schedule, _, _ in batches]
     measured = run_batches(ex, batches, peers)
     ex.close()
-    if not peers.is_hub:
+    if not peers.is_primary:
         return []
     about = {
         "plan": name,
@@ -247,7 +244,7 @@ def measure_plan(
         ),
         "others_calibrating": disturbance,
     }
-    trace_file = f"{peers.count}-{name.replace(' ', '_')}"
+    trace_file = f"{peers.n_processes}-{name.replace(' ', '_')}"
     return [
         about
         | {"batch": len(loads)}

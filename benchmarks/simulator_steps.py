@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +55,7 @@ def calibrated(ex: Any, peers: Any) -> tuple[Any, float]:
         for into, runs in ((mine.took, one.took), (mine.arrived, one.arrived)):
             for program, seconds in runs.items():
                 into.setdefault(program, []).extend(seconds)
-    parts = [Calibration.decode(v) for v in peers.gather("calibrated", mine.encode())]
+    parts = [Calibration.decode(v) for v in peers.gather("calibrated", mine.encode(), bytes)]
     return parts, sum(others for _, _, others, _ in counted) / len(counted)
 
 
@@ -91,10 +90,9 @@ def finish(handle: Any, peers: Any) -> tuple[float, Any]:
     """Wait for a step on every process; (its seconds, its trace), known on process 0 only."""
     from dflop_jax.runtime.step_result import LocalResult
 
-    parts = peers.gather("step", msgspec.msgpack.encode(handle.local(peers.offset_s)))
+    every = peers.gather("step", handle.local(peers.clock_offset_s), LocalResult)
     seconds, trace = 0.0, None
-    if peers.is_hub:
-        every = [msgspec.msgpack.decode(data, type=LocalResult) for data in parts]
+    if peers.is_primary:
         result = handle.result(every)
         seconds, trace = result.ended_s - result.started_s, result.trace
     peers.barrier("finished")
@@ -126,7 +124,7 @@ class Watch:
         self._before = now
         share = (elapsed_s - idle_s - own_s) / elapsed_s
         share = 0.0 if math.isnan(share) else max(0.0, share)
-        return float(self._peers.broadcast("others", repr(share).encode())), own_s
+        return self._peers.broadcast("others", share, float), own_s
 
 
 # ---- errors of predictions ----

@@ -82,7 +82,7 @@ def measure(
     bench, rows = Bench(options), {}
     for name in names:
         rows[name] = bench.train(name).row
-        if bench.is_hub:
+        if bench.is_primary:
             print(f"{name}: {shortened(rows[name])}", file=sys.stderr, flush=True)
             write(rows)
     # Who ends before the other is taken for dead.
@@ -106,8 +106,8 @@ class Bench:
         return profiling.make_profile(self.place, self.place.source())
 
     @property
-    def is_hub(self) -> bool:
-        return self.place.peers.is_hub
+    def is_primary(self) -> bool:
+        return self.place.peers.is_primary
 
     def train(self, name: str) -> Trained:
         """Train as a row says, by the plan that it names, or by one that the run searches."""
@@ -124,7 +124,7 @@ class Bench:
         plan = load(Plan, run_folder(name) / PLAN)
         seconds = least_seconds(timings.of(plan))
         row = {}
-        if self.is_hub:
+        if self.is_primary:
             steps = read_metrics(config.run_dir)[WARMUP:]
             row = summary(plan, steps, [useful_share(plan, seconds, step) for step in steps])
         self.trained[name] = Trained(plan, seconds, row)

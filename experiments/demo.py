@@ -68,7 +68,7 @@ def train(two_processes: bool) -> None:
         trainer = Trainer(run, profile=profile, existing="overwrite")
         trainer.fit()
         profile = trainer.profile
-    if trainer.peers.is_hub:
+    if trainer.peers.is_primary:
         keep_auto(trainer)
     trainer.peers.barrier("auto")
 

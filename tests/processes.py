@@ -73,12 +73,12 @@ def main() -> None:
     import importlib
 
     from dflop_jax import DistributedConfig
-    from dflop_jax.distributed.distributed import initialise, shutdown
+    from dflop_jax.distributed.initialize import initialize, shutdown
     from dflop_jax.train.compile_cache import use_cache
 
     module, n, i, port, devices, *args = sys.argv[1:]
     where = DistributedConfig(f"{LOOPBACK}:{port}", int(n), int(i))
-    initialise(where, plan_devices=int(n) * int(devices))
+    initialize(where, plan_devices=int(n) * int(devices))
     use_cache(CACHE)
     importlib.import_module(module).main(args)
     assert shutdown()

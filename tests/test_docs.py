@@ -42,7 +42,7 @@ def met(words: list[str]) -> tuple[str, int, int]:
     args, extra = _parser().parse_known_args(words[1:])
     assert (words[0], extra) == ("dflop", [])
     found = find_processes(asked(args).config.distributed)
-    return str(found.coordinator), found.index, found.number
+    return str(found.coordinator), found.index, found.n_processes
 
 
 @pytest.fixture(autouse=True)

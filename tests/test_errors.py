@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SAID = ("ValueError", "TryAgain", "RunFailed", "FolderInUse")
+SAID = ("ValueError", "TransientError", "RunFailed", "FolderInUse")
 # Rooms whose messages are reasons within another one, which says what to do: why a record, a
 # picture or a file of an index is no good.
 REASONS = ("data/datasets/", "data/media/", "data/text/", "data/pool/", "data/bounds.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflop_jax import folders
-from dflop_jax.distributed.process_exit import BAD_INPUT, TRY_AGAIN, exit_code_of
+from dflop_jax.distributed.process_exit import BAD_INPUT, TRANSIENT_FAILURE, exit_code_of
 from dflop_jax.folders import made, writing
 from dflop_jax.report.run_folder import RunFolder, answer_folder
 
@@ -77,7 +77,7 @@ def test_a_full_disk_may_have_room_later():
     with pytest.raises(OSError, match="No space left on device: 'full'") as refused:
         write("full")
     assert refused.value.errno == errno.ENOSPC
-    assert exit_code_of(refused.value) == TRY_AGAIN
+    assert exit_code_of(refused.value) == TRANSIENT_FAILURE
 
 
 # ---- logs on a full disk ----

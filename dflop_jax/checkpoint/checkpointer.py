@@ -172,21 +172,21 @@ class Checkpointer:
         """Write on all processes, commit on process 0; there it is returned why that failed, of the
         first process that did, "" where none did."""
         key, peers, trouble = f"checkpoint/{step}", self._peers, ""
-        if peers.is_hub:
+        if peers.is_primary:
             try:
                 self.store.prepare(step)
             except (OSError, ValueError) as e:
                 trouble = str(e)
-        if peers.broadcast_record(f"{key}/begin", trouble, str):
+        if peers.broadcast(f"{key}/begin", trouble, str):
             return trouble
         part: WrittenPart | None = None
         try:
-            part = self.store.write(step, self._specs, pieces, peers.process)
+            part = self.store.write(step, self._specs, pieces, peers.process_index)
         except OSError as e:
             trouble = str(e) or type(e).__name__
         kind = tuple[WrittenPart | None, str]
-        written = peers.gather_records(f"{key}/part", (part, trouble), kind)
-        if not peers.is_hub:
+        written = peers.gather(f"{key}/part", (part, trouble), kind)
+        if not peers.is_primary:
             return ""
         known = meta.result()
         trouble = next((why for p, why in written if p is None), "")

@@ -141,12 +141,12 @@ def _too_large(model: MultimodalModel, data: DataLook, config: Config) -> str:
     do; of GPUs memory is looked at when a plan is made."""
     import jax
 
-    from dflop_jax.distributed.devices import free_bytes
+    from dflop_jax.distributed.devices import available_host_bytes
     from dflop_jax.profile.shapes import shapes_within
     from dflop_jax.profile.traced_parts import probe_bytes
     from dflop_jax.records import Shape
 
-    free = free_bytes()
+    free = available_host_bytes()
     if config.plan.hardware or jax.default_backend() != "cpu" or free is None:
         return ""
     longest = {m: max((n for load in data.loads for n in load.lengths(m)), default=0)

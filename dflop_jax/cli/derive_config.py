@@ -119,10 +119,10 @@ def _settings(args: argparse.Namespace, given: dict[str, str], by_file: bool) ->
         name = str(folder)
         settings += folder_settings(folder, given)
         if not by_file:
-            from dflop_jax.distributed.devices import on_cpu  # with jax, which takes seconds
+            from dflop_jax.distributed.devices import uses_cpu  # with jax, which takes seconds
 
             hardware = given.get("plan.hardware", "")
-            gpus = hardware != "cpu" if hardware else not on_cpu()
+            gpus = hardware != "cpu" if hardware else not uses_cpu()
             lora = given.get("train.lora_rank", "0") != "0"
             settings += model_defaults(read_config(folder), gpus=gpus, lora=lora)
     if args.data is not None:
@@ -166,7 +166,7 @@ def open_place(
     profile = given_record(args, Profile)  # refused now rather than when it is used
     with said(ask) as notes:
         place = set_up(ask.config)
-        says = place.peers.is_hub and (profile is None or ask.settings)
+        says = place.peers.is_primary and (profile is None or ask.settings)
         if says:
             notes.add(workplace_line(place))
         refuse(place)

@@ -208,13 +208,16 @@ def given_record(args: argparse.Namespace, kind: type[T]) -> T | None:
 def end_together(peers: ProcessGroup, exit_code: int = 0) -> None:
     """End a command together with the other processes of its run: from here on one that ends is no
     failure. Ends this process where not all come to it."""
-    from dflop_jax.distributed.distributed import LEAVE_S, shutdown
-    from dflop_jax.distributed.process_exit import TRY_AGAIN, end_now
+    from dflop_jax.distributed.initialize import SHUTDOWN_TIMEOUT_S, shutdown
+    from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE, exit_with_message
 
     peers.close()
     if not shutdown():
-        why = f"the run is over, and not all of its processes came to its end in {LEAVE_S:g} s"
-        end_now(why, exit_code or TRY_AGAIN)
+        why = (
+            f"the run is over, and not all of its processes came to its end in "
+            f"{SHUTDOWN_TIMEOUT_S:g} s"
+        )
+        exit_with_message(why, exit_code or TRANSIENT_FAILURE)
 
 
 FACTORY = "model.factory"

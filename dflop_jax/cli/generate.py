@@ -171,12 +171,12 @@ def _config(args: argparse.Namespace) -> tuple[Config, str]:
 
 
 def _published(args: argparse.Namespace) -> Config:
-    from dflop_jax.distributed.devices import on_cpu
+    from dflop_jax.distributed.devices import uses_cpu
     from dflop_jax.preflight.derived_fields import with_settings
     from dflop_jax.preflight.model_folder import folder_settings
 
     config = with_settings(Config(), folder_settings(Path(args.experiment), overrides(args)))
-    model = config.model if on_cpu() else replace(config.model, dtype="bfloat16")
+    model = config.model if uses_cpu() else replace(config.model, dtype="bfloat16")
     return replace(config, model=model)
 
 

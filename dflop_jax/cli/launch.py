@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dflop_jax.distributed.launch import LaunchResult, launch
-from dflop_jax.distributed.process_exit import BAD_INPUT, PREEMPTED, TRY_AGAIN
+from dflop_jax.distributed.process_exit import BAD_INPUT, PREEMPTED, TRANSIENT_FAILURE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Example: dflop launch -n 2 -- dflop train experiments/demo.py. In COMMAND, dflop and "
         "python mean those of this interpreter. The first failure ends all processes and is the "
         "exit code; a signal is passed on, a second one kills. The exit code is "
-        f"{PREEMPTED} when the processes saved and ended so, {TRY_AGAIN} when another start may "
+        f"{PREEMPTED} when the processes saved and ended so, {TRANSIENT_FAILURE} when another "
+        "start may "
         "succeed, as where a process was killed."
     )
     parser.add_argument("-n", type=int, required=True, help="processes to start on this host")

@@ -42,12 +42,12 @@ from dflop_jax.cli.terminal import Parser
 from dflop_jax.distributed.process_exit import (
     FAILED,
     PREEMPTED,
-    TRY_AGAIN,
+    TRANSIENT_FAILURE,
     RunFailed,
-    ended,
     exit_code_of,
-    in_run,
-    leave,
+    exit_if_joined,
+    exit_process,
+    has_joined_run,
 )
 from dflop_jax.folders import FULL
 
@@ -97,7 +97,8 @@ ELSEWHERE = {
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 bad input (one line says what and how to mend it), "
     f"{PREEMPTED} preempted: a signal ended the run, and what it had reached is saved, "
-    f"{TRY_AGAIN} try again: a process is gone or did not come, a port is in use, a lock is held, "
+    f"{TRANSIENT_FAILURE} try again: a process is gone or did not come, a port is in use, a lock "
+    "is held, "
     "a disk is full."
 )
 
@@ -105,12 +106,12 @@ EXIT_CODES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code."""
     try:
-        return ended(_run(argv))
+        return exit_if_joined(_run(argv))
     except Exception:
-        if not in_run.is_set():
+        if not has_joined_run.is_set():
             raise
         traceback.print_exc()
-        leave(FAILED)
+        exit_process(FAILED)
 
 
 def _run(argv: Sequence[str] | None) -> int:

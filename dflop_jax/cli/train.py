@@ -17,8 +17,8 @@ from dflop_jax.config import Config
 from dflop_jax.distributed.process_exit import (
     FAILED,
     PREEMPTED,
-    end_now,
-    is_command,
+    exit_with_message,
+    is_cli_process,
     on_signal,
     signal_name,
 )
@@ -79,11 +79,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for trainer in trainers:
             if not args.dry_run:
                 exit_code = _preempted_code(trainer.config)
-            trainer.peers.fail(f"process {trainer.peers.process} ended: {how}", exit_code)
-        end_now(f"ended: {how}; {_goes_on(args, exit_code)}", exit_code)
+            trainer.peers.fail(f"process {trainer.peers.process_index} ended: {how}", exit_code)
+        exit_with_message(f"ended: {how}; {_goes_on(args, exit_code)}", exit_code)
 
     need_no_log()
-    is_command.set()
+    is_cli_process.set()
     try:
         with on_signal(stop):
             return _train(args, trainers)
@@ -125,7 +125,7 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
         result = trainer.fit()
     exit_code = _preempted_code(trainer.config) if result.preempted else 0
     end_together(trainer.peers, exit_code)
-    if trainer.peers.is_hub and not args.json and result.losses:
+    if trainer.peers.is_primary and not args.json and result.losses:
         from dflop_jax.report.compare import summary_table
         from dflop_jax.report.reader import read_run
 

@@ -29,22 +29,24 @@ from typing import Self
 import msgspec
 
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.distributed.process_exit import within
+from dflop_jax.distributed.process_exit import run_with_timeout
 
-LOOKS_A_DEADLINE = 10  # at least
-LONGEST_LOOK_S = 5.0  # between two looks
-STOPPED_S = 10.0  # later than it should: a look that comes so late says nothing of the main thread
-WRITE_S = 3.0  # longest wait for the disk
+CHECKS_PER_DEADLINE = 10  # at least
+MAX_CHECK_INTERVAL_S = 5.0  # between two looks
+SUSPENDED_S = (
+    10.0  # later than it should: a look that comes so late says nothing of the main thread
+)
+WRITE_TIMEOUT_S = 3.0  # longest wait for the disk
 # Sections of a kind whose longest counts: a slow one (the first step, a disk that was busy) is
 # forgotten after so many.
-REMEMBERED = 64
+MEASUREMENT_WINDOW = 64
 # Times the least deadline: what a section has that was never measured, or is not repeated.
-UNMEASURED = 30
-MOST_FRAMES = 5  # of the main thread in a line, the innermost first
+UNMEASURED_FACTOR = 30
+MAX_FRAMES = 5  # of the main thread in a line, the innermost first
 log = logging.getLogger("dflop_jax")
 
 
-class TaskPlace(msgspec.Struct, frozen=True):
+class TaskProgress(msgspec.Struct, frozen=True):
     """How far a process is in the tasks of a run.
 
     Attributes:
@@ -54,13 +56,13 @@ class TaskPlace(msgspec.Struct, frozen=True):
       lines: the last ones ended and begun, in words.
     """
 
-    call: int = 0
-    ended: int = 0
-    begun: int = 0
+    n_calls: int = 0
+    n_done: int = 0
+    n_started: int = 0
     lines: tuple[str, ...] = ()
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
+class ProcessStatus(msgspec.Struct, frozen=True):
     """Where a process is; `name` says its host and pid, `seconds` for how long it is in its
     section, of which `limit_s` are allowed, `moves` counts the sections that it has begun."""
 
@@ -69,26 +71,26 @@ class Whereabouts(msgspec.Struct, frozen=True):
     section: str
     step: int
     seconds: float
-    limit_s: float
-    moves: int
-    tasks: TaskPlace = TaskPlace()
+    deadline_s: float
+    n_sections: int
+    tasks: TaskProgress = TaskProgress()
     stack: str = ""
 
     @property
-    def is_late(self) -> bool:
-        return self.seconds > self.limit_s
+    def is_overdue(self) -> bool:
+        return self.seconds > self.deadline_s
 
     @property
     def progress(self) -> tuple[int, int, int, int]:
         """Whoever has the least is behind: all go through the same sections and tasks."""
-        return self.moves, self.tasks.call, self.tasks.ended, self.tasks.begun
+        return self.n_sections, self.tasks.n_calls, self.tasks.n_done, self.tasks.n_started
 
     @property
-    def where(self) -> str:
+    def position(self) -> str:
         return f"step {self.step}, {self.section}" if self.step >= 0 else self.section
 
     def __str__(self) -> str:
-        return f"process {self.process} ({self.name}): {self.seconds:.0f} s in {self.where}"
+        return f"process {self.process} ({self.name}): {self.seconds:.0f} s in {self.position}"
 
 
 class Sections:
@@ -104,107 +106,111 @@ class Sections:
     def __init__(
         self,
         factor: float = 0.0,
-        least_s: float = 120.0,
-        repeated: Container[str] = (),
+        min_deadline_s: float = 120.0,
+        repeated_sections: Container[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._factor, self._least_s, self._clock = factor, least_s, clock
-        self._repeated = repeated
-        self._measured: dict[str, deque[float]] = {}
-        self.name, self.step, self.is_step, self.moves = "", -1, False, 0
-        self._since_s = self._renewed_s = clock()
-        self.tasks: Callable[[], TaskPlace] = TaskPlace
+        self._factor, self._min_deadline_s, self._clock = factor, min_deadline_s, clock
+        self._repeated_sections = repeated_sections
+        self._measured_s: dict[str, deque[float]] = {}
+        self.name, self.step, self.is_step, self.n_sections = "", -1, False, 0
+        self._started_s = self._renewed_s = clock()
+        self.tasks: Callable[[], TaskProgress] = TaskProgress
 
     def begin(self, name: str, step: int | None = None) -> None:
         """This section begins, which ends the one before: a step where its number is given; "":
         nothing is watched from here on."""
-        self.moves += 1
+        self.n_sections += 1
         self.is_step = step is not None
         self.step = self.step if step is None else step
-        self._go_to(name)
+        self._switch_to(name)
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
         """A section inside of another, which begins again after it; other processes may go without
         it."""
-        before, was_step, self.is_step = self.name, self.is_step, False
-        self._go_to(name)
+        outer, was_step, self.is_step = self.name, self.is_step, False
+        self._switch_to(name)
         try:
             yield
         finally:
             self.is_step = was_step
-            self._go_to(before)
+            self._switch_to(outer)
 
-    def _go_to(self, name: str) -> None:
+    def _switch_to(self, name: str) -> None:
         now_s = self._clock()
-        if self.name in self._repeated:
-            of_kind = self._measured.setdefault(self.name, deque(maxlen=REMEMBERED))
-            of_kind.append(now_s - self._since_s)
-        self.name, self._since_s, self._renewed_s = name, now_s, now_s
+        if self.name in self._repeated_sections:
+            durations_s = self._measured_s.setdefault(self.name, deque(maxlen=MEASUREMENT_WINDOW))
+            durations_s.append(now_s - self._started_s)
+        self.name, self._started_s, self._renewed_s = name, now_s, now_s
 
     def renew(self) -> None:
         """The section gets on: its deadline counts from here."""
         self._renewed_s = self._clock()
 
-    def limit_s(self, name: str) -> float:
+    def deadline_s(self, name: str) -> float:
         """Seconds that a section may take."""
         if not (self._factor and name):
             return float("inf")
-        longest_s = max(tuple(self._measured.get(name, ())), default=None)
-        if longest_s is None:
-            return UNMEASURED * self._least_s
-        return max(self._least_s, self._factor * longest_s)
+        max_measured_s = max(tuple(self._measured_s.get(name, ())), default=None)
+        if max_measured_s is None:
+            return UNMEASURED_FACTOR * self._min_deadline_s
+        return max(self._min_deadline_s, self._factor * max_measured_s)
 
     @property
-    def is_late(self) -> bool:
-        return self._clock() - self._renewed_s > self.limit_s(self.name)
+    def is_overdue(self) -> bool:
+        return self._clock() - self._renewed_s > self.deadline_s(self.name)
 
-    def whereabouts(self, process: int, name: str) -> Whereabouts:
+    def status(self, process: int, name: str) -> ProcessStatus:
         """Where this process is."""
         seconds, section = self._clock() - self._renewed_s, self.name
-        return Whereabouts(
+        return ProcessStatus(
             process,
             name,
             section,
             self.step,
             seconds,
-            min(self.limit_s(section), sys.float_info.max),  # JSON has no infinity
-            self.moves,
+            min(self.deadline_s(section), sys.float_info.max),  # JSON has no infinity
+            self.n_sections,
             self.tasks(),
-            main_stack(),
+            main_thread_stack(),
         )
 
 
-def main_stack() -> str:
+def main_thread_stack() -> str:
     """Where the main thread of this process is, the innermost frame first."""
     ident = threading.main_thread().ident
     frame = sys._current_frames().get(ident) if ident is not None else None
     if frame is None:
         return ""
-    frames = traceback.extract_stack(frame)[-MOST_FRAMES:]
+    frames = traceback.extract_stack(frame)[-MAX_FRAMES:]
     return " < ".join(f"{f.name} ({Path(f.filename).name}:{f.lineno})" for f in reversed(frames))
 
 
-def who_hangs(everywhere: Sequence[Whereabouts]) -> tuple[Whereabouts, ...]:
+def find_hung_processes(statuses: Sequence[ProcessStatus]) -> tuple[ProcessStatus, ...]:
     """The processes that are behind all others, where these have passed their deadline; () where
     they have not, so that whoever waits for them is to be patient."""
-    least = min(w.progress for w in everywhere)
-    behind = tuple(w for w in everywhere if w.progress == least)
-    return behind if any(w.is_late for w in behind) else ()
+    min_progress = min(w.progress for w in statuses)
+    behind = tuple(w for w in statuses if w.progress == min_progress)
+    return behind if any(w.is_overdue for w in behind) else ()
 
 
-def says(behind: Sequence[Whereabouts], count: int) -> str:
+def describe_hang(behind: Sequence[ProcessStatus], n_processes: int) -> str:
     """What is said of a run of `count` processes in which these hang."""
-    first, where = behind[0], behind[0].where
-    at = f" ({first.tasks.lines[-1]})" if first.tasks.lines else ""
-    allowed = f"more than the {first.limit_s:.0f} s that it may take"
-    if len(behind) < count or count == 1:
-        who = ", ".join(f"process {w.process} ({w.name})" for w in behind)
-        wait = ", and all others wait for it" if len(behind) == 1 < count else ""
-        hangs = f"{who} hang{'s' if len(behind) == 1 else ''} in {where}{at}{wait}"
+    first, position = behind[0], behind[0].position
+    task_text = f" ({first.tasks.lines[-1]})" if first.tasks.lines else ""
+    allowed = f"more than the {first.deadline_s:.0f} s that it may take"
+    if len(behind) < n_processes or n_processes == 1:
+        names = ", ".join(f"process {w.process} ({w.name})" for w in behind)
+        waiting_text = ", and all others wait for it" if len(behind) == 1 < n_processes else ""
+        sentence = (
+            f"{names} hang{'s' if len(behind) == 1 else ''} in {position}{task_text}{waiting_text}"
+        )
     else:
-        hangs = f"all {count} processes hang in {where}{at}, none behind the others"
-    return f"{hangs}: {first.seconds:.0f} s, {allowed}; its main thread: {first.stack}"
+        sentence = (
+            f"all {n_processes} processes hang in {position}{task_text}, none behind the others"
+        )
+    return f"{sentence}: {first.seconds:.0f} s, {allowed}; its main thread: {first.stack}"
 
 
 class HangWatch:
@@ -223,78 +229,90 @@ class HangWatch:
         peers: ProcessGroup,
         folder: Path,
         *,
-        least_s: float,
-        end: Callable[[str], None] | None = None,
+        min_deadline_s: float,
+        end_run: Callable[[str], None] | None = None,
     ):
         self._sections, self._peers, self._folder = sections, peers, folder
-        self._end = end or peers.give_up
-        self._every_s = min(LONGEST_LOOK_S, least_s / LOOKS_A_DEADLINE)
+        self._end = end_run or peers.end_hung_run
+        self._interval_s = min(MAX_CHECK_INTERVAL_S, min_deadline_s / CHECKS_PER_DEADLINE)
         self._closing = threading.Event()
-        self._hung = False
-        self._behind: list[tuple[int, tuple[int, ...]]] = []  # at the last look, and how far
-        self._here = self._whereabouts()
+        self._has_written = False
+        self._hung_before: list[tuple[int, tuple[int, ...]]] = []  # at the last look, and how far
+        self._latest_status = self._own_status()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="hang-watch")
 
     def __enter__(self) -> Self:
-        self._peers.status = lambda: msgspec.json.encode(self._here)
-        self._peers.on_hang = self._leave
+        self._peers.status = lambda: msgspec.json.encode(self._latest_status)
+        self._peers.on_hang = self._write_stacks
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._sections.begin("")
         self._closing.set()
-        self._thread.join(WRITE_S)
+        self._thread.join(WRITE_TIMEOUT_S)
         self._peers.status, self._peers.on_hang = bytes, lambda why: None
 
     def _watch(self) -> None:
-        tasks, looked_s = self._sections.tasks(), time.monotonic()
-        while not self._closing.wait(self._every_s):
-            before_s, looked_s = looked_s, time.monotonic()
-            if looked_s - before_s > self._every_s + STOPPED_S:
+        tasks, checked_s = self._sections.tasks(), time.monotonic()
+        while not self._closing.wait(self._interval_s):
+            previous_s, checked_s = checked_s, time.monotonic()
+            if checked_s - previous_s > self._interval_s + SUSPENDED_S:
                 self._sections.renew()  # all of this process was stopped, as by Ctrl-Z
-            if (now := self._sections.tasks()) != tasks:
-                tasks = now
+            if (progress := self._sections.tasks()) != tasks:
+                tasks = progress
                 if not self._sections.is_step:  # as an evaluation, which gets on with its tasks
                     self._sections.renew()
-            self._here = self._whereabouts()
-            if self._peers.is_hub and (hangs := self._who_hangs()):
-                why = says(hangs, self._peers.count)
-                self._leave(why)
-                self._end(f"{why}; stacks and last tasks of all are in {self._folder}")
+            self._latest_status = self._own_status()
+            if self._peers.is_primary and (hung := self._find_hung_processes()):
+                reason = describe_hang(hung, self._peers.n_processes)
+                self._write_stacks(reason)
+                self._end(f"{reason}; stacks and last tasks of all are in {self._folder}")
                 return
 
-    def _who_hangs(self) -> tuple[Whereabouts, ...]:
+    def _find_hung_processes(self) -> tuple[ProcessStatus, ...]:
         """The processes that hang, at two looks: what others send of them is some seconds old."""
-        others = [s for p, s in self._peers.statuses().items() if p and s]
-        if len(others) < self._peers.count - 1:
+        messages = [s for p, s in self._peers.statuses().items() if p and s]
+        if len(messages) < self._peers.n_processes - 1:
             return ()  # nobody knows who is behind
-        everywhere = [self._here, *(msgspec.json.decode(s, type=Whereabouts) for s in others)]
-        hangs = who_hangs(everywhere)
-        before, self._behind = self._behind, [(w.process, w.progress) for w in hangs]
-        return hangs if self._behind == before else ()
+        statuses = [
+            self._latest_status,
+            *(msgspec.json.decode(s, type=ProcessStatus) for s in messages),
+        ]
+        hung = find_hung_processes(statuses)
+        previous, self._hung_before = self._hung_before, [(w.process, w.progress) for w in hung]
+        return hung if self._hung_before == previous else ()
 
-    def _leave(self, why: str) -> None:
+    def _write_stacks(self, reason: str) -> None:
         """Write where this process is."""
-        if self._hung:
+        if self._has_written:
             return
-        self._hung = True
+        self._has_written = True
         # The run's disk may be what hangs.
-        within(WRITE_S, write_stacks, self._folder, self._whereabouts(), why)
+        run_with_timeout(WRITE_TIMEOUT_S, write_stacks, self._folder, self._own_status(), reason)
 
-    def _whereabouts(self) -> Whereabouts:
-        return self._sections.whereabouts(self._peers.process, self._peers.name)
+    def _own_status(self) -> ProcessStatus:
+        return self._sections.status(self._peers.process_index, self._peers.host_and_pid)
 
 
-def write_stacks(folder: Path, here: Whereabouts, why: str) -> None:
+def write_stacks(folder: Path, status: ProcessStatus, reason: str) -> None:
     """Add a process's stacks and last tasks to its file in a folder, and say them in the log; what
     cannot be written is said only."""
-    for line in (str(here), *here.tasks.lines, f"main thread: {here.stack}"):
-        log.warning("%s", line)
+    for text in (str(status), *status.tasks.lines, f"main thread: {status.stack}"):
+        log.warning("%s", text)
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"process-{here.process:05d}.txt").open("a") as file:
-            when = time.strftime("%Y-%m-%d %H:%M:%S")
-            print(when, why, str(here), *here.tasks.lines, "", sep="\n", file=file, flush=True)
+        with (folder / f"process-{status.process:05d}.txt").open("a") as file:
+            time_text = time.strftime("%Y-%m-%d %H:%M:%S")
+            print(
+                time_text,
+                reason,
+                str(status),
+                *status.tasks.lines,
+                "",
+                sep="\n",
+                file=file,
+                flush=True,
+            )
             faulthandler.dump_traceback(file, all_threads=True)
             print(file=file)

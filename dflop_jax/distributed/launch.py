@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from dflop_jax.config import DistributedConfig
-from dflop_jax.distributed.processes import DEVICES_ENV, LOCAL_NUMBER_ENV, find_processes
+from dflop_jax.distributed.processes import DEVICES_ENV, LOCAL_PROCESSES_ENV, find_processes
 from dflop_jax.distributed.supervisor import Job, LaunchResult, supervise
 
 # XLA on the CPU takes fresh memory for every program's temporaries. Given back to the system after
@@ -16,7 +16,7 @@ from dflop_jax.distributed.supervisor import Job, LaunchResult, supervise
 # times three times where a virtual machine's host takes it too. So it is kept, in huge pages and
 # one arena: those of single threads give blocks above 64 MiB back at once (measured with glibc
 # 2.36: 3 page faults a step for 480 to 1,000). Other allocators ignore it.
-_KEEP_MEMORY = {
+_MALLOC_TUNABLES = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1"
     f":glibc.malloc.mmap_threshold={1 << 40}:glibc.malloc.trim_threshold={1 << 40}"
 }
@@ -54,14 +54,17 @@ def launch(
     if devices_per_process is not None and devices_per_process < 1:
         raise ValueError(f"--devices-per-process {devices_per_process} must be at least 1")
     program, cores = resolve(command), core_shares(n) if pin else [None] * n
-    if LOCAL_NUMBER_ENV not in os.environ:  # inside another launch the variables mean its processes
-        found = find_processes(DistributedConfig())
-        if found.number > 1:
+    if (
+        LOCAL_PROCESSES_ENV not in os.environ
+    ):  # inside another launch the variables mean its processes
+        processes = find_processes(DistributedConfig())
+        if processes.n_processes > 1:
             raise ValueError(
-                f"{found.source} has started {found.number} processes, and dflop launch starts "
+                f"{processes.source} has started {processes.n_processes} processes, and dflop "
+                "launch starts "
                 "those of one host; put the command itself in its place, one process a task"
             )
-    environment = {**_KEEP_MEMORY, **os.environ, DEVICES_ENV: str(devices_per_process or "")}
+    environment = {**_MALLOC_TUNABLES, **os.environ, DEVICES_ENV: str(devices_per_process or "")}
     return supervise(Job(program, environment, cores), max_restarts)
 
 
@@ -72,9 +75,9 @@ def resolve(command: Sequence[str]) -> list[str]:
             "no command; give it after --, such as: dflop launch -n 2 -- dflop train EXPERIMENT"
         )
     name, *arguments = command
-    known = {"dflop": [sys.executable, "-m", "dflop_jax.cli"], "python": [sys.executable]}
-    if name in known:
-        return [*known[name], *arguments]
+    interpreters = {"dflop": [sys.executable, "-m", "dflop_jax.cli"], "python": [sys.executable]}
+    if name in interpreters:
+        return [*interpreters[name], *arguments]
     program = shutil.which(name)
     if program is None:
         is_file = os.path.isfile(name)

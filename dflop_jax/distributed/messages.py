@@ -4,9 +4,10 @@ A message is bytes under a key that names one call; its last reader deletes it. 
 and lies in the memory of process 0. `runtime.communicator` exchanges arrays. All threads may send.
 
 A thread in each process sends a heartbeat every second, learns whether another process failed, and
-measures the offset of its clock (two hosts drift by some 20 ppm). Process 0 ends the run when a
-process is silent for `timeout_s`. jax's own heartbeat timeout is `HEARTBEATS` times as long,
-because jax ends a process by SIGABRT (exit code 134) without naming the lost one.
+measures the offset of its clock (the clocks of two hosts drift by about 20 ppm). Process 0 ends the
+run when a process is silent for `peer_timeout_s`. jax's own heartbeat timeout is
+`JAX_TIMEOUT_FACTOR` times as long, because jax ends a process by SIGABRT (exit code 134) without
+naming the lost one.
 """
 
 from __future__ import annotations
@@ -29,28 +30,31 @@ from jax._src.distributed import State, global_state
 
 from dflop_jax.distributed.process_exit import (
     FAILED,
-    TRY_AGAIN,
+    TRANSIENT_FAILURE,
     RunFailed,
-    TryAgain,
-    end_now,
-    leave,
-    within,
+    TransientError,
+    exit_process,
+    exit_with_message,
+    run_with_timeout,
 )
+from dflop_jax.records import from_msgpack, to_msgpack
 
-HEARTBEATS = 2  # jax's heartbeat time-out over `timeout_s`
-BEAT_S = 1.0  # between two signs of life; a time-out below 5 s has shorter beats
-BEATS_PER_TIMEOUT = 5
-# A blocking read of the service cannot be interrupted, so waits are cut into slices. The service
-# keeps 25 kB for each slice that times out, until the key is written.
-SLICE_S = 1.0
-WAIT_S = 7200.0  # default deadline of a wait: the longest search for a plan or compilation
-EXIT_S = 300.0  # deadline at the end of Python, as jax's own
-ANNOUNCE_S = 3.0  # process 0 waits so long for the others to read why the run fails
-CLOCK_S = 60.0  # between two measurements, in which clocks of two hosts come 1.2 ms apart
-ROUND_TRIPS = 8  # per measurement; the shortest counts, since most wait for a thread
-ANSWER_S = 5.0  # longest wait for the time
+JAX_TIMEOUT_FACTOR = 2  # jax's heartbeat timeout over `peer_timeout_s`
+HEARTBEAT_S = 1.0  # seconds between heartbeats; shorter for a timeout below 5 s
+HEARTBEATS_PER_TIMEOUT = 5
+# A blocking read of the service cannot be interrupted, so a wait polls. The service keeps 25 kB for
+# each poll that times out, until the key is written.
+POLL_S = 1.0
+MESSAGE_TIMEOUT_S = 7200.0  # of a wait by default: the longest plan search or compilation
+EXIT_TIMEOUT_S = 300.0  # of a wait when Python ends; jax has the same
+ANNOUNCE_S = 3.0  # process 0 waits this long until the others have read why the run fails
+CLOCK_INTERVAL_S = 60.0  # between two measurements; clocks of two hosts drift by 1.2 ms in it
+N_ROUND_TRIPS = 8  # per measurement; the shortest counts, since most wait for a thread
+CLOCK_TIMEOUT_S = 5.0  # longest wait for process 0's time
 _ROOT = "dflop"  # of all keys
-_ALIVE, _FAILURE, _HEARD, _CLOCK = (f"{_ROOT}/{n}" for n in ("alive", "failure", "heard", "clock"))
+_HEARTBEAT_KEYS, _FAILURE_KEYS, _ACKNOWLEDGED_KEYS, _CLOCK_KEYS = (
+    f"{_ROOT}/{n}" for n in ("alive", "failure", "heard", "clock")
+)
 
 
 def connection() -> State | None:
@@ -61,340 +65,336 @@ def connection() -> State | None:
 class _Failure(msgspec.Struct, frozen=True):
     """Why the run fails; every process ends with `exit_code`, after `on_hang` where `hangs`."""
 
-    why: str
+    reason: str
     exit_code: int
     hangs: bool = False
 
 
-class _Life(msgspec.Struct, frozen=True):
-    """A sign of life: its number, the host and pid of the process, and what `status` returned."""
+class _Heartbeat(msgspec.Struct, frozen=True):
+    """A heartbeat: its number, the host and pid of the process, and what `status` returned."""
 
-    beat: int
-    name: str
+    number: int
+    host_and_pid: str
     status: bytes
 
 
 class ProcessGroup:
-    """The processes of a run, of which this is number `process`. One process needs no service.
+    """The processes of a run, as seen from one of them. A run of one process needs no service.
 
-    All processes make the same calls of each kind and key in the same order. The order of calls
-    under different keys is free. A key whose calls carry a `step` is used once for each step, also
-    by a process that leaves out steps.
+    All processes make the same calls of each kind and key in the same order; calls under different
+    keys may come in any order. A key whose calls carry a `step` is used once per step, and a
+    process may leave out steps. `kind` is the type of a value, one that msgspec can encode.
 
     Args:
       client: jax's client of the coordination service (`connection`); None for one process.
-      timeout_s: silence after which process 0 takes a process for lost.
-      on_failure: called with a line and an exit code when another process fails, instead of ending
-        this one.
-      clock: of this process, in seconds; traces use it.
+      peer_timeout_s: silence after which process 0 treats a process as lost.
+      on_failure: called with a line and an exit code when another process fails; by default this
+        process ends with them.
+      clock: this process's clock in seconds, the one that traces use.
 
     Attributes:
-      name: host and pid of this process.
-      offset_s: what to add to this process's clock to get process 0's.
-      wait_s: deadline of every wait.
-      status: called every second; process 0 reads what it returned in `statuses`.
+      host_and_pid: the host name and process id of this process.
+      clock_offset_s: seconds to add to this process's clock to get process 0's clock.
+      message_timeout_s: deadline of every wait.
+      status: called with every heartbeat; process 0 reads the results from `statuses`.
       on_hang: called with the reason before a run ends because a process hangs or is lost.
     """
 
     def __init__(
         self,
-        process: int = 0,
-        count: int = 1,
+        process_index: int = 0,
+        n_processes: int = 1,
         client: Any = None,
         *,
-        timeout_s: float = 15.0,
-        on_failure: Callable[[str, int], None] = end_now,
+        peer_timeout_s: float = 15.0,
+        on_failure: Callable[[str, int], None] = exit_with_message,
         clock: Callable[[], float] = time.perf_counter,
-        wait_s: float = WAIT_S,
+        message_timeout_s: float = MESSAGE_TIMEOUT_S,
     ):
-        assert count == 1 or client is not None, count
-        self.process, self.count = process, count
+        assert n_processes == 1 or client is not None, n_processes
+        self.process_index, self.n_processes = process_index, n_processes
+        self.message_timeout_s, self._peer_timeout_s = message_timeout_s, peer_timeout_s
         self.status: Callable[[], bytes] = bytes
-        self.on_hang: Callable[[str], None] = lambda why: None
-        self._client, self._timeout_s, self.wait_s = client, timeout_s, wait_s
-        self._on_failure, self._clock, self.offset_s = on_failure, clock, 0.0
-        self.name = f"{socket.gethostname()}, pid {os.getpid()}"
+        self.on_hang: Callable[[str], None] = lambda reason: None
+        self._client, self._on_failure = client, on_failure
+        self._clock, self.clock_offset_s = clock, 0.0
+        self.host_and_pid = f"{socket.gethostname()}, pid {os.getpid()}"
         self._changed = threading.Condition()
-        self._run, self._calls, self._abandoned = 0, Counter[str](), set[str]()
-        self._failed, self._told, self._closing = False, threading.Event(), False
-        self._waiting = 0  # threads inside a blocking read
-        self._listening = set(range(count))  # processes that are not silent
-        # By process: its newest sign of life, and when that came.
-        self._alive: dict[int, tuple[_Life, float]] = {}
-        if count > 1:
-            for run in [self._watch, *[self._answer_clocks] * self.is_hub]:
-                threading.Thread(target=run, daemon=True, name=run.__name__.strip("_")).start()
+        self._run_number, self._call_counts, self._canceled_prefixes = 0, Counter[str](), set[str]()
+        self._failed, self._announced, self._closing = False, threading.Event(), False
+        self._n_blocked = 0  # threads inside a blocking read
+        self._responsive = set(range(n_processes))  # processes that are not silent
+        # By process: its newest heartbeat, and the time at which that arrived.
+        self._heartbeats: dict[int, tuple[_Heartbeat, float]] = {}
+        if n_processes > 1:
+            for loop in [self._send_heartbeats, *[self._serve_clock] * self.is_primary]:
+                threading.Thread(target=loop, daemon=True, name=loop.__name__.strip("_")).start()
             atexit.register(self._at_exit)
 
     @property
-    def is_hub(self) -> bool:
-        return self.process == 0
+    def is_primary(self) -> bool:
+        """Whether this is process 0."""
+        return self.process_index == 0
 
     # ---- messages ----
 
-    def new_run(self) -> None:
+    def begin_run(self) -> None:
         """Begin another run of the same processes, which reads no message of the run before."""
         with self._changed:
-            self._run += 1
-            self._calls.clear()
-            self._abandoned.clear()
+            self._run_number += 1
+            self._call_counts.clear()
+            self._canceled_prefixes.clear()
         # A process may still read the last messages of the run that has just ended.
-        if self.is_hub and self.count > 1 and self._run > 1:
-            self._client.key_value_delete(f"{_ROOT}/{self._run - 2}")
+        if self.is_primary and self.n_processes > 1 and self._run_number > 1:
+            self._client.key_value_delete(f"{_ROOT}/{self._run_number - 2}")
 
-    def abandon(self, prefix: str) -> None:
-        """A thread of this process that waits for a key with this prefix gets RunFailed."""
+    def cancel_waits(self, prefix: str) -> None:
+        """Have threads of this process that wait for a key with this prefix raise RunFailed."""
         with self._changed:
-            self._abandoned.add(prefix)
+            self._canceled_prefixes.add(prefix)
 
-    def broadcast(self, key: str, value: bytes | None = None, *, step: int | None = None) -> bytes:
+    def broadcast(self, key: str, value: Any, kind: Any, *, step: int | None = None) -> Any:
         """Return process 0's `value` on every process; the others wait for it.
 
         Raises:
-          RunFailed: the run has failed meanwhile, or the key is abandoned.
-          TryAgain: nothing came by the deadline, or the service is gone.
+          RunFailed: the run has failed meanwhile, or waits for the key are canceled.
+          TransientError: nothing came by the deadline, or the service is gone.
         """
-        name = self._call_name("broadcast", key, step)
-        if self.is_hub:
-            assert value is not None, key
-            if self.count > 1:
-                self._ask(key, "set_bytes", name, value)
-            return value
-        got = self._read(name, key, 0)
-        # The last of the readers deletes.
-        if self._ask(key, "increment", f"{name}/readers", 1) == self.count - 1:
-            self._ask(key, "delete", name)
-        return got
+        full_key = self._call_key("broadcast", key, step)
+        if self.is_primary:
+            data = to_msgpack(value)
+            if self.n_processes > 1:
+                self._call_service(key, "set_bytes", full_key, data)
+        else:
+            data = self._receive(full_key, key, 0)
+            n_readers = self._call_service(key, "increment", f"{full_key}/readers", 1)
+            if n_readers == self.n_processes - 1:  # the last reader deletes the message
+                self._call_service(key, "delete", full_key)
+        return from_msgpack(data, kind)
 
-    def gather(self, key: str, value: bytes, *, step: int | None = None) -> list[bytes]:
+    def gather(self, key: str, value: Any, kind: Any, *, step: int | None = None) -> list[Any]:
         """Return the values of all processes, in order, on process 0, which waits; [] on others.
-        See `broadcast` for errors."""
-        name = self._call_name("gather", key, step)
-        if not self.is_hub:
-            self._ask(key, "set_bytes", f"{name}/{self.process}", value)
+        Raises the errors of `broadcast`."""
+        full_key, data = self._call_key("gather", key, step), to_msgpack(value)
+        if not self.is_primary:
+            self._call_service(key, "set_bytes", f"{full_key}/{self.process_index}", data)
             return []
-        values = {0: value}
-        while missing := [p for p in range(self.count) if p not in values]:
-            values[missing[0]] = self._read(f"{name}/{missing[0]}", key, missing[0])
+        messages = {0: data}
+        while missing := [p for p in range(self.n_processes) if p not in messages]:
+            messages[missing[0]] = self._receive(f"{full_key}/{missing[0]}", key, missing[0])
             if missing[1:]:
-                found = self._ask(key, "dir_get_bytes", name)
-                values |= {int(k.rpartition("/")[2]): v for k, v in found}
-        if self.count > 1:
-            self._ask(key, "delete", name)
-        return [values[p] for p in range(self.count)]
+                found = self._call_service(key, "dir_get_bytes", full_key)
+                messages |= {_last_number(k): v for k, v in found}
+        if self.n_processes > 1:
+            self._call_service(key, "delete", full_key)
+        return [from_msgpack(messages[p], kind) for p in range(self.n_processes)]
 
-    def broadcast_record(self, key: str, record: Any, kind: Any, *, step: int | None = None) -> Any:
-        """Return process 0's `record`, of a type that msgspec knows, on every process."""
-        data = msgspec.msgpack.encode(record) if self.is_hub else None
-        return msgspec.msgpack.decode(self.broadcast(key, data, step=step), type=kind)
-
-    def gather_records(self, key: str, record: Any, kind: Any, *, step: int | None = None) -> list:
-        """Return the records of all processes, in order, on process 0; [] on others."""
-        values = self.gather(key, msgspec.msgpack.encode(record), step=step)
-        return [msgspec.msgpack.decode(v, type=kind) for v in values]
-
-    def all_gather(self, key: str, record: Any, kind: Any, *, step: int | None = None) -> list:
-        """Return the records of all processes, in order, on every process."""
-        every = self.gather_records(key, record, kind, step=step)
-        return self.broadcast_record(key, every, list[kind], step=step)
+    def all_gather(self, key: str, value: Any, kind: Any, *, step: int | None = None) -> list[Any]:
+        """Return the values of all processes, in order, on every process. Raises the errors of
+        `broadcast`."""
+        values = self.gather(key, value, kind, step=step)
+        return self.broadcast(key, values, list[kind], step=step)
 
     def barrier(self, key: str) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         self.all_gather(key, None, None)
 
     def statuses(self) -> dict[int, bytes]:
         """On process 0: the newest status of each process that has sent one."""
-        return {p: life.status for p, (life, _) in list(self._alive.items())}
+        return {p: heartbeat.status for p, (heartbeat, _) in list(self._heartbeats.items())}
 
     # ---- the end ----
 
-    def fail(self, why: str, exit_code: int = FAILED) -> None:
+    def fail(self, reason: str, exit_code: int = FAILED) -> None:
         """End all other processes with this reason and exit code; a thread of this one that waits
         gets RunFailed."""
-        self._end_run(_Failure(why, exit_code), goes_on=True)
+        self._end_run(_Failure(reason, exit_code), caller_exits=True)
 
-    def give_up(self, why: str) -> None:
+    def end_hung_run(self, reason: str) -> None:
         """End every process, this one as well, since one of them hangs or is lost."""
-        self._end_run(_Failure(why, TRY_AGAIN, hangs=True))
+        self._end_run(_Failure(reason, TRANSIENT_FAILURE, hangs=True))
 
-    def notice(self) -> None:
-        """Wait before an error of this process is told, which the loss of another may have caused,
-        until process 0 would have noticed that loss."""
-        self._pause(self._timeout_s + 3 * BEAT_S if self.count > 1 else 0.0)
+    def wait_for_peer_loss(self) -> None:
+        """Wait until process 0 would have noticed the loss of another process, which may have
+        caused the error of this one."""
+        self._pause(self._peer_timeout_s + 3 * HEARTBEAT_S if self.n_processes > 1 else 0.0)
 
     def close(self) -> None:
         """Leave together with the others: from here on, a process that ends is no failure."""
-        if self.count > 1 and not (self._closing or self._failed):
+        if self.n_processes > 1 and not (self._closing or self._failed):
             self.barrier("close")
-        self._stop()
+        self._stop_threads()
 
     def _at_exit(self) -> None:
-        """Before Python ends, which an error of a script may cause, tell or await the others."""
+        """Before Python ends: send the error of a script to the others, or wait for them."""
         if (error := getattr(sys, "last_value", None)) is not None:
-            self.fail(f"process {self.process} stopped: {' '.join(str(error).split())}")
-            leave(FAILED)  # jax would wait for the others, which have ended, and abort
-        self.wait_s = min(self.wait_s, EXIT_S)
+            self.fail(f"process {self.process_index} stopped: {' '.join(str(error).split())}")
+            exit_process(FAILED)  # jax would wait for the others, which have ended, and abort
+        self.message_timeout_s = min(self.message_timeout_s, EXIT_TIMEOUT_S)
         with suppress(RunFailed):
             self.close()
-        self._stop()
+        self._stop_threads()
 
-    def _stop(self) -> None:
+    def _stop_threads(self) -> None:
         """End the threads. Python aborts where one is inside of jax when the interpreter ends."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._waiting, 3 * SLICE_S)
+            self._changed.wait_for(lambda: not self._n_blocked, 3 * POLL_S)
 
     # ---- keys and waits ----
 
-    def _call_name(self, kind: str, key: str, step: int | None) -> str:
+    def _call_key(self, kind: str, key: str, step: int | None) -> str:
         """The key of a call: no two calls of a run have the same."""
         name = f"{kind}/{key}"
         with self._changed:
             if step is None:
-                self._calls[name] += 1
-            number = self._calls[name] if step is None else f"step{step}"
-            return f"{_ROOT}/{self._run}/{name}/{number}"
+                self._call_counts[name] += 1
+            number = self._call_counts[name] if step is None else f"step{step}"
+            return f"{_ROOT}/{self._run_number}/{name}/{number}"
 
-    def _ask(self, key: str, call: str, *args: Any) -> Any:
-        """Call the service; TryAgain where it is gone."""
+    def _call_service(self, key: str, call: str, *args: Any) -> Any:
+        """Call the service; TransientError where it is gone."""
         try:
             return getattr(self._client, f"key_value_{call}")(*args)
         except jax.errors.JaxRuntimeError as e:
-            raise _gone(key, e) from None
+            raise _service_lost(key, e) from None
 
-    def _read(self, name: str, key: str, sender: int, wait_s: float = 0.0) -> bytes:
-        """Wait for the value of a key, by default for the longest that a call may take."""
-        wait_s = wait_s or self.wait_s
+    def _receive(self, full_key: str, key: str, sender: int, wait_s: float = 0.0) -> bytes:
+        """Wait for the value of a key, by default for `message_timeout_s`."""
+        wait_s = wait_s or self.message_timeout_s
         deadline = time.monotonic() + wait_s
-        while (left_s := deadline - time.monotonic()) > 0:
+        while (remaining_s := deadline - time.monotonic()) > 0:
             with self._changed:
-                abandoned = any(key.startswith(p) for p in self._abandoned)
-                if self._failed or self._closing or abandoned:
+                is_canceled = any(key.startswith(p) for p in self._canceled_prefixes)
+                if self._failed or self._closing or is_canceled:
                     raise RunFailed(f"waiting for {key!r}: the run has ended: start it again")
-                self._waiting += 1
+                self._n_blocked += 1
             try:
-                slice_ms = max(1, round(1000 * min(left_s, SLICE_S)))
-                return self._client.blocking_key_value_get_bytes(name, slice_ms)
+                poll_ms = max(1, round(1000 * min(remaining_s, POLL_S)))
+                return self._client.blocking_key_value_get_bytes(full_key, poll_ms)
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
-                    raise _gone(key, e) from None
+                    raise _service_lost(key, e) from None
             finally:
                 with self._changed:
-                    self._waiting -= 1
+                    self._n_blocked -= 1
                     self._changed.notify_all()
-        raise TryAgain(f"process {sender} did not send {key!r} within {wait_s:g} s: start again")
+        raise TransientError(f"process {sender} did not send {key!r} in {wait_s:g} s: start again")
 
     # ---- threads ----
 
-    def _watch(self) -> None:
-        """Thread: tell that this process lives, and learn of failures and of the time."""
-        key, measured_s = f"{_ALIVE}/{self.process}", float("-inf")
-        every_s = min(BEAT_S, self._timeout_s / BEATS_PER_TIMEOUT)
-        for beat in itertools.count():
-            if self._pause(every_s if beat else 0.0):
+    def _send_heartbeats(self) -> None:
+        """Thread: send heartbeats, and look for failures and the time of process 0."""
+        key, clock_measured_s = f"{_HEARTBEAT_KEYS}/{self.process_index}", float("-inf")
+        interval_s = min(HEARTBEAT_S, self._peer_timeout_s / HEARTBEATS_PER_TIMEOUT)
+        for number in itertools.count():
+            if self._pause(interval_s if number else 0.0):
                 return
             # Where the service is gone, jax ends this process.
             with suppress(jax.errors.JaxRuntimeError, RunFailed):
-                life = msgspec.msgpack.encode(_Life(beat, self.name, self.status()))
-                self._client.key_value_set_bytes(key, life, allow_overwrite=True)
-                if failure := self._client.key_value_dir_get_bytes(_FAILURE):
-                    first = msgspec.json.decode(failure[0][1], type=_Failure)
-                    self._end_run(first, heard=True)
-                elif self.is_hub:
-                    self._look_for_silence(every_s)
-                elif time.monotonic() - measured_s > CLOCK_S:
-                    self.offset_s = self._measured_offset()
-                    measured_s = time.monotonic()
+                heartbeat = _Heartbeat(number, self.host_and_pid, self.status())
+                self._client.key_value_set_bytes(key, to_msgpack(heartbeat), allow_overwrite=True)
+                if failures := self._client.key_value_dir_get_bytes(_FAILURE_KEYS):
+                    self._end_run(from_msgpack(failures[0][1], _Failure), is_known=True)
+                elif self.is_primary:
+                    self._check_heartbeats(interval_s)
+                elif time.monotonic() - clock_measured_s > CLOCK_INTERVAL_S:
+                    self.clock_offset_s = self._measure_clock_offset()
+                    clock_measured_s = time.monotonic()
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; whether the run has ended."""
+        """Wait, and return whether the run has ended."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closing or self._failed, seconds)
 
-    def _look_for_silence(self, every_s: float) -> None:
-        """On process 0: end the run when a process gives no sign of life any more."""
+    def _check_heartbeats(self, interval_s: float) -> None:
+        """On process 0: end the run when a process has been silent for `peer_timeout_s`."""
         now_s, silent = time.monotonic(), {}
-        own = self._alive.get(0)
+        _, own_s = self._heartbeats.get(0, (None, now_s))
         # After a pause of this process, such as Ctrl-Z, the others may have been paused, too.
-        paused = own is not None and now_s - own[1] > every_s + self._timeout_s / 2
-        for key, value in self._client.key_value_dir_get_bytes(_ALIVE):
-            process, life = int(key.rpartition("/")[2]), msgspec.msgpack.decode(value, type=_Life)
-            before = self._alive.get(process)
-            if before is None or paused or before[0].beat != life.beat:
-                self._alive[process] = life, now_s
-            elif (silent_s := now_s - before[1]) > self._timeout_s:
-                silent[process] = f"process {process} ({life.name}) is silent for {silent_s:.0f} s"
+        was_paused = now_s - own_s > interval_s + self._peer_timeout_s / 2
+        for key, value in self._client.key_value_dir_get_bytes(_HEARTBEAT_KEYS):
+            process, heartbeat = _last_number(key), from_msgpack(value, _Heartbeat)
+            previous = self._heartbeats.get(process)
+            if previous is None or was_paused or previous[0].number != heartbeat.number:
+                self._heartbeats[process] = heartbeat, now_s
+            elif (silent_s := now_s - previous[1]) > self._peer_timeout_s:
+                name = f"process {process} ({heartbeat.host_and_pid})"
+                silent[process] = f"{name} is silent for {silent_s:.0f} s"
         if silent:
-            self._listening -= silent.keys()
-            self.give_up(
-                f"{', '.join(silent.values())}; the run ends, continue it with --resume auto"
-            )
+            self._responsive -= silent.keys()
+            names = ", ".join(silent.values())
+            self.end_hung_run(f"{names}; the run ends, continue it with --resume auto")
 
-    def _measured_offset(self) -> float:
-        """The offset by the shortest of some round trips, the way there taken for as long as the
-        way back: the error is at most half of the trip."""
-        trips: list[tuple[float, float]] = []
-        for _ in range(ROUND_TRIPS):
-            name = f"{_CLOCK}/{self._client.key_value_increment(f'{_CLOCK}s', 1)}"
+    def _measure_clock_offset(self) -> float:
+        """Return the offset to process 0's clock from the shortest of several round trips. Both
+        ways count as equally long, so the error is at most half of the trip."""
+        round_trips: list[tuple[float, float]] = []
+        for _ in range(N_ROUND_TRIPS):
+            name = f"{_CLOCK_KEYS}/{self._client.key_value_increment(f'{_CLOCK_KEYS}s', 1)}"
             sent_s = self._clock()
             self._client.key_value_set_bytes(name, b"")
-            answer = self._read(f"{name}/answer", "the time", 0, ANSWER_S)
-            back_s = self._clock()
+            answer = self._receive(f"{name}/answer", "the time", 0, CLOCK_TIMEOUT_S)
+            received_s = self._clock()
             self._client.key_value_delete(name)
-            here_s = (sent_s + back_s) / 2
-            trips.append((back_s - sent_s, msgspec.json.decode(answer, type=float) - here_s))
-        return min(trips)[1]
+            midpoint_s = (sent_s + received_s) / 2
+            round_trips.append((received_s - sent_s, from_msgpack(answer, float) - midpoint_s))
+        return min(round_trips)[1]
 
-    def _answer_clocks(self) -> None:
-        """Thread of process 0: say what time it is, to each question in turn."""
+    def _serve_clock(self) -> None:
+        """Thread of process 0: answer each request for the time in turn."""
         with suppress(jax.errors.JaxRuntimeError, RunFailed):
-            for question in itertools.count(1):
-                self._read(f"{_CLOCK}/{question}", "a question", 0, float("inf"))
-                now = msgspec.json.encode(self._clock())
-                self._client.key_value_set_bytes(f"{_CLOCK}/{question}/answer", now)
+            for number in itertools.count(1):
+                self._receive(f"{_CLOCK_KEYS}/{number}", "a request", 0, float("inf"))
+                time_message = to_msgpack(self._clock())
+                self._client.key_value_set_bytes(f"{_CLOCK_KEYS}/{number}/answer", time_message)
 
     # ---- failures ----
 
-    def _end_run(self, failure: _Failure, *, heard: bool = False, goes_on: bool = False) -> None:
-        """End the run unless it has ended or failed before.
-
-        Args:
-          heard: another process has told the failure.
-          goes_on: the thread that calls this ends this process.
-        """
+    def _end_run(
+        self, failure: _Failure, is_known: bool = False, caller_exits: bool = False
+    ) -> None:
+        """End the run unless it has ended or failed before. `is_known`: another process has
+        announced the failure. `caller_exits`: the calling thread ends this process."""
         with self._changed:
             is_first = not (self._closing or self._failed)
             self._failed |= is_first
             self._changed.notify_all()
         if not is_first:
-            if goes_on and not self._closing:  # another thread may end this process meanwhile
-                self._told.wait(2 * ANNOUNCE_S)
+            if caller_exits and not self._closing:  # another thread may end this process meanwhile
+                self._announced.wait(2 * ANNOUNCE_S)
             return
         if failure.hangs:
-            self.on_hang(failure.why)
-        if self.count > 1:  # in a thread, since the service may be gone
-            within(ANNOUNCE_S, self._tell, None if heard else failure)
-        if not goes_on:
-            self._on_failure(failure.why, failure.exit_code)  # does not return in a real run
-        self._told.set()
+            self.on_hang(failure.reason)
+        if self.n_processes > 1:  # in a thread, since the service may be gone
+            run_with_timeout(ANNOUNCE_S, self._announce, None if is_known else failure)
+        if not caller_exits:
+            self._on_failure(failure.reason, failure.exit_code)  # does not return in a real run
+        self._announced.set()
 
-    def _tell(self, failure: _Failure | None) -> None:
-        """Tell the others of a failure, and that this process knows of one. Process 0 waits for
-        them, since the service ends with it."""
+    def _announce(self, failure: _Failure | None) -> None:
+        """Announce a failure, and acknowledge one. Process 0 waits until the others have
+        acknowledged it, since the service ends with process 0."""
         client, deadline = self._client, time.monotonic() + ANNOUNCE_S
         with suppress(jax.errors.JaxRuntimeError):
             if failure:
                 with suppress(jax.errors.JaxRuntimeError):  # another process was first
-                    client.key_value_set_bytes(f"{_FAILURE}/first", msgspec.json.encode(failure))
-            client.key_value_set_bytes(f"{_HEARD}/{self.process}", b"", allow_overwrite=True)
-            while self.is_hub and time.monotonic() < deadline:
-                heard = client.key_value_dir_get_bytes(_HEARD)
-                if {int(k.rpartition("/")[2]) for k, _ in heard} >= self._listening:
+                    client.key_value_set_bytes(f"{_FAILURE_KEYS}/first", to_msgpack(failure))
+            own_key = f"{_ACKNOWLEDGED_KEYS}/{self.process_index}"
+            client.key_value_set_bytes(own_key, b"", allow_overwrite=True)
+            while self.is_primary and time.monotonic() < deadline:
+                acknowledged = client.key_value_dir_get_bytes(_ACKNOWLEDGED_KEYS)
+                if {_last_number(k) for k, _ in acknowledged} >= self._responsive:
                     return
-                time.sleep(BEAT_S / 20)
+                time.sleep(HEARTBEAT_S / 20)
 
 
-def _gone(key: str, error: Exception) -> TryAgain:
-    why = (str(error).splitlines() or [""])[0]
-    return TryAgain(f"{key!r} could not be exchanged with process 0 ({why}): start the run again")
+def _last_number(key: str) -> int:
+    """The process that a key ends with."""
+    return int(key.rpartition("/")[2])
+
+
+def _service_lost(key: str, error: Exception) -> TransientError:
+    reason = (str(error).splitlines() or [""])[0]
+    return TransientError(f"{key!r} was not exchanged with process 0 ({reason}): start again")

@@ -35,10 +35,10 @@ COORDINATOR_ENV = "DFLOP_COORDINATOR"
 NUM_PROCESSES_ENV = "DFLOP_NUM_PROCESSES"
 PROCESS_ID_ENV = "DFLOP_PROCESS_ID"
 DEVICES_ENV = "DFLOP_DEVICES_PER_PROCESS"
-LOCAL_NUMBER_ENV = "DFLOP_LOCAL_PROCESSES"  # processes of the run on this host
+LOCAL_PROCESSES_ENV = "DFLOP_LOCAL_PROCESSES"  # processes of the run on this host
 LOCAL_INDEX_ENV = "DFLOP_LOCAL_ID"  # and which of those this is
 
-RUN_ENV = "DFLOP_RUN"  # the name of a launch, the same at all its restarts
+LAUNCH_ENV = "DFLOP_RUN"  # the name of a launch, the same at all its restarts
 RESTARTS_ENV = "DFLOP_RESTARTS"  # how often the run was started again; 0: this is the first start
 STEP_FILE_ENV = "DFLOP_STEP_FILE"  # a file that the first step of a start makes
 
@@ -50,7 +50,7 @@ def is_restart() -> bool:
 
 def launch_name() -> str:
     """The name of the launch that this process belongs to; "" where nobody starts it again."""
-    return os.environ.get(RUN_ENV, "")
+    return os.environ.get(LAUNCH_ENV, "")
 
 
 @cache  # once a process
@@ -78,21 +78,23 @@ class Processes:
       ValueError: index and number do not go together.
     """
 
-    number: int = 1
+    n_processes: int = 1
     index: int = 0
     coordinator: Address | None = None
     source: str = "one process"
-    local_number: int = 0
+    n_local: int = 0
     local_index: int = 0
-    devices_each: int = 0
+    devices_per_process: int = 0
 
     def __post_init__(self) -> None:
-        if self.number < 1:
-            raise ValueError(f"{self.source}: {self.number} processes; there must be at least 1")
-        if not 0 <= self.index < self.number:
+        if self.n_processes < 1:
             raise ValueError(
-                f"{self.source}: process {self.index} of {self.number}; "
-                f"the first is 0, the last {self.number - 1}"
+                f"{self.source}: {self.n_processes} processes; there must be at least 1"
+            )
+        if not 0 <= self.index < self.n_processes:
+            raise ValueError(
+                f"{self.source}: process {self.index} of {self.n_processes}; "
+                f"the first is 0, the last {self.n_processes - 1}"
             )
 
 
@@ -110,7 +112,7 @@ def find_processes(config: DistributedConfig) -> Processes:
         or _from_kubernetes()
         or Processes()
     )
-    return replace(processes, devices_each=_number(DEVICES_ENV, 0))
+    return replace(processes, devices_per_process=_environment_int(DEVICES_ENV, 0))
 
 
 def _from_flags(config: DistributedConfig) -> Processes | None:
@@ -120,7 +122,7 @@ def _from_flags(config: DistributedConfig) -> Processes | None:
         return None
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given too: all three, or none")
-    coordinator = _address("distributed.coordinator", config.coordinator)
+    coordinator = _parse_address("distributed.coordinator", config.coordinator)
     return Processes(config.num_processes, config.process_id, coordinator, "distributed")
 
 
@@ -130,62 +132,62 @@ def _from_launcher() -> Processes | None:
         return None
     if missing := [n for n in names if not os.environ.get(n)]:
         raise ValueError(f"{' and '.join(missing)} must be set too: all of {', '.join(names)}")
-    number, index = _number(NUM_PROCESSES_ENV), _number(PROCESS_ID_ENV)
-    coordinator = _address(COORDINATOR_ENV, os.environ[COORDINATOR_ENV])
-    if LOCAL_NUMBER_ENV in os.environ:
-        here = _number(LOCAL_NUMBER_ENV), _number(LOCAL_INDEX_ENV)
-        return Processes(number, index, coordinator, "dflop launch", *here)
-    return Processes(number, index, coordinator, "DFLOP_* variables")
+    n_processes, index = _environment_int(NUM_PROCESSES_ENV), _environment_int(PROCESS_ID_ENV)
+    coordinator = _parse_address(COORDINATOR_ENV, os.environ[COORDINATOR_ENV])
+    if LOCAL_PROCESSES_ENV in os.environ:
+        local = _environment_int(LOCAL_PROCESSES_ENV), _environment_int(LOCAL_INDEX_ENV)
+        return Processes(n_processes, index, coordinator, "dflop launch", *local)
+    return Processes(n_processes, index, coordinator, "DFLOP_* variables")
 
 
 def _from_slurm() -> Processes | None:
     # The shell of salloc is one task, though SLURM_NTASKS says how many its job may start.
-    number = _number("SLURM_STEP_NUM_TASKS", _number("SLURM_NTASKS", 1))
-    if number == 1 or "SLURM_STEP_NODELIST" not in os.environ:
+    n_processes = _environment_int("SLURM_STEP_NUM_TASKS", _environment_int("SLURM_NTASKS", 1))
+    if n_processes == 1 or "SLURM_STEP_NODELIST" not in os.environ:
         return None
     # Not by jax, which takes `rack[1-2]n[01-02]` for `rack1`. The first name ends at a comma
     # outside brackets; the port is that which jax derives from the job's number.
     nodes = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
-    first, port = nodes.partition(",")[0], 61_440 + _number("SLURM_JOB_ID") % 4096
+    first_node, port = nodes.partition(",")[0], 61_440 + _environment_int("SLURM_JOB_ID") % 4096
     return Processes(
-        number,
-        _number("SLURM_PROCID"),
-        _cluster_address(lambda given: f"{first}:{given or port}"),
+        n_processes,
+        _environment_int("SLURM_PROCID"),
+        _coordinator_address(lambda configured: f"{first_node}:{configured or port}"),
         "Slurm",
-        _slurm_tasks_here(),
-        _number("SLURM_LOCALID"),
+        _slurm_local_tasks(),
+        _environment_int("SLURM_LOCALID"),
     )
 
 
-def _slurm_tasks_here() -> int:
+def _slurm_local_tasks() -> int:
     """Tasks of this step on this node; `2(x3),1` means three nodes of two and one of one."""
     counts: list[int] = []
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(tasks)] * int(nodes or 1)
-    node = _number("SLURM_NODEID", 0)
+    node = _environment_int("SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else 0
 
 
 def _from_open_mpi() -> Processes | None:
-    number = _number("OMPI_COMM_WORLD_SIZE", 1)
-    if number == 1:
+    n_processes = _environment_int("OMPI_COMM_WORLD_SIZE", 1)
+    if n_processes == 1:
         return None
     from jax._src.clusters import OmpiCluster
 
-    names_launcher = "OMPI_MCA_orte_hnp_uri" in os.environ  # Open MPI 5 no longer does
-    if not names_launcher and not os.environ.get("JAX_COORDINATOR_ADDRESS"):
+    has_launcher_address = "OMPI_MCA_orte_hnp_uri" in os.environ  # Open MPI 5 no longer does
+    if not has_launcher_address and not os.environ.get("JAX_COORDINATOR_ADDRESS"):
         raise ValueError(
             "Open MPI 5 does not say where process 0 runs; add to mpirun: "
             "-x JAX_COORDINATOR_ADDRESS=HOST:PORT, with the host of rank 0"
         )
     return Processes(
-        number,
-        _number("OMPI_COMM_WORLD_RANK"),
-        _cluster_address(lambda port: OmpiCluster.get_coordinator_address(None, port)),
+        n_processes,
+        _environment_int("OMPI_COMM_WORLD_RANK"),
+        _coordinator_address(lambda port: OmpiCluster.get_coordinator_address(None, port)),
         "Open MPI",
-        _number("OMPI_COMM_WORLD_LOCAL_SIZE", 0),
-        _number("OMPI_COMM_WORLD_LOCAL_RANK", 0),
+        _environment_int("OMPI_COMM_WORLD_LOCAL_SIZE", 0),
+        _environment_int("OMPI_COMM_WORLD_LOCAL_RANK", 0),
     )
 
 
@@ -203,38 +205,40 @@ def _from_kubernetes() -> Processes | None:
 
     try:
         K8sCluster.is_env_present()  # connects to the API server
-        number = K8sCluster.get_process_count()
-        if number == 1:
+        n_processes = K8sCluster.get_process_count()
+        if n_processes == 1:
             return None
-        address = _cluster_address(lambda port: K8sCluster.get_coordinator_address(None, port))
+        address = _coordinator_address(lambda port: K8sCluster.get_coordinator_address(None, port))
     except Exception as e:  # whatever the client of the API raises
         raise ValueError(
             f"Kubernetes does not say which pods belong together ({' '.join(str(e).split())[:200]}"
             f"); set {COORDINATOR_ENV}, {NUM_PROCESSES_ENV} and {PROCESS_ID_ENV} instead"
         ) from None
-    return Processes(number, _number("JOB_COMPLETION_INDEX"), address, "Kubernetes", 1)
+    return Processes(
+        n_processes, _environment_int("JOB_COMPLETION_INDEX"), address, "Kubernetes", 1
+    )
 
 
 # ---- words of the environment ----
 
 
-def _cluster_address(find: Callable[[str | None], str]) -> Address:
-    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if given:
-        return _address("JAX_COORDINATOR_ADDRESS", given)
-    text = find(os.environ.get("JAX_COORDINATOR_PORT"))
+def _coordinator_address(find_address: Callable[[str | None], str]) -> Address:
+    configured = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if configured:
+        return _parse_address("JAX_COORDINATOR_ADDRESS", configured)
+    text = find_address(os.environ.get("JAX_COORDINATOR_PORT"))
     host, _, port = text.rpartition(":")  # an IPv6 host comes without brackets
-    return _address("the cluster's coordinator", f"[{host}]:{port}" if ":" in host else text)
+    return _parse_address("the cluster's coordinator", f"[{host}]:{port}" if ":" in host else text)
 
 
-def _address(name: str, text: str) -> Address:
+def _parse_address(name: str, text: str) -> Address:
     try:
         return Address.parse(text)
     except ValueError as e:
         raise ValueError(f"{name}: {e}") from None
 
 
-def _number(name: str, default: int | None = None) -> int:
+def _environment_int(name: str, default: int | None = None) -> int:
     """An environment variable that holds a number from 0."""
     text = os.environ.get(name, "")
     if text == "" and default is not None:
@@ -314,7 +318,7 @@ def free_port() -> int:
     )
 
 
-def host_of(name: Any) -> str:
+def ip_of_socket(name: Any) -> str:
     """The IP in a socket's name; IPv4 addresses inside IPv6 become plain IPv4."""
     return str(name[0]).split("%")[0].removeprefix("::ffff:")
 

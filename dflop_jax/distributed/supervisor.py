@@ -31,23 +31,23 @@ from dflop_jax.distributed.process_exit import (
     ABORTED,
     BAD_INPUT,
     PREEMPTED,
-    SAY_S,
-    TRY_AGAIN,
-    how_ended,
+    STDERR_TIMEOUT_S,
+    TRANSIENT_FAILURE,
+    describe_exit,
     on_signal,
-    shell_code,
+    run_with_timeout,
+    shell_exit_code,
     signal_name,
-    within,
 )
 from dflop_jax.distributed.processes import (
     COORDINATOR_ENV,
+    LAUNCH_ENV,
     LOCAL_INDEX_ENV,
-    LOCAL_NUMBER_ENV,
+    LOCAL_PROCESSES_ENV,
     LOOPBACK,
     NUM_PROCESSES_ENV,
     PROCESS_ID_ENV,
     RESTARTS_ENV,
-    RUN_ENV,
     STEP_FILE_ENV,
     Address,
     free_port,
@@ -58,20 +58,20 @@ STOP_GRACE_S = 10.0  # between SIGTERM and SIGKILL, after a process has failed
 # hangs, and a checkpoint is whole or absent.
 RESTART_GRACE_S = 2.0
 SAVE_GRACE_S = 120.0  # the same after a signal to the supervisor: processes save what they reached
-KILLED_S = 10.0  # longest wait after SIGKILL; a process whose disk hangs stays behind
-DRAIN_S = 0.5  # longest wait for the last lines of a process that has ended
+KILL_TIMEOUT_S = 10.0  # longest wait after SIGKILL; a process whose disk hangs stays behind
+OUTPUT_TIMEOUT_S = 0.5  # longest wait for the last lines of a process that has ended
 # Between a failure and the next start: none after a start that did a step, or the first one that
 # did none; then this, and twice as long each time.
-FIRST_WAIT_S, MAX_WAIT_S = 1.0, 60.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 60.0
 MAX_EARLY_ERRORS = 3  # failures in a row before the first step, of which the last is an error
 _PR_SET_PDEATHSIG = 1  # of prctl
 # XLA sizes its thread pool by the cores it may use, or by NPROC. Transfers share that pool: with
 # one thread they wait until what computes has ended (43 ms instead of 8, measured).
-_POOL_OF_TWO = {"NPROC": "2"}
+_TWO_XLA_THREADS = {"NPROC": "2"}
 STDOUT, STDERR = 1, 2  # file descriptors
-LINE_BYTES = 1 << 16  # longer lines are shown in parts
+MAX_LINE_BYTES = 1 << 16  # longer lines are shown in parts
 SHOW_CURSOR = b"\x1b[?25h"
-_writing = threading.Lock()  # one line at a time
+_output_lock = threading.Lock()  # one line at a time
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class LaunchResult:
     """How a launch ended.
 
     Attributes:
-      exit_code: of the first process that failed, 0 when none did, TRY_AGAIN when a signal that
+      exit_code: of the first process that failed, 0 when none did, TRANSIENT_FAILURE when a signal
+      that
         nobody sent to the supervisor killed it.
       exit_codes: of every process, at the last start; 128+s when signal s killed it.
     """
@@ -98,7 +99,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class _Ended:
+class _ProcessExit:
     """The process of this rank has ended; `exit_code` as `subprocess` has it."""
 
     rank: int
@@ -106,7 +107,7 @@ class _Ended:
 
 
 # The number of a signal that came, or an end.
-_Events = queue.SimpleQueue[int | _Ended]
+_EventQueue = queue.SimpleQueue[int | _ProcessExit]
 
 
 def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
@@ -118,47 +119,61 @@ def supervise(job: Job, max_restarts: int = 0) -> LaunchResult:
     Raises:
       ValueError: the program cannot be started.
     """
-    name, restarts, early = uuid.uuid4().hex, 0, 0  # early: failures in a row without a step
-    events = _Events()
+    launch_name, n_restarts, n_early_failures = (
+        uuid.uuid4().hex,
+        0,
+        0,
+    )  # early: failures in a row without a step
+    events = _EventQueue()
     with on_signal(events.put), tempfile.TemporaryDirectory(prefix="dflop-") as folder:
         step_file = Path(folder, "step")
         try:
             while True:
-                shared = {
+                environment = {
                     COORDINATOR_ENV: str(Address(LOOPBACK, free_port())),
-                    RESTARTS_ENV: str(restarts),
+                    RESTARTS_ENV: str(n_restarts),
                     STEP_FILE_ENV: str(step_file),
-                    RUN_ENV: name if max_restarts else "",
+                    LAUNCH_ENV: launch_name if max_restarts else "",
                 }
-                is_last = restarts == max_restarts
+                is_last = n_restarts == max_restarts
                 grace_s = STOP_GRACE_S if is_last else RESTART_GRACE_S
-                start = _Start(job, shared, events, grace_s)
-                start.run()
-                early = 0 if step_file.exists() else early + 1
+                attempt = _Attempt(job, environment, events, grace_s)
+                attempt.run()
+                n_early_failures = 0 if step_file.exists() else n_early_failures + 1
                 step_file.unlink(missing_ok=True)
-                result = LaunchResult(start.exit_code, start.exit_codes)
-                if start.signalled or result.exit_code in (0, BAD_INPUT, PREEMPTED):
+                result = LaunchResult(attempt.exit_code, attempt.exit_codes)
+                if attempt.is_signalled or result.exit_code in (0, BAD_INPUT, PREEMPTED):
                     return result
-                if early >= MAX_EARLY_ERRORS and result.exit_code != TRY_AGAIN and not is_last:
-                    _say(f"{early} failures before the first step; the run ends")
+                if (
+                    n_early_failures >= MAX_EARLY_ERRORS
+                    and result.exit_code != TRANSIENT_FAILURE
+                    and not is_last
+                ):
+                    _print_message(
+                        f"{n_early_failures} failures before the first step; the run ends"
+                    )
                     return result
                 if is_last:
                     if max_restarts:
-                        _say(f"no restart is left of --max-restarts {max_restarts}")
+                        _print_message(f"no restart is left of --max-restarts {max_restarts}")
                     return result
-                restarts += 1
-                wait_s = min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (early - 2)) if early > 1 else 0.0
-                when = f" in {wait_s:g} s" if wait_s else ""
-                _say(f"restart {restarts} of {max_restarts}{when}")
-                if signum := _next(events, time.monotonic() + wait_s):
+                n_restarts += 1
+                backoff_s = (
+                    min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** (n_early_failures - 2))
+                    if n_early_failures > 1
+                    else 0.0
+                )
+                delay_text = f" in {backoff_s:g} s" if backoff_s else ""
+                _print_message(f"restart {n_restarts} of {max_restarts}{delay_text}")
+                if signum := _next_event(events, time.monotonic() + backoff_s):
                     assert isinstance(signum, int), "no process runs"
-                    return LaunchResult(shell_code(-signum), start.exit_codes)
+                    return LaunchResult(shell_exit_code(-signum), attempt.exit_codes)
         finally:
             if os.isatty(STDERR):  # a bar that was killed leaves no cursor
-                within(SAY_S, _write, STDERR, SHOW_CURSOR)
+                run_with_timeout(STDERR_TIMEOUT_S, _write, STDERR, SHOW_CURSOR)
 
 
-class _Start:
+class _Attempt:
     """One start of all processes.
 
     Attributes:
@@ -166,18 +181,20 @@ class _Start:
       exit_code: of the first process that failed; 0: none has.
     """
 
-    def __init__(self, job: Job, shared: Mapping[str, str], events: _Events, grace_s: float):
-        self.signalled, self.exit_code = False, 0
-        self._job, self._shared = job, shared
+    def __init__(
+        self, job: Job, environment: Mapping[str, str], events: _EventQueue, grace_s: float
+    ):
+        self.is_signalled, self.exit_code = False, 0
+        self._job, self._environment = job, environment
         self._events, self._grace_s = events, grace_s
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._codes: dict[int, int] = {}  # by rank, of those that have ended
+        self._exit_codes: dict[int, int] = {}  # by rank, of those that have ended
 
     def run(self) -> None:
         """Start the processes and wait until all have ended."""
         try:
             for rank in range(len(self._job.cores)):
-                self._processes.append(self._popen(rank))
+                self._processes.append(self._start_process(rank))
             for rank, process in enumerate(self._processes):  # no thread runs while others fork
                 self._watch(rank, process)
             self._wait()
@@ -188,19 +205,19 @@ class _Start:
     def exit_codes(self) -> tuple[int, ...]:
         """Of every process, by rank; of one that stays behind as if SIGKILL had ended it."""
         ranks = range(len(self._processes))
-        return tuple(shell_code(self._codes.get(r, -signal.SIGKILL)) for r in ranks)
+        return tuple(shell_exit_code(self._exit_codes.get(r, -signal.SIGKILL)) for r in ranks)
 
     # ---- starting ----
 
-    def _popen(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start_process(self, rank: int) -> subprocess.Popen[bytes]:
         number, cores = str(len(self._job.cores)), self._job.cores[rank]
         environment = {
-            **(_POOL_OF_TWO if len(cores or ()) == 1 else {}),
+            **(_TWO_XLA_THREADS if len(cores or ()) == 1 else {}),
             **self._job.environment,
-            **self._shared,
+            **self._environment,
             NUM_PROCESSES_ENV: number,
             PROCESS_ID_ENV: str(rank),
-            LOCAL_NUMBER_ENV: number,
+            LOCAL_PROCESSES_ENV: number,
             LOCAL_INDEX_ENV: str(rank),
         }
         pipe = subprocess.PIPE if rank else None  # rank 0 has the terminal for its progress bar
@@ -224,7 +241,7 @@ class _Start:
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Forward what a process writes, and put its end after its last lines."""
         printers = [
-            threading.Thread(target=_show, args=(rank, pipe, fd), daemon=True)
+            threading.Thread(target=_forward_output, args=(rank, pipe, fd), daemon=True)
             for pipe, fd in ((process.stdout, STDOUT), (process.stderr, STDERR))
             if pipe is not None
         ]
@@ -232,10 +249,10 @@ class _Start:
         def wait() -> None:
             code = process.wait()
             _kill_group(process)  # what it started goes with it
-            deadline = time.monotonic() + DRAIN_S
+            deadline = time.monotonic() + OUTPUT_TIMEOUT_S
             for printer in printers:
                 printer.join(max(0.0, deadline - time.monotonic()))
-            self._events.put(_Ended(rank, code))
+            self._events.put(_ProcessExit(rank, code))
 
         for thread in (*printers, threading.Thread(target=wait, daemon=True)):
             thread.start()
@@ -243,48 +260,50 @@ class _Start:
     # ---- waiting ----
 
     def _wait(self) -> None:
-        deadline, killed = float("inf"), False
-        while self._running():
-            event, now_s = _next(self._events, deadline), time.monotonic()
-            if isinstance(event, _Ended):
-                self._codes[event.rank] = event.exit_code
+        deadline, has_killed = float("inf"), False
+        while self._describe_running():
+            event, now_s = _next_event(self._events, deadline), time.monotonic()
+            if isinstance(event, _ProcessExit):
+                self._exit_codes[event.rank] = event.exit_code
                 if event.exit_code != 0 and not self.exit_code:
-                    deadline = min(deadline, now_s + self._fail(event))
-            elif event is not None and not self.signalled:
-                self.signalled, deadline = True, now_s + SAVE_GRACE_S
-                self._signal(event)
-                _say(f"{signal_name(event)} passed on; waiting for the processes to end")
-            elif killed:
-                _say(f"{self._running()} cannot be killed and stays behind")
+                    deadline = min(deadline, now_s + self._handle_failure(event))
+            elif event is not None and not self.is_signalled:
+                self.is_signalled, deadline = True, now_s + SAVE_GRACE_S
+                self._send_signal(event)
+                _print_message(f"{signal_name(event)} passed on; waiting for the processes to end")
+            elif has_killed:
+                _print_message(f"{self._describe_running()} cannot be killed and stays behind")
                 return
             else:
                 if event is None:
-                    _say(f"{self._running()} did not end in time; killing")
+                    _print_message(f"{self._describe_running()} did not end in time; killing")
                 self._kill()
-                killed, deadline = True, now_s + KILLED_S
+                has_killed, deadline = True, now_s + KILL_TIMEOUT_S
 
-    def _fail(self, cause: _Ended) -> float:
+    def _handle_failure(self, cause: _ProcessExit) -> float:
         """The first process has failed: ask the others to end; the seconds that they have."""
         code = cause.exit_code
         # Nobody here sent that signal: memory was short, jax missed a peer, a device failed.
-        killed = code == ABORTED or (code < 0 and not self.signalled)
-        self.exit_code = TRY_AGAIN if killed else shell_code(code)
+        was_killed = code == ABORTED or (code < 0 and not self.is_signalled)
+        self.exit_code = TRANSIENT_FAILURE if was_killed else shell_exit_code(code)
         # A process that ends by such a code has told the others, which end by themselves.
-        end_alone = code in (PREEMPTED, BAD_INPUT, TRY_AGAIN)
-        does = "waiting for" if end_alone else "ending"
-        how = how_ended(cause.rank, code)
-        _say(f"{how}; {does} the others" if self._running() else how)
-        if end_alone or self.signalled:
+        peers_exit_alone = code in (PREEMPTED, BAD_INPUT, TRANSIENT_FAILURE)
+        action = "waiting for" if peers_exit_alone else "ending"
+        description = describe_exit(cause.rank, code)
+        _print_message(
+            f"{description}; {action} the others" if self._describe_running() else description
+        )
+        if peers_exit_alone or self.is_signalled:
             return STOP_GRACE_S
-        self._signal(signal.SIGTERM)
+        self._send_signal(signal.SIGTERM)
         return self._grace_s
 
-    def _running(self) -> str:
+    def _describe_running(self) -> str:
         """The processes that have not ended, in words."""
-        left = [str(r) for r in range(len(self._processes)) if r not in self._codes]
-        return f"process{'es' if len(left) > 1 else ''} {', '.join(left)}" if left else ""
+        running = [str(r) for r in range(len(self._processes)) if r not in self._exit_codes]
+        return f"process{'es' if len(running) > 1 else ''} {', '.join(running)}" if running else ""
 
-    def _signal(self, signum: int) -> None:
+    def _send_signal(self, signum: int) -> None:
         """Send a signal to each process, not to what it started itself: that one ends its own."""
         for process in self._processes:
             process.send_signal(signum)  # does nothing when it has ended
@@ -292,7 +311,7 @@ class _Start:
     def _kill(self) -> None:
         """End all processes with what they started; this ends stopped ones as well."""
         for rank, process in enumerate(self._processes):
-            if rank not in self._codes:
+            if rank not in self._exit_codes:
                 _kill_group(process)
 
 
@@ -301,7 +320,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _next(events: _Events, deadline: float) -> int | _Ended | None:
+def _next_event(events: _EventQueue, deadline: float) -> int | _ProcessExit | None:
     """The next event; None when the deadline is over."""
     timeout_s = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
     with suppress(queue.Empty):
@@ -323,22 +342,22 @@ def _prepare_child(cores: set[int] | None) -> None:
 # ---- output ----
 
 
-def _show(process: int, pipe: IO[bytes], fd: int) -> None:
+def _forward_output(process: int, pipe: IO[bytes], fd: int) -> None:
     """Thread: show what a process writes until it closes its end."""
     with pipe:
-        while line := pipe.readline(LINE_BYTES):
-            _write(fd, f"[{process}] ".encode() + line.rstrip(b"\n") + b"\n")
+        while chunk := pipe.readline(MAX_LINE_BYTES):
+            _write(fd, f"[{process}] ".encode() + chunk.rstrip(b"\n") + b"\n")
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     """Say something in the supervisor's own name."""
-    within(SAY_S, _write, STDERR, f"dflop launch: {text}\n".encode())
+    run_with_timeout(STDERR_TIMEOUT_S, _write, STDERR, f"dflop launch: {text}\n".encode())
 
 
 def _write(fd: int, data: bytes) -> None:
     """Write a line whole; on a terminal it takes the place of process 0's bar, which is drawn
     again."""
     data = (b"\r\x1b[2K" if os.isatty(fd) else b"") + data
-    with _writing, suppress(OSError):  # nobody reads it any more; the processes shall not hang
+    with _output_lock, suppress(OSError):  # nobody reads it any more; the processes shall not hang
         while data:
             data = data[os.write(fd, data) :]

@@ -129,9 +129,12 @@ def _hub_cache() -> str:
 
 def _launcher(config: Config) -> str:
     found = find_processes(config.distributed)
-    if found.number == 1:
+    if found.n_processes == 1:
         return "none: one process"
-    return f"{found.source}: process {found.index} of {found.number}, meets at {found.coordinator}"
+    return (
+        f"{found.source}: process {found.index} of {found.n_processes}, meets at "
+        f"{found.coordinator}"
+    )
 
 
 def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:

@@ -15,7 +15,7 @@ from huggingface_hub.utils import HfUri
 from dflop_jax.config import DataConfig
 from dflop_jax.data.build import hub_datasets
 from dflop_jax.data.datasets.find_tables import HUB_ID, hub_files
-from dflop_jax.distributed.process_exit import TryAgain
+from dflop_jax.distributed.process_exit import TransientError
 from dflop_jax.folders import made
 
 NAME = re.compile(rf"({HUB_ID.pattern})(?:@([\w./-]+))?")
@@ -31,7 +31,7 @@ def model_folder(name: str, tell: Callable[[str], None] = lambda line: None) -> 
 
     Raises:
       ValueError: no such folder, no such model, no access to it, or offline and not in the cache.
-      TryAgain: the hub cannot be reached, or the download was interrupted.
+      TransientError: the hub cannot be reached, or the download was interrupted.
     """
     path, match = Path(name), NAME.fullmatch(name)
     if path.is_dir():
@@ -84,7 +84,7 @@ def _snapshot(said: str, uri: HfUri, files: Sequence[str], tell: Callable[[str],
                 "ask for access on its page, log in (hf auth login), or give a path"
             ) from None
         why = f"{type(e).__name__}: {e}".partition("\n")[0][:MAX_REASON]
-        raise TryAgain(
+        raise TransientError(
             f"{said}: the hub cannot be reached, or the download was interrupted ({why}); run the "
             "command again, finished files are kept, or give a path"
         ) from None

@@ -6,7 +6,13 @@ versioned JSON, so every stage can run alone from a file. No record knows a moda
 names, joined by the edges that the model declares.
 """
 
-from dflop_jax.records.as_json import from_json, from_plain, to_json
+from dflop_jax.records.as_json import (
+    from_json,
+    from_msgpack,
+    from_plain,
+    to_json,
+    to_msgpack,
+)
 from dflop_jax.records.data import (
     Bucket,
     Content,

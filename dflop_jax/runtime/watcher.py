@@ -106,7 +106,7 @@ class UnderWayTasks:
     def place(self) -> tuple[int, int, int, tuple[str, ...]]:
         """How far they are: the number of the first call with a task that has not ended, how many
         of its tasks at the head have, how many have begun, and the last of these in words, the one
-        that is waited for last. `distributed.hang_watch.TaskPlace` takes them."""
+        that is waited for last. `distributed.hang_watch.TaskProgress` takes them."""
         calls = tuple(self._calls)
         for number, order, seen in calls:
             newest = number == calls[-1][0]

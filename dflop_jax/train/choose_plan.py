@@ -71,11 +71,11 @@ class ReadyRun:
 def agree(config: Config, peers: ProcessGroup) -> None:
     """ValueError unless every process has the same configuration."""
     ours = msgspec.json.decode(msgspec.json.encode(config))
-    theirs = peers.broadcast_record("config", ours, dict)
+    theirs = peers.broadcast("config", ours, dict)
     for name, value in theirs.items():
         if name not in ("distributed", "cache_dir") and ours[name] != value:
             raise ValueError(
-                f"process {peers.process} was started with {name}={ours[name]}, process 0 "
+                f"process {peers.process_index} was started with {name}={ours[name]}, process 0 "
                 f"with {value}; start all with the same configuration"
             )
 
@@ -88,7 +88,9 @@ def workplace_line(place: Workplace) -> str:
         kinds = sorted({d.device_kind for d in place.devices})
         hosts = len(set(place.hosts)) or 1
         devices = f"{place.n_devices} x {', '.join(kinds)}"
-        devices += f" of {place.peers.count} processes on {hosts} hosts" * (place.peers.count > 1)
+        devices += f" of {place.peers.n_processes} processes on {hosts} hosts" * (
+            place.peers.n_processes > 1
+        )
     sizes: Counter[str] = Counter()
     for module in place.model.modules.values():
         for part, n_bytes in parameter_bytes(module).items():
@@ -179,13 +181,13 @@ def choose(
         progress.log("profiling model and data")
         with place.time.part(PROFILE):
             measured = make_profile(place, source)
-            profile = place.peers.broadcast_record("profiled", measured, Profile)
+            profile = place.peers.broadcast("profiled", measured, Profile)
     remat = place.config.train.remat
     if plan and remat != "auto" and (other := with_remat(plan, remat)) != plan:
         plan, prices = other, None
     with place.time.part(PLAN):
         trials = PlanTrials(place, profile, progress, place.plannable_bytes)
-        if place.peers.is_hub:
+        if place.peers.is_primary:
             if plan is None:
                 progress.log("planning")
                 found = make_plan(place, profile, time_plan=trials.prices, try_step=trials.rehearse)
@@ -222,12 +224,12 @@ def _known_before(
     if meta:
         remedy = "use the same model, or start a new run"
         check_layers(place, meta.profile, "the checkpoint", remedy)
-    if meta and place.peers.is_hub:
+    if meta and place.peers.is_primary:
         known = continued(meta, planned_under(place), plan, profile)
         if known.says:
             log(known.says)
     mine = known.plan, known.profile, known.recounted
-    plan, profile, recounted = place.peers.broadcast_record(
+    plan, profile, recounted = place.peers.broadcast(
         "given", mine, tuple[Plan | None, Profile | None, bool]
     )
     if profile and profile.model.hardware and recounted and not is_given:
@@ -244,7 +246,7 @@ def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan
         check_plannable(place)
     if plan is not None:
         check_names(place)
-        if profile is None and place.peers.is_hub:
+        if profile is None and place.peers.is_primary:
             held_loads(plan, profile_data(place, source).loads)
 
 

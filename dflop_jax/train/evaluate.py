@@ -71,7 +71,7 @@ class HeldOut:
                 which = chosen[first : first + size]
                 loads = [counted(source.load(i)) for i in which]
                 solved = None
-                if packer.peers.is_hub:
+                if packer.peers.is_primary:
                     solved = schedule_batch(loads, packer.plan, ready.prices, ready.ex.trainable)
                 n = len(self._batches)
                 schedule = shared_schedule(packer.peers, "held out", n, solved)
@@ -91,7 +91,7 @@ class HeldOut:
             for row in read_evaluations(ready.folder.path):
                 if row.step in saved and row.loss is not None and row.loss < best[1]:
                     best = row.step, row.loss
-        return ready.place.peers.broadcast_record("best", best, tuple[int | None, float])
+        return ready.place.peers.broadcast("best", best, tuple[int | None, float])
 
     def run(self, step: int) -> Evaluation:
         """Evaluate the parameters after `step` steps, all of them finished, and report it."""
@@ -118,13 +118,13 @@ class HeldOut:
                 sums.setdefault(of.dataset, []).append(result.sums)
                 denominators.setdefault(of.dataset, []).append(batch.loss.denominators)
         # Who predicts no tokens has none that are correct.
-        parts = peers.gather_records(
+        parts = peers.gather(
             "evaluated",
             {n: added(s) for n, s in sums.items()},
             dict[str, dict[str, float]],
             step=step,
         )
-        totals = peers.broadcast_record(
+        totals = peers.broadcast(
             "evaluated",
             {n: added([p[n] for p in parts]) for n in sums},
             dict[str, dict[str, float]],
@@ -159,7 +159,7 @@ class HeldOut:
                 packed = [*packed, batch] if n_bytes <= PACKED_BYTES else []
                 yield batch
         finally:
-            peers.abandon(key)  # the others may have stopped before they sent all
+            peers.cancel_waits(key)  # the others may have stopped before they sent all
             fresh.close()
         if not any(peers.all_gather("evaluation fits", n_bytes > PACKED_BYTES, bool)):
             self._packed = packed

@@ -23,9 +23,7 @@ from dflop_jax.records import (
     Schedule,
     Shape,
     crossing,
-    from_json,
     rank_nodes,
-    to_json,
 )
 from dflop_jax.report.trace import group_label
 from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
@@ -220,9 +218,9 @@ class Packer:
             draws=draws,
         )
         counts = self._counts(schedule, packed, bad)
-        every = self.peers.gather_records(key, counts, BatchCounts, step=step)
+        every = self.peers.gather(key, counts, BatchCounts, step=step)
         mine = BatchCounts.total(every) if every else None
-        total = self.peers.broadcast_record(key, mine, BatchCounts, step=step)
+        total = self.peers.broadcast(key, mine, BatchCounts, step=step)
         executed = dict.fromkeys(self.plan.layout.modules, 0)
         for g in schedule.groups:
             ranks = self.plan.layout.data_ranks(g.module)
@@ -296,8 +294,7 @@ class Packer:
 
 def shared_schedule(peers: ProcessGroup, key: str, step: int, solved: Schedule | None) -> Schedule:
     """The schedule that process 0 solved, on every process."""
-    data = to_json(solved) if peers.is_hub else None
-    return from_json(peers.broadcast(key, data, step=step), Schedule)
+    return peers.broadcast(key, solved, Schedule, step=step)
 
 
 def feed(
@@ -332,5 +329,5 @@ def feed(
             yield batch, Waits(schedule_s, waited_s - schedule_s)
             asked_s = time.perf_counter()
     finally:
-        packer.peers.abandon(_FEED)  # the others may have stopped before they sent all
+        packer.peers.cancel_waits(_FEED)  # the others may have stopped before they sent all
         batches.close()

@@ -16,7 +16,7 @@ import msgspec
 
 from dflop_jax.config_fields import profiled_steps
 from dflop_jax.data import Loader, Source, make_loader
-from dflop_jax.distributed.hang_watch import Sections, TaskPlace
+from dflop_jax.distributed.hang_watch import Sections, TaskProgress
 from dflop_jax.distributed.process_exit import RunFailed, preemption
 from dflop_jax.distributed.processes import report_step
 from dflop_jax.profile.needed import needed_flops
@@ -90,10 +90,10 @@ class Loop:
         with preemption(self.progress.log) as asked:
             place.time.go_on_with(TRAINING)
             under_way = self.ex.under_way
-            place.sections.tasks = lambda: TaskPlace(*under_way.place())
+            place.sections.tasks = lambda: TaskProgress(*under_way.place())
             with closing(batches):
                 preempted = self._steps(steps_marked(place.sections, batches, start), asked)
-            place.sections.tasks = TaskPlace
+            place.sections.tasks = TaskProgress
             place.time.go_on_with(END)
             if self.next is not None:  # a signal may have come while it was searched
                 preempted |= any(self.peers.all_gather("asked", asked.is_set(), bool))
@@ -217,7 +217,7 @@ class Loop:
                 f"train.profile_steps={self.config.train.profile_steps}: done before step "
                 f"{self._done}, where this run goes on; nothing is traced"
             )
-        run_dir, process = self.config.run_dir, self.peers.process
+        run_dir, process = self.config.run_dir, self.peers.process_index
         return StepProfiler(steps, run_dir, process, drain, self.progress.log)
 
     def _after(self, done: int, drain: Callable[[], None]) -> None:
@@ -258,7 +258,7 @@ class Loop:
         """Save the state after `done` steps; whether it could be written."""
         self._save(done)
         self.saver.wait()
-        return self.peers.broadcast_record(f"whole/{done}", done in self.saver.store.steps(), bool)
+        return self.peers.broadcast(f"whole/{done}", done in self.saver.store.steps(), bool)
 
     def _is_due_to_save(self) -> bool:
         """Whether to save by time, for process 0; not while a save is under way, which the next one
@@ -280,7 +280,7 @@ class Loop:
             self.ex.plan,
             ready.profile,
             PriceList.of(ready.prices),
-            planned_under(ready.place) if self.peers.is_hub else {},
+            planned_under(ready.place) if self.peers.is_primary else {},
             self._corrector.learnt(done) if self._corrector else None,
             trained_under=trained_under(self.config),
         )

@@ -17,9 +17,9 @@ import jax
 from dflop_jax.config import Config, ModelConfig, TrainConfig, check_warmup
 from dflop_jax.contract import MultimodalModel, chip_of
 from dflop_jax.data import MediaSpec, Source, make_source
-from dflop_jax.distributed.devices import connect_pairs
-from dflop_jax.distributed.distributed import initialise, run_devices
+from dflop_jax.distributed.devices import connect_process_pairs
 from dflop_jax.distributed.hang_watch import Sections
+from dflop_jax.distributed.initialize import initialize, run_devices
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.folders import writing
 from dflop_jax.hardware import find_hardware
@@ -195,7 +195,7 @@ class Workplace:
         )
         if not data.path:  # scenes, which have no index
             return make()
-        first = make() if self.peers.is_hub else None
+        first = make() if self.peers.is_primary else None
         self.peers.barrier(f"source/{barrier}")  # the others find the index that process 0 made
         return first or make(check_media=False)
 
@@ -237,11 +237,11 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
     noted = TimeLog()
     with noted.part(CONNECT):
         n_planned = config.plan.devices
-        peers = initialise(config.distributed, n_planned)
-        alone = peers.count == 1
-        devices = use_devices(n_planned) if alone else run_devices(peers.count, n_planned)
+        peers = initialize(config.distributed, n_planned)
+        alone = peers.n_processes == 1
+        devices = use_devices(n_planned) if alone else run_devices(peers.n_processes, n_planned)
         if not alone and devices[0].platform == "cpu":
-            connect_pairs(tuple(devices), peers)
+            connect_process_pairs(tuple(devices), peers)
     config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=resume))
     model = model_on(chip_of(devices[0]), config)
     watch = config.distributed

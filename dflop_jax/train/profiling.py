@@ -25,7 +25,7 @@ from dflop_jax.contract import (
 )
 from dflop_jax.data import Source
 from dflop_jax.data.content import counter_of
-from dflop_jax.distributed.devices import free_bytes
+from dflop_jax.distributed.devices import available_host_bytes
 from dflop_jax.plan.spec import held_bytes, parallel_limits
 from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
 from dflop_jax.profile.measure import model_profile, profile_key, together
@@ -143,7 +143,7 @@ def probe_shapes(place: Workplace, data: DataProfile) -> dict[str, list[Shape]]:
     shapes = shapes_to_time(data, model, place.token_multiple)
     if place.hardware or place.devices[0].platform != "cpu":
         return shapes
-    free_of_host = place.peers.broadcast_record("profile/free", free_bytes(), int | None)
+    free_of_host = place.peers.broadcast("profile/free", available_host_bytes(), int | None)
     if free_of_host is None:
         return shapes
     a_device = free_of_host / max(map(len, place.by_host))
@@ -158,23 +158,25 @@ def _timed_profile(
 ) -> ModelProfile:
     model, peers = place.model, place.peers
     # Process 0's: what jax may take of a device, and so what is needed, differs a little.
-    degrees = peers.broadcast_record("profile/degrees", degrees, list[int])
-    devices = [d for d in place.devices if d.process_index == peers.process]
+    degrees = peers.broadcast("profile/degrees", degrees, list[int])
+    devices = [d for d in place.devices if d.process_index == peers.process_index]
 
     @cache
     def key() -> str:
         n = len(place.devices)
-        return profile_key(model, devices, shapes, place.config.model, degrees, n, peers.count)
+        return profile_key(
+            model, devices, shapes, place.config.model, degrees, n, peers.n_processes
+        )
 
     def measure() -> ModelProfile | None:
         # Processes of a host share its cores.
-        apart = place.devices[0].platform != "cpu" or len({*place.hosts}) == peers.count
+        apart = place.devices[0].platform != "cpu" or len({*place.hosts}) == peers.n_processes
         blocks = [_blocks(place, degree, apart=apart) for degree in degrees]
         sync = partial(peers.barrier, "profile/alone")
         timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
-        parts = peers.gather_records("profile/timings", timings, list[LayerTiming])
+        parts = peers.gather("profile/timings", timings, list[LayerTiming])
         concurrency = _concurrency(model, shapes[list(model.modules)[-1]][-1], place, devices)
-        if not peers.is_hub:
+        if not peers.is_primary:
             return None
         timings = [t for part in parts for t in part]
         profile = model_profile(model, shapes, timings, devices, key=key())
@@ -193,7 +195,7 @@ def _measured_once(
     """What process 0's cache holds under a name and a key (asked of process 0), else what all
     processes `measure` together, which process 0 returns."""
     peers, folder, known, file = place.peers, Path(place.config.cache_dir), None, Path()
-    if peers.is_hub:
+    if peers.is_primary:
         file = folder / f"{name}-{key()}.json"
         with suppress(ValueError):  # none yet, or one of another version
             known = load(kind, file)
@@ -202,12 +204,12 @@ def _measured_once(
                 f"cache_dir={folder}: cannot be written, and what is measured would be lost; "
                 "choose another --cache_dir"
             )
-    known = peers.broadcast_record(f"{name}/cached", known, kind | None)
+    known = peers.broadcast(f"{name}/cached", known, kind | None)
     if known is None:
         measured = measure()
-        if peers.is_hub:
+        if peers.is_primary:
             save(measured, file)
-        known = peers.broadcast_record(name, measured, kind)
+        known = peers.broadcast(name, measured, kind)
     return known
 
 
@@ -223,7 +225,7 @@ def measured_hardware(place: Workplace) -> Hardware:
 
     def measure() -> Hardware | None:
         timings = timed_links(place, node)
-        return hardware_of(kind, node, timings) if place.peers.is_hub else None
+        return hardware_of(kind, node, timings) if place.peers.is_primary else None
 
     return _measured_once(place, "links", key, Hardware, measure)
 
@@ -232,7 +234,7 @@ def timed_links(place: Workplace, node: int) -> list[LinkTiming]:
     """Timings of all processes, on process 0; all call this together."""
     peers = place.peers
     mine = time_links(place.devices, node, partial(peers.barrier, "links/sync"))
-    return slowest(peers.gather_records("links/timed", mine, list[LinkTiming]))
+    return slowest(peers.gather("links/timed", mine, list[LinkTiming]))
 
 
 def _concurrency(
@@ -243,11 +245,11 @@ def _concurrency(
     every, peers = place.devices, place.peers
     if len(every) == 1 or every[0].platform != "cpu":
         return float(len(every))
-    alone = together(model, shape, local[:1]) if peers.is_hub else 0.0
+    alone = together(model, shape, local[:1]) if peers.is_primary else 0.0
     peers.barrier("profile/together")
     mine = together(model, shape, local) if local else 0.0
-    rates = peers.gather_records("profile/rates", mine, float)
-    return min(float(len(every)), max(1.0, sum(rates) / alone)) if peers.is_hub else 0.0
+    rates = peers.gather("profile/rates", mine, float)
+    return min(float(len(every)), max(1.0, sum(rates) / alone)) if peers.is_primary else 0.0
 
 
 def make_profile(

@@ -113,10 +113,10 @@ class Redecider:
           step_s: measured seconds of the steps since the last look, on process 0.
         """
         peers, new = self._ready.place.peers, None
-        if peers.is_hub:
+        if peers.is_primary:
             new, says = self._decide(done, step_s)
             self._ready.progress.log(f"after step {done}: {says}")
-        return peers.broadcast_record(f"redecide/{done}", new, NewPlan | None)
+        return peers.broadcast(f"redecide/{done}", new, NewPlan | None)
 
     def _decide(self, done: int, step_s: Sequence[float]) -> tuple[NewPlan | None, str]:
         """Search where samples are others than those that a plan was last searched for; the plan

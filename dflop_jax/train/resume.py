@@ -104,7 +104,7 @@ def planned_under(place: Workplace) -> dict[str, Any]:
     """What a plan follows from, by name, as JSON has it: the flags that decide between plans, and
     the devices."""
     values = flags_that_plan(place.config)
-    values[PROCESSES], values[DEVICES] = place.peers.count, len(place.devices)
+    values[PROCESSES], values[DEVICES] = place.peers.n_processes, len(place.devices)
     values[_KIND] = place.devices[0].device_kind
     values[_MEMORY] = place.bytes_limit
     values[_FROZEN] = ", ".join(sorted(place.trained.frozen)) or "none"
@@ -252,9 +252,9 @@ def find_checkpoint(
     """
     store = CheckpointStore(folder)
     below = min((u.step for u in unreadable), default=None)
-    steps = [s for s in store.steps() if below is None or s < below] if peers.is_hub else []
+    steps = [s for s in store.steps() if below is None or s < below] if peers.is_primary else []
     key = f"checkpoints/{below}"
-    steps = peers.broadcast_record(key, steps, list[int])
+    steps = peers.broadcast(key, steps, list[int])
     if at is not None:
         if at not in steps:
             raise ValueError(store.no_step(at, steps))
@@ -282,7 +282,7 @@ def find_checkpoint(
 def any_trouble(peers: ProcessGroup, key: str, trouble: Unreadable | None) -> Unreadable | None:
     """The first process's trouble, on every process; process 0 logs it."""
     worst = next(filter(None, peers.all_gather(key, trouble, Unreadable | None)), None)
-    if worst and peers.is_hub:
+    if worst and peers.is_primary:
         log.warning("checkpoint of step %d %s: %s", worst.step, _WORDS[worst.why], worst.met)
     return worst
 
@@ -307,7 +307,7 @@ def restore(
             older = find_checkpoint(saver.store.root, peers, (*resumed.unreadable, trouble))
             assert older is not None, "it raises where none is left"
             resumed = older
-    for u in resumed.unreadable if peers.is_hub else ():
+    for u in resumed.unreadable if peers.is_primary else ():
         folder = saver.store.set_aside(u.step, u.why)
         log.warning("checkpoint of step %d stays as %s until a newer one is saved", u.step, folder)
     return resumed

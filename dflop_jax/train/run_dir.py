@@ -27,8 +27,8 @@ def settled_run_dir(pattern: str, peers: ProcessGroup, *, resume: bool) -> str:
     """
     if TIME not in pattern:
         return pattern
-    name = _named(pattern, resume).encode() if peers.is_hub else None
-    return peers.broadcast("run_dir", name).decode()
+    name = _named(pattern, resume) if peers.is_primary else ""
+    return peers.broadcast("run_dir", name, str)
 
 
 def _named(pattern: str, resume: bool) -> str:

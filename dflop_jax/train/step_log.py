@@ -103,14 +103,14 @@ class StepLog:
         Raises:
           ValueError: no step of the run so far had a supervised token.
         """
-        part = handle.local(self._peers.offset_s)
+        part = handle.local(self._peers.clock_offset_s)
         compiled, callbacks = self._counter.compiled, self._ready.callbacks
         held = memory_in_use(self._ready.place.devices)
         report = Report(part, compiled - self._compiled, stop, held, callbacks.stops_for)
         self._compiled = compiled
-        reports = self._peers.gather_records("report", report, Report, step=batch.step)
+        reports = self._peers.gather("report", report, Report, step=batch.step)
         decided = None
-        if self._peers.is_hub:
+        if self._peers.is_primary:
             result = handle.result([r.part for r in reports])
             sums, means = result.sums, batch.loss.means(result.sums)
             norm = result.grad_norm
@@ -121,21 +121,21 @@ class StepLog:
                 next((r.stops_for for r in reports if r.stops_for), ""),
                 save,
             )
-        verdict = self._peers.broadcast_record("verdict", decided, Verdict, step=batch.step)
+        verdict = self._peers.broadcast("verdict", decided, Verdict, step=batch.step)
         done = verdict.done
         self.n_compiles += verdict.compiles if self.losses else 0
         self.losses.append(done.loss)
-        if self._peers.is_hub:
+        if self._peers.is_primary:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
-            process_s = handle.process_seconds(result) if self._peers.count > 1 else {}
+            process_s = handle.process_seconds(result) if self._peers.n_processes > 1 else {}
             held = most_of(r.memory_bytes for r in reports)
             skipped = skipped_update(result, partial(self._names, batch.step))
             self._log(result, batch, waits, verdict, held, process_s, skipped)
         else:
             callbacks.after_step(done)
         self.skips = self.skips.after(done.step, done.grad_norm, done.updated)
-        if self._peers.is_hub:
+        if self._peers.is_primary:
             in_a_row, limit = self.skips.in_a_row, self._config.max_bad_steps
             self.end_reason = end_reason(done.step, skipped, in_a_row, limit)
         return verdict

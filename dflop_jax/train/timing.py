@@ -32,8 +32,6 @@ from dflop_jax.records import (
     ProgramId,
     Schedule,
     content_s,
-    from_json,
-    to_json,
 )
 from dflop_jax.records.files import load_or_make
 from dflop_jax.report.progress import Progress
@@ -130,7 +128,7 @@ def said_in_a_line(peers: ProcessGroup, plan: Plan, what: str) -> Iterator[None]
 def _shortage(peers: ProcessGroup, error: RuntimeError) -> Shortage | None:
     if not ran_out(error):
         return None
-    return Shortage(peers.process, short_bytes(error, jax.local_devices()))
+    return Shortage(peers.process_index, short_bytes(error, jax.local_devices()))
 
 
 def _too_large(plan: Plan, what: str, shortage: Shortage) -> PlanTooLarge:
@@ -217,7 +215,7 @@ def compile_and_time(
         n_found = counts.found
     calibrating = partial(in_agreement, peers, ex.plan, "timing its programs", limit_s=limit_s)
     mine = calibrating(lambda sync: ex.calibrate(repeats=repeats, sync=sync, ends=ends))
-    parts = peers.gather("calibrated", mine.encode())
+    parts = peers.gather("calibrated", mine.encode(), bytes)
     return Timed(ex, n, n_found, tuple(Calibration.decode(part) for part in parts))
 
 
@@ -301,7 +299,7 @@ class PlanTrials:
     def follow(self) -> tuple[Plan, Prices]:
         """Do what process 0 asks, until it has chosen; returns the chosen plan and its prices."""
         while True:
-            asked = from_json(self._place.peers.broadcast(_FINALIST), TimingRequest)
+            asked = self._place.peers.broadcast(_FINALIST, None, TimingRequest)
             if asked.prices:
                 return asked.plan, asked.prices.prices
             with suppress(PlanTooLarge):  # process 0 knows it, too
@@ -320,7 +318,7 @@ class PlanTrials:
         return taken
 
     def _share(self, asked: TimingRequest) -> None:
-        self._place.peers.broadcast(_FINALIST, to_json(asked))
+        self._place.peers.broadcast(_FINALIST, asked, TimingRequest)
 
     def _all(self, asked: TimingRequest) -> Timed:
         """What process 0 and the others do together."""

@@ -23,7 +23,7 @@ from dflop_jax.config import Config
 from dflop_jax.data import Source, make_loader
 from dflop_jax.distributed.hang_watch import HangWatch
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.distributed.process_exit import TryAgain, exit_code_of, is_command
+from dflop_jax.distributed.process_exit import TransientError, exit_code_of, is_cli_process
 from dflop_jax.distributed.processes import is_restart, launch_name
 from dflop_jax.folders import despite_full_disk
 from dflop_jax.records import Plan, Profile
@@ -82,7 +82,7 @@ class Trainer:
     Raises:
       ValueError: the model cannot be built, the data cannot be read, too few devices exist, or the
         given plan is for another model.
-      TryAgain: the processes do not find each other.
+      TransientError: the processes do not find each other.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Trainer:
         check_trainable(config)
         self.place: Workplace = set_up(config, resume=self._existing == "resume")
         self.peers = self.place.peers
-        self._callbacks = Callbacks(callbacks, is_first=self.peers.is_hub)
+        self._callbacks = Callbacks(callbacks, is_first=self.peers.is_primary)
         with self._told_to_others():
-            self._tell = tell if self.peers.is_hub else lambda line, ready: None
+            self._tell = tell if self.peers.is_primary else lambda line, ready: None
             if not is_restart():  # the first start told it, and counting parameters takes a second
                 self._tell(workplace_line(self.place), False)
             self._begin = published(self.place.model, config.model.weights)
-            if self.peers.is_hub:
+            if self.peers.is_primary:
                 check_trackers(config)
                 warn_of_adapters(config, self.place.model)
             self.source: Source = self.place.source()
@@ -143,7 +143,7 @@ class Trainer:
         Raises:
           ValueError: the folder holds another run or its checkpoint is of another model, no plan
             fits, or too many samples are bad.
-          TryAgain: another run writes to the folder.
+          TransientError: another run writes to the folder.
         """
         losses: dict[int, float] = {}  # by step, each as it was run last
         n_compiles = 0
@@ -168,7 +168,7 @@ class Trainer:
     def _fit(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
         """Train under one plan, to the last step or until another plan pays."""
         config, peers, time_log = self.config, self.peers, self.place.time
-        peers.new_run()
+        peers.begin_run()
         agree(config, peers)
         checkpoints = Path(config.run_dir) / CHECKPOINTS
         if is_begun(config.run_dir, peers):
@@ -183,14 +183,14 @@ class Trainer:
         if resumed:
             start = loader.restore(resumed.meta.loader, config.data.changed)
         folder = None
-        if peers.is_hub:
+        if peers.is_primary:
             folder = stack.enter_context(open_folder(config.run_dir, self._existing))
             stack.callback(time_log.stop_writing)
             for _ in read_samples(folder.rows[SAMPLES]):
                 pass  # a broken line is refused
             if not resumed:
                 time_log.write_to(folder.rows[EVENTS])
-        steps, every, quiet = config.train.steps, config.train.log_every, not peers.is_hub
+        steps, every, quiet = config.train.steps, config.train.log_every, not peers.is_primary
         progress = stack.enter_context(Progress(steps, start, every=every, quiet=quiet))
         begun_s = time.perf_counter()
         meta = resumed.meta if resumed else None
@@ -223,7 +223,7 @@ class Trainer:
             self._take_over(folder, resumed, chosen.profile)
         # The plan's figures are in the folder then, and nothing else asks for times.
         as_it_was = resumed is not None and resumed.meta.plan == ex.plan
-        untimed = peers.broadcast_record("untimed", as_it_was, bool)
+        untimed = peers.broadcast("untimed", as_it_was, bool)
         timed = chosen.timed
         if timed is None:
             compiling_s = time.perf_counter()
@@ -291,34 +291,36 @@ def watched(place: Workplace) -> AbstractContextManager[Any]:
     if not settings.hang_factor:
         return nullcontext()
     place.sections.begin(START)
-    ends = place.peers.count > 1 or is_command.is_set()
+    ends = place.peers.n_processes > 1 or is_cli_process.is_set()
     folder, end = Path(place.config.run_dir, HUNG), None if ends else log.error
-    return HangWatch(place.sections, place.peers, folder, least_s=settings.hang_least_s, end=end)
+    return HangWatch(
+        place.sections, place.peers, folder, min_deadline_s=settings.hang_least_s, end_run=end
+    )
 
 
 def is_begun(run_dir: str, peers: ProcessGroup) -> bool:
     """Whether this is a restart of a run that its launch has begun in this folder before. A script
     may train in several folders: others may hold older runs, which are not to be resumed. Process
     0, which writes there, says so to all."""
-    return peers.broadcast_record("begun", is_restart() and is_of_launch(run_dir), bool)
+    return peers.broadcast("begun", is_restart() and is_of_launch(run_dir), bool)
 
 
 def open_folder(run_dir: str, existing: Existing) -> RunFolder:
     """Process 0's run folder.
 
     Raises:
-      TryAgain: another run writes to it.
+      TransientError: another run writes to it.
       ValueError: see `RunFolder`.
     """
     try:
         return RunFolder(run_dir, existing=existing, launch=launch_name())
     except FolderInUse as e:
-        raise TryAgain(str(e)) from None
+        raise TransientError(str(e)) from None
 
 
 def tell_others(peers: ProcessGroup, error: BaseException) -> None:
     """Tell all processes that this one stops by an error."""
     if isinstance(error, jax.errors.JaxRuntimeError):  # which a lost process causes as well
-        peers.notice()
+        peers.wait_for_peer_loss()
     says = " ".join(str(error).split()) or type(error).__name__
-    peers.fail(f"process {peers.process} stopped: {says}", exit_code_of(error))
+    peers.fail(f"process {peers.process_index} stopped: {says}", exit_code_of(error))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dflop_jax.contract import Array, MultimodalModel, Params, chip_of, on_chip
-from dflop_jax.distributed.devices import free_bytes
+from dflop_jax.distributed.devices import available_host_bytes
 from dflop_jax.generate.decoding import inlets_of
 from dflop_jax.generate.row import LLM, AnswerRows, row_of, run_layers, with_features
 from dflop_jax.hardware import GB
@@ -40,7 +40,7 @@ def too_large(folder: Folder, copies: int = COPIES) -> str:
     """
     n = sum(int(np.prod(t.layout.file_shape)) for t in folder.map.tensors)
     needed = copies * FLOAT_BYTES * n
-    free = free_bytes()
+    free = available_host_bytes()
     if free is None or needed <= free:
         return ""
     return f"it takes {needed / GB:.0f} GB of memory, {free / GB:.0f} are free"

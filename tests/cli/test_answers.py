@@ -13,7 +13,7 @@ from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig, 
 from dflop_jax.cli.experiment import question
 from dflop_jax.cli.main import COMMANDS
 from dflop_jax.contract import edges_of
-from dflop_jax.distributed.process_exit import TRY_AGAIN
+from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE
 from dflop_jax.records import Plan
 from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import RunFolder, answer_folder, has_begun
@@ -150,7 +150,7 @@ def test_names_of_questions(capsys):
 
 def test_a_running_run_is_not_disturbed(left, capsys):
     with RunFolder("run", existing="resume"):
-        said = refused(capsys, "train", *ASKED["train"][0][0], exit_code=TRY_AGAIN)
+        said = refused(capsys, "train", *ASKED["train"][0][0], exit_code=TRANSIENT_FAILURE)
         assert "another run is writing to it" in said
         for command in ("plan", "report", "export"):
             args, code, wrote = ASKED[command][0]

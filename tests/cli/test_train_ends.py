@@ -26,7 +26,10 @@ def runs(monkeypatch):
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     told = []
     peers = SimpleNamespace(
-        process=1, is_hub=False, close=lambda: None, fail=lambda *words: told.append(words)
+        process_index=1,
+        is_primary=False,
+        close=lambda: None,
+        fail=lambda *words: told.append(words),
     )
 
     def use(fit):
@@ -62,7 +65,7 @@ def test_a_preempted_run_has_an_exit_code_of_its_own(runs, capsys, every_s, code
 def test_a_signal_while_no_step_runs_ends_all_at_once(runs, monkeypatch, signum, flags, code, says):
     ended, over = [], threading.Event()
 
-    def end_now(*words):
+    def exit_with_message(*words):
         ended.append(words)
         over.set()
 
@@ -71,7 +74,7 @@ def test_a_signal_while_no_step_runs_ends_all_at_once(runs, monkeypatch, signum,
         assert over.wait(LIMIT_S)
         raise ValueError("the end of this test")
 
-    monkeypatch.setattr(train, "end_now", end_now)
+    monkeypatch.setattr(train, "exit_with_message", exit_with_message)
     monkeypatch.setattr(signal, "getsignal", lambda s: signal.SIG_DFL)  # under nohup, too
     told = runs(fit)
     main([*DEMO, *flags.split()])
@@ -94,7 +97,7 @@ def test_the_others_are_told_of_an_error_before_anything_is_cleaned_up(monkeypat
     run = object.__new__(trainer.Trainer)
     watched = DistributedConfig(hang_factor=0)
     run.place = SimpleNamespace(config=Config(distributed=watched), devices=[])
-    run.peers = SimpleNamespace(process=1, fail=lambda why, code: order.append((why, code)))
+    run.peers = SimpleNamespace(process_index=1, fail=lambda why, code: order.append((why, code)))
     with pytest.raises(ValueError, match="no room"):
         run.fit()
     assert order[:2] == [("process 1 stopped: no room", 2), "cleaned up"]

@@ -13,8 +13,8 @@ from .service import make_job
 def job(monkeypatch):
     """Makes a job of `n` processes, whose threads end with the test."""
     made = []
-    monkeypatch.setattr(messages, "SLICE_S", 0.1)
-    monkeypatch.setattr(messages, "BEAT_S", 0.05)
+    monkeypatch.setattr(messages, "POLL_S", 0.1)
+    monkeypatch.setattr(messages, "HEARTBEAT_S", 0.05)
 
     def make(*args, **kwargs):
         made.append(make_job(*args, **kwargs))

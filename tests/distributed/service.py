@@ -74,7 +74,7 @@ class Job:
     def stop(self) -> None:
         """End the threads of all processes."""
         for group in self.groups:
-            group._stop()
+            group._stop_threads()
 
     def wait_for_failures(self, at: list[int]) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -97,10 +97,10 @@ def make_job(
                 p,
                 n,
                 job.service if n > 1 else None,
-                timeout_s=timeout_s,
+                peer_timeout_s=timeout_s,
                 on_failure=lambda why, code, told=told: told.append((why, code)),
                 clock=clock(p),
-                wait_s=wait_s,
+                message_timeout_s=wait_s,
             )
         )
     return job

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from dflop_jax.checkpoint.store import CheckpointStore
-from dflop_jax.distributed.process_exit import PREEMPTED, TRY_AGAIN
+from dflop_jax.distributed.process_exit import PREEMPTED, TRANSIENT_FAILURE
 from dflop_jax.distributed.processes import PROCESS_ID_ENV
 from dflop_jax.distributed.supervisor import STOP_GRACE_S
 from dflop_jax.report.run_folder import CHECKPOINTS, METRICS, RunFolder
@@ -197,9 +197,11 @@ def test_a_hung_process_ends_the_run(jobs, whole, tmp_path, stopped):
         start = time.monotonic()
         output, _ = job.communicate(timeout=LIMIT_S)
         took_s = time.monotonic() - start
-    assert job.returncode == TRY_AGAIN, output
+    assert job.returncode == TRANSIENT_FAILURE, output
     assert re.search(rf"process {stopped} \(.*pid {pids[stopped]}\) is silent for", output), output
-    assert f"process {1 - stopped} ended with exit code {TRY_AGAIN}; waiting for the" in output
+    assert (
+        f"process {1 - stopped} ended with exit code {TRANSIENT_FAILURE}; waiting for the" in output
+    )
     # The supervisor gives the hung process, too, time to end by itself.
     assert took_s < PEER_TIMEOUT_S + STOP_GRACE_S + 10.0
 
@@ -230,7 +232,7 @@ def test_two_runs_on_one_folder(jobs, cut):
         before = contents(cut)
         code, output = jobs.run(2, cut, "--resume", "auto")
         assert contents(cut) == before
-    assert code == TRY_AGAIN
+    assert code == TRANSIENT_FAILURE
     assert output.count("dflop train:") == 1
     assert "another run is writing to it" in " ".join(output.split())
 

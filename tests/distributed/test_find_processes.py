@@ -130,7 +130,7 @@ def environment(monkeypatch):
             Processes(4, 2, Address("ib0", 7), "Open MPI", 2),
         ),
         (DistributedConfig(), OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, Processes()),
-        (DistributedConfig(), {"DFLOP_DEVICES_PER_PROCESS": "3"}, Processes(devices_each=3)),
+        (DistributedConfig(), {"DFLOP_DEVICES_PER_PROCESS": "3"}, Processes(devices_per_process=3)),
         (DistributedConfig(), {"DFLOP_COORDINATOR": "", "DFLOP_NUM_PROCESSES": ""}, Processes()),
     ],
 )

@@ -12,15 +12,15 @@ import pytest
 
 from dflop_jax.distributed import hang_watch, messages
 from dflop_jax.distributed.hang_watch import (
-    REMEMBERED,
-    UNMEASURED,
+    MEASUREMENT_WINDOW,
+    UNMEASURED_FACTOR,
     HangWatch,
+    ProcessStatus,
     Sections,
-    TaskPlace,
-    Whereabouts,
-    main_stack,
-    says,
-    who_hangs,
+    TaskProgress,
+    describe_hang,
+    find_hung_processes,
+    main_thread_stack,
 )
 from dflop_jax.distributed.messages import ProcessGroup
 from tests.distributed.service import LIMIT_S, make_job
@@ -40,21 +40,23 @@ class Clock:
 def test_a_deadline_is_a_multiple_of_the_longest_that_was_measured():
     clock = Clock()
     sections = Sections(10.0, 3.0, ("step", "save"), clock)
-    assert sections.limit_s("step") == UNMEASURED * 3.0
+    assert sections.deadline_s("step") == UNMEASURED_FACTOR * 3.0
     for seconds in (0.1, 0.5, 0.2):
         sections.begin("step", 0)
         clock.s += seconds
     sections.begin("save")
-    assert sections.limit_s("step") == pytest.approx(5.0)
-    assert sections.limit_s("save") == UNMEASURED * 3.0  # nobody knows yet how long one takes
+    assert sections.deadline_s("step") == pytest.approx(5.0)
+    assert (
+        sections.deadline_s("save") == UNMEASURED_FACTOR * 3.0
+    )  # nobody knows yet how long one takes
     clock.s += 0.01
     sections.begin("step", 1)
-    assert sections.limit_s("save") == 3.0  # never less
-    for _ in range(REMEMBERED):  # and what was slow once is forgotten
+    assert sections.deadline_s("save") == 3.0  # never less
+    for _ in range(MEASUREMENT_WINDOW):  # and what was slow once is forgotten
         sections.begin("step", 1)
         clock.s += 0.4
     sections.begin("step", 2)
-    assert sections.limit_s("step") == pytest.approx(4.0)
+    assert sections.deadline_s("step") == pytest.approx(4.0)
 
 
 def test_what_a_run_has_once_foretells_nothing():
@@ -63,7 +65,7 @@ def test_what_a_run_has_once_foretells_nothing():
     for _ in range(3):
         sections.begin("end")
         clock.s += 0.1
-    assert sections.limit_s("end") == UNMEASURED * 3.0
+    assert sections.deadline_s("end") == UNMEASURED_FACTOR * 3.0
 
 
 def test_a_section_is_late_once_its_deadline_is_over_and_again_if_it_gets_on():
@@ -71,14 +73,14 @@ def test_a_section_is_late_once_its_deadline_is_over_and_again_if_it_gets_on():
     sections = Sections(10.0, 3.0, ("step", "save"), clock)
     sections.begin("step", 0)
     clock.s = 90.0
-    assert not sections.is_late
+    assert not sections.is_overdue
     clock.s = 90.5
-    assert sections.is_late
+    assert sections.is_overdue
     sections.renew()
-    assert not sections.is_late
+    assert not sections.is_overdue
     sections.begin("")
     clock.s = 1e9
-    assert not sections.is_late  # between two runs
+    assert not sections.is_overdue  # between two runs
 
 
 def test_off_is_off():
@@ -86,8 +88,8 @@ def test_off_is_off():
     sections = Sections(0.0, 3.0, ("step",), clock)
     sections.begin("step", 0)
     clock.s = 1e9
-    assert not sections.is_late
-    assert msgspec.json.decode(msgspec.json.encode(sections.whereabouts(0, "a")))["limit_s"] > 1e300
+    assert not sections.is_overdue
+    assert msgspec.json.decode(msgspec.json.encode(sections.status(0, "a")))["deadline_s"] > 1e300
 
 
 def test_a_section_inside_of_another_has_its_own_deadline():
@@ -96,48 +98,48 @@ def test_a_section_inside_of_another_has_its_own_deadline():
     for _ in range(2):
         sections.begin("step", 0)
         clock.s += 0.1
-    moves = sections.moves
+    moves = sections.n_sections
     with sections.within("save"):
         clock.s += 4.0
-        assert (sections.name, sections.is_step, sections.is_late) == ("save", False, False)
-    assert (sections.name, sections.is_step, sections.moves) == ("step", True, moves)
+        assert (sections.name, sections.is_step, sections.is_overdue) == ("save", False, False)
+    assert (sections.name, sections.is_step, sections.n_sections) == ("step", True, moves)
     clock.s += 2.9
-    assert not sections.is_late  # the wait for the save was none of its time
+    assert not sections.is_overdue  # the wait for the save was none of its time
 
 
 # ---- who hangs ----
 
 
 def at(process: int, moves: int, ended: int = 0, begun: int = 0, *, late: bool = False):
-    tasks = TaskPlace(1, ended, begun, ("begun, not ended: forward of llm (task 3 of 9)",))
+    tasks = TaskProgress(1, ended, begun, ("begun, not ended: forward of llm (task 3 of 9)",))
     seconds = 9.0 if late else 1.0
-    return Whereabouts(process, f"h{process}, pid 7", "step", 4, seconds, 5.0, moves, tasks)
+    return ProcessStatus(process, f"h{process}, pid 7", "step", 4, seconds, 5.0, moves, tasks)
 
 
 def test_who_is_behind_hangs_if_it_is_late_itself():
     for behind_late, others_late in product((False, True), repeat=2):
         everywhere = [at(0, 7, 3, 4, late=others_late), at(1, 7, 3, 3, late=behind_late)]
         everywhere.append(at(2, 8, late=others_late))
-        hangs = who_hangs(everywhere)
+        hangs = find_hung_processes(everywhere)
         assert [w.process for w in hangs] == ([1] if behind_late else [])
-    assert [w.process for w in who_hangs([at(0, 0, late=True)])] == [0]
+    assert [w.process for w in find_hung_processes([at(0, 0, late=True)])] == [0]
 
 
 def test_it_is_named_with_its_task():
     where = msgspec.structs.replace(at(1, 7, late=True), stack="wait (a.py:7) < run (b.py:9)")
-    line = says([where], 3)
+    line = describe_hang([where], 3)
     assert line.endswith("its main thread: wait (a.py:7) < run (b.py:9)")
     assert line.startswith("process 1 (h1, pid 7) hangs in step 4, step (begun, not ended: forw")
     assert "all others wait for it" in line
     assert "more than the 5 s" in line
     both = [at(0, 7, late=True), at(1, 7)]
-    assert "all 2 processes hang" in says(both, 2)
-    assert "process 0 (h0, pid 7), process 1 (h1, pid 7) hang in" in says(both, 3)
+    assert "all 2 processes hang" in describe_hang(both, 2)
+    assert "process 0 (h0, pid 7), process 1 (h1, pid 7) hang in" in describe_hang(both, 3)
 
 
 def test_the_main_thread_is_found_from_another():
     stacks: list[str] = []
-    thread = threading.Thread(target=lambda: stacks.append(main_stack()))
+    thread = threading.Thread(target=lambda: stacks.append(main_thread_stack()))
     thread.start()
     thread.join()
     assert "test_the_main_thread_is_found_from_another" in stacks[0]
@@ -163,13 +165,13 @@ class Jobs:
                 s.begin("step", step)
 
     def watching(self, p: int):
-        return HangWatch(self.sections[p], self.peers[p], self.folder, least_s=self._least_s)
+        return HangWatch(self.sections[p], self.peers[p], self.folder, min_deadline_s=self._least_s)
 
 
 @pytest.fixture
 def jobs(monkeypatch, tmp_path):
-    monkeypatch.setattr(messages, "BEAT_S", 0.05)
-    monkeypatch.setattr(messages, "SLICE_S", 0.1)
+    monkeypatch.setattr(messages, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(messages, "POLL_S", 0.1)
     made = Jobs(3, tmp_path / "hung")
     yield made
     made.job.stop()
@@ -190,7 +192,7 @@ def test_all_end_by_the_one_that_hangs(jobs, stuck, tmp_path, caplog):
             "ended: forward of a (task 1 of 2)",
             "begun, not ended: backward of a (task 2 of 2)",
         )
-        place = TaskPlace(6, 1, 1 if p == stuck else 2, lines)
+        place = TaskProgress(6, 1, 1 if p == stuck else 2, lines)
         s.tasks = lambda place=place: place
     with jobs.watching(0), jobs.watching(1), jobs.watching(2):
         wait_for(lambda: all(jobs.failures))
@@ -214,11 +216,11 @@ def test_who_waits_for_one_that_is_in_time_is_patient(jobs):
     for s in jobs.sections[:2]:
         s.begin("step", 6)
     jobs.sections[2].begin("save")  # whose deadline is UNMEASURED times as long
-    jobs.sections[2].moves -= 1
+    jobs.sections[2].n_sections -= 1
     with jobs.watching(0), jobs.watching(1), jobs.watching(2):
         time.sleep(1.0)
-        assert jobs.sections[0].is_late
-        assert jobs.sections[1].is_late
+        assert jobs.sections[0].is_overdue
+        assert jobs.sections[1].is_overdue
         assert not any(jobs.failures)
 
 
@@ -226,10 +228,12 @@ def test_an_evaluation_gets_on_by_its_tasks_and_a_step_does_not():
     for is_step in (False, True):
         peers, sections, said = ProcessGroup(), Sections(10.0, 0.3, ("some",)), []
         begun = [0]
-        sections.tasks = lambda begun=begun: TaskPlace(0, 0, begun[0])
+        sections.tasks = lambda begun=begun: TaskProgress(0, 0, begun[0])
         for _ in range(2):
             sections.begin("some", 1 if is_step else None)
-        with HangWatch(sections, peers, Path("/dev/null/none"), least_s=0.3, end=said.append):
+        with HangWatch(
+            sections, peers, Path("/dev/null/none"), min_deadline_s=0.3, end_run=said.append
+        ):
             for _ in range(12):
                 begun[0] += 1
                 time.sleep(0.1)
@@ -238,7 +242,7 @@ def test_an_evaluation_gets_on_by_its_tasks_and_a_step_does_not():
 
 def test_a_disk_that_hangs_holds_up_no_end(jobs, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr(hang_watch, "WRITE_S", 0.5)
+    monkeypatch.setattr(hang_watch, "WRITE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(hang_watch, "write_stacks", lambda *_: released.wait())
     jobs.measured()
     with jobs.watching(0), jobs.watching(1), jobs.watching(2):
@@ -252,9 +256,9 @@ def test_a_process_that_was_stopped_as_a_whole_does_not_hang(monkeypatch, tmp_pa
     sections = Sections(10.0, 0.5, ("step",), clock)
     for _ in range(2):
         sections.begin("step", 1)
-    with HangWatch(sections, ProcessGroup(), tmp_path, least_s=0.5, end=said.append):
+    with HangWatch(sections, ProcessGroup(), tmp_path, min_deadline_s=0.5, end_run=said.append):
         clock.s += 600.0  # between two looks
-        wait_for_real(lambda: not sections.is_late)
+        wait_for_real(lambda: not sections.is_overdue)
         assert not said
         while not said:
             clock.s += 0.1
@@ -271,7 +275,7 @@ def wait_for_real(condition) -> None:
 
 def test_afterwards_nothing_is_watched(tmp_path):
     peers, sections = ProcessGroup(), Sections(10.0, 0.1, ("step",))
-    with HangWatch(sections, peers, tmp_path, least_s=0.1, end=lambda why: None):
+    with HangWatch(sections, peers, tmp_path, min_deadline_s=0.1, end_run=lambda why: None):
         sections.begin("step", 0)
     assert sections.name == ""
     assert peers.status() == b""

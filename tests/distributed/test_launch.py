@@ -15,7 +15,7 @@ import pytest
 from dflop_jax.cli import main
 from dflop_jax.distributed import processes as module
 from dflop_jax.distributed.launch import core_shares, resolve
-from dflop_jax.distributed.process_exit import TRY_AGAIN
+from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE
 from tests.processes import descendants, runs
 
 from .launched import LIMIT_S, launcher, program, run, run_code, wait_for  # noqa: F401
@@ -109,7 +109,7 @@ def test_the_first_failure_stops_the_others(program):
 
 def test_a_killed_process_may_succeed_when_retried(program):
     done = run("-n", "2", "--", *program("die"))
-    assert done.returncode == TRY_AGAIN
+    assert done.returncode == TRANSIENT_FAILURE
     assert done.stderr == ("dflop launch: process 1 was killed by SIGKILL; ending the others\n")
 
 
@@ -240,10 +240,10 @@ def test_processes_that_others_have_started_are_refused(capsys, monkeypatch):
         ("PROCESS_ID", "1"),
     ):
         monkeypatch.setenv(f"DFLOP_{name}", value)
-    monkeypatch.delenv(module.LOCAL_NUMBER_ENV, raising=False)
+    monkeypatch.delenv(module.LOCAL_PROCESSES_ENV, raising=False)
     assert main(["launch", "-n", "2", "--", "python", "-c", "0"]) == 2
     assert "DFLOP_* variables has started 2 processes" in capsys.readouterr().err
-    monkeypatch.setenv(module.LOCAL_NUMBER_ENV, "2")  # inside another launch
+    monkeypatch.setenv(module.LOCAL_PROCESSES_ENV, "2")  # inside another launch
     assert main(["launch", "-n", "2", "--", "python", "-c", "0"]) == 0
 
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from dflop_jax.distributed.process_exit import ENDING_SIGNALS, ONE_SIGNAL_S
+from dflop_jax.distributed.process_exit import ENDING_SIGNALS, SIGNAL_DEBOUNCE_S
 
 from .launched import LIMIT_S, launcher, program, run_code, wait_for  # noqa: F401
 
@@ -44,7 +44,7 @@ def test_a_second_signal_kills(program, tmp_path):
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: all((tmp_path / f"heard{i}").exists() for i in range(2)))
     assert process.poll() is None
-    time.sleep(ONE_SIGNAL_S)
+    time.sleep(SIGNAL_DEBOUNCE_S)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + 9
@@ -99,7 +99,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(program):
     """As one is whose disk hangs; here SIGKILL does nothing until the launcher has ended."""
     code = (
         "from dflop_jax.distributed import supervisor as s, launch as l; "
-        "s.STOP_GRACE_S = s.KILLED_S = 0.5; s._Start._kill = lambda self: None; "
+        "s.STOP_GRACE_S = s.KILL_TIMEOUT_S = 0.5; s._Attempt._kill = lambda self: None; "
         f"print(l.launch({program('stubborn')!r}, 2))"
     )
     done = run_code(code)

@@ -15,7 +15,7 @@ import pytest
 
 from dflop_jax.distributed import messages
 from dflop_jax.distributed.messages import ProcessGroup, connection
-from dflop_jax.distributed.process_exit import FAILED, TRY_AGAIN, RunFailed, TryAgain
+from dflop_jax.distributed.process_exit import FAILED, TRANSIENT_FAILURE, RunFailed, TransientError
 from tests.distributed.service import LIMIT_S
 from tests.processes import run_processes
 
@@ -32,7 +32,7 @@ SILENCE_S = 1.0
 def test_broadcast_gives_all_the_value_of_process_0(job, n, size):
     value = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     made = job(n)
-    got = made.together(lambda g: g.broadcast("key", value if g.is_hub else None))
+    got = made.together(lambda g: g.broadcast("key", value if g.is_primary else None, bytes))
     assert got == [value] * n
     assert made.service.messages() == []  # all are deleted
 
@@ -41,7 +41,7 @@ def test_broadcast_gives_all_the_value_of_process_0(job, n, size):
 @pytest.mark.parametrize("size", [0, 1, 100_000])
 def test_gather_gives_process_0_all_values_in_order(job, n, size):
     made = job(n)
-    got = made.together(lambda g: g.gather("key", bytes([g.process]) * size))
+    got = made.together(lambda g: g.gather("key", bytes([g.process_index]) * size, bytes))
     assert got == [[bytes([p]) * size for p in range(n)], *([[]] * (n - 1))]
     assert made.service.messages() == []
 
@@ -50,9 +50,9 @@ def test_gather_gives_process_0_all_values_in_order(job, n, size):
 def test_records_are_gathered_in_order(job, n):
     rows = [[0.1 * p, 1e300, -p, 0.0] for p in range(n)]
     made = job(n)
-    gathered = made.together(lambda g: g.all_gather("key", rows[g.process], list[float]))
+    gathered = made.together(lambda g: g.all_gather("key", rows[g.process_index], list[float]))
     assert gathered == [rows] * n
-    assert made.together(lambda g: g.broadcast_record("r", [g.process], list[int])) == [[0]] * n
+    assert made.together(lambda g: g.broadcast("r", [g.process_index], list[int])) == [[0]] * n
 
 
 @pytest.mark.parametrize("n", [1, 2, 32])
@@ -60,8 +60,8 @@ def test_no_process_passes_a_barrier_before_all_are_there(job, n):
     came, passed = [], []
 
     def run(group: ProcessGroup) -> None:
-        time.sleep(0.01 * group.process)
-        came.append(group.process)
+        time.sleep(0.01 * group.process_index)
+        came.append(group.process_index)
         group.barrier("here")
         passed.append(len(came))
 
@@ -72,23 +72,23 @@ def test_no_process_passes_a_barrier_before_all_are_there(job, n):
 def test_messages_of_different_keys_come_in_any_order(job):
     hub, other = job(2).groups
     for key in "abc":
-        hub.broadcast(key, key.encode())
-        other.gather(key, key.upper().encode())
-    assert [other.broadcast(k) for k in "cab"] == [b"c", b"a", b"b"]
-    assert [hub.gather(k, b"") for k in "bca"] == [[b"", b"B"], [b"", b"C"], [b"", b"A"]]
+        hub.broadcast(key, key, str)
+        other.gather(key, key.upper(), str)
+    assert [other.broadcast(k, None, str) for k in "cab"] == ["c", "a", "b"]
+    assert [hub.gather(k, "", str) for k in "bca"] == [["", "B"], ["", "C"], ["", "A"]]
 
 
 def test_messages_of_one_key_keep_their_order(job):
     hub, other = job(2).groups
-    for value in (b"1", b"2", b"3"):
-        hub.broadcast("key", value)
-    assert [other.broadcast("key") for _ in range(3)] == [b"1", b"2", b"3"]
+    for value in range(3):
+        hub.broadcast("key", value, int)
+    assert [other.broadcast("key", None, int) for _ in range(3)] == [0, 1, 2]
 
 
 def test_every_call_has_a_key_of_its_own(job):
     made = job(3)
     made.together(lambda g: [g.all_gather("same", 1, int) for _ in range(5)])
-    made.together(ProcessGroup.new_run)
+    made.together(ProcessGroup.begin_run)
     made.together(lambda g: g.all_gather("same", 1, int))
     kept = [k for k in made.service.written if "/broadcast/" in k or "/gather/" in k]
     assert len(kept) == len(set(kept)) == 6 * 3
@@ -97,9 +97,9 @@ def test_every_call_has_a_key_of_its_own(job):
 def test_steps_may_be_left_out_and_leave_no_counters(job):
     hub, other = job(2).groups
     for step in range(3):
-        hub.broadcast("schedule", str(step).encode(), step=step)
-    assert other.broadcast("schedule", step=2) == b"2"
-    assert not hub._calls
+        hub.broadcast("schedule", step, int, step=step)
+    assert other.broadcast("schedule", None, int, step=2) == 2
+    assert not hub._call_counts
 
 
 def test_threads_of_a_process_use_different_keys_at_once(job):
@@ -110,8 +110,10 @@ def test_threads_of_a_process_use_different_keys_at_once(job):
         def talk(name: str) -> list[Any]:
             said: list[Any] = []
             for i in range(20):
-                said.append(group.all_gather(name, [group.process, i], list[int], step=i))
-                said.append(group.broadcast(name, blob if group.is_hub else None) == blob)
+                said.append(group.all_gather(name, [group.process_index, i], list[int], step=i))
+                said.append(
+                    group.broadcast(name, blob if group.is_primary else None, bytes) == blob
+                )
             return said
 
         with ThreadPoolExecutor(2) as pool:
@@ -124,52 +126,52 @@ def test_threads_of_a_process_use_different_keys_at_once(job):
 def test_no_message_of_a_run_reaches_the_next(job):
     two = job(2)
     hub, other = two.groups
-    hub.broadcast("schedule", b"old")
-    other.gather("count", b"old")
-    two.together(ProcessGroup.new_run)
-    hub.broadcast("schedule", b"new")
-    assert other.broadcast("schedule") == b"new"
-    other.gather("count", b"new")
-    assert hub.gather("count", b"") == [b"", b"new"]
-    two.together(ProcessGroup.new_run)
+    hub.broadcast("schedule", "old", str)
+    other.gather("count", "old", str)
+    two.together(ProcessGroup.begin_run)
+    hub.broadcast("schedule", "new", str)
+    assert other.broadcast("schedule", None, str) == "new"
+    other.gather("count", "new", str)
+    assert hub.gather("count", "", str) == ["", "new"]
+    two.together(ProcessGroup.begin_run)
     assert two.service.messages() == []
 
 
 def test_a_process_may_be_a_run_ahead(job):
     hub, other = job(2).groups
-    hub.new_run()
-    hub.broadcast("key", b"second")
-    other.new_run()
-    assert other.broadcast("key") == b"second"
+    hub.begin_run()
+    hub.broadcast("key", "second", str)
+    other.begin_run()
+    assert other.broadcast("key", None, str) == "second"
 
 
 def test_a_thread_that_waits_for_an_abandoned_key_is_told(job):
     two = job(2)
     hub, other = two.groups
     with ThreadPoolExecutor(2) as pool:
-        feed = pool.submit(other.broadcast, "feed/schedule", step=7)
-        step = pool.submit(other.broadcast, "step", step=7)
+        feed = pool.submit(other.broadcast, "feed/schedule", None, str, step=7)
+        step = pool.submit(other.broadcast, "step", None, str, step=7)
         time.sleep(0.05)
-        other.abandon("feed/")
+        other.cancel_waits("feed/")
         with pytest.raises(RunFailed, match="'feed/schedule': the run has ended"):
             feed.result(LIMIT_S)
         assert not step.done()
         with pytest.raises(RunFailed):  # and from now on
-            other.broadcast("feed/schedule", step=8)
-        hub.broadcast("step", b"loss", step=7)
-        assert step.result(LIMIT_S) == b"loss"
-        two.together(ProcessGroup.new_run)  # until another run begins
-        hub.broadcast("feed/schedule", b"new", step=0)
-        assert other.broadcast("feed/schedule", step=0) == b"new"
+            other.broadcast("feed/schedule", None, str, step=8)
+        hub.broadcast("step", "loss", str, step=7)
+        assert step.result(LIMIT_S) == "loss"
+        two.together(ProcessGroup.begin_run)  # until another run begins
+        hub.broadcast("feed/schedule", "new", str, step=0)
+        assert other.broadcast("feed/schedule", None, str, step=0) == "new"
     assert two.failures == [[], []]
 
 
 def test_waits_have_a_deadline(job):
     hub, other = job(2, wait_s=0.3).groups
-    with pytest.raises(TryAgain, match=r"process 0.* did not send 'schedule' within 0\.3 s"):
-        other.broadcast("schedule")
-    with pytest.raises(TryAgain, match=r"process 1.* did not send 'counts' within 0\.3 s"):
-        hub.gather("counts", b"")
+    with pytest.raises(TransientError, match=r"process 0.* did not send 'schedule' in 0\.3 s"):
+        other.broadcast("schedule", None, str)
+    with pytest.raises(TransientError, match=r"process 1.* did not send 'counts' in 0\.3 s"):
+        hub.gather("counts", "", str)
 
 
 def test_a_service_that_is_gone_is_told_in_a_line(job, monkeypatch):
@@ -181,10 +183,10 @@ def test_a_service_that_is_gone_is_told_in_a_line(job, monkeypatch):
     for call in ("key_value_set_bytes", "blocking_key_value_get_bytes"):
         monkeypatch.setattr(made.service, call, gone)
     for send in (made.groups[1].gather, made.groups[0].broadcast):
-        with pytest.raises(TryAgain, match=r"\(UNAVAILABLE: failed to connect\): start"):
-            send("count", b"")
-    with pytest.raises(TryAgain, match="'plan' could not be exchanged with process 0"):
-        made.groups[1].broadcast("plan")
+        with pytest.raises(TransientError, match=r"\(UNAVAILABLE: failed to connect\): start"):
+            send("count", "", str)
+    with pytest.raises(TransientError, match="'plan' was not exchanged with process 0"):
+        made.groups[1].broadcast("plan", None, str)
 
 
 # ---- clocks ----
@@ -192,7 +194,7 @@ def test_a_service_that_is_gone_is_told_in_a_line(job, monkeypatch):
 
 def test_offsets_turn_a_clock_into_process_0s_and_follow_it(job, monkeypatch):
     """With clocks that are apart, as those of hosts are, and one that then runs on."""
-    monkeypatch.setattr(messages, "CLOCK_S", 0.1)
+    monkeypatch.setattr(messages, "CLOCK_INTERVAL_S", 0.1)
     ahead_s = [1000.0 * p**2 for p in range(4)]
 
     def clock(p: int) -> Callable[[], float]:
@@ -202,8 +204,8 @@ def test_offsets_turn_a_clock_into_process_0s_and_follow_it(job, monkeypatch):
 
     def await_offsets(*expected: float) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while [g.offset_s for g in four.groups] != pytest.approx(expected, abs=0.5):
-            assert time.monotonic() < deadline, [g.offset_s for g in four.groups]
+        while [g.clock_offset_s for g in four.groups] != pytest.approx(expected, abs=0.5):
+            assert time.monotonic() < deadline, [g.clock_offset_s for g in four.groups]
             time.sleep(0.02)
 
     await_offsets(0.0, -1000.0, -4000.0, -9000.0)
@@ -231,7 +233,7 @@ def test_a_silent_process_ends_the_run(job, n):
         assert line.startswith("process 1 (")
         assert "is silent for" in line
         assert "pid" in line
-        assert code == TRY_AGAIN
+        assert code == TRANSIENT_FAILURE
     assert len(hung) == 1  # before the end
 
 
@@ -250,7 +252,7 @@ def test_a_failure_reaches_all_processes_and_all_waiting_threads(job, failing):
     others = [p for p in range(4) if p != failing]
     with ThreadPoolExecutor(8) as pool:
         waiting = [
-            pool.submit(g.broadcast if not g.is_hub else g.gather, f"never{i}", b"")
+            pool.submit(g.broadcast if not g.is_primary else g.gather, f"never{i}", "", str)
             for g in many.groups
             for i in range(2)
         ]
@@ -282,8 +284,8 @@ def test_a_close_of_all_is_no_failure(job):
 
 
 def test_one_process_closes_alone():
-    assert ProcessGroup().gather("key", b"value") == [b"value"]
-    ProcessGroup().notice()
+    assert ProcessGroup().gather("key", "value", str) == ["value"]
+    ProcessGroup().wait_for_peer_loss()
     ProcessGroup().close()
 
 
@@ -291,7 +293,7 @@ def test_an_error_by_a_lost_process_is_told_as_its_loss(job):
     """The thread that computes may meet the end of a connection first."""
     made = job(2, timeout_s=SILENCE_S)
     made.groups[1].status = lambda: time.sleep(3 * SILENCE_S) or b""
-    made.groups[0].notice()
+    made.groups[0].wait_for_peer_loss()
     made.wait_for_failures([0])
     assert made.failures[0][0][0].startswith("process 1 ")
     made.groups[0].fail("an error of its own")
@@ -301,7 +303,7 @@ def test_an_error_by_a_lost_process_is_told_as_its_loss(job):
 def test_process_0_reads_the_status_of_all(job):
     many = job(3)
     for group in many.groups:
-        group.status = lambda group=group: b"here %d" % group.process
+        group.status = lambda group=group: b"here %d" % group.process_index
     deadline = time.monotonic() + LIMIT_S
     while many.groups[0].statuses() != {p: b"here %d" % p for p in range(3)}:
         assert time.monotonic() < deadline
@@ -342,34 +344,35 @@ def test_two_processes_of_a_host_have_one_clock(pair):
 
 def main(_: list[str]) -> None:
     """One of two processes: what it found, as JSON."""
-    from dflop_jax.distributed.distributed import LEAVE_S
+    from dflop_jax.distributed.initialize import SHUTDOWN_TIMEOUT_S
 
     joined = connection()
     assert joined is not None
-    group = ProcessGroup(joined.process_id, joined.num_processes, joined.client, wait_s=60.0)
-    found: dict[str, Any] = {"process": group.process}
+    group = ProcessGroup(
+        joined.process_id, joined.num_processes, joined.client, message_timeout_s=60.0
+    )
+    found: dict[str, Any] = {"process": group.process_index}
     values = [os.urandom(n) if n < BIG else bytes(range(250)) * (n // 250) for n in SIZES]
-    found["sizes"] = [len(group.broadcast("sizes", v if group.is_hub else None)) for v in values]
-    found["gathered"] = [
-        [v.decode() for v in group.gather("same", str(group.process).encode() * 2)]
-        for _ in range(3)
+    found["sizes"] = [
+        len(group.broadcast("sizes", v if group.is_primary else None, bytes)) for v in values
     ]
-    found["all"] = group.all_gather("all", group.process + 0.5, float)
+    found["gathered"] = [group.gather("same", str(group.process_index) * 2, str) for _ in range(3)]
+    found["all"] = group.all_gather("all", group.process_index + 0.5, float)
     start_s = time.perf_counter()
     for step in range(50):
         group.all_gather("small", 0.0, float, step=step)
     found["small_s"] = (time.perf_counter() - start_s) / 50
     start_s = time.perf_counter()
-    group.broadcast("big", values[-1] if group.is_hub else None)
+    group.broadcast("big", values[-1] if group.is_primary else None, bytes)
     group.barrier("big")
     found["big_s"] = time.perf_counter() - start_s
-    deadline = time.monotonic() + LEAVE_S
-    while not (group.is_hub or group.offset_s or time.monotonic() > deadline):
+    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+    while not (group.is_primary or group.clock_offset_s or time.monotonic() > deadline):
         time.sleep(0.05)
     group.barrier("measured")
     time.sleep(0.2)  # the other has read and deleted the last one
     kept = joined.client.key_value_dir_get_bytes("dflop")
     found["left"] = [k for k, _ in kept if "/broadcast/" in k or "/gather/" in k]
-    found["offset_s"] = group.offset_s
+    found["offset_s"] = group.clock_offset_s
     group.close()
     print(json.dumps(found), file=sys.stdout, flush=True)

@@ -15,13 +15,13 @@ import pytest
 
 from dflop_jax.cli.experiment import end_together
 from dflop_jax.config import Config
-from dflop_jax.distributed import distributed, process_exit
+from dflop_jax.distributed import initialize, process_exit
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import (
     ENDING_SIGNALS,
-    ONE_SIGNAL_S,
     PREEMPTED,
-    TRY_AGAIN,
+    SIGNAL_DEBOUNCE_S,
+    TRANSIENT_FAILURE,
     preemption,
 )
 from dflop_jax.runtime.step_result import LocalResult
@@ -109,7 +109,7 @@ def test_a_second_signal_ends_a_process_whose_main_thread_hangs():
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
             assert process.stdout.readline().startswith("SIGINT: saving, then the run ends")
-            time.sleep(2 * ONE_SIGNAL_S)
+            time.sleep(2 * SIGNAL_DEBOUNCE_S)
             assert process.poll() is None
             process.send_signal(signal.SIGHUP)
             _, err = process.communicate(timeout=LIMIT_S)
@@ -140,7 +140,7 @@ def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
         ready = SimpleNamespace(place=place, ex=SimpleNamespace(plan=plan), callbacks=Callbacks())
         log = step_log.StepLog(ready, Compiles(), None, Skips(), lambda step: ())
         waits = Waits(0.0, 0.0)
-        return log.finish(handle, batch, waits, peers.process == signalled, peers.is_hub)
+        return log.finish(handle, batch, waits, peers.process_index == signalled, peers.is_primary)
 
     told = job(2).together(finish)
     assert [(v.stop, v.save) for v in told] == [(signalled is not None, True)] * 2
@@ -152,9 +152,9 @@ def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
 WAITS = "import atexit, time; atexit.register(time.sleep, 600); "
 FAILS = """
 import importlib
-from dflop_jax.distributed import ending
+from dflop_jax.distributed import process_exit
 module = importlib.import_module("dflop_jax.cli.main")
-ending.in_run.set()
+process_exit.has_joined_run.set()
 module._run = lambda argv: 1 // 0
 module.main([])
 """
@@ -172,17 +172,23 @@ def test_a_command_that_fails_in_a_run_waits_for_nobody():
 
 
 def test_a_script_of_a_run_ends_in_time_and_leaves_its_stacks():
-    done = ends("from dflop_jax.distributed.process_exit import ends_in_time; ends_in_time(0.5)")
+    done = ends(
+        "from dflop_jax.distributed.process_exit import limit_exit_time; limit_exit_time(0.5)"
+    )
     assert done.returncode == 1
     assert "Timeout" in done.stderr
 
 
-@pytest.mark.parametrize(("exit_code", "ends_with"), [(0, TRY_AGAIN), (PREEMPTED, PREEMPTED)])
+@pytest.mark.parametrize(
+    ("exit_code", "ends_with"), [(0, TRANSIENT_FAILURE), (PREEMPTED, PREEMPTED)]
+)
 def test_who_leaves_alone_says_so(monkeypatch, exit_code, ends_with):
     """A process was lost while all left."""
     ends = []
-    monkeypatch.setattr(distributed, "shutdown", lambda: False)
-    monkeypatch.setattr(process_exit, "end_now", lambda why, code: ends.append((why, code)))
+    monkeypatch.setattr(initialize, "shutdown", lambda: False)
+    monkeypatch.setattr(
+        process_exit, "exit_with_message", lambda why, code: ends.append((why, code))
+    )
     end_together(ProcessGroup(), exit_code)
     ((why, code),) = ends
     assert "not all of its processes came to its end in 10 s" in why

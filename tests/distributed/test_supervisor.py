@@ -11,8 +11,8 @@ import time
 import pytest
 
 from dflop_jax.distributed import processes
-from dflop_jax.distributed.process_exit import ONE_SIGNAL_S, TRY_AGAIN
-from dflop_jax.distributed.processes import RESTARTS_ENV, RUN_ENV, STEP_FILE_ENV
+from dflop_jax.distributed.process_exit import SIGNAL_DEBOUNCE_S, TRANSIENT_FAILURE
+from dflop_jax.distributed.processes import LAUNCH_ENV, RESTARTS_ENV, STEP_FILE_ENV
 
 from .launched import LIMIT_S, launcher, program, run, run_code, wait_for  # noqa: F401
 
@@ -42,9 +42,9 @@ def test_all_processes_start_again_under_a_new_port(program, tmp_path):
     [
         ("2,0", 5, 2, ""),  # bad input
         ("3,0", 5, 3, ""),  # preempted, and saved
-        ("4,4,0", 1, TRY_AGAIN, "no restart is left of --max-restarts 1"),
-        ("-6,0", 0, TRY_AGAIN, ""),  # by a signal that nobody here sent
-        ("134,0", 0, TRY_AGAIN, ""),  # SIGABRT of jax, in the words of a shell between
+        ("4,4,0", 1, TRANSIENT_FAILURE, "no restart is left of --max-restarts 1"),
+        ("-6,0", 0, TRANSIENT_FAILURE, ""),  # by a signal that nobody here sent
+        ("134,0", 0, TRANSIENT_FAILURE, ""),  # SIGABRT of jax, in the words of a shell between
         ("7,7,7,0", 9, 7, "3 failures before the first step; the run ends"),
         ("7,7,4,0", 9, 0, ""),  # the last of them may succeed when retried
     ],
@@ -53,7 +53,7 @@ def test_what_is_retried(program, codes, restarts, code, says):
     launch = f"l.launch({program('starts', codes)!r}, 2, max_restarts={restarts})"
     script = (
         "from dflop_jax.distributed import supervisor as s, launch as l; "
-        f"s.FIRST_WAIT_S = 0.01; s.STOP_GRACE_S = 1.0; print({launch}.exit_code)"
+        f"s.MIN_BACKOFF_S = 0.01; s.STOP_GRACE_S = 1.0; print({launch}.exit_code)"
     )
     done = run_code(script)
     assert done.stdout == f"{code}\n"
@@ -70,7 +70,7 @@ def test_the_wait_before_a_restart_doubles_until_a_step_is_done(program):
         launch = f"l.launch({program('starts', '4,4,4,4,0', *more)!r}, 2, max_restarts=9)"
         script = (
             "from dflop_jax.distributed import supervisor as s, launch as l; "
-            f"s.FIRST_WAIT_S, s.MAX_WAIT_S, s.STOP_GRACE_S = 0.1, 0.3, 0.5; "
+            f"s.MIN_BACKOFF_S, s.MAX_BACKOFF_S, s.STOP_GRACE_S = 0.1, 0.3, 0.5; "
             f"print({launch}.exit_code)"
         )
         done = run_code(script)
@@ -82,7 +82,7 @@ def test_a_signal_ends_the_wait_for_a_restart(program):
     launch = f"l.launch({program('starts', '4,4,0')!r}, 2, max_restarts=9)"
     script = (
         "from dflop_jax.distributed import supervisor as s, launch as l; import sys; "
-        f"s.FIRST_WAIT_S, s.STOP_GRACE_S = 60.0, 0.5; sys.exit({launch}.exit_code)"
+        f"s.MIN_BACKOFF_S, s.STOP_GRACE_S = 60.0, 0.5; sys.exit({launch}.exit_code)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -101,14 +101,14 @@ def test_a_run_that_is_signalled_is_not_started_again(program, tmp_path):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: all((tmp_path / f"ready{i}").exists() for i in range(2)))
     process.send_signal(signal.SIGTERM)
-    time.sleep(ONE_SIGNAL_S)
+    time.sleep(SIGNAL_DEBOUNCE_S)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 3  # all processes saved and ended so
     assert "restart" not in err
 
 
 def test_what_a_process_knows_of_its_supervisor(monkeypatch, tmp_path):
-    for name in (RUN_ENV, RESTARTS_ENV, STEP_FILE_ENV):
+    for name in (LAUNCH_ENV, RESTARTS_ENV, STEP_FILE_ENV):
         monkeypatch.delenv(name, raising=False)
     processes.report_step.cache_clear()
     processes.report_step()
@@ -117,7 +117,7 @@ def test_what_a_process_knows_of_its_supervisor(monkeypatch, tmp_path):
     for restarts in ("", "0", "1"):
         monkeypatch.setenv(RESTARTS_ENV, restarts)
         assert processes.is_restart() == (restarts == "1")
-    monkeypatch.setenv(RUN_ENV, "a")
+    monkeypatch.setenv(LAUNCH_ENV, "a")
     monkeypatch.setenv(STEP_FILE_ENV, str(tmp_path / "step"))
     processes.report_step()
     assert processes.launch_name() == "a"

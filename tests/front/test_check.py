@@ -187,7 +187,7 @@ def test_a_sample_that_memory_cannot_hold_is_wrong(capsys, monkeypatch):
     file = llava_data(Path("photos"), 4)
     _, said, _ = answer(capsys, "--model", "qwen", "--data", str(file))
     assert "largest sample" not in said["wrong"]
-    monkeypatch.setattr("dflop_jax.distributed.devices.free_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("dflop_jax.distributed.devices.available_host_bytes", lambda: 1 << 16)
     _, said, _ = answer(capsys, "--model", "qwen", "--data", str(file))
     assert "the largest sample has" in said["wrong"]["largest sample"]
     assert "--data.max_pixels" in said["wrong"]["largest sample"]

@@ -13,7 +13,7 @@ import pytest
 
 from dflop_jax.config import Config, DistributedConfig
 from dflop_jax.distributed.hang_watch import Sections
-from dflop_jax.distributed.process_exit import TRY_AGAIN
+from dflop_jax.distributed.process_exit import TRANSIENT_FAILURE
 from dflop_jax.report.run_folder import HUNG
 from dflop_jax.report.wall_time import (
     COMPILE,
@@ -44,17 +44,17 @@ def test_who_is_ended_where_it_hangs(monkeypatch, count, command, factor, ends):
     seen = ["not watched"]
 
     @contextmanager
-    def noted(sections, peers, folder, *, least_s, end):
-        assert (folder, least_s) == (Path("run/hung"), 120.0)
-        seen[0] = "ended" if end is None else "said"
+    def noted(sections, peers, folder, *, min_deadline_s, end_run):
+        assert (folder, min_deadline_s) == (Path("run/hung"), 120.0)
+        seen[0] = "ended" if end_run is None else "said"
         yield
 
     monkeypatch.setattr(trainer, "HangWatch", noted)
-    monkeypatch.setattr(trainer, "is_command", threading.Event())
+    monkeypatch.setattr(trainer, "is_cli_process", threading.Event())
     if command:
-        trainer.is_command.set()
+        trainer.is_cli_process.set()
     config = Config(run_dir="run", distributed=DistributedConfig(hang_factor=factor))
-    place = Workplace(config, None, [], SimpleNamespace(count=count), sections=Sections())
+    place = Workplace(config, None, [], SimpleNamespace(n_processes=count), sections=Sections())
     with trainer.watched(place):
         assert seen == [ends]
 
@@ -105,5 +105,5 @@ def test_a_hang_is_named_and_the_run_goes_on_bit_for_bit(tmp_path, tmp_path_fact
         text = (tmp_path / "run" / HUNG / f"process-{p:05d}.txt").read_text()
         assert "task" in text
         assert "most recent call first" in text
-    assert f"ended with exit code {TRY_AGAIN}" in said
+    assert f"ended with exit code {TRANSIENT_FAILURE}" in said
     assert "restart 1 of 1" in said

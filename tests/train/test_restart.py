@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.distributed.process_exit import TryAgain
-from dflop_jax.distributed.processes import RESTARTS_ENV, RUN_ENV
+from dflop_jax.distributed.process_exit import TransientError
+from dflop_jax.distributed.processes import LAUNCH_ENV, RESTARTS_ENV
 from dflop_jax.report.run_folder import METRICS, RunFolder
 from dflop_jax.train.trainer import is_begun, open_folder, tell_others
 
@@ -19,7 +19,7 @@ def start(monkeypatch):
     """Play a start of a launch's processes."""
 
     def play(name: str, restarts: int) -> None:
-        monkeypatch.setenv(RUN_ENV, name)
+        monkeypatch.setenv(LAUNCH_ENV, name)
         monkeypatch.setenv(RESTARTS_ENV, str(restarts))
 
     return play
@@ -47,7 +47,7 @@ def test_only_what_the_launch_has_begun_is_resumed(start, tmp_path):
 
 
 def test_without_a_supervisor_nothing_changes(monkeypatch, tmp_path):
-    for name in (RUN_ENV, RESTARTS_ENV):
+    for name in (LAUNCH_ENV, RESTARTS_ENV):
         monkeypatch.delenv(name, raising=False)
     with open_folder(str(tmp_path), "error") as folder:
         assert not is_begun(str(tmp_path), ProcessGroup())
@@ -56,7 +56,10 @@ def test_without_a_supervisor_nothing_changes(monkeypatch, tmp_path):
 
 def test_a_lock_that_is_held_may_be_free_later(start, tmp_path):
     start("a", 1)
-    with open_folder(str(tmp_path / "run"), "error"), pytest.raises(TryAgain, match="another run"):
+    with (
+        open_folder(str(tmp_path / "run"), "error"),
+        pytest.raises(TransientError, match="another run"),
+    ):
         open_folder(str(tmp_path / "run"), "resume")
 
 
@@ -67,7 +70,9 @@ def test_a_lock_that_is_held_may_be_free_later(start, tmp_path):
 def test_an_error_that_a_loss_may_have_caused_leaves_time_for_the_loss(error, says):
     done: list[str | tuple] = []
     peers = SimpleNamespace(
-        process=1, notice=lambda: done.append("notice"), fail=lambda *told: done.append(told)
+        process_index=1,
+        wait_for_peer_loss=lambda: done.append("notice"),
+        fail=lambda *told: done.append(told),
     )
     tell_others(peers, error)
     line = f"process 1 stopped: {says or 'KeyError'}"

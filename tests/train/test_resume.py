@@ -16,7 +16,7 @@ import pytest
 
 from dflop_jax import CheckpointConfig, PlanConfig, Resume, ScheduleConfig
 from dflop_jax.cli import main
-from dflop_jax.distributed.process_exit import TryAgain
+from dflop_jax.distributed.process_exit import TransientError
 from dflop_jax.records import Plan, PriceList
 from dflop_jax.records.files import load, save
 from dflop_jax.report.run_folder import PLAN as PLAN_FILE
@@ -363,7 +363,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(whole):
     folder = copy_of(whole)
     with RunFolder(folder, existing="resume"):
         for existing in ("resume", "overwrite"):
-            assert "another run is writing to it" in refused(folder, existing, kind=TryAgain)
+            assert "another run is writing to it" in refused(folder, existing, kind=TransientError)
     assert steps_saved(folder) == steps_saved(whole)
     assert_as_whole(folder, whole)
     assert "holds the metrics of another run" in refused(folder, "error")

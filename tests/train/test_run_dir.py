@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax import Config, TrainConfig
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.distributed.processes import RESTARTS_ENV, RUN_ENV
+from dflop_jax.distributed.processes import LAUNCH_ENV, RESTARTS_ENV
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train import run_dir
 from dflop_jax.train.choose_plan import data_line
@@ -47,11 +47,11 @@ def test_resuming_finds_the_newest(settle):
 def test_a_restart_goes_on_in_the_folder_of_its_launch(settle, monkeypatch):
     RunFolder("runs[1]/a-1", launch="mine").close()
     RunFolder("runs[1]/a-2", launch="another").close()
-    monkeypatch.setenv(RUN_ENV, "mine")
+    monkeypatch.setenv(LAUNCH_ENV, "mine")
     assert settle("3") == "runs[1]/a-3"
     monkeypatch.setenv(RESTARTS_ENV, "1")
     assert settle("3") == "runs[1]/a-1"
-    monkeypatch.setenv(RUN_ENV, "a third")
+    monkeypatch.setenv(LAUNCH_ENV, "a third")
     assert settle("3") == "runs[1]/a-3"
 
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from dflop_jax import TrainConfig
-from dflop_jax.distributed.hang_watch import UNMEASURED, Sections
+from dflop_jax.distributed.hang_watch import UNMEASURED_FACTOR, Sections
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.plan.time_plans import PlanTooLarge
@@ -66,7 +66,7 @@ def timed(monkeypatch):
         place.peers.barrier(
             f"compiled {ex.plan.layout.n_devices}"
         )  # as the real one: all take part
-        seen.append((place.peers.process, ex.plan))
+        seen.append((place.peers.process_index, ex.plan))
         fake = SimpleNamespace(executor=ex, n_programs=1)
         fake.prices = lambda profile: replace(prices_of(ex.plan), concurrency=profile.concurrency)
         return fake
@@ -164,11 +164,11 @@ def test_each_program_begins_the_deadline_of_compiling_anew(tmp_path):
 
     def compile_all(told, sync):
         for done in range(3):
-            clock[0] += 0.9 * UNMEASURED
-            late.append(place.sections.is_late)
+            clock[0] += 0.9 * UNMEASURED_FACTOR
+            late.append(place.sections.is_overdue)
             told(done, 3)
-        clock[0] += 1.1 * UNMEASURED
-        late.append(place.sections.is_late)
+        clock[0] += 1.1 * UNMEASURED_FACTOR
+        late.append(place.sections.is_overdue)
         return 3
 
     ex = SimpleNamespace(plan=PLANS[0], compile=compile_all, calibrate=lambda **_: Calibration())
@@ -238,7 +238,7 @@ def test_what_one_process_cannot_hold_all_drop(tmp_path, monkeypatch, part):
     made, said, told = [], [], []
 
     def make(place, plan):
-        made.append((place.peers.process, Crowded(place.peers.process, plan, part)))
+        made.append((place.peers.process_index, Crowded(place.peers.process_index, plan, part)))
         return made[-1][1]
 
     def search(mine):

@@ -179,7 +179,7 @@ def test_logits_are_wrong_by_a_share_of_the_largest(size, share):
 
 def test_too_little_memory_is_said(folders, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(reference, "missing", lambda: "")
-    monkeypatch.setattr(devices, "MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(devices, "MEMINFO", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       3 kB\n")
     code, answer, _ = verify(capsys, folders["internvl"])
     assert (code, answer["max_logit_error"]) == (0, None)

@@ -16,9 +16,14 @@ import pytest
 
 from dflop_jax.config import DistributedConfig
 from dflop_jax.distributed import devices as own_devices
-from dflop_jax.distributed import distributed
-from dflop_jax.distributed.devices import devices_each, gpu_share, on_cpu, visible_gpus
-from dflop_jax.distributed.distributed import initialise, run_devices
+from dflop_jax.distributed import initialize as joining
+from dflop_jax.distributed.devices import (
+    count_visible_gpus,
+    devices_per_process,
+    local_gpu_ids,
+    uses_cpu,
+)
+from dflop_jax.distributed.initialize import initialize, run_devices
 from dflop_jax.distributed.processes import Address, Processes, free_port
 
 AT = Address("node1", 29400)
@@ -40,7 +45,7 @@ def _no_cluster(monkeypatch):
     [(1, 0, 0, 0), (1, 0, 8, 8), (2, 0, 8, 4), (4, 0, 0, 0), (2, 3, 0, 3), (2, 3, 6, 3)],
 )
 def test_devices_are_shared_evenly(number, told, plan, each):
-    assert devices_each(Processes(number, 0, AT, devices_each=told), plan) == each
+    assert devices_per_process(Processes(number, 0, AT, devices_per_process=told), plan) == each
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,7 @@ def test_devices_are_shared_evenly(number, told, plan, each):
 )
 def test_devices_that_cannot_be_shared(number, told, plan, says):
     with pytest.raises(ValueError, match=re.escape(says)):
-        devices_each(Processes(number, 0, AT, devices_each=told), plan)
+        devices_per_process(Processes(number, 0, AT, devices_per_process=told), plan)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +76,19 @@ def test_devices_that_cannot_be_shared(number, told, plan, says):
 def test_gpus_are_shared(monkeypatch, gpus, local_number, local_index, each, share):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     found = Processes(8, 6, AT, "Slurm", local_number, local_index)
-    assert gpu_share(found, each) == share
+    assert local_gpu_ids(found, each) == share
 
 
 def test_too_few_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(ValueError, match="2 processes on this host need 1 GPUs each, 1 are there"):
-        gpu_share(Processes(2, 0, AT, "dflop launch", 2, 0), 0)
+        local_gpu_ids(Processes(2, 0, AT, "dflop launch", 2, 0), 0)
 
 
 @pytest.mark.parametrize("text, n", [("", 0), ("-1", 0), ("3", 1), ("0,1,GPU-8f", 3)])
 def test_visible_gpus(monkeypatch, text, n):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
-    assert visible_gpus() == n
+    assert count_visible_gpus() == n
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_on_cpu(monkeypatch, platforms, plugin, gpus, cpu):
     kept = jax.config.jax_platforms
     jax.config.update("jax_platforms", platforms)
     try:
-        assert on_cpu() is cpu
+        assert uses_cpu() is cpu
     finally:
         jax.config.update("jax_platforms", kept)
 
@@ -133,16 +138,16 @@ def test_run_devices(monkeypatch):
 
 def test_one_process_needs_nothing(monkeypatch):
     jax.devices()
-    assert initialise(DistributedConfig()).count == 1
+    assert initialize(DistributedConfig()).n_processes == 1
     monkeypatch.setenv("DFLOP_DEVICES_PER_PROCESS", "2")
-    assert initialise(DistributedConfig()).count == 1
-    assert distributed.shutdown()
+    assert initialize(DistributedConfig()).n_processes == 1
+    assert joining.shutdown()
 
 
 def test_jax_in_use_is_said_before_anything_waits():
     jax.devices()
     with pytest.raises(ValueError, match="jax is in use already"):
-        initialise(FLAGS)
+        initialize(FLAGS)
 
 
 JOIN = """
@@ -152,14 +157,14 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 from dflop_jax.config import DistributedConfig
 from dflop_jax.distributed import devices as own_devices
-from dflop_jax.distributed import distributed, ending
+from dflop_jax.distributed import initialize as joining, process_exit
 what, *more = sys.argv[1:]
 if what == "leave" and more:
     os.environ["DFLOP_NUM_PROCESSES"] = more[0]
 config = DistributedConfig(connect_timeout_s=60.0, peer_timeout_s=3.0)
-me = distributed.initialise(config, plan_devices=4)
-assert distributed.initialise(config, plan_devices=4) is me
-devices = distributed.run_devices(me.count, 4)
+me = joining.initialize(config, plan_devices=4)
+assert joining.initialize(config, plan_devices=4) is me
+devices = joining.run_devices(me.n_processes, 4)
 assert [d.process_index for d in devices] == [0, 0, 1, 1]
 if sys.platform == "linux":  # gloo's thread, which has no name of its own; XLA's begin with tf_
     threads = map(int, os.listdir("/proc/self/task"))
@@ -184,18 +189,18 @@ moved = jax.device_put(array(devices[:2]), sharding(devices[2:]))  # from proces
 here = [float(s.data[0]) for s in moved.addressable_shards]
 print("got", float(total), here, flush=True)
 if what == "leave":
-    assert distributed.shutdown(60.0)
-    assert ending.ended(5) == 5  # it may go on alone
+    assert joining.shutdown(60.0)
+    assert process_exit.exit_if_joined(5) == 5  # it may go on alone
     assert not jax.distributed.is_initialized()
     print("left", flush=True)
 elif what == "fail":  # the launcher learns of it, though process 0 is busy and never comes
-    if me.process == int(more[0]):
-        ending.ended(6)
+    if me.process_index == int(more[0]):
+        process_exit.exit_if_joined(6)
     time.sleep(600)
 elif what == "lose":
     me.barrier("computed")
     time.sleep(1.0)  # the others have passed it
-    if me.process == int(sys.argv[2]):
+    if me.process_index == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGSTOP if sys.argv[3] == "stop" else signal.SIGKILL)
     time.sleep(600)
 """

@@ -37,10 +37,10 @@ from rich.table import Table
 
 from dflop_jax.records import Bucket, Load, PiecePlaces, Shape, crossing, traffic
 from dflop_jax.schedule import WORK_PER_S, Capacity
+from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.dispatch.nodes import Devices, best_names, staying
-from dflop_jax.schedule.row_balance import GroupContents, balance_content, content_bound, place
-from dflop_jax.schedule.solver.problem import Budget
+from dflop_jax.schedule.content_balance import GroupContents, balance_content, content_bound, place
+from dflop_jax.schedule.rank_permutation import Devices, best_names, staying
 
 COSTS = ("rows", "content")
 SIZES = ((8, 128), (64, 1024), (512, 8192))

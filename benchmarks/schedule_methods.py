@@ -42,7 +42,7 @@ from dflop_jax.records import (
     pairs,
 )
 from dflop_jax.schedule import WORK_PER_S, ShapeProblem, schedule_batch
-from dflop_jax.schedule.counts.program import canonical, sizes_of
+from dflop_jax.schedule.count_program import canonical, sizes_of
 from dflop_jax.simulate.steps import with_order
 
 STEP_S = 1.0

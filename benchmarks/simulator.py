@@ -204,7 +204,7 @@ def measure_plan(
     """Rows of a plan's schedules, on process 0."""
     from dflop_jax.plan.pricing import plan_prices
     from dflop_jax.runtime.calibration import merged
-    from dflop_jax.schedule.online import schedule_batch
+    from dflop_jax.schedule.batch_scheduler import schedule_batch
     from dflop_jax.train.timing import make_executor
 
     peers = place.peers

@@ -19,7 +19,7 @@ REASONS = ("data/datasets/", "data/media/", "data/text/", "data/pool/", "data/bo
 # Functions that are called from Python: what they ask for is the remedy.
 LIBRARY = ("checkpoint/format.py", "checkpoint/reader.py", "contract.py",
            "profile/collectives.py", "profile/roofline.py", "records/", "report/metrics.py",
-           "schedule/solver/", "simulate/", "plan/memory.py")  # fmt: skip
+           "schedule/local_search.py", "simulate/", "plan/memory.py")  # fmt: skip
 
 # How a remedy is told from a fact: what is asked for, what is allowed, or what is known.
 _ASKS = """add ask begin break call check choose close connect continue convert copy cut do download

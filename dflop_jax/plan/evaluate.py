@@ -35,11 +35,11 @@ from dflop_jax.schedule import (
     schedule_batch,
 )
 from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.bucket_search import fewest_groups
 from dflop_jax.schedule.costs import directions
-from dflop_jax.schedule.dispatch.nodes import exchange_rooms
 from dflop_jax.schedule.memory_plan import held_bytes
+from dflop_jax.schedule.rank_permutation import exchange_rooms
 from dflop_jax.schedule.sampled_batches import drifted_batches, sample_batches
-from dflop_jax.schedule.search import fewest_groups
 from dflop_jax.simulate.steps import simulate_step, with_order
 from dflop_jax.simulate.task_graph import in_flight_limit, resources
 from dflop_jax.simulate.task_order import most_in_flight

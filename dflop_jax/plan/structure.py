@@ -22,9 +22,9 @@ from dflop_jax.plan.memory import Need, need_of, peaks_of
 from dflop_jax.plan.options import Option
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Direction, Layout, Plan
-from dflop_jax.schedule.bounds.batch import ends_s, step_s
+from dflop_jax.schedule.balance_problem import ROUNDING
+from dflop_jax.schedule.bounds import ends_s, step_s
 from dflop_jax.schedule.costs import directions
-from dflop_jax.schedule.solver.problem import ROUNDING
 from dflop_jax.simulate.task_graph import in_flight_limit, links, resources
 
 Tasks = tuple[tuple[Direction, ...], ...]

@@ -23,7 +23,7 @@ from dflop_jax.records import (
     Shape,
     Trace,
 )
-from dflop_jax.schedule.solver.problem import ROUNDING
+from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.simulate.steps import makespan_by, simulate_step
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import textbook_order

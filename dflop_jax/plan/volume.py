@@ -15,8 +15,8 @@ import numpy as np
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Load, piece_content
+from dflop_jax.schedule.balance_problem import ROUNDING
 from dflop_jax.schedule.buckets.sizes import ROW_COUNTS
-from dflop_jax.schedule.solver.problem import ROUNDING
 
 # Groups that a mean batch is cut into; every one is priced for every placement.
 CUTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflop_jax.records import Bucket, Layout, Load, Shape, piece_content
-from dflop_jax.schedule.solver.problem import Ints
+from dflop_jax.schedule.balance_problem import Ints
 
 
 @dataclass(frozen=True)

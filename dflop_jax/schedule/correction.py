@@ -35,7 +35,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.records.check import require
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.online import solve
+from dflop_jax.schedule.batch_scheduler import solve
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_graph import segment_resources
 

@@ -23,7 +23,7 @@ from dflop_jax.records import (
     SegmentPlan,
     Shape,
 )
-from dflop_jax.schedule.solver.problem import Floats, Ints
+from dflop_jax.schedule.balance_problem import Floats, Ints
 from dflop_jax.simulate.task_graph import links, segment_resources, with_backward
 
 # Whole units that the dearest bucket's seconds are rounded to; twice as many tell costs apart that

@@ -16,8 +16,8 @@ from itertools import product
 import numpy as np
 
 from dflop_jax.records import Bucket
+from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch, Capacity
-from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
 # Count vectors that a level keeps, with so many buckets; with more fewer, as each adds a level.
 # Twice as many cost twice the time where they are reached, and leave out fewer sets.

@@ -12,18 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflop_jax.records import Bucket, Group, Layout, PiecePlaces, Shape
+from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, Capacity, check_fits
-from dflop_jax.schedule.costs import GroupCosts, Ticks, running_order
-from dflop_jax.schedule.count_vectors import Demand, demand
-from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
-from dflop_jax.schedule.row_balance import (
+from dflop_jax.schedule.content_balance import (
     GroupContents,
     balance_content,
     place,
     rank_content,
     uneven,
 )
-from dflop_jax.schedule.solver.problem import Budget
+from dflop_jax.schedule.costs import GroupCosts, Ticks, running_order
+from dflop_jax.schedule.count_vectors import Demand, demand
+from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
 from dflop_jax.schedule.sub_microbatches import part_shape, parts_of
 
 # Of a step's seconds, what evening out content further would save at most: where it is less, it is

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Task
-from dflop_jax.schedule.solver.problem import ROUNDING, Budget
+from dflop_jax.schedule.balance_problem import ROUNDING, Budget
 from dflop_jax.simulate.steps import makespan_by
 from dflop_jax.simulate.task_graph import in_flight_limit, resources, step_graph
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from dflop_jax.records import Bucket
+from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Floats, Ints, Problem
 from dflop_jax.schedule.batch import Batch, Capacity
-from dflop_jax.schedule.solver.greedy import by_size, lpt
-from dflop_jax.schedule.solver.local_search import State, improve
-from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Floats, Ints, Problem
+from dflop_jax.schedule.local_search import State, improve
+from dflop_jax.schedule.longest_first import by_size, lpt
 
 # Samples dealt to bins for a unit of work: 8,192 take 45 ms, to a thousand bins.
 DEALT_PER_WORK = 16

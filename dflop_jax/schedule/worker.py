@@ -23,9 +23,9 @@ import msgspec
 
 from dflop_jax.child_processes import Child, begin, ignore_signals
 from dflop_jax.records import Load, Plan, PriceList, Prices, Schedule, from_json, to_json
+from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.schedule.correction import predicted_gain_s
-from dflop_jax.schedule.counts.program import CountProgram
-from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.schedule.count_program import CountProgram
 
 _log = logging.getLogger(__name__)
 # Deaths in a row without one schedule, after which the process is not started again; twice as many

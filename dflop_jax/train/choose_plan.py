@@ -23,7 +23,7 @@ from dflop_jax.report.progress import Progress
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.report.wall_time import PLAN, PROFILE
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.schedule.online import schedule_batch
+from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.simulate.steps import simulate_schedules
 from dflop_jax.train.callbacks import Callbacks
 from dflop_jax.train.planning import check_layers, check_names, check_plannable, make_plan

@@ -17,8 +17,8 @@ from dflop_jax.data.datasets.mixture import shares
 from dflop_jax.records import Load, Plan, Schedule
 from dflop_jax.report.run_folder import read_evaluations
 from dflop_jax.report.wall_time import EVALUATION
+from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.schedule.buckets.extra_buckets import beyond
-from dflop_jax.schedule.online import schedule_batch
 from dflop_jax.train.callbacks import Evaluation, HeldOutLoss
 from dflop_jax.train.choose_plan import ReadyRun
 from dflop_jax.train.feed import BatchLoss, Packer, ReadyBatch, shared_schedule

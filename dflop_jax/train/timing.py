@@ -41,8 +41,8 @@ from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.out_of_memory import ran_out, short_bytes
 from dflop_jax.runtime.step import TrainState
 from dflop_jax.runtime.synthetic_batch import content_of_rows
-from dflop_jax.schedule.counts import program as counts_program
-from dflop_jax.schedule.counts.program import CountProgram, canonical, sizes_of
+from dflop_jax.schedule import count_program as counts_program
+from dflop_jax.schedule.count_program import CountProgram, canonical, sizes_of
 from dflop_jax.train.compile_cache import compiles_counted
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace

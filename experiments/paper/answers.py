@@ -24,7 +24,7 @@ from dflop_jax.plan.options import saving_words
 from dflop_jax.plan.search import search_plan
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Trace
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.counts.program import canonical, sizes_of
+from dflop_jax.schedule.count_program import canonical, sizes_of
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.cases import Case, Step, reported, seen
 from experiments.paper.costs import prices_of, profile_of

@@ -12,7 +12,7 @@ from dflop_jax.data.content import features_struct
 from dflop_jax.records import Hardware, Load, Plan, crossing, homes
 from dflop_jax.records.traffic import Crossing
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.dispatch.nodes import read_between
+from dflop_jax.schedule.rank_permutation import read_between
 from experiments.paper.cases import Case, Step
 from experiments.paper.costs import profile_of
 

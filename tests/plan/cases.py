@@ -44,11 +44,11 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.schedule import BucketChoice, capacity_of, schedule_batch
+from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.bucket_search import packed_into
 from dflop_jax.schedule.groups import PackingSpace
 from dflop_jax.schedule.sampled_batches import sample_batches
-from dflop_jax.schedule.search import packed_into
-from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_graph import in_flight_limit
 from tests.plans import params, profile_of

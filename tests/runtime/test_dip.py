@@ -11,8 +11,8 @@ from dflop_jax.plan.placement import split_layers
 from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
 from dflop_jax.runtime.compiling import first_alike
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.schedule.ordering.search import with_searched_order
-from dflop_jax.schedule.solver.problem import Budget
+from dflop_jax.schedule.balance_problem import Budget
+from dflop_jax.schedule.order_search import with_searched_order
 from dflop_jax.simulate.steps import simulate_step, with_order
 from tests.plans import programs
 from tests.small import Eye, Small, Text

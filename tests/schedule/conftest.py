@@ -22,7 +22,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.schedule.costs import directions
-from dflop_jax.schedule.counts.program import canonical, sizes_of
+from dflop_jax.schedule.count_program import canonical, sizes_of
 from tests.rows import rows_of
 
 TILE = 16  # tokens of a piece of module "a" where it takes one a row

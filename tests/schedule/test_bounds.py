@@ -8,7 +8,7 @@ import pytest
 
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity
-from dflop_jax.schedule.bounds.batch import ends_s, least_content
+from dflop_jax.schedule.bounds import ends_s, least_content
 from dflop_jax.schedule.count_vectors import cheap_covers, demand
 
 

@@ -7,14 +7,13 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from dflop_jax.records import Bucket, Load, Shape, from_json, to_json
-from dflop_jax.schedule import schedule_batch
+from dflop_jax.schedule import count_solver, schedule_batch
+from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, capacity_of, variants
 from dflop_jax.schedule.costs import group_costs, ticks_of
-from dflop_jax.schedule.counts import solve
-from dflop_jax.schedule.counts.program import CountProgram, Sizes, sizes_of
-from dflop_jax.schedule.counts.solve import numbers_of, size_classes
+from dflop_jax.schedule.count_program import CountProgram, Sizes, sizes_of
+from dflop_jax.schedule.count_solver import numbers_of, size_classes
 from dflop_jax.schedule.groups import PackingSpace, greedy_answer
-from dflop_jax.schedule.solver.problem import Budget
 from tests.schedule.conftest import (
     TILE,
     bucket,
@@ -100,7 +99,7 @@ def test_the_canonical_form_is_the_program_written_by_hand(seed):
     numbers, _, known_C = numbers_for(make_batch(rng, [1, 2, 5, 12, 40, 80][seed]))
     sizes, program = sizes_of(PLAN.layout), program_of(PLAN)
     start_C = np.pad(known_C, (0, sizes.buckets - len(known_C)))
-    solved, least_s = solve._solved(program, numbers, Budget(1e6))
+    solved, least_s = count_solver._solved(program, numbers, Budget(1e6))
     least = by_hand(numbers.values, sizes)
     assert least_s == pytest.approx(least * numbers.unit_s, rel=2e-3)
     assert least_s <= least * numbers.unit_s

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, Kept, Price, Prices, ProgramId, Schedule
+from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.memory_plan import (
     DeviceRoom,
     KeepingGroup,
@@ -15,7 +16,6 @@ from dflop_jax.schedule.memory_plan import (
     held_bytes,
     with_memory_plan,
 )
-from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.simulate.steps import simulate_step, with_order
 from dflop_jax.simulate.task_graph import in_flight_limit, resources
 from tests.simulate.cases import SHAPES, batch, graph, names, random_case, same_prices

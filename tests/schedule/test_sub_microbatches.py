@@ -10,7 +10,7 @@ import pytest
 from dflop_jax.records import Load, Schedule, Shape, first_pieces
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bounds.batch import lower_bound_s
+from dflop_jax.schedule.bounds import lower_bound_s
 from dflop_jax.schedule.sub_microbatches import widened
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_graph import step_graph

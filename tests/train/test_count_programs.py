@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflop_jax.schedule.counts.program import Sizes, canonical, sizes_of
+from dflop_jax.schedule.count_program import Sizes, canonical, sizes_of
 from dflop_jax.train import timing
 from dflop_jax.train.timing import count_program
 

@@ -10,8 +10,8 @@ from functools import cache, cached_property, partial
 
 from dflop_jax.records import Bucket, Layout, Load, Plan, Prices
 from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
+from dflop_jax.schedule.batch_scheduler import solve
 from dflop_jax.schedule.costs import GroupCosts, group_costs
-from dflop_jax.schedule.online import solve
 
 Buckets = tuple[Bucket, ...]
 

@@ -38,10 +38,10 @@ from dflop_jax.records import (
     Task,
     content_s,
 )
+from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
 from dflop_jax.schedule.costs import GroupCosts, directions, group_costs
 from dflop_jax.schedule.count_vectors import cheap_covers, demand, fractional_cost
-from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 from dflop_jax.simulate.task_graph import links, segment_resources
 
 _SAFE = 1 - ROUNDING  # sums of the same floats in another order differ by less

@@ -14,8 +14,8 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dflop_jax.schedule.solver.greedy import lpt
-from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Floats, Ints, Problem
+from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Floats, Ints, Problem
+from dflop_jax.schedule.longest_first import lpt
 
 _MAX_SUBSETS = 192  # of one bin; pricing 192 x 192 exchanges takes about 0.1 ms per resource
 _RESPLIT_WORK = 40  # pairs priced while re-splitting three or four bins

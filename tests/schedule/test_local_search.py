@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from dflop_jax.schedule.solver.greedy import lpt
-from dflop_jax.schedule.solver.local_search import State, balance, balance_problem, exchange
-from dflop_jax.schedule.solver.problem import Problem
+from dflop_jax.schedule.balance_problem import Problem
+from dflop_jax.schedule.local_search import State, balance, balance_problem, exchange
+from dflop_jax.schedule.longest_first import lpt
 
 LIMIT = 8.0
 

@@ -7,7 +7,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints, Problem
+from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints, Problem
 
 
 def lpt(

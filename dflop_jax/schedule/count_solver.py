@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflop_jax.records import Layout, Prices
+from dflop_jax.schedule.balance_problem import Budget, Floats, Ints
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bounds.batch import Floor, floor_of, tails_s
+from dflop_jax.schedule.bounds import Floor, floor_of, tails_s
+from dflop_jax.schedule.bucket_search import packed_into
 from dflop_jax.schedule.costs import running_order
-from dflop_jax.schedule.counts.program import CountProgram, Sizes
+from dflop_jax.schedule.count_program import CountProgram, Sizes
 from dflop_jax.schedule.groups import BucketRun, PackingSpace
-from dflop_jax.schedule.search import packed_into
-from dflop_jax.schedule.solver.problem import Budget, Floats, Ints
 
 _DIGITS = 9  # of numbers about 1: the last bits of a fit differ from machine to machine
 _PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing

@@ -10,7 +10,7 @@ from operator import itemgetter
 import numpy as np
 
 from dflop_jax.records import NO_GROUP, Plan, Prices, Schedule
-from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Ints
+from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Ints
 from dflop_jax.simulate.list_scheduling import listed, sequenced, turned
 from dflop_jax.simulate.numbered_tasks import NumberedTasks, most_kept, number_tasks, starts_of
 from dflop_jax.simulate.steps import makespan_by, sends_of, task_seconds

@@ -11,15 +11,14 @@ import pytest
 from scipy import optimize
 
 from dflop_jax.records import REDUCE, UPDATE, Bucket, Load, Schedule, Shape, Task
-from dflop_jax.schedule import Capacity, oversize, quick_schedule, schedule_batch
+from dflop_jax.schedule import Capacity, local_search, oversize, quick_schedule, schedule_batch
+from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, capacity_of
-from dflop_jax.schedule.bounds.batch import lower_bound_s
+from dflop_jax.schedule.bounds import lower_bound_s
 from dflop_jax.schedule.costs import group_costs, ticks_of
 from dflop_jax.schedule.count_vectors import Demand, cheap_covers, demand
 from dflop_jax.schedule.groups import PackingSpace, dealt_answer, greedy_answer, schedule_groups
 from dflop_jax.schedule.packing import first_fit, pack
-from dflop_jax.schedule.solver import local_search
-from dflop_jax.schedule.solver.problem import Budget
 from dflop_jax.simulate.steps import simulate_step, with_order
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import check_order

@@ -7,19 +7,14 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD
-from dflop_jax.schedule.ordering.search import (
-    order_bound,
-    problem_of,
-    searched,
-    with_searched_order,
-)
-from dflop_jax.schedule.solver.problem import Budget
+from dflop_jax.schedule.balance_problem import Budget
+from dflop_jax.schedule.order_search import order_bound, problem_of, searched, with_searched_order
 from dflop_jax.simulate.list_scheduling import listed, turned
 from dflop_jax.simulate.numbered_tasks import most_kept, starts_of
 from dflop_jax.simulate.steps import simulate_step, with_order
 from dflop_jax.simulate.task_graph import in_flight_limit, step_graph
 from dflop_jax.simulate.task_order import check_order, most_in_flight
-from tests.schedule.ordering.oracle import least_makespan
+from tests.schedule.order_oracle import least_makespan
 from tests.simulate.cases import (
     batch,
     chain,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import PiecePlaces, Shape
-from dflop_jax.schedule.row_balance import GroupContents, balance_content, deal
-from dflop_jax.schedule.solver.problem import Budget
+from dflop_jax.schedule.balance_problem import Budget
+from dflop_jax.schedule.content_balance import GroupContents, balance_content, deal
 
 RANKS, MICROBATCHES, SHAPE, GROUPS = 3, 2, Shape(2, 64), 4
 

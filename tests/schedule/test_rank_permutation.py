@@ -25,7 +25,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.dispatch.nodes import (
+from dflop_jax.schedule.rank_permutation import (
     Devices,
     best_names,
     exchange_rooms,
@@ -159,7 +159,7 @@ def test_schedules_cross_fewer_nodes_and_balance_as_well(low, high, pair_s, monk
         one = schedule_batch(loads, plan, prices, names, work=200)
         with monkeypatch.context() as patch:
             for name in ("rename_ranks", "bring_home"):
-                patch.setattr(f"dflop_jax.schedule.online.{name}", lambda *_: None)
+                patch.setattr(f"dflop_jax.schedule.batch_scheduler.{name}", lambda *_: None)
             other = schedule_batch(loads, plan, prices, names, work=200)
         assert one.makespan_s == other.makespan_s
         assert [g.content for g in one.groups] == [g.content for g in other.groups]

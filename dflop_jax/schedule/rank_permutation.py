@@ -32,10 +32,10 @@ from dflop_jax.records import (
     rank_nodes,
     traffic,
 )
+from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch
+from dflop_jax.schedule.content_balance import moved_to
 from dflop_jax.schedule.groups import BucketRun, PackingSpace
-from dflop_jax.schedule.row_balance import moved_to
-from dflop_jax.schedule.solver.problem import ROUNDING, Floats, Ints
 
 _MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less
 # Shares of a rank's features. The least room of a round, whatever the batches that were seen move:

@@ -8,12 +8,12 @@ import pytest
 from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Bucket, Load, Shape, Task
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bounds.batch import lower_bound_s
-from dflop_jax.schedule.ordering.search import problem_of
+from dflop_jax.schedule.bounds import lower_bound_s
+from dflop_jax.schedule.order_search import problem_of
 from dflop_jax.simulate.steps import with_order
 from dflop_jax.simulate.task_graph import step_graph
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
-from tests.schedule.ordering.oracle import least_makespan
+from tests.schedule.order_oracle import least_makespan
 
 
 def uneven(program):

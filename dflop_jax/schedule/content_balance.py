@@ -18,10 +18,10 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 
 from dflop_jax.records import Bucket, PiecePlaces, Shape
+from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Ints, Problem
 from dflop_jax.schedule.batch import Batch, Capacity, first_fit_decreasing
+from dflop_jax.schedule.local_search import State, improve
 from dflop_jax.schedule.packing import Microbatch, Packed
-from dflop_jax.schedule.solver.local_search import State, improve
-from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Ints, Problem
 
 # What the groups' busiest ranks count beside the step's. A group's may take on up to four of
 # content for each that the step's sheds; with twice the weight, two: steps in which every group

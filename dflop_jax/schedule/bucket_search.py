@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from dflop_jax.records import Bucket, Layout
+from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Floats, Ints
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
 from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.count_vectors import Demand, cheap_covers, fractional_cost
 from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_answer
 from dflop_jax.schedule.packing import DEALT_PER_WORK, pack
-from dflop_jax.schedule.solver.problem import ROUNDING, Budget, Floats, Ints
 from dflop_jax.schedule.sub_microbatches import most_buckets, wide_buckets
 
 # Units for packing one set of buckets, beside dealing it; twice as many try half as many sets where

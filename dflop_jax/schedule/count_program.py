@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dflop_jax.records import Layout
-from dflop_jax.schedule.solver.problem import Floats, Ints
+from dflop_jax.schedule.balance_problem import Floats, Ints
 from dflop_jax.schedule.sub_microbatches import most_buckets
 from dflop_jax.simulate.task_graph import resources
 

@@ -12,12 +12,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from dflop_jax.records import Load, Maker, Plan, Prices, Schedule, Status
+from dflop_jax.schedule.balance_problem import ROUNDING, Budget
 from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
-from dflop_jax.schedule.bounds.batch import lower_bound_s
+from dflop_jax.schedule.bounds import lower_bound_s
+from dflop_jax.schedule.bucket_search import improved
 from dflop_jax.schedule.costs import group_costs, ticks_of
-from dflop_jax.schedule.counts.program import CountProgram
-from dflop_jax.schedule.counts.solve import by_counts
-from dflop_jax.schedule.dispatch.nodes import bring_home, rename_ranks
+from dflop_jax.schedule.count_program import CountProgram
+from dflop_jax.schedule.count_solver import by_counts
 from dflop_jax.schedule.groups import (
     BucketRun,
     PackingSpace,
@@ -29,9 +30,8 @@ from dflop_jax.schedule.groups import (
     schedule_groups,
 )
 from dflop_jax.schedule.memory_plan import with_memory_plan
-from dflop_jax.schedule.ordering.search import with_searched_order
-from dflop_jax.schedule.search import improved
-from dflop_jax.schedule.solver.problem import ROUNDING, Budget
+from dflop_jax.schedule.order_search import with_searched_order
+from dflop_jax.schedule.rank_permutation import bring_home, rename_ranks
 from dflop_jax.schedule.sub_microbatches import most_buckets, wide_buckets, widened
 from dflop_jax.simulate.steps import with_order
 

@@ -7,8 +7,8 @@ Expected: the content of the busiest rank never above the paper's algorithm and,
           them
 
 Lengths are heavy-tailed. One microbatch of an encoder is placed on its data ranks as the scheduler
-of a run does it (`placing.place`, then `balance_content`). Two of the paper's four costs of a rank
-are those of programs here (docs/scheduling.md):
+of a run does it (`content_balance.place_pieces`, then `balance_content`). Two of the paper's four
+costs of a rank are those of programs here (docs/scheduling.md):
 
 - `rows`: all ranks run one packed shape. `over_bound` are the tokens of the least rows, a multiple
   of 128, that hold every rank's pieces, over the least that any dispatch needs; the paper's answer
@@ -39,8 +39,13 @@ from dflop_jax.records import Bucket, Load, PiecePlaces, Shape, crossing, traffi
 from dflop_jax.schedule import WORK_PER_S, Capacity
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.content_balance import GroupContents, balance_content, content_bound, place
-from dflop_jax.schedule.rank_permutation import Devices, best_names, staying
+from dflop_jax.schedule.content_balance import (
+    GroupContents,
+    balance_content,
+    busiest_rank_bound,
+    place_pieces,
+)
+from dflop_jax.schedule.rank_permutation import RankDevices, best_permutation, local_tokens
 
 COSTS = ("rows", "content")
 SIZES = ((8, 128), (64, 1024), (512, 8192))
@@ -88,14 +93,16 @@ class Dispatched:
         self.n_ranks = n_ranks
         loads = [Load({MODULE: (n,), READER: (n,)}) for n in lengths.tolist()]
         self.batch = Batch(loads, (MODULE, READER))
-        self.least = _up(content_bound(lengths, n_ranks))
+        self.least = _up(busiest_rank_bound(lengths, n_ranks))
 
     def within(self, tokens: int, work: float) -> PiecePlaces | None:
         """Places in a row of so many tokens on each rank; None where no way was found."""
         bucket = Bucket.of({MODULE: Shape(1, tokens)})
         capacity = Capacity({MODULE: self.n_ranks})
-        microbatch = [list(range(self.batch.n))]
-        return place(self.batch, bucket, [microbatch], MODULE, capacity, Budget(max(work, 1.0)))
+        microbatch = [list(range(self.batch.n_samples))]
+        return place_pieces(
+            self.batch, bucket, [microbatch], MODULE, capacity, Budget(max(work, 1.0))
+        )
 
     def in_least_rows(self, work: float) -> tuple[PiecePlaces, int]:
         """(places, tokens) of the least rows in which they were found, by bisection."""
@@ -131,7 +138,7 @@ def measured(cost: str, n_ranks: int, n: int, seed: int) -> list[Row]:
     dispatched = Dispatched(lengths, n_ranks)
     each = lengths if cost == "rows" else dispatched.batch.content[MODULE]
     paper = np.bincount(paper_ranks(each.tolist(), n_ranks), each).max()
-    bound = dispatched.least if cost == "rows" else content_bound(each, n_ranks)
+    bound = dispatched.least if cost == "rows" else busiest_rank_bound(each, n_ranks)
     rows = []
     for method, seconds in WORK_S.items():
         start_s = time.perf_counter()
@@ -160,8 +167,8 @@ def shares_crossing(
     where = np.array(paper_ranks(text.tolist(), n_ranks))
     sample = np.arange(len(lengths))
     moved = traffic(sample, ranks, lengths, sample, where, (n_ranks, n_ranks))
-    devices, total = Devices(np.arange(n_ranks), NODE), max(float(moved.sum()), 1.0)
-    names, node_V = best_names(staying(moved, devices, devices)), devices.of_rank // NODE
+    devices, total = RankDevices(np.arange(n_ranks), NODE), max(float(moved.sum()), 1.0)
+    names, node_V = best_permutation(local_tokens(moved, devices, devices)), devices.of_rank // NODE
     near, naive = (crossing(m, node_V).across_nodes / total for m in (moved[names], moved))
     return near, naive
 

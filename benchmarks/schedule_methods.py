@@ -41,9 +41,9 @@ from dflop_jax.records import (
     SubmeshPlan,
     pairs,
 )
-from dflop_jax.schedule import WORK_PER_S, ShapeProblem, schedule_batch
-from dflop_jax.schedule.count_program import canonical, sizes_of
-from dflop_jax.simulate.steps import with_order
+from dflop_jax.schedule import WORK_PER_S, BucketProblem, schedule_batch
+from dflop_jax.schedule.count_program import canonicalize, program_sizes
+from dflop_jax.simulate.steps import with_list_order
 
 STEP_S = 1.0
 # Qwen2.5 7B: forward FLOPs of a token and of a pair of tokens of one piece (causal).
@@ -103,7 +103,7 @@ Rows_D = list[list[list[int]]]  # of each rank, samples by row
 
 
 def by_run(case: Case) -> Schedule:
-    program = canonical(sizes_of(case.plan.layout))
+    program = canonicalize(program_sizes(case.plan.layout))
     return schedule_batch(case.loads, case.plan, case.prices, ["llm"], program=program)
 
 
@@ -178,7 +178,7 @@ def groups_of(case: Case, rows: Rows_D) -> list[Group]:
 
 
 def scheduled(case: Case, groups: Sequence[Group]) -> Schedule:
-    return with_order(case.plan, Schedule(0, tuple(groups)), case.prices, ["llm"])
+    return with_list_order(case.plan, Schedule(0, tuple(groups)), case.prices, ["llm"])
 
 
 def step_seconds(groups: Sequence[Group]) -> float:
@@ -287,6 +287,8 @@ def prices_by(seconds: Seconds) -> Callable[[Layout], Prices]:
     return prices
 
 
-def problem_of(layout: Layout, seconds: Seconds, global_batch: int, **options: Any) -> ShapeProblem:
+def problem_of(
+    layout: Layout, seconds: Seconds, global_batch: int, **options: Any
+) -> BucketProblem:
     """What shapes are chosen for on such a layout; `options` are fields of it."""
-    return ShapeProblem(layout, prices_by(seconds), global_batch, **options)
+    return BucketProblem(layout, prices_by(seconds), global_batch, **options)

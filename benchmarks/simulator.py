@@ -258,7 +258,7 @@ def predict(ex: Any, schedule: Schedule, by: dict[str, Prices]) -> dict[str, Tra
     from dflop_jax.simulate.steps import simulate_step
 
     return {
-        source: simulate_step(ex.plan, schedule, prices, ex.trainable, awaited=ex.awaited)
+        source: simulate_step(ex.plan, schedule, prices, ex.trainable, synchronous=ex.awaited)
         for source, prices in by.items()
     }
 

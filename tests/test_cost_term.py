@@ -36,7 +36,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.correction import Correction, corrected
+from dflop_jax.schedule.correction import Correction, correct_prices
 
 from .rows import rows_of
 from .small import Text
@@ -110,7 +110,7 @@ def test_it_has_a_price_and_is_in_groups_steps_and_bounds():
     price = prices.programs[ProgramId("llm", SHAPE, BACKWARD)]
     want = unit_s(PIECE["piece"]), unit_s(PAIR["pair"])
     assert price.content_s == pytest.approx(want)
-    twice = corrected(prices, Correction({f"llm/{SHAPE.name}/backward": (np.log(2),) * 9}))
+    twice = correct_prices(prices, Correction({f"llm/{SHAPE.name}/backward": (np.log(2),) * 9}))
     assert twice.programs[ProgramId("llm", SHAPE, BACKWARD)].content_s == pytest.approx(
         [2 * s for s in want]
     )

@@ -44,7 +44,7 @@ from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
 from dflop_jax.runtime.programs import KEEPING, Programs, kinds
 from dflop_jax.runtime.segment import EVALUATE, device_bytes, field_structs, x_structs
-from dflop_jax.simulate.task_graph import Link, in_flight_limit, resources
+from dflop_jax.simulate.task_graph import SegmentLink, in_flight_limit, submesh_resources
 from dflop_jax.train.prepare import set_up
 from dflop_jax.train.timing import make_executor
 
@@ -177,7 +177,7 @@ def described(programs: Programs, key: Any) -> ProgramReport:
 
 def _words(key: list[Any]) -> tuple[str, str]:
     """(kind, words) of the key of a segment's program."""
-    if isinstance(key[0], Link):
+    if isinstance(key[0], SegmentLink):
         link, low, high, backward = key
         back = " back" * backward
         field = f" {link.edge.name}" if link.edge else ""
@@ -239,7 +239,7 @@ def compiled(
 
 def segment_states(plan: Plan, programs: Programs) -> tuple[SegmentState, ...]:
     """What each segment of a plan holds on a device."""
-    in_flight, of = in_flight_limit(plan), resources(programs.layout)
+    in_flight, of = in_flight_limit(plan), submesh_resources(programs.layout)
     states = []
     for name, segment in programs.segments.items():
         held = [program_structs(segment)]

@@ -27,7 +27,7 @@ from dflop_jax.plan.space import families
 from dflop_jax.plan.uniform import as_plan
 from dflop_jax.records import Layout
 from dflop_jax.schedule import arrival_buckets, capacity_of
-from dflop_jax.schedule.buckets.problem import TIE
+from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
 
 # Microbatches into which a baseline cuts a batch, below the configured most; each is scheduled.
 _ARRIVAL_CUTS = (4, 8, 16, 32, 64)
@@ -130,8 +130,8 @@ class Ranking:
             least_s = min((r.bound_s for r in exact), default=np.inf)
             if (nearest_s := min(known_s, upcoming_s, least_s)) > most_s or nearest_s == np.inf:
                 return  # all others take longer, or memory does not hold them
-            if exact and least_s * (1 + TIE) < min(known_s, upcoming_s):
-                equal = [r for r in exact if r.bound_s <= least_s * (1 + TIE)]
+            if exact and least_s * (1 + TIE_TOLERANCE) < min(known_s, upcoming_s):
+                equal = [r for r in exact if r.bound_s <= least_s * (1 + TIE_TOLERANCE)]
                 first = min(equal, key=lambda r: r.key)
                 exact.remove(first)
                 if first.key[:_CUT] not in known:

@@ -35,14 +35,14 @@ from dflop_jax.schedule import (
     schedule_batch,
 )
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bucket_search import fewest_groups
-from dflop_jax.schedule.costs import directions
-from dflop_jax.schedule.memory_plan import held_bytes
+from dflop_jax.schedule.bucket_search import min_groups
+from dflop_jax.schedule.costs import segment_directions
+from dflop_jax.schedule.memory_plan import peak_residual_bytes
 from dflop_jax.schedule.rank_permutation import exchange_rooms
 from dflop_jax.schedule.sampled_batches import drifted_batches, sample_batches
-from dflop_jax.simulate.steps import simulate_step, with_order
-from dflop_jax.simulate.task_graph import in_flight_limit, resources
-from dflop_jax.simulate.task_order import most_in_flight
+from dflop_jax.simulate.steps import simulate_step, with_list_order
+from dflop_jax.simulate.task_graph import in_flight_limit, submesh_resources
+from dflop_jax.simulate.task_order import peak_groups_in_flight
 
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
 _WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
@@ -125,7 +125,7 @@ class Evaluator:
         end: what tells options of a placement apart."""
         prices, trainable = self.prices(layout), self.rules.trainable(layout)
         n = self._mean_groups(layout)
-        tasks = directions(layout, trainable)
+        tasks = segment_directions(layout, trainable)
         ends = (Task(s, NO_GROUP, d) for s in trainable for d in (REDUCE, UPDATE))
         total_s = sum(prices.step_end[task] for task in ends)
         for s in layout.segments:
@@ -172,7 +172,7 @@ class Evaluator:
         key = (capacity, tuple(ladder), layout.fan_in, batch)
         if key not in self._groups:
             layout, shares = replace(layout, buckets=tuple(ladder)), list(ladder.values())
-            self._groups[key] = fewest_groups(self._packed[batch], layout, shares, _RANK_WORK)
+            self._groups[key] = min_groups(self._packed[batch], layout, shares, _RANK_WORK)
         return self._groups[key]
 
     def evaluate(self, plan: Plan, about_s: float, prices: Prices | None = None) -> Plan:
@@ -208,7 +208,7 @@ class Evaluator:
         As it is where groups share out what memory is left, for which the lookahead is chosen
         already, and on one set of devices, where no order is faster.
         """
-        scheduling, alone = plan.scheduling, len(set(resources(plan.layout).values())) == 1
+        scheduling, alone = plan.scheduling, len(set(submesh_resources(plan.layout).values())) == 1
         if scheduling.grouping != "balanced" or scheduling.kept or alone:
             return plan
         prices, trainable = prices or self.prices(plan.layout), self.rules.trainable(plan.layout)
@@ -216,7 +216,9 @@ class Evaluator:
         schedules = [quick_schedule(b, plan, prices, trainable, _RANK_WORK) for b in batches]
 
         def list_scheduled_s(plan: Plan) -> float:
-            each = (with_order(plan, replace(s, order=()), prices, trainable) for s in schedules)
+            each = (
+                with_list_order(plan, replace(s, order=()), prices, trainable) for s in schedules
+            )
             return float(np.mean([s.makespan_s for s in each]))
 
         best, best_s = plan, list_scheduled_s(plan)
@@ -260,11 +262,11 @@ class Evaluator:
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]
     ) -> Plan:
         busy = [trace.busy_fraction() for trace in traces]
-        depths = [most_in_flight(s.order) for s in schedules]
+        depths = [peak_groups_in_flight(s.order) for s in schedules]
         if plan.scheduling.kept:  # groups of one segment differ in what they keep
-            held = [held_bytes(plan, s) for s in schedules]
+            held = [peak_residual_bytes(plan, s) for s in schedules]
             peak_bytes = {
-                name: n_bytes + max(h[resources(plan.layout)[name]] for h in held)
+                name: n_bytes + max(h[submesh_resources(plan.layout)[name]] for h in held)
                 for name, n_bytes in self.peak_bytes(plan.layout, {}).items()
             }
         else:

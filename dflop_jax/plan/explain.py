@@ -26,7 +26,7 @@ from dflop_jax.records import (
     content_s,
     piece_content,
 )
-from dflop_jax.schedule.buckets.problem import TIE
+from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
 
 NO_SUBMESHES = "no placement: the devices at hand cannot form its submeshes; use another number"
 # Times the devices at hand up to which a message says how many would hold a plan; twice as much is
@@ -122,7 +122,7 @@ def savings(evaluator: Evaluator, plan: Plan) -> list[Saving]:
     for module, option in options_of(plan.layout).items():
         each = {o: with_options(plan, {module: o}) for o in evaluator.rules.options(module)}
         busy_s = {o: evaluator.busy_s(p.layout) for o, p in each.items()}
-        cheaper = [o for o in each if busy_s[o] < busy_s[option] * (1 - TIE)]
+        cheaper = [o for o in each if busy_s[o] < busy_s[option] * (1 - TIE_TOLERANCE)]
         if option not in each or not cheaper:
             continue
         other = max(cheaper, key=busy_s.__getitem__)

@@ -18,10 +18,10 @@ from dflop_jax.plan.memory import kept_bytes
 from dflop_jax.plan.time_plans import at_a_glance, close_to_best, joined, race
 from dflop_jax.plan.uniform import ladder_of
 from dflop_jax.records import REMAT, Bucket, Kept, Layout, Load, Plan, Remat, SegmentPlan, Shape
-from dflop_jax.schedule import ShapeProblem, choose_buckets
-from dflop_jax.schedule.buckets.extra_buckets import beyond, holding_capacity, spare_bucket
-from dflop_jax.schedule.buckets.problem import roomiest_first
-from dflop_jax.simulate.task_graph import with_backward
+from dflop_jax.schedule import BucketProblem, choose_buckets
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples, sample_capacity, spare_bucket
+from dflop_jax.schedule.buckets.problem import largest_first
+from dflop_jax.simulate.task_graph import segments_with_backward
 
 # Microbatches that chosen buckets cut a mean batch into at most, over those of the one bucket; each
 # is a choice of buckets more, and with effort "quick" the finest alone is tried.
@@ -181,7 +181,7 @@ def _with_shorter_rows(evaluator: Evaluator, one: Candidate) -> list[Candidate]:
     )
     buckets = tuple(dict.fromkeys(shortened))  # those that differed in tokens only are one now
     shorter = plan.with_layout(buckets=buckets)
-    if buckets == plan.layout.buckets or beyond(evaluator.loads, shorter):
+    if buckets == plan.layout.buckets or oversize_samples(evaluator.loads, shorter):
         return []
     before, after = (_groups(evaluator, p) for p in (plan, shorter))
     return _anew(evaluator, one, shorter.layout) if after <= _MOST_MORE_GROUPS * before else []
@@ -219,7 +219,7 @@ def _with_buckets(
             chosen = with_sub_microbatches(chosen, rules, plan.layout.divided_readers)
         return replace(plan, layout=chosen)
 
-    problem = ShapeProblem(
+    problem = BucketProblem(
         layout,
         evaluator.prices,
         rules.spec.global_batch,
@@ -229,7 +229,7 @@ def _with_buckets(
         token_multiple=rules.spec.token_multiple,
         max_tokens={m: int(n) for m, n in limits.items() if n < np.inf},
         max_microbatches=finest,
-        as_run=as_run,
+        make_plan=as_run,
     )
     try:
         choice = choose_buckets(evaluator.loads, problem, effort=effort, **options)
@@ -247,7 +247,7 @@ def with_second_policies(plan: Plan, evaluator: Evaluator) -> list[Plan]:
     them; none where no segment computes anything again."""
     if not evaluator.rules.spec.memory_bytes or plan.scheduling.grouping != "balanced":
         return []
-    backward = set(with_backward(plan.layout, evaluator.rules.trainable(plan.layout)))
+    backward = set(segments_with_backward(plan.layout, evaluator.rules.trainable(plan.layout)))
     found = []
     for less in get_args(Remat):
         segments = tuple(
@@ -291,15 +291,15 @@ def with_spare(plan: Plan, tail: Sequence[Load], evaluator: Evaluator) -> Plan:
     As it is where there is none, or where memory, with the options that the plan has, is too small
     for such a bucket: then these samples are not trained on (`data.oversize`).
     """
-    large = [tail[i] for i in beyond(tail, plan)] if tail else []
+    large = [tail[i] for i in oversize_samples(tail, plan)] if tail else []
     if not large:
         return plan
     rules = evaluator.rules
     spare = spare_bucket(
-        large, holding_capacity(plan), rules.profile.piece_tokens, rules.spec.token_multiple
+        large, sample_capacity(plan), rules.profile.piece_tokens, rules.spec.token_multiple
     )
     # Parts have one shape: of a divided module a sample gets as many as may feed one group.
     parts = {m: plan.layout.shapes(m)[0] for m in plan.layout.divided if plan.layout.shapes(m)}
     spare = Bucket(tuple((m, parts.get(m, shape)) for m, shape in spare.shapes))
-    spared = plan.with_layout(buckets=roomiest_first((*plan.layout.buckets, spare)))
+    spared = plan.with_layout(buckets=largest_first((*plan.layout.buckets, spare)))
     return spared if evaluator.fits(spared) else plan

@@ -19,7 +19,7 @@ from dflop_jax.records import (
     Shape,
     Trace,
 )
-from dflop_jax.simulate.task_graph import links, resources, with_backward
+from dflop_jax.simulate.task_graph import segment_links, segments_with_backward, submesh_resources
 
 # (time in seconds, bytes from then on), times rising; the last point is the trace's end.
 StepFunction = tuple[tuple[float, float], ...]
@@ -69,13 +69,13 @@ def peak_bytes(
 ) -> dict[str, float]:
     """Peak bytes per device of each submesh, with `in_flight[segment]` groups kept.
 
-    The groups in flight are those of an order (`tasks.most_in_flight`), each of the
+    The groups in flight are those of an order (`task_order.peak_groups_in_flight`), each of the
     module's largest shape, and run under their segments' own recompute policies; programs of
     either policy have room. `trainable` names the segments that train; None: all.
     """
-    resource = resources(layout)
+    resource = submesh_resources(layout)
     trains = {s.name for s in layout.segments} if trainable is None else set(trainable)
-    backward = set(with_backward(layout, trains))
+    backward = set(segments_with_backward(layout, trains))
 
     def most(s: SegmentPlan) -> SegmentBytes:
         return costs.largest_bytes(
@@ -140,7 +140,7 @@ def memory_over_time(
       keeping: (segment, group) that run under the segment's second recompute policy.
     """
     submesh = {s.name: s.submesh for s in layout.segments}
-    before = {link.target: link.source for link in links(layout) if link.edge is None}
+    before = {link.target: link.source for link in segment_links(layout) if link.edge is None}
     arrived_s: dict[tuple[str, str, int], float] = {}  # by submesh or link, sender and group
     for e in trace.events:
         if e.direction in (FORWARD, SEND):

@@ -41,10 +41,10 @@ from dflop_jax.records import (
     Trace,
 )
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.buckets.extra_buckets import beyond
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.schedule.sampled_batches import sample_batches
 from dflop_jax.simulate.steps import Noise, simulate_schedules
-from dflop_jax.simulate.task_graph import links, tied_ends
+from dflop_jax.simulate.task_graph import segment_links, tied_segments
 
 # Sampled batches of whose schedules the fullest is taken; twice as many find a fuller one or none.
 _REHEARSED_BATCHES = 4
@@ -111,7 +111,7 @@ def step_end_seconds(layout: Layout, profile: ModelProfile) -> dict[Task, float]
         state = SegmentState(s, layout.submesh(s.submesh).shape, profile)
         seconds[Task(s.name, NO_GROUP, REDUCE)] = float(state.reduce_s())
         seconds[Task(s.name, NO_GROUP, UPDATE)] = float(state.update_s())
-    for reader, owner in tied_ends(layout).items() if profile.hardware else ():
+    for reader, owner in tied_segments(layout).items() if profile.hardware else ():
         here, there = (layout.submesh(layout.segment(n).submesh) for n in (reader, owner))
         ends_bytes = 4.0 * profile.ends_elements(layout.segment(reader).module) / here.model
         for direction in (REDUCE, UPDATE):
@@ -130,7 +130,7 @@ def send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
     """
     seconds: dict[SendId, float] = {}
     hardware = costs.profile.hardware
-    for link in links(layout) if hardware else ():
+    for link in segment_links(layout) if hardware else ():
         reader = layout.segment(link.target)
         here, there = (
             layout.submesh(layout.segment(n).submesh) for n in (link.target, link.source)
@@ -185,7 +185,7 @@ def simulate(
 
 def held_loads(plan: Plan, loads: Sequence[Load]) -> list[Load]:
     """Those of the samples that the plan has room for; ValueError: none."""
-    large = set(beyond(loads, plan))
+    large = set(oversize_samples(loads, plan))
     if len(large) == len(loads):
         raise ValueError("the plan's shapes hold no sample of this data; plan for it")
     return [load for i, load in enumerate(loads) if i not in large]

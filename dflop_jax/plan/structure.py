@@ -23,9 +23,9 @@ from dflop_jax.plan.options import Option
 from dflop_jax.profile.state import Array
 from dflop_jax.records import Direction, Layout, Plan
 from dflop_jax.schedule.balance_problem import ROUNDING
-from dflop_jax.schedule.bounds import ends_s, step_s
-from dflop_jax.schedule.costs import directions
-from dflop_jax.simulate.task_graph import in_flight_limit, links, resources
+from dflop_jax.schedule.bounds import fill_and_drain_s, step_bound_s
+from dflop_jax.schedule.costs import segment_directions
+from dflop_jax.simulate.task_graph import in_flight_limit, segment_links, submesh_resources
 
 Tasks = tuple[tuple[Direction, ...], ...]
 
@@ -73,11 +73,11 @@ def structure_of(layout: Layout, rules: Rules) -> Structure:
     number = {s.name: i for i, s in enumerate(layout.segments)}
     used = {s.name for s in layout.segments if rules.volumes[s.module].largest}
     sources: list[list[int]] = [[] for _ in number]
-    for link in links(layout):
+    for link in segment_links(layout):
         if {link.source, link.target} <= used:
             sources[number[link.target]].append(number[link.source])
-    resource, in_flight = resources(layout), in_flight_limit(Plan("", layout))
-    tasks = directions(layout, rules.trainable(layout))
+    resource, in_flight = submesh_resources(layout), in_flight_limit(Plan("", layout))
+    tasks = segment_directions(layout, rules.trainable(layout))
     return Structure(
         tuple(s.module for s in layout.segments),
         tuple(resource[s.submesh] for s in layout.segments),
@@ -107,7 +107,7 @@ def least_s(
     forward, back, reduce, update = (
         [a for m in dict.fromkeys(structure.modules) for a in seconds[m][kind]] for kind in range(4)
     )
-    before, after = ends_s(structure.sources, forward, back, reduce)
+    before, after = fill_and_drain_s(structure.sources, forward, back, reduce)
     mean: Array = groups.mean(axis=0)
     begun = np.minimum(groups, 1.0).mean(axis=0)  # part of a group takes that part of one's seconds
     took_s = [
@@ -127,7 +127,7 @@ def least_s(
     def sum_of(each: Sequence[Array]) -> list[Array]:
         return [sum(each[i] for i in on) for on in by_resource.values()]
 
-    least = step_s(
+    least = step_bound_s(
         sum_of(took_s), least_of(before), least_of(after), sum_of(reduce), sum_of(update)
     )
     device_s = sum(

@@ -18,7 +18,7 @@ import numpy as np
 from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.evaluate import TRIAL_WORK, Evaluator
 from dflop_jax.records import Plan, Prices
-from dflop_jax.schedule.buckets.problem import TIE
+from dflop_jax.schedule.buckets.problem import TIE_TOLERANCE
 from dflop_jax.schedule.sampled_batches import LARGE_BATCH
 
 TimePlan = Callable[[Plan], Prices]
@@ -96,7 +96,7 @@ def _fastest_first(candidates: Sequence[Candidate], n: int) -> list[Candidate]:
     waiting, ordered = list(candidates), list[Candidate]()
     while waiting:
         least_s = min(f.trial_s(n) for f in waiting)
-        equal = [f for f in waiting if f.trial_s(n) <= least_s * (1 + TIE)]
+        equal = [f for f in waiting if f.trial_s(n) <= least_s * (1 + TIE_TOLERANCE)]
         ordered.append(min(equal, key=lambda f: len(f.plan.layout.buckets)))
         waiting = [f for f in waiting if f is not ordered[-1]]
     return ordered

@@ -24,7 +24,7 @@ from dflop_jax.records import (
     Trace,
 )
 from dflop_jax.schedule.balance_problem import ROUNDING
-from dflop_jax.simulate.steps import makespan_by, simulate_step
+from dflop_jax.simulate.steps import makespan_function, simulate_step
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import textbook_order
 
@@ -102,7 +102,7 @@ class Uniform:
             groups = self._groups(n)
             graph = step_graph(self.plan.layout, groups, self.trainable)
             order = textbook_order(self.plan, graph, groups)
-            step = makespan_by(self.plan, Schedule(0, groups), graph, self.prices)
+            step = makespan_function(self.plan, Schedule(0, groups), graph, self.prices)
             self._makespans[n] = step(order)
         return self._makespans[n]
 

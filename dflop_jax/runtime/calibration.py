@@ -36,7 +36,7 @@ from dflop_jax.runtime.out_of_memory import Trial
 from dflop_jax.runtime.programs import GroupArrays, Programs
 from dflop_jax.runtime.step import StepCall, TrainState
 from dflop_jax.runtime.synthetic_batch import stand_in_arrays, stand_in_groups
-from dflop_jax.simulate.task_graph import links, shape_pairs, step_graph
+from dflop_jax.simulate.task_graph import linked_shapes, segment_links, step_graph
 from dflop_jax.simulate.task_order import order_tasks
 
 Runs = dict[ProgramId | Task, list[float]]
@@ -248,11 +248,11 @@ def _sends(layout: Layout, parts: Sequence[Calibration]) -> dict[SendId, float]:
     """What a task's outputs need to arrive after they were made, by what they were sent for."""
     took, arrived = _slowest([p.took for p in parts]), _slowest([p.arrived for p in parts])
     sends: dict[SendId, float] = {}
-    for link in links(layout):
+    for link in segment_links(layout):
         low, high = layout.segment(link.source), layout.segment(link.target)
         if low.submesh == high.submesh:
             continue
-        for low_shape, high_shape in shape_pairs(layout, link):
+        for low_shape, high_shape in linked_shapes(layout, link):
             there, back = (ProgramId(low.name, low_shape, d) for d in (FORWARD, BACKWARD))
             sent_back = ProgramId(high.name, high_shape, BACKWARD)
             for receiver, producer in ((there, there), (back, sent_back)):

@@ -15,7 +15,7 @@ from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Shape
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.programs import KEEPING, Key, Programs, autotunes, kinds
 from dflop_jax.runtime.segment import Segment, output_struct
-from dflop_jax.simulate.task_graph import shape_pairs
+from dflop_jax.simulate.task_graph import linked_shapes
 
 Job = Callable[[], jax.stages.Lowered]
 
@@ -112,7 +112,7 @@ def jobs(programs: Programs) -> dict[Key, Job]:
                 add = jax.jit(jnp.add, out_shardings=struct.sharding)
                 jobs[name, "sum", struct] = partial(add.lower, struct, struct)
         for link in programs.out_of[name]:
-            for low, high in shape_pairs(programs.layout, link) if link.edge else ():
+            for low, high in linked_shapes(programs.layout, link) if link.edge else ():
                 exchange = programs.exchange(link, low, high)
                 for backward in (False, True) if name in programs.backward else (False,):
                     lower = partial(exchange.lower, backward=backward)

@@ -31,8 +31,8 @@ from dflop_jax.runtime.step import StepCall, TrainState
 from dflop_jax.runtime.step_result import StepHandle
 from dflop_jax.runtime.update import Optimizer
 from dflop_jax.runtime.watcher import Observation, UnderWayTasks, Watcher
-from dflop_jax.simulate.task_graph import StepGraph, fed_by, step_graph
-from dflop_jax.simulate.task_order import order_of
+from dflop_jax.simulate.task_graph import StepGraph, feeding_groups, step_graph
+from dflop_jax.simulate.task_order import schedule_order
 
 
 class Executor:
@@ -225,14 +225,14 @@ class Executor:
         layout = self.plan.layout
         groups = schedule.groups
         reading = Counter((i, groups[f].module) for i, g in enumerate(groups) for f in g.feeds)
-        most = max([*map(len, fed_by(groups).values()), *reading.values()], default=0)
+        most = max([*map(len, feeding_groups(groups).values()), *reading.values()], default=0)
         if most > layout.fan_in:
             raise ValueError(
                 f"step {schedule.step}: {most} groups of a module go with one, the plan allows "
                 f"{layout.fan_in}; raise its fan_in"
             )
         graph = step_graph(layout, groups, self.trainable, evaluate=evaluate)
-        return graph, order_of(self.plan, schedule, graph)
+        return graph, schedule_order(self.plan, schedule, graph)
 
     def calibrate(
         self, repeats: int, sync: Callable[[], None] = lambda: None, *, ends: bool = False

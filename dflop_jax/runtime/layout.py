@@ -13,7 +13,7 @@ from dflop_jax.records import AXES, Layout, MeshShape
 from dflop_jax.runtime.module_parts import kinds_of, parts_of
 from dflop_jax.runtime.parameter_layout import param_specs
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.simulate.task_graph import links, tied_ends, with_backward
+from dflop_jax.simulate.task_graph import segment_links, segments_with_backward, tied_segments
 
 
 def make_mesh(layout: Layout, name: str, devices: list[jax.Device]) -> Mesh:
@@ -84,14 +84,14 @@ def make_segments(
         )
         for s in layout.segments
     }
-    shared = tied_ends(layout)
+    shared = tied_segments(layout)
     for reader, owner in shared.items():
         trains[reader] |= trains[owner] & {"entry"}
-    backward = with_backward(layout, {n for n, parts in trains.items() if parts})
+    backward = segments_with_backward(layout, {n for n, parts in trains.items() if parts})
     segments: dict[str, Segment] = {}
     for s in layout.segments:
         mesh = make_mesh(layout, s.submesh, devices)
-        receives = [k for k in links(layout) if k.target == s.name and k.source in backward]
+        receives = [k for k in segment_links(layout) if k.target == s.name and k.source in backward]
         segments[s.name] = Segment(
             plan=s,
             module=on_chip(model.modules[s.module], chip_of(mesh.devices.flat[0])),

@@ -27,7 +27,13 @@ from dflop_jax.runtime.segment import (
     y_structs,
 )
 from dflop_jax.runtime.update import Optimizer, SegmentUpdate
-from dflop_jax.simulate.task_graph import Link, links, resources, tied_ends, with_backward
+from dflop_jax.simulate.task_graph import (
+    SegmentLink,
+    segment_links,
+    segments_with_backward,
+    submesh_resources,
+    tied_segments,
+)
 
 Tree = Any
 Program = Callable[..., Any]
@@ -106,13 +112,13 @@ class Programs:
         )
 
     @cached_property
-    def into(self) -> dict[str, tuple[Link, ...]]:
-        every = links(self.layout)
+    def into(self) -> dict[str, tuple[SegmentLink, ...]]:
+        every = segment_links(self.layout)
         return {n: tuple(k for k in every if k.target == n) for n in self.segments}
 
     @cached_property
-    def out_of(self) -> dict[str, tuple[Link, ...]]:
-        every = links(self.layout)
+    def out_of(self) -> dict[str, tuple[SegmentLink, ...]]:
+        every = segment_links(self.layout)
         return {n: tuple(k for k in every if k.source == n) for n in self.segments}
 
     @cached_property
@@ -122,7 +128,7 @@ class Programs:
     @cached_property
     def resource(self) -> dict[str, int]:
         """The resource that each segment's tasks keep busy."""
-        of = resources(self.layout)
+        of = submesh_resources(self.layout)
         return {s.name: of[s.submesh] for s in self.layout.segments}
 
     # Tracing shapes takes milliseconds, so what steps ask for is kept.
@@ -136,8 +142,8 @@ class Programs:
         return cache(made)
 
     @cached_property
-    def exchange(self) -> Callable[[Link, Shape, Shape], Exchange]:
-        def made(link: Link, low: Shape, high: Shape) -> Exchange:
+    def exchange(self) -> Callable[[SegmentLink, Shape, Shape], Exchange]:
+        def made(link: SegmentLink, low: Shape, high: Shape) -> Exchange:
             assert link.edge is not None
             return Exchange(
                 output_struct(self.segments[link.source], link.edge, low),
@@ -162,7 +168,7 @@ class Programs:
         if key[0] not in self.local:
             return self._elsewhere(key)
         program = self.compiled[key]
-        if isinstance(key[1], Link) and key[0] in self.crowded:
+        if isinstance(key[1], SegmentLink) and key[0] in self.crowded:
             return lambda *args: jax.block_until_ready(program(*args))
         return program
 
@@ -193,7 +199,7 @@ def make_programs(
     """
     segments = make_segments(model, layout, devices, freeze=freeze)
     trainable = [n for n, s in segments.items() if s.trainable]
-    owner_of = tied_ends(layout)
+    owner_of = tied_segments(layout)
     trains_shared = {o for r, o in owner_of.items() if "entry" in segments[r].trainable}
     return Programs(
         model,
@@ -211,7 +217,7 @@ def make_programs(
             )
             for n in trainable
         },
-        with_backward(layout, trainable),
+        segments_with_backward(layout, trainable),
         owner_of,
     )
 
@@ -232,7 +238,7 @@ def output_structs(programs: Programs, key: Key) -> Tree:
     if kind in (REDUCE, UPDATE):
         update = programs.updates[name]
         return update.reduced_structs() if kind == REDUCE else update.updated_structs()
-    if isinstance(what[0], Link):
+    if isinstance(what[0], SegmentLink):
         exchange = programs.exchange(*what)
         return exchange.gradient_structs if kind else exchange.block_structs
     if kind == BACKWARD:

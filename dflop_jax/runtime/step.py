@@ -17,7 +17,7 @@ from dflop_jax.runtime.parameter_layout import program_structs
 from dflop_jax.runtime.programs import KEEPING, GroupArrays, Programs
 from dflop_jax.runtime.segment import EVALUATE
 from dflop_jax.runtime.watcher import Outputs
-from dflop_jax.simulate.task_graph import Link, fed_by
+from dflop_jax.simulate.task_graph import SegmentLink, feeding_groups
 
 Tree = Any
 
@@ -95,11 +95,11 @@ class StepCall:
             for n, s in programs.segments.items()
             if s.has_loss
         }
-        self._fed_by = fed_by(groups)
+        self._fed_by = feeding_groups(groups)
         # (segment, group, input) -> parts that have arrived.
         self._inbox: dict[tuple[str, int, str], list[Tree]] = {}
         # (link, source group, reading group) -> the gradient that came back.
-        self._returned: dict[tuple[Link, int, int], Tree] = {}
+        self._returned: dict[tuple[SegmentLink, int, int], Tree] = {}
         # (segment, group) -> inputs and residuals kept for backward.
         self._for_backward: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = {}
         # (segment, reading segment, group, reading group) -> the packer's places there, by round.
@@ -200,9 +200,9 @@ class StepCall:
         x = {kind: self._total(name, arrived[kind], s) for kind, s in signature.x.items()}
         return x, fields
 
-    def _fed_links(self, name: str, g: int) -> list[tuple[Link, int]]:
+    def _fed_links(self, name: str, g: int) -> list[tuple[SegmentLink, int]]:
         """(link, group that it takes a group's output to) of a segment."""
-        every: list[tuple[Link, int]] = []
+        every: list[tuple[SegmentLink, int]] = []
         for link in self.programs.out_of[name]:
             if link.edge is None:
                 every.append((link, g))
@@ -256,7 +256,7 @@ class StepCall:
             dy["exit"] = self._total(name, by_output.get("", ()), structs["exit"])
         return dy, arrived
 
-    def _send_gradient(self, link: Link, g: int, dx: Tree) -> None:
+    def _send_gradient(self, link: SegmentLink, g: int, dx: Tree) -> None:
         """The gradient of what a link brought, to all groups that it came from."""
         shape = self.groups[g].shape
         if link.edge is None:

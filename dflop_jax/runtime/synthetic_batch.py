@@ -14,7 +14,7 @@ import numpy as np
 from dflop_jax.contract import Module, content_of
 from dflop_jax.records import Group, Shape
 from dflop_jax.runtime.programs import GroupArrays, Programs
-from dflop_jax.simulate.task_graph import fed_by
+from dflop_jax.simulate.task_graph import feeding_groups
 
 # Pieces in a row, where programs are timed and their number makes no difference.
 PIECES_A_ROW = 4
@@ -78,7 +78,7 @@ def stand_in_groups(
 
 def stand_in_arrays(programs: Programs, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
     """Arrays of groups as those of full rows are, whatever samples the groups hold."""
-    feeding, every = fed_by(groups), []
+    feeding, every = feeding_groups(groups), []
     for n, group in enumerate(groups):
         fields: dict[str, np.ndarray] = {}
         places: dict[int, tuple[np.ndarray, ...]] = {}

@@ -37,7 +37,7 @@ class Problem:
     base_RB: Floats | None = None
 
     @property
-    def n(self) -> int:
+    def n_samples(self) -> int:
         return self.sizes_RN.shape[1]
 
     @property
@@ -47,15 +47,17 @@ class Problem:
     def loads(self, bins: Ints) -> Floats:
         """[R, B]; a grouped resource shows its group's sum in each bin. -1 is in no bin."""
         out_RB = np.zeros((len(self.sizes_RN), self.n_bins))
-        placed = bins >= 0
-        where = bins[placed]
+        is_assigned = bins >= 0
+        assigned_bins = bins[is_assigned]
         group_of_B = np.arange(self.n_bins) // self.group
         for r, grouped in enumerate(self.grouped_R):
-            weights = self.sizes_RN[r, placed]
+            weights = self.sizes_RN[r, is_assigned]
             if grouped:
-                out_RB[r] = np.bincount(where // self.group, weights, self.n_groups)[group_of_B]
+                out_RB[r] = np.bincount(assigned_bins // self.group, weights, self.n_groups)[
+                    group_of_B
+                ]
             else:
-                out_RB[r] = np.bincount(where, weights, self.n_bins)
+                out_RB[r] = np.bincount(assigned_bins, weights, self.n_bins)
         return out_RB if self.base_RB is None else out_RB + self.base_RB
 
     def scores(self, loads_RB: Floats, bins: slice = slice(None)) -> Floats:
@@ -71,19 +73,19 @@ class Budget:
     `part` spends from its whole."""
 
     def __init__(self, work: float, whole: Budget | None = None):
-        self.left, self._whole = work, whole
+        self.remaining, self._whole = work, whole
         self.spent = 0.0
 
     def spend(self, work: float = 1) -> None:
-        self.left -= work
+        self.remaining -= work
         self.spent += work
         if self._whole is not None:
             self._whole.spend(work)
 
-    def part(self, work: float) -> Budget:
+    def sub_budget(self, work: float) -> Budget:
         """A budget of at most so much of this one."""
-        return Budget(min(work, self.left), self)
+        return Budget(min(work, self.remaining), self)
 
     @property
-    def done(self) -> bool:
-        return self.left <= 0
+    def is_spent(self) -> bool:
+        return self.remaining <= 0

@@ -72,28 +72,32 @@ class Batch:
     `step`, of which all lengths are multiples."""
 
     def __init__(self, loads: Sequence[Load], modules: Iterable[str]):
-        self.loads, self.modules, self.n = loads, tuple(modules), len(loads)
+        self.loads, self.modules, self.n_samples = loads, tuple(modules), len(loads)
         self.lengths: dict[str, Ints] = {}
-        self.count, self.first = dict(self.lengths), dict(self.lengths)
+        self.n_pieces, self.first = dict(self.lengths), dict(self.lengths)
         self.tokens, self.longest = dict(self.lengths), dict(self.lengths)
         for m in self.modules:
-            pieces = [load.lengths(m) for load in loads]
-            count_N = np.array([len(p) for p in pieces], np.int64)
-            length_P = np.fromiter(chain.from_iterable(pieces), np.int64, int(count_N.sum()))
+            lengths_by_sample = [load.lengths(m) for load in loads]
+            count_N = np.array([len(p) for p in lengths_by_sample], np.int64)
+            length_P = np.fromiter(
+                chain.from_iterable(lengths_by_sample), np.int64, int(count_N.sum())
+            )
             first_N = np.cumsum(count_N) - count_N
-            tokens_N, longest_N = np.zeros((2, self.n), np.int64)
-            some = count_N > 0
-            if some.any():
-                tokens_N[some] = np.add.reduceat(length_P, first_N[some])
-                longest_N[some] = np.maximum.reduceat(length_P, first_N[some])
-            self.lengths[m], self.count[m], self.first[m] = length_P, count_N, first_N
+            tokens_N, longest_N = np.zeros((2, self.n_samples), np.int64)
+            has_pieces_N = count_N > 0
+            if has_pieces_N.any():
+                tokens_N[has_pieces_N] = np.add.reduceat(length_P, first_N[has_pieces_N])
+                longest_N[has_pieces_N] = np.maximum.reduceat(length_P, first_N[has_pieces_N])
+            self.lengths[m], self.n_pieces[m], self.first[m] = length_P, count_N, first_N
             self.tokens[m], self.longest[m] = tokens_N, longest_N
-        self.sample = {m: np.repeat(np.arange(self.n), self.count[m]) for m in self.modules}
+        self.sample = {
+            m: np.repeat(np.arange(self.n_samples), self.n_pieces[m]) for m in self.modules
+        }
         self.features = {m: piece_content(loads, m) for m in self.modules}
         self.content = {m: features_FP[0] for m, features_FP in self.features.items()}
         self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in self.modules}
 
-    def weighed(self, weights: Mapping[str, NDArray[np.float64] | None]) -> Batch:
+    def with_content_weights(self, weights: Mapping[str, NDArray[np.float64] | None]) -> Batch:
         """The batch with content as its features times these weights of a module, rounded; of
         modules without, the first feature."""
         batch = copy(self)
@@ -103,11 +107,11 @@ class Batch:
                 batch.content[m] = np.rint(weight_F @ self.features[m]).astype(np.int64)
         return batch
 
-    def able(self, bucket: Bucket, capacity: Capacity) -> NDArray[np.bool_]:
+    def can_hold(self, bucket: Bucket, capacity: Capacity) -> NDArray[np.bool_]:
         """[N]: whether a microbatch of the bucket can hold each sample, by first fit decreasing."""
-        able_N = np.ones(self.n, bool)
+        able_N = np.ones(self.n_samples, bool)
         for m in self.modules:
-            count_N, longest_N, shape = self.count[m], self.longest[m], bucket.shape(m)
+            count_N, longest_N, shape = self.n_pieces[m], self.longest[m], bucket.shape(m)
             if shape is None:
                 able_N &= count_N == 0
                 continue
@@ -120,70 +124,72 @@ class Batch:
             able_N &= fits_N
         return able_N
 
-    def able_any(self, buckets: Iterable[Bucket], capacity: Capacity) -> NDArray[np.bool_]:
+    def any_can_hold(self, buckets: Iterable[Bucket], capacity: Capacity) -> NDArray[np.bool_]:
         """[N]: whether some bucket can hold each sample."""
-        return np.any([np.zeros(self.n, bool), *(self.able(b, capacity) for b in buckets)], axis=0)
+        return np.any(
+            [np.zeros(self.n_samples, bool), *(self.can_hold(b, capacity) for b in buckets)], axis=0
+        )
 
     @cached_property
     def anchor(self) -> str | None:
         """The last module of which no sample has several pieces: its rows are what samples are
         packed into. None: samples are packed into microbatches."""
-        one = (m for m in reversed(self.modules) if self.count[m].max(initial=0) <= 1)
+        one = (m for m in reversed(self.modules) if self.n_pieces[m].max(initial=0) <= 1)
         return next(one, None)
 
     @cached_property
-    def absences(self) -> tuple[frozenset[str], ...]:
+    def missing_modules(self) -> tuple[frozenset[str], ...]:
         """The sets of modules of which a sample has no piece, smaller ones first."""
-        lacks = {frozenset(m for m in self.modules if not load.lengths(m)) for load in self.loads}
-        return tuple(sorted(lacks, key=lambda s: (len(s), sorted(s))))
+        sets = {frozenset(m for m in self.modules if not load.lengths(m)) for load in self.loads}
+        return tuple(sorted(sets, key=lambda s: (len(s), sorted(s))))
 
-    def row_room(self, shape: Shape | None, module: str) -> int:
+    def tokens_per_row(self, shape: Shape | None, module: str) -> int:
         """Tokens of a row that pieces of this batch can fill."""
         return shape.tokens // self.step[module] * self.step[module] if shape else 0
 
-    def room(self, bucket: Bucket, module: str, capacity: Capacity) -> int:
+    def tokens_per_microbatch(self, bucket: Bucket, module: str, capacity: Capacity) -> int:
         """Tokens of one microbatch, on all ranks, that pieces of this batch can fill."""
         rows = capacity.rows(bucket, module)
-        return rows * self.row_room(bucket.shape(module), module)
+        return rows * self.tokens_per_row(bucket.shape(module), module)
 
-    def pieces(self, module: str, samples: Sequence[int]) -> Ints:
+    def pieces_of(self, module: str, samples: Sequence[int]) -> Ints:
         """Numbers of the samples' pieces of a module."""
         chosen = np.asarray(samples, np.int64)
-        count, first = self.count[module][chosen], self.first[module][chosen]
+        count, first = self.n_pieces[module][chosen], self.first[module][chosen]
         return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
 
 
-def variants(buckets: Sequence[Bucket], batch: Batch, limit: int) -> tuple[Bucket, ...]:
+def bucket_variants(buckets: Sequence[Bucket], batch: Batch, limit: int) -> tuple[Bucket, ...]:
     """The buckets, and what is left of them without modules of which some samples have no piece: a
     module without pieces has no group. At most `limit` in all."""
-    every = dict.fromkeys(buckets)
-    for lacks in batch.absences:
+    variants = dict.fromkeys(buckets)
+    for missing in batch.missing_modules:
         for b in buckets:
-            left = {m: s for m, s in b.shapes if m not in lacks}
-            if left and len(every) < limit:
-                every[Bucket.of(left)] = None
-    return tuple(every)
+            shapes = {m: s for m, s in b.shapes if m not in missing}
+            if shapes and len(variants) < limit:
+                variants[Bucket.of(shapes)] = None
+    return tuple(variants)
 
 
 def oversize(loads: Sequence[Load], buckets: Sequence[Bucket], capacity: Capacity) -> list[int]:
     """Indices of the samples that no bucket can hold; what to do with them is the caller's."""
-    able_N = Batch(loads, capacity.ranks).able_any(buckets, capacity)
+    able_N = Batch(loads, capacity.ranks).any_can_hold(buckets, capacity)
     return np.flatnonzero(~able_N).tolist()
 
 
 def check_fits(batch: Batch, buckets: Sequence[Bucket], capacity: Capacity) -> None:
     """ValueError that names the first sample which no bucket can hold."""
-    bad = np.flatnonzero(~batch.able_any(buckets, capacity))
+    bad = np.flatnonzero(~batch.any_can_hold(buckets, capacity))
     if len(bad):
         load = batch.loads[int(bad[0])]
         modules = list(capacity.ranks)[::-1]
         largest = max(buckets, key=lambda b: tuple(b.tokens(m) for m in modules))
-        asks = ", ".join(
+        amounts = ", ".join(
             f"{load.tokens(m)} tokens of {m} in {len(load.lengths(m))} pieces"
             for m in capacity.ranks
             if load.lengths(m)
         )
         raise ValueError(
-            f"sample {bad[0]} of the batch has {asks}; the largest bucket {largest.name} does not "
-            "hold it: drop or truncate it (data.oversize) or plan with a bigger bucket"
+            f"sample {bad[0]} of the batch has {amounts}; the largest bucket {largest.name} does "
+            "not hold it: drop or truncate it (data.oversize) or plan with a bigger bucket"
         )

@@ -13,27 +13,27 @@ from dataclasses import dataclass, replace
 
 from dflop_jax.records import Load, Maker, Plan, Prices, Schedule, Status
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget
-from dflop_jax.schedule.batch import Batch, capacity_of, check_fits, variants
+from dflop_jax.schedule.batch import Batch, bucket_variants, capacity_of, check_fits
 from dflop_jax.schedule.bounds import lower_bound_s
-from dflop_jax.schedule.bucket_search import improved
-from dflop_jax.schedule.costs import group_costs, ticks_of
+from dflop_jax.schedule.bucket_search import improve_assignment
+from dflop_jax.schedule.costs import bucket_ticks, group_costs
 from dflop_jax.schedule.count_program import CountProgram
-from dflop_jax.schedule.count_solver import by_counts
+from dflop_jax.schedule.count_solver import assign_by_counts
 from dflop_jax.schedule.groups import (
     BucketRun,
     PackingSpace,
-    arrival_answer,
-    dealt_answer,
-    even_content,
-    greedy_answer,
-    near_enough,
+    arrival_assignment,
+    balance_contents,
+    content_tolerance,
+    greedy_assignment,
+    longest_first_assignment,
     schedule_groups,
 )
 from dflop_jax.schedule.memory_plan import with_memory_plan
 from dflop_jax.schedule.order_search import with_searched_order
-from dflop_jax.schedule.rank_permutation import bring_home, rename_ranks
-from dflop_jax.schedule.sub_microbatches import most_buckets, wide_buckets, widened
-from dflop_jax.simulate.steps import with_order
+from dflop_jax.schedule.rank_permutation import permute_ranks, swap_equal_pieces
+from dflop_jax.schedule.sub_microbatches import max_buckets, merge_sub_microbatches, merged_buckets
+from dflop_jax.simulate.steps import with_list_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
 # Units for a batch of a plan that has no work budget; twice as many take up to twice as long.
@@ -44,12 +44,12 @@ _ORDER_SHARE, _MEMORY_SHARE, _PACKING_SHARE = 0.25, 0.05, 0.5
 
 
 @dataclass(frozen=True)
-class Solution:
+class GroupSolution:
     """Samples in groups, their schedule with its makespan, who made it, what no other undercuts as
     far as an integer program tells, and the units of work that it took."""
 
-    room: PackingSpace
-    answer: Sequence[BucketRun]
+    space: PackingSpace
+    assignment: Sequence[BucketRun]
     schedule: Schedule
     made_by: Maker
     bound_s: float = 0.0
@@ -72,13 +72,13 @@ def schedule_batch(
     The makespan is the simulator's. The search minimises what it is made of: the static seconds of
     the groups on the resource that each keeps busy longest, then, for every group, the content of
     its busiest rank, for which the others wait; then the makespan itself, over orders of the tasks
-    (`ordering`), unless the plan is a baseline with an order of its own. The answer depends on the
-    arguments alone: work is counted and no clock is read, choices compare whole numbers or with a
-    tolerance, and ties go to the earlier bucket, row and piece.
+    (`order_search`), unless the plan is a baseline with an order of its own. The answer depends on
+    the arguments alone: work is counted and no clock is read, choices compare whole numbers or with
+    a tolerance, and ties go to the earlier bucket, row and piece.
 
     Args:
       trainable: names of the segments that train.
-      program: the integer program of the plan's counts (`counts.program.canonical`), None: it is
+      program: the integer program of the plan's counts (`count_program.canonicalize`), None: it is
         not asked. It is asked where work is.
       work: units that the solver may spend (`Budget`); 0 gives the greedy answer, None the
         plan's `work_budget`, or `DEFAULT_WORK` where it has none.
@@ -92,18 +92,20 @@ def schedule_batch(
     """
     start_s = time.perf_counter()
     work = (plan.scheduling.work_budget or DEFAULT_WORK) if work is None else work
-    batch = _checked(loads, plan)
-    solution = solve(batch, plan, prices, trainable, _group_work(plan, work), seed, program)
+    batch = _checked_batch(loads, plan)
+    solution = assign_groups(batch, plan, prices, trainable, _group_work(plan, work), seed, program)
     schedule = replace(solution.schedule, step=step)
     if plan.scheduling.grouping == "balanced":
-        rename_ranks(solution.room, solution.answer, plan)
-        bring_home(solution.room, solution.answer, plan)
-        groups = schedule_groups(solution.room, solution.answer, plan.layout)
+        permute_ranks(solution.space, solution.assignment, plan)
+        swap_equal_pieces(solution.space, solution.assignment, plan)
+        groups = schedule_groups(solution.space, solution.assignment, plan.layout)
         schedule = replace(schedule, groups=groups)
-    schedule, order_work = _ordered(schedule, plan, prices, trainable, work, seed)
-    wide, wide_prices = widened(plan, prices)
+    schedule, order_work = _order_and_plan_memory(schedule, plan, prices, trainable, work, seed)
+    undivided, undivided_prices = merge_sub_microbatches(plan, prices)
     makespan_s = schedule.makespan_s
-    bound_s = max(lower_bound_s(batch, wide.layout, wide_prices, trainable), solution.bound_s)
+    bound_s = max(
+        lower_bound_s(batch, undivided.layout, undivided_prices, trainable), solution.bound_s
+    )
     status: Status = "greedy" if work <= 0 or plan.scheduling.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
@@ -124,8 +126,10 @@ def quick_schedule(
     """`schedule_batch`'s schedule without what takes time and changes its makespan little: what a
     rank was dealt stays with it, and no bound is proved."""
     work_of_groups = _group_work(plan, work)
-    solution = solve(_checked(loads, plan), plan, prices, trainable, work_of_groups, seed=0)
-    return _ordered(solution.schedule, plan, prices, trainable, work, seed=0)[0]
+    solution = assign_groups(
+        _checked_batch(loads, plan), plan, prices, trainable, work_of_groups, seed=0
+    )
+    return _order_and_plan_memory(solution.schedule, plan, prices, trainable, work, seed=0)[0]
 
 
 def _group_work(plan: Plan, work: float) -> float:
@@ -133,15 +137,15 @@ def _group_work(plan: Plan, work: float) -> float:
     return work * (1 - _ORDER_SHARE - _MEMORY_SHARE * bool(plan.scheduling.kept))
 
 
-def _checked(loads: Sequence[Load], plan: Plan) -> Batch:
+def _checked_batch(loads: Sequence[Load], plan: Plan) -> Batch:
     """ValueError for a sample that fits no bucket."""
     batch = Batch(loads, plan.layout.modules)
     if plan.scheduling.grouping == "balanced":
-        check_fits(batch, wide_buckets(plan.layout), capacity_of(plan.layout))
+        check_fits(batch, merged_buckets(plan.layout), capacity_of(plan.layout))
     return batch
 
 
-def _ordered(
+def _order_and_plan_memory(
     schedule: Schedule,
     plan: Plan,
     prices: Prices,
@@ -159,7 +163,7 @@ def _ordered(
     return schedule, order.spent + memory.spent
 
 
-def solve(
+def assign_groups(
     batch: Batch,
     plan: Plan,
     prices: Prices,
@@ -167,46 +171,66 @@ def solve(
     work: float,
     seed: int,
     program: CountProgram | None = None,
-) -> Solution:
+) -> GroupSolution:
     """Solve `schedule_batch`'s problem; every sample must fit."""
-    wide, wide_prices = widened(plan, prices)
-    capacity, costs = capacity_of(plan.layout), group_costs(wide.layout, wide_prices, trainable)
+    undivided, undivided_prices = merge_sub_microbatches(plan, prices)
+    capacity, costs = (
+        capacity_of(plan.layout),
+        group_costs(undivided.layout, undivided_prices, trainable),
+    )
     budget, balanced = Budget(work), plan.scheduling.grouping == "balanced"
     buckets = plan.layout.buckets
     if balanced:
-        buckets = variants(wide.layout.buckets, batch, most_buckets(plan.layout))
-    weights = {m: costs.weights(m) for m in plan.layout.modules}
+        buckets = bucket_variants(undivided.layout.buckets, batch, max_buckets(plan.layout))
+    weights = {m: costs.content_weights(m) for m in plan.layout.modules}
     priced = frozenset(m for m, weight_F in weights.items() if weight_F is not None)
-    room = PackingSpace(batch.weighed(weights), buckets, capacity, ticks_of(costs, buckets), priced)
-    bound_s, near = 0.0, dict[str, float]()
-    answers: list[tuple[Maker, list[BucketRun]]]
+    space = PackingSpace(
+        batch.with_content_weights(weights), buckets, capacity, bucket_ticks(costs, buckets), priced
+    )
+    bound_s, tolerance = 0.0, dict[str, float]()
+    assignments: list[tuple[Maker, list[BucketRun]]]
     if not balanced:
-        answers = [("arrival", arrival_answer(room))]
+        assignments = [("arrival", arrival_assignment(space))]
     else:
-        greedy = greedy_answer(room, len(wide.layout.buckets))
-        near = near_enough(room, costs, greedy)
-        answers = [("greedy", greedy)]
+        greedy = greedy_assignment(space, len(undivided.layout.buckets))
+        tolerance = content_tolerance(space, costs, greedy)
+        assignments = [("greedy", greedy)]
         if work > 0:
-            better = improved(room, greedy, budget.part(work * _PACKING_SHARE), seed)
-            if dealt := dealt_answer(room, better, budget):
+            improved = improve_assignment(
+                space, greedy, budget.sub_budget(work * _PACKING_SHARE), seed
+            )
+            if spread := longest_first_assignment(space, improved, budget):
                 none = Budget(0)
-                better = min(better, dealt, key=lambda a: even_content(room, a, none, seed, near))
-            alike = [t.bucket for t in better] == [t.bucket for t in greedy]
-            answers = [("local", better), *(answers if room.priced or not alike else [])]
-            if program:
-                counted, bound_s = by_counts(
-                    program, room, wide.layout, wide_prices, trainable, better, budget
+                improved = min(
+                    improved,
+                    spread,
+                    key=lambda a: balance_contents(space, a, none, seed, tolerance),
                 )
-                answers += [("integer", counted)] if counted else []
-    best: Solution | None = None
-    for place, (made_by, answer) in enumerate(answers):
+            same_buckets = [t.bucket for t in improved] == [t.bucket for t in greedy]
+            assignments = [
+                ("local", improved),
+                *(assignments if space.priced or not same_buckets else []),
+            ]
+            if program:
+                by_counts, bound_s = assign_by_counts(
+                    program, space, undivided.layout, undivided_prices, trainable, improved, budget
+                )
+                assignments += [("integer", by_counts)] if by_counts else []
+    best_solution: GroupSolution | None = None
+    for index, (made_by, assignment) in enumerate(assignments):
         # A dearer answer has little hope, unless the integer program asked for it.
-        hopeful = made_by == "integer" or room.cost(answer) == room.cost(answers[0][1])
-        share = budget.left / (len(answers) - place) if hopeful and balanced else 0
-        even_content(room, answer, budget.part(share), seed, near)
-        groups = schedule_groups(room, answer, plan.layout)
-        schedule = with_order(plan, Schedule(0, groups), prices, trainable)
-        if best is None or schedule.makespan_s < best.schedule.makespan_s * (1 - ROUNDING):
-            best = Solution(room, answer, schedule, made_by)
-    assert best is not None, "there is at least the greedy answer"
-    return replace(best, bound_s=bound_s, work=budget.spent)
+        is_promising = made_by == "integer" or space.cost(assignment) == space.cost(
+            assignments[0][1]
+        )
+        work_share = (
+            budget.remaining / (len(assignments) - index) if is_promising and balanced else 0
+        )
+        balance_contents(space, assignment, budget.sub_budget(work_share), seed, tolerance)
+        groups = schedule_groups(space, assignment, plan.layout)
+        schedule = with_list_order(plan, Schedule(0, groups), prices, trainable)
+        if best_solution is None or schedule.makespan_s < best_solution.schedule.makespan_s * (
+            1 - ROUNDING
+        ):
+            best_solution = GroupSolution(space, assignment, schedule, made_by)
+    assert best_solution is not None, "there is at least the greedy answer"
+    return replace(best_solution, bound_s=bound_s, work=budget.spent)

@@ -2,11 +2,11 @@
 
 Every resource (devices that no task shares with others) must work off its share of every module's
 volume, at the best price that its shapes offer, and of the content what groups have on their
-busiest ranks at least (`least_content`). Before its first task, what that group needs must have run
+busiest ranks at least (`content_bound`). Before its first task, what that group needs must have run
 elsewhere; after its last one, what must follow that group, up to a reduction; all updates wait for
 all reductions. Each of these lies apart from the resource's own work, so the three add up, whatever
-the order (`ends_s`, `step_s`, which bound the planner's whole spaces at once too: seconds are
-numbers, or arrays of one shape for many layouts of one graph).
+the order (`fill_and_drain_s`, `step_bound_s`, which bound the planner's whole spaces at once too:
+seconds are numbers, or arrays of one shape for many layouts of one graph).
 
 Shape suffixes: R resources, C shapes, P pieces, S shapes, G groups.
 """
@@ -40,17 +40,17 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
-from dflop_jax.schedule.costs import GroupCosts, directions, group_costs
-from dflop_jax.schedule.count_vectors import cheap_covers, demand, fractional_cost
-from dflop_jax.simulate.task_graph import links, segment_resources
+from dflop_jax.schedule.costs import GroupCosts, group_costs, segment_directions
+from dflop_jax.schedule.count_vectors import fractional_bound, list_covers, volume_conditions
+from dflop_jax.simulate.task_graph import segment_links, segment_resources
 
 _SAFE = 1 - ROUNDING  # sums of the same floats in another order differ by less
-Array = Any  # a number, or an array
-Rows = Sequence[Array] | np.ndarray
+Seconds = Any  # a number, or an array
+SecondsByResource = Sequence[Seconds] | np.ndarray
 
 
 @dataclass(frozen=True)
-class Floor:
+class LowerBoundParts:
     """What every schedule of a batch takes, besides the static seconds of its groups.
 
     Attributes:
@@ -61,7 +61,7 @@ class Floor:
       reduce_R, update_R: seconds of the step's end.
       awaited_R: whether reductions wait for all of a resource's tasks.
       concurrency: devices that really compute at once.
-      ends: of groups with these shapes by module, (before [R], after [R]): see `_ends`.
+      ends: of groups with these shapes by module, (before [R], after [R]): see `_fill_and_drain`.
     """
 
     costs: GroupCosts
@@ -75,19 +75,21 @@ class Floor:
     ends: Callable[[Mapping[str, Sequence[Shape]]], tuple[Floats, Floats]]
 
 
-def floor_of(batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]) -> Floor:
+def lower_bound_parts(
+    batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]
+) -> LowerBoundParts:
     """The floor of a batch's schedules, whatever their groups, order and recompute policies."""
-    prices, capacity = _cheapest(prices), capacity_of(layout)
+    prices, capacity = _cheapest_policy(prices), capacity_of(layout)
     costs = group_costs(layout, prices, trainable)
     none_R = np.zeros(costs.n_resources)
-    content_R, shared, devices_of = none_R.copy(), 0.0, {}
+    content_R, shared_content, devices_of = none_R.copy(), 0.0, {}
     resource_of = segment_resources(layout)
     devices = {s.name: layout.submesh(s.submesh).n_devices for s in layout.segments}
     for module in layout.modules:
         weight_R = none_R.copy()
         for s in layout.segments_of(module):  # of a resource's segments, the one of fewest devices
-            r, few = resource_of[s.name], min(devices[s.name], prices.concurrency)
-            weight_R[r] = min(weight_R[r] or np.inf, few)
+            r, n_devices = resource_of[s.name], min(devices[s.name], prices.concurrency)
+            weight_R[r] = min(weight_R[r] or np.inf, n_devices)
         devices_of[module] = weight_R
         shapes = layout.shapes(module)
         if not len(batch.lengths[module]) or not shapes:
@@ -95,11 +97,11 @@ def floor_of(batch: Batch, layout: Layout, prices: Prices, trainable: Collection
         unit_CFR = np.array([costs.content_s[module, s] for s in shapes])
         length_P, ranks = batch.lengths[module], capacity.ranks[module]
         content_F = [
-            least_content(length_P, content_P, shapes, ranks, capacity.group_size)
+            content_bound(length_P, content_P, shapes, ranks, capacity.group_size)
             for content_P in batch.features[module]
         ]
         content_R += content_s(unit_CFR.min(axis=0), content_F)
-        shared += float(content_s((unit_CFR * weight_R).sum(axis=2).min(axis=0), content_F))
+        shared_content += float(content_s((unit_CFR * weight_R).sum(axis=2).min(axis=0), content_F))
     end_s = {REDUCE: none_R.copy(), UPDATE: none_R.copy()}
     awaited_R = np.ones(costs.n_resources, bool)
     for s in layout.segments:
@@ -108,16 +110,16 @@ def floor_of(batch: Batch, layout: Layout, prices: Prices, trainable: Collection
         if s.name in trainable and len(batch.lengths[s.module]):
             for direction, total_R in end_s.items():
                 total_R[r] += prices.step_end.get(Task(s.name, NO_GROUP, direction), 0.0)
-    return Floor(
+    return LowerBoundParts(
         costs,
         content_R,
         devices_of,
-        shared,
+        shared_content,
         end_s[REDUCE],
         end_s[UPDATE],
         awaited_R,
         prices.concurrency,
-        partial(_ends, layout, prices, trainable),
+        partial(_fill_and_drain, layout, prices, trainable),
     )
 
 
@@ -126,63 +128,65 @@ def lower_bound_s(
 ) -> float:
     """Seconds that no schedule of the batch can beat in simulation, whatever groups it has and in
     whatever order and under whatever recompute policies they run."""
-    floor, capacity = floor_of(batch, layout, prices, trainable), capacity_of(layout)
-    work_R = np.zeros(floor.costs.n_resources)
+    parts, capacity = lower_bound_parts(batch, layout, prices, trainable), capacity_of(layout)
+    work_R = np.zeros(parts.costs.n_resources)
     shared = 0.0  # seconds times devices, of all modules
     before_R, after_R = np.full((2, len(work_R)), np.inf)
     for module in layout.modules:
         shapes = layout.shapes(module)
         if not len(batch.lengths[module]) or not shapes:
             continue
-        static_CR = np.array([floor.costs.static_s[module, s] for s in shapes])
-        total_C = (static_CR * floor.devices[module]).sum(axis=1)
+        static_CR = np.array([parts.costs.static_s[module, s] for s in shapes])
+        total_C = (static_CR * parts.devices[module]).sum(axis=1)
         costs_CR = np.column_stack((static_CR, total_C))
-        *each_s, total_s = _volume_s(batch, module, shapes, capacity, costs_CR)
+        *each_s, total_s = _volume_bound(batch, module, shapes, capacity, costs_CR)
         work_R, shared = work_R + each_s, shared + total_s
-    for lacks in batch.absences:
-        before, after = floor.ends({m: layout.shapes(m) for m in layout.modules if m not in lacks})
-        before_R, after_R = np.minimum(before_R, before), np.minimum(after_R, after)
+    for missing in batch.missing_modules:
+        before_s, after_s = parts.ends(
+            {m: layout.shapes(m) for m in layout.modules if m not in missing}
+        )
+        before_R, after_R = np.minimum(before_R, before_s), np.minimum(after_R, after_s)
     before_R, after_R = (np.where(np.isinf(end_R), 0.0, end_R) for end_R in (before_R, after_R))
-    end = floor.reduce_R, floor.update_R, floor.awaited_R
-    alone_s = step_s(floor.content_R + work_R, before_R, after_R, *end)
-    shared += floor.shared_content
-    return max(float(alone_s), shared / floor.concurrency) * _SAFE
+    end = parts.reduce_R, parts.update_R, parts.awaited_R
+    alone_s = step_bound_s(parts.content_R + work_R, before_R, after_R, *end)
+    shared += parts.shared_content
+    return max(float(alone_s), shared / parts.concurrency) * _SAFE
 
 
-def _cheapest(prices: Prices) -> Prices:
+def _cheapest_policy(prices: Prices) -> Prices:
     """Every program at the price of the cheaper of its segment's recompute policies."""
     programs = dict(prices.programs)
     for less, price in prices.programs.items():
         if less.remat_less:
             usual = replace(less, remat_less=False)
             static_s = min(price.static_s, programs[usual].static_s)
-            least_s = map(min, price.content_s, programs[usual].content_s)
-            programs[usual] = Price(static_s, tuple(least_s))
+            content_s = map(min, price.content_s, programs[usual].content_s)
+            programs[usual] = Price(static_s, tuple(content_s))
     return replace(prices, programs=programs)
 
 
-def _volume_s(
+def _volume_bound(
     batch: Batch, module: str, shapes: tuple[Shape, ...], capacity: Capacity, costs_CR: Floats
 ) -> Floats:
     """[R]: least costs of groups of these shapes that hold all pieces of a module: the cheapest
     whole numbers of groups that meet the conditions on volume, or, where these are too many to
     list, fractions of groups."""
     buckets = [Bucket.of({module: s}) for s in shapes]
-    wanted = demand(batch, buckets, capacity, [module], is_bound=True)
-    suffices_C = (wanted.room_DC > 0).all(axis=0)
-    alone_C = np.where(suffices_C, np.ceil(wanted.alone_C), np.inf)
-    least_R = np.zeros(costs_CR.shape[1])
+    conditions = volume_conditions(batch, buckets, capacity, [module], is_bound=True)
+    suffices_C = (conditions.capacity_DC > 0).all(axis=0)
+    alone_C = np.where(suffices_C, np.ceil(conditions.alone_C), np.inf)
+    bound_R = np.zeros(costs_CR.shape[1])
     for r, cost_C in enumerate(costs_CR.T):
-        least_R[r] = fractional_cost(wanted, cost_C)
+        bound_R[r] = fractional_bound(conditions, cost_C)
         if suffices_C.any() and (cost_C > 0).all():
             ceiling = float((alone_C * cost_C).min())  # the best answer of equal groups
-            counts_XC, complete = cheap_covers(wanted, cost_C, ceiling * (1 + ROUNDING))
+            counts_XC, complete = list_covers(conditions, cost_C, ceiling * (1 + ROUNDING))
             if complete and len(counts_XC):
-                least_R[r] = max(least_R[r], float((counts_XC @ cost_C).min()))
-    return least_R
+                bound_R[r] = max(bound_R[r], float((counts_XC @ cost_C).min()))
+    return bound_R
 
 
-def _ends(
+def _fill_and_drain(
     layout: Layout,
     prices: Prices,
     trainable: Collection[str],
@@ -195,13 +199,15 @@ def _ends(
     A group holds pieces of some sample, and with them runs what that sample's pieces in other
     modules need, in one of these `shapes`: forward before it, backward after it.
     """
-    tasks, resource_of = directions(layout, trainable), segment_resources(layout)
+    tasks, resource_of = segment_directions(layout, trainable), segment_resources(layout)
 
-    def least_s(s: SegmentPlan, direction: Direction) -> float:
+    def min_s(s: SegmentPlan, direction: Direction) -> float:
         if direction not in tasks[s.name]:
             return 0.0
-        known = [prices.programs.get(ProgramId(s.name, x, direction)) for x in shapes[s.module]]
-        return min((p.static_s if p else 0.0 for p in known), default=0.0)
+        prices_by_shape = [
+            prices.programs.get(ProgramId(s.name, x, direction)) for x in shapes[s.module]
+        ]
+        return min((p.static_s if p else 0.0 for p in prices_by_shape), default=0.0)
 
     def reduce_s(s: SegmentPlan) -> float:
         task = Task(s.name, NO_GROUP, REDUCE)
@@ -210,13 +216,13 @@ def _ends(
     active = [s for s in layout.segments if s.module in shapes]
     number = {s.name: i for i, s in enumerate(active)}
     sources: list[list[int]] = [[] for _ in active]
-    for link in links(layout):
+    for link in segment_links(layout):
         if link.source in number and link.target in number:
             sources[number[link.target]].append(number[link.source])
-    ends = ends_s(
+    ends = fill_and_drain_s(
         sources,
-        [least_s(s, FORWARD) for s in active],
-        [least_s(s, BACKWARD) for s in active],
+        [min_s(s, FORWARD) for s in active],
+        [min_s(s, BACKWARD) for s in active],
         [reduce_s(s) for s in active],
     )
     before_R, after_R = np.full((2, max(resource_of.values()) + 1), np.inf)
@@ -227,12 +233,12 @@ def _ends(
     return before_R, after_R
 
 
-def ends_s(
+def fill_and_drain_s(
     sources: Sequence[Sequence[int]],
-    forward_s: Sequence[Array],
-    back_s: Sequence[Array],
-    reduce_s: Sequence[Array],
-) -> tuple[list[Array], list[Array]]:
+    forward_s: Sequence[Seconds],
+    back_s: Sequence[Seconds],
+    reduce_s: Sequence[Seconds],
+) -> tuple[list[Seconds], list[Seconds]]:
     """Of every segment, in topological order: (seconds before its first task, seconds from the end
     of its last backward until the last reduction elsewhere that waits for it), at least.
 
@@ -240,44 +246,47 @@ def ends_s(
       sources: segments that each reads.
       forward_s, back_s: of a group, 0 where a segment runs none.
     """
-    before: list[Array] = [0.0] * len(sources)
-    after: list[Array] = list(before)
+    before_s: list[Seconds] = [0.0] * len(sources)
+    after_s: list[Seconds] = list(before_s)
     for i, read in enumerate(sources):
         for u in read:
-            before[i] = np.maximum(before[i], before[u] + forward_s[u])
-            below = np.where(back_s[u] > 0, back_s[u] + np.maximum(after[u], reduce_s[u]), 0.0)
-            after[i] = np.maximum(after[i], below)
-    return before, after
+            before_s[i] = np.maximum(before_s[i], before_s[u] + forward_s[u])
+            reader_s = np.where(back_s[u] > 0, back_s[u] + np.maximum(after_s[u], reduce_s[u]), 0.0)
+            after_s[i] = np.maximum(after_s[i], reader_s)
+    return before_s, after_s
 
 
-def step_s(
-    work_R: Rows,
-    before_R: Rows,
-    after_R: Rows,
-    reduce_R: Rows,
-    update_R: Rows,
-    awaited_R: Rows | None = None,
-) -> Array:
+def step_bound_s(
+    work_R: SecondsByResource,
+    before_R: SecondsByResource,
+    after_R: SecondsByResource,
+    reduce_R: SecondsByResource,
+    update_R: SecondsByResource,
+    awaited_R: SecondsByResource | None = None,
+) -> Seconds:
     """Seconds of a step at least, from those of every resource.
 
     Args:
       work_R: of all its groups.
-      before_R, after_R: as `ends_s`, the least of its segments'.
+      before_R, after_R: as `fill_and_drain_s`, the least of its segments'.
       reduce_R, update_R: of the step's end, of all its segments.
       awaited_R: whether reductions wait for all its tasks; None: they do.
     """
-    least: Array = 0.0
-    tails = tails_s(after_R, reduce_R, update_R, awaited_R)
+    bound_s: Seconds = 0.0
+    tails = drain_s(after_R, reduce_R, update_R, awaited_R)
     for before_s, work_s, tail_s in zip(before_R, work_R, tails, strict=True):
-        least = np.maximum(least, before_s + work_s + tail_s)
-    return least
+        bound_s = np.maximum(bound_s, before_s + work_s + tail_s)
+    return bound_s
 
 
-def tails_s(
-    after_R: Rows, reduce_R: Rows, update_R: Rows, awaited_R: Rows | None = None
-) -> list[Array]:
+def drain_s(
+    after_R: SecondsByResource,
+    reduce_R: SecondsByResource,
+    update_R: SecondsByResource,
+    awaited_R: SecondsByResource | None = None,
+) -> list[Seconds]:
     """Seconds from the end of every resource's last backward to the end of the step, at least;
-    arguments as `step_s`."""
+    arguments as `step_bound_s`."""
     update_s = np.maximum.reduce(np.broadcast_arrays(*update_R))
     tails = []
     for r, after_s in enumerate(after_R):
@@ -289,17 +298,17 @@ def tails_s(
     return tails
 
 
-def least_content(
+def content_bound(
     length_P: Ints, content_P: Ints, shapes: Sequence[Shape], ranks: int, microbatches: int = 1
 ) -> float:
     """A bound on the sum over groups of the content of each one's busiest rank, for which its
     others wait, whatever groups of these shapes hold the pieces.
 
     Take the groups by their largest piece, largest first. The first k hold so many pieces of a
-    length at most; if more have content c or above, group k + 1 has at least c (`_largest`). And
-    what the first k hold together, no more of content than fits into the room of k of the largest
-    groups, is all that the others do not hold: these have at least the mean of the rest over the
-    ranks. So for every k the sum of both is a bound; k = 0 is the mean of all.
+    length at most; if more have content c or above, group k + 1 has at least c (`_largest_pieces`).
+    And what the first k hold together, no more of content than fits into the room of k of the
+    largest groups, is all that the others do not hold: these have at least the mean of the rest
+    over the ranks. So for every k the sum of both is a bound; k = 0 is the mean of all.
 
     Args:
       shapes: each can hold some piece; every piece fits one of them.
@@ -307,7 +316,7 @@ def least_content(
     """
     assert len(length_P), "there is a piece"
     widest = max(shape.size for shape in shapes) * ranks * microbatches
-    largest_G = _largest(length_P, content_P, shapes, ranks * microbatches)
+    largest_G = _largest_pieces(length_P, content_P, shapes, ranks * microbatches)
     dense_first = np.argsort(-content_P / np.maximum(length_P, 1), kind="stable")
     tokens = np.concatenate([[0], np.cumsum(length_P[dense_first])])
     content = np.concatenate([[0], np.cumsum(content_P[dense_first])]).astype(float)
@@ -318,7 +327,7 @@ def least_content(
     return float((first_G + others_G).max())
 
 
-def _largest(length_P: Ints, content_P: Ints, shapes: Sequence[Shape], bins: int) -> Ints:
+def _largest_pieces(length_P: Ints, content_P: Ints, shapes: Sequence[Shape], bins: int) -> Ints:
     """[G]: content of the largest piece of each group at least, the group of most first; of groups
     that are sure to be there. `bins` times its rows is what a group has of a shape."""
     order = np.argsort(-content_P, kind="stable")

@@ -21,7 +21,7 @@ from dflop_jax.records import Bucket, PiecePlaces, Shape
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Ints, Problem
 from dflop_jax.schedule.batch import Batch, Capacity, first_fit_decreasing
 from dflop_jax.schedule.local_search import State, improve
-from dflop_jax.schedule.packing import Microbatch, Packed
+from dflop_jax.schedule.packing import Microbatch, Packing
 
 # What the groups' busiest ranks count beside the step's. A group's may take on up to four of
 # content for each that the step's sheds; with twice the weight, two: steps in which every group
@@ -35,10 +35,10 @@ _MAX_MATCHINGS = 4
 _EVENING_TURNS = 4
 
 
-def place(
+def place_pieces(
     batch: Batch,
     bucket: Bucket,
-    microbatches: Packed,
+    microbatches: Packing,
     module: str,
     capacity: Capacity,
     budget: Budget,
@@ -46,8 +46,8 @@ def place(
     """The module's pieces of microbatches in its rows; None if no way was found."""
     shape, columns = bucket.shape(module), []
     for m, microbatch in enumerate(microbatches):
-        pieces = batch.pieces(module, [i for row in microbatch for i in row])
-        slots = _slots_of(batch, bucket, microbatch, pieces, module, capacity, budget)
+        pieces = batch.pieces_of(module, [i for row in microbatch for i in row])
+        slots = _assign_slots(batch, bucket, microbatch, pieces, module, capacity, budget)
         if slots is None:
             return None
         rank, row = np.divmod(slots, shape.rows if shape else 1)
@@ -55,7 +55,7 @@ def place(
     return PiecePlaces(np.concatenate(columns, axis=1))
 
 
-def _slots_of(
+def _assign_slots(
     batch: Batch,
     bucket: Bucket,
     microbatch: Microbatch,
@@ -65,27 +65,27 @@ def _slots_of(
     budget: Budget,
 ) -> Ints | None:
     """[P]: rows of the module's pieces of a microbatch, those of rank 0 first; None if no way was
-    found. Equal pieces are dealt out over ranks, others go by `deal` or, if that fails, by first
-    fit decreasing."""
+    found. Equal pieces are dealt out over ranks, others go by `assign_rows` or, if that fails, by
+    first fit decreasing."""
     if module == batch.anchor:
-        count_N = batch.count[module]
+        count_N = batch.n_pieces[module]
         return np.array([r for r, row in enumerate(microbatch) for i in row if count_N[i]], int)
     shape, n, ranks = bucket.shape(module), len(pieces), capacity.ranks[module]
     if shape is None or n == 0:
         return None if n else pieces
     length_P, rows = batch.lengths[module][pieces], ranks * shape.rows
     if length_P.min() == length_P.max():
-        a_row = shape.tokens // int(length_P[0])
+        pieces_per_row = shape.tokens // int(length_P[0])
         slot, rank = np.divmod(np.arange(n), ranks)
-        return rank * shape.rows + slot // a_row if n <= rows * a_row else None
+        return rank * shape.rows + slot // pieces_per_row if n <= rows * pieces_per_row else None
     budget.spend(n / 20)
-    row_P = deal(length_P, batch.content[module][pieces], ranks, shape)
+    row_P = assign_rows(length_P, batch.content[module][pieces], ranks, shape)
     if (row_P < 0).any():
         row_P = first_fit_decreasing(length_P, shape.tokens)
     return row_P if row_P.max() < rows else None
 
 
-def deal(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> Ints:
+def assign_rows(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> Ints:
     """Rows of pieces, those of rank 0 first, so that the busiest rank has little content: longest
     first to the lightest rank that has room, there into the emptiest row; -1 where none has.
 
@@ -97,60 +97,60 @@ def deal(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> Ints:
     rows = np.full(len(length_P), -1)
     contents = content_P.tolist()
     for i in np.argsort(-length_P, kind="stable").tolist():
-        length, full = int(length_P[i]), []
+        length, full_ranks = int(length_P[i]), []
         while lightest:
             content, rank = lightest[0]
-            room = max(free[rank])
-            if room >= length:
-                row = free[rank].index(room)
+            max_free = max(free[rank])
+            if max_free >= length:
+                row = free[rank].index(max_free)
                 free[rank][row] -= length
                 rows[i] = rank * shape.rows + row
                 heapreplace(lightest, (content + contents[i], rank))
                 break
-            full.append(heappop(lightest))
-        for entry in full:
+            full_ranks.append(heappop(lightest))
+        for entry in full_ranks:
             heappush(lightest, entry)
     return rows
 
 
-def rank_content(places: PiecePlaces, content_P: Ints, microbatches: int, ranks: int) -> Ints:
+def rank_content(placement: PiecePlaces, content_P: Ints, microbatches: int, ranks: int) -> Ints:
     """[K, D]: content of each rank of the microbatches of a group; `content_P` has all pieces of
     the batch."""
     content_KD = np.zeros((microbatches, ranks), np.int64)
-    np.add.at(content_KD, (places.microbatch, places.rank), content_P[places.piece])
+    np.add.at(content_KD, (placement.microbatch, placement.rank), content_P[placement.piece])
     return content_KD
 
 
-def matched(content_KD: Ints) -> Ints:
+def match_ranks(content_KD: Ints) -> Ints:
     """[K, D]: which of its ranks each of K lists puts on rank d, so that the largest sum over the
     lists is small: again and again the heaviest of a list meet the lightest of the others' sums."""
     ranks_KD = np.tile(np.arange(content_KD.shape[1]), (len(content_KD), 1))
     if len(content_KD) < 2:
         return ranks_KD
     order = np.argsort(-(content_KD.max(axis=1) - content_KD.min(axis=1)), kind="stable")
-    placed_KD = np.zeros_like(content_KD)
-    best, best_KD = None, ranks_KD
+    permuted_KD = np.zeros_like(content_KD)
+    best_max, best_KD = None, ranks_KD
     for _ in range(_MAX_MATCHINGS):
         for k in order:
-            others_D = placed_KD.sum(axis=0) - placed_KD[k]
+            others_D = permuted_KD.sum(axis=0) - permuted_KD[k]
             ranks_KD[k, np.argsort(others_D, kind="stable")] = np.argsort(
                 -content_KD[k], kind="stable"
             )
-            placed_KD[k] = content_KD[k, ranks_KD[k]]
-        span = int(placed_KD.sum(axis=0).max())
-        if best is not None and span >= best:
+            permuted_KD[k] = content_KD[k, ranks_KD[k]]
+        busiest = int(permuted_KD.sum(axis=0).max())
+        if best_max is not None and busiest >= best_max:
             break
-        best, best_KD = span, ranks_KD.copy()
+        best_max, best_KD = busiest, ranks_KD.copy()
     return best_KD
 
 
-def moved_to(places: PiecePlaces, ranks_KD: Ints) -> PiecePlaces:
+def apply_permutation(placement: PiecePlaces, ranks_KD: Ints) -> PiecePlaces:
     """What is on rank `ranks_KD[k, d]` of microbatch k, put on its rank d."""
-    place_KD = np.argsort(ranks_KD, axis=1)  # of permutations: their inverse
-    return places.moved(place_KD[places.microbatch, places.rank], places.row)
+    new_rank_KD = np.argsort(ranks_KD, axis=1)  # of permutations: their inverse
+    return placement.moved(new_rank_KD[placement.microbatch, placement.rank], placement.row)
 
 
-def content_bound(content_P: Ints, ranks: int) -> int:
+def busiest_rank_bound(content_P: Ints, ranks: int) -> int:
     """No placing of these pieces has a lighter busiest rank."""
     if len(content_P) == 0:
         return 0
@@ -179,27 +179,33 @@ class GroupContents:
         return np.array(sums, np.int64).reshape(-1, self.ranks)
 
 
-def balance_content(content: GroupContents, budget: Budget, seed: int, near: float = 0.0) -> None:
+def balance_content(
+    content: GroupContents, budget: Budget, seed: int, tolerance: float = 0.0
+) -> None:
     """Even out the content of a module's groups, in place: between the ranks of a group's
     microbatches and of all groups, then of the whole step, one microbatch after another, at first
     without making a group's busiest rank busier. It ends where the busiest ranks of the step, and
     those of its groups together, have at most `near` more than some must have."""
-    each = [(g, m) for g in range(len(content.groups)) for m in range(content.microbatches)]
-    _match_ranks(content)
+    microbatches = [(g, m) for g in range(len(content.groups)) for m in range(content.microbatches)]
+    _permute_ranks(content)
     content_GD = content.content_GD()
-    bound = content_bound(content.content_P, content.ranks)
+    bound = busiest_rank_bound(content.content_P, content.ranks)
     of_groups = [content.content_P[places.piece] for places in content.groups]
-    bound_G = sum(content_bound(content_P, content.ranks) for content_P in of_groups)
-    for turn in range(_EVENING_TURNS):
-        for left, (g, m) in zip(range(len(each), 0, -1), each):
+    bound_G = sum(busiest_rank_bound(content_P, content.ranks) for content_P in of_groups)
+    for pass_number in range(_EVENING_TURNS):
+        for n_remaining, (g, m) in zip(range(len(microbatches), 0, -1), microbatches):
             step_over = content_GD.sum(axis=0).max() - bound
-            if max(step_over, content_GD.max(axis=1).sum() - bound_G) <= near:
+            if max(step_over, content_GD.max(axis=1).sum() - bound_G) <= tolerance:
                 return
-            part = budget.part(budget.left / left / (_EVENING_TURNS - turn))
-            _even_step(content, content_GD, g, m, bound, part, seed, may_rise=turn > 0)
+            step_budget = budget.sub_budget(
+                budget.remaining / n_remaining / (_EVENING_TURNS - pass_number)
+            )
+            _even_step(
+                content, content_GD, g, m, bound, step_budget, seed, may_rise=pass_number > 0
+            )
 
 
-def uneven(content: GroupContents) -> float:
+def imbalance(content: GroupContents) -> float:
     """What `balance_content` lowers: the busiest rank of the step, and a share of every group's."""
     if not content.groups:
         return 0.0
@@ -207,15 +213,15 @@ def uneven(content: GroupContents) -> float:
     return float(content_GD.sum(axis=0).max() + _GROUP_WEIGHT * content_GD.max(axis=1).sum())
 
 
-def _match_ranks(content: GroupContents) -> None:
+def _permute_ranks(content: GroupContents) -> None:
     """Move what microbatches hold to other ranks, in place, so that heavy meets light."""
     if not content.groups:
         return
-    for g, places in enumerate(content.groups):
-        content.groups[g] = moved_to(places, matched(content.content_KD(g)))
-    for g, ranks_D in enumerate(matched(content.content_GD())):
+    for g, placement in enumerate(content.groups):
+        content.groups[g] = apply_permutation(placement, match_ranks(content.content_KD(g)))
+    for g, ranks_D in enumerate(match_ranks(content.content_GD())):
         alike_KD = np.broadcast_to(ranks_D, (content.microbatches, content.ranks))
-        content.groups[g] = moved_to(content.groups[g], alike_KD)
+        content.groups[g] = apply_permutation(content.groups[g], alike_KD)
 
 
 def _even_step(
@@ -230,15 +236,15 @@ def _even_step(
 ) -> None:
     """Lower the busiest rank of the step, at best to `bound`, by what one microbatch holds, in
     place, `content_GD` too. The busiest rank of its group `may_rise` by less than that."""
-    places, shape = content.groups[g], content.shapes[g]
+    placement, shape = content.groups[g], content.shapes[g]
     group_D, total_D = content_GD[g], content_GD.sum(axis=0)
     group_max, total_max = int(group_D.max()), int(total_D.max())
-    here = np.flatnonzero(places.microbatch == m)
-    if budget.done or len(here) == 0 or total_max <= bound:
+    in_microbatch = np.flatnonzero(placement.microbatch == m)
+    if budget.is_spent or len(in_microbatch) == 0 or total_max <= bound:
         return
     alone_D = content.content_KD(g)[m]
     limit = group_max + ((total_max - bound) / _GROUP_WEIGHT if may_rise else 0)
-    pieces = places.piece[here]
+    pieces = placement.piece[in_microbatch]
     length_P, content_P = content.length_P[pieces], content.content_P[pieces]
     # What ranks have of other microbatches: in the step, which counts, and in the group.
     base_RD = np.stack((total_D - alone_D, np.zeros_like(total_D), group_D - alone_D))
@@ -252,12 +258,14 @@ def _even_step(
         base_RB=np.repeat(base_RD, shape.rows, axis=1).astype(float),
     )
     budget.spend(1)
-    state = State(problem, places.rank[here] * shape.rows + places.row[here])
+    state = State(
+        problem, placement.rank[in_microbatch] * shape.rows + placement.row[in_microbatch]
+    )
     improve(state, bound * (1 + ROUNDING), budget, np.random.default_rng(seed))
     after_RD = problem.loads(state.bins)[:, :: shape.rows]
-    after = after_RD[0].max() + _GROUP_WEIGHT * after_RD[2].max()
-    if after < total_max + _GROUP_WEIGHT * group_max:
-        rank, row = places.rank.copy(), places.row.copy()
-        rank[here], row[here] = np.divmod(state.bins, shape.rows)
-        content.groups[g] = places.moved(rank, row)
+    content_after = after_RD[0].max() + _GROUP_WEIGHT * after_RD[2].max()
+    if content_after < total_max + _GROUP_WEIGHT * group_max:
+        rank, row = placement.rank.copy(), placement.row.copy()
+        rank[in_microbatch], row[in_microbatch] = np.divmod(state.bins, shape.rows)
+        content.groups[g] = placement.moved(rank, row)
         content_GD[g] = after_RD[2]

@@ -35,15 +35,15 @@ from dflop_jax.records import (
 )
 from dflop_jax.records.check import require
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.batch_scheduler import solve
+from dflop_jax.schedule.batch_scheduler import assign_groups
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_graph import segment_resources
 
 # Sampled steps whose median is a factor; twice as many follow a change half as fast.
-_REMEMBERED_STEPS = 9
+_HISTORY_STEPS = 9
 # Steps in which a prediction was right, imagined before the first sample: so many plus one like
 # samples outweigh a prediction.
-_IMAGINED_STEPS = 2
+_PRIOR_STEPS = 2
 # Steps of a run that are not sampled: while caches are cold and several batches are solved ahead
 # they take up to twice as long, and the shapes that they happen to run would look slow ever after.
 # Twice as many delay the first correction by as many steps.
@@ -52,7 +52,7 @@ _WARMUP_STEPS = 2
 
 @dataclass(frozen=True)
 class Correction:
-    """What is known of each program (`name_of`): log(observed / predicted) of the last sampled
+    """What is known of each program (`program_key`): log(observed / predicted) of the last sampled
     steps that ran it, oldest first; a program without any is trusted as predicted."""
 
     logs: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -60,8 +60,8 @@ class Correction:
     def log_factor(self, program: str) -> float:
         """Median over the last steps and `_IMAGINED_STEPS` more in which the prediction was right:
         three like samples outweigh a prediction, one hiccup does not."""
-        seen = self.logs.get(program, ())
-        return median((*seen, *[0.0] * _IMAGINED_STEPS)) if seen else 0.0
+        ratios = self.logs.get(program, ())
+        return median((*ratios, *[0.0] * _PRIOR_STEPS)) if ratios else 0.0
 
     def factor(self, program: str) -> float:
         return exp(self.log_factor(program))
@@ -72,11 +72,11 @@ class Correction:
         return exp(max((abs(self.log_factor(p)) for p in self.logs), default=0.0)) - 1
 
 
-def name_of(program: ProgramId) -> str:
+def program_key(program: ProgramId) -> str:
     """Key of a program in the state's JSON. Buckets that share a module's shape share its program,
     and what was learnt of it."""
-    less = "/remat_less" * program.remat_less
-    return f"{program.segment}/{program.shape.name}/{program.direction}{less}"
+    policy_suffix = "/remat_less" * program.remat_less
+    return f"{program.segment}/{program.shape.name}/{program.direction}{policy_suffix}"
 
 
 def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float, ...]]:
@@ -107,26 +107,26 @@ def log_ratios(
         predicted_s = predicted.get(program, 0.0)
         ratios = [log(run_s / predicted_s) for run_s in runs if run_s > 0 < predicted_s]
         if ratios and program.segment in segments:
-            by_program[name_of(program)] = median(ratios)
+            by_program[program_key(program)] = median(ratios)
     return by_program
 
 
-def with_ratios(state: Correction, ratios: Mapping[str, float]) -> Correction:
+def add_ratios(correction: Correction, ratios: Mapping[str, float]) -> Correction:
     """The state after one more sampled step, which counts once for each program that it ran."""
-    logs = dict(state.logs)
+    logs = dict(correction.logs)
     for name, ratio in ratios.items():
-        logs[name] = (*logs.get(name, ()), ratio)[-_REMEMBERED_STEPS:]
+        logs[name] = (*logs.get(name, ()), ratio)[-_HISTORY_STEPS:]
     return Correction(logs)
 
 
-def corrected(prices: Prices, state: Correction) -> Prices:
+def correct_prices(prices: Prices, correction: Correction) -> Prices:
     """The prices with what was learnt of each program applied; none falls below the work of the
     host for a task."""
     programs = {}
     for program, price in prices.programs.items():
-        factor = state.factor(name_of(program))
-        least_s = min(price.static_s, prices.host_s)
-        programs[program] = price.scaled(factor, least_s)
+        factor = correction.factor(program_key(program))
+        min_s = min(price.static_s, prices.host_s)
+        programs[program] = price.scaled(factor, min_s)
     return replace(prices, programs=programs)
 
 
@@ -144,46 +144,46 @@ def expected_times(
     trace = simulate_step(plan, schedule, prices, trainable)
     host_s = prices.host_s if prices.shares_cores else 0.0
     resource_of = segment_resources(plan.layout)
-    whole_s = [0.0] * (max(resource_of.values()) + 1)
-    device_s = list(whole_s)
+    busy_s = [0.0] * (max(resource_of.values()) + 1)
+    device_s = list(busy_s)
     events = []
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
-            alone_s = prices.task_s(plan.layout, schedule, Task(e.segment, e.group, e.direction))
-            took_s = e.end_s - e.start_s
-            share = max(1 - host_s / alone_s, 0.0) if alone_s else 1.0
-            whole_s[resource_of[e.segment]] += took_s
-            device_s[resource_of[e.segment]] += took_s * share
-            events.append(replace(e, start_s=0.0, end_s=took_s * share))
+            task_s = prices.task_s(plan.layout, schedule, Task(e.segment, e.group, e.direction))
+            simulated_s = e.end_s - e.start_s
+            device_share = max(1 - host_s / task_s, 0.0) if task_s else 1.0
+            busy_s[resource_of[e.segment]] += simulated_s
+            device_s[resource_of[e.segment]] += simulated_s * device_share
+            events.append(replace(e, start_s=0.0, end_s=simulated_s * device_share))
     expected: dict[ProgramId, float] = {}
     for program, runs in task_times(replace(trace, events=tuple(events)), schedule).items():
         r = resource_of[program.segment]
-        expected[program] = mean(runs) * whole_s[r] / device_s[r] if device_s[r] else 0.0
+        expected[program] = mean(runs) * busy_s[r] / device_s[r] if device_s[r] else 0.0
     return expected
 
 
 def predicted_gain_s(
     loads: Sequence[Load],
     plan: Plan,
-    before: Prices,
-    after: Prices,
+    old_prices: Prices,
+    new_prices: Prices,
     trainable: Collection[str],
     *,
     work: int = 400,
 ) -> float:
-    """Seconds that grouping a global batch by `after` instead of `before` saves, both schedules
-    simulated by `after` (the corrected prices).
+    """Seconds that grouping a global batch by `new_prices` instead of `old_prices` saves, both
+    schedules simulated by `new_prices` (the corrected prices).
 
     Orders are those of list scheduling: a searched one fits the scatter of measured times as well,
     which is no gain.
     """
     batch = Batch(loads, plan.layout.modules)
 
-    def under_after(prices: Prices) -> float:
-        schedule = solve(batch, plan, prices, trainable, work, 0).schedule
-        return simulate_step(plan, schedule, after, trainable).makespan_s
+    def simulated_s(prices: Prices) -> float:
+        schedule = assign_groups(batch, plan, prices, trainable, work, 0).schedule
+        return simulate_step(plan, schedule, new_prices, trainable).makespan_s
 
-    return max(0.0, under_after(before) - under_after(after))
+    return max(0.0, simulated_s(old_prices) - simulated_s(new_prices))
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Monitor:
     before: Correction = field(default_factory=Correction)
 
 
-def sampling(monitor: Monitor, step: int) -> bool:
+def is_sampling(monitor: Monitor, step: int) -> bool:
     """Whether the stage times of this step are to be sampled."""
     return not is_full(monitor) and (monitor.on or step >= monitor.next_step)
 
@@ -221,36 +221,42 @@ def is_full(monitor: Monitor) -> bool:
     return monitor.on and monitor.steps >= monitor.window
 
 
-def with_step(monitor: Monitor) -> Monitor:
+def count_sampled_step(monitor: Monitor) -> Monitor:
     """The monitor after one more sampled step; the first while it was off begins a re-check."""
     assert not is_full(monitor)
     return replace(monitor, on=True, steps=monitor.steps + 1 if monitor.on else 1)
 
 
-def decide(
-    monitor: Monitor, step: int, state: Correction, *, gain_s: float, overhead_s: float
+def decide_sampling(
+    monitor: Monitor, step: int, correction: Correction, *, gain_s: float, overhead_s: float
 ) -> Monitor:
     """The monitor after a full window.
 
     Args:
       step: the last one that was sampled.
-      state: corrections after `observe` of it.
+      state: corrections after the ratios of that step were added.
       gain_s: predicted seconds a step that using `state` saves (>= 0), see `Monitor`.
       overhead_s: measured seconds that sampling adds to a step.
     """
     assert is_full(monitor)
-    if learnt_gain_s(gain_s, monitor.before, state) > overhead_s:
-        return replace(monitor, steps=0, every=0, before=state)
-    every = min(monitor.max_every, 2 * monitor.every) if monitor.every else monitor.recheck_every
-    return replace(monitor, on=False, next_step=step + every, every=every, before=state)
+    if learnt_gain_s(gain_s, monitor.before, correction) > overhead_s:
+        return replace(monitor, steps=0, every=0, before=correction)
+    pause_steps = (
+        min(monitor.max_every, 2 * monitor.every) if monitor.every else monitor.recheck_every
+    )
+    return replace(
+        monitor, on=False, next_step=step + pause_steps, every=pause_steps, before=correction
+    )
 
 
-def learnt_gain_s(gain_s: float, before: Correction, now: Correction) -> float:
-    """How much of the gain that corrections bring is of what was learnt since `before`: how far the
-    farthest-moved factor moved, over how far the farthest is from 1."""
-    moved = max((abs(now.log_factor(p) - before.log_factor(p)) for p in now.logs), default=0.0)
-    far = max((abs(now.log_factor(p)) for p in now.logs), default=0.0)
-    return gain_s * min(1.0, moved / far) if far else 0.0
+def learnt_gain_s(gain_s: float, earlier: Correction, current: Correction) -> float:
+    """How much of the gain that corrections bring is of what was learnt since `earlier`: how far
+    the farthest-moved factor moved, over how far the farthest is from 1."""
+    max_change = max(
+        (abs(current.log_factor(p) - earlier.log_factor(p)) for p in current.logs), default=0.0
+    )
+    max_deviation = max((abs(current.log_factor(p)) for p in current.logs), default=0.0)
+    return gain_s * min(1.0, max_change / max_deviation) if max_deviation else 0.0
 
 
 @dataclass(frozen=True)
@@ -259,10 +265,10 @@ class StepSample:
 
     Attributes:
       first: the first step whose batch is scheduled with what was learnt of this one.
-      prices: `digest` of the predictions.
+      prices: `price_digest` of the predictions.
       ratios: log(observed / predicted) by program.
       gain_s, overhead_s: by which it was decided after the window before to sample on, see
-        `decide`; 0 in the first window.
+        `decide_sampling`; 0 in the first window.
     """
 
     step: int
@@ -287,7 +293,7 @@ class CorrectionChange:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class CorrectionState:
     """What was learnt under the prices of this digest: the corrections, the monitor, the last
     sampled step, and the changes that steps to come are scheduled by, oldest first."""
 
@@ -298,61 +304,65 @@ class Learnt:
     changes: tuple[CorrectionChange, ...] = ()
 
 
-def digest(prices: Prices) -> str:
+def price_digest(prices: Prices) -> str:
     """Equal for equal prices."""
-    listed = PriceList.of(prices)
-    parts = [
+    price_list = PriceList.of(prices)
+    encoded = [
         sorted(map(msgspec.json.encode, pairs))
-        for pairs in (listed.programs, listed.step_end, listed.sends)
+        for pairs in (price_list.programs, price_list.step_end, price_list.sends)
     ]
-    parts.append([msgspec.json.encode(listed.concurrency)])
-    if listed.host_s:  # prices of older runs have none
-        parts.append([msgspec.json.encode((listed.host_s, listed.shares_cores))])
-    return hashlib.sha256(b"\n".join(b"".join(part) for part in parts)).hexdigest()[:16]
+    encoded.append([msgspec.json.encode(price_list.concurrency)])
+    if price_list.host_s:  # prices of older runs have none
+        encoded.append([msgspec.json.encode((price_list.host_s, price_list.shares_cores))])
+    return hashlib.sha256(b"\n".join(b"".join(rows) for rows in encoded)).hexdigest()[:16]
 
 
-def learn(learnt: Learnt, sample: StepSample) -> Learnt:
+def add_sample(known: CorrectionState, sample: StepSample) -> CorrectionState:
     """The state after a sampled step. One that opens a window also tells what was decided after
     the window before."""
-    if is_full(learnt.monitor):
-        learnt = decided(learnt, sample.gain_s, sample.overhead_s)
-    state = with_ratios(learnt.state, sample.ratios)
-    changes = (*learnt.changes, CorrectionChange(sample.first, state))
-    return Learnt(learnt.prices, state, with_step(learnt.monitor), sample.step, changes)
-
-
-def decided(learnt: Learnt, gain_s: float, overhead_s: float) -> Learnt:
-    """The state once the gain of a full window is known."""
-    monitor = decide(
-        learnt.monitor, learnt.last, learnt.state, gain_s=gain_s, overhead_s=overhead_s
+    if is_full(known.monitor):
+        known = with_decision(known, sample.gain_s, sample.overhead_s)
+    correction = add_ratios(known.state, sample.ratios)
+    changes = (*known.changes, CorrectionChange(sample.first, correction))
+    return CorrectionState(
+        known.prices, correction, count_sampled_step(known.monitor), sample.step, changes
     )
-    return replace(learnt, monitor=monitor)
 
 
-def replay(learnt: Learnt, samples: Iterable[StepSample], step: int = 0) -> Learnt:
+def with_decision(state: CorrectionState, gain_s: float, overhead_s: float) -> CorrectionState:
+    """The state once the gain of a full window is known."""
+    monitor = decide_sampling(
+        state.monitor, state.last, state.state, gain_s=gain_s, overhead_s=overhead_s
+    )
+    return replace(state, monitor=monitor)
+
+
+def replay_samples(
+    state: CorrectionState, samples: Iterable[StepSample], step: int = 0
+) -> CorrectionState:
     """The state after those of the samples that are new to it and of its prices, as far as steps
     from `step` on need it."""
     for sample in samples:
-        if sample.prices == learnt.prices and sample.step > learnt.last:
-            learnt = needed_from(learn(learnt, sample), step)
-    return learnt
+        if sample.prices == state.prices and sample.step > state.last:
+            state = drop_old_changes(add_sample(state, sample), step)
+    return state
 
 
-def needed_from(learnt: Learnt, step: int) -> Learnt:
+def drop_old_changes(state: CorrectionState, step: int) -> CorrectionState:
     """The same without the changes that no step from this one on is scheduled by."""
     needed: list[CorrectionChange] = []
-    for change in reversed(learnt.changes):
+    for change in reversed(state.changes):
         needed.append(change)
         if change.first <= step:
             break
-    return replace(learnt, changes=tuple(reversed(needed)))
+    return replace(state, changes=tuple(reversed(needed)))
 
 
-def price_changes(prices: Prices, learnt: Learnt) -> dict[int, Prices]:
+def price_changes(prices: Prices, state: CorrectionState) -> dict[int, Prices]:
     """The prices of later steps by the first step that they hold for; where steps have several,
     what was learnt last holds."""
     by_step: dict[int, Prices] = {}
-    for change in learnt.changes:
+    for change in state.changes:
         by_step = {first: p for first, p in by_step.items() if first < change.first}
-        by_step[change.first] = corrected(prices, change.state)
+        by_step[change.first] = correct_prices(prices, change.state)
     return by_step

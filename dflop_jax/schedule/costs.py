@@ -24,17 +24,19 @@ from dflop_jax.records import (
     Shape,
 )
 from dflop_jax.schedule.balance_problem import Floats, Ints
-from dflop_jax.simulate.task_graph import links, segment_resources, with_backward
+from dflop_jax.simulate.task_graph import segment_links, segment_resources, segments_with_backward
 
 # Whole units that the dearest bucket's seconds are rounded to; twice as many tell costs apart that
 # differ by less than a ten-millionth, which is rounding.
-_TICKS_OF_DEAREST = 10_000_000
+_TICKS_OF_MAX = 10_000_000
 
 
-def directions(layout: Layout, trainable: Collection[str]) -> dict[str, tuple[Direction, ...]]:
-    """Tasks that a group has in each segment, as `order.step_graph` lists them."""
-    backward = with_backward(layout, trainable)
-    senders = {link.source for link in links(layout)}
+def segment_directions(
+    layout: Layout, trainable: Collection[str]
+) -> dict[str, tuple[Direction, ...]]:
+    """Tasks that a group has in each segment, as `task_graph.step_graph` lists them."""
+    backward = segments_with_backward(layout, trainable)
+    senders = {link.source for link in segment_links(layout)}
     tasks: dict[str, tuple[Direction, ...]] = {}
     for s in layout.segments:
         forward: tuple[Direction, ...] = (FORWARD, BACKWARD) if s.name in backward else (FORWARD,)
@@ -56,7 +58,7 @@ class GroupCosts:
         none = np.zeros(self.n_resources)
         return sum((self.static_s[m, s] for m, s in bucket.shapes), none)
 
-    def weights(self, module: str) -> Floats | None:
+    def content_weights(self, module: str) -> Floats | None:
         """What a unit of each feature of content costs in the module's programs, over the cheapest
         that costs something, [features]; None where none does."""
         unit_s = self.unit_s(module)
@@ -76,11 +78,11 @@ class GroupCosts:
 
 def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> GroupCosts:
     """Costs of the groups of all the plan's shapes."""
-    tasks = directions(layout, trainable)
+    tasks = segment_directions(layout, trainable)
     resource_of = segment_resources(layout)
     n_resources = max(resource_of.values()) + 1
 
-    def known(segment: SegmentPlan, shape: Shape) -> list[Price]:
+    def prices_of(segment: SegmentPlan, shape: Shape) -> list[Price]:
         programs = [ProgramId(segment.name, shape, d) for d in tasks[segment.name]]
         return [prices.programs[p] for p in programs if p in prices.programs]
 
@@ -88,12 +90,14 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
     content: dict[tuple[str, Shape], Floats] = {}
     for module in layout.modules:
         for shape in layout.shapes(module):
-            priced = {s.name: known(s, shape) for s in layout.segments_of(module)}
-            n_features = max((len(p.content_s) for ps in priced.values() for p in ps), default=0)
+            prices_by_segment = {s.name: prices_of(s, shape) for s in layout.segments_of(module)}
+            n_features = max(
+                (len(p.content_s) for ps in prices_by_segment.values() for p in ps), default=0
+            )
             static[module, shape] = np.zeros(n_resources)
             content[module, shape] = np.zeros((n_features, n_resources))
-            for name, of_segment in priced.items():
-                for p in of_segment:
+            for name, prices_of_segment in prices_by_segment.items():
+                for p in prices_of_segment:
                     static[module, shape][resource_of[name]] += p.static_s
                     content[module, shape][: len(p.content_s), resource_of[name]] += p.content_s
     return GroupCosts(static, content, n_resources)
@@ -113,10 +117,10 @@ class Ticks:
         return self.dearest_C + self.rest_C
 
 
-def ticks_of(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
+def bucket_ticks(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
     seconds_CR = np.array([costs.bucket_s(b) for b in buckets])
-    unit = max(float(seconds_CR.max(initial=0.0)), 1e-30) / _TICKS_OF_DEAREST
-    ticks_CR = np.maximum(1, np.rint(seconds_CR / unit)).astype(np.int64)
+    tick_s = max(float(seconds_CR.max(initial=0.0)), 1e-30) / _TICKS_OF_MAX
+    ticks_CR = np.maximum(1, np.rint(seconds_CR / tick_s)).astype(np.int64)
     ticks_CR[seconds_CR <= 0] = 0
     dearest_C = ticks_CR.max(axis=1)
     return Ticks(np.maximum(dearest_C, 1), ticks_CR.sum(axis=1) - dearest_C)
@@ -125,9 +129,9 @@ def ticks_of(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
 def running_order(chosen: Sequence[int], ticks: Ticks) -> list[int]:
     """Places of `chosen` in running order: the bucket that fills the pipeline fastest first, then
     the heavier before the lighter (a short last one drains fastest); ties by bucket, then place."""
-    ranked = sorted(range(len(chosen)), key=lambda i: (-ticks.sum_C[chosen[i]], chosen[i], i))
-    if len(ranked) > 1:
-        first = min(ranked, key=lambda i: (ticks.rest_C[chosen[i]], chosen[i], i))
-        ranked.remove(first)
-        ranked.insert(0, first)
-    return ranked
+    order = sorted(range(len(chosen)), key=lambda i: (-ticks.sum_C[chosen[i]], chosen[i], i))
+    if len(order) > 1:
+        fastest_fill = min(order, key=lambda i: (ticks.rest_C[chosen[i]], chosen[i], i))
+        order.remove(fastest_fill)
+        order.insert(0, fastest_fill)
+    return order

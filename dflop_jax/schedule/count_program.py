@@ -20,27 +20,27 @@ import numpy as np
 
 from dflop_jax.records import Layout
 from dflop_jax.schedule.balance_problem import Floats, Ints
-from dflop_jax.schedule.sub_microbatches import most_buckets
-from dflop_jax.simulate.task_graph import resources
+from dflop_jax.schedule.sub_microbatches import max_buckets
+from dflop_jax.simulate.task_graph import submesh_resources
 
-CLASSES = 16  # of samples; twice as many tell sizes apart better and make it twice as large
-CONDITIONS = 64  # on volumes, the tightest of a batch
+MAX_CLASSES = 16  # of samples; twice as many tell sizes apart better and make it twice as large
+MAX_CONDITIONS = 64  # on volumes, the tightest of a batch
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ProgramSizes:
     """How large a plan's program is."""
 
     buckets: int
     modules: int
     resources: int
-    classes: int = CLASSES
-    conditions: int = CONDITIONS
-    divided: int = 0  # modules whose groups are parts: see `Numbers.is_bound`
+    classes: int = MAX_CLASSES
+    conditions: int = MAX_CONDITIONS
+    divided: int = 0  # modules whose groups are parts: see `BatchParameters.is_bound`
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """The arrays that a batch fills in, by name: see `canonical`."""
+        """The arrays that a batch fills in, by name: see `canonicalize`."""
         c, k, m, r, d = self.buckets, self.classes, self.modules, self.resources, self.conditions
         return {
             "most": (c,), "price": (c,), "shared": (c,), "shared_rest": (1,),
@@ -62,7 +62,7 @@ class CountProgram:
     samples [K, C] in column order.
     """
 
-    sizes: Sizes
+    sizes: ProgramSizes
     columns: int
     rows: int
     equal: int
@@ -74,8 +74,8 @@ class CountProgram:
     @cached_property
     def _affine(self) -> tuple[Ints, Ints, Floats]:
         """`numbers` by column."""
-        place, parameter, factor = zip(*self.numbers, strict=True)
-        return np.array(place), np.array(parameter), np.array(factor)
+        index, parameter, factor = zip(*self.numbers, strict=True)
+        return np.array(index), np.array(parameter), np.array(factor)
 
     @cached_property
     def cells(self) -> tuple[Ints, Ints]:
@@ -83,44 +83,44 @@ class CountProgram:
         row, column = np.array(self.entries).T
         return row, column
 
-    def filled(self, values: Mapping[str, Floats]) -> tuple[Floats, Floats, Floats]:
+    def fill(self, values: Mapping[str, Floats]) -> tuple[Floats, Floats, Floats]:
         """(costs [columns], h [rows], values of the entries of G) of a batch."""
         flat = [np.ravel(values[name]) for name in self.sizes.parameters]
         parameters = np.concatenate([*flat, np.ones(1)])
-        place, parameter, factor = self._affine
+        index, parameter, factor = self._affine
         n = self.columns + self.rows + len(self.entries)
-        numbers = np.bincount(place, factor * parameters[parameter], n).astype(np.float64)
-        behind_h = self.columns + self.rows
-        return numbers[: self.columns], numbers[self.columns : behind_h], numbers[behind_h:]
+        numbers = np.bincount(index, factor * parameters[parameter], n).astype(np.float64)
+        first_entry = self.columns + self.rows
+        return numbers[: self.columns], numbers[self.columns : first_entry], numbers[first_entry:]
 
 
-def sizes_of(layout: Layout) -> Sizes:
+def program_sizes(layout: Layout) -> ProgramSizes:
     """Of the program of a plan with this layout."""
-    return Sizes(
-        buckets=most_buckets(layout),
+    return ProgramSizes(
+        buckets=max_buckets(layout),
         modules=len(layout.modules),
-        resources=len(set(resources(layout).values())),
+        resources=len(set(submesh_resources(layout).values())),
         divided=sum(bool(layout.shapes(m)) for m in layout.divided),
     )
 
 
 @lru_cache
-def canonical(sizes: Sizes) -> CountProgram:
-    """The program of these sizes, canonicalised by cvxpy. See `_written`."""
+def canonicalize(sizes: ProgramSizes) -> CountProgram:
+    """The program of these sizes, canonicalised by cvxpy. See `_cvxpy_problem`."""
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
-    problem, groups, samples = _written(sizes)
+    problem, groups, samples = _cvxpy_problem(sizes)
     data, _, _ = problem.get_problem_data(cp.SCIPY, enforce_dpp=True)
     stuffed = data["param_prob"]
     # cvxpy flattens arrays by columns; ours are flat by rows.
-    place_of = np.full(stuffed.total_param_size + 1, -1)
+    our_index = np.full(stuffed.total_param_size + 1, -1)
     n_before = 0
     for name, shape in sizes.parameters.items():
-        ours = n_before + np.arange(math.prod(shape)).reshape(shape)
+        our_indices = n_before + np.arange(math.prod(shape)).reshape(shape)
         first_theirs = stuffed.param_id_to_col[problem.param_dict[name].id]
-        place_of[first_theirs : first_theirs + ours.size] = ours.ravel(order="F")
-        n_before += ours.size
-    place_of[-1] = n_before
+        our_index[first_theirs : first_theirs + our_indices.size] = our_indices.ravel(order="F")
+        n_before += our_indices.size
+    our_index[-1] = n_before
     columns, rows = stuffed.x.size, stuffed.constr_size
     costs, matrix = stuffed.q.tocoo(), stuffed.A.tocoo()
     is_cost = costs.row < columns  # the row behind them is the objective's constant
@@ -129,13 +129,13 @@ def canonical(sizes: Sizes) -> CountProgram:
     entries, entry = np.unique(
         np.stack([at_row[inside], at_column[inside]]), axis=1, return_inverse=True
     )
-    places = [
+    parts = [
         (costs.row[is_cost], costs.col[is_cost], costs.data[is_cost]),
         (columns + at_row[~inside], matrix.col[~inside], matrix.data[~inside]),
         (columns + rows + entry.ravel(), matrix.col[inside], matrix.data[inside]),
     ]
-    place, theirs, factor = map(np.concatenate, zip(*places, strict=True))
-    numbers = zip(place.tolist(), place_of[theirs].tolist(), factor.tolist(), strict=True)
+    index, their_parameter, factor = map(np.concatenate, zip(*parts, strict=True))
+    numbers = zip(index.tolist(), our_index[their_parameter].tolist(), factor.tolist(), strict=True)
     return CountProgram(
         sizes,
         columns,
@@ -148,7 +148,7 @@ def canonical(sizes: Sizes) -> CountProgram:
     )
 
 
-def _written(sizes: Sizes) -> tuple[Any, Any, Any]:
+def _cvxpy_problem(sizes: ProgramSizes) -> tuple[Any, Any, Any]:
     """(the program as cvxpy has it, its variables y and x), with y[c] groups of a bucket (integers)
     and x[k, c] samples of a class that go to them:
 
@@ -156,7 +156,7 @@ def _written(sizes: Sizes) -> tuple[Any, Any, Any]:
     s.t. T >= work[r] @ y + rest[r] + before[r] @ first[r] + after[r] @ last[r] for each resource
            (the first and the last of its groups have others before and after them),
          T >= shared @ y + shared_rest (cores that devices share),
-         room @ y >= need (volumes: `cover.demand`),
+         room @ y >= need (volumes: `volume_conditions`),
          sum_c x[k, c] = count[k], x[k, c] <= able[k, c],
          sum_k least[m, k] x[k, c] <= holds[m, c] y[c] for each module (least tokens of a sample),
          sum_c first[r, c] = sum_c last[r, c] = busy[r], both <= there[r, c] y[c],
@@ -170,12 +170,12 @@ def _written(sizes: Sizes) -> tuple[Any, Any, Any]:
     first = cp.Variable((sizes.resources, sizes.buckets))
     last = cp.Variable((sizes.resources, sizes.buckets))
 
-    def every(n: int) -> cp.Expression:
+    def groups_of_bucket(n: int) -> cp.Expression:
         """[n, C]: the groups of each bucket, n times."""
         return np.ones((n, 1)) @ cp.reshape(y, (1, sizes.buckets), order="C")
 
     ends = cp.sum(cp.multiply(p["before"], first) + cp.multiply(p["after"], last), axis=1)
-    limits = [
+    constraints = [
         y >= 0,
         y <= p["most"],
         makespan >= p["work"] @ y + p["rest"] + ends,
@@ -184,12 +184,12 @@ def _written(sizes: Sizes) -> tuple[Any, Any, Any]:
         x >= 0,
         x <= p["able"],
         cp.sum(x, axis=1) == p["count"],
-        p["least"] @ x <= cp.multiply(p["holds"], every(sizes.modules)),
+        p["least"] @ x <= cp.multiply(p["holds"], groups_of_bucket(sizes.modules)),
     ]
     for end in (first, last):
-        limits += [end >= 0, cp.sum(end, axis=1) == p["busy"]]
-        limits += [end <= cp.multiply(p["there"], every(sizes.resources))]
-    problem = cp.Problem(cp.Minimize(makespan + p["price"] @ y), limits)
+        constraints += [end >= 0, cp.sum(end, axis=1) == p["busy"]]
+        constraints += [end <= cp.multiply(p["there"], groups_of_bucket(sizes.resources))]
+    problem = cp.Problem(cp.Minimize(makespan + p["price"] @ y), constraints)
     for parameter in p.values():
         parameter.value = np.ones(parameter.shape)  # canonicalising asks for some
     return problem, y, x

@@ -15,28 +15,28 @@ from numpy.typing import NDArray
 from dflop_jax.records import Layout, Prices
 from dflop_jax.schedule.balance_problem import Budget, Floats, Ints
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bounds import Floor, floor_of, tails_s
-from dflop_jax.schedule.bucket_search import packed_into
+from dflop_jax.schedule.bounds import LowerBoundParts, drain_s, lower_bound_parts
+from dflop_jax.schedule.bucket_search import pack_into
 from dflop_jax.schedule.costs import running_order
-from dflop_jax.schedule.count_program import CountProgram, Sizes
+from dflop_jax.schedule.count_program import CountProgram, ProgramSizes
 from dflop_jax.schedule.groups import BucketRun, PackingSpace
 
 _DIGITS = 9  # of numbers about 1: the last bits of a fit differ from machine to machine
-_PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing
-_MOST_NODES = 200  # of branch and bound; most batches take fewer than ten
+_GROUP_PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing
+_MAX_NODES = 200  # of branch and bound; most batches take fewer than ten
 _GAP = 1e-3  # relative, at which a batch counts as solved
 _SLACKS = (0.0, 0.004, 0.01, 0.02, 0.04)  # room over volume that whole samples may need, in turn
-_WORTH = 1e-3  # relative: counts that promise less of a gain than that are not packed
+_MIN_GAIN = 1e-3  # relative: counts that promise less of a gain than that are not packed
 _SAFE = 1 - 1e-5  # HiGHS keeps conditions to about 1e-6
 # Units of work, measured: of a model, a node; most of packing.
 _MODEL_WORK, _NODE_WORK, _PACK_WORK = 100, 10, 800
 
 
-_Solved = tuple[Ints, Floats]  # groups of each bucket [C], samples of each class in them [K, C]
+_Solution = tuple[Ints, Floats]  # groups of each bucket [C], samples of each class in them [K, C]
 
 
 @dataclass(frozen=True)
-class Numbers:
+class BatchParameters:
     """`values` of the program's parameters, seconds in units of `unit_s`; the class of each sample
     and whether what is proved holds for every schedule (`is_bound`)."""
 
@@ -45,12 +45,12 @@ class Numbers:
     unit_s: float
     is_bound: bool
 
-    def with_slack(self, slack: float) -> Numbers:
+    def with_slack(self, slack: float) -> BatchParameters:
         """Volumes larger by this share, since whole samples leave room."""
         larger = {name: (1 + slack) * self.values[name] for name in ("need", "least")}
         return replace(self, values=self.values | larger)
 
-    def least_s(self, counts_C: Ints) -> float:
+    def lower_bound_s(self, counts_C: Ints) -> float:
         """Seconds that a step of so many groups of each bucket takes at least, for the program."""
         v, some_C = self.values, counts_C > 0
         ends = [np.where((v["there"] > 0) & some_C, v[end], np.inf) for end in ("before", "after")]
@@ -60,21 +60,21 @@ class Numbers:
         return float(max(alone, shared)) * self.unit_s
 
 
-def numbers_of(
-    room: PackingSpace,
+def batch_parameters(
+    space: PackingSpace,
     layout: Layout,
     prices: Prices,
     trainable: Collection[str],
-    sizes: Sizes,
-    answer_C: Ints,
-) -> Numbers | None:
+    sizes: ProgramSizes,
+    known_C: Ints,
+) -> BatchParameters | None:
     """Of a batch that may go to the buckets of `room`; `answer_C` are counts that hold it, by which
     it is told how tight a condition is. None where the program has too few buckets."""
-    batch, buckets = room.batch, room.buckets
-    if len(buckets) > sizes.buckets or not batch.n:
+    batch, buckets = space.batch, space.buckets
+    if len(buckets) > sizes.buckets or not batch.n_samples:
         return None
-    floor = floor_of(batch, layout, prices, trainable)
-    class_N = size_classes(batch, room.able_CN, sizes.classes)
+    bound_parts = lower_bound_parts(batch, layout, prices, trainable)
+    class_N = size_classes(batch, space.can_hold_CN, sizes.classes)
     values = {name: np.zeros(shape) for name, shape in sizes.parameters.items()}
     n = slice(len(buckets))
     for k in range(sizes.classes):
@@ -82,104 +82,113 @@ def numbers_of(
         if not len(members):
             continue
         values["count"][k] = len(members)
-        values["able"][k, n] = len(members) * room.able_CN[:, members].any(axis=1)
+        values["able"][k, n] = len(members) * space.can_hold_CN[:, members].any(axis=1)
         values["least"][:, k] = [batch.tokens[m][members].min() for m in layout.modules]
     values["holds"][:, n] = [
-        [batch.room(b, m, room.capacity) * room.capacity.group_size for b in buckets]
+        [
+            batch.tokens_per_microbatch(b, m, space.capacity) * space.capacity.group_size
+            for b in buckets
+        ]
         for m in layout.modules
     ]
-    _fill_conditions(values, room, answer_C)
-    unit_s = _fill_seconds(values, room, floor, answer_C)
+    _fill_conditions(values, space, known_C)
+    unit_s = _fill_seconds(values, space, bound_parts, known_C)
     for m in range(len(layout.modules)):  # tokens over the largest bucket's
         largest = values["holds"][m].max() or 1.0
         values["holds"][m] /= largest
         values["least"][m] /= largest
     rounded = {name: np.round(value, _DIGITS) for name, value in values.items()}
-    is_bound = sizes.divided <= 1 and _has_every_run(room)
-    return Numbers(rounded, class_N, unit_s, is_bound)
+    is_bound = sizes.divided <= 1 and _has_all_variants(space)
+    return BatchParameters(rounded, class_N, unit_s, is_bound)
 
 
-def _has_every_run(room: PackingSpace) -> bool:
+def _has_all_variants(space: PackingSpace) -> bool:
     """Whether what runs of a bucket is always one of the buckets: a module of which no sample in a
     microbatch has a piece has no group. (Nor has a part without pieces; of one divided module the
     buckets have every number of parts.)"""
-    known = {bucket.shapes for bucket in room.buckets}
-    for bucket in room.buckets:
-        missing = set(room.batch.modules) - {m for m, _ in bucket.shapes}
-        lacked = {absent for absent in room.batch.absences if missing <= absent}
-        while more := {a & b for a in lacked for b in lacked} - lacked:
-            lacked |= more  # what some samples that the bucket holds lack together
-        left = (tuple((m, s) for m, s in bucket.shapes if m not in absent) for absent in lacked)
-        if any(shapes and shapes not in known for shapes in left):
+    shapes_of_buckets = {bucket.shapes for bucket in space.buckets}
+    for bucket in space.buckets:
+        missing = set(space.batch.modules) - {m for m, _ in bucket.shapes}
+        missing_sets = {absent for absent in space.batch.missing_modules if missing <= absent}
+        while intersections := {a & b for a in missing_sets for b in missing_sets} - missing_sets:
+            missing_sets |= intersections  # what some samples that the bucket holds lack together
+        variants = (
+            tuple((m, s) for m, s in bucket.shapes if m not in absent) for absent in missing_sets
+        )
+        if any(shapes and shapes not in shapes_of_buckets for shapes in variants):
             return False
     return True
 
 
-def _fill_conditions(values: dict[str, Floats], room: PackingSpace, answer_C: Ints) -> None:
+def _fill_conditions(values: dict[str, Floats], space: PackingSpace, known_C: Ints) -> None:
     """The tightest conditions on volumes, each over its need."""
-    wanted = room.demand
-    room_DC = wanted.room_DC / wanted.need_D[:, None]
-    tight = np.argsort(np.round(room_DC @ answer_C, _DIGITS), kind="stable")
+    conditions = space.demand
+    capacity_DC = conditions.capacity_DC / conditions.need_D[:, None]
+    tight = np.argsort(np.round(capacity_DC @ known_C, _DIGITS), kind="stable")
     tight = tight[: len(values["need"])]
     values["need"][: len(tight)] = 1.0
-    values["room"][: len(tight), : len(room.buckets)] = room_DC[tight]
-    values["most"][: len(room.buckets)] = 2 * np.maximum(np.ceil(wanted.alone_C), answer_C)
+    values["room"][: len(tight), : len(space.buckets)] = capacity_DC[tight]
+    values["most"][: len(space.buckets)] = 2 * np.maximum(np.ceil(conditions.alone_C), known_C)
 
 
 def _fill_seconds(
     values: dict[str, Floats],
-    room: PackingSpace,
-    floor: Floor,
-    answer_C: Ints,
+    space: PackingSpace,
+    bound_parts: LowerBoundParts,
+    known_C: Ints,
 ) -> float:
     """What groups take, in the unit of seconds that is returned."""
-    n = slice(len(room.buckets))
-    work_RC = np.array([floor.costs.bucket_s(b) for b in room.buckets]).T
-    ends = [floor.ends({m: [s] for m, s in b.shapes}) for b in room.buckets]
+    n = slice(len(space.buckets))
+    work_RC = np.array([bound_parts.costs.bucket_s(b) for b in space.buckets]).T
+    ends = [bound_parts.ends({m: [s] for m, s in b.shapes}) for b in space.buckets]
     before_RC, after_RC = (np.array(end).T for end in zip(*ends, strict=True))
     there_RC = np.isfinite(before_RC)
-    tail_RC = np.array(tails_s(after_RC, floor.reduce_R, floor.update_R, floor.awaited_R))
+    tail_RC = np.array(
+        drain_s(after_RC, bound_parts.reduce_R, bound_parts.update_R, bound_parts.awaited_R)
+    )
     # A resource that every answer uses: some sample fits only buckets that run there.
-    busy_R = (there_RC[:, :, None] | ~room.able_CN).all(axis=1).any(axis=1)
-    unit_s = float((work_RC @ answer_C).max()) or 1.0
+    busy_R = (there_RC[:, :, None] | ~space.can_hold_CN).all(axis=1).any(axis=1)
+    unit_s = float((work_RC @ known_C).max()) or 1.0
     values["work"][:, n] = work_RC / unit_s
-    values["rest"][:] = floor.content_R / unit_s
+    values["rest"][:] = bound_parts.content_R / unit_s
     values["before"][:, n] = np.where(there_RC, before_RC, 0.0) / unit_s
     values["after"][:, n] = np.where(there_RC, tail_RC, 0.0) / unit_s
     values["there"][:, n] = there_RC
     values["busy"][:] = busy_R
-    for c, bucket in enumerate(room.buckets):
-        shared = sum(floor.costs.static_s[m, s] @ floor.devices[m] for m, s in bucket.shapes)
-        values["shared"][c] = shared / floor.concurrency / unit_s
-    values["shared_rest"][0] = floor.shared_content / floor.concurrency / unit_s
-    values["price"][n] = _PRICE * work_RC.mean(axis=0) / unit_s
+    for c, bucket in enumerate(space.buckets):
+        device_seconds = sum(
+            bound_parts.costs.static_s[m, s] @ bound_parts.devices[m] for m, s in bucket.shapes
+        )
+        values["shared"][c] = device_seconds / bound_parts.concurrency / unit_s
+    values["shared_rest"][0] = bound_parts.shared_content / bound_parts.concurrency / unit_s
+    values["price"][n] = _GROUP_PRICE * work_RC.mean(axis=0) / unit_s
     return unit_s
 
 
-def size_classes(batch: Batch, able_CN: NDArray[np.bool_], most: int) -> Ints:
+def size_classes(batch: Batch, able_CN: NDArray[np.bool_], max_classes: int) -> Ints:
     """[N]: classes of samples that the same buckets hold, smaller samples first, cut so that each
     has about as many tokens; of more kinds than `most` the last ones share a class."""
     _, kind_N = np.unique(able_CN, axis=1, return_inverse=True)
-    kind_N = np.minimum(kind_N.ravel(), most - 1)
-    tokens_MN = np.array([batch.tokens[m] for m in batch.modules]).reshape(-1, batch.n)
+    kind_N = np.minimum(kind_N.ravel(), max_classes - 1)
+    tokens_MN = np.array([batch.tokens[m] for m in batch.modules]).reshape(-1, batch.n_samples)
     size_N = (tokens_MN / np.maximum(tokens_MN.max(axis=1, keepdims=True), 1)).sum(axis=0)
     order = np.lexsort((size_N, kind_N))
-    n_parts = most - int(kind_N.max())
+    n_slices = max_classes - int(kind_N.max())
     volume_N = np.cumsum(size_N[order]) - size_N[order] / 2
-    part_N = np.floor(np.round(volume_N / (size_N.sum() or 1.0) * n_parts, _DIGITS))
-    begins_N = (np.diff(kind_N[order]) > 0) | (np.diff(part_N) > 0)
-    class_N = np.zeros(batch.n, np.int64)
-    class_N[order[1:]] = np.cumsum(begins_N)
+    slice_N = np.floor(np.round(volume_N / (size_N.sum() or 1.0) * n_slices, _DIGITS))
+    starts_class_N = (np.diff(kind_N[order]) > 0) | (np.diff(slice_N) > 0)
+    class_N = np.zeros(batch.n_samples, np.int64)
+    class_N[order[1:]] = np.cumsum(starts_class_N)
     return class_N
 
 
-def by_counts(
+def assign_by_counts(
     program: CountProgram,
-    room: PackingSpace,
+    space: PackingSpace,
     layout: Layout,
     prices: Prices,
     trainable: Collection[str],
-    known: Sequence[BucketRun],
+    assignment: Sequence[BucketRun],
     budget: Budget,
 ) -> tuple[list[BucketRun] | None, float]:
     """(groups that the program asks for, packed; None where it knows none that are faster than the
@@ -187,81 +196,89 @@ def by_counts(
     undercuts, 0: not known).
 
     Args:
-      layout, prices: in which one group takes the place of several (`sub_microbatches.widened`).
+      layout, prices: in which one group takes the place of several (`merge_sub_microbatches`).
     """
-    n = len(room.buckets)
-    known_C = np.bincount(np.array([t.bucket for t in known], int), minlength=n)
-    numbers = numbers_of(room, layout, prices, trainable, program.sizes, known_C)
-    if numbers is None:
+    n = len(space.buckets)
+    known_C = np.bincount(np.array([t.bucket for t in assignment], int), minlength=n)
+    parameters = batch_parameters(space, layout, prices, trainable, program.sizes, known_C)
+    if parameters is None:
         return None, 0.0
-    padded_C = np.pad(known_C, (0, program.sizes.buckets - n))
-    known_s = numbers.least_s(padded_C)
+    padded_known_C = np.pad(known_C, (0, program.sizes.buckets - n))
+    known_bound_s = parameters.lower_bound_s(padded_known_C)
     rng = np.random.default_rng(0)
     bound_s = 0.0
     for slack in _SLACKS:
-        if slack and budget.done:
+        if slack and budget.is_spent:
             break
-        wanted = numbers.with_slack(slack)
-        solved, least_s = _solved(program, wanted, budget)
-        if slack == 0.0 and numbers.is_bound:
+        widened = parameters.with_slack(slack)
+        solved, least_s = _solve(program, widened, budget)
+        if slack == 0.0 and parameters.is_bound:
             bound_s = least_s
-        if solved is None or numbers.least_s(solved[0]) >= (1 - _WORTH) * known_s:
+        if solved is None or parameters.lower_bound_s(solved[0]) >= (1 - _MIN_GAIN) * known_bound_s:
             break
         chosen = np.repeat(np.arange(program.sizes.buckets), solved[0]).tolist()
-        chosen = [chosen[i] for i in running_order(chosen, room.ticks)]
-        home_N = _homes(room, numbers, solved)
-        answer = packed_into(room, chosen, budget.part(_PACK_WORK), rng, home_N)
+        chosen = [chosen[i] for i in running_order(chosen, space.ticks)]
+        bucket_N = _buckets_of_samples(space, parameters, solved)
+        answer = pack_into(space, chosen, budget.sub_budget(_PACK_WORK), rng, bucket_N)
         if answer is not None:
-            return room.in_order([room.shrunk(t, budget) for t in answer]), bound_s
+            return space.in_running_order(
+                [space.in_cheapest_bucket(t, budget) for t in answer]
+            ), bound_s
     return None, bound_s
 
 
-def _solved(
-    program: CountProgram, numbers: Numbers, budget: Budget
-) -> tuple[_Solved | None, float]:
+def _solve(
+    program: CountProgram, parameters: BatchParameters, budget: Budget
+) -> tuple[_Solution | None, float]:
     """(best counts within the work that is left, None where none were found; seconds that no
     counts undercut)."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second to load
     from scipy.sparse import csr_array
 
-    costs, h, entries = program.filled(numbers.values)
+    costs, h, entries = program.fill(parameters.values)
     k, c, first = program.sizes.classes, program.sizes.buckets, program.buckets
     is_integer = np.zeros(program.columns)
     is_integer[first : first + c] = 1
-    rows = csr_array((entries, program.cells), (program.rows, program.columns))
+    matrix = csr_array((entries, program.cells), (program.rows, program.columns))
     upper = np.where(np.arange(program.rows) < program.equal, -h, np.inf)
-    n_nodes = min(_MOST_NODES, max(1, int(budget.left / _NODE_WORK)))
-    found = milp(
+    n_nodes = min(_MAX_NODES, max(1, int(budget.remaining / _NODE_WORK)))
+    result = milp(
         costs,
         integrality=is_integer,
         bounds=Bounds(),
-        constraints=LinearConstraint(rows, -h, upper),
+        constraints=LinearConstraint(matrix, -h, upper),
         options={"mip_rel_gap": _GAP, "node_limit": n_nodes},
     )
-    budget.spend(_MODEL_WORK + _NODE_WORK * (found.mip_node_count or 0))
-    bound = found.mip_dual_bound
+    budget.spend(_MODEL_WORK + _NODE_WORK * (result.mip_node_count or 0))
+    bound = result.mip_dual_bound
     is_finite = bound is not None and np.isfinite(bound)
-    least_s = bound / (1 + _PRICE) * _SAFE * numbers.unit_s if is_finite else 0.0
-    if found.x is None:
+    least_s = bound / (1 + _GROUP_PRICE) * _SAFE * parameters.unit_s if is_finite else 0.0
+    if result.x is None:
         return None, least_s
-    groups_C = np.rint(found.x[first : first + c]).astype(np.int64)
-    dealt = found.x[program.dealt : program.dealt + k * c]
-    return (groups_C, dealt.reshape(k, c, order="F")), least_s
+    groups_C = np.rint(result.x[first : first + c]).astype(np.int64)
+    samples = result.x[program.dealt : program.dealt + k * c]
+    return (groups_C, samples.reshape(k, c, order="F")), least_s
 
 
-def _homes(room: PackingSpace, numbers: Numbers, solved: _Solved) -> Ints:
+def _buckets_of_samples(
+    space: PackingSpace, parameters: BatchParameters, solved: _Solution
+) -> Ints:
     """[N]: the bucket of each sample. Of a class, the largest go to the first bucket that takes
     some of it; fractions of samples are rounded, and what a bucket cannot hold goes to the first
     that can."""
-    groups_C, dealt_KC = solved
-    home_N = np.zeros(room.batch.n, np.int64)
-    tokens_N = sum((room.batch.tokens[m] for m in room.batch.modules), np.zeros(room.batch.n))
-    for k in range(int(numbers.class_N.max()) + 1):
-        members = np.flatnonzero(numbers.class_N == k)
+    groups_C, samples_KC = solved
+    bucket_N = np.zeros(space.batch.n_samples, np.int64)
+    tokens_N = sum(
+        (space.batch.tokens[m] for m in space.batch.modules), np.zeros(space.batch.n_samples)
+    )
+    for k in range(int(parameters.class_N.max()) + 1):
+        members = np.flatnonzero(parameters.class_N == k)
         members = members[np.argsort(-tokens_N[members], kind="stable")]
-        ends_C = np.rint(np.cumsum(np.maximum(dealt_KC[k], 0.0))).astype(int)
-        home_N[members] = np.searchsorted(ends_C, np.arange(len(members)), side="right")
-    n = len(room.buckets)
-    open_CN = room.able_CN & (groups_C[:n, None] > 0)
-    home_N = np.minimum(home_N, n - 1)
-    return np.where(open_CN[home_N, np.arange(room.batch.n)], home_N, open_CN.argmax(axis=0))
+        ends_C = np.rint(np.cumsum(np.maximum(samples_KC[k], 0.0))).astype(int)
+        bucket_N[members] = np.searchsorted(ends_C, np.arange(len(members)), side="right")
+    n = len(space.buckets)
+    open_CN = space.can_hold_CN & (groups_C[:n, None] > 0)
+    bucket_N = np.minimum(bucket_N, n - 1)
+    return np.where(
+        open_CN[bucket_N, np.arange(space.batch.n_samples)], bucket_N, open_CN.argmax(axis=0)
+    )

@@ -25,35 +25,35 @@ _MAX_VECTORS, _BUCKETS_OF_MOST_VECTORS = 20_000, 4
 _UNREACHABLE_COST = 1e200  # stands for infinity, which times a need of 0 is no number
 # Conditions: shares of the volume at which sizes are taken whose multiples are counted, and shares
 # of such a size from which on what is left counts. Each pair is a condition more for every module.
-_UNIT_QUANTILES, _COUNTED_FROM = (0.1, 0.3, 0.5, 0.7, 0.9), (0.5, 0.95)
+_UNIT_QUANTILES, _REST_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9), (0.5, 0.95)
 # Shares of a row that a large piece leaves at most, at which sizes count as large. Of 12 batches
 # with clips, the bounds with all of these left 2.5% to the schedules, those up to 1/4 2.9%, without
 # any 6.1%.
-_LEFT_BY_LARGE = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2)
+_LARGE_SIZE_GAPS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
 
 @dataclass(frozen=True)
-class Demand:
+class Conditions:
     """Conditions room_DC @ counts_C >= need_D that every feasible count vector meets."""
 
-    room_DC: Floats
+    capacity_DC: Floats
     need_D: Floats
 
     @property
     def alone_C(self) -> Floats:
         """Groups of one bucket that cover all it can help to cover."""
-        room_DC = np.where(self.room_DC > 0, self.room_DC, np.inf)
-        return (self.need_D[:, None] / room_DC).max(axis=0, initial=0.0)
+        capacity_DC = np.where(self.capacity_DC > 0, self.capacity_DC, np.inf)
+        return (self.need_D[:, None] / capacity_DC).max(axis=0, initial=0.0)
 
 
-def demand(
+def volume_conditions(
     batch: Batch,
     buckets: Sequence[Bucket],
     capacity: Capacity,
     modules: Sequence[str] | None = None,
     *,
     is_bound: bool = False,
-) -> Demand:
+) -> Conditions:
     """Conditions that hold for pieces in rows, and for whole samples in microbatches.
 
     - For each capacity x among the buckets: the samples larger than x must fit, in volume, into
@@ -62,34 +62,37 @@ def demand(
       all pieces is at most the sum over all rows, and that over samples the one over microbatches.
       `_superadditive` counts whole multiples of a common size, which is what large ones waste.
     - For a bound (`is_bound`; they are not listed for packing, which finds out by itself): any
-      u(size) is a condition where the room is the most that a bin can hold of it. `_by_large`
-      counts a size that fills a bin nearly as all of it.
+      u(size) is a condition where the room is the most that a bin can hold of it.
+      `_large_size_conditions` counts a size that fills a bin nearly as all of it.
 
     `modules` restricts the conditions to what these modules ask; None: all.
     """
     modules = batch.modules if modules is None else modules
-    room_MC = {m: np.array([batch.room(b, m, capacity) for b in buckets], float) for m in modules}
+    capacity_MC = {
+        m: np.array([batch.tokens_per_microbatch(b, m, capacity) for b in buckets], float)
+        for m in modules
+    }
     rows, needs = [], []
     for module in modules:
-        row_C = np.array([batch.row_room(b.shape(module), module) for b in buckets], float)
+        row_C = np.array([batch.tokens_per_row(b.shape(module), module) for b in buckets], float)
         count_C = np.array([capacity.rows(b, module) for b in buckets], float)
-        bins = [(batch.longest[module], batch.lengths[module], row_C, count_C)]
-        if batch.count[module].max(initial=0) > 1:
+        bin_kinds = [(batch.longest[module], batch.lengths[module], row_C, count_C)]
+        if batch.n_pieces[module].max(initial=0) > 1:
             totals_N = batch.tokens[module]
-            bins.append((totals_N, totals_N, room_MC[module], (count_C > 0).astype(float)))
-        for size_N, packed, bin_C, bins_C in bins:
+            bin_kinds.append((totals_N, totals_N, capacity_MC[module], (count_C > 0).astype(float)))
+        for size_N, packed, bin_C, bins_C in bin_kinds:
             for limit in [0.0, *np.unique(bin_C)[:-1]]:
                 large_N, able_C = size_N > limit, bin_C > limit
-                rows += [room_MC[m] * able_C for m in modules]
+                rows += [capacity_MC[m] * able_C for m in modules]
                 needs += [float(batch.tokens[m][large_N].sum()) for m in modules]
-            for unit, share in product(_common_sizes(packed), _COUNTED_FROM):
-                rows.append(_superadditive(bin_C, unit, share) * bins_C)
-                needs.append(float(_superadditive(packed, unit, share).sum()))
-            for held_C, need in _by_large(packed, bin_C) if is_bound else ():
-                rows.append(held_C * bins_C)
+            for unit, rest_share in product(_common_sizes(packed), _REST_SHARES):
+                rows.append(_superadditive(bin_C, unit, rest_share) * bins_C)
+                needs.append(float(_superadditive(packed, unit, rest_share).sum()))
+            for max_counted_C, need in _large_size_conditions(packed, bin_C) if is_bound else ():
+                rows.append(max_counted_C * bins_C)
                 needs.append(need)
     need_D = np.array(needs) * (1 - ROUNDING)  # sums of fractions must not ask for one group more
-    return Demand(*_distinct(np.array(rows) * capacity.group_size, need_D))
+    return Conditions(*_merge_conditions(np.array(rows) * capacity.group_size, need_D))
 
 
 def _common_sizes(size_N: Ints) -> Floats:
@@ -97,19 +100,19 @@ def _common_sizes(size_N: Ints) -> Floats:
     ordered = np.sort(size_N[size_N > 0]).astype(float)
     if len(ordered) == 0:
         return ordered
-    share = np.cumsum(ordered) / ordered.sum()
-    return np.unique(ordered[np.searchsorted(share, _UNIT_QUANTILES)])
+    volume_share = np.cumsum(ordered) / ordered.sum()
+    return np.unique(ordered[np.searchsorted(volume_share, _UNIT_QUANTILES)])
 
 
-def _superadditive(size: Floats | Ints, unit: float, share: float) -> Floats:
+def _superadditive(size: Floats | Ints, unit: float, rest_share: float) -> Floats:
     """Whole multiples of `unit`, plus what of the rest exceeds `share` of a unit, rescaled
     (Gomory's rounding function): u(x) + u(y) <= u(x + y)."""
     whole = np.floor(size / unit + ROUNDING)
     rest = np.maximum(0.0, size / unit - whole)
-    return whole + np.maximum(0.0, rest - share) / (1 - share)
+    return whole + np.maximum(0.0, rest - rest_share) / (1 - rest_share)
 
 
-def _by_large(sizes: Ints, bin_C: Floats) -> Iterator[tuple[Floats, float]]:
+def _large_size_conditions(sizes: Ints, bin_C: Floats) -> Iterator[tuple[Floats, float]]:
     """(most that a bin of each bucket holds [C], that of all sizes) of ways to count sizes.
 
     One way has a bin of size L, sizes from b to L, the large ones, and perhaps a larger bin C.
@@ -121,98 +124,110 @@ def _by_large(sizes: Ints, bin_C: Floats) -> Iterator[tuple[Floats, float]]:
     """
     bins = np.unique(bin_C[bin_C > 0])
     ordered = np.sort(sizes).astype(float)
-    for i, whole in enumerate(bins):
-        up_to = ordered[: np.searchsorted(ordered, whole, side="right")]
-        first = np.searchsorted(up_to, whole * (1 - np.array(_LEFT_BY_LARGE)), side="right")
-        for least in np.unique(up_to[first[first < len(up_to)]]):
-            for other in (None, *bins[i + 1 :]):
-                beside, share = whole - least, 1.0
-                if other is not None:
-                    beside, share = other - least, (other - whole) / (other - least)
-                    if beside >= least or share >= 1:
+    for i, bin_size in enumerate(bins):
+        fitting = ordered[: np.searchsorted(ordered, bin_size, side="right")]
+        first = np.searchsorted(fitting, bin_size * (1 - np.array(_LARGE_SIZE_GAPS)), side="right")
+        for min_large in np.unique(fitting[first[first < len(fitting)]]):
+            for larger_bin in (None, *bins[i + 1 :]):
+                max_small, small_weight = bin_size - min_large, 1.0
+                if larger_bin is not None:
+                    max_small, small_weight = (
+                        larger_bin - min_large,
+                        (larger_bin - bin_size) / (larger_bin - min_large),
+                    )
+                    if max_small >= min_large or small_weight >= 1:
                         continue  # counts hardly less than without that bin
-                yield _counted(ordered, bin_C, whole, least, beside, share)
+                yield _count_large(ordered, bin_C, bin_size, min_large, max_small, small_weight)
 
 
-def _counted(
-    sizes: Floats, bin_C: Floats, whole: float, least: float, beside: float, share: float
+def _count_large(
+    sizes: Floats,
+    bin_C: Floats,
+    bin_size: float,
+    min_large: float,
+    max_small: float,
+    small_weight: float,
 ) -> tuple[Floats, float]:
-    """As `_by_large`, of sizes of which those from `least` to `whole` count as `whole`, and others
-    up to `beside` that do not fit in there with these count a share."""
-    is_large = (sizes >= least) & (sizes <= whole)
-    others = sizes[~is_large & (sizes > whole - least)]
-    small, middle = others[others <= beside], others[others > beside]
-    need = whole * is_large.sum() + share * small.sum() + middle.sum()
-    n = np.arange(int(bin_C.max() // least) + 1)[:, None]
-    room = bin_C - n * least
-    held = np.where(room >= small.min(initial=np.inf), share * room, 0.0)
-    held = np.where(room >= middle.min(initial=np.inf), room, held)
-    return np.where(room >= 0, n * whole + held, 0.0).max(axis=0), float(need)
+    """As `_large_size_conditions`, of sizes of which those from `least` to `whole` count as
+    `whole`, and others up to `beside` that do not fit in there with these count a share."""
+    is_large = (sizes >= min_large) & (sizes <= bin_size)
+    other_sizes = sizes[~is_large & (sizes > bin_size - min_large)]
+    small, middle = other_sizes[other_sizes <= max_small], other_sizes[other_sizes > max_small]
+    need = bin_size * is_large.sum() + small_weight * small.sum() + middle.sum()
+    n = np.arange(int(bin_C.max() // min_large) + 1)[:, None]
+    free_C = bin_C - n * min_large
+    others_C = np.where(free_C >= small.min(initial=np.inf), small_weight * free_C, 0.0)
+    others_C = np.where(free_C >= middle.min(initial=np.inf), free_C, others_C)
+    return np.where(free_C >= 0, n * bin_size + others_C, 0.0).max(axis=0), float(need)
 
 
-def _distinct(room_DC: Floats, need_D: Floats) -> tuple[Floats, Floats]:
+def _merge_conditions(capacity_DC: Floats, need_D: Floats) -> tuple[Floats, Floats]:
     """Each left-hand side once, with its largest need."""
-    rooms, place_D = np.unique(room_DC, axis=0, return_inverse=True)
+    rooms, place_D = np.unique(capacity_DC, axis=0, return_inverse=True)
     needs = np.zeros(len(rooms))
     np.maximum.at(needs, place_D.ravel(), need_D)
     return rooms[needs > 0], needs[needs > 0]
 
 
-def cheap_covers(wanted: Demand, cost_C: Floats, ceiling: float) -> tuple[Ints, bool]:
+def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple[Ints, bool]:
     """(counts_XC, complete): vectors that meet the demand with counts @ cost <= ceiling, cheapest
     first, ties to the roomier. Not complete when there are too many to list.
 
     Level by level over buckets, a partial vector is dropped when even the cheapest way to meet
     what is left would pass the ceiling.
     """
-    room_DC, need_D = wanted.room_DC, wanted.need_D
+    capacity_DC, need_D = conditions.capacity_DC, conditions.need_D
     max_vectors = int(_MAX_VECTORS * min(1.0, _BUCKETS_OF_MOST_VECTORS / max(1, len(cost_C))) ** 2)
     counts_XC = np.zeros((1, len(cost_C)), np.int64)
     cost_X = np.zeros(1)
-    left_DX = need_D[:, None]  # below 0: more than is needed
+    uncovered_DX = need_D[:, None]  # below 0: more than is needed
     complete = True
     for c, cost in enumerate(cost_C):
-        most_X = _most(room_DC[:, c], left_DX, cost, ceiling - cost_X)
-        rows = np.repeat(np.arange(len(counts_XC)), most_X + 1)
-        start_X = np.cumsum(most_X + 1) - (most_X + 1)
+        max_groups_X = _max_groups(capacity_DC[:, c], uncovered_DX, cost, ceiling - cost_X)
+        rows = np.repeat(np.arange(len(counts_XC)), max_groups_X + 1)
+        start_X = np.cumsum(max_groups_X + 1) - (max_groups_X + 1)
         add = np.arange(len(rows)) - start_X[rows]
         cost_X = cost_X[rows] + add * cost
-        left_DX = left_DX[:, rows] - np.multiply.outer(room_DC[:, c], add)
-        promise_X = cost_X + _cheapest(left_DX, room_DC[:, c + 1 :], cost_C[c + 1 :])
-        keep = np.flatnonzero(promise_X <= ceiling * (1 + ROUNDING))
-        if len(keep) > max_vectors:
-            share_X = np.round(promise_X[keep] / max(ceiling, 1e-30), 9)
-            keep = keep[np.argsort(share_X, kind="stable")[:max_vectors]]
+        uncovered_DX = uncovered_DX[:, rows] - np.multiply.outer(capacity_DC[:, c], add)
+        bound_X = cost_X + _remaining_cost(uncovered_DX, capacity_DC[:, c + 1 :], cost_C[c + 1 :])
+        promising = np.flatnonzero(bound_X <= ceiling * (1 + ROUNDING))
+        if len(promising) > max_vectors:
+            rounded_X = np.round(bound_X[promising] / max(ceiling, 1e-30), 9)
+            promising = promising[np.argsort(rounded_X, kind="stable")[:max_vectors]]
             complete = False
-        counts_XC, cost_X, left_DX = counts_XC[rows[keep]], cost_X[keep], left_DX[:, keep]
-        counts_XC[:, c] = add[keep]
-    room_X = np.round((need_D[:, None] - left_DX).sum(axis=0), 3)
+        counts_XC, cost_X, uncovered_DX = (
+            counts_XC[rows[promising]],
+            cost_X[promising],
+            uncovered_DX[:, promising],
+        )
+        counts_XC[:, c] = add[promising]
+    room_X = np.round((need_D[:, None] - uncovered_DX).sum(axis=0), 3)
     order = np.lexsort((-room_X, np.round(cost_X / max(ceiling, 1e-30), 9)))
     return counts_XC[order], complete
 
 
-def _most(room_D: Floats, left_DX: Floats, cost: float, budget_X: Floats) -> Ints:
+def _max_groups(capacity_D: Floats, uncovered_DX: Floats, cost: float, budget_X: Floats) -> Ints:
     """Groups of one bucket worth taking: until nothing is left to cover, or the budget is spent."""
-    useful = room_D > 0
+    useful = capacity_D > 0
     if not useful.any():
-        return np.zeros(left_DX.shape[1], np.int64)
-    until_X = np.ceil((left_DX[useful] / room_D[useful, None]).max(axis=0, initial=0.0))
+        return np.zeros(uncovered_DX.shape[1], np.int64)
+    groups_X = np.ceil((uncovered_DX[useful] / capacity_D[useful, None]).max(axis=0, initial=0.0))
     if cost > 0:
-        until_X = np.minimum(until_X, np.floor(np.maximum(0.0, budget_X) / cost + 1e-6))
-    return until_X.astype(np.int64)
+        groups_X = np.minimum(groups_X, np.floor(np.maximum(0.0, budget_X) / cost + 1e-6))
+    return groups_X.astype(np.int64)
 
 
-def _cheapest(left_DX: Floats, room_DC: Floats, cost_C: Floats) -> Floats:
+def _remaining_cost(uncovered_DX: Floats, capacity_DC: Floats, cost_C: Floats) -> Floats:
     """A lower bound on the cost of covering what is left with the remaining buckets; beyond any
     ceiling if none of them can."""
-    reach_DC = room_DC > 0
-    price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, room_DC, 1.0), _UNREACHABLE_COST)
+    reach_DC = capacity_DC > 0
+    price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, capacity_DC, 1.0), _UNREACHABLE_COST)
     price_D = price_DC.min(axis=1, initial=_UNREACHABLE_COST)
-    return (left_DX * price_D[:, None]).max(axis=0, initial=0.0)
+    return (uncovered_DX * price_D[:, None]).max(axis=0, initial=0.0)
 
 
-def fractional_cost(wanted: Demand, cost_C: Floats) -> float:
+def fractional_bound(conditions: Conditions, cost_C: Floats) -> float:
     """A lower bound on the cost of any cover: the dearest condition, met fractionally."""
-    if len(wanted.need_D) == 0:
+    if len(conditions.need_D) == 0:
         return 0.0
-    return float(_cheapest(wanted.need_D[:, None], wanted.room_DC, cost_C)[0])
+    return float(_remaining_cost(conditions.need_D[:, None], conditions.capacity_DC, cost_C)[0])

@@ -17,18 +17,18 @@ from dflop_jax.schedule.batch import Batch, Capacity, check_fits
 from dflop_jax.schedule.content_balance import (
     GroupContents,
     balance_content,
-    place,
+    imbalance,
+    place_pieces,
     rank_content,
-    uneven,
 )
 from dflop_jax.schedule.costs import GroupCosts, Ticks, running_order
-from dflop_jax.schedule.count_vectors import Demand, demand
-from dflop_jax.schedule.packing import Microbatch, Packed, first_fit, width_of
-from dflop_jax.schedule.sub_microbatches import part_shape, parts_of
+from dflop_jax.schedule.count_vectors import Conditions, volume_conditions
+from dflop_jax.schedule.packing import Microbatch, Packing, first_fit, rows_per_microbatch
+from dflop_jax.schedule.sub_microbatches import split_group, sub_microbatch_shape
 
 # Of a step's seconds, what evening out content further would save at most: where it is less, it is
 # left. At a fifth of the steps' content, which is all of 1%, searching took most of planning.
-_NEAR = 1e-3
+_TOLERATED_SHARE = 1e-3
 
 
 @dataclass
@@ -37,8 +37,8 @@ class BucketRun:
     list of buckets at hand; `placed` has every module with pieces."""
 
     bucket: int
-    microbatches: Packed
-    placed: dict[str, PiecePlaces] = field(default_factory=dict)
+    microbatches: Packing
+    placements: dict[str, PiecePlaces] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,146 +52,151 @@ class PackingSpace:
     ticks: Ticks
     priced: frozenset[str] = frozenset()
 
-    def cost(self, answer: Sequence[BucketRun]) -> int:
+    def cost(self, assignment: Sequence[BucketRun]) -> int:
         """A cost of running these, which the search minimises: each keeps the dearest resource
         busy, and the one that fills the pipeline fastest runs first."""
-        chosen = [t.bucket for t in answer]
+        chosen = [t.bucket for t in assignment]
         if not chosen:
             return 0
         return int(self.ticks.dearest_C[chosen].sum() + self.ticks.rest_C[chosen].min())
 
-    def in_order(self, answer: Sequence[BucketRun]) -> list[BucketRun]:
-        return [answer[i] for i in running_order([t.bucket for t in answer], self.ticks)]
+    def in_running_order(self, assignment: Sequence[BucketRun]) -> list[BucketRun]:
+        return [assignment[i] for i in running_order([t.bucket for t in assignment], self.ticks)]
 
-    def together(self, bucket: int, microbatches: Packed, budget: Budget) -> BucketRun | None:
+    def build_run(self, bucket: int, microbatches: Packing, budget: Budget) -> BucketRun | None:
         """The groups of these microbatches, padded with empty ones; None if some pieces fit no
         row."""
-        width = width_of(self.buckets[bucket], self.batch, self.capacity)
+        width = rows_per_microbatch(self.buckets[bucket], self.batch, self.capacity)
         missing = self.capacity.group_size - len(microbatches)
-        empty: Packed = [[[] for _ in range(width)] for _ in range(missing)]
+        empty: Packing = [[[] for _ in range(width)] for _ in range(missing)]
         padded = [*microbatches, *empty]
-        placed: dict[str, PiecePlaces] = {}
+        placements: dict[str, PiecePlaces] = {}
         for module in self.batch.modules:
-            places = place(self.batch, self.buckets[bucket], padded, module, self.capacity, budget)
-            if places is None:
+            placement = place_pieces(
+                self.batch, self.buckets[bucket], padded, module, self.capacity, budget
+            )
+            if placement is None:
                 return None
-            if len(places):
-                placed[module] = places
-        return BucketRun(bucket, padded, placed)
+            if len(placement):
+                placements[module] = placement
+        return BucketRun(bucket, padded, placements)
 
-    def shrunk(self, answer: BucketRun, budget: Budget) -> BucketRun:
+    def in_cheapest_bucket(self, run: BucketRun, budget: Budget) -> BucketRun:
         """The same microbatches in the cheapest bucket that holds them."""
-        batch, width = self.batch, len(answer.microbatches[0])
-        rows = [row for microbatch in answer.microbatches for row in microbatch]
+        batch, width = self.batch, len(run.microbatches[0])
+        rows = [row for microbatch in run.microbatches for row in microbatch]
         row_N = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
         sample_N = np.fromiter(chain.from_iterable(rows), np.int64, len(row_N))
         needs = {}  # most tokens of a row and of a microbatch
         for m in batch.modules:
             tokens_N = batch.tokens[m][sample_N]
-            in_row = (
+            row_tokens = (
                 np.bincount(row_N, tokens_N) if m == batch.anchor else batch.longest[m][sample_N]
             )
-            whole = np.bincount(row_N // width, tokens_N)
-            needs[m] = in_row.max(initial=0), whole.max(initial=0)
-        for b in self.by_cost:
-            if b == answer.bucket:
+            microbatch_tokens = np.bincount(row_N // width, tokens_N)
+            needs[m] = row_tokens.max(initial=0), microbatch_tokens.max(initial=0)
+        for b in self.buckets_by_cost:
+            if b == run.bucket:
                 break
             bucket = self.buckets[b]
-            may_hold = width_of(bucket, batch, self.capacity) == width and all(
-                batch.row_room(bucket.shape(m), m) >= in_row
-                and batch.room(bucket, m, self.capacity) >= whole
-                for m, (in_row, whole) in needs.items()
+            may_hold = rows_per_microbatch(bucket, batch, self.capacity) == width and all(
+                batch.tokens_per_row(bucket.shape(m), m) >= row_tokens
+                and batch.tokens_per_microbatch(bucket, m, self.capacity) >= microbatch_tokens
+                for m, (row_tokens, microbatch_tokens) in needs.items()
             )
-            if may_hold and (other := self.together(b, answer.microbatches, budget)):
-                return other
-        return answer
+            if may_hold and (cheaper := self.build_run(b, run.microbatches, budget)):
+                return cheaper
+        return run
 
     @cached_property
-    def able_CN(self) -> NDArray[np.bool_]:
+    def can_hold_CN(self) -> NDArray[np.bool_]:
         """[buckets, N]: which samples each bucket can hold."""
-        return np.array([self.batch.able(b, self.capacity) for b in self.buckets])
+        return np.array([self.batch.can_hold(b, self.capacity) for b in self.buckets])
 
     @cached_property
-    def demand(self) -> Demand:
+    def demand(self) -> Conditions:
         """What groups must have room for to hold the batch."""
-        return demand(self.batch, self.buckets, self.capacity)
+        return volume_conditions(self.batch, self.buckets, self.capacity)
 
     @cached_property
-    def by_cost(self) -> list[int]:
+    def buckets_by_cost(self) -> list[int]:
         """Buckets, the cheapest first."""
         return np.lexsort((self.ticks.sum_C, self.ticks.dearest_C)).tolist()
 
 
-def greedy_answer(room: PackingSpace, mains: int) -> list[BucketRun]:
+def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
     """First fit, fullest first, into one main bucket (what it cannot hold into the cheapest other
     one), each group then shrunk to its cheapest bucket; the best choice of the first `mains`
     buckets as the main one."""
     budget = Budget(0)
-    able_CN = room.able_CN
-    cheapest_N = np.array(room.by_cost)[able_CN[room.by_cost].argmax(axis=0)]
+    able_CN = space.can_hold_CN
+    cheapest_N = np.array(space.buckets_by_cost)[able_CN[space.buckets_by_cost].argmax(axis=0)]
     best: list[BucketRun] | None = None
-    tried: set[bytes] = set()
+    tried_buckets: set[bytes] = set()
     for main in range(mains):
-        home_N = np.where(able_CN[main], main, cheapest_N)
-        if home_N.tobytes() in tried:
+        bucket_N = np.where(able_CN[main], main, cheapest_N)
+        if bucket_N.tobytes() in tried_buckets:
             continue
-        tried.add(home_N.tobytes())
-        answer: list[BucketRun] = []
-        for b in np.unique(home_N).tolist():
-            answer += _first_fitted(room, b, np.flatnonzero(home_N == b), budget)
-        if best is None or room.cost(answer) < room.cost(best):
-            best = answer
-    return room.in_order(best or [])
+        tried_buckets.add(bucket_N.tobytes())
+        assignment: list[BucketRun] = []
+        for b in np.unique(bucket_N).tolist():
+            assignment += _first_fit_runs(space, b, np.flatnonzero(bucket_N == b), budget)
+        if best is None or space.cost(assignment) < space.cost(best):
+            best = assignment
+    return space.in_running_order(best or [])
 
 
-def _first_fitted(
-    room: PackingSpace, b: int, members: NDArray[np.int64], budget: Budget
+def _first_fit_runs(
+    space: PackingSpace, b: int, members: NDArray[np.int64], budget: Budget
 ) -> list[BucketRun]:
     """Groups of a bucket that hold the samples, by first fit, fullest first. Samples whose pieces
     then fit no row are packed again."""
-    batch, capacity, bucket = room.batch, room.capacity, room.buckets[b]
+    batch, capacity, bucket = space.batch, space.capacity, space.buckets[b]
 
-    fill_N = np.zeros(batch.n)
+    fill_N = np.zeros(batch.n_samples)
     for m in batch.modules:
-        whole = batch.room(bucket, m, capacity)
-        whole = batch.row_room(bucket.shape(m), m) if m == batch.anchor else whole
-        np.maximum(fill_N, batch.tokens[m] / max(whole, 1), out=fill_N)
+        free_tokens = batch.tokens_per_microbatch(bucket, m, capacity)
+        free_tokens = batch.tokens_per_row(bucket.shape(m), m) if m == batch.anchor else free_tokens
+        np.maximum(fill_N, batch.tokens[m] / max(free_tokens, 1), out=fill_N)
     waiting = members[np.argsort(-fill_N[members], kind="stable")].tolist()
-    microbatches: Packed = []
+    microbatches: Packing = []
     while waiting:
         packed = first_fit(batch, waiting, bucket, capacity)
         waiting = []
         for microbatch in packed:
-            waiting += _taken_out(room, b, microbatch, budget)
+            waiting += _remove_overflow(space, b, microbatch, budget)
         microbatches += packed
-    answer = []
+    assignment = []
     for lo in range(0, len(microbatches), capacity.group_size):
-        together = room.together(b, microbatches[lo : lo + capacity.group_size], budget)
-        assert together is not None, "a bucket holds what was packed into it"
-        answer.append(room.shrunk(together, budget))
-    return answer
+        run = space.build_run(b, microbatches[lo : lo + capacity.group_size], budget)
+        assert run is not None, "a bucket holds what was packed into it"
+        assignment.append(space.in_cheapest_bucket(run, budget))
+    return assignment
 
 
-def _taken_out(room: PackingSpace, b: int, microbatch: Microbatch, budget: Budget) -> list[int]:
+def _remove_overflow(
+    space: PackingSpace, b: int, microbatch: Microbatch, budget: Budget
+) -> list[int]:
     """Samples that leave the microbatch, in place, until all pieces of the others fit rows."""
-    out: list[int] = []
-    batch, bucket, capacity = room.batch, room.buckets[b], room.capacity
+    removed: list[int] = []
+    batch, bucket, capacity = space.batch, space.buckets[b], space.capacity
     while any(
-        place(batch, bucket, [microbatch], m, capacity, budget) is None for m in batch.modules
+        place_pieces(batch, bucket, [microbatch], m, capacity, budget) is None
+        for m in batch.modules
     ):
         fullest = max(microbatch, key=len)
-        out.append(fullest.pop())
-    return sorted(out)
+        removed.append(fullest.pop())
+    return sorted(removed)
 
 
-def arrival_answer(room: PackingSpace) -> list[BucketRun]:
+def arrival_assignment(space: PackingSpace) -> list[BucketRun]:
     """Samples in order, one a row, rank after rank, each group in the cheapest bucket that holds,
     on each rank, the pieces of that rank's own samples.
 
     Raises:
       ValueError: modules differ in data ranks, or a sample fits no bucket on one rank.
     """
-    batch, ranks = room.batch, room.capacity.ranks
+    batch, ranks = space.batch, space.capacity.ranks
     last = batch.modules[-1]
     if len(set(ranks.values())) > 1:
         raise ValueError(
@@ -199,46 +204,51 @@ def arrival_answer(room: PackingSpace) -> list[BucketRun]:
             "or use balanced grouping"
         )
     own_rank = Capacity(dict.fromkeys(ranks, 1))
-    check_fits(batch, room.buckets, own_rank)
-    shape = room.buckets[0].shape(last)
+    check_fits(batch, space.buckets, own_rank)
+    shape = space.buckets[0].shape(last)
     per_rank = shape.rows if shape else 1
     width = per_rank * ranks[last]
-    answer: list[BucketRun] = []
+    assignment: list[BucketRun] = []
     start = 0
-    while start < batch.n:
-        for count in range(min(width * room.capacity.group_size, batch.n - start), 0, -1):
-            together = _in_arrival(room, range(start, start + count), per_rank)
-            if together is not None:
+    while start < batch.n_samples:
+        for count in range(min(width * space.capacity.group_size, batch.n_samples - start), 0, -1):
+            run = _arrival_run(space, range(start, start + count), per_rank)
+            if run is not None:
                 break
-        assert together is not None, "one sample fits (checked)"
-        answer.append(together)
+        assert run is not None, "one sample fits (checked)"
+        assignment.append(run)
         start += count
-    return answer
+    return assignment
 
 
-def _in_arrival(room: PackingSpace, samples: range, per_rank: int) -> BucketRun | None:
+def _arrival_run(space: PackingSpace, samples: range, per_rank: int) -> BucketRun | None:
     """The cheapest groups for samples in order; None if no bucket holds them so."""
-    last, n_ranks = room.batch.modules[-1], next(iter(room.capacity.ranks.values()))
-    width, size = per_rank * n_ranks, room.capacity.group_size
+    last, n_ranks = space.batch.modules[-1], next(iter(space.capacity.ranks.values()))
+    width, group_size = per_rank * n_ranks, space.capacity.group_size
     ranks_MD = [
         [
             list(samples[(k * n_ranks + d) * per_rank : (k * n_ranks + d + 1) * per_rank])
             for d in range(n_ranks)
         ]
-        for k in range(size)
+        for k in range(group_size)
     ]
     rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
-    for b in room.by_cost:
-        shapes = {m: room.buckets[b].shape(m) for m in room.batch.modules}
-        every = {m: _on_own_ranks(room.batch, ranks_MD, m, s, m == last) for m, s in shapes.items()}
-        placed = {m: places for m, places in every.items() if places is not None}
-        if len(placed) == len(every):
-            held = {m: places for m, places in placed.items() if len(places)}
-            return BucketRun(b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], held)
+    for b in space.buckets_by_cost:
+        shapes = {m: space.buckets[b].shape(m) for m in space.batch.modules}
+        placement_of = {
+            m: _place_on_own_ranks(space.batch, ranks_MD, m, s, m == last)
+            for m, s in shapes.items()
+        }
+        placements = {m: places for m, places in placement_of.items() if places is not None}
+        if len(placements) == len(placement_of):
+            nonempty = {m: places for m, places in placements.items() if len(places)}
+            return BucketRun(
+                b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], nonempty
+            )
     return None
 
 
-def _on_own_ranks(
+def _place_on_own_ranks(
     batch: Batch,
     ranks_MD: Sequence[Sequence[Sequence[int]]],
     module: str,
@@ -252,119 +262,137 @@ def _on_own_ranks(
         for d, samples in enumerate(ranks_D):
             free = [shape.tokens] * shape.rows if shape else []
             for slot, i in enumerate(samples):
-                for piece in batch.pieces(module, [i]).tolist():
-                    n = int(batch.lengths[module][piece])
+                for piece_number in batch.pieces_of(module, [i]).tolist():
+                    n = int(batch.lengths[module][piece_number])
                     rows = range(slot, min(slot + 1, len(free))) if row_each else range(len(free))
                     row = next((r for r in rows if free[r] >= n), None)
                     if row is None:
                         return None
                     free[row] -= n
-                    entries.append((piece, m, d, row))
+                    entries.append((piece_number, m, d, row))
     return PiecePlaces(np.array(entries, np.int64).reshape(-1, 4).T)
 
 
 def schedule_groups(
-    room: PackingSpace, answer: Sequence[BucketRun], layout: Layout
+    space: PackingSpace, assignment: Sequence[BucketRun], layout: Layout
 ) -> tuple[Group, ...]:
     """The schedule's groups in running order: of every bucket's run its modules, producers first,
     each feeding those of the same run that read it; divided modules in several groups, all of
     which feed or read the same groups."""
     groups: list[Group] = []
-    size, ranks = room.capacity.group_size, room.capacity.ranks
-    for together in answer:
-        every: dict[str, tuple[Shape, list[PiecePlaces]]] = {}  # the pieces of a module's groups
-        for m, places in together.placed.items():
+    size, ranks = space.capacity.group_size, space.capacity.ranks
+    for run in assignment:
+        parts_of_module: dict[
+            str, tuple[Shape, list[PiecePlaces]]
+        ] = {}  # the pieces of a module's groups
+        for m, placement in run.placements.items():
             if m in layout.divided:
-                part = part_shape(layout, m)
-                every[m] = part, parts_of(places, part)
+                sub_shape = sub_microbatch_shape(layout, m)
+                parts_of_module[m] = sub_shape, split_group(placement, sub_shape)
             else:
-                every[m] = dict(room.buckets[together.bucket].shapes)[m], [places]
-        first = accumulate((len(parts) for _, parts in every.values()), initial=len(groups))
-        places_of = {m: range(at, at + len(every[m][1])) for m, at in zip(every, first)}
-        for m, (shape, parts) in every.items():
-            feeds = tuple(f for t in layout.targets(m) for f in places_of.get(t, ()))
-            for places in parts:
+                parts_of_module[m] = dict(space.buckets[run.bucket].shapes)[m], [placement]
+        first = accumulate(
+            (len(placements) for _, placements in parts_of_module.values()), initial=len(groups)
+        )
+        groups_of = {
+            m: range(first_group, first_group + len(parts_of_module[m][1]))
+            for m, first_group in zip(parts_of_module, first)
+        }
+        for m, (shape, placements) in parts_of_module.items():
+            feeds = tuple(f for t in layout.targets(m) for f in groups_of.get(t, ()))
+            for placement in placements:
                 content = [
-                    int(rank_content(places, feature_P, size, ranks[m]).sum(axis=0).max())
-                    for feature_P in room.batch.features[m]
+                    int(rank_content(placement, feature_P, size, ranks[m]).sum(axis=0).max())
+                    for feature_P in space.batch.features[m]
                 ]
-                groups.append(Group(m, shape, feeds, tuple(content), places.in_rows(), size))
+                groups.append(Group(m, shape, feeds, tuple(content), placement.in_rows(), size))
     return tuple(groups)
 
 
-def near_enough(
-    room: PackingSpace, costs: GroupCosts, answer: Sequence[BucketRun]
+def content_tolerance(
+    space: PackingSpace, costs: GroupCosts, assignment: Sequence[BucketRun]
 ) -> dict[str, float]:
     """How much content more than the least a rank of each priced module may have: what costs a
     small share of the seconds that an answer takes."""
-    step_s = sum(float(costs.bucket_s(room.buckets[t.bucket]).max()) for t in answer)
-    return {m: _NEAR * step_s / costs.unit_s(m) for m in room.priced}
+    step_s = sum(float(costs.bucket_s(space.buckets[t.bucket]).max()) for t in assignment)
+    return {m: _TOLERATED_SHARE * step_s / costs.unit_s(m) for m in space.priced}
 
 
-def even_content(
-    room: PackingSpace,
-    answer: Sequence[BucketRun],
+def balance_contents(
+    space: PackingSpace,
+    assignment: Sequence[BucketRun],
     budget: Budget,
     seed: int,
-    near: Mapping[str, float],
+    tolerance: Mapping[str, float],
 ) -> float:
     """Even out the content of the modules whose programs it costs something, in place, to what is
-    `near` enough; returns what was lowered (`placing.uneven`), of all of them."""
+    `tolerance`; returns what was lowered (`content_balance.imbalance`), of all of them."""
     uneven_content = 0.0
-    priced = [m for m in room.batch.modules if m in room.priced]
-    for left, m in zip(range(len(priced), 0, -1), priced):
-        runs = [t for t in answer if m in t.placed]
-        shapes = [room.buckets[t.bucket].shape(m) for t in runs]
+    priced = [m for m in space.batch.modules if m in space.priced]
+    for n_remaining, m in zip(range(len(priced), 0, -1), priced):
+        runs = [t for t in assignment if m in t.placements]
+        shapes = [space.buckets[t.bucket].shape(m) for t in runs]
         content = GroupContents(
-            room.batch.lengths[m],
-            room.batch.content[m],
-            room.capacity.ranks[m],
-            room.capacity.group_size,
+            space.batch.lengths[m],
+            space.batch.content[m],
+            space.capacity.ranks[m],
+            space.capacity.group_size,
             [s for s in shapes if s is not None],
-            [t.placed[m] for t in runs],
+            [t.placements[m] for t in runs],
         )
-        balance_content(content, budget.part(budget.left / left), seed, near.get(m, 0.0))
-        for t, places in zip(runs, content.groups, strict=True):
-            t.placed[m] = places
-        uneven_content += uneven(content)
+        balance_content(
+            content, budget.sub_budget(budget.remaining / n_remaining), seed, tolerance.get(m, 0.0)
+        )
+        for t, placement in zip(runs, content.groups, strict=True):
+            t.placements[m] = placement
+        uneven_content += imbalance(content)
     return uneven_content
 
 
-def dealt_answer(
-    room: PackingSpace, answer: Sequence[BucketRun], budget: Budget
+def longest_first_assignment(
+    space: PackingSpace, assignment: Sequence[BucketRun], budget: Budget
 ) -> list[BucketRun] | None:
     """The same groups with the samples dealt out, longest first, each to a row of the rank that has
     least content in the step so far: where groups have room to spare, a better start for evening
     out their content than packing. None where the anchor's content costs nothing, nothing is
     packed, or samples find no room in this order."""
-    batch, anchor = room.batch, room.batch.anchor
-    if anchor is None or anchor not in room.priced or not answer:
+    batch, anchor = space.batch, space.batch.anchor
+    if anchor is None or anchor not in space.priced or not assignment:
         return None
-    ranks, tokens_N = room.capacity.ranks[anchor], batch.tokens[anchor]
-    shared = [m for m in batch.modules if m != anchor]
-    asks_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n).T
-    buckets = [room.buckets[t.bucket] for t in answer for _ in t.microbatches]
-    rows: Packed = [[[] for _ in row] for t in answer for row in t.microbatches]
+    ranks, tokens_N = space.capacity.ranks[anchor], batch.tokens[anchor]
+    other_modules = [m for m in batch.modules if m != anchor]
+    tokens_NM = (
+        np.array([batch.tokens[m] for m in other_modules])
+        .reshape(len(other_modules), batch.n_samples)
+        .T
+    )
+    buckets = [space.buckets[t.bucket] for t in assignment for _ in t.microbatches]
+    rows: Packing = [[[] for _ in row] for t in assignment for row in t.microbatches]
     micro_R = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
-    place_R = np.concatenate([np.arange(len(r)) for r in rows])  # in its microbatch
+    row_in_microbatch_R = np.concatenate([np.arange(len(r)) for r in rows])  # in its microbatch
     rank_R = np.concatenate([np.arange(len(r)) * ranks // len(r) for r in rows])
-    free_R = np.array([batch.row_room(b.shape(anchor), anchor) for b in buckets])[micro_R]
-    free_GM = np.array([[batch.room(b, m, room.capacity) for m in shared] for b in buckets])
-    budget.spend(batch.n * (1 + len(free_R) / 500) / 20)
-    content_D, content_N = np.zeros(ranks), np.zeros(batch.n)
-    content_N[batch.count[anchor] > 0] = batch.content[anchor]
+    free_R = np.array([batch.tokens_per_row(b.shape(anchor), anchor) for b in buckets])[micro_R]
+    free_GM = np.array(
+        [
+            [batch.tokens_per_microbatch(b, m, space.capacity) for m in other_modules]
+            for b in buckets
+        ]
+    )
+    budget.spend(batch.n_samples * (1 + len(free_R) / 500) / 20)
+    content_D, content_N = np.zeros(ranks), np.zeros(batch.n_samples)
+    content_N[batch.n_pieces[anchor] > 0] = batch.content[anchor]
     for i in np.argsort(-tokens_N, kind="stable").tolist():
-        fits_R = (free_R >= tokens_N[i]) & (free_GM >= asks_NM[i]).all(axis=1)[micro_R]
+        fits_R = (free_R >= tokens_N[i]) & (free_GM >= tokens_NM[i]).all(axis=1)[micro_R]
         if not fits_R.any():
             return None
         r = int(np.where(fits_R, content_D[rank_R], np.inf).argmin())
-        rows[micro_R[r]][place_R[r]].append(i)
+        rows[micro_R[r]][row_in_microbatch_R[r]].append(i)
         free_R[r] -= tokens_N[i]
-        free_GM[micro_R[r]] -= asks_NM[i]
+        free_GM[micro_R[r]] -= tokens_NM[i]
         content_D[rank_R[r]] += content_N[i]
-    size = room.capacity.group_size
-    dealt = [
-        room.together(t.bucket, rows[k * size : (k + 1) * size], budget)
-        for k, t in enumerate(answer)
+    size = space.capacity.group_size
+    new_runs = [
+        space.build_run(t.bucket, rows[k * size : (k + 1) * size], budget)
+        for k, t in enumerate(assignment)
     ]
-    return None if None in dealt else [t for t in dealt if t]
+    return None if None in new_runs else [t for t in new_runs if t]

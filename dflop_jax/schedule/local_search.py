@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Floats, Ints, Problem
-from dflop_jax.schedule.longest_first import lpt
+from dflop_jax.schedule.longest_first import longest_first
 
 _MAX_SUBSETS = 192  # of one bin; pricing 192 x 192 exchanges takes about 0.1 ms per resource
 _RESPLIT_WORK = 40  # pairs priced while re-splitting three or four bins
@@ -65,30 +65,30 @@ def improve(state: State, target: float, budget: Budget, rng: np.random.Generato
     here."""
 
     def is_done() -> bool:
-        return state.makespan <= target or budget.done
+        return state.makespan <= target or budget.is_spent
 
     descend(state, target, budget)
-    batch, later = _RESPLITS
+    n_resplits, later_resplits = _RESPLITS
     while not is_done():
-        before = np.inf
-        while state.makespan < before * (1 - _CLOSE):
-            before = state.makespan
-            for _ in range(batch):
+        makespan_before = np.inf
+        while state.makespan < makespan_before * (1 - _CLOSE):
+            makespan_before = state.makespan
+            for _ in range(n_resplits):
                 if is_done():
                     return
                 resplit(state, target, budget, rng)
                 descend(state, target, budget)
-        batch = later
+        n_resplits = later_resplits
 
 
 @lru_cache(maxsize=256)
-def subsets(m: int, most: int) -> Floats:
+def subsets(m: int, max_subsets: int) -> Floats:
     """[m, S] memberships, 0 or 1, of the subsets of m samples up to the largest size that keeps
     S <= most (size 1 in any case), the empty one first."""
     chosen: list[tuple[int, ...]] = [(), *((i,) for i in range(m))]
     for size in range(2, m + 1):
         more = list(combinations(range(m), size))
-        if len(chosen) + len(more) > most:
+        if len(chosen) + len(more) > max_subsets:
             break
         chosen += more
     member_MS = np.zeros((m, len(chosen)))
@@ -100,14 +100,14 @@ def subsets(m: int, most: int) -> Floats:
 def exchange(state: State, a: int, b: int) -> bool:
     """Make the best exchange between bins a and b if it lowers the larger score of the two."""
     p, in_a, in_b = state.problem, state.members[a], state.members[b]
-    worth = max(state.score_B[a], state.score_B[b]) * (1 - ROUNDING)
+    max_new_score = max(state.score_B[a], state.score_B[b]) * (1 - ROUNDING)
     member_a_MS, member_b_MS = subsets(len(in_a), _MAX_SUBSETS), subsets(len(in_b), _MAX_SUBSETS)
     out_a_RS, out_b_RS = p.sizes_RN[:, in_a] @ member_a_MS, p.sizes_RN[:, in_b] @ member_b_MS
-    together = p.group > 1 and a // p.group == b // p.group
+    same_group = p.group > 1 and a // p.group == b // p.group
     price_SS: Floats = np.zeros((out_a_RS.shape[1], out_b_RS.shape[1]))
     for r, grouped in enumerate(p.grouped_R):
         load_a, load_b = float(state.loads_RB[r, a]), float(state.loads_RB[r, b])
-        stays = grouped and together  # the group's load does not change
+        stays = grouped and same_group  # the group's load does not change
         if r >= p.n_costs:
             if not stays:
                 load_SS = _larger_after(load_a, load_b, out_a_RS[r], out_b_RS[r])
@@ -125,12 +125,12 @@ def exchange(state: State, a: int, b: int) -> bool:
         else:
             load_SS = _larger_after(load_a, load_b, out_a_RS[r], out_b_RS[r])
             np.maximum(price_SS, load_SS * scale_a if scale_a != 1 else load_SS, out=price_SS)
-        if not price_SS.min() < worth:
+        if not price_SS.min() < max_new_score:
             return False
-    best = int(price_SS.argmin())
-    if not price_SS.flat[best] < worth:
+    best_exchange = int(price_SS.argmin())
+    if not price_SS.flat[best_exchange] < max_new_score:
         return False
-    row, column = divmod(best, price_SS.shape[1])
+    row, column = divmod(best_exchange, price_SS.shape[1])
     go_a, go_b = member_a_MS[:, row] > 0, member_b_MS[:, column] > 0
     new_a = np.concatenate([in_a[~go_a], in_b[go_b]])
     new_b = np.concatenate([in_b[~go_b], in_a[go_a]])
@@ -146,20 +146,20 @@ def _larger_after(load_a: float, load_b: float, out_a_S: Floats, out_b_S: Floats
     return load_SS
 
 
-def descend(state: State, target: float, budget: Budget, only: Ints | None = None) -> None:
+def descend(state: State, target: float, budget: Budget, bins: Ints | None = None) -> None:
     """Exchange from the heaviest bin until no exchange lowers it, `target` is reached or the budget
     is spent. `only` restricts the search to some bins."""
-    among = np.arange(state.problem.n_bins) if only is None else only
-    moved = True
-    while moved and not budget.done and state.score_B[among].max() > target:
-        moved = False
+    among = np.arange(state.problem.n_bins) if bins is None else bins
+    exchanged = True
+    while exchanged and not budget.is_spent and state.score_B[among].max() > target:
+        exchanged = False
         for a in _heaviest(state, among):
             for b in _partners(state, a, among):
                 budget.spend()
-                moved = exchange(state, a, b)
-                if moved or budget.done:
+                exchanged = exchange(state, a, b)
+                if exchanged or budget.is_spent:
                     break
-            if moved or budget.done:
+            if exchanged or budget.is_spent:
                 break
 
 
@@ -193,14 +193,14 @@ def resplit(state: State, target: float, budget: Budget, rng: np.random.Generato
     it if their largest score falls."""
     p, n_bins = state.problem, state.problem.n_bins
     heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
-    others = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
-    pool = np.concatenate([[heaviest], others[others != heaviest][:3]]).astype(np.int64)
+    random_bins = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
+    pool = np.concatenate([[heaviest], random_bins[random_bins != heaviest][:3]]).astype(np.int64)
     budget.spend()
-    before = state.score_B[pool].max()
+    score_before = state.score_B[pool].max()
     of_a_bin = [r for r in range(p.n_costs) if not p.grouped_R[r]]
     total_R = state.loads_RB[of_a_bin][:, pool].sum(axis=1)
     room_R = len(pool) if p.scale_RB is None else (1 / p.scale_RB[of_a_bin][:, pool]).sum(axis=1)
-    if len(pool) < 2 or (total_R / room_R).max(initial=0.0) >= before * (1 - ROUNDING):
+    if len(pool) < 2 or (total_R / room_R).max(initial=0.0) >= score_before * (1 - ROUNDING):
         return  # even a perfect split would not help
     members_before = [state.members[j] for j in pool]
     samples = np.concatenate(members_before)
@@ -208,12 +208,12 @@ def resplit(state: State, target: float, budget: Budget, rng: np.random.Generato
     noisy_N = p.sizes_RN[: p.n_costs, samples].max(axis=0) * noise_N
     emptied = state.bins.copy()
     emptied[samples] = -1
-    bins = lpt(p, samples[np.argsort(-noisy_N, kind="stable")], emptied, pool)
+    bins = longest_first(p, samples[np.argsort(-noisy_N, kind="stable")], emptied, pool)
     if (bins[samples] < 0).any():
         return
     state.refill(pool.tolist(), [samples[bins[samples] == j] for j in pool])
-    descend(state, target, budget.part(_RESPLIT_WORK), pool)
-    if not state.score_B[pool].max() < before * (1 - ROUNDING):
+    descend(state, target, budget.sub_budget(_RESPLIT_WORK), pool)
+    if not state.score_B[pool].max() < score_before * (1 - ROUNDING):
         state.refill(pool.tolist(), members_before)
 
 
@@ -244,9 +244,9 @@ def balance(
       ValueError: a negative or non-finite cost (its row is named), or arguments that do not match.
     """
     problem = balance_problem(costs, n_bins, bin_group, grouped)
-    if problem.n == 0:
+    if problem.n_samples == 0:
         return np.empty(0, np.int64)
-    state = State(problem, lpt(problem))
+    state = State(problem, longest_first(problem))
     bins_R = np.where(problem.grouped_R, problem.n_groups, n_bins)
     target = max(
         (problem.sizes_RN.sum(axis=1) / bins_R).max(initial=0.0),

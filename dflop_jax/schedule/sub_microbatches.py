@@ -1,8 +1,8 @@
 """Sub-microbatches: a microbatch goes through some modules in several groups of one small shape.
 
 Samples are packed as if it went through them in one group, whose shape has the rows of all parts
-(`widened`); then every such group is cut into its parts (`parts_of`). What holds of packing, covers
-and bounds so holds here too.
+(`merge_sub_microbatches`); then every such group is cut into its parts (`split_group`). What holds
+of packing, covers and bounds so holds here too.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 
 from dflop_jax.records import Bucket, Layout, PiecePlaces, Plan, Prices, Shape
 
-_WITH_VARIANTS = 10  # a plan's buckets and what is left of them without some modules
+_MAX_VARIANTS = 10  # a plan's buckets and what is left of them without some modules
 
 
-def times(shape: Shape, parts: int) -> Shape:
+def scale_rows(shape: Shape, n_parts: int) -> Shape:
     """The shape of so many parts together."""
-    return replace(shape, rows=shape.rows * parts)
+    return replace(shape, rows=shape.rows * n_parts)
 
 
-def part_shape(layout: Layout, module: str) -> Shape:
+def sub_microbatch_shape(layout: Layout, module: str) -> Shape:
     """The one shape of a divided module's parts.
 
     Raises:
@@ -38,51 +38,51 @@ def part_shape(layout: Layout, module: str) -> Shape:
     return shapes[0]
 
 
-def widened(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
+def merge_sub_microbatches(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
     """The plan in which one group takes the place of several: its buckets with 1 to `fan_in` parts
     of every divided module, most parts first, and their prices; the same where none is divided."""
     modules = _divided(plan.layout)
     if not modules:
         return plan, prices
     counts = range(plan.layout.fan_in, 0, -1)
-    part = {m: part_shape(plan.layout, m) for m in modules}
+    sub_shape = {m: sub_microbatch_shape(plan.layout, m) for m in modules}
     programs = dict(prices.programs)
     for program, price in prices.programs.items():
         module = plan.layout.segment(program.segment).module
-        if part.get(module) == program.shape:
+        if sub_shape.get(module) == program.shape:
             for n in counts:
-                wide = replace(program, shape=times(program.shape, n))
-                programs[wide] = replace(price, static_s=n * price.static_s)
-    undivided = plan.with_layout(buckets=wide_buckets(plan.layout), fan_in=1)
+                merged = replace(program, shape=scale_rows(program.shape, n))
+                programs[merged] = replace(price, static_s=n * price.static_s)
+    undivided = plan.with_layout(buckets=merged_buckets(plan.layout), fan_in=1)
     return undivided, replace(prices, programs=programs)
 
 
-def wide_buckets(layout: Layout) -> tuple[Bucket, ...]:
+def merged_buckets(layout: Layout) -> tuple[Bucket, ...]:
     """What one microbatch may take: the plan's buckets with 1 to `fan_in` parts of every divided
     module, most parts first."""
     modules, counts = _divided(layout), range(layout.fan_in, 0, -1)
     if not modules:
         return layout.buckets
-    wide = {
-        Bucket(tuple((m, times(s, n) if m in modules else s) for m, s in b.shapes)): None
+    merged = {
+        Bucket(tuple((m, scale_rows(s, n) if m in modules else s) for m, s in b.shapes)): None
         for n, b in product(counts, layout.buckets)
     }
-    return tuple(wide)
+    return tuple(merged)
 
 
-def most_buckets(layout: Layout) -> int:
-    """How many buckets a batch may choose from: those of `wide_buckets`, and of the plan's some
+def max_buckets(layout: Layout) -> int:
+    """How many buckets a batch may choose from: those of `merged_buckets`, and of the plan's some
     without modules that samples lack."""
-    n_wide, n_own = len(wide_buckets(layout)), len(layout.buckets)
-    return n_wide + max(0, _WITH_VARIANTS - n_own)
+    n_wide, n_own = len(merged_buckets(layout)), len(layout.buckets)
+    return n_wide + max(0, _MAX_VARIANTS - n_own)
 
 
 def _divided(layout: Layout) -> list[str]:
     return [m for m in layout.divided if layout.shapes(m)]
 
 
-def parts_of(places: PiecePlaces, part: Shape) -> list[PiecePlaces]:
+def split_group(placement: PiecePlaces, sub_shape: Shape) -> list[PiecePlaces]:
     """The parts of a group that hold some piece; every part takes its share of each rank's rows."""
-    part_P, row_P = np.divmod(places.row, part.rows)
-    inside = places.moved(places.rank, row_P)
+    part_P, row_P = np.divmod(placement.row, sub_shape.rows)
+    inside = placement.moved(placement.rank, row_P)
     return [inside.chosen(part_P == k) for k in range(part_P.max(initial=-1) + 1) if k in part_P]

@@ -30,7 +30,7 @@ from dflop_jax.schedule.count_program import CountProgram
 _log = logging.getLogger(__name__)
 # Deaths in a row without one schedule, after which the process is not started again; twice as many
 # delay the message by as many starts.
-_MAX_STILLBORN = 3
+_MAX_FAILED_STARTS = 3
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,15 @@ class ScheduleReply:
     error: str = ""
 
 
-def answer(setup: SolverSetup, request: BatchRequest, prices: Prices) -> ScheduleReply:
+def answer_request(setup: SolverSetup, request: BatchRequest, prices: Prices) -> ScheduleReply:
     """Solve one request."""
     loads, plan, trainable = request.loads, setup.plan, setup.trainable
     try:
         if request.corrected is not None:
-            after = request.corrected.prices
-            return ScheduleReply(gain_s=predicted_gain_s(loads, plan, prices, after, trainable))
+            corrected_prices = request.corrected.prices
+            return ScheduleReply(
+                gain_s=predicted_gain_s(loads, plan, prices, corrected_prices, trainable)
+            )
         schedule = schedule_batch(
             loads,
             plan,
@@ -92,14 +94,14 @@ def answer(setup: SolverSetup, request: BatchRequest, prices: Prices) -> Schedul
 def main() -> None:
     """The child."""
     ignore_signals()
-    lines, out = begin()
-    setup = from_json(lines.readline(), SolverSetup)
+    requests, output = begin()
+    setup = from_json(requests.readline(), SolverSetup)
     prices = Prices({})
-    for line in lines:
-        request = from_json(line, BatchRequest)
+    for request_line in requests:
+        request = from_json(request_line, BatchRequest)
         prices = request.prices.prices if request.prices else prices
-        out.write(to_json(answer(setup, request, prices)) + b"\n")
-        out.flush()
+        output.write(to_json(answer_request(setup, request, prices)) + b"\n")
+        output.flush()
 
 
 class ScheduleWorker:
@@ -132,15 +134,15 @@ class ScheduleWorker:
         self._setup = setup
         self._next_step, self._stop_step = first_step, stop_step
         self._requests: dict[int, tuple[BatchRequest, Future[ScheduleReply]]] = {}
-        self._question: tuple[BatchRequest, Future[ScheduleReply]] | None = None
+        self._gain_request: tuple[BatchRequest, Future[ScheduleReply]] | None = None
         self._is_down = False  # the child died or was late, and none has answered since
         self._lock = threading.Lock()  # of prices with the step they hold from, and of the child
         self._closed = False
         self._child: Child | None = None
-        self._known: PriceList | None = None  # the prices that the child has
-        self._stillborn = 0
-        self.deaths = 0
-        self.solved_here = 0  # batches that the parent solved in the child's place
+        self._child_prices: PriceList | None = None  # the prices that the child has
+        self._failed_starts = 0
+        self.n_deaths = 0
+        self.n_solved_in_parent = 0  # batches that the parent solved in the child's place
         lists = {-1: prices, **(changes or {})}
         self._prices = {step: PriceList.of(p) for step, p in lists.items()}
         self._thread = ThreadPoolExecutor(1, "schedule-worker")
@@ -158,22 +160,24 @@ class ScheduleWorker:
             self._prices = {self._next_step: PriceList.of(prices)}
             return self._next_step
 
-    def ask_gain(self, step: int, loads: Sequence[Load], prices: Prices, corrected: Prices) -> None:
+    def request_gain(
+        self, step: int, loads: Sequence[Load], prices: Prices, corrected: Prices
+    ) -> None:
         """Ask what `predicted_gain_s` is for this batch. It is computed after the schedules that
         were requested before: for thousands of devices that takes seconds."""
-        before, after = PriceList.of(prices), PriceList.of(corrected)
-        question = BatchRequest(step, tuple(loads), before, after)
-        self._question = question, self._thread.submit(self._ask, question)
+        price_list, corrected_list = PriceList.of(prices), PriceList.of(corrected)
+        request = BatchRequest(step, tuple(loads), price_list, corrected_list)
+        self._gain_request = request, self._thread.submit(self._send_request, request)
 
     @property
     def gain_s(self) -> float | None:
         """The answer to the last question; None before it came."""
-        if self._question is None or not self._question[1].done():
+        if self._gain_request is None or not self._gain_request[1].done():
             return None
-        question, future = self._question
+        request, future = self._gain_request
         if future.exception() is None:
             return future.result().gain_s
-        self._question = question, self._thread.submit(self._ask, question)
+        self._gain_request = request, self._thread.submit(self._send_request, request)
         return None
 
     def get(self, step: int) -> tuple[Schedule, float]:
@@ -187,7 +191,7 @@ class ScheduleWorker:
         start_s = time.perf_counter()
         assert step in self._requests, f"step {step} was asked for before, or is out of range"
         request, future = self._requests.pop(step)
-        is_ready = future.done()
+        was_ready = future.done()
         try:
             reply = future.result(0 if self._is_down else self._grace_s)
         except (TimeoutError, ChildProcessError) as e:
@@ -200,12 +204,12 @@ class ScheduleWorker:
                     self._grace_s,
                 )
             future.cancel()
-            self.solved_here += 1
+            self.n_solved_in_parent += 1
             assert request.prices is not None, "the parent keeps them with every request"
-            reply, is_ready = answer(self._setup, request, request.prices.prices), False
+            reply, was_ready = answer_request(self._setup, request, request.prices.prices), False
         if reply.schedule is None:
             raise ValueError(f"step {step}: {reply.error}")
-        return reply.schedule, 0.0 if is_ready else time.perf_counter() - start_s
+        return reply.schedule, 0.0 if was_ready else time.perf_counter() - start_s
 
     def close(self) -> None:
         """End the child; later calls do nothing."""
@@ -231,37 +235,37 @@ class ScheduleWorker:
             with self._lock:
                 prices = self._prices[max(first for first in self._prices if first <= step)]
                 request = BatchRequest(step, loads, prices)
-                self._requests[step] = request, self._thread.submit(self._ask, request)
+                self._requests[step] = request, self._thread.submit(self._send_request, request)
                 self._next_step = step + 1
 
-    def _ask(self, request: BatchRequest) -> ScheduleReply:
+    def _send_request(self, request: BatchRequest) -> ScheduleReply:
         """Thread: the child's answer, from a new child where there is none.
 
         Raises:
           ChildProcessError: it died, or wrote something else.
         """
         with self._lock:
-            if self._closed or self._stillborn >= _MAX_STILLBORN:
+            if self._closed or self._failed_starts >= _MAX_FAILED_STARTS:
                 raise ChildProcessError
             if self._child is None:
-                self._child, self._known = Child(__name__), None
+                self._child, self._child_prices = Child(__name__), None
                 self._child.tell(to_json(self._setup))
             child = self._child
-        is_known = request.prices is self._known  # they are most of the bytes of a request
-        child.tell(to_json(replace(request, prices=None) if is_known else request))
-        self._known = request.prices
-        line = child.answer()
+        has_prices = request.prices is self._child_prices  # they are most of the bytes of a request
+        child.tell(to_json(replace(request, prices=None) if has_prices else request))
+        self._child_prices = request.prices
+        reply_line = child.answer()
         try:
-            reply = from_json(line, ScheduleReply)
+            reply = from_json(reply_line, ScheduleReply)
         except msgspec.DecodeError as e:
-            if line:
-                _log.warning("the schedule worker wrote %r, no schedule: %s", line[:80], e)
-            self._bury(child)
+            if reply_line:
+                _log.warning("the schedule worker wrote %r, no schedule: %s", reply_line[:80], e)
+            self._end_dead_child(child)
             raise ChildProcessError from None
-        self._is_down, self._stillborn = False, 0
+        self._is_down, self._failed_starts = False, 0
         return reply
 
-    def _bury(self, child: Child) -> None:
+    def _end_dead_child(self, child: Child) -> None:
         """Thread: end a child that does not answer, and say so."""
         if self._closed:
             return
@@ -269,13 +273,13 @@ class ScheduleWorker:
         exit_code = child.end()
         with self._lock:
             self._child = None
-        self.deaths += 1
-        self._stillborn += 1
+        self.n_deaths += 1
+        self._failed_starts += 1
         self._is_down = True
         _log.warning(
             "the schedule worker died (exit %s); %s, and training waits meanwhile",
             exit_code,
             "it is restarted, this process solves the next schedules"
-            if self._stillborn < _MAX_STILLBORN
+            if self._failed_starts < _MAX_FAILED_STARTS
             else "it is not restarted, this process solves all schedules",
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """Something that takes `seconds` when nothing slows it down.
 
     It begins when all jobs of `waits_for` (smaller numbers than its own) have ended and its
@@ -30,77 +30,83 @@ class Job:
     devices: int = 0
 
 
-Times = list[float]  # of each job
+JobSeconds = list[float]  # of each job
 
 
-def run(jobs: Sequence[Job], concurrency: float = math.inf) -> tuple[Times, Times]:
+def run_jobs(
+    jobs: Sequence[SimulatedJob], concurrency: float = math.inf
+) -> tuple[JobSeconds, JobSeconds]:
     """When each job begins and when it ends, in seconds; `concurrency` devices really compute at
     once."""
     devices: dict[Hashable, int] = {}
     for job in jobs:
         devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
     if sum(devices.values()) > concurrency:
-        return _on_shared_cores(jobs, concurrency)
+        return _run_on_shared_cores(jobs, concurrency)
     start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
     free_s: dict[Hashable, float] = {}  # when each resource's last job ends
     for i, job in enumerate(jobs):
-        begin_s = free_s.get(job.resource, 0.0)
-        for before in job.waits_for:
-            assert before < i, "a job waits for a later one"
-            if end_s[before] > begin_s:
-                begin_s = end_s[before]
-        start_s[i] = begin_s
-        free_s[job.resource] = end_s[i] = begin_s + job.seconds
+        job_start_s = free_s.get(job.resource, 0.0)
+        for input_job in job.waits_for:
+            assert input_job < i, "a job waits for a later one"
+            if end_s[input_job] > job_start_s:
+                job_start_s = end_s[input_job]
+        start_s[i] = job_start_s
+        free_s[job.resource] = end_s[i] = job_start_s + job.seconds
     return start_s, end_s
 
 
-def _on_shared_cores(jobs: Sequence[Job], concurrency: float) -> tuple[Times, Times]:
+def _run_on_shared_cores(
+    jobs: Sequence[SimulatedJob], concurrency: float
+) -> tuple[JobSeconds, JobSeconds]:
     """The same where jobs that compute may slow each other down."""
-    blocked = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
+    n_pending = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
     followers: list[list[int]] = [[] for _ in jobs]
     last: dict[Hashable, int] = {}
     for i, job in enumerate(jobs):
-        before = {*job.waits_for, *([last[job.resource]] if job.resource in last else [])}
-        assert all(0 <= d < i for d in before), "a job waits for a later one"
-        blocked[i] = len(before)
-        for d in before:
+        input_jobs = {*job.waits_for, *([last[job.resource]] if job.resource in last else [])}
+        assert all(0 <= d < i for d in input_jobs), "a job waits for a later one"
+        n_pending[i] = len(input_jobs)
+        for d in input_jobs:
             followers[d].append(i)
         last[job.resource] = i
     start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
-    wall: list[tuple[float, int]] = []  # (end, job) by the clock on the wall
-    work: list[tuple[float, int]] = []  # (end, job) by the clock of work done
-    now, done, computing = 0.0, 0.0, 0
-    ready = [i for i, n in enumerate(blocked) if n == 0]
-    while ready or wall or work:
-        for i in ready:
-            job, start_s[i] = jobs[i], now
+    wall_ends: list[tuple[float, int]] = []  # (end, job) by the clock on the wall
+    work_ends: list[tuple[float, int]] = []  # (end, job) by the clock of work done
+    wall_s, work_s, computing = 0.0, 0.0, 0
+    ready_jobs = [i for i, n in enumerate(n_pending) if n == 0]
+    while ready_jobs or wall_ends or work_ends:
+        for i in ready_jobs:
+            job, start_s[i] = jobs[i], wall_s
             if job.devices:
                 computing += job.devices
                 alone = min(1.0, concurrency / job.devices)
-                heapq.heappush(work, (done + job.seconds * alone, i))
+                heapq.heappush(work_ends, (work_s + job.seconds * alone, i))
             else:
-                heapq.heappush(wall, (now + job.seconds, i))
+                heapq.heappush(wall_ends, (wall_s + job.seconds, i))
         speed = min(1.0, concurrency / computing) if computing else 1.0
-        then = now + max(0.0, work[0][0] - done) / speed if work else math.inf
-        shared_next = bool(work) and (not wall or then <= wall[0][0])
+        next_work_end_s = (
+            wall_s + max(0.0, work_ends[0][0] - work_s) / speed if work_ends else math.inf
+        )
+        shared_next = bool(work_ends) and (not wall_ends or next_work_end_s <= wall_ends[0][0])
         if shared_next:
-            now, done = then, work[0][0]
+            wall_s, work_s = next_work_end_s, work_ends[0][0]
         else:
-            done += (wall[0][0] - now) * speed
-            now = wall[0][0]
+            work_s += (wall_ends[0][0] - wall_s) * speed
+            wall_s = wall_ends[0][0]
         ended: list[int] = []
-        while wall and wall[0][0] <= now:
-            ended.append(heapq.heappop(wall)[1])
-        while shared_next and work and work[0][0] <= done:
-            ended.append(heapq.heappop(work)[1])
+        while wall_ends and wall_ends[0][0] <= wall_s:
+            ended.append(heapq.heappop(wall_ends)[1])
+        while shared_next and work_ends and work_ends[0][0] <= work_s:
+            ended.append(heapq.heappop(work_ends)[1])
             computing -= jobs[ended[-1]].devices
-        ready = []
+        ready_jobs = []
         for i in ended:
-            end_s[i] = now
+            end_s[i] = wall_s
             for f in followers[i]:
-                blocked[f] -= 1
-                if blocked[f] == 0:
-                    ready.append(f)
-        ready.sort()
-    assert not any(blocked), "jobs wait for each other"
+                n_pending[f] -= 1
+                if n_pending[f] == 0:
+                    ready_jobs.append(f)
+        ready_jobs.sort()
+    assert not any(n_pending), "jobs wait for each other"
     return start_s, end_s

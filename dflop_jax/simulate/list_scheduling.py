@@ -9,10 +9,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from dflop_jax.simulate.numbered_tasks import NumberedTasks, starts_of
+from dflop_jax.simulate.numbered_tasks import NumberedTasks, start_ticks
 
 
-def listed(problem: NumberedTasks, keys: Sequence[int], *, alternate: bool = False) -> list[int]:
+def list_schedule(
+    problem: NumberedTasks, keys: Sequence[int], *, alternate: bool = False
+) -> list[int]:
     """The order in which tasks start.
 
     Where every segment that has something to run is full, and nothing runs, a limit is passed.
@@ -21,21 +23,21 @@ def listed(problem: NumberedTasks, keys: Sequence[int], *, alternate: bool = Fal
       alternate: forward and backward tasks queue apart, and a resource at which both wait takes the
         direction that it did not take last (the dual-queue rule).
     """
-    ticks, resource, out = problem.ticks, problem.resource, problem.out
+    ticks, resource, successors = problem.ticks, problem.resource, problem.successors
     queues = _Queues(problem, keys, alternate)
-    waits, arrived = list(problem.n_waits), [0] * problem.n
+    n_pending, ready_ticks = list(problem.n_inputs), [0] * problem.n_tasks
     link_free = [0] * problem.n_links
     idle = [True] * problem.n_resources
     order: list[int] = []
     # What comes: inputs of a task, or the end (-1 - resource) of what a resource runs.
-    events = [(0, t) for t in range(problem.n) if not waits[t]]
-    now = 0
-    while len(order) < problem.n:
-        full = not events
-        touched = set(range(problem.n_resources)) if full else set()
+    events = [(0, t) for t in range(problem.n_tasks) if not n_pending[t]]
+    now_ticks = 0
+    while len(order) < problem.n_tasks:
+        ignore_limits = not events
+        touched = set(range(problem.n_resources)) if ignore_limits else set()
         if events:
-            now = events[0][0]
-        while events and events[0][0] <= now:
+            now_ticks = events[0][0]
+        while events and events[0][0] <= now_ticks:
             code = heapq.heappop(events)[1]
             if code < 0:
                 idle[-1 - code] = True
@@ -44,23 +46,23 @@ def listed(problem: NumberedTasks, keys: Sequence[int], *, alternate: bool = Fal
                 queues.add(code)
                 touched.add(resource[code])
         for r in sorted(touched):
-            if not idle[r] or (t := queues.take(r, full)) is None:
+            if not idle[r] or (t := queues.pop_next(r, ignore_limits)) is None:
                 continue
             order.append(t)
-            idle[r], full = False, False
-            end = now + ticks[t]
+            idle[r], ignore_limits = False, False
+            end = now_ticks + ticks[t]
             heapq.heappush(events, (end, -1 - r))
-            for reader, link, send in out[t]:
+            for reader, link, send in successors[t]:
                 arrives = end
                 if link >= 0:
                     if link_free[link] > end:
                         arrives = link_free[link]
                     link_free[link] = arrives = arrives + send
-                if arrives > arrived[reader]:
-                    arrived[reader] = arrives
-                waits[reader] -= 1
-                if not waits[reader]:
-                    heapq.heappush(events, (arrived[reader], reader))
+                if arrives > ready_ticks[reader]:
+                    ready_ticks[reader] = arrives
+                n_pending[reader] -= 1
+                if not n_pending[reader]:
+                    heapq.heappush(events, (ready_ticks[reader], reader))
     return order
 
 
@@ -69,81 +71,91 @@ class _Queues:
 
     def __init__(self, problem: NumberedTasks, keys: Sequence[int], alternate: bool):
         self._problem, self._keys, self._alternate = problem, keys, alternate
-        self._kept = [0] * len(problem.limit)
-        self._opens: list[list[tuple[int, int]]] = [[] for _ in problem.limit]
+        self._in_flight = [0] * len(problem.max_in_flight)
+        self._opens: list[list[tuple[int, int]]] = [[] for _ in problem.max_in_flight]
         self._others: list[list[tuple[int, int]]] = [[] for _ in range(problem.n_resources)]
         self._opened_last = [False] * problem.n_resources
-        where = dict.fromkeys(
+        resource_segments = dict.fromkeys(
             (problem.resource[t], problem.segment[t])
-            for t in range(problem.n)
-            if problem.keeps[t] > 0
+            for t in range(problem.n_tasks)
+            if problem.in_flight_change[t] > 0
         )
-        self._segments = [[s for r, s in where if r == k] for k in range(problem.n_resources)]
+        self._segments = [
+            [s for r, s in resource_segments if r == k] for k in range(problem.n_resources)
+        ]
 
     def add(self, task: int) -> None:
-        if self._problem.keeps[task] > 0:
+        if self._problem.in_flight_change[task] > 0:
             queue = self._opens[self._problem.segment[task]]
         else:
             queue = self._others[self._problem.resource[task]]
         heapq.heappush(queue, (self._keys[task], task))
 
-    def take(self, resource: int, full: bool) -> int | None:
+    def pop_next(self, resource: int, ignore_limits: bool) -> int | None:
         """The task that a resource runs next; `full` passes the limits of segments."""
-        limit, n_kept = self._problem.limit, self._kept
-        best: list[tuple[int, int]] = []
+        max_in_flight, in_flight = self._problem.max_in_flight, self._in_flight
+        best_queue: list[tuple[int, int]] = []
         for s in self._segments[resource]:
             queue = self._opens[s]
-            if queue and (full or n_kept[s] < limit[s]) and (not best or queue[0] < best[0]):
-                best = queue
-        others = self._others[resource]
-        if others and best:
-            last = self._opened_last[resource]
-            turn = last if self._alternate else others[0] < best[0]
-            best = others if turn else best
-        best = best or others
-        if not best:
+            if (
+                queue
+                and (ignore_limits or in_flight[s] < max_in_flight[s])
+                and (not best_queue or queue[0] < best_queue[0])
+            ):
+                best_queue = queue
+        other_queue = self._others[resource]
+        if other_queue and best_queue:
+            opened_last = self._opened_last[resource]
+            take_other = opened_last if self._alternate else other_queue[0] < best_queue[0]
+            best_queue = other_queue if take_other else best_queue
+        best_queue = best_queue or other_queue
+        if not best_queue:
             return None
-        task = heapq.heappop(best)[1]
-        keeps = self._problem.keeps[task]
-        self._opened_last[resource] = keeps > 0
-        n_kept[self._problem.segment[task]] += keeps
+        task = heapq.heappop(best_queue)[1]
+        in_flight_change = self._problem.in_flight_change[task]
+        self._opened_last[resource] = in_flight_change > 0
+        in_flight[self._problem.segment[task]] += in_flight_change
         return task
 
 
-def turned(problem: NumberedTasks, order: Sequence[int]) -> list[int]:
+def backward_list_schedule(problem: NumberedTasks, order: Sequence[int]) -> list[int]:
     """List scheduling against the order of the mirrored problem: what ends last there is first."""
-    starts, _ = starts_of(problem.mirrored, order)
-    return listed(problem, [-(start + ticks) for start, ticks in zip(starts, problem.ticks)])
+    starts, _ = start_ticks(problem.mirrored, order)
+    return list_schedule(problem, [-(start + ticks) for start, ticks in zip(starts, problem.ticks)])
 
 
-def sequenced(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
+def serial_schedule(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
     """The order in which the task of least key comes next, of those that wait for none.
 
     Where all of these would open a group in a full segment, a limit is passed.
     """
-    segment, keeps, limit = problem.segment, problem.keeps, problem.limit
-    waits, n_kept = list(problem.n_waits), [0] * len(limit)
-    ready = [(keys[t], t) for t in range(problem.n) if not waits[t]]
-    heapq.heapify(ready)
-    blocked: list[list[tuple[int, int]]] = [[] for _ in limit]
+    segment, in_flight_change, max_in_flight = (
+        problem.segment,
+        problem.in_flight_change,
+        problem.max_in_flight,
+    )
+    n_pending, in_flight = list(problem.n_inputs), [0] * len(max_in_flight)
+    ready_tasks = [(keys[t], t) for t in range(problem.n_tasks) if not n_pending[t]]
+    heapq.heapify(ready_tasks)
+    blocked: list[list[tuple[int, int]]] = [[] for _ in max_in_flight]
     order: list[int] = []
-    while len(order) < problem.n:
-        full = not ready
-        key, t = heapq.heappop(ready) if ready else min(min(b) for b in blocked if b)
+    while len(order) < problem.n_tasks:
+        ignore_limits = not ready_tasks
+        key, t = heapq.heappop(ready_tasks) if ready_tasks else min(min(b) for b in blocked if b)
         s = segment[t]
-        if full:
+        if ignore_limits:
             blocked[s].remove((key, t))
-        elif keeps[t] > 0 and n_kept[s] >= limit[s]:
+        elif in_flight_change[t] > 0 and in_flight[s] >= max_in_flight[s]:
             blocked[s].append((key, t))
             continue
         order.append(t)
-        n_kept[s] += keeps[t]
-        if keeps[t] < 0:
+        in_flight[s] += in_flight_change[t]
+        if in_flight_change[t] < 0:
             for task in blocked[s]:
-                heapq.heappush(ready, task)
+                heapq.heappush(ready_tasks, task)
             blocked[s].clear()
-        for reader, _, _ in problem.out[t]:
-            waits[reader] -= 1
-            if not waits[reader]:
-                heapq.heappush(ready, (keys[reader], reader))
+        for reader, _, _ in problem.successors[t]:
+            n_pending[reader] -= 1
+            if not n_pending[reader]:
+                heapq.heappush(ready_tasks, (keys[reader], reader))
     return order

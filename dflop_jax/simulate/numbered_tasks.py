@@ -20,15 +20,15 @@ from typing import TypeVar
 import numpy as np
 
 from dflop_jax.records import BACKWARD, FORWARD, Group, Plan, Task
-from dflop_jax.simulate.task_graph import StepGraph, in_flight_limit, resources
+from dflop_jax.simulate.task_graph import StepGraph, in_flight_limit, submesh_resources
 
 NO_LINK = -1  # the link of what reaches a task without any
 # Whole units that all seconds of a step together are rounded to: sums of them are exact, and even
 # of 100,000 tasks each is rounded by less than a millionth.
-_TICKS_OF_STEP = 100_000_000_000
+_TICKS_PER_STEP = 100_000_000_000
 Time = TypeVar("Time", int, float)
-Out = tuple[int, int, int]  # a task that waits, the link that carries to it or NO_LINK, ticks
-Sent = Mapping[Task, Mapping[Task, tuple[object, float]]]  # task -> reader -> (link, seconds)
+Successor = tuple[int, int, int]  # a task that waits, the link that carries to it or NO_LINK, ticks
+Sends = Mapping[Task, Mapping[Task, tuple[object, float]]]  # task -> reader -> (link, seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,25 +42,25 @@ class NumberedTasks:
 
     resource: tuple[int, ...]
     ticks: tuple[int, ...]
-    out: tuple[tuple[Out, ...], ...]
+    successors: tuple[tuple[Successor, ...], ...]
     segment: tuple[int, ...]
-    keeps: tuple[int, ...]
-    limit: tuple[int, ...]
+    in_flight_change: tuple[int, ...]
+    max_in_flight: tuple[int, ...]
     n_resources: int
     n_links: int
     tick_s: float
-    alike: tuple[np.ndarray, ...] = ()
+    interchangeable: tuple[np.ndarray, ...] = ()
 
     @property
-    def n(self) -> int:
+    def n_tasks(self) -> int:
         return len(self.ticks)
 
     @cached_property
-    def n_waits(self) -> tuple[int, ...]:
+    def n_inputs(self) -> tuple[int, ...]:
         """How many tasks each waits for."""
-        counts = [0] * self.n
-        for out in self.out:
-            for reader, _, _ in out:
+        counts = [0] * self.n_tasks
+        for successors in self.successors:
+            for reader, _, _ in successors:
                 counts[reader] += 1
         return tuple(counts)
 
@@ -68,15 +68,19 @@ class NumberedTasks:
     def mirrored(self) -> NumberedTasks:
         """The problem in which time runs backwards. An order of it, turned round, is one of this
         problem, in which segments keep as many groups."""
-        into: list[list[Out]] = [[] for _ in range(self.n)]
-        for t, out in enumerate(self.out):
-            for reader, link, send in out:
-                into[reader].append((t, link, send))
-        return replace(self, out=tuple(map(tuple, into)), keeps=tuple(-k for k in self.keeps))
+        inputs: list[list[Successor]] = [[] for _ in range(self.n_tasks)]
+        for t, successors in enumerate(self.successors):
+            for reader, link, send in successors:
+                inputs[reader].append((t, link, send))
+        return replace(
+            self,
+            successors=tuple(map(tuple, inputs)),
+            in_flight_change=tuple(-k for k in self.in_flight_change),
+        )
 
-    def allows(self, order: Sequence[int]) -> bool:
+    def is_within_limits(self, order: Sequence[int]) -> bool:
         """Whether no segment keeps more groups than its limit."""
-        return all(a <= b for a, b in zip(most_kept(self, order), self.limit))
+        return all(a <= b for a, b in zip(peak_in_flight(self, order), self.max_in_flight))
 
 
 def number_tasks(
@@ -84,11 +88,11 @@ def number_tasks(
     graph: StepGraph,
     groups: Sequence[Group],
     seconds: Callable[[Task], float],
-    sent: Sent | None = None,
+    sends: Sends | None = None,
     tick_s: float = 0.0,
 ) -> NumberedTasks:
     """The tasks of a step of these groups; a segment may keep as many of them as in 1F1B
-    (`order.in_flight_limit`).
+    (`task_graph.in_flight_limit`).
 
     Args:
       seconds: of each task when nothing slows it down.
@@ -96,85 +100,93 @@ def number_tasks(
       tick_s: 0: the least for which all ticks together are no large number.
     """
     segments = {s.name: i for i, s in enumerate(plan.layout.segments)}
-    of = resources(plan.layout)
-    ids = sorted(set(of.values()))
-    where = [ids.index(of[s.submesh]) for s in plan.layout.segments]
+    resource_of_submesh = submesh_resources(plan.layout)
+    ids = sorted(set(resource_of_submesh.values()))
+    resource_of_segment = [ids.index(resource_of_submesh[s.submesh]) for s in plan.layout.segments]
     task_s = [seconds(t) for t in graph.tasks]
-    sent = sent or {}
-    total_s = sum(task_s) + sum(s for to in sent.values() for _, s in to.values())
-    tick_s = tick_s or (total_s or 1.0) / _TICKS_OF_STEP
-    out_s, n_links = sent_by(graph, sent)
-    both = {(t.segment, t.group) for t in graph.tasks if t.direction == FORWARD} & {
-        (t.segment, t.group) for t in graph.tasks if t.direction == BACKWARD
-    }
-    sign = {FORWARD: 1, BACKWARD: -1}
+    sends = sends or {}
+    total_s = sum(task_s) + sum(s for reader in sends.values() for _, s in reader.values())
+    tick_s = tick_s or (total_s or 1.0) / _TICKS_PER_STEP
+    successors_s, n_links = successors_with_sends(graph, sends)
+    forwards, backwards = (
+        {(t.segment, t.group) for t in graph.tasks if t.direction == d} for d in (FORWARD, BACKWARD)
+    )
+    with_both, sign = forwards & backwards, {FORWARD: 1, BACKWARD: -1}
     limits = in_flight_limit(plan, groups)
     return NumberedTasks(
-        resource=tuple(where[segments[t.segment]] for t in graph.tasks),
+        resource=tuple(resource_of_segment[segments[t.segment]] for t in graph.tasks),
         ticks=tuple(round(s / tick_s) for s in task_s),
-        out=tuple(tuple((to, link, round(s / tick_s)) for to, link, s in row) for row in out_s),
+        successors=tuple(
+            tuple((reader, link, round(s / tick_s)) for reader, link, s in row)
+            for row in successors_s
+        ),
         segment=tuple(segments[t.segment] for t in graph.tasks),
-        keeps=tuple(sign[t.direction] * ((t.segment, t.group) in both) if t.direction in sign else 0
-                    for t in graph.tasks),
-        limit=tuple(limits[s.name] for s in plan.layout.segments),
+        in_flight_change=tuple(
+            sign.get(t.direction, 0) * ((t.segment, t.group) in with_both) for t in graph.tasks
+        ),
+        max_in_flight=tuple(limits[s.name] for s in plan.layout.segments),
         n_resources=len(ids),
         n_links=n_links,
         tick_s=tick_s,
-    )  # fmt: skip
+    )
 
 
-def sent_by(graph: StepGraph, sent: Sent) -> tuple[list[tuple[tuple[int, int, float], ...]], int]:
+def successors_with_sends(
+    graph: StepGraph, sends: Sends
+) -> tuple[list[tuple[tuple[int, int, float], ...]], int]:
     """Of every task (task that waits, link or NO_LINK, seconds), and how many links there are."""
     links: dict[object, int] = {}
-    out = [tuple((f, NO_LINK, 0.0) for f in followers) for followers in graph.followers]
-    for task, to in sent.items():
-        i = graph.place[task]
+    successors = [tuple((f, NO_LINK, 0.0) for f in followers) for followers in graph.followers]
+    for task, readers in sends.items():
+        i = graph.task_index[task]
         row = [
-            (graph.place[reader], links.setdefault(link, len(links)), s)
-            for reader, (link, s) in to.items()
+            (graph.task_index[reader], links.setdefault(link, len(links)), s)
+            for reader, (link, s) in readers.items()
         ]
         reached = {reader for reader, _, _ in row}
-        out[i] = (*row, *(o for o in out[i] if o[0] not in reached))
-    return out, len(links)
+        successors[i] = (*row, *(o for o in successors[i] if o[0] not in reached))
+    return successors, len(links)
 
 
-def most_kept(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
+def peak_in_flight(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
     """Most groups that each segment keeps at once."""
-    now, peak = [0] * len(tasks.limit), [0] * len(tasks.limit)
+    live, peak = [0] * len(tasks.max_in_flight), [0] * len(tasks.max_in_flight)
     for t in order:
         s = tasks.segment[t]
-        now[s] += tasks.keeps[t]
-        peak[s] = max(peak[s], now[s])
+        live[s] += tasks.in_flight_change[t]
+        peak[s] = max(peak[s], live[s])
     return peak
 
 
-def starts_of(tasks: NumberedTasks, order: Sequence[int]) -> tuple[list[int], int]:
+def start_ticks(tasks: NumberedTasks, order: Sequence[int]) -> tuple[list[int], int]:
     """(start of each task, makespan) of an order, in ticks: what the event simulator says where
     nothing slows a task down."""
-    free = [0] * tasks.n_resources
-    return run_in_order(order, tasks.resource, tasks.ticks, tasks.out, free, [0] * tasks.n_links)
+    free_ticks = [0] * tasks.n_resources
+    return run_in_order(
+        order, tasks.resource, tasks.ticks, tasks.successors, free_ticks, [0] * tasks.n_links
+    )
 
 
 def run_in_order(
     order: Sequence[int],
     resource: Sequence[int],
-    took: Sequence[Time],
-    out: Sequence[Sequence[tuple[int, int, Time]]],
+    seconds: Sequence[Time],
+    successors: Sequence[Sequence[tuple[int, int, Time]]],
     free: list[Time],
     link_free: list[Time],
 ) -> tuple[list[Time], Time]:
     """The same of tasks in any unit of time, from when resources and links are `free`, which are
     moved on."""
     makespan = min(free, default=0)
-    starts = [makespan] * len(took)  # until a task's turn comes: when its inputs are there
+    starts = [makespan] * len(seconds)  # until a task's turn comes: when its inputs are there
     for t in order:
         r = resource[t]
         if free[r] > starts[t]:
             starts[t] = free[r]
-        free[r] = end = starts[t] + took[t]
+        free[r] = end = starts[t] + seconds[t]
         if end > makespan:
             makespan = end
-        for reader, link, send in out[t]:
+        for reader, link, send in successors[t]:
             arrives = end
             if link >= 0:
                 if link_free[link] > end:

@@ -32,10 +32,10 @@ from dflop_jax.records import (
     Task,
     Trace,
 )
-from dflop_jax.simulate.engine import Job, run
-from dflop_jax.simulate.numbered_tasks import Sent, run_in_order, sent_by
-from dflop_jax.simulate.task_graph import StepGraph, links, resources, step_graph
-from dflop_jax.simulate.task_order import both_orders, order_of
+from dflop_jax.simulate.engine import SimulatedJob, run_jobs
+from dflop_jax.simulate.numbered_tasks import Sends, run_in_order, successors_with_sends
+from dflop_jax.simulate.task_graph import StepGraph, segment_links, step_graph, submesh_resources
+from dflop_jax.simulate.task_order import both_orders, schedule_order
 
 _DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
 _ROUNDING = 1e-9  # makespans that differ by less are the same
@@ -70,7 +70,7 @@ def simulate_step(
     trainable: Collection[str],
     *,
     noise: Noise | None = None,
-    awaited: Collection[str] = (),
+    synchronous: Collection[str] = (),
 ) -> Trace:
     """Trace of one step.
 
@@ -92,8 +92,8 @@ def simulate_step(
             f"straggler {unknown[0]!r} is no submesh of the plan; it has {', '.join(submeshes)}"
         )
     graph = step_graph(plan.layout, schedule.groups, trainable)
-    order = order_of(plan, schedule, graph)
-    return simulate_order(plan.layout, schedule, graph, order, prices, noise, awaited)
+    order = schedule_order(plan, schedule, graph)
+    return simulate_order(plan.layout, schedule, graph, order, prices, noise, synchronous)
 
 
 def simulate_order(
@@ -103,47 +103,51 @@ def simulate_order(
     order: Sequence[Task],
     prices: Prices,
     noise: Noise | None = None,
-    awaited: Collection[str] = (),
+    synchronous: Collection[str] = (),
 ) -> Trace:
     """`simulate_step` by an order that is known to be one of the graph."""
     submesh = {s.name: s.submesh for s in layout.segments}
-    resource = resources(layout)
+    resource = submesh_resources(layout)
     n_devices = {m.name: m.n_devices for m in layout.submeshes}
-    slower = noise.stragglers if noise else {}
+    straggler_factors = noise.stragglers if noise else {}
     seconds = task_seconds(schedule, prices)
-    sends = sends_of(layout, schedule, graph, prices)
+    sends = task_sends(layout, schedule, graph, prices)
     factors = _factors(len(order), noise, schedule.step, 0)
     send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
 
-    jobs: list[Job] = []
-    shown: list[tuple[str, str, int, str] | None] = []  # a job in the trace, None: not there
+    jobs: list[SimulatedJob] = []
+    trace_rows: list[tuple[str, str, int, str] | None] = []  # a job in the trace, None: not there
     last_job: dict[int, int] = {}  # of each resource
-    gate: tuple[int, ...] = ()  # the last of dispatch's waits
+    dispatch_wait: tuple[int, ...] = ()  # the last of dispatch's waits
     sent: dict[Task, dict[Task, int]] = {}  # reader -> producer -> the send's job
     job_of: dict[Task, int] = {}
     for task, factor in zip(order, factors):
-        name = submesh[task.segment]
-        on = resource[name]
-        came = sent.get(task, {})
-        waits = [came[t] if t in came else job_of[t] for t in graph.waits_for[task]]
-        if name in awaited and on in last_job:
-            gate, ended = (len(jobs),), last_job[on]
-            jobs.append(Job(_DISPATCH, 0.0, (ended,)))
-            shown.append(None)
-        job_of[task] = last_job[on] = len(jobs)
-        alone_s = seconds(task) * factor * slower.get(name, 1.0)
-        jobs.append(Job(on, alone_s, (*waits, *gate), n_devices[name]))
-        shown.append((name, task.segment, task.group, task.direction))
+        submesh_name = submesh[task.segment]
+        resource_id = resource[submesh_name]
+        inputs_sent = sent.get(task, {})
+        waits = [inputs_sent[t] if t in inputs_sent else job_of[t] for t in graph.waits_for[task]]
+        if submesh_name in synchronous and resource_id in last_job:
+            dispatch_wait, ended = (len(jobs),), last_job[resource_id]
+            jobs.append(SimulatedJob(_DISPATCH, 0.0, (ended,)))
+            trace_rows.append(None)
+        job_of[task] = last_job[resource_id] = len(jobs)
+        alone_s = seconds(task) * factor * straggler_factors.get(submesh_name, 1.0)
+        jobs.append(
+            SimulatedJob(resource_id, alone_s, (*waits, *dispatch_wait), n_devices[submesh_name])
+        )
+        trace_rows.append((submesh_name, task.segment, task.group, task.direction))
         for reader, (link, send_s) in sends.get(task, {}).items():
             sent.setdefault(reader, {})[task] = len(jobs)
-            jobs.append(Job(link, send_s * next(send_factors), (job_of[task],)))
-            back = task.direction == BACKWARD
-            source = reader if back else task
-            to = f"{name} → {submesh[reader.segment]}"
-            shown.append((to, source.segment, source.group, RETURN if back else SEND))
+            jobs.append(SimulatedJob(link, send_s * next(send_factors), (job_of[task],)))
+            is_backward = task.direction == BACKWARD
+            source = reader if is_backward else task
+            link_name = f"{submesh_name} → {submesh[reader.segment]}"
+            trace_rows.append(
+                (link_name, source.segment, source.group, RETURN if is_backward else SEND)
+            )
     events = tuple(
         Event(*row, start, end)
-        for row, start, end in zip(shown, *run(jobs, prices.concurrency))
+        for row, start, end in zip(trace_rows, *run_jobs(jobs, prices.concurrency))
         if row is not None
     )
     return Trace(schedule.step, "simulated", events)
@@ -151,14 +155,16 @@ def simulate_order(
 
 def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     """`prices.task_s` of this schedule's tasks, which looks every program up once."""
-    first: dict[tuple[Shape, tuple[str, ...]], int] = {}
-    alike = [first.setdefault((g.shape, g.remat_less), i) for i, g in enumerate(schedule.groups)]
+    first_group: dict[tuple[Shape, tuple[str, ...]], int] = {}
+    program_group = [
+        first_group.setdefault((g.shape, g.remat_less), i) for i, g in enumerate(schedule.groups)
+    ]
     programs: dict[tuple[str, int, str], Price | None] = {}
 
     def seconds(task: Task) -> float:
         if task.group == NO_GROUP:
             return prices.step_end.get(task, 0.0)
-        key = task.segment, alike[task.group], task.direction
+        key = task.segment, program_group[task.group], task.direction
         if key not in programs:
             programs[key] = prices.programs.get(ProgramId.of(task, schedule.groups[task.group]))
         price = programs[key]
@@ -167,31 +173,35 @@ def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     return seconds
 
 
-def sends_of(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Prices) -> Sent:
+def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Prices) -> Sends:
     """What each task sends to other submeshes: task -> reader -> ((submesh, submesh), seconds).
     Sizes are those of the group that reads the activations."""
     submesh = {s.name: s.submesh for s in layout.segments}
-    joined = {(k.source, k.target) for k in links(layout) if submesh[k.source] != submesh[k.target]}
-    first: dict[Shape, int] = {}
-    shapes = [first.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
-    known: dict[tuple[str, str, int, str], float] = {}
+    crossing_links = {
+        (k.source, k.target)
+        for k in segment_links(layout)
+        if submesh[k.source] != submesh[k.target]
+    }
+    first_group: dict[Shape, int] = {}
+    shapes = [first_group.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
+    send_seconds: dict[tuple[str, str, int, str], float] = {}
     sends: dict[Task, dict[Task, tuple[object, float]]] = {}
-    for reader in graph.tasks if joined and prices.sends else ():
+    for reader in graph.tasks if crossing_links and prices.sends else ():
         for producer in graph.waits_for[reader]:
             if producer.direction not in (FORWARD, BACKWARD):
                 continue
-            back = producer.direction == BACKWARD
-            source, target = (reader, producer) if back else (producer, reader)
-            if (source.segment, target.segment) not in joined:
+            is_backward = producer.direction == BACKWARD
+            source, target = (reader, producer) if is_backward else (producer, reader)
+            if (source.segment, target.segment) not in crossing_links:
                 continue
             key = source.segment, target.segment, shapes[target.group], producer.direction
-            if key not in known:
+            if key not in send_seconds:
                 shape = schedule.groups[target.group].shape
                 send = SendId(source.segment, target.segment, shape, producer.direction)
-                known[key] = prices.sends.get(send, 0.0)
-            if known[key]:
+                send_seconds[key] = prices.sends.get(send, 0.0)
+            if send_seconds[key]:
                 link = submesh[producer.segment], submesh[reader.segment]
-                sends.setdefault(producer, {})[reader] = link, known[key]
+                sends.setdefault(producer, {})[reader] = link, send_seconds[key]
     return sends
 
 
@@ -203,7 +213,7 @@ def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[floa
     return iter(np.exp(noise.sigma * z - noise.sigma**2 / 2).tolist())
 
 
-def with_order(
+def with_list_order(
     plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
 ) -> Schedule:
     """The schedule with the order of tasks that is fastest in simulation, and its makespan.
@@ -214,7 +224,7 @@ def with_order(
     """
     graph = step_graph(plan.layout, schedule.groups, trainable)
     seconds = task_seconds(schedule, prices)
-    makespan_s = makespan_by(plan, schedule, graph, prices)
+    makespan_s = makespan_function(plan, schedule, graph, prices)
     order, priced = both_orders(plan, graph, schedule.groups, seconds)
     best_s = makespan_s(order)
     if priced != order and (other_s := makespan_s(priced)) < best_s * (1 - _ROUNDING):
@@ -222,15 +232,17 @@ def with_order(
     return replace(schedule, order=tuple(graph.tasks[i] for i in order), makespan_s=best_s)
 
 
-def makespan_by(
+def makespan_function(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices
 ) -> Callable[[Sequence[int]], float]:
     """What the simulator says of orders, given as numbers of the graph's tasks. Where nothing slows
     tasks down it is read off the ends of what each waits for, without a trace."""
-    layout, of = plan.layout, resources(plan.layout)
-    devices = dict.fromkeys(of.values(), 0)
+    layout, resource_of_submesh = plan.layout, submesh_resources(plan.layout)
+    devices = dict.fromkeys(resource_of_submesh.values(), 0)
     for m in layout.submeshes:
-        devices[of[m.name]] = max(devices[of[m.name]], m.n_devices)
+        devices[resource_of_submesh[m.name]] = max(
+            devices[resource_of_submesh[m.name]], m.n_devices
+        )
     if sum(devices.values()) > prices.concurrency:
 
         def simulated(order: Sequence[int]) -> float:
@@ -240,12 +252,14 @@ def makespan_by(
         return simulated
     ids = sorted(devices)
     submesh = {s.name: s.submesh for s in layout.segments}
-    resource = [ids.index(of[submesh[t.segment]]) for t in graph.tasks]
+    resource = [ids.index(resource_of_submesh[submesh[t.segment]]) for t in graph.tasks]
     task_s = list(map(task_seconds(schedule, prices), graph.tasks))
-    out, n_links = sent_by(graph, sends_of(layout, schedule, graph, prices))
+    successors, n_links = successors_with_sends(graph, task_sends(layout, schedule, graph, prices))
 
     def read_off(order: Sequence[int]) -> float:
-        return run_in_order(order, resource, task_s, out, [0.0] * len(ids), [0.0] * n_links)[1]
+        return run_in_order(order, resource, task_s, successors, [0.0] * len(ids), [0.0] * n_links)[
+            1
+        ]
 
     return read_off
 
@@ -257,13 +271,13 @@ def simulate_schedules(
     trainable: Collection[str],
     *,
     noise: Noise | None = None,
-    awaited: Collection[str] = (),
+    synchronous: Collection[str] = (),
 ) -> Trace:
     """Steps one after another in one trace; groups keep counting."""
     events: list[Event] = []
     offset, first_group = 0.0, 0
     for schedule in schedules:
-        one = simulate_step(plan, schedule, prices, trainable, noise=noise, awaited=awaited)
+        one = simulate_step(plan, schedule, prices, trainable, noise=noise, synchronous=synchronous)
         events += [
             replace(
                 e,

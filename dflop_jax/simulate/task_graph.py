@@ -27,7 +27,7 @@ from dflop_jax.records import (
 
 
 @dataclass(frozen=True)
-class Link:
+class SegmentLink:
     """What one segment sends another: the hidden states between two segments of a module (`edge`
     is None), or what an edge of the model carries."""
 
@@ -44,7 +44,7 @@ class StepGraph:
     waits_for: dict[Task, tuple[Task, ...]]
 
     @cached_property
-    def place(self) -> dict[Task, int]:
+    def task_index(self) -> dict[Task, int]:
         """The number of each task: its place in the canonical order."""
         return {t: i for i, t in enumerate(self.tasks)}
 
@@ -53,34 +53,34 @@ class StepGraph:
         """The numbers of the tasks that wait for each task."""
         waiting: list[list[int]] = [[] for _ in self.tasks]
         for i, t in enumerate(self.tasks):
-            for before in self.waits_for[t]:
-                waiting[self.place[before]].append(i)
+            for input_task in self.waits_for[t]:
+                waiting[self.task_index[input_task]].append(i)
         return tuple(map(tuple, waiting))
 
 
-def links(layout: Layout) -> tuple[Link, ...]:
+def segment_links(layout: Layout) -> tuple[SegmentLink, ...]:
     """Everything that segments send each other, in the order of the receiving segments."""
-    all_links: list[Link] = []
+    all_links: list[SegmentLink] = []
     for s in layout.segments:
-        parts = layout.segments_of(s.module)
-        place = parts.index(s)
-        if place > 0:
-            all_links.append(Link(parts[place - 1].name, s.name))
+        segments_of_module = layout.segments_of(s.module)
+        index = segments_of_module.index(s)
+        if index > 0:
+            all_links.append(SegmentLink(segments_of_module[index - 1].name, s.name))
         for edge in layout.edges:
             if s.reads(edge):
                 source = next(u for u in layout.segments_of(edge.source) if u.sends(edge))
-                all_links.append(Link(source.name, s.name, edge))
+                all_links.append(SegmentLink(source.name, s.name, edge))
     return tuple(all_links)
 
 
-def shape_pairs(layout: Layout, link: Link) -> list[tuple[Shape, Shape]]:
+def linked_shapes(layout: Layout, link: SegmentLink) -> list[tuple[Shape, Shape]]:
     """Shapes of a source and a target group that a bucket joins."""
     low, high = (layout.segment(n).module for n in (link.source, link.target))
     pairs = ((b.shape(low), b.shape(high)) for b in layout.buckets)
     return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
 
 
-def fed_by(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
+def feeding_groups(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
     """(group, module) -> the groups of that module that feed the group."""
     feeding: dict[tuple[int, str], list[int]] = {}
     for i, g in enumerate(groups):
@@ -89,23 +89,23 @@ def fed_by(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
     return feeding
 
 
-def tied_ends(layout: Layout) -> dict[str, str]:
+def tied_segments(layout: Layout) -> dict[str, str]:
     """Segment that reads the entry's parameters of its module from another one -> that one."""
     owner_of = {}
     for module in layout.tied:
-        parts = layout.segments_of(module)
-        if len(parts) > 1:
-            owner_of[parts[-1].name] = parts[0].name
+        segments_of_module = layout.segments_of(module)
+        if len(segments_of_module) > 1:
+            owner_of[segments_of_module[-1].name] = segments_of_module[0].name
     return owner_of
 
 
-def with_backward(layout: Layout, trainable: Collection[str]) -> tuple[str, ...]:
+def segments_with_backward(layout: Layout, trainable: Collection[str]) -> tuple[str, ...]:
     """Segments that run backward: trainable ones, and those that read what such a one computes."""
-    every, needs = links(layout), list[str]()
+    all_links, names = segment_links(layout), list[str]()
     for s in layout.segments:
-        if s.name in trainable or any(k.target == s.name and k.source in needs for k in every):
-            needs.append(s.name)
-    return tuple(needs)
+        if s.name in trainable or any(k.target == s.name and k.source in names for k in all_links):
+            names.append(s.name)
+    return tuple(names)
 
 
 def step_graph(
@@ -113,41 +113,43 @@ def step_graph(
 ) -> StepGraph:
     """Graph of one step that runs `groups`; `evaluate` gives forward tasks only, those of the
     segments that end in a loss included."""
-    backward = () if evaluate else with_backward(layout, trainable)
-    into: dict[str, list[Link]] = {s.name: [] for s in layout.segments}
-    out_of: dict[str, list[Link]] = {s.name: [] for s in layout.segments}
-    for link in links(layout):
-        into[link.target].append(link)
-        out_of[link.source].append(link)
-    sources_of = fed_by(groups)
+    backward = () if evaluate else segments_with_backward(layout, trainable)
+    links_in: dict[str, list[SegmentLink]] = {s.name: [] for s in layout.segments}
+    links_out: dict[str, list[SegmentLink]] = {s.name: [] for s in layout.segments}
+    for link in segment_links(layout):
+        links_in[link.target].append(link)
+        links_out[link.source].append(link)
+    sources_of = feeding_groups(groups)
     segments = {m: layout.segments_of(m) for m in layout.modules}
-    waits: dict[Task, tuple[Task, ...]] = {}
+    waits_for: dict[Task, tuple[Task, ...]] = {}
     for i, g in enumerate(groups):
         for s in segments[g.module]:
-            fused = not out_of[s.name] and not evaluate
-            before: list[Task] = []
-            for link in into[s.name]:
+            fused = not links_out[s.name] and not evaluate
+            inputs: list[Task] = []
+            for link in links_in[s.name]:
                 if link.edge is None:
-                    before.append(Task(link.source, i, FORWARD))
+                    inputs.append(Task(link.source, i, FORWARD))
                 else:
                     sources = sources_of.get((i, link.edge.source), [])
-                    before += [Task(link.source, k, FORWARD) for k in sources]
-            waits[Task(s.name, i, BACKWARD if fused else FORWARD)] = tuple(dict.fromkeys(before))
+                    inputs += [Task(link.source, k, FORWARD) for k in sources]
+            waits_for[Task(s.name, i, BACKWARD if fused else FORWARD)] = tuple(
+                dict.fromkeys(inputs)
+            )
     for i, g in enumerate(groups):
         feeds: dict[str, list[int]] = {}
         for f in g.feeds:
             feeds.setdefault(groups[f].module, []).append(f)
         for s in reversed(segments[g.module]):
-            if s.name not in backward or not out_of[s.name]:
+            if s.name not in backward or not links_out[s.name]:
                 continue
-            after = [Task(s.name, i, FORWARD)]
-            for link in out_of[s.name]:
+            inputs = [Task(s.name, i, FORWARD)]
+            for link in links_out[s.name]:
                 fed = [i] if link.edge is None else feeds.get(link.edge.target, [])
-                after += [Task(link.target, f, BACKWARD) for f in fed]
-            waits[Task(s.name, i, BACKWARD)] = tuple(dict.fromkeys(after))
+                inputs += [Task(link.target, f, BACKWARD) for f in fed]
+            waits_for[Task(s.name, i, BACKWARD)] = tuple(dict.fromkeys(inputs))
     if not evaluate:
-        waits |= _step_end(layout, waits, trainable)
-    return StepGraph(tuple(waits), waits)
+        waits_for |= _step_end(layout, waits_for, trainable)
+    return StepGraph(tuple(waits_for), waits_for)
 
 
 def _step_end(
@@ -155,7 +157,7 @@ def _step_end(
 ) -> dict[Task, tuple[Task, ...]]:
     """Reductions and updates. The reader of a tied parameter reduces first, so that its owner adds
     both gradients, and is updated last, by what the owner sends."""
-    owner_of = tied_ends(layout)
+    owner_of = tied_segments(layout)
     readers = {owner: reader for reader, owner in owner_of.items() if reader in trainable}
     names = [s.name for s in layout.segments if s.name in trainable]
     by_segment: dict[str, list[Task]] = {n: [] for n in names}
@@ -164,17 +166,17 @@ def _step_end(
             by_segment[t.segment].append(t)
     waits_for: dict[Task, tuple[Task, ...]] = {}
     for n in names:
-        more = [Task(readers[n], NO_GROUP, REDUCE)] if n in readers else []
-        waits_for[Task(n, NO_GROUP, REDUCE)] = (*by_segment[n], *more)
+        tied_task = [Task(readers[n], NO_GROUP, REDUCE)] if n in readers else []
+        waits_for[Task(n, NO_GROUP, REDUCE)] = (*by_segment[n], *tied_task)
     reductions = tuple(waits_for)
     for n in names:
         owner = owner_of.get(n)
-        more = [Task(owner, NO_GROUP, UPDATE)] if owner in by_segment else []
-        waits_for[Task(n, NO_GROUP, UPDATE)] = (*reductions, *more)
+        tied_task = [Task(owner, NO_GROUP, UPDATE)] if owner in by_segment else []
+        waits_for[Task(n, NO_GROUP, UPDATE)] = (*reductions, *tied_task)
     return waits_for
 
 
-def resources(layout: Layout) -> dict[str, int]:
+def submesh_resources(layout: Layout) -> dict[str, int]:
     """Submesh name -> id of its resource; submeshes that share a device share a resource."""
     group = {m.name: i for i, m in enumerate(layout.submeshes)}
     for a in layout.submeshes:
@@ -187,9 +189,9 @@ def resources(layout: Layout) -> dict[str, int]:
 
 def segment_resources(layout: Layout) -> dict[str, int]:
     """Segment name -> its resource, counted from 0."""
-    of = resources(layout)
-    ids = sorted({of[s.submesh] for s in layout.segments})
-    return {s.name: ids.index(of[s.submesh]) for s in layout.segments}
+    resource_of_submesh = submesh_resources(layout)
+    ids = sorted({resource_of_submesh[s.submesh] for s in layout.segments})
+    return {s.name: ids.index(resource_of_submesh[s.submesh]) for s in layout.segments}
 
 
 def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
@@ -200,23 +202,28 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     follow run depth-first. Where several groups of a module feed one group, it is as many times
     more; without `groups`, as many as the plan allows.
     """
-    of = resources(plan.layout)
-    where = {s.name: of[s.submesh] for s in plan.layout.segments}
+    resource_of_submesh = submesh_resources(plan.layout)
+    resource_of = {s.name: resource_of_submesh[s.submesh] for s in plan.layout.segments}
     module = {s.name: s.module for s in plan.layout.segments}
-    fed = fed_by(groups)
+    fed = feeding_groups(groups)
     depth: dict[str, int] = {}
-    times: dict[str, int] = {}
-    out_of: dict[str, list[str]] = {}
-    for link in links(plan.layout):
-        out_of.setdefault(link.source, []).append(link.target)
+    fan_in_product: dict[str, int] = {}
+    readers_of: dict[str, list[str]] = {}
+    for link in segment_links(plan.layout):
+        readers_of.setdefault(link.source, []).append(link.target)
     for s in reversed(plan.layout.segments):
-        after = out_of.get(s.name, [])
-        depth[s.name] = max((depth[t] + (where[t] != where[s.name]) for t in after), default=1)
+        readers = readers_of.get(s.name, [])
+        depth[s.name] = max(
+            (depth[t] + (resource_of[t] != resource_of[s.name]) for t in readers), default=1
+        )
         feeds_one = s.module in plan.layout.divided and plan.layout.targets(s.module)
         fan_in = plan.layout.fan_in if feeds_one and not groups else 1
-        widest = max((len(n) for (_, m), n in fed.items() if m == s.module), default=fan_in)
-        beyond = max((times[t] for t in after if module[t] != s.module), default=1)
-        times[s.name] = widest * beyond
+        widest_fan_in = max((len(n) for (_, m), n in fed.items() if m == s.module), default=fan_in)
+        reader_fan_in = max(
+            (fan_in_product[t] for t in readers if module[t] != s.module), default=1
+        )
+        fan_in_product[s.name] = widest_fan_in * reader_fan_in
     return {
-        n: (d + (plan.scheduling.lookahead if d > 1 else 0)) * times[n] for n, d in depth.items()
+        n: (d + (plan.scheduling.lookahead if d > 1 else 0)) * fan_in_product[n]
+        for n, d in depth.items()
     }

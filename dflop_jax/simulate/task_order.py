@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Schedule, Task
-from dflop_jax.simulate.list_scheduling import listed
+from dflop_jax.simulate.list_scheduling import list_schedule
 from dflop_jax.simulate.numbered_tasks import NumberedTasks, number_tasks
 from dflop_jax.simulate.task_graph import StepGraph
 
@@ -27,7 +27,7 @@ def order_tasks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> tuple[
 def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
     """What `order_tasks` says, in numbers of the tasks."""
     tasks = number_tasks(plan, graph, groups, lambda t: TEXTBOOK_S[t.direction], tick_s=1.0)
-    return listed(_limited(plan, groups, tasks), _urgency(plan, graph, groups))
+    return list_schedule(_limited(plan, groups, tasks), _urgency(plan, graph, groups))
 
 
 def both_orders(
@@ -37,20 +37,22 @@ def both_orders(
     priced = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
     ticks = tuple(round(TEXTBOOK_S[t.direction]) for t in graph.tasks)
     ranks = _urgency(plan, graph, groups)
-    return listed(replace(priced, ticks=ticks, tick_s=1.0), ranks), listed(priced, ranks)
+    return list_schedule(replace(priced, ticks=ticks, tick_s=1.0), ranks), list_schedule(
+        priced, ranks
+    )
 
 
 def _limited(plan: Plan, groups: Sequence[Group], tasks: NumberedTasks) -> NumberedTasks:
     """The tasks, whose segments keep any number of groups under "gpipe"."""
     if plan.scheduling.order != "gpipe":
         return tasks
-    return replace(tasks, limit=(len(groups) + 1,) * len(tasks.limit))
+    return replace(tasks, max_in_flight=(len(groups) + 1,) * len(tasks.max_in_flight))
 
 
 def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
     """The rank of every task among all, the most urgent first."""
     depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
-    turn = _turns(groups)
+    turn_of_group = _pipeline_turns(groups)
     runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
     # A forward that no backward follows has no limit, so it only fills gaps.
     kinds = {FORWARD: 0, BACKWARD: 1, REDUCE: 3, UPDATE: 4}
@@ -60,10 +62,10 @@ def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]
         kind, deeper = kinds[task.direction], -depth[task.segment]
         if task.direction == FORWARD and task.segment not in runs_back:
             kind = 2 * (plan.scheduling.order != "gpipe")
-        place = turn[task.group] if task.group >= 0 else 0
+        group_turn = turn_of_group[task.group] if task.group >= 0 else 0
         if kind == 1:
-            return kind, place, task.group, deeper
-        return kind, deeper, place, task.group
+            return kind, group_turn, task.group, deeper
+        return kind, deeper, group_turn, task.group
 
     ranks = [0] * len(graph.tasks)
     for rank, i in enumerate(sorted(range(len(graph.tasks)), key=key)):
@@ -71,34 +73,34 @@ def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]
     return ranks
 
 
-def _turns(groups: Sequence[Group]) -> list[int]:
+def _pipeline_turns(groups: Sequence[Group]) -> list[int]:
     """The place, for every group, of the first group at the pipeline's end that it leads to."""
-    turn: dict[int, int] = {}
+    turn_of_group: dict[int, int] = {}
 
-    def of(i: int) -> int:
-        if i not in turn:
-            turn[i] = min((of(f) for f in groups[i].feeds), default=i)
-        return turn[i]
+    def turn(i: int) -> int:
+        if i not in turn_of_group:
+            turn_of_group[i] = min((turn(f) for f in groups[i].feeds), default=i)
+        return turn_of_group[i]
 
-    return [of(i) for i in range(len(groups))]
+    return [turn(i) for i in range(len(groups))]
 
 
 def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
     """ValueError unless `order` holds every task of the graph once, after all that it waits for."""
-    seen: set[Task] = set()
+    done: set[Task] = set()
     for t in order:
-        if t not in graph.waits_for or t in seen:
+        if t not in graph.waits_for or t in done:
             raise ValueError(f"the order runs {t} twice, or it is no task of this step")
-        late = [d for d in graph.waits_for[t] if d not in seen]
-        if late:
-            raise ValueError(f"the order runs {t} before {late[0]}, for which it waits")
-        seen.add(t)
-    if len(seen) < len(graph.tasks):
-        missing = next(t for t in graph.tasks if t not in seen)
-        raise ValueError(f"the order lacks {missing}; it holds {len(seen)} of {len(graph.tasks)}")
+        unmet = [d for d in graph.waits_for[t] if d not in done]
+        if unmet:
+            raise ValueError(f"the order runs {t} before {unmet[0]}, for which it waits")
+        done.add(t)
+    if len(done) < len(graph.tasks):
+        missing = next(t for t in graph.tasks if t not in done)
+        raise ValueError(f"the order lacks {missing}; it holds {len(done)} of {len(graph.tasks)}")
 
 
-def order_of(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ...]:
+def schedule_order(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ...]:
     """The schedule's own order, checked against the graph, else list scheduling by textbook
     durations."""
     if schedule.order:
@@ -107,13 +109,13 @@ def order_of(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ..
     return order_tasks(plan, graph, schedule.groups)
 
 
-def most_in_flight(order: Sequence[Task]) -> dict[str, int]:
+def peak_groups_in_flight(order: Sequence[Task]) -> dict[str, int]:
     """Most groups that a segment holds at once from forward to backward, read off an order."""
     backward = {(t.segment, t.group) for t in order if t.direction == BACKWARD}
-    held: dict[str, set[int]] = {}
+    live_groups: dict[str, set[int]] = {}
     peak: dict[str, int] = {}
     for t in order:
-        groups = held.setdefault(t.segment, set())
+        groups = live_groups.setdefault(t.segment, set())
         if t.direction == FORWARD and (t.segment, t.group) in backward:
             groups.add(t.group)
         elif t.direction == BACKWARD:

@@ -264,7 +264,7 @@ def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) 
     ]
     # Those that the plan was chosen by were timed on a state that was not needed.
     measured = replace(timed.prices(profile.model), step_end=prices.step_end)
-    trace = simulate_schedules(plan, schedules, measured, ex.trainable, awaited=ex.awaited)
+    trace = simulate_schedules(plan, schedules, measured, ex.trainable, synchronous=ex.awaited)
     busy = trace.busy_fraction()  # of links too
     figures = replace(
         plan.predicted,

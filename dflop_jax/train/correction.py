@@ -10,21 +10,21 @@ from dflop_jax.report.row_file import RowFile, read_rows
 from dflop_jax.report.run_folder import SAMPLES
 from dflop_jax.schedule.correction import (
     Correction,
-    Learnt,
+    CorrectionState,
     StepSample,
-    corrected,
-    decided,
-    digest,
+    add_ratios,
+    add_sample,
+    correct_prices,
+    drop_old_changes,
     expected_times,
     is_full,
-    learn,
+    is_sampling,
     learnt_gain_s,
     log_ratios,
-    needed_from,
-    replay,
-    sampling,
+    price_digest,
+    replay_samples,
     task_times,
-    with_ratios,
+    with_decision,
 )
 from dflop_jax.schedule.worker import ScheduleWorker
 from dflop_jax.train.choose_plan import ReadyRun
@@ -40,13 +40,15 @@ def read_samples(rows: RowFile) -> Iterator[StepSample]:
     return read_rows(rows.path, StepSample, "a sampled step", remedy)
 
 
-def take_up(prices: Prices, known: Learnt | None, samples: RowFile, start: int) -> Learnt:
+def take_up(
+    prices: Prices, known: CorrectionState | None, samples: RowFile, start: int
+) -> CorrectionState:
     """What is known of these prices before step `start`: what a checkpoint knew (`known`), and the
     samples beyond it. Samples of steps to come under other prices are dropped."""
-    key = digest(prices)
+    key = price_digest(prices)
     samples.keep(lambda s: s.step < start or s.prices == key)
-    begun = known if known and known.prices == key else Learnt(key)
-    return replay(begun, read_samples(samples), start)
+    begun = known if known and known.prices == key else CorrectionState(key)
+    return replay_samples(begun, read_samples(samples), start)
 
 
 class Corrector:
@@ -61,7 +63,7 @@ class Corrector:
       learnt: what `worker` schedules by (see `price_changes`).
     """
 
-    def __init__(self, ready: ReadyRun, worker: ScheduleWorker, learnt: Learnt):
+    def __init__(self, ready: ReadyRun, worker: ScheduleWorker, learnt: CorrectionState):
         self._ready, self._prices, self._worker = ready, ready.prices, worker
         self._learnt = learnt
         self._gain_s = self._overhead_s = 0.0  # of the last full window
@@ -69,9 +71,9 @@ class Corrector:
         self._asked = False  # what a full window gains
         self._said: Correction | None = None  # the last that a line was about
 
-    def learnt(self, step: int) -> Learnt:
+    def learnt(self, step: int) -> CorrectionState:
         """What a run needs that goes on at a step, for its checkpoint."""
-        return needed_from(self._learnt, step)
+        return drop_old_changes(self._learnt, step)
 
     @property
     def report(self) -> dict[str, float]:
@@ -87,7 +89,7 @@ class Corrector:
         """Learn from a finished step, if it is one to sample; later batches are scheduled by what
         was learnt. The first switches of sampling are said, and later corrections that pay."""
         was_on = self._learnt.monitor.on
-        if batch.step > self._learnt.last and sampling(self._learnt.monitor, batch.step):
+        if batch.step > self._learnt.last and is_sampling(self._learnt.monitor, batch.step):
             self._sample(trace, batch)
         if is_full(self._learnt.monitor):
             self._decide(batch)
@@ -120,23 +122,23 @@ class Corrector:
         plan, prices, trainable = self._ready.ex.plan, self._prices, self._ready.ex.trainable
         expected = expected_times(plan, batch.schedule, prices, trainable)
         ratios = log_ratios(plan.layout, task_times(trace, batch.schedule), expected)
-        state = with_ratios(before.state, ratios)
-        first = self._worker.update_prices(corrected(prices, state))
+        state = add_ratios(before.state, ratios)
+        first = self._worker.update_prices(correct_prices(prices, state))
         self._spent_s += time.perf_counter() - started_s
         sample = StepSample(step, first, before.prices, ratios, self._gain_s, self._overhead_s)
         assert self._ready.folder is not None
         self._ready.folder.rows[SAMPLES].append(sample)
-        self._learnt = learn(needed_from(before, step), sample)
+        self._learnt = add_sample(drop_old_changes(before, step), sample)
 
     def _decide(self, batch: ReadyBatch) -> None:
         """Have the gain of a full window predicted, for this batch; once it is known, decide. What
         a kill leaves undecided is asked for again."""
         learnt = self._learnt
         if not self._asked:
-            after = corrected(self._prices, learnt.state)
-            self._worker.ask_gain(batch.step, batch.loads, self._prices, after)
+            after = correct_prices(self._prices, learnt.state)
+            self._worker.request_gain(batch.step, batch.loads, self._prices, after)
             self._asked = True
         elif (gain_s := self._worker.gain_s) is not None:
             self._gain_s, self._overhead_s = gain_s, self._spent_s / learnt.monitor.window
             self._asked, self._spent_s = False, 0.0
-            self._learnt = decided(learnt, self._gain_s, self._overhead_s)
+            self._learnt = with_decision(learnt, self._gain_s, self._overhead_s)

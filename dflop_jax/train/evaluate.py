@@ -18,7 +18,7 @@ from dflop_jax.records import Load, Plan, Schedule
 from dflop_jax.report.run_folder import read_evaluations
 from dflop_jax.report.wall_time import EVALUATION
 from dflop_jax.schedule.batch_scheduler import schedule_batch
-from dflop_jax.schedule.buckets.extra_buckets import beyond
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.train.callbacks import Evaluation, HeldOutLoss
 from dflop_jax.train.choose_plan import ReadyRun
 from dflop_jax.train.feed import BatchLoss, Packer, ReadyBatch, shared_schedule
@@ -168,7 +168,7 @@ class HeldOut:
 def _held(source: Source, chosen: Mapping[str, list[int]], plan: Plan) -> dict[str, list[int]]:
     """Those of the samples that some bucket of the plan holds, by dataset."""
     every = [i for which in chosen.values() for i in which]
-    large = {every[k] for k in beyond([source.load(i) for i in every], plan)}
+    large = {every[k] for k in oversize_samples([source.load(i) for i in every], plan)}
     if large:
         names = ", ".join(source.label(i) for i in sorted(large)[:3])
         logger.warning(

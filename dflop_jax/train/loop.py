@@ -24,8 +24,8 @@ from dflop_jax.records import PriceList
 from dflop_jax.report.run_folder import SAMPLES
 from dflop_jax.report.wall_time import DATA, END, REDECISION, SAVE, TRAINING
 from dflop_jax.runtime.step_result import StepHandle
-from dflop_jax.schedule.buckets.extra_buckets import beyond
-from dflop_jax.schedule.correction import Learnt, price_changes
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
+from dflop_jax.schedule.correction import CorrectionState, price_changes
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
 from dflop_jax.train.choose_plan import ReadyRun
@@ -55,7 +55,7 @@ class Loop:
         needed = needed_flops(place.model, row_tokens(ex.plan.layout), place.trained.frozen)
         self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
         loader = partial(make_loader, self.config, ready.source, model=place.model)
-        self.loader = loader(partial(beyond, plan=ex.plan))
+        self.loader = loader(partial(oversize_samples, plan=ex.plan))
         self._corrector: Corrector | None = None
         self._redecider = Redecider(ready, loader().loads)  # before too large ones are replaced
         self.next: NewPlan | None = None
@@ -124,7 +124,7 @@ class Loop:
         return FitResult(run_dir, losses, evaluation, compiles, done, preempted, why)
 
     def _start_worker(
-        self, stack: ExitStack, start: int, known: Learnt | None
+        self, stack: ExitStack, start: int, known: CorrectionState | None
     ) -> ScheduleWorker | None:
         """Start what solves the schedules, on process 0, and what corrects its prices; `known` is
         what a checkpoint knows of these."""

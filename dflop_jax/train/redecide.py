@@ -18,8 +18,8 @@ import numpy as np
 from dflop_jax.config import Config
 from dflop_jax.plan.pricing import simulate
 from dflop_jax.records import DataProfile, Load, Plan, Profile
-from dflop_jax.schedule.buckets.choose import largest
-from dflop_jax.schedule.buckets.extra_buckets import beyond
+from dflop_jax.schedule.buckets.choose import dominating_loads
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.train.choose_plan import ReadyRun
 from dflop_jax.train.planning import make_plan
 
@@ -67,7 +67,7 @@ def observed(known: DataProfile, seen: Sequence[Load], steps: range) -> DataProf
     source = f"{known.source.split(', steps ')[0]}, steps {steps.start} to {steps.stop - 1}"
     loads = (*known.tail, *known.loads)
     modules = dict.fromkeys(m for load in loads for m in load.pieces)
-    tail = largest(loads, [*modules])
+    tail = dominating_loads(loads, [*modules])
     return DataProfile(source, known.n_total, tuple(seen), tuple(tail))
 
 
@@ -80,12 +80,12 @@ def saved_share(
     if best.layout == plan.layout:
         return None, "the plan is still the best"
     known = (*data.loads, *data.tail)
-    if lost := {*beyond(known, best)} - {*beyond(known, plan)}:
+    if lost := {*oversize_samples(known, best)} - {*oversize_samples(known, plan)}:
         return None, f"the best plan leaves out {len(lost)} samples that are trained on"
     held = []
     for i in range(0, len(data.loads), n):
         batch = data.loads[i : i + n]
-        large = {j for p in (plan, best) for j in beyond(batch, p)}
+        large = {j for p in (plan, best) for j in oversize_samples(batch, p)}
         held.append([load for j, load in enumerate(batch) if j not in large])
     last = held[-config.plan.sampled_batches :]
     now_s, then_s = (simulate(p, last, profile.model).makespan_s for p in (plan, best))

@@ -26,7 +26,7 @@ from dflop_jax.config import Config, fields
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Plan, PriceList, Prices, Profile
-from dflop_jax.schedule.correction import Learnt
+from dflop_jax.schedule.correction import CorrectionState
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.skipped_samples import Skips
 
@@ -80,7 +80,7 @@ class Meta:
     profile: Profile
     prices: PriceList
     planned_under: dict[str, Any] = field(default_factory=dict)
-    learnt: Learnt | None = None
+    learnt: CorrectionState | None = None
     skips: Skips = field(default_factory=Skips)
     trained_under: dict[str, str] = field(default_factory=dict)
     version: int = VERSION

@@ -42,7 +42,7 @@ from dflop_jax.runtime.out_of_memory import ran_out, short_bytes
 from dflop_jax.runtime.step import TrainState
 from dflop_jax.runtime.synthetic_batch import content_of_rows
 from dflop_jax.schedule import count_program as counts_program
-from dflop_jax.schedule.count_program import CountProgram, canonical, sizes_of
+from dflop_jax.schedule.count_program import CountProgram, canonicalize, program_sizes
 from dflop_jax.train.compile_cache import compiles_counted
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
@@ -224,11 +224,11 @@ def count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
     more than a second and 73 MB to import. None where the plan's groups are not balanced."""
     if plan.scheduling.grouping != "balanced":
         return None
-    sizes = sizes_of(plan.layout)
+    sizes = program_sizes(plan.layout)
     code = hashlib.sha256(Path(counts_program.__file__).read_bytes()).hexdigest()
     facts = f"{sizes} {version('cvxpy')} {code}"
     file = Path(cache_dir, f"counts-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json")
-    return load_or_make(CountProgram, file, lambda: canonical(sizes))
+    return load_or_make(CountProgram, file, lambda: canonicalize(sizes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dflop_jax.plan.options import saving_words
 from dflop_jax.plan.search import search_plan
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Trace
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.count_program import canonical, sizes_of
+from dflop_jax.schedule.count_program import canonicalize, program_sizes
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.cases import Case, Step, reported, seen
 from experiments.paper.costs import prices_of, profile_of
@@ -96,7 +96,7 @@ def mean_s(steps: Iterable[Step]) -> float:
 def run_steps(case: Case, plan: Plan) -> tuple[Step, ...]:
     """The reported batches under a plan of static shapes, scheduled as in a run."""
     prices, names = prices_of(case, plan), [s.name for s in plan.layout.segments]
-    program = canonical(sizes_of(plan.layout))
+    program = canonicalize(program_sizes(plan.layout))
     steps = []
     for i, batch in enumerate(reported(case)):
         work = min(plan.scheduling.work_budget or _WORK, _WORK)

@@ -20,15 +20,15 @@ from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import (
     Correction,
     Monitor,
-    corrected,
-    decide,
+    add_ratios,
+    correct_prices,
+    count_sampled_step,
+    decide_sampling,
     is_full,
+    is_sampling,
     log_ratios,
     predicted_gain_s,
-    sampling,
     task_times,
-    with_ratios,
-    with_step,
 )
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.answers import TOKEN_MULTIPLE, answer
@@ -104,7 +104,7 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
         say(f"correction: step {step + 1} of {steps}")
         known = {
             "as predicted": predicted,
-            "corrected": corrected(predicted, state),
+            "corrected": correct_prices(predicted, state),
             "all known": true,
         }
         for name, prices in known.items():
@@ -112,22 +112,24 @@ def run(case: Case = SETUP, steps: int = STEPS) -> Result:
             trace = simulate_step(plan, schedule, true, names)
             took = trace.makespan_s
             if name == "corrected":
-                sampled.append(sampling(monitor, step))
+                sampled.append(is_sampling(monitor, step))
                 if sampled[-1]:
                     ratios = log_ratios(plan.layout, task_times(trace, schedule), expected)
-                    state = with_ratios(state, ratios)
+                    state = add_ratios(state, ratios)
                     overhead_s = OVERHEAD * took
                     took += overhead_s
-                    monitor = with_step(monitor)
+                    monitor = count_sampled_step(monitor)
                     if is_full(monitor):
                         gain_s = predicted_gain_s(
                             batches[step % len(batches)],
                             plan,
                             predicted,
-                            corrected(predicted, state),
+                            correct_prices(predicted, state),
                             names,
                         )
-                        monitor = decide(monitor, step, state, gain_s=gain_s, overhead_s=overhead_s)
+                        monitor = decide_sampling(
+                            monitor, step, state, gain_s=gain_s, overhead_s=overhead_s
+                        )
                     learnt += 1
             spent[name].append(took)
     mean = {name: float(np.mean(each)) for name, each in spent.items()}

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from scipy.stats import spearmanr
 
-from dflop_jax.simulate.task_graph import resources
+from dflop_jax.simulate.task_graph import submesh_resources
 from experiments.paper.answers import (
     BASELINES,
     DFLOP,
@@ -79,7 +79,7 @@ def idle(setups: Sequence[Case] = SETUPS) -> Result:
 def stage_rates(case: Case, made: Answer) -> list[float]:
     """Samples/s that each stage would reach if it never waited, in the order of the pipeline."""
     assert made.plan is not None, made.words
-    of = resources(made.plan.layout)
+    of = submesh_resources(made.plan.layout)
     busy_s: dict[int, float] = {}
     for s in made.plan.layout.segments:
         busy_s[of[s.submesh]] = busy_s.get(of[s.submesh], 0.0) + made.busy_s(s.name)

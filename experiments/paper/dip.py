@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dflop_jax.records import Plan
-from dflop_jax.schedule.sub_microbatches import widened
+from dflop_jax.schedule.sub_microbatches import merge_sub_microbatches
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper.answers import MEGATRON, answer, computing_s, mean_s, run_steps
 from experiments.paper.cases import Case, Step
@@ -67,7 +67,7 @@ def run(cases: Sequence[Case] = CASES) -> Result:
 def whole_groups(case: Case, plan: Plan) -> Plan:
     """The plan whose modules run every microbatch in one group, of one of as many shapes as there
     were numbers of parts."""
-    return widened(plan, prices_of(case, plan))[0]
+    return merge_sub_microbatches(plan, prices_of(case, plan))[0]
 
 
 def one_policy(plan: Plan) -> Plan:

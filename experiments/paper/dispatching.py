@@ -12,7 +12,7 @@ from dflop_jax.data.content import features_struct
 from dflop_jax.records import Hardware, Load, Plan, crossing, homes
 from dflop_jax.records.traffic import Crossing
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.rank_permutation import read_between
+from dflop_jax.schedule.rank_permutation import tokens_read
 from experiments.paper.cases import Case, Step
 from experiments.paper.costs import profile_of
 
@@ -76,7 +76,7 @@ def _read(plan: Plan, step: Step, loads: Sequence[Load]) -> Iterator[tuple[str, 
         for target in (groups[f] for f in group.feeds):
             ranks = plan.layout.data_ranks(group.module), plan.layout.data_ranks(target.module)
             modules = group.module, target.module
-            yield group.module, read_between(modules, group.pieces, target.pieces, batch, ranks)
+            yield group.module, tokens_read(modules, group.pieces, target.pieces, batch, ranks)
 
 
 def _token_bytes(case: Case, source: str) -> float:

@@ -36,7 +36,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import balance
 from dflop_jax.simulate.steps import simulate_step
-from dflop_jax.simulate.task_graph import in_flight_limit, resources
+from dflop_jax.simulate.task_graph import in_flight_limit, submesh_resources
 from experiments.paper.cases import Case, Step
 from experiments.paper.costs import cost_model, prices_of
 
@@ -120,7 +120,7 @@ def segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[str, Array
 
 def stage_s(costs: CostModel, plan: Plan, amounts: Amounts) -> Array:
     """The same on each stage, devices that no other segments use: [stages, ...]."""
-    of = resources(plan.layout)
+    of = submesh_resources(plan.layout)
     stages: dict[int, Array] = {}
     for s, seconds in zip(
         plan.layout.segments, segment_s(costs, plan, amounts).values(), strict=True

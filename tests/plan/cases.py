@@ -46,7 +46,7 @@ from dflop_jax.records import (
 from dflop_jax.schedule import BucketChoice, capacity_of, schedule_batch
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bucket_search import packed_into
+from dflop_jax.schedule.bucket_search import pack_into
 from dflop_jax.schedule.groups import PackingSpace
 from dflop_jax.schedule.sampled_batches import sample_batches
 from dflop_jax.simulate.steps import simulate_step
@@ -248,14 +248,14 @@ def counted(batch, bucket, ranks, group_size, profile, longest):
 def packs(room, into, budget, rng):
     """Whether a batch packs into these groups; each sample is in one of them and none is overfull,
     if so."""
-    answer = packed_into(room, into, budget, rng)
+    answer = pack_into(room, into, budget, rng)
     if answer is None:
         return False
     held = [i for t in answer for rows in t.microbatches for row in rows for i in row]
-    assert sorted(held) == list(range(room.batch.n))
+    assert sorted(held) == list(range(room.batch.n_samples))
     assert len(answer) <= len(into)
     for t in answer:
-        for m, places in t.placed.items():
+        for m, places in t.placements.items():
             shape, tokens = room.buckets[t.bucket].shape(m), Counter()
             for piece, *at in places.columns.T.tolist():
                 tokens[tuple(at)] += room.batch.lengths[m][piece]

@@ -18,7 +18,7 @@ from dflop_jax.plan.uniform import ladder_of
 from dflop_jax.plan.volume import volume_of
 from dflop_jax.records import REMAT, Bucket, Load, Shape
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.buckets.extra_buckets import beyond
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 
 from ..plans import TILE_TOKENS, bucket, chain, load
 from .cases import CONFIG, TILE, data_profile, prepared, run
@@ -128,8 +128,8 @@ def test_the_tail_gets_a_bucket_beside_those_that_were_chosen():
     plain = run().plan
     data = replace(data_profile(), tail=(data_profile().loads[0], LARGE))
     plan = run(data=data).plan
-    assert beyond(data.tail, plain) == [1]
-    assert beyond(data.tail, plan) == []
+    assert oversize_samples(data.tail, plain) == [1]
+    assert oversize_samples(data.tail, plan) == []
     assert set(plain.layout.buckets) < set(plan.layout.buckets)
     assert len(plan.layout.buckets) == len(plain.layout.buckets) + 1
     assert replace(data, tail=data.tail[:1]).tail
@@ -140,7 +140,7 @@ def test_memory_that_is_short_leaves_the_spare_bucket_out():
     data = replace(data_profile(), tail=(LARGE,))
     memory_bytes = max(run().plan.predicted.peak_bytes.values()) * 1.05
     plan = run(data=data, memory_bytes=memory_bytes).plan
-    assert beyond(data.tail, plan) == [0]
+    assert oversize_samples(data.tail, plan) == [0]
     assert max(plan.predicted.peak_bytes.values()) <= memory_bytes
 
 
@@ -154,8 +154,8 @@ def test_divided_groups_have_one_shape_and_the_tail_gets_as_many_as_may_feed_one
     )
     assert plan.layout.fan_in == plain.layout.fan_in > 1
     assert plan.layout.shapes("vision") == plain.layout.shapes("vision")
-    assert beyond((long,), plain) == [0]
-    assert beyond((long,), plan) == []
+    assert oversize_samples((long,), plain) == [0]
+    assert oversize_samples((long,), plan) == []
     assert schedule_batch((long,), plan, plan_prices(plan.layout, profile), ())
 
 

@@ -15,9 +15,9 @@ from dflop_jax.plan.memory import (
 )
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import BACKWARD, FORWARD, SEND, Event, LayerTiming, Trace
-from dflop_jax.simulate.steps import simulate_step, with_order
-from dflop_jax.simulate.task_graph import in_flight_limit, links
-from dflop_jax.simulate.task_order import most_in_flight
+from dflop_jax.simulate.steps import simulate_step, with_list_order
+from dflop_jax.simulate.task_graph import in_flight_limit, segment_links
+from dflop_jax.simulate.task_order import peak_groups_in_flight
 from tests.plans import profile_of
 from tests.simulate.cases import (
     ONE,
@@ -98,13 +98,13 @@ def test_the_first_stage_holds_what_its_order_says(order, m, stages):
     """GPipe holds all groups at once; 1F1B the classical depth, with one more in flight."""
     plan = chain(stages, sources=1, order=order)
     schedule, priced = batch(plan, m), same_prices(plan, 1.0, 2.0, 3.0)
-    schedule = with_order(plan, schedule, priced, names(plan))
+    schedule = with_list_order(plan, schedule, priced, names(plan))
     trace = simulate_step(plan, schedule, priced, names(plan))
     table = ByteTable({}, {(n, ONE): 1.0 for n in names(plan)})
     peak = peaks(memory_over_time(plan.layout, trace, shapes_of(schedule), table))
     limit = in_flight_limit(plan)["a0"]
     assert peak["a0"] == (m if order == "gpipe" else min(m, limit))
-    assert peak["a0"] == most_in_flight(schedule.order)["a0"]
+    assert peak["a0"] == peak_groups_in_flight(schedule.order)["a0"]
 
 
 def test_every_moment_holds_the_inputs_that_are_in_use():
@@ -139,7 +139,7 @@ def in_use(plan, schedule, trace, name, g):
     if not mine:
         return None
     here, came = plan.layout.segment(name).submesh, []
-    for link in links(plan.layout):
+    for link in segment_links(plan.layout):
         if link.target == name and link.edge is None:
             source = plan.layout.segment(link.source)
             ends = [e for e in trace.events if (e.segment, e.group) == (source.name, g)]

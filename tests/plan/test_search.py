@@ -24,7 +24,7 @@ from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
 from dflop_jax.schedule import BucketChoice, quick_schedule, schedule_batch
 from dflop_jax.schedule.sampled_batches import sample_batches
 from dflop_jax.simulate.steps import simulate_step
-from dflop_jax.simulate.task_order import most_in_flight
+from dflop_jax.simulate.task_order import peak_groups_in_flight
 from tests.plans import params
 
 from .cases import (
@@ -183,7 +183,7 @@ def test_predictions_are_those_of_the_scheduled_batches(policy):
             batch, plan, prices, trainable, step=i, work=found.scheduling.work_budget
         )
         traces.append(simulate_step(plan, schedule, prices, trainable))
-        depths.append(most_in_flight(schedule.order))
+        depths.append(peak_groups_in_flight(schedule.order))
     predicted = plan.predicted
     assert predicted.makespan_s == pytest.approx(np.mean([t.makespan_s for t in traces]))
     assert predicted.chosen_by_s == predicted.makespan_s

@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.records import NO_GROUP, ExchangeRoom, ProgramId, Task
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.simulate.task_graph import Link
+from dflop_jax.simulate.task_graph import SegmentLink
 from tests.small import Small
 
 from . import plain
@@ -84,7 +84,7 @@ def test_rounds_of_an_exchange_end_one_by_one():
         ex.compile()
         ex.init(0)
         for key, program in list(ex.programs.compiled.items()):
-            if isinstance(key[1], Link):
+            if isinstance(key[1], SegmentLink):
 
                 def spy(*args, program=program, seen=outputs[key[-1]]):
                     assert all(x.is_ready() for each in seen for x in jax.tree.leaves(each))

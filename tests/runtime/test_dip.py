@@ -13,7 +13,7 @@ from dflop_jax.runtime.compiling import first_alike
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.order_search import with_searched_order
-from dflop_jax.simulate.steps import simulate_step, with_order
+from dflop_jax.simulate.steps import simulate_step, with_list_order
 from tests.plans import programs
 from tests.small import Eye, Small, Text
 
@@ -103,7 +103,7 @@ def test_step_in_a_searched_order_equals_plain_computation(name):
     plan, schedule = keeping_more(plan, schedule)
     trainable = [s.name for s in plan.layout.segments if not (s.module in freeze and not s.last)]
     prices = Prices(programs(plan))
-    listed = with_order(plan, schedule, prices, trainable)
+    listed = with_list_order(plan, schedule, prices, trainable)
     ordered = with_searched_order(plan, listed, prices, trainable, Budget(3000), 0)
     assert ordered.makespan_s <= listed.makespan_s
     grads, result = check_step(m, plan, schedule=ordered, freeze=freeze)

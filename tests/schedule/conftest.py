@@ -21,8 +21,8 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.schedule.costs import directions
-from dflop_jax.schedule.count_program import canonical, sizes_of
+from dflop_jax.schedule.costs import segment_directions
+from dflop_jax.schedule.count_program import canonicalize, program_sizes
 from tests.rows import rows_of
 
 TILE = 16  # tokens of a piece of module "a" where it takes one a row
@@ -64,7 +64,7 @@ def make_plan(buckets, ranks=None, group_size=1, grouping="balanced", edges=None
 
 def make_prices(plan, pair_s=0.0, trainable=None, factor=lambda program: 1.0):
     """Seconds in proportion to capacity, with a constant per call; backward takes two forwards."""
-    tasks = directions(plan.layout, plan.layout.modules if trainable is None else trainable)
+    tasks = segment_directions(plan.layout, plan.layout.modules if trainable is None else trainable)
     programs = {}
     for s in plan.layout.segments:
         for shape, d in itertools.product(plan.layout.shapes(s.module), tasks[s.name]):
@@ -123,7 +123,7 @@ def check(schedule, loads, plan):
 
 def program_of(plan):
     """The integer program of a plan's counts."""
-    return canonical(sizes_of(plan.layout))
+    return canonicalize(program_sizes(plan.layout))
 
 
 @pytest.fixture

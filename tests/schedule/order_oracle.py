@@ -26,10 +26,10 @@ def least_makespan(
     left_out = _idle_ends(problem)
     tails = _tails(problem)
     ceiling_s *= 1 + 1e-9
-    start: State = (0.0,) * (problem.n_resources + problem.n_links + problem.n)
+    start: State = (0.0,) * (problem.n_resources + problem.n_links + problem.n_tasks)
     layer: dict[int, list[State]] = {0: [start]}  # set of tasks, as bits -> what may follow
     seen = 0
-    for _ in range(problem.n - left_out.bit_count()):
+    for _ in range(problem.n_tasks - left_out.bit_count()):
         following: dict[int, list[State]] = {}
         for done, states in layer.items():
             for t in _possible(problem, done | left_out):
@@ -43,7 +43,7 @@ def least_makespan(
         seen += sum(map(len, layer.values()))
         if seen > most_states:
             return None
-    final = layer.get((1 << problem.n) - 1 - left_out)
+    final = layer.get((1 << problem.n_tasks) - 1 - left_out)
     ends = [max(state[: problem.n_resources], default=0.0) for state in final or []]
     return min(ends) if ends else None
 
@@ -54,17 +54,17 @@ def _tails(problem: NumberedTasks) -> list[float]:
 
     def tail(t: int) -> float:
         if t not in tails:
-            after = (send_s + tail(reader) for reader, _, send_s in problem.out[t])
+            after = (send_s + tail(reader) for reader, _, send_s in problem.successors[t])
             tails[t] = problem.ticks[t] + max(after, default=0.0)
         return tails[t]
 
-    return [tail(t) for t in range(problem.n)]
+    return [tail(t) for t in range(problem.n_tasks)]
 
 
 def _rest(problem: NumberedTasks, done: int) -> list[float]:
     """Seconds that each resource still has to run."""
     rest = [0.0] * problem.n_resources
-    for t in range(problem.n):
+    for t in range(problem.n_tasks):
         if not done >> t & 1:
             rest[problem.resource[t]] += problem.ticks[t]
     return rest
@@ -76,7 +76,7 @@ def _least_end(
     """No order that begins so ends earlier."""
     base = problem.n_resources + problem.n_links
     least = max(free + r for free, r in zip(state, rest))
-    for t in range(problem.n):
+    for t in range(problem.n_tasks):
         if not done >> t & 1:
             free = state[problem.resource[t]]
             least = max(least, max(state[base + t], free) + tails[t])
@@ -86,25 +86,26 @@ def _least_end(
 def _idle_ends(problem: NumberedTasks) -> int:
     """Tasks, as bits, that take no time and that only such tasks wait for: they may run last."""
     idle = 0
-    for t in reversed(range(problem.n)):
-        followed = any(not idle >> reader & 1 for reader, _, _ in problem.out[t])
-        if not problem.ticks[t] and not followed and not problem.keeps[t]:
+    for t in reversed(range(problem.n_tasks)):
+        followed = any(not idle >> reader & 1 for reader, _, _ in problem.successors[t])
+        if not problem.ticks[t] and not followed and not problem.in_flight_change[t]:
             idle |= 1 << t
     return idle
 
 
 def _possible(problem: NumberedTasks, done: int) -> Iterator[int]:
     """Tasks that may run next, after the set `done`."""
-    waits = list(problem.n_waits)
-    kept = [0] * len(problem.limit)
-    for t in range(problem.n):
+    waits = list(problem.n_inputs)
+    kept = [0] * len(problem.max_in_flight)
+    for t in range(problem.n_tasks):
         if done >> t & 1:
-            kept[problem.segment[t]] += problem.keeps[t]
-            for reader, _, _ in problem.out[t]:
+            kept[problem.segment[t]] += problem.in_flight_change[t]
+            for reader, _, _ in problem.successors[t]:
                 waits[reader] -= 1
-    for t in range(problem.n):
+    for t in range(problem.n_tasks):
         full = (
-            problem.keeps[t] > 0 and kept[problem.segment[t]] >= problem.limit[problem.segment[t]]
+            problem.in_flight_change[t] > 0
+            and kept[problem.segment[t]] >= problem.max_in_flight[problem.segment[t]]
         )
         if not done >> t & 1 and not waits[t] and not full:
             yield t
@@ -115,7 +116,7 @@ def _after(problem: NumberedTasks, state: State, t: int) -> State:
     times = list(state)
     end = max(times[problem.resource[t]], times[base + t]) + problem.ticks[t]
     times[problem.resource[t]], times[base + t] = end, 0.0
-    for reader, link, send_s in problem.out[t]:
+    for reader, link, send_s in problem.successors[t]:
         arrives = end
         if link >= 0:
             arrives = times[n_links + link] = max(times[n_links + link], end) + send_s

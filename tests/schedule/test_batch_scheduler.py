@@ -15,11 +15,16 @@ from dflop_jax.schedule import Capacity, local_search, oversize, quick_schedule,
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds import lower_bound_s
-from dflop_jax.schedule.costs import group_costs, ticks_of
-from dflop_jax.schedule.count_vectors import Demand, cheap_covers, demand
-from dflop_jax.schedule.groups import PackingSpace, dealt_answer, greedy_answer, schedule_groups
-from dflop_jax.schedule.packing import first_fit, pack
-from dflop_jax.simulate.steps import simulate_step, with_order
+from dflop_jax.schedule.costs import bucket_ticks, group_costs
+from dflop_jax.schedule.count_vectors import Conditions, list_covers, volume_conditions
+from dflop_jax.schedule.groups import (
+    PackingSpace,
+    greedy_assignment,
+    longest_first_assignment,
+    schedule_groups,
+)
+from dflop_jax.schedule.packing import first_fit, pack_samples
+from dflop_jax.simulate.steps import simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import check_order
 from tests.rows import group_of_rows, rows_of
@@ -111,7 +116,7 @@ def test_no_sample_is_lost_between_buckets_of_unlike_rows(seed):
     batch, capacity = Batch(loads, plan.layout.modules), capacity_of(plan.layout)
     for n in range(2, 12):
         chosen = [buckets[i] for i in rng.integers(0, 2, n)]
-        packed = pack(batch, chosen, capacity, Budget(300), rng)
+        packed = pack_samples(batch, chosen, capacity, Budget(300), rng)
         held = [i for microbatch in packed or () for row in microbatch for i in row]
         assert packed is None or sorted(held) == list(range(30))
     check(solve(loads, plan, make_prices(plan), work=500), loads, plan)
@@ -132,13 +137,13 @@ def test_dealt_anew_longest_first_to_the_lightest_rank(n, seed):
     lengths = rng.integers(8, 120, n).tolist()
     plan = make_plan([bucket(0, (2, 128))], {"b": 3})
     batch, capacity = Batch([Load({"b": (k,)}) for k in lengths], ("b",)), capacity_of(plan.layout)
-    ticks = ticks_of(
+    ticks = bucket_ticks(
         group_costs(plan.layout, make_prices(plan, pair_s=1e-6), ("b",)), plan.layout.buckets
     )
     room = PackingSpace(batch, plan.layout.buckets, capacity, ticks, frozenset({"b"}))
-    packed = greedy_answer(room, 1)
-    dealt = dealt_answer(room, packed, Budget(100))
-    assert dealt_answer(replace(room, priced=frozenset()), packed, Budget(100)) is None
+    packed = greedy_assignment(room, 1)
+    dealt = longest_first_assignment(room, packed, Budget(100))
+    assert longest_first_assignment(replace(room, priced=frozenset()), packed, Budget(100)) is None
     if n == 0:
         assert not dealt
         return
@@ -306,7 +311,9 @@ def fastest_by_hand(loads, plan, prices):
                 groups = []
                 for k in order:
                     groups += with_places(answers[k], len(groups))
-                schedule = with_order(plan, Schedule(0, tuple(groups)), prices, plan.layout.modules)
+                schedule = with_list_order(
+                    plan, Schedule(0, tuple(groups)), prices, plan.layout.modules
+                )
                 best = min(best, schedule.makespan_s)
     return best
 
@@ -388,7 +395,7 @@ def test_cheap_covers_are_all_the_covers(seed):
     need = rng.integers(0, 15, 4).astype(float)
     cost = rng.integers(1, 6, 3).astype(float)
     ceiling = 20.0
-    found, complete = cheap_covers(Demand(room, need), cost, ceiling)
+    found, complete = list_covers(Conditions(room, need), cost, ceiling)
     assert complete
     cheap = {
         c
@@ -412,7 +419,7 @@ def test_of_many_buckets_fewer_covers_are_listed(buckets, most):
     rng = np.random.default_rng(buckets)
     room = rng.integers(1, 5, (3, buckets)).astype(float)
     need, cost = np.full(3, 60.0), rng.integers(3, 9, buckets).astype(float)
-    found, complete = cheap_covers(Demand(room, need), cost, 400.0)
+    found, complete = list_covers(Conditions(room, need), cost, 400.0)
     assert complete == (buckets == 4)
     assert 0 < len(found) <= most
     assert (found @ room.T >= need).all()
@@ -446,8 +453,8 @@ def test_every_packing_meets_the_demand(seed):
                     tokens -= k
     batch = Batch(loads, ("a", "b"))
     for modules in (None, ["a"], ["b"]):
-        wanted = demand(batch, buckets, capacity, modules, is_bound=True)
-        assert (wanted.room_DC @ counts >= wanted.need_D - 1e-6).all()
+        wanted = volume_conditions(batch, buckets, capacity, modules, is_bound=True)
+        assert (wanted.capacity_DC @ counts >= wanted.need_D - 1e-6).all()
 
 
 def test_samples_without_pieces_of_a_module_run_without_its_group():

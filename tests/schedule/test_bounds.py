@@ -8,8 +8,8 @@ import pytest
 
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity
-from dflop_jax.schedule.bounds import ends_s, least_content
-from dflop_jax.schedule.count_vectors import cheap_covers, demand
+from dflop_jax.schedule.bounds import content_bound, fill_and_drain_s
+from dflop_jax.schedule.count_vectors import list_covers, volume_conditions
 
 
 def least_by_hand(lengths, content, shapes, ranks, microbatches):
@@ -50,7 +50,7 @@ def test_no_groups_have_less_content_than_their_bound(seed):
     ranks, microbatches = ((1, 1), (2, 1), (1, 2))[seed % 3]
     lengths = rng.integers(1, 13, 5)
     content = lengths**2 if seed % 2 else rng.integers(1, 100, 5)
-    bound = least_content(lengths, content, shapes, ranks, microbatches)
+    bound = content_bound(lengths, content, shapes, ranks, microbatches)
     least = least_by_hand(lengths.tolist(), content.tolist(), shapes, ranks, microbatches)
     assert content.sum() / ranks <= bound * (1 + 1e-9)
     assert content.max() <= bound * (1 + 1e-9)
@@ -69,7 +69,7 @@ def test_no_groups_have_less_content_than_their_bound(seed):
 )
 def test_content_that_groups_cannot_avoid(lengths, ranks, least):
     lengths = np.array(lengths)
-    assert least_content(lengths, lengths**2, [Shape(1, 8), Shape(1, 4)], ranks) == least
+    assert content_bound(lengths, lengths**2, [Shape(1, 8), Shape(1, 4)], ranks) == least
 
 
 def partitions(n):
@@ -92,13 +92,13 @@ def test_every_packing_meets_the_conditions_of_a_bound(seed):
     buckets = [Bucket.of({"m": Shape(1, tokens)}) for tokens in row_tokens]
     batch = Batch([Load({"m": (n,)}) for n in lengths], ["m"])
     capacity = Capacity({"m": 1})
-    wanted = demand(batch, buckets, capacity, is_bound=True)
-    assert len(wanted.need_D) > len(demand(batch, buckets, capacity).need_D)
+    wanted = volume_conditions(batch, buckets, capacity, is_bound=True)
+    assert len(wanted.need_D) > len(volume_conditions(batch, buckets, capacity).need_D)
     for rows in partitions(len(lengths)):
         held = [sum(lengths[i] for i in row) for row in rows]
         if max(held) <= row_tokens[-1]:
             counts = np.bincount(np.searchsorted(row_tokens, held), minlength=len(buckets))
-            assert (wanted.room_DC @ counts >= wanted.need_D).all()
+            assert (wanted.capacity_DC @ counts >= wanted.need_D).all()
 
 
 def test_rows_that_one_piece_nearly_fills_are_full():
@@ -108,8 +108,8 @@ def test_rows_that_one_piece_nearly_fills_are_full():
     buckets = [Bucket.of({"m": Shape(1, tokens)}) for tokens in (16, 20)]
 
     def least_rows(**options):
-        wanted = demand(batch, buckets, Capacity({"m": 1}), **options)
-        counts_XC, _ = cheap_covers(wanted, np.array([16.0, 20.0]), 200.0)
+        wanted = volume_conditions(batch, buckets, Capacity({"m": 1}), **options)
+        counts_XC, _ = list_covers(wanted, np.array([16.0, 20.0]), 200.0)
         return min(counts_XC @ [16, 20])
 
     assert least_rows(is_bound=True) == 10 * 16 > least_rows()
@@ -127,7 +127,7 @@ def test_what_lies_before_and_after_a_segment_is_the_longest_path(seed):
         """Every way from a segment to some before it, without itself."""
         return [[]] + [[u, *path] for u in sources[i] for path in paths(u)]
 
-    before_s, after_s = ends_s(sources, forward_s, back_s, reduce_s)
+    before_s, after_s = fill_and_drain_s(sources, forward_s, back_s, reduce_s)
     for i in range(n):
         ways = paths(i)
         assert before_s[i] == max(sum(forward_s[u] for u in way) for way in ways)

@@ -10,7 +10,7 @@ import pytest
 
 from dflop_jax.records import PiecePlaces, Shape
 from dflop_jax.schedule.balance_problem import Budget
-from dflop_jax.schedule.content_balance import GroupContents, balance_content, deal
+from dflop_jax.schedule.content_balance import GroupContents, assign_rows, balance_content
 
 RANKS, MICROBATCHES, SHAPE, GROUPS = 3, 2, Shape(2, 64), 4
 
@@ -68,7 +68,7 @@ def test_dealt_pieces_keep_to_their_rows(seed):
     rng = np.random.default_rng(seed)
     n_ranks, shape = int(rng.integers(1, 5)), Shape(int(rng.integers(1, 4)), 64)
     lengths = rng.integers(1, 65, int(rng.integers(1, 12)))
-    rows = deal(lengths, lengths**2, n_ranks, shape)
+    rows = assign_rows(lengths, lengths**2, n_ranks, shape)
     free, pairs = np.full(n_ranks * shape.rows, shape.tokens), np.zeros(n_ranks)
     for i in np.argsort(-lengths, kind="stable"):
         room = free.reshape(n_ranks, -1).max(axis=1)

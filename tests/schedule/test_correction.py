@@ -24,26 +24,26 @@ from dflop_jax.records import (
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import (
     Correction,
-    Learnt,
+    CorrectionState,
     Monitor,
     StepSample,
-    corrected,
-    decide,
-    decided,
-    digest,
+    add_ratios,
+    add_sample,
+    correct_prices,
+    count_sampled_step,
+    decide_sampling,
+    drop_old_changes,
     expected_times,
     is_full,
-    learn,
+    is_sampling,
     log_ratios,
-    name_of,
-    needed_from,
     predicted_gain_s,
     price_changes,
-    replay,
-    sampling,
+    price_digest,
+    program_key,
+    replay_samples,
     task_times,
-    with_ratios,
-    with_step,
+    with_decision,
 )
 from dflop_jax.simulate.steps import simulate_step
 from tests.schedule.conftest import bucket, make_batch, make_plan, make_prices
@@ -65,7 +65,7 @@ def prices_of(plan, slow_bucket=None):
 
 
 def observe(state, layout, observed, predicted):
-    return with_ratios(state, log_ratios(layout, observed, predicted))
+    return add_ratios(state, log_ratios(layout, observed, predicted))
 
 
 def seconds_of(prices):
@@ -102,19 +102,19 @@ class Loop:
 
     def step(self, step, every=False):
         """Seconds of the step, of one that is not sampled only if `every` one is asked for."""
-        prices = corrected(self.profiled, self.state)
-        self.sampled.append(sampling(self.monitor, step))
+        prices = correct_prices(self.profiled, self.state)
+        self.sampled.append(is_sampling(self.monitor, step))
         if self.sampled[-1] or every:
             makespan_s, trace, schedule = self.run(step, prices)
         if self.sampled[-1]:
             times = task_times(noisy(trace, self.rng), schedule)
             self.state = observe(self.state, self.plan.layout, times, seconds_of(self.profiled))
-            self.monitor = with_step(self.monitor)
+            self.monitor = count_sampled_step(self.monitor)
         if is_full(self.monitor):
             loads = make_batch(np.random.default_rng(1000 + step), 48)
-            new = corrected(self.profiled, self.state)
+            new = correct_prices(self.profiled, self.state)
             gain_s = predicted_gain_s(loads, self.plan, self.profiled, new, SEGMENTS, work=50)
-            self.monitor = decide(
+            self.monitor = decide_sampling(
                 self.monitor, step, self.state, gain_s=gain_s, overhead_s=self.overhead_s
             )
         return makespan_s if every else None
@@ -160,7 +160,7 @@ def test_factors_meet_the_ratio_and_resist_outliers(plan):
     assert list(state.logs) == [name]
     assert factors[0] == 1.0  # one step convinces nobody
     assert factors[-1] == pytest.approx(2.0)
-    fixed = corrected(prices, state)
+    fixed = correct_prices(prices, state)
     assert fixed.programs[program].static_s == pytest.approx(2.0 * predicted[program])
     assert {p for p in fixed.programs if fixed.programs[p] != prices.programs[p]} == {program}
 
@@ -183,10 +183,10 @@ def test_nothing_observed_changes_nothing(plan):
     assert observe(Correction(), plan.layout, {some: [0.0]}, predicted) == Correction()
     assert observe(Correction(), plan.layout, {some: [1.0]}, {}) == Correction()
     assert observe(Correction(), plan.layout, {other: [1.0]}, {other: 2.0}) == Correction()
-    assert corrected(prices, Correction()) == prices
+    assert correct_prices(prices, Correction()) == prices
     assert Correction().deviation == 0.0
     end = Prices({}, {Task("b", -1, UPDATE): 0.5})
-    assert corrected(end, Correction()) == end
+    assert correct_prices(end, Correction()) == end
 
 
 # ---- the host's work ----
@@ -215,7 +215,9 @@ def test_the_work_of_the_host_does_not_move_to_long_programs():
     prices, state, groups = host_prices(), Correction(), []
     loads = [Load({"b": (128,)})] * 17
     for step in range(12):
-        schedule = schedule_batch(loads, ROWS, corrected(prices, state), ["b"], step=step, work=0)
+        schedule = schedule_batch(
+            loads, ROWS, correct_prices(prices, state), ["b"], step=step, work=0
+        )
         groups.append(len(schedule.groups))
         expected = expected_times(ROWS, schedule, prices, ["b"])
         state = observe(state, ROWS.layout, task_times(as_seen(schedule), schedule), expected)
@@ -237,10 +239,10 @@ def test_expected_times_of_few_groups(n):
 def test_no_price_falls_below_the_work_of_the_host():
     prices = host_prices()
     name = "b/1x128/backward"
-    fixed = corrected(prices, Correction({name: (math.log(0.01),) * 9}))
+    fixed = correct_prices(prices, Correction({name: (math.log(0.01),) * 9}))
     assert fixed.programs[ProgramId("b", Shape(1, 128), BACKWARD)].static_s == HOST_S
     cheap = replace(prices, programs={p: Price(HOST_S / 2) for p in prices.programs})
-    assert corrected(cheap, Correction()) == cheap
+    assert correct_prices(cheap, Correction()) == cheap
 
 
 def test_task_times_are_those_of_programs():
@@ -261,28 +263,30 @@ def test_task_times_are_those_of_programs():
         ProgramId("b", Shape(1, 96), FORWARD): (1.0, 3.0),
         ProgramId("b", Shape(1, 64), FORWARD): (2.0,),
     }
-    assert {name_of(p) for p in times} == {"b/1x96/forward", "b/1x64/forward"}
+    assert {program_key(p) for p in times} == {"b/1x96/forward", "b/1x64/forward"}
 
 
 def test_the_rule_of_the_monitor():
     """On while the newly learnt share of the gain exceeds the overhead; pauses double."""
     learnt = Correction({"a": (0.4,) * 4})
-    monitor = with_step(Monitor(window=2, recheck_every=10, max_every=20))
-    assert sampling(monitor, 1)
+    monitor = count_sampled_step(Monitor(window=2, recheck_every=10, max_every=20))
+    assert is_sampling(monitor, 1)
     assert not is_full(monitor)
-    full = with_step(monitor)
+    full = count_sampled_step(monitor)
     assert is_full(full)
-    assert not sampling(full, 2)  # until the gain is known
+    assert not is_sampling(full, 2)  # until the gain is known
 
     def after_window(monitor, step, state=learnt):
-        return decide(with_step(with_step(monitor)), step, state, gain_s=1.0, overhead_s=0.1)
+        return decide_sampling(
+            count_sampled_step(count_sampled_step(monitor)), step, state, gain_s=1.0, overhead_s=0.1
+        )
 
-    monitor = decide(full, 1, learnt, gain_s=1.0, overhead_s=0.1)
+    monitor = decide_sampling(full, 1, learnt, gain_s=1.0, overhead_s=0.1)
     assert monitor.on  # all of the gain is new
     monitor = after_window(monitor, 3)
     assert (monitor.on, monitor.next_step) == (False, 13)  # nothing new was learnt
-    assert not sampling(monitor, 12)
-    assert sampling(monitor, 13)
+    assert not is_sampling(monitor, 12)
+    assert is_sampling(monitor, 13)
     monitor = after_window(monitor, 14)
     assert (monitor.on, monitor.next_step) == (False, 34)
     monitor = after_window(monitor, 35)
@@ -294,8 +298,8 @@ def test_the_rule_of_the_monitor():
 
 KNOWN_PLAN = make_plan([bucket(4, (1, 96)), bucket(2, (1, 64))])
 KNOWN_PRICES = make_prices(KNOWN_PLAN)
-KEY = digest(KNOWN_PRICES)
-PROGRAMS = [name_of(p) for p in KNOWN_PRICES.programs]
+KEY = price_digest(KNOWN_PRICES)
+PROGRAMS = [program_key(p) for p in KNOWN_PRICES.programs]
 
 
 def samples_of(seed: int, n: int = 20) -> list[StepSample]:
@@ -315,7 +319,7 @@ def samples_of(seed: int, n: int = 20) -> list[StepSample]:
     ]
 
 
-def prices_at(learnt: Learnt, step: int):
+def prices_at(learnt: CorrectionState, step: int):
     changes = price_changes(KNOWN_PRICES, learnt)
     return changes[max(first)] if (first := [f for f in changes if f <= step]) else KNOWN_PRICES
 
@@ -325,7 +329,9 @@ def plainly(samples, step: int):
     found = KNOWN_PRICES
     for n, sample in enumerate(samples, 1):
         if sample.first <= step:
-            found = corrected(KNOWN_PRICES, replay(Learnt(KEY), samples[:n]).state)
+            found = correct_prices(
+                KNOWN_PRICES, replay_samples(CorrectionState(KEY), samples[:n]).state
+            )
     return found
 
 
@@ -333,39 +339,41 @@ def plainly(samples, step: int):
 def test_every_step_has_the_prices_that_it_had(seed):
     samples = samples_of(seed)
     last = samples[-1].step
-    whole = replay(Learnt(KEY), samples)
+    whole = replay_samples(CorrectionState(KEY), samples)
     for step in range(0, last + 9, 3):
         assert prices_at(whole, step) == plainly(samples, step)
     # Of a checkpoint, made after some samples, and the rest from the file, read twice.
     for n in (0, 1, 7, 20):
         done = samples[n - 1].step + 1 if n else 0
-        kept = needed_from(replay(Learnt(KEY), samples[:n]), done)
+        kept = drop_old_changes(replay_samples(CorrectionState(KEY), samples[:n]), done)
         assert len(kept.changes) <= 8
-        again = replay(replay(kept, samples), samples)
+        again = replay_samples(replay_samples(kept, samples), samples)
         assert (again.state, again.monitor, again.last) == (whole.state, whole.monitor, last)
         assert all(prices_at(again, s) == plainly(samples, s) for s in range(done, last + 9))
-    assert needed_from(whole, last + 9).changes == whole.changes[-1:]
+    assert drop_old_changes(whole, last + 9).changes == whole.changes[-1:]
 
 
 def test_the_monitor_follows_from_the_samples_alone():
     quiet = [StepSample(k, k + 1, KEY, {PROGRAMS[0]: 0.1}, 0.0, 1e-3) for k in range(8)]
-    full = replay(Learnt(KEY), quiet)
-    assert full == learn(replay(Learnt(KEY), quiet[:7]), quiet[7])
-    assert not sampling(full.monitor, 1000)  # what it gained is not known
-    nothing_gained = decided(full, 0.0, 1e-3)
-    assert [sampling(nothing_gained.monitor, k) for k in (8, 56, 57)] == [False, False, True]
+    full = replay_samples(CorrectionState(KEY), quiet)
+    assert full == add_sample(replay_samples(CorrectionState(KEY), quiet[:7]), quiet[7])
+    assert not is_sampling(full.monitor, 1000)  # what it gained is not known
+    nothing_gained = with_decision(full, 0.0, 1e-3)
+    assert [is_sampling(nothing_gained.monitor, k) for k in (8, 56, 57)] == [False, False, True]
     # The next sample, of whichever run, tells what was decided, once.
     for next_step, gain_s in ((57, 0.0), (9, 1.0)):
         sample = StepSample(next_step, next_step + 1, KEY, {PROGRAMS[0]: 0.1}, gain_s, 1e-3)
-        after = learn(full, sample)
-        assert after == learn(decided(full, gain_s, 1e-3), sample)
+        after = add_sample(full, sample)
+        assert after == add_sample(with_decision(full, gain_s, 1e-3), sample)
         assert (after.monitor.on, after.monitor.steps) == (True, 1)
 
 
 def test_nothing_is_learnt_of_other_prices():
     other = make_prices(KNOWN_PLAN, factor=lambda p: 2.0 if p.segment == "a" else 1.0)
-    assert digest(other) != KEY == digest(make_prices(KNOWN_PLAN))
-    assert replay(Learnt(digest(other)), samples_of(0)) == Learnt(digest(other))
+    assert price_digest(other) != KEY == price_digest(make_prices(KNOWN_PLAN))
+    assert replay_samples(CorrectionState(price_digest(other)), samples_of(0)) == CorrectionState(
+        price_digest(other)
+    )
 
 
 @pytest.mark.parametrize("wrong", [(3, 3, 0.0), (-1, 2, 0.0), (3, 4, float("nan"))])

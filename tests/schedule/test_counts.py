@@ -9,11 +9,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from dflop_jax.records import Bucket, Load, Shape, from_json, to_json
 from dflop_jax.schedule import count_solver, schedule_batch
 from dflop_jax.schedule.balance_problem import Budget
-from dflop_jax.schedule.batch import Batch, capacity_of, variants
-from dflop_jax.schedule.costs import group_costs, ticks_of
-from dflop_jax.schedule.count_program import CountProgram, Sizes, sizes_of
-from dflop_jax.schedule.count_solver import numbers_of, size_classes
-from dflop_jax.schedule.groups import PackingSpace, greedy_answer
+from dflop_jax.schedule.batch import Batch, bucket_variants, capacity_of
+from dflop_jax.schedule.costs import bucket_ticks, group_costs
+from dflop_jax.schedule.count_program import CountProgram, ProgramSizes, program_sizes
+from dflop_jax.schedule.count_solver import batch_parameters, size_classes
+from dflop_jax.schedule.groups import PackingSpace, greedy_assignment
 from tests.schedule.conftest import (
     TILE,
     bucket,
@@ -31,18 +31,22 @@ PLAN = make_plan(
 
 def room_of(loads, plan, prices):
     batch = Batch(loads, plan.layout.modules)
-    buckets = variants(plan.layout.buckets, batch, 10)
+    buckets = bucket_variants(plan.layout.buckets, batch, 10)
     costs = group_costs(plan.layout, prices, plan.layout.modules)
-    return PackingSpace(batch, buckets, capacity_of(plan.layout), ticks_of(costs, buckets))
+    return PackingSpace(batch, buckets, capacity_of(plan.layout), bucket_ticks(costs, buckets))
 
 
 def numbers_for(loads, plan=PLAN):
     prices = make_prices(plan)
     room = room_of(loads, plan, prices)
-    known = [t.bucket for t in greedy_answer(room, 4)]
+    known = [t.bucket for t in greedy_assignment(room, 4)]
     known_C = np.bincount(known, minlength=len(room.buckets))
-    sizes = sizes_of(plan.layout)
-    return numbers_of(room, plan.layout, prices, plan.layout.modules, sizes, known_C), room, known_C
+    sizes = program_sizes(plan.layout)
+    return (
+        batch_parameters(room, plan.layout, prices, plan.layout.modules, sizes, known_C),
+        room,
+        known_C,
+    )
 
 
 def by_hand(v, sizes):
@@ -97,9 +101,9 @@ def by_hand(v, sizes):
 def test_the_canonical_form_is_the_program_written_by_hand(seed):
     rng = np.random.default_rng(seed)
     numbers, _, known_C = numbers_for(make_batch(rng, [1, 2, 5, 12, 40, 80][seed]))
-    sizes, program = sizes_of(PLAN.layout), program_of(PLAN)
+    sizes, program = program_sizes(PLAN.layout), program_of(PLAN)
     start_C = np.pad(known_C, (0, sizes.buckets - len(known_C)))
-    solved, least_s = count_solver._solved(program, numbers, Budget(1e6))
+    solved, least_s = count_solver._solve(program, numbers, Budget(1e6))
     least = by_hand(numbers.values, sizes)
     assert least_s == pytest.approx(least * numbers.unit_s, rel=2e-3)
     assert least_s <= least * numbers.unit_s
@@ -107,8 +111,8 @@ def test_the_canonical_form_is_the_program_written_by_hand(seed):
     assert (v["room"] @ y >= v["need"] - 1e-6).all()
     assert (y <= v["most"]).all()
     assert dealt_KC.sum(axis=1) == pytest.approx(v["count"], abs=1e-5)
-    assert numbers.least_s(y) == pytest.approx(least * numbers.unit_s, rel=3e-3)
-    assert numbers.least_s(start_C) >= least_s
+    assert numbers.lower_bound_s(y) == pytest.approx(least * numbers.unit_s, rel=3e-3)
+    assert numbers.lower_bound_s(start_C) >= least_s
 
 
 def test_it_travels_to_another_process_whole():
@@ -166,16 +170,16 @@ def test_a_batch_of_more_buckets_than_the_program_has_is_not_asked():
     loads = make_batch(np.random.default_rng(0), 12)
     prices = make_prices(PLAN)
     room = room_of(loads, PLAN, prices)
-    few = Sizes(buckets=len(room.buckets) - 1, modules=2, resources=2)
+    few = ProgramSizes(buckets=len(room.buckets) - 1, modules=2, resources=2)
     known_C = np.ones(len(room.buckets), int)
-    assert numbers_of(room, PLAN.layout, prices, PLAN.layout.modules, few, known_C) is None
+    assert batch_parameters(room, PLAN.layout, prices, PLAN.layout.modules, few, known_C) is None
 
 
 @pytest.mark.parametrize("n, most", [(1, 1), (1, 16), (7, 3), (60, 16), (60, 1)])
 def test_classes_hold_samples_of_the_same_buckets(n, most):
     batch = Batch(make_batch(np.random.default_rng(n), n), ("a", "b"))
     capacity = capacity_of(PLAN.layout)
-    able_CN = np.array([batch.able(b, capacity) for b in PLAN.layout.buckets])
+    able_CN = np.array([batch.can_hold(b, capacity) for b in PLAN.layout.buckets])
     class_N = size_classes(batch, able_CN, most)
     assert sorted(set(class_N.tolist())) == list(range(class_N.max() + 1))
     assert class_N.max() < most

@@ -17,7 +17,7 @@ from dflop_jax.records import (
     with_host_work,
 )
 from dflop_jax.schedule import schedule_batch
-from dflop_jax.schedule.correction import digest
+from dflop_jax.schedule.correction import price_digest
 from dflop_jax.simulate.steps import simulate_step
 from tests.schedule.conftest import bucket, make_plan
 
@@ -91,9 +91,9 @@ def test_a_simulated_step_holds_host_work_once_for_each_task(n):
 def test_prices_are_known_by_their_host_work():
     """Those without are named as ever, so that what other runs learnt of them holds."""
     without = Prices({ProgramId("b", Shape(1, 128), BACKWARD): Price(0.25)})
-    assert digest(without) == "2be9e3e74dd0632b"
+    assert price_digest(without) == "2be9e3e74dd0632b"
     some, other = (replace(without, host_s=0.5, shares_cores=c) for c in (True, False))
-    assert len({digest(p) for p in (without, some, other)}) == 3
+    assert len({price_digest(p) for p in (without, some, other)}) == 3
     assert PriceList.of(some).prices == some
     with pytest.raises(ValueError, match="finite and not negative"):
         Prices({}, host_s=-1.0)

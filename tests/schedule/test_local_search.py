@@ -9,7 +9,7 @@ import pytest
 
 from dflop_jax.schedule.balance_problem import Problem
 from dflop_jax.schedule.local_search import State, balance, balance_problem, exchange
-from dflop_jax.schedule.longest_first import lpt
+from dflop_jax.schedule.longest_first import longest_first
 
 LIMIT = 8.0
 
@@ -112,7 +112,7 @@ def test_bad_arguments_are_named(arguments, options, message):
 def test_never_worse_than_lpt_nor_below_the_mean(seed, n, n_bins, modules):
     costs = heavy_tailed(np.random.default_rng(seed), n, modules)
     got = makespan(balance(costs, n_bins, work=200, seed=seed), costs, n_bins)
-    greedy = makespan(lpt(balance_problem(costs, n_bins)), costs, n_bins)
+    greedy = makespan(longest_first(balance_problem(costs, n_bins)), costs, n_bins)
     assert max(costs.sum(axis=0).max() / n_bins, costs.max()) <= got * (1 + 1e-9)
     assert got <= greedy
 
@@ -155,7 +155,7 @@ def test_lpt_looks_at_every_bin(seed):
             for r, shared in enumerate(grouped):
                 where = slice(first, first + group) if shared else best[1]
                 loads[r, where] += sizes[r, i]
-    np.testing.assert_array_equal(lpt(problem, order, np.full(n, -1), only), want)
+    np.testing.assert_array_equal(longest_first(problem, order, np.full(n, -1), only), want)
 
 
 def test_more_work_is_never_worse():

@@ -9,15 +9,15 @@ import pytest
 from dflop_jax.records import BACKWARD, FORWARD, Kept, Price, Prices, ProgramId, Schedule
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.memory_plan import (
-    DeviceRoom,
-    KeepingGroup,
-    chosen,
-    greedy,
-    held_bytes,
+    DeviceMemory,
+    ResidualItem,
+    choose_greedily,
+    choose_items,
+    peak_residual_bytes,
     with_memory_plan,
 )
-from dflop_jax.simulate.steps import simulate_step, with_order
-from dflop_jax.simulate.task_graph import in_flight_limit, resources
+from dflop_jax.simulate.steps import simulate_step, with_list_order
+from dflop_jax.simulate.task_graph import in_flight_limit, submesh_resources
 from tests.simulate.cases import SHAPES, batch, graph, names, random_case, same_prices
 
 MIB = 2.0**20
@@ -30,11 +30,11 @@ def random_device(rng, n):
     for i in range(n):
         first, stop = sorted(int(x) for x in rng.choice(7, 2, replace=False))
         items.append(
-            KeepingGroup(
+            ResidualItem(
                 "s", i, float(rng.exponential()), float(rng.integers(0, 6)) * MIB, first, stop
             )
         )
-    return DeviceRoom(tuple(items), room)
+    return DeviceMemory(tuple(items), room)
 
 
 def most_saved(device):
@@ -46,9 +46,9 @@ def most_saved(device):
 
 def fits(device, choice):
     return all(
-        sum(device.items[i].more_bytes for i in choice
+        sum(device.items[i].extra_bytes for i in choice
             if device.items[i].first <= t < device.items[i].stop) <= room
-        for t, room in enumerate(device.room_bytes)
+        for t, room in enumerate(device.free_bytes_at)
     )  # fmt: skip
 
 
@@ -56,18 +56,18 @@ def fits(device, choice):
 def test_no_choice_saves_more(seed):
     rng = np.random.default_rng(seed)
     device = random_device(rng, int(rng.integers(0, 10)))
-    choice, best_s = chosen(device, Budget(1e6)), most_saved(device)
+    choice, best_s = choose_items(device, Budget(1e6)), most_saved(device)
     assert fits(device, choice)
     assert device.saved_s(choice) >= best_s * (1 - 1e-3)
-    first = greedy(device)
+    first = choose_greedily(device)
     assert fits(device, first)
-    assert chosen(device, Budget(0)) == first
-    assert chosen(device, Budget(1e6)) == choice
+    assert choose_items(device, Budget(0)) == first
+    assert choose_items(device, Budget(1e6)) == choice
 
 
 def test_the_greedy_choice_is_not_always_best():
     found = [random_device(np.random.default_rng(seed), 9) for seed in range(60)]
-    gains = [d.saved_s(chosen(d, Budget(1e6))) / max(d.saved_s(greedy(d)), 1e-9)
+    gains = [d.saved_s(choose_items(d, Budget(1e6))) / max(d.saved_s(choose_greedily(d)), 1e-9)
              for d in found]  # fmt: skip
     assert max(gains) > 1.05
 
@@ -89,7 +89,7 @@ def second_policies(rng, plan, prices, free):
         if p.segment in less:
             half = 0.5 if p.direction == BACKWARD else 1.0
             programs[replace(p, remat_less=True)] = replace(price, static_s=half * price.static_s)
-    of = resources(plan.layout)
+    of = submesh_resources(plan.layout)
     by_resource = {r: free * MIB * float(rng.integers(0, 3)) for r in of.values()}
     plan = plan.with_layout(segments=segments).with_scheduling(kept=kept)
     plan = plan.with_scheduling(free_bytes={m: by_resource[r] for m, r in of.items()})
@@ -100,7 +100,7 @@ def held(plan, schedule, less):
     """Bytes of each resource after every task of its that opens a group, counted anew each time."""
     own = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.kept}
     more = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.kept}
-    of, where = resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
+    of, where = submesh_resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
     tasks = {(t.segment, t.group, t.direction) for t in schedule.order}
     for at, last in enumerate(schedule.order):
         total = 0.0
@@ -122,13 +122,13 @@ def test_what_is_held_fits_at_every_moment(seed):
     plan, schedule, prices, trainable = random_case(rng, sends=True)
     plan = plan.with_scheduling(order="1f1b")
     plan, prices = second_policies(rng, plan, prices, 8.0)
-    ordered = with_order(plan, schedule, prices, trainable)
+    ordered = with_list_order(plan, schedule, prices, trainable)
     planned = with_memory_plan(plan, ordered, prices, trainable, Budget(1e6))
     assert planned.order == ordered.order
     assert planned.makespan_s <= ordered.makespan_s
     again = simulate_step(plan, planned, prices, trainable)
     assert planned.makespan_s == pytest.approx(again.makespan_s)
-    of, limit = resources(plan.layout), in_flight_limit(plan)
+    of, limit = submesh_resources(plan.layout), in_flight_limit(plan)
     largest = {k.segment: k.n_bytes for k in sorted(plan.scheduling.kept, key=lambda k: k.n_bytes)}
     most = dict.fromkeys(of.values(), 0.0)  # that the planner reserved, and what was left
     for s in plan.layout.segments:
@@ -145,7 +145,7 @@ def test_what_is_held_fits_at_every_moment(seed):
     counted = dict.fromkeys(of.values(), 0.0)
     for r, total in held(plan, planned, lambda s, g: s in planned.groups[g].remat_less):
         counted[r] = max(counted[r], total)
-    assert held_bytes(plan, planned) == pytest.approx(counted)
+    assert peak_residual_bytes(plan, planned) == pytest.approx(counted)
 
 
 @pytest.mark.parametrize("free, share", [(0.0, 0.0), (1e9, 1.0)])
@@ -165,10 +165,10 @@ def test_all_or_nothing_where_memory_says_so(free, share):
         for d in (FORWARD, BACKWARD)
     }
     prices = Prices({**base.programs, **less})
-    ordered = with_order(plan, batch(plan, 6), prices, names(plan))
+    ordered = with_list_order(plan, batch(plan, 6), prices, names(plan))
     planned = with_memory_plan(plan, ordered, prices, names(plan), Budget(1e6))
     assert sum(g.remat_less == ("b0",) for g in planned.groups) == share * 6
     assert (planned == ordered) == (share == 0)
     for empty in (Schedule(0, ()), batch(plan, 0)):
-        ordered = with_order(plan, empty, prices, names(plan))
+        ordered = with_list_order(plan, empty, prices, names(plan))
         assert with_memory_plan(plan, ordered, prices, names(plan), Budget(9)) == ordered

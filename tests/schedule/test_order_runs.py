@@ -9,8 +9,8 @@ from dflop_jax.records import NO_GROUP, REDUCE, UPDATE, Bucket, Load, Shape, Tas
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import lower_bound_s
-from dflop_jax.schedule.order_search import problem_of
-from dflop_jax.simulate.steps import with_order
+from dflop_jax.schedule.order_search import order_problem
+from dflop_jax.simulate.steps import with_list_order
 from dflop_jax.simulate.task_graph import step_graph
 from tests.schedule.conftest import TILE, bucket, make_batch, make_plan, make_prices
 from tests.schedule.order_oracle import least_makespan
@@ -45,15 +45,17 @@ def test_a_run_gets_the_searched_order():
         plan, loads = three_modules(seed)
         prices = make_prices(plan, factor=uneven)
         got = schedule_batch(loads, plan, prices, plan.layout.modules, work=600)
-        listed = with_order(plan, replace(got, order=()), prices, plan.layout.modules)
+        listed = with_list_order(plan, replace(got, order=()), prices, plan.layout.modules)
         assert got.lower_bound_s <= got.makespan_s <= listed.makespan_s
         faster += got.makespan_s < listed.makespan_s * (1 - 1e-6)
         greedy = schedule_batch(loads, plan, prices, plan.layout.modules, work=0)
-        assert greedy.order == with_order(plan, greedy, prices, plan.layout.modules).order
+        assert greedy.order == with_list_order(plan, greedy, prices, plan.layout.modules).order
         fixed = schedule_batch(
             loads, plan.with_scheduling(order="gpipe"), prices, plan.layout.modules, work=600
         )
-        again = with_order(plan.with_scheduling(order="gpipe"), fixed, prices, plan.layout.modules)
+        again = with_list_order(
+            plan.with_scheduling(order="gpipe"), fixed, prices, plan.layout.modules
+        )
         assert fixed.order == again.order
     assert faster >= 3
 
@@ -74,8 +76,8 @@ def test_the_bound_is_below_the_best_order(seed):
     loads = make_batch(rng, 6, most_tiles=8)
     got = schedule_batch(loads, plan, prices, trainable, work=400)
     tasks = step_graph(plan.layout, got.groups, trainable)
-    order = [tasks.place[t] for t in got.order]
-    problem = problem_of(plan, got, tasks, prices, order)
+    order = [tasks.task_index[t] for t in got.order]
+    problem = order_problem(plan, got, tasks, prices, order)
     least_s = least_makespan(problem) * problem.tick_s
     batch = Batch(loads, plan.layout.modules)
     bound_s = lower_bound_s(batch, plan.layout, prices, trainable)

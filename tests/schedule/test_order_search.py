@@ -8,12 +8,17 @@ import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD
 from dflop_jax.schedule.balance_problem import Budget
-from dflop_jax.schedule.order_search import order_bound, problem_of, searched, with_searched_order
-from dflop_jax.simulate.list_scheduling import listed, turned
-from dflop_jax.simulate.numbered_tasks import most_kept, starts_of
-from dflop_jax.simulate.steps import simulate_step, with_order
+from dflop_jax.schedule.order_search import (
+    order_bound,
+    order_problem,
+    search_order,
+    with_searched_order,
+)
+from dflop_jax.simulate.list_scheduling import backward_list_schedule, list_schedule
+from dflop_jax.simulate.numbered_tasks import peak_in_flight, start_ticks
+from dflop_jax.simulate.steps import simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import in_flight_limit, step_graph
-from dflop_jax.simulate.task_order import check_order, most_in_flight
+from dflop_jax.simulate.task_order import check_order, peak_groups_in_flight
 from tests.schedule.order_oracle import least_makespan
 from tests.simulate.cases import (
     batch,
@@ -28,15 +33,15 @@ from tests.simulate.cases import (
 
 def numbered(plan, schedule, priced, trainable):
     """(ordered schedule, graph, problem, the order in numbers)."""
-    ordered = with_order(plan, schedule, priced, trainable)
+    ordered = with_list_order(plan, schedule, priced, trainable)
     tasks = step_graph(plan.layout, schedule.groups, trainable)
-    order = [tasks.place[t] for t in ordered.order]
-    return ordered, tasks, problem_of(plan, ordered, tasks, priced, order), order
+    order = [tasks.task_index[t] for t in ordered.order]
+    return ordered, tasks, order_problem(plan, ordered, tasks, priced, order), order
 
 
 def feasible(problem, tasks, order):
     check_order(tasks, [tasks.tasks[t] for t in order])
-    return problem.allows(order)
+    return problem.is_within_limits(order)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -46,26 +51,27 @@ def test_an_orders_makespan_is_the_simulators(seed):
     rng = np.random.default_rng(seed)
     plan, schedule, priced, trainable = random_case(rng, sends=True)
     ordered, tasks, problem, order = numbered(plan, schedule, priced, trainable)
-    keys = rng.integers(0, 1000, problem.n).tolist()
-    orders = [order, listed(problem, keys), listed(problem, keys, alternate=True)]
-    orders.append(turned(problem, turned(problem.mirrored, order)))
+    keys = rng.integers(0, 1000, problem.n_tasks).tolist()
+    orders = [order, list_schedule(problem, keys), list_schedule(problem, keys, alternate=True)]
+    orders.append(backward_list_schedule(problem, backward_list_schedule(problem.mirrored, order)))
     bound_s = order_bound(problem) * problem.tick_s
     for some in orders:
         check_order(tasks, named := tuple(tasks.tasks[t] for t in some))
-        makespan_s = starts_of(problem, some)[1] * problem.tick_s
+        makespan_s = start_ticks(problem, some)[1] * problem.tick_s
         trace = simulate_step(plan, replace(ordered, order=named), priced, trainable)
         assert makespan_s == pytest.approx(trace.makespan_s, rel=1e-8)
         assert bound_s <= trace.makespan_s * (1 + 1e-8)
-        most = most_in_flight(named)  # in which a loss keeps its group while it runs
+        most = peak_groups_in_flight(named)  # in which a loss keeps its group while it runs
         both = [
-            (most.get(s.name, 0), n) for s, n in zip(plan.layout.segments, most_kept(problem, some))
+            (most.get(s.name, 0), n)
+            for s, n in zip(plan.layout.segments, peak_in_flight(problem, some))
         ]
         assert all(a == b or (a, b) == (1, 0) for a, b in both)
     # A mirrored order takes as long, and keeps as much.
     if not priced.sends:
-        back = starts_of(problem.mirrored, order[::-1])[1]
-        assert back == pytest.approx(starts_of(problem, order)[1], rel=1e-8)
-    assert most_kept(problem.mirrored, order[::-1]) == most_kept(problem, order)
+        back = start_ticks(problem.mirrored, order[::-1])[1]
+        assert back == pytest.approx(start_ticks(problem, order)[1], rel=1e-8)
+    assert peak_in_flight(problem.mirrored, order[::-1]) == peak_in_flight(problem, order)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -80,12 +86,12 @@ def test_no_answer_is_worse_or_keeps_more(seed):
     again = simulate_step(plan, answer, priced, trainable)
     assert answer.makespan_s == pytest.approx(again.makespan_s)
     assert answer.makespan_s <= ordered.makespan_s
-    before, after = most_in_flight(ordered.order), most_in_flight(answer.order)
+    before, after = peak_groups_in_flight(ordered.order), peak_groups_in_flight(answer.order)
     limit = in_flight_limit(plan, schedule.groups)
     assert all(n <= max(limit[s], before[s]) for s, n in after.items())
     same = with_searched_order(plan, ordered, priced, trainable, Budget(60), seed)
     assert same.order == answer.order
-    assert 0 <= budget.spent < 60 + problem.n
+    assert 0 <= budget.spent < 60 + problem.n_tasks
 
 
 def tiny(rng):
@@ -104,9 +110,9 @@ def tiny(rng):
 def test_small_steps_get_the_best_order(seed):
     rng = np.random.default_rng(seed)
     _, tasks, problem, order = numbered(*tiny(rng))
-    found, makespan = searched(problem, order, Budget(800), seed)
+    found, makespan = search_order(problem, order, Budget(800), seed)
     assert feasible(problem, tasks, found)
-    starts, again = starts_of(problem, found)
+    starts, again = start_ticks(problem, found)
     assert makespan == again >= order_bound(problem)
     by_start = [starts[t] for t in found] == sorted(starts)  # as they are dispatched
     assert by_start or found == order
@@ -120,10 +126,10 @@ def test_memory_binds():
     _, _, problem, _ = numbered(plan, batch(plan, 4), seconds, names(plan))
     least = {}
     for limit in (1, 2, 3):
-        tight = replace(problem, limit=tuple(min(limit, n) for n in problem.limit))
-        start = listed(tight, list(range(tight.n)))
-        assert tight.allows(start)
-        found, least[limit] = searched(tight, start, Budget(500), 0)
-        assert tight.allows(found)
+        tight = replace(problem, max_in_flight=tuple(min(limit, n) for n in problem.max_in_flight))
+        start = list_schedule(tight, list(range(tight.n_tasks)))
+        assert tight.is_within_limits(start)
+        found, least[limit] = search_order(tight, start, Budget(500), 0)
+        assert tight.is_within_limits(found)
         assert least[limit] == least_makespan(tight, least[limit])
     assert least[1] > least[2] > least[3]

@@ -26,12 +26,12 @@ from dflop_jax.records import (
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.rank_permutation import (
-    Devices,
-    best_names,
+    RankDevices,
+    best_permutation,
     exchange_rooms,
-    nearest_places,
-    read_between,
-    staying,
+    local_tokens,
+    nearest_slots,
+    tokens_read,
 )
 
 EDGE = Edge("sight", "words", "seen")
@@ -53,9 +53,9 @@ def test_names_are_the_best_of_all_permutations(seed):
     rng = np.random.default_rng(seed)
     low, high, node = (int(rng.integers(1, 6)), int(rng.integers(1, 6)), int(rng.integers(1, 4)))
     moved = rng.integers(0, 9, (low, high)) * (rng.random((low, high)) < 0.6)
-    here = Devices(np.arange(low), node)
-    there = Devices(rng.integers(0, low, high), node)
-    names = best_names(staying(moved, here, there))
+    here = RankDevices(np.arange(low), node)
+    there = RankDevices(rng.integers(0, low, high), node)
+    names = best_permutation(local_tokens(moved, here, there))
     assert sorted(names) == list(range(low))
     every = [crossed_by_loops(moved, p, here, there) for p in permutations(range(low))]
     assert crossed_by_loops(moved, names, here, there) == min(every)
@@ -63,8 +63,8 @@ def test_names_are_the_best_of_all_permutations(seed):
 
 def test_names_stay_where_no_other_is_better():
     moved = np.zeros((4, 4), int)
-    devices = Devices(np.arange(4), 2)
-    assert best_names(staying(moved, devices, devices)).tolist() == [0, 1, 2, 3]
+    devices = RankDevices(np.arange(4), 2)
+    assert best_permutation(local_tokens(moved, devices, devices)).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -127,7 +127,7 @@ def moved_by(plan, schedule, loads):
 def moved_between(plan, source, target, loads):
     n = plan.layout.data_ranks("sight"), plan.layout.data_ranks("words")
     batch = Batch(loads, plan.layout.modules)
-    read = read_between(("sight", "words"), source.pieces, target.pieces, batch, n)
+    read = tokens_read(("sight", "words"), source.pieces, target.pieces, batch, n)
     return crossing(read, rank_nodes(plan, "sight"))
 
 
@@ -158,7 +158,7 @@ def test_schedules_cross_fewer_nodes_and_balance_as_well(low, high, pair_s, monk
         loads, prices = batch(seed), prices_of(plan, pair_s)
         one = schedule_batch(loads, plan, prices, names, work=200)
         with monkeypatch.context() as patch:
-            for name in ("rename_ranks", "bring_home"):
+            for name in ("permute_ranks", "swap_equal_pieces"):
                 patch.setattr(f"dflop_jax.schedule.batch_scheduler.{name}", lambda *_: None)
             other = schedule_batch(loads, plan, prices, names, work=200)
         assert one.makespan_s == other.makespan_s
@@ -174,7 +174,7 @@ def test_equal_pieces_lie_where_they_are_read_as_far_as_places_go(seed):
     n, n_ranks, node = int(rng.integers(0, 30)), int(rng.integers(1, 7)), int(rng.integers(1, 4))
     rank, home = rng.integers(0, n_ranks, n), rng.integers(-1, n_ranks, n)
     node_of = np.arange(n_ranks) // node
-    places = nearest_places(rank, home, node_of)
+    places = nearest_slots(rank, home, node_of)
     assert sorted(places) == list(range(n))
     got, read = rank[places], home >= 0
     for label in (np.arange(n_ranks), node_of):
@@ -188,7 +188,7 @@ def test_equal_pieces_lie_where_they_are_read_as_far_as_places_go(seed):
 def test_what_cannot_stay_goes_to_all_ranks_alike():
     home = np.zeros(16, int)  # all is read on rank 0
     rank = np.repeat(np.arange(4), 4)
-    got = rank[nearest_places(rank, home, np.zeros(4, int))]
+    got = rank[nearest_slots(rank, home, np.zeros(4, int))]
     assert np.bincount(got[:4]).tolist() == [4]
     assert np.bincount(got[4:7], minlength=4).tolist() == [0, 1, 1, 1]
 

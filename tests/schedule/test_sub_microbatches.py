@@ -11,7 +11,7 @@ from dflop_jax.records import Load, Schedule, Shape, first_pieces
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.bounds import lower_bound_s
-from dflop_jax.schedule.sub_microbatches import widened
+from dflop_jax.schedule.sub_microbatches import merge_sub_microbatches
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import check_order
@@ -101,7 +101,7 @@ def test_a_sample_larger_than_all_parts_is_refused():
         solve([Load({"a": (TILE,) * 13, "b": (60,)})], plan)
     two = plan.with_layout(buckets=(bucket(4, (1, 256)), bucket(8, (1, 256))))
     with pytest.raises(ValueError, match=r"in shapes 4x16, 8x16; give the module one shape"):
-        widened(two, make_prices(two))
+        merge_sub_microbatches(two, make_prices(two))
 
 
 @pytest.mark.parametrize("divided, seed", [*(("a", i) for i in range(4)), ("b", 0), ("b", 1)])
@@ -115,7 +115,7 @@ def test_no_random_schedule_beats_the_bound(divided, seed):
     loads = [Load({"a": (TILE,) * int(t), "b": (int(n),)} if t else {"b": (int(n),)})
              for t, n in zip(rng.integers(0, 4, 5), rng.integers(20, 90, 5))]  # fmt: skip
     got = solve(loads, plan, work=1000, program=program_of(plan))
-    wide, wide_prices = widened(plan, prices)
+    wide, wide_prices = merge_sub_microbatches(plan, prices)
     bound_s = lower_bound_s(
         Batch(loads, plan.layout.modules),
         wide.layout,
@@ -191,11 +191,11 @@ def fed_by_hand(rng, loads, plan):
 def test_widened_shapes_cost_their_parts():
     plan = divided_plan(4, 3)
     prices = make_prices(plan)
-    wide, wide_prices = widened(plan, prices)
+    wide, wide_prices = merge_sub_microbatches(plan, prices)
     assert wide.layout.shapes("a") == (Shape(12, TILE), Shape(8, TILE), Shape(4, TILE))
     assert wide.layout.shapes("b") == plan.layout.shapes("b")
     one = {p: v for p, v in prices.programs.items() if p.segment == "a"}
     for program, price in one.items():
         three = wide_prices.programs[replace(program, shape=Shape(12, TILE))]
         assert three.static_s == pytest.approx(3 * price.static_s)
-    assert widened(wide, wide_prices) == (wide, wide_prices)
+    assert merge_sub_microbatches(wide, wide_prices) == (wide, wide_prices)

@@ -54,7 +54,7 @@ def test_answers_equal_the_inline_ones(small_plan):
             schedule, wait_s = worker.get(step)
             assert wait_s >= 0
             assert schedule.groups == inline(step, small_plan, prices).groups
-        assert worker.solved_here == worker.deaths == 0
+        assert worker.n_solved_in_parent == worker.n_deaths == 0
         pid = worker.pid
     assert pid is not None
     assert not runs(pid)
@@ -67,13 +67,13 @@ def test_killing_the_process_costs_no_sample(small_plan, caplog):
         worker.get(0)
         first = worker.pid
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: worker.deaths == 1)
+        wait_until(lambda: worker.n_deaths == 1)
         for step in range(1, 7):  # whether the parent or the successor solves them
             assert without_time(worker.get(step)[0]) == inline(step, small_plan, prices)
         wait_until(lambda: worker.pid not in (None, first))
         wait_until(lambda: worker._requests[7][1].done())
         assert without_time(worker.get(7)[0]) == inline(7, small_plan, prices)
-        assert worker.deaths == 1
+        assert worker.n_deaths == 1
     assert sum("died" in r.message for r in caplog.records) == 1
 
 
@@ -87,22 +87,22 @@ def test_who_is_late_is_not_waited_for_and_changes_no_schedule(small_plan, caplo
     with worker_for(small_plan, prices, grace_s=0.01) as worker:
         for step in range(3):
             assert without_time(worker.get(step)[0]) == inline(step, small_plan, prices)
-        assert worker.solved_here == 3
-        assert worker.deaths == 0
+        assert worker.n_solved_in_parent == 3
+        assert worker.n_deaths == 0
     (late,) = (r.message for r in caplog.records if "no schedule" in r.message)
     assert late.startswith("step 0: no schedule from its worker in 0.01 s; this process solves")
 
 
 def test_what_libraries_print_is_no_schedule(small_plan, monkeypatch):
     noisy = (
-        "import os, sys; sys.path[:0] = {1!r}; import {0} as w; answer = w.answer\n"
-        "w.answer = lambda *a: [os.write(1, b'hello\\n'), answer(*a)][1]; w.main()"
+        "import os, sys; sys.path[:0] = {1!r}; import {0} as w; answer = w.answer_request\n"
+        "w.answer_request = lambda *a: [os.write(1, b'hello\\n'), answer(*a)][1]; w.main()"
     )
     monkeypatch.setattr("dflop_jax.child_processes.program", noisy.format)
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices, stop_step=1) as worker:
         assert worker.get(0)[0].groups == inline(0, small_plan, prices).groups
-        assert worker.solved_here == worker.deaths == 0
+        assert worker.n_solved_in_parent == worker.n_deaths == 0
 
 
 CHATTY = "print('hello', flush=True); import sys; sys.stdin.read()"
@@ -118,10 +118,10 @@ def test_a_child_that_gives_no_schedules_is_given_up(
     prices = make_prices(small_plan)
     with worker_for(small_plan, prices) as worker:
         assert without_time(worker.get(0)[0]) == inline(0, small_plan, prices)
-        wait_until(lambda: worker.deaths == 3)
-        assert worker.solved_here == 1
+        wait_until(lambda: worker.n_deaths == 3)
+        assert worker.n_solved_in_parent == 1
         assert without_time(worker.get(1)[0]) == inline(1, small_plan, prices)
-        assert (worker.solved_here, worker.deaths) == (2, 3)
+        assert (worker.n_solved_in_parent, worker.n_deaths) == (2, 3)
     assert said in caplog.text
 
 
@@ -142,17 +142,17 @@ def test_a_gain_is_computed_after_the_schedules_asked_for_before(small_plan):
     old = make_prices(small_plan)
     new = make_prices(small_plan, factor=lambda p: 3.0 if p.shape == Shape(1, 256) else 1.0)
     with worker_for(small_plan, old, ahead=2) as worker:
-        worker.ask_gain(0, loads_of(0), old, new)
+        worker.request_gain(0, loads_of(0), old, new)
         wait_until(lambda: worker.gain_s is not None)
         assert all(future.done() for _, future in worker._requests.values())
         expected = predicted_gain_s(loads_of(0), small_plan, old, new, small_plan.layout.modules)
         assert worker.gain_s == expected > 0
-        worker.ask_gain(1, loads_of(1), old, old)
+        worker.request_gain(1, loads_of(1), old, old)
         got = [without_time(worker.get(step)[0]) for step in range(5)]
         assert got == [inline(step, small_plan, old) for step in range(5)]
         wait_until(lambda: worker.gain_s == 0.0)
         os.kill(worker.pid, signal.SIGKILL)
-        worker.ask_gain(2, loads_of(2), old, new)  # whoever answers it
+        worker.request_gain(2, loads_of(2), old, new)  # whoever answers it
         wait_until(lambda: worker.gain_s is not None)
         assert worker.gain_s == predicted_gain_s(
             loads_of(2), small_plan, old, new, small_plan.layout.modules

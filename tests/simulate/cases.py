@@ -26,7 +26,7 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
-from dflop_jax.simulate.task_graph import links
+from dflop_jax.simulate.task_graph import segment_links
 
 ONE = Shape(1, 64)  # the shape that every plan here has
 TWO = Shape(2, 64)
@@ -103,7 +103,7 @@ def prices(plan, seconds, sends=None, concurrency=float("inf")):
 
 def same_prices(plan, forward_s, backward_s, last_s, **more):
     """Every segment alike; those that nothing reads do both in their backward."""
-    read = {link.source for link in links(plan.layout)}
+    read = {link.source for link in segment_links(plan.layout)}
     seconds = {}
     for n in names(plan):
         seconds[n, FORWARD] = forward_s
@@ -168,7 +168,7 @@ def random_prices(rng, plan, *, sends=False, concurrency=float("inf")):
     step_end = {Task(n, NO_GROUP, d): one() for n in names(plan) for d in (REDUCE, UPDATE)}
     priced = {
         SendId(link.source, link.target, shape, d): float(rng.exponential()) * (rng.random() < 0.7)
-        for link in links(plan.layout)
+        for link in segment_links(plan.layout)
         for shape in SHAPES
         for d in (FORWARD, BACKWARD)
     }

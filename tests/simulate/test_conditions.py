@@ -10,7 +10,7 @@ import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, RETURN, SEND, SendId, Task
 from dflop_jax.simulate.steps import Noise, simulate_schedules, simulate_step
-from dflop_jax.simulate.task_graph import resources, step_graph
+from dflop_jax.simulate.task_graph import step_graph, submesh_resources
 from dflop_jax.simulate.task_order import order_tasks
 from tests.simulate.cases import (
     ONE,
@@ -43,7 +43,10 @@ def longest_paths(plan, schedule, priced, order, graph):
     Nodes are tasks and, for each edge between tasks of groups on different submeshes, the send
     upon it; edges are dependencies and, per resource and link, the dispatch order.
     """
-    resource, submesh = resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
+    resource, submesh = (
+        submesh_resources(plan.layout),
+        {s.name: s.submesh for s in plan.layout.segments},
+    )
     long, edges, turns = {}, [], defaultdict(list)
     for task in order:
         long[task] = priced.task_s(plan.layout, schedule, task)
@@ -88,7 +91,7 @@ def random_order(rng, graph):
     while ready:
         task = ready.pop(int(rng.integers(0, len(ready))))
         order.append(task)
-        for t in (graph.tasks[i] for i in graph.followers[graph.place[task]]):
+        for t in (graph.tasks[i] for i in graph.followers[graph.task_index[task]]):
             waiting[t] -= 1
             ready += [t] if waiting[t] == 0 else []
     return tuple(order)
@@ -159,7 +162,10 @@ def played(plan, schedule, priced, trainable, awaited):
     """(start, end) of every task: the thread walks the order, and before a task of an awaited
     submesh sleeps until its devices have done all they were given."""
     graph = step_graph(plan.layout, schedule.groups, trainable)
-    resource, submesh = resources(plan.layout), {s.name: s.submesh for s in plan.layout.segments}
+    resource, submesh = (
+        submesh_resources(plan.layout),
+        {s.name: s.submesh for s in plan.layout.segments},
+    )
     now, free, spans = 0.0, {}, {}
     for task in order_tasks(plan, graph, schedule.groups):
         on = resource[submesh[task.segment]]
@@ -178,7 +184,7 @@ def test_dispatch_waits_as_the_thread_does():
     for _ in range(120):
         plan, schedule, priced, trainable = random_case(rng)
         awaited = {m.name for m in plan.layout.submeshes if rng.random() < 0.6}
-        trace = simulate_step(plan, schedule, priced, trainable, awaited=awaited)
+        trace = simulate_step(plan, schedule, priced, trainable, synchronous=awaited)
         assert spans_of(trace) == played(plan, schedule, priced, trainable, awaited)
         free = simulate_step(plan, schedule, priced, trainable)
         assert trace.makespan_s >= free.makespan_s
@@ -192,7 +198,7 @@ def test_nothing_and_one_group_are_not_held_up(n_groups):
     priced = prices(plan, {("a0", FORWARD): 1.0, ("b0", BACKWARD): 2.0})
     schedule = batch(plan, n_groups)
     free = simulate_step(plan, schedule, priced, names(plan))
-    assert simulate_step(plan, schedule, priced, names(plan), awaited=["a0", "b0"]) == free
+    assert simulate_step(plan, schedule, priced, names(plan), synchronous=["a0", "b0"]) == free
 
 
 def durations(trace):

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, RETURN, SEND, Layout, Plan, SubmeshPlan
-from dflop_jax.simulate.steps import Noise, simulate_step, with_order
+from dflop_jax.simulate.steps import Noise, simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import order_tasks
 from tests.simulate.cases import SHAPES, batch, graph, names, prices
@@ -103,8 +103,8 @@ def test_a_thousand_ready_groups_are_ordered_in_linear_work():
 
 
 def test_an_order_costs_a_few_simulations():
-    """`with_order` makes the graph once, and simulates two orders."""
+    """`with_list_order` makes the graph once, and simulates two orders."""
     plan = make_plan(8, 1, 1)
     schedule, priced = batch(plan, 32, shapes=SHAPES), make_prices(plan)
     one = calls(lambda: simulate_step(plan, schedule, priced, names(plan)))
-    assert calls(lambda: with_order(plan, schedule, priced, names(plan))) < 3 * one
+    assert calls(lambda: with_list_order(plan, schedule, priced, names(plan))) < 3 * one

@@ -19,8 +19,13 @@ from dflop_jax.records import (
     SubmeshPlan,
     Task,
 )
-from dflop_jax.simulate.task_graph import in_flight_limit, resources, step_graph, with_backward
-from dflop_jax.simulate.task_order import check_order, most_in_flight, order_tasks
+from dflop_jax.simulate.task_graph import (
+    in_flight_limit,
+    segments_with_backward,
+    step_graph,
+    submesh_resources,
+)
+from dflop_jax.simulate.task_order import check_order, order_tasks, peak_groups_in_flight
 from tests.plans import chain, groups, random_plan
 
 
@@ -87,7 +92,7 @@ def test_lookahead_forwards_more_groups_before_the_first_backward(lookahead):
 
 def limits_kept(plan, order, trainable):
     """1F1B never has more groups in flight than the limit."""
-    limit, live = in_flight_limit(plan), set(with_backward(plan.layout, trainable))
+    limit, live = in_flight_limit(plan), set(segments_with_backward(plan.layout, trainable))
     flying = dict.fromkeys(names(plan), 0)
     for t in order:
         if t.segment in live and t.segment != names(plan)[-1] and t.group >= 0:
@@ -157,7 +162,7 @@ def test_several_groups_feed_one_and_never_lock():
     assert graph.waits_for[Task("l0", 6, BACKWARD)] == tuple(
         Task("v0", g, FORWARD) for g in range(6)
     )
-    assert most_in_flight(order) == {"v0": 6, "l0": 1}
+    assert peak_groups_in_flight(order) == {"v0": 6, "l0": 1}
 
 
 def test_inner_edges_join_the_segments_that_hold_their_layers():
@@ -233,7 +238,7 @@ def test_evaluation_is_forward_only(m):
 
 def test_segments_on_the_same_devices_share_a_resource_and_run_depth_first():
     plan = chain(3, vision=1, first=(0, 0, 0))
-    assert len(set(resources(plan.layout).values())) == 1
+    assert len(set(submesh_resources(plan.layout).values())) == 1
     assert in_flight_limit(plan) == {"v0": 1, "l0": 1, "l1": 1}
     _, order = order_of(plan, [0, 0])
     steps = [(t.segment, t.direction[0], t.group // 2) for t in order if t.group >= 0]
@@ -249,7 +254,7 @@ def test_overlapping_submeshes_share_a_resource_through_a_third():
         for i, n in enumerate(("a", "b", "c", "far"))
     )
     plan = Plan("test", Layout(submeshes, segments, (Bucket.of({"llm": Shape(1, 8)}),)))
-    of = resources(plan.layout)
+    of = submesh_resources(plan.layout)
     assert of["a"] == of["b"] == of["c"] != of["far"]
     assert in_flight_limit(plan) == {"a": 2, "b": 2, "c": 2, "far": 1}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, Schedule
-from dflop_jax.simulate.steps import simulate_step, with_order
+from dflop_jax.simulate.steps import simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import both_orders, check_order, order_tasks
 from tests.simulate.cases import (
@@ -34,7 +34,7 @@ def test_it_is_the_better_of_two_orders():
             simulate_step(plan, replace(schedule, order=o), priced, trainable).makespan_s
             for o in orders
         ]
-        ordered = with_order(plan, schedule, priced, trainable)
+        ordered = with_list_order(plan, schedule, priced, trainable)
         assert ordered.order in orders
         assert ordered.makespan_s == pytest.approx(min(took_s), rel=1e-8, abs=1e-12)
         assert ordered.makespan_s == simulate_step(plan, ordered, priced, trainable).makespan_s
@@ -49,18 +49,18 @@ def test_rounding_decides_nothing():
     plan = graph("a", "b", edges=["ab"])
     schedule = batch(plan, 6)
     seconds = {("a0", FORWARD): 0.1, ("a0", BACKWARD): 0.3, ("b0", BACKWARD): 0.7}
-    first = with_order(plan, schedule, prices(plan, seconds), names(plan)).order
+    first = with_list_order(plan, schedule, prices(plan, seconds), names(plan)).order
     rng = np.random.default_rng(0)
     for _ in range(20):
         moved = {k: v * (1 + rng.choice([-1, 0, 1]) * 2.0**-52) for k, v in seconds.items()}
-        assert with_order(plan, schedule, prices(plan, moved), names(plan)).order == first
+        assert with_list_order(plan, schedule, prices(plan, moved), names(plan)).order == first
 
 
 @pytest.mark.parametrize("n_groups", [0, 1])
 def test_nothing_to_order(n_groups):
     plan = chain(2, sources=1)
     schedule = batch(plan, n_groups)
-    ordered = with_order(plan, schedule, same_prices(plan, 1.0, 2.0, 3.0), names(plan))
+    ordered = with_list_order(plan, schedule, same_prices(plan, 1.0, 2.0, 3.0), names(plan))
     assert ordered.makespan_s == 6.0 * n_groups
     assert len(ordered.order) == 3 * n_groups + 4
     assert isinstance(ordered, Schedule)

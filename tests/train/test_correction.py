@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dflop_jax.schedule.correction import Learnt, StepSample, decided, learn
+from dflop_jax.schedule.correction import CorrectionState, StepSample, add_sample, with_decision
 from dflop_jax.train.correction import Corrector
 
 STEPS, CHANGE = 700, 300
@@ -18,18 +18,18 @@ class Scripted(Corrector):
         self.lines, self.switches = [], 0
         progress = SimpleNamespace(log=self.lines.append)
         ready = SimpleNamespace(prices=None, progress=progress)
-        super().__init__(ready, None, Learnt(""))
+        super().__init__(ready, None, CorrectionState(""))
         self.measured = measured
 
     def _sample(self, trace, batch):
         ratio, _ = self.measured(batch.step)
         figures = self._gain_s, self._overhead_s
         sample = StepSample(batch.step, batch.step + 1, "", {"a": ratio}, *figures)
-        self._learnt = learn(self._learnt, sample)
+        self._learnt = add_sample(self._learnt, sample)
 
     def _decide(self, batch):
         self._gain_s, self._overhead_s = self.measured(batch.step)[1], OVERHEAD_S
-        self._learnt = decided(self._learnt, self._gain_s, self._overhead_s)
+        self._learnt = with_decision(self._learnt, self._gain_s, self._overhead_s)
 
     def run(self):
         was_on = False

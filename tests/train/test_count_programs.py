@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dflop_jax.schedule.count_program import Sizes, canonical, sizes_of
+from dflop_jax.schedule.count_program import ProgramSizes, canonicalize, program_sizes
 from dflop_jax.train import timing
 from dflop_jax.train.timing import count_program
 
@@ -17,9 +17,9 @@ from ..small import Small
 @pytest.fixture
 def written(monkeypatch):
     """The sizes of what cvxpy writes meanwhile."""
-    sizes: list[Sizes] = []
+    sizes: list[ProgramSizes] = []
     monkeypatch.setattr(
-        timing, "canonical", lambda wanted: sizes.append(wanted) or canonical(wanted)
+        timing, "canonical", lambda wanted: sizes.append(wanted) or canonicalize(wanted)
     )
     return sizes
 
@@ -30,10 +30,10 @@ def of_grouping(plan, grouping):
 
 def test_it_is_written_once_and_again_where_it_is_damaged(tmp_path, written):
     plan = of_grouping(plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1)), "balanced")
-    expected = canonical(sizes_of(plan.layout))
+    expected = canonicalize(program_sizes(plan.layout))
     assert count_program(plan, tmp_path) == expected
     assert count_program(plan, tmp_path) == expected
-    assert written == [sizes_of(plan.layout)]
+    assert written == [program_sizes(plan.layout)]
     (file,) = tmp_path.glob("counts-*.json")
     file.write_bytes(file.read_bytes()[:-20])
     assert count_program(plan, tmp_path) == expected

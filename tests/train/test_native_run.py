@@ -21,7 +21,7 @@ from dflop_jax.records import (
     SubmeshPlan,
 )
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.schedule.buckets.extra_buckets import beyond
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.trainer import Trainer
 from models import qwen3_vl
@@ -70,7 +70,7 @@ def test_no_compile_whatever_the_sizes_and_the_largest_left_out(tmp_path, monkey
     trainer = Trainer(config, plan=plan)
     loads = tuple(trainer.source.load(i) for i in range(N))
     trainer.profile = Profile(facts, DataProfile("scenes", N, loads))
-    large = beyond(loads, plan)
+    large = oversize_samples(loads, plan)
     assert 0 < len(large) < N / 2
     assert len({load.tokens("vision") for load in loads}) > 8
     assert any(len(set(load.lengths("vision"))) > 1 for load in loads)

@@ -21,7 +21,7 @@ from dflop_jax.plan.pricing import simulate
 from dflop_jax.records import DataProfile, Plan, Profile
 from dflop_jax.records.files import load as read
 from dflop_jax.report.run_folder import read_metrics
-from dflop_jax.schedule.buckets.extra_buckets import beyond
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.train import redecide
 from dflop_jax.train import trainer as trainer_module
 from dflop_jax.train.loop import Loop
@@ -203,7 +203,7 @@ def test_what_is_too_large_is_asked_for(plain, searches, monkeypatch, tmp_path):
     loader = make_loader(config, place.source())
     asked_for = [x for step in (0, 1) for x in loader.loads(step)]
     assert list(first.data.loads) == asked_for
-    assert beyond(asked_for, small)
+    assert oversize_samples(asked_for, small)
 
 
 # ---- looks, without a run ----

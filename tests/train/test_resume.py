@@ -24,7 +24,7 @@ from dflop_jax.report.run_folder import SAMPLES, RunFolder, read_metrics
 from dflop_jax.runtime import executor
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule import worker as worker_module
-from dflop_jax.schedule.correction import Learnt, StepSample
+from dflop_jax.schedule.correction import CorrectionState, StepSample
 from dflop_jax.schedule.worker import BatchRequest
 from dflop_jax.train import correction as correction_module
 from dflop_jax.train.choose_plan import expected
@@ -289,8 +289,8 @@ def samples(folder) -> list[StepSample]:
 
 def test_a_resumed_run_takes_the_decisions_of_the_killed_one(monkeypatch):
     asked = prices_by_step(monkeypatch)
-    on = dataclasses.replace(Learnt("").monitor, window=1000)
-    monkeypatch.setattr(correction_module, "Learnt", partial(Learnt, monitor=on))
+    on = dataclasses.replace(CorrectionState("").monitor, window=1000)
+    monkeypatch.setattr(correction_module, "CorrectionState", partial(CorrectionState, monitor=on))
     correct = {
         "schedule": ScheduleConfig(correct=True, ahead=1),
         "data": dataclasses.replace(CONFIG.data, prefetch=1),

@@ -16,7 +16,7 @@ from dflop_jax.plan.time_plans import PlanTooLarge
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, SendId, Shape, Task
 from dflop_jax.report.wall_time import TimeLog
 from dflop_jax.runtime.calibration import Calibration
-from dflop_jax.simulate.task_graph import links
+from dflop_jax.simulate.task_graph import segment_links
 from dflop_jax.train import timing
 from dflop_jax.train.timing import PlanTrials, in_agreement
 
@@ -29,7 +29,7 @@ PLANS = [chain(2, vision=1), chain(3, vision=1), chain(4, vision=2)]
 def prices_of(plan, forward_s=1.0):
     sends = {
         SendId(k.source, k.target, shape, FORWARD): 0.25
-        for k in links(plan.layout)
+        for k in segment_links(plan.layout)
         for shape in plan.layout.shapes(plan.layout.segment(k.target).module)
     }
     ends = {Task(s.name, NO_GROUP, REDUCE): 0.5 for s in plan.layout.segments}

@@ -13,16 +13,23 @@ from itertools import product, zip_longest
 
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.batch import Batch, Capacity, rows_needed
-from dflop_jax.schedule.buckets.milp import SLACKS, solve_choices
+from dflop_jax.schedule.buckets.milp import SLACKS, solve_bucket_milp
 from dflop_jax.schedule.buckets.problem import (
     BucketEvaluator,
+    BucketProblem,
     Buckets,
-    ShapeProblem,
-    first_least,
-    less,
-    roomiest_first,
+    argmin_with_ties,
+    is_less,
+    largest_first,
 )
-from dflop_jax.schedule.buckets.sizes import Move, Sizes, bucket_of, chains, finest, sizes_of
+from dflop_jax.schedule.buckets.sizes import (
+    Move,
+    Sizes,
+    bucket_chains,
+    make_bucket,
+    max_cuts,
+    sizes_of,
+)
 from dflop_jax.schedule.sampled_batches import LARGE_BATCH, drifted_batches, sample_batches
 
 _USUAL_BATCH = 100  # samples; of larger batches fewer are scheduled in proportion
@@ -88,7 +95,7 @@ class BucketChoice:
 
 def choose_buckets(
     loads: Sequence[Load],
-    problem: ShapeProblem,
+    problem: BucketProblem,
     *,
     effort: str = "full",
     seed: int = 0,
@@ -103,14 +110,14 @@ def choose_buckets(
 
     >>> from dflop_jax.records import BACKWARD, Layout, Load, Price, Prices, ProgramId
     >>> from dflop_jax.records import SegmentPlan, SubmeshPlan
-    >>> from dflop_jax.schedule import ShapeProblem, choose_buckets
+    >>> from dflop_jax.schedule import BucketProblem, choose_buckets
     >>> def prices(layout):
     ...     seconds = {s: 1e-3 + 1e-5 * s.size for s in layout.shapes("decoder")}
     ...     return Prices({ProgramId("decoder", s, BACKWARD): Price(t) for s, t in seconds.items()})
     >>> all_layers = SegmentPlan("decoder", "decoder", 0, 4, "decoder", True, True)
     >>> layout = Layout((SubmeshPlan("decoder", 0, 1, 2, 1),), (all_layers,))
     >>> loads = [Load({"decoder": (40 + 16 * i,)}) for i in range(16)]
-    >>> choice = choose_buckets(loads, ShapeProblem(layout, prices, global_batch=16, n_buckets=2))
+    >>> choice = choose_buckets(loads, BucketProblem(layout, prices, global_batch=16, n_buckets=2))
     >>> [b.name for b in choice.buckets]
     ['decoder:1x768', 'decoder:1x512']
 
@@ -127,143 +134,163 @@ def choose_buckets(
         raise ValueError(f"effort={effort!r} is not one of {', '.join(_EFFORTS)}")
     work = _EFFORTS[effort]
     sizes = sizes_of(loads, problem)
-    front = Batch(largest(loads, tuple(sizes)), tuple(sizes))
-    share = min(1.0, _USUAL_BATCH / problem.global_batch)
-    few = max(1, round(work.first * share))
-    batches = _drawn(loads, problem, work.batches, seed)
-    budget = round(work.budget * max(0.3, share))
+    largest_loads = Batch(dominating_loads(loads, tuple(sizes)), tuple(sizes))
+    batch_share = min(1.0, _USUAL_BATCH / problem.global_batch)
+    n_first_batches = max(1, round(work.first * batch_share))
+    batches = _draw_batches(loads, problem, work.batches, seed)
+    budget = round(work.budget * max(0.3, batch_share))
     evaluator = BucketEvaluator(batches, problem, work=work.work, budget=budget)
-    chained = chains(sizes, problem)[: work.starts]
+    chain_sets = bucket_chains(sizes, problem)[: work.starts]
     if start is None:
-        starts = [_holding(one, front, sizes, problem.capacity) for one in chained]
-        best = _best_start(starts, evaluator, few, work.finalists)
-        start = _choice(_refined(best, sizes, evaluator, front, problem), evaluator)
+        starts = [_grow_to_hold(one, largest_loads, sizes, problem.capacity) for one in chain_sets]
+        best_set = _best_start(starts, evaluator, n_first_batches, work.finalists)
+        start = _evaluate_choice(
+            _refine(best_set, sizes, evaluator, largest_loads, problem), evaluator
+        )
     if not with_milp:
         return start
-    answers = solve_choices(
-        _candidates((*chained, start.buckets), sizes, problem, work),
+    gap_by_set = solve_bucket_milp(
+        _candidates((*chain_sets, start.buckets), sizes, problem, work),
         evaluator.batches[: work.milp_batches],
         problem,
-        must_hold=front,
+        must_hold=largest_loads,
         start=start.buckets,
         slacks=work.slacks,
         max_nodes=_MILP_NODES,
     )
-    others = [buckets for buckets in answers if buckets != start.buckets]
-    evaluator.left = round(_MILP_SHARE * budget)
-    other = start
-    if others:
-        best = _best_start(others, evaluator, len(batches), 1)
-        other = _choice(_refined(best, sizes, evaluator, front, problem), evaluator)
-    wins = less(other.expected_s, start.expected_s)
-    slower, faster = (start, other) if wins else (other, start)
+    other_sets = [buckets for buckets in gap_by_set if buckets != start.buckets]
+    evaluator.remaining = round(_MILP_SHARE * budget)
+    other_choice = start
+    if other_sets:
+        best_set = _best_start(other_sets, evaluator, len(batches), 1)
+        other_choice = _evaluate_choice(
+            _refine(best_set, sizes, evaluator, largest_loads, problem), evaluator
+        )
+    wins = is_less(other_choice.expected_s, start.expected_s)
+    slower, faster = (start, other_choice) if wins else (other_choice, start)
     return replace(
         faster,
         made_by="integer" if wins else "search",
         gain=1 - faster.expected_s / slower.expected_s,
-        gap=min(answers.values(), default=1.0),
+        gap=min(gap_by_set.values(), default=1.0),
     )
 
 
-def _choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:
+def _evaluate_choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:
     n = len(evaluator.batches)
     expected_s, padding = evaluator.mean_s(buckets, n), {}
     for m in evaluator.problem.ranks:
-        room = sum(evaluator.scheduled(buckets, i)[1][m] for i in range(n))
+        capacity_tokens = sum(evaluator.schedule_seconds(buckets, i)[1][m] for i in range(n))
         used = sum(int(b.tokens[m].sum()) for b in evaluator.batches)
-        padding[m] = 1 - used / room if room else 0.0
-    return BucketChoice(roomiest_first(buckets), expected_s, padding)
+        padding[m] = 1 - used / capacity_tokens if capacity_tokens else 0.0
+    return BucketChoice(largest_first(buckets), expected_s, padding)
 
 
-def _drawn(loads: Sequence[Load], problem: ShapeProblem, usual: int, seed: int) -> list[list[Load]]:
+def _draw_batches(
+    loads: Sequence[Load], problem: BucketProblem, usual_batches: int, seed: int
+) -> list[list[Load]]:
     """Global batches drawn from the loads, every second one drifted."""
-    least = max(2, round(4 * min(1.0, LARGE_BATCH / problem.global_batch)))
-    n = max(least, round(usual * min(1.0, 2 * _USUAL_BATCH / problem.global_batch)))
+    min_batches = max(2, round(4 * min(1.0, LARGE_BATCH / problem.global_batch)))
+    n = max(min_batches, round(usual_batches * min(1.0, 2 * _USUAL_BATCH / problem.global_batch)))
     plain = sample_batches(loads, problem.global_batch, n - n // 2, seed)
     modules = tuple(problem.ranks)
     drifted = drifted_batches(loads, modules, problem.global_batch, n // 2, seed)
     return [b for pair in zip_longest(plain, drifted) for b in pair if b is not None]
 
 
-def _holding(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capacity) -> Buckets:
+def _grow_to_hold(
+    buckets: Buckets, largest_loads: Batch, sizes: Sizes, capacity: Capacity
+) -> Buckets:
     """The set with rows added to its roomiest bucket until it holds every sample."""
-    ranked = roomiest_first(buckets)
+    ranked = largest_first(buckets)
     first, rest = ranked[0], ranked[1:]
-    while not front.able_any((first, *rest), capacity).all():
-        more = {}
+    while not largest_loads.any_can_hold((first, *rest), capacity).all():
+        shapes = {}
         for m, size in sizes.items():
-            shape = first.shape(m) or size.shape(0, holds_all=True)
+            shape = first.shape(m) or size.shape(0, holds_largest=True)
             assert shape is not None, "a module with volume has a shape"
-            needs = max(rows_needed(load.lengths(m), shape) for load in front.loads)
-            short = needs > shape.rows * capacity.ranks[m]
-            more[m] = Shape(shape.rows + 1, shape.tokens) if short else shape
-        grown = Bucket.of(more)
+            needs = max(rows_needed(load.lengths(m), shape) for load in largest_loads.loads)
+            is_short = needs > shape.rows * capacity.ranks[m]
+            shapes[m] = Shape(shape.rows + 1, shape.tokens) if is_short else shape
+        grown = Bucket.of(shapes)
         assert grown != first, "a row that holds the longest piece was chosen"
         first = grown
     return (first, *rest)
 
 
 def _best_start(
-    starts: Sequence[Buckets], evaluator: BucketEvaluator, few: int, n_final: int
+    starts: Sequence[Buckets], evaluator: BucketEvaluator, n_first_batches: int, n_final: int
 ) -> Buckets:
     """The fastest start on all batches of the `n_final` that are fastest on the first `few`."""
-    tried: list[Buckets] = []
+    evaluated: list[Buckets] = []
     for start in starts:
-        if tried and evaluator.spent:
+        if evaluated and evaluator.is_spent:
             break
-        evaluator.mean_s(start, few)
-        tried.append(start)
+        evaluator.mean_s(start, n_first_batches)
+        evaluated.append(start)
     finalists: list[Buckets] = []
-    while tried and len(finalists) < n_final:
-        finalists.append(tried.pop(first_least([evaluator.mean_s(s, few) for s in tried])))
+    while evaluated and len(finalists) < n_final:
+        finalists.append(
+            evaluated.pop(
+                argmin_with_ties([evaluator.mean_s(s, n_first_batches) for s in evaluated])
+            )
+        )
     n = len(evaluator.batches)
-    return finalists[first_least([evaluator.mean_s(s, n) for s in finalists])]
+    return finalists[argmin_with_ties([evaluator.mean_s(s, n) for s in finalists])]
 
 
-def _refined(
-    best: Buckets, sizes: Sizes, evaluator: BucketEvaluator, front: Batch, problem: ShapeProblem
+def _refine(
+    best_set: Buckets,
+    sizes: Sizes,
+    evaluator: BucketEvaluator,
+    largest_loads: Batch,
+    problem: BucketProblem,
 ) -> Buckets:
     """Scale one or all modules of one bucket, leave one out, or cut its tokens into more or fewer
     rows, while that makes the batches faster."""
-    every = tuple(sizes)
-    packed = tuple(m for m in every if not sizes[m].piece)
-    parts = [every, *((m,) for m in every if len(every) > 1)]
-    moves = [Move(i, part, f) for f, i, part in product(_SCALES, range(len(best)), parts)]
-    if len(every) > 1:
-        moves += [Move(i, (m,), 0.0) for i in range(len(best)) for m in every[:-1]]
-    if any(s.rows > 1 for b in best for m, s in b.shapes if m in packed):
-        moves += [Move(i, packed, cut=c) for c, i in product(_ROW_FACTORS, range(len(best)))]
+    modules_all = tuple(sizes)
+    packed = tuple(m for m in modules_all if not sizes[m].piece_tokens)
+    module_sets = [modules_all, *((m,) for m in modules_all if len(modules_all) > 1)]
+    moves = [
+        Move(i, modules, f) for f, i, modules in product(_SCALES, range(len(best_set)), module_sets)
+    ]
+    if len(modules_all) > 1:
+        moves += [Move(i, (m,), 0.0) for i in range(len(best_set)) for m in modules_all[:-1]]
+    if any(s.rows > 1 for b in best_set for m, s in b.shapes if m in packed):
+        moves += [Move(i, packed, cut=c) for c, i in product(_ROW_FACTORS, range(len(best_set)))]
     untried = len(moves)
-    while untried > 0 and not evaluator.spent:
+    while untried > 0 and not evaluator.is_spent:
         move = moves.pop(0)
         moves.append(move)
         untried -= 1
-        moved = move.applied(best[move.bucket], sizes)
-        if moved is None or moved in best:
+        new_bucket = move.applied(best_set[move.bucket], sizes)
+        if new_bucket is None or new_bucket in best_set:
             continue
-        buckets = (*best[: move.bucket], moved, *best[move.bucket + 1 :])
-        if front.able_any(buckets, problem.capacity).all() and evaluator.beats(buckets, best):
-            best, untried = buckets, len(moves)
-    return best
+        buckets = (*best_set[: move.bucket], new_bucket, *best_set[move.bucket + 1 :])
+        if largest_loads.any_can_hold(buckets, problem.capacity).all() and evaluator.is_faster(
+            buckets, best_set
+        ):
+            best_set, untried = buckets, len(moves)
+    return best_set
 
 
 def _candidates(
-    starts: Sequence[Buckets], sizes: Sizes, problem: ShapeProblem, work: _Effort
+    starts: Sequence[Buckets], sizes: Sizes, problem: BucketProblem, work: _Effort
 ) -> list[Bucket]:
     """Candidates of the MILP: the buckets of all starts, one that holds every sample, and others
     that cut an average batch into a few numbers of microbatches with rows of several lengths."""
     candidates = dict.fromkeys(b for start in starts for b in start)
-    candidates[bucket_of(sizes, {}, holds_all=True)] = None
-    *others, last = sizes
+    candidates[make_bucket(sizes, {}, holds_largest=True)] = None
+    *other_modules, last = sizes
     for cut in work.cuts:
-        tokens = {m: s.volume / (cut * finest(sizes, problem)) for m, s in sizes.items()}
-        options = [sizes[m].choices(tokens[m], work.other_lengths) for m in others]
+        tokens = {m: s.volume / (cut * max_cuts(sizes, problem)) for m, s in sizes.items()}
+        options = [sizes[m].choices(tokens[m], work.other_lengths) for m in other_modules]
         for shapes in product(*options, sizes[last].choices(tokens[last], work.last_lengths)):
             candidates[Bucket.of(dict(zip(sizes, shapes, strict=True)))] = None
     return list(candidates)
 
 
-def largest(loads: Sequence[Load], modules: Sequence[str]) -> list[Load]:
+def dominating_loads(loads: Sequence[Load], modules: Sequence[str]) -> list[Load]:
     """Loads that together ask for all that any does: a set of buckets that holds these holds all.
 
     No other load has as many tokens, pieces and as long a piece of every module; those of unequal
@@ -271,16 +298,16 @@ def largest(loads: Sequence[Load], modules: Sequence[str]) -> list[Load]:
     """
 
     def key(load: Load) -> tuple[int, ...]:
-        each = []
+        amounts = []
         for m in modules:
             lengths = load.lengths(m)
-            each += [sum(lengths), max(lengths, default=0), len(lengths)]
-        return tuple(each)
+            amounts += [sum(lengths), max(lengths, default=0), len(lengths)]
+        return tuple(amounts)
 
     by_key = {key(load): load for load in loads}
     ranked = sorted(by_key, reverse=True)
-    front: list[tuple[int, ...]] = []
-    for one in ranked:
-        if not any(all(a >= b for a, b in zip(other, one)) for other in front):
-            front.append(one)
-    return [by_key[k] for k in front]
+    kept_keys: list[tuple[int, ...]] = []
+    for key_of_load in ranked:
+        if not any(all(a >= b for a, b in zip(larger, key_of_load)) for larger in kept_keys):
+            kept_keys.append(key_of_load)
+    return [by_key[k] for k in kept_keys]

@@ -9,9 +9,9 @@ import numpy as np
 
 from dflop_jax.records import Bucket, Load, Plan, Shape
 from dflop_jax.schedule.batch import Capacity, capacity_of, oversize, rows_needed
-from dflop_jax.schedule.buckets.problem import Buckets, roomiest_first
+from dflop_jax.schedule.buckets.problem import Buckets, largest_first
 from dflop_jax.schedule.buckets.sizes import round_up
-from dflop_jax.schedule.sub_microbatches import wide_buckets
+from dflop_jax.schedule.sub_microbatches import merged_buckets
 
 # Microbatches drawn to see what arrival order needs; twice as many move a baseline's quantiles by
 # less than a step of its shapes, usually.
@@ -68,10 +68,10 @@ def arrival_buckets(
         for q in quantiles
     }
     chosen.add(bucket({m: needed for m, (_, needed) in needs.items()}))
-    return roomiest_first(list(chosen))
+    return largest_first(list(chosen))
 
 
-def holding_capacity(plan: Plan) -> Capacity:
+def sample_capacity(plan: Plan) -> Capacity:
     """What a bucket of the plan has for one sample: all data ranks, or one where a sample stays on
     the rank that it arrives at."""
     capacity = capacity_of(plan.layout)
@@ -80,9 +80,9 @@ def holding_capacity(plan: Plan) -> Capacity:
     return Capacity(dict.fromkeys(capacity.ranks, 1), capacity.group_size)
 
 
-def beyond(loads: Sequence[Load], plan: Plan) -> list[int]:
+def oversize_samples(loads: Sequence[Load], plan: Plan) -> list[int]:
     """Indices of the samples that no microbatch of the plan holds."""
-    return oversize(loads, wide_buckets(plan.layout), holding_capacity(plan))
+    return oversize(loads, merged_buckets(plan.layout), sample_capacity(plan))
 
 
 def spare_bucket(

@@ -11,17 +11,17 @@ import numpy as np
 
 from dflop_jax.records import Bucket
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.buckets.problem import Buckets, ShapeProblem, roomiest_first
-from dflop_jax.schedule.count_vectors import demand
+from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets, largest_first
+from dflop_jax.schedule.count_vectors import volume_conditions
 
 SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need; one answer for each
-_MILP_GAP = 0.004  # relative, at which the MILP counts as solved
+_GAP = 0.004  # relative, at which the MILP counts as solved
 # Price of a second on devices that are not the slowest, over one on these: padding is not free
 # there either. Twice as much gives buckets that pad them less and fill the slowest less well.
 _IDLE_PRICE = 0.2
 
 
-def group_price(problem: ShapeProblem, bucket: Bucket) -> tuple[float, float]:
+def group_price(problem: BucketProblem, bucket: Bucket) -> tuple[float, float]:
     """(what a group adds to a batch, what it takes to fill the pipeline): the time of the slowest
     devices and a share of the others', and those of all others."""
     seconds_R = problem.costs(bucket).bucket_s(bucket)
@@ -30,22 +30,22 @@ def group_price(problem: ShapeProblem, bucket: Bucket) -> tuple[float, float]:
     return slowest + _IDLE_PRICE * rest, rest
 
 
-def with_remains(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dict[Bucket, set[int]]:
+def with_variants(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dict[Bucket, set[int]]:
     """The candidates, then what is left of them without modules that some samples lack; of each the
     candidates with which it comes."""
     parents = {b: {c} for c, b in enumerate(candidates)}
-    absences = dict.fromkeys(lacks for batch in batches for lacks in batch.absences)
-    for c, lacks in product(range(len(candidates)), absences):
-        left = {m: s for m, s in candidates[c].shapes if m not in lacks}
-        if left:
-            parents.setdefault(Bucket.of(left), set()).add(c)
+    absences = dict.fromkeys(missing for batch in batches for missing in batch.missing_modules)
+    for c, missing in product(range(len(candidates)), absences):
+        shapes = {m: s for m, s in candidates[c].shapes if m not in missing}
+        if shapes:
+            parents.setdefault(Bucket.of(shapes), set()).add(c)
     return parents
 
 
-def solve_choices(
+def solve_bucket_milp(
     candidates: Sequence[Bucket],
     batches: Sequence[Batch],
-    problem: ShapeProblem,
+    problem: BucketProblem,
     *,
     must_hold: Batch,
     start: Buckets,
@@ -61,7 +61,7 @@ def solve_choices(
 
     min  mean_s sum_v price[v] n[s, v] + fill
     s.t. n[s, v] <= most[s, v] sum_(c of v) z[c], sum z <= K, fill >= rest[c] z[c],
-         every batch's conditions met (`cover.demand`, times the slack),
+         every batch's conditions met (`volume_conditions`, times the slack),
          each load of `must_hold` held by some z[c] = 1.
 
     Args:
@@ -71,51 +71,53 @@ def solve_choices(
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
     capacity = problem.capacity
-    parents = with_remains(candidates, batches)
+    parents = with_variants(candidates, batches)
     columns = list(parents)
     prices = np.array([group_price(problem, b) for b in columns])
     price_V, rest_V = np.round(prices / prices[:, 0].max(), 9).T
     of_VC = np.array([[c in whole for c in range(len(candidates))] for whole in parents.values()])
-    able_CN = np.array([must_hold.able(b, capacity) for b in candidates], float)
+    able_CN = np.array([must_hold.can_hold(b, capacity) for b in candidates], float)
     n = cp.Variable((len(batches), len(columns)), integer=True)
     z = cp.Variable(len(candidates), integer=True)
-    fill, slack = cp.Variable(), cp.Parameter(nonneg=True)
-    limits = [
+    fill_s, slack = cp.Variable(), cp.Parameter(nonneg=True)
+    constraints = [
         n >= 0,
         z >= 0,
         z <= 1,
         cp.sum(z) <= problem.n_buckets,
-        fill >= cp.multiply(rest_V[: len(candidates)], z),
+        fill_s >= cp.multiply(rest_V[: len(candidates)], z),
         able_CN.T @ z >= 1,
     ]
     for s, batch in enumerate(batches):
-        wanted = demand(batch, columns, capacity)
-        most_V = np.ceil(max(slacks) * wanted.alone_C)
-        limits += [
+        conditions = volume_conditions(batch, columns, capacity)
+        most_V = np.ceil(max(slacks) * conditions.alone_C)
+        constraints += [
             n[s] <= cp.multiply(most_V, of_VC.astype(float) @ z),
-            wanted.room_DC @ n[s] >= slack * wanted.need_D,
+            conditions.capacity_DC @ n[s] >= slack * conditions.need_D,
         ]
-    program = cp.Problem(cp.Minimize(cp.sum(n @ price_V) / len(batches) + fill), limits)
-    begun_C = np.array([c in start for c in candidates], float)
-    answers: dict[Buckets, float] = {}
+    program = cp.Problem(cp.Minimize(cp.sum(n @ price_V) / len(batches) + fill_s), constraints)
+    start_C = np.array([c in start for c in candidates], float)
+    gap_by_set: dict[Buckets, float] = {}
     for value in slacks:
         slack.value = value
         data, _, _ = program.get_problem_data(cp.HIGHS)
         z_columns = data["param_prob"].var_id_to_col[z.id] + np.arange(len(candidates))
         solver = _SilentHighs()
-        options: dict[str, Any] = {"mip_rel_gap": _MILP_GAP, "mip_max_nodes": max_nodes}
+        options: dict[str, Any] = {"mip_rel_gap": _GAP, "mip_max_nodes": max_nodes}
         for name, option in {"threads": 1, "parallel": "off", **options}.items():
             solver.setOptionValue(name, option)
         solver.passModel(_model(data))
-        solver.setSolution(len(candidates), z_columns.astype(np.int32), begun_C)
+        solver.setSolution(len(candidates), z_columns.astype(np.int32), start_C)
         solver.run()
         solution = np.array(solver.getSolution().col_value)
-        on_C = solution[z_columns] if len(solution) else np.zeros(len(candidates))
-        chosen = [b for b, on in zip(candidates, on_C, strict=True) if on > 0.5]
-        if must_hold.able_any(chosen, capacity).all():  # else there is no answer in so many nodes
+        chosen_C = solution[z_columns] if len(solution) else np.zeros(len(candidates))
+        chosen = [b for b, is_chosen in zip(candidates, chosen_C, strict=True) if is_chosen > 0.5]
+        if must_hold.any_can_hold(
+            chosen, capacity
+        ).all():  # else there is no answer in so many nodes
             gap = min(1.0, float(solver.getInfo().mip_gap))
-            answers.setdefault(roomiest_first(chosen), gap)
-    return answers
+            gap_by_set.setdefault(largest_first(chosen), gap)
+    return gap_by_set
 
 
 class _SilentHighs(highspy.Highs):

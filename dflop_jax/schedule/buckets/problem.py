@@ -10,22 +10,22 @@ from functools import cache, cached_property, partial
 
 from dflop_jax.records import Bucket, Layout, Load, Plan, Prices
 from dflop_jax.schedule.batch import Batch, Capacity, capacity_of
-from dflop_jax.schedule.batch_scheduler import solve
+from dflop_jax.schedule.batch_scheduler import assign_groups
 from dflop_jax.schedule.costs import GroupCosts, group_costs
 
 Buckets = tuple[Bucket, ...]
 
 # Relative: makespans that differ by less are equal, since the last bits of a fit differ from
 # machine to machine.
-TIE = 1e-6
+TIE_TOLERANCE = 1e-6
 # Times as long as the best that a set may take on the first batches; with twice the 1% sets are
 # given up later, within the same budget of batches.
-_HOPELESS = 1.01
-_AS_IT_IS = partial(Plan, "")  # the plan of a layout
+_GIVE_UP_RATIO = 1.01
+_UNCHANGED_PLAN = partial(Plan, "")  # the plan of a layout
 
 
 @dataclass(frozen=True, eq=False)
-class ShapeProblem:
+class BucketProblem:
     """What buckets are chosen for.
 
     Attributes:
@@ -50,7 +50,7 @@ class ShapeProblem:
     token_multiple: int = 128
     max_tokens: Mapping[str, int] = field(default_factory=dict)
     max_microbatches: int = 16
-    as_run: Callable[[Layout], Plan] = _AS_IT_IS
+    make_plan: Callable[[Layout], Plan] = _UNCHANGED_PLAN
 
     @cached_property
     def capacity(self) -> Capacity:
@@ -62,33 +62,33 @@ class ShapeProblem:
         return self.capacity.ranks
 
     @cached_property
-    def training(self) -> Collection[str]:
+    def trainable_segments(self) -> Collection[str]:
         """Names of the segments that train."""
-        every = [s.name for s in self.layout.segments]
-        return every if self.trainable is None else self.trainable
+        all_segments = [s.name for s in self.layout.segments]
+        return all_segments if self.trainable is None else self.trainable
 
     def with_buckets(self, buckets: Buckets) -> Plan:
         """The plan that runs with these buckets."""
-        return self.as_run(replace(self.layout, buckets=buckets))
+        return self.make_plan(replace(self.layout, buckets=buckets))
 
     def costs(self, bucket: Bucket) -> GroupCosts:
         """What groups of a bucket take on each resource."""
         layout = replace(self.layout, buckets=(bucket,))
-        return group_costs(layout, self.prices(layout), self.training)
+        return group_costs(layout, self.prices(layout), self.trainable_segments)
 
 
-def less(a: float, b: float) -> bool:
+def is_less(a: float, b: float) -> bool:
     """Whether a is less than b by more than rounding, a fit's last bits included."""
-    return a < b * (1 - TIE)
+    return a < b * (1 - TIE_TOLERANCE)
 
 
-def first_least(values: Sequence[float]) -> int:
+def argmin_with_ties(values: Sequence[float]) -> int:
     """Place of the least value; of equal ones (to rounding) the first."""
-    best = 0
+    best_index = 0
     for i, value in enumerate(values):
-        if less(value, values[best]):
-            best = i
-    return best
+        if is_less(value, values[best_index]):
+            best_index = i
+    return best_index
 
 
 class BucketEvaluator:
@@ -98,47 +98,49 @@ class BucketEvaluator:
     def __init__(
         self,
         batches: Sequence[Sequence[Load]],
-        problem: ShapeProblem,
+        problem: BucketProblem,
         *,
         work: int,
         budget: int,
     ):
-        self.problem, self.work, self.left = problem, work, budget
+        self.problem, self.work, self.remaining = problem, work, budget
         self.batches = [Batch(b, tuple(problem.ranks)) for b in batches]
-        self.scheduled = cache(self._scheduled)
+        self.schedule_seconds = cache(self._scheduled)
 
     @property
-    def spent(self) -> bool:
-        return self.left <= 0
+    def is_spent(self) -> bool:
+        return self.remaining <= 0
 
     def _scheduled(self, buckets: Buckets, batch: int) -> tuple[float, dict[str, int]]:
         """(simulated seconds of a batch, tokens of each module that its groups have room for)."""
         problem = self.problem
         plan = problem.with_buckets(buckets)
         prices = problem.prices(plan.layout)
-        schedule = solve(self.batches[batch], plan, prices, problem.training, self.work, 0).schedule
-        room = dict.fromkeys(problem.ranks, 0)
+        schedule = assign_groups(
+            self.batches[batch], plan, prices, problem.trainable_segments, self.work, 0
+        ).schedule
+        capacity_tokens = dict.fromkeys(problem.ranks, 0)
         for g in schedule.groups:
             tokens = g.shape.size * problem.ranks[g.module]
-            room[g.module] += tokens * problem.capacity.group_size
-        self.left -= 1
-        return schedule.makespan_s, room
+            capacity_tokens[g.module] += tokens * problem.capacity.group_size
+        self.remaining -= 1
+        return schedule.makespan_s, capacity_tokens
 
     def mean_s(self, buckets: Buckets, n: int) -> float:
-        return sum(self.scheduled(buckets, i)[0] for i in range(n)) / n
+        return sum(self.schedule_seconds(buckets, i)[0] for i in range(n)) / n
 
-    def beats(self, buckets: Buckets, best: Buckets) -> bool:
+    def is_faster(self, buckets: Buckets, best_set: Buckets) -> bool:
         """Whether a set is faster than `best` on all batches; given up early when far behind."""
         set_s = best_s = 0.0
         for i in range(len(self.batches)):
-            set_s += self.scheduled(buckets, i)[0]
-            best_s += self.scheduled(best, i)[0]
-            if less(best_s * (_HOPELESS if i + 1 < len(self.batches) else 1), set_s):
+            set_s += self.schedule_seconds(buckets, i)[0]
+            best_s += self.schedule_seconds(best_set, i)[0]
+            if is_less(best_s * (_GIVE_UP_RATIO if i + 1 < len(self.batches) else 1), set_s):
                 return False
-        return less(set_s, best_s)
+        return is_less(set_s, best_s)
 
 
-def roomiest_first(buckets: Sequence[Bucket]) -> Buckets:
+def largest_first(buckets: Sequence[Bucket]) -> Buckets:
     """The buckets by their tokens of the last module, then of those before it, most first."""
     modules = list(dict.fromkeys(m for b in buckets for m, _ in b.shapes))[::-1]
     return tuple(sorted(buckets, key=lambda b: ([-b.tokens(m) for m in modules], b.shapes)))

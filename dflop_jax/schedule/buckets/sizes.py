@@ -15,18 +15,18 @@ from itertools import product
 import numpy as np
 
 from dflop_jax.records import Bucket, Load, Shape
-from dflop_jax.schedule.buckets.problem import Buckets, ShapeProblem
+from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets
 
 # Chains, the most promising first (by held-out makespans of five data sets and meshes): cuts of a
 # batch over the finest that is sensible, and how far below the main size the smallest lies.
-_MAIN_CUTS, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
+_MAIN_CUT_SHARES, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
 # Power of even steps from the main size to the smallest; above 1, sizes are denser near the main
 # one.
 _SPACING_POWER = 1.3
 # Rows that a rank's tokens are cut into, where a row holds several pieces.
 ROW_COUNTS = (1, 2, 4, 8)
 # Price of a token over that with fewer rows, up to which a chain of more rows is tried.
-_WORTH_MORE_ROWS = 0.97
+_MAX_PRICE_RATIO = 0.97
 
 
 @dataclass(frozen=True)
@@ -36,48 +36,50 @@ class ModuleSizes:
     rows are a multiple of; `longest` is the longest piece, `mean` the mean one, `sample` the tokens
     per rank of the sample with most; `limit` is what memory allows."""
 
-    piece: int
+    piece_tokens: int
     multiple: int
     volume: float
     longest: int
     mean: float
-    sample: int
+    sample_tokens: int
     limit: float = math.inf
 
     @property
-    def least(self) -> int:
+    def min_tokens(self) -> int:
         """Tokens on a rank of a shape that holds the largest sample."""
-        return max(self.sample, round_up(self.longest, self.piece or self.multiple))
+        return max(self.sample_tokens, round_up(self.longest, self.piece_tokens or self.multiple))
 
     def choices(self, tokens: float, n: int) -> list[Shape]:
         """About `n` shapes of about so many tokens on a rank: of packed rows from the mean piece's
         length to the longest one's, else of numbers of rows around that one."""
-        if self.piece:
+        if self.piece_tokens:
             shapes = [self.shape(tokens * f) for f in np.geomspace(0.5, 2.0, n)]
         else:
             lengths = np.geomspace(min(self.mean, self.longest), self.longest, n)
             units = [round_up(x, self.multiple) for x in lengths.tolist()]
             wanted = min(tokens, self.limit)
             shapes = [Shape(max(1, round(wanted / u)), u) for u in units]
-        within = [s for s in shapes if s is not None and s.size <= self.limit]
-        return list(dict.fromkeys(within))
+        fitting = [s for s in shapes if s is not None and s.size <= self.limit]
+        return list(dict.fromkeys(fitting))
 
-    def shape(self, tokens: float, rows: int = 1, holds_all: bool = False) -> Shape | None:
+    def shape(self, tokens: float, rows: int = 1, holds_largest: bool = False) -> Shape | None:
         """The shape of about so many tokens on a rank, in about so many rows if these are packed;
         `holds_all` makes room for the largest sample. None: no tokens."""
-        if self.volume <= 0 or (tokens <= 0 and not holds_all):
+        if self.volume <= 0 or (tokens <= 0 and not holds_largest):
             return None
         tokens = min(tokens, self.limit)
-        if self.piece:
-            n = math.ceil(tokens / self.piece - 1e-9)
-            n = max(n, -(-self.sample // self.piece)) if holds_all else n
-            return Shape(max(1, min(n, int(min(self.limit, 1e15)) // self.piece)), self.piece)
+        if self.piece_tokens:
+            n = math.ceil(tokens / self.piece_tokens - 1e-9)
+            n = max(n, -(-self.sample_tokens // self.piece_tokens)) if holds_largest else n
+            return Shape(
+                max(1, min(n, int(min(self.limit, 1e15)) // self.piece_tokens)), self.piece_tokens
+            )
         longest = round_up(self.longest, self.multiple)
-        if holds_all:
-            tokens = max(tokens, self.sample)
+        if holds_largest:
+            tokens = max(tokens, self.sample_tokens)
             rows = min(rows, max(1, round(tokens / longest)))
         length = self.multiple * max(1, math.ceil(tokens / rows / self.multiple - 1e-9))
-        length = max(length, longest) if holds_all else length
+        length = max(length, longest) if holds_largest else length
         if self.limit < math.inf:
             length = min(length, int(self.limit) // self.multiple * self.multiple)
             rows = min(rows, max(1, int(self.limit) // length))
@@ -87,7 +89,7 @@ class ModuleSizes:
 Sizes = Mapping[str, ModuleSizes]
 
 
-def sizes_of(loads: Sequence[Load], problem: ShapeProblem) -> dict[str, ModuleSizes]:
+def sizes_of(loads: Sequence[Load], problem: BucketProblem) -> dict[str, ModuleSizes]:
     """Sizes of every module that the loads use.
 
     Raises:
@@ -99,20 +101,20 @@ def sizes_of(loads: Sequence[Load], problem: ShapeProblem) -> dict[str, ModuleSi
         lengths = [n for load in loads for n in load.lengths(m)]
         if not lengths:
             continue
-        piece = problem.piece_tokens.get(m, 0)
+        piece_tokens = problem.piece_tokens.get(m, 0)
         sizes = ModuleSizes(
-            piece=piece,
+            piece_tokens=piece_tokens,
             multiple=problem.token_multiple,
             volume=sum(lengths) * scale / ranks,
             longest=max(lengths),
             mean=sum(lengths) / len(lengths),
-            sample=_sample_tokens(loads, m, ranks, piece or problem.token_multiple),
+            sample_tokens=_sample_tokens(loads, m, ranks, piece_tokens or problem.token_multiple),
             limit=problem.max_tokens.get(m, math.inf),
         )
-        usable = sizes.limit // (piece or sizes.multiple) * (piece or sizes.multiple)
-        if sizes.least > usable:
+        usable = sizes.limit // (piece_tokens or sizes.multiple) * (piece_tokens or sizes.multiple)
+        if sizes.min_tokens > usable:
             raise ValueError(
-                f"the largest sample needs a capacity of {sizes.least} tokens of {m}, memory "
+                f"the largest sample needs a capacity of {sizes.min_tokens} tokens of {m}, memory "
                 f"allows {int(sizes.limit)}: drop or truncate such samples, or use more ranks"
             )
         by_module[m] = sizes
@@ -125,42 +127,46 @@ def _sample_tokens(loads: Sequence[Load], module: str, ranks: int, unit: int) ->
     return max((-(-len(n) // ranks) * round_up(max(n), unit) for n in every), default=0)
 
 
-def bucket_of(
-    sizes: Sizes, tokens: Mapping[str, float], rows: int = 1, holds_all: bool = False
+def make_bucket(
+    sizes: Sizes, tokens: Mapping[str, float], rows: int = 1, holds_largest: bool = False
 ) -> Bucket:
     """The bucket of about so many tokens of each module on a rank."""
-    return Bucket.of({m: s.shape(tokens.get(m, 0.0), rows, holds_all) for m, s in sizes.items()})
+    return Bucket.of(
+        {m: s.shape(tokens.get(m, 0.0), rows, holds_largest) for m, s in sizes.items()}
+    )
 
 
-def finest(sizes: Sizes, problem: ShapeProblem) -> float:
+def max_cuts(sizes: Sizes, problem: BucketProblem) -> float:
     """Microbatches into which an average batch is cut where they still hold the largest sample."""
-    return min(float(problem.max_microbatches), *(1.2 * s.volume / s.least for s in sizes.values()))
+    return min(
+        float(problem.max_microbatches), *(1.2 * s.volume / s.min_tokens for s in sizes.values())
+    )
 
 
-def chains(sizes: Sizes, problem: ShapeProblem) -> list[Buckets]:
+def bucket_chains(sizes: Sizes, problem: BucketProblem) -> list[Buckets]:
     """Starts of at most K sizes below each of a few main sizes, the most promising first: each
     with one row and with as many as make packed tokens cheaper."""
-    below_K = (np.arange(problem.n_buckets) / max(1, problem.n_buckets - 1)) ** _SPACING_POWER
-    packed = [m for m, s in sizes.items() if not s.piece]
+    size_step_K = (np.arange(problem.n_buckets) / max(1, problem.n_buckets - 1)) ** _SPACING_POWER
+    packed = [m for m, s in sizes.items() if not s.piece_tokens]
     starts: dict[Buckets, None] = {}
-    for top, depth in product(_MAIN_CUTS, _DEPTHS):
-        cut = max(1.0, finest(sizes, problem) * top)
+    for cut_share, depth in product(_MAIN_CUT_SHARES, _DEPTHS):
+        cut = max(1.0, max_cuts(sizes, problem) * cut_share)
         tokens = {m: s.volume / cut for m, s in sizes.items()}
-        least = math.inf
+        min_price = math.inf
         for rows in ROW_COUNTS:
             if rows > 1 and not any(tokens[m] / rows >= sizes[m].mean for m in packed):
                 break
-            whole = bucket_of(sizes, tokens, rows)
-            static_s = problem.costs(whole).static_s
+            main_bucket = make_bucket(sizes, tokens, rows)
+            static_s = problem.costs(main_bucket).static_s
             price = sum(
-                float(static_s[m, s].max()) / s.size for m, s in whole.shapes if m in packed
+                float(static_s[m, s].max()) / s.size for m, s in main_bucket.shapes if m in packed
             )
-            if price > least * _WORTH_MORE_ROWS:
+            if price > min_price * _MAX_PRICE_RATIO:
                 break
-            least = price
+            min_price = price
             chain = [
-                bucket_of(sizes, {m: share * n for m, n in tokens.items()}, rows, place == 0)
-                for place, share in enumerate((1 - depth * below_K).tolist())
+                make_bucket(sizes, {m: size_share * n for m, n in tokens.items()}, rows, index == 0)
+                for index, size_share in enumerate((1 - depth * size_step_K).tolist())
             ]
             starts[tuple(dict.fromkeys(chain))] = None
     return list(starts)
@@ -178,19 +184,19 @@ class Move:
 
     def applied(self, bucket: Bucket, sizes: Sizes) -> Bucket | None:
         """The bucket after the move, changed by at least one unit; None if nothing is left."""
-        moved = {
-            m: self._moved(shape, sizes[m]) if m in self.modules else shape
+        shapes = {
+            m: self._change_shape(shape, sizes[m]) if m in self.modules else shape
             for m, shape in bucket.shapes
         }
-        return Bucket.of(moved) if any(moved.values()) else None
+        return Bucket.of(shapes) if any(shapes.values()) else None
 
-    def _moved(self, shape: Shape, size: ModuleSizes) -> Shape | None:
+    def _change_shape(self, shape: Shape, size: ModuleSizes) -> Shape | None:
         if self.scale == 0:
             return None
         if self.cut != 1:
             rows = max(1, int(shape.rows * self.cut))
-            return shape if size.piece else size.shape(shape.size, rows)
-        unit, rows = size.piece or size.multiple, 1 if size.piece else shape.rows
+            return shape if size.piece_tokens else size.shape(shape.size, rows)
+        unit, rows = size.piece_tokens or size.multiple, 1 if size.piece_tokens else shape.rows
         units = shape.size // rows // unit
         scaled = round(units * self.scale)
         scaled = max(scaled, units + 1) if self.scale > 1 else min(scaled, units - 1)

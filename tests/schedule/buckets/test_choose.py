@@ -14,17 +14,17 @@ from dflop_jax.schedule import (
     oversize,
 )
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.buckets.choose import _EFFORTS, _choice, largest
+from dflop_jax.schedule.buckets.choose import _EFFORTS, _evaluate_choice, dominating_loads
 from dflop_jax.schedule.buckets.milp import (
-    _MILP_GAP,
+    _GAP,
     SLACKS,
     group_price,
-    solve_choices,
-    with_remains,
+    solve_bucket_milp,
+    with_variants,
 )
-from dflop_jax.schedule.buckets.problem import BucketEvaluator, first_least
-from dflop_jax.schedule.buckets.sizes import Move, chains, sizes_of
-from dflop_jax.schedule.count_vectors import demand
+from dflop_jax.schedule.buckets.problem import BucketEvaluator, argmin_with_ties
+from dflop_jax.schedule.buckets.sizes import Move, bucket_chains, sizes_of
+from dflop_jax.schedule.count_vectors import volume_conditions
 from tests.benchmarks.scripts import module
 from tests.schedule.conftest import TILE, bucket, make_batch
 
@@ -66,21 +66,21 @@ def exhaustive_objective(candidates, batches, problem, must_hold, slack):
         objective(candidates, chosen, batches, problem, slack)
         for size in range(1, problem.n_buckets + 1)
         for chosen in itertools.combinations(candidates, size)
-        if must_hold.able_any(chosen, problem.capacity).all()
+        if must_hold.any_can_hold(chosen, problem.capacity).all()
     )
 
 
 def objective(candidates, chosen, batches, problem, slack):
     total = max(group_price(problem, b)[1] for b in chosen)
-    parents = with_remains(candidates, batches)
+    parents = with_variants(candidates, batches)
     of_chosen = {candidates.index(b) for b in chosen}
     places = [i for i, found in enumerate(parents.values()) if found & of_chosen]
     columns = list(parents)
     price = [group_price(problem, columns[i])[0] for i in places]
     counts = np.array(list(itertools.product(range(9), repeat=len(places))))
     for batch in batches:
-        wanted = demand(batch, columns, problem.capacity)
-        met = (counts @ wanted.room_DC[:, places].T >= slack * wanted.need_D - 1e-6).all(axis=1)
+        wanted = volume_conditions(batch, columns, problem.capacity)
+        met = (counts @ wanted.capacity_DC[:, places].T >= slack * wanted.need_D - 1e-6).all(axis=1)
         total += (counts[met] @ price).min() / len(batches) if met.any() else np.inf
     return total
 
@@ -89,18 +89,18 @@ def objective(candidates, chosen, batches, problem, slack):
 def test_milp_equals_exhaustive_choice(seed, shared, capfd):
     rng = np.random.default_rng(seed)
     drawn = [make_batch(rng, 12, most_tiles=6, most_tokens=60) for _ in range(2)]
-    front = Batch(largest([s for batch in drawn for s in batch], ("a", "b")), ("a", "b"))
+    front = Batch(dominating_loads([s for batch in drawn for s in batch], ("a", "b")), ("a", "b"))
     batches = [Batch(batch, ("a", "b")) for batch in drawn]
     problem = problem_of(12, {"a": 1, "b": 2}, seconds=linear_seconds, n_buckets=2, shared=shared)
     candidates = [bucket(t, (1, k)) for t in (0, 6, 12) for k in (64, 128)]
     every = {"must_hold": front, "start": candidates[-1:], "max_nodes": 100_000}
-    solved = solve_choices(candidates, batches, problem, **every)
+    solved = solve_bucket_milp(candidates, batches, problem, **every)
     assert capfd.readouterr() == ("", "")
-    assert all(len(buckets) <= 2 and gap <= _MILP_GAP for buckets, gap in solved.items())
+    assert all(len(buckets) <= 2 and gap <= _GAP for buckets, gap in solved.items())
     for slack in SLACKS:
         best = exhaustive_objective(candidates, batches, problem, front, slack)
         total = min(objective(candidates, chosen, batches, problem, slack) for chosen in solved)
-        assert best * (1 - 1e-6) <= total <= best * (1 + _MILP_GAP)
+        assert best * (1 - 1e-6) <= total <= best * (1 + _GAP)
 
 
 @pytest.mark.parametrize("effort", ["quick", "full"])
@@ -129,7 +129,7 @@ def test_largest_holds_for_all():
     rng = np.random.default_rng(0)
     loads = [Load({**s.pieces, "c": (8,) * int(rng.integers(4))}) for s in make_batch(rng, 50)]
     for modules in (("a", "b"), ("a", "c", "b"), ("b",)):
-        front = largest(loads, modules)
+        front = dominating_loads(loads, modules)
         for s in loads:
             assert any(all(f.tokens(m) >= s.tokens(m) for m in modules) for f in front)
         for x, y in itertools.permutations(front, 2):
@@ -157,7 +157,9 @@ def test_choice_is_within_limits_and_pads_little(loads):
 def test_padding_is_the_unused_share():
     loads = [Load({"a": (TILE,) * 3, "b": (60,)})] * 2
     problem = problem_of(2, {"a": 1, "b": 1}, seconds=linear_seconds)
-    result = _choice((bucket(4, (1, 100)),), BucketEvaluator([loads], problem, work=300, budget=0))
+    result = _evaluate_choice(
+        (bucket(4, (1, 100)),), BucketEvaluator([loads], problem, work=300, budget=0)
+    )
     assert result.padding == pytest.approx({"b": 0.4, "a": 0.25})
 
 
@@ -211,15 +213,15 @@ def test_the_same_arguments_give_the_same_buckets(loads, effort, monkeypatch):
 
 
 def test_ties_go_to_the_first():
-    assert first_least([2.0, 1.0 + 1e-12, 1.0, 3.0]) == 1
-    assert first_least([2.0, 1.0, 0.9]) == 2
+    assert argmin_with_ties([2.0, 1.0 + 1e-12, 1.0, 3.0]) == 1
+    assert argmin_with_ties([2.0, 1.0, 0.9]) == 2
 
 
 @pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])
 def test_chains_and_moves_keep_to_the_limits(loads, limits):
     problem = problem_of(64, max_tokens=limits, max_microbatches=8, seconds=quadratic_seconds)
     sizes = sizes_of(loads, problem)
-    starts = chains(sizes, problem)
+    starts = bucket_chains(sizes, problem)
     assert len(set(starts)) == len(starts) > 0
     assert any(s.rows > 1 for start in starts for b in start for m, s in b.shapes if m == "b")
     moves = [Move(0, part, f) for part in (("a", "b"), ("a",), ("b",)) for f in (0.85, 1.18)]
@@ -247,7 +249,7 @@ def test_several_short_rows_where_long_ones_are_dear(loads):
     batches = [[loads[i] for i in rng.choice(len(loads), 32)] for _ in range(3)]
     problem = problem_of(32, seconds=quadratic_seconds)
     evaluator = BucketEvaluator(batches, problem, work=300, budget=0)
-    own, other = (_choice(c.buckets, evaluator) for c in (dear, linear))
+    own, other = (_evaluate_choice(c.buckets, evaluator) for c in (dear, linear))
     assert own.expected_s < other.expected_s
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule import Capacity, schedule_batch
-from dflop_jax.schedule.buckets.extra_buckets import beyond, spare_bucket
+from dflop_jax.schedule.buckets.extra_buckets import oversize_samples, spare_bucket
 from tests.schedule.conftest import TILE, bucket, check, make_plan, make_prices
 
 RANKS = {"a": 2, "b": 2}
@@ -23,13 +23,13 @@ def test_the_spare_bucket_holds_each_and_no_row_less_would_do():
         ]  # fmt: skip
         spare = spare_bucket(loads, Capacity(RANKS), {}, 32)
         plan = make_plan((spare,), RANKS)
-        assert beyond(loads, plan) == []
+        assert oversize_samples(loads, plan) == []
         for m, shape in spare.shapes:
             assert shape.tokens % 32 == 0
             assert shape.tokens - 32 < max(max(load.lengths(m)) for load in loads)
             if shape.rows > 1:
                 less = {**dict(spare.shapes), m: Shape(shape.rows - 1, shape.tokens)}
-                assert beyond(loads, make_plan((Bucket.of(less),), RANKS))
+                assert oversize_samples(loads, make_plan((Bucket.of(less),), RANKS))
 
 
 def test_tiles_and_absent_modules():
@@ -43,11 +43,11 @@ def test_the_tail_runs_in_it_and_the_others_do_not(grouping):
     small = bucket(2, (1, 64))
     loads = [Load({"a": (TILE,), "b": (20,)})] * 6 + [Load({"a": (TILE,) * 9, "b": (200,)})]
     plan = make_plan((small,), RANKS, grouping=grouping)
-    assert beyond(loads, plan) == [6]
+    assert oversize_samples(loads, plan) == [6]
     ranks = RANKS if grouping == "balanced" else dict.fromkeys(RANKS, 1)
     spare = spare_bucket([loads[6]], Capacity(ranks), {"a": TILE}, 32)
     plan = make_plan((small, spare), RANKS, grouping=grouping)
-    assert beyond(loads, plan) == []
+    assert oversize_samples(loads, plan) == []
     schedule = schedule_batch(loads, plan, make_prices(plan), plan.layout.modules)
     check(schedule, loads, plan)
     shapes = [g.shape for g in schedule.groups if g.module == "b"]
@@ -60,7 +60,7 @@ def test_groups_that_feed_one_together_hold_a_sample():
     plan = make_plan((bucket(2, (1, 64)),), RANKS).with_layout(fan_in=3)
     assert plan.layout.divided == ("a",)
     loads = [Load({"a": (TILE,) * n, "b": (20,)}) for n in (4, 12, 13)]
-    assert beyond(loads, plan) == [2]
+    assert oversize_samples(loads, plan) == [2]
     prices = make_prices(plan)
     assert schedule_batch(loads[:2], plan, prices, ())
     with pytest.raises(ValueError, match="sample 2"):

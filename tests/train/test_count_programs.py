@@ -19,7 +19,7 @@ def written(monkeypatch):
     """The sizes of what cvxpy writes meanwhile."""
     sizes: list[ProgramSizes] = []
     monkeypatch.setattr(
-        timing, "canonical", lambda wanted: sizes.append(wanted) or canonicalize(wanted)
+        timing, "canonicalize", lambda wanted: sizes.append(wanted) or canonicalize(wanted)
     )
     return sizes
 

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dflop_jax.config import Policy
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.pricing import plan_prices
+from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import Load, ModelProfile
 from dflop_jax.simulate.steps import simulate_step
 from experiments.paper import data, policies
@@ -97,7 +98,7 @@ def judged(case: Case, found: Answer) -> np.ndarray:
     names = [s.name for s in found.plan.layout.segments]
     seconds = []
     for draw in range(DRAWS):
-        prices = plan_prices(found.plan.layout, perturbed(profile_of(case), draw))
+        prices = layout_prices(found.plan.layout, CostModel(perturbed(profile_of(case), draw)))
         traces = [simulate_step(found.plan, step.schedule, prices, names) for step in found.steps]
         seconds.append([t.makespan_s for t in traces])
     return np.mean(seconds, axis=0)

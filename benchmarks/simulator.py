@@ -202,7 +202,8 @@ def measure_plan(
     sizes: Any,
 ) -> list[dict[str, Any]]:
     """Rows of a plan's schedules, on process 0."""
-    from dflop_jax.plan.pricing import plan_prices
+    from dflop_jax.profile.cost_model import CostModel
+    from dflop_jax.profile.prices import layout_prices
     from dflop_jax.runtime.calibration import merged
     from dflop_jax.schedule.batch_scheduler import schedule_batch
     from dflop_jax.train.timing import make_executor
@@ -230,7 +231,7 @@ def measure_plan(
     by = {
         "calibrated": own,
         "chosen_by": chosen_by,
-        "layers": plan_prices(plan.layout, profile.model),
+        "layers": layout_prices(plan.layout, CostModel(profile.model)),
     }
     predicted = [predict(ex, schedule, by) for schedule, _, _ in batches]
     measured = run_batches(ex, batches, peers)

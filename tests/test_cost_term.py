@@ -16,10 +16,12 @@ import pytest
 
 from dflop_jax.data.content import counter_of
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.pricing import plan_prices, simulate
+from dflop_jax.plan.pricing import simulate
 from dflop_jax.plan.volume import ROOM, group_content, volume_of
+from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.needed import needed_flops
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import (
     BACKWARD,
@@ -106,7 +108,7 @@ def unit_s(flops: float) -> float:
 
 def test_it_has_a_price_and_is_in_groups_steps_and_bounds():
     profile = profile_of(PAIR | PIECE)
-    prices = plan_prices(PLAN.layout, profile)
+    prices = layout_prices(PLAN.layout, CostModel(profile))
     price = prices.programs[ProgramId("llm", SHAPE, BACKWARD)]
     want = unit_s(PIECE["piece"]), unit_s(PAIR["pair"])
     assert price.content_s == pytest.approx(want)
@@ -128,7 +130,7 @@ def test_it_has_a_price_and_is_in_groups_steps_and_bounds():
 
 def test_the_scheduler_balances_it():
     def pieces(flops):
-        prices = plan_prices(PLAN.layout, profile_of(flops))
+        prices = layout_prices(PLAN.layout, CostModel(profile_of(flops)))
         schedule = schedule_batch(LOADS, PLAN, prices, ["llm"])
         (group,) = schedule.groups
         return group.content[0], schedule.status

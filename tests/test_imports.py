@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": LEFT,
     "runtime": LEFT | {"simulate"},
     "weights": LEFT | {"runtime", "simulate"},
-    "profile": DATA | {"runtime"},  # it times the runtime's own programs
+    "profile": DATA | {"runtime", "simulate"},  # it times the runtime's own programs
     "schedule": DATA | {"simulate"},
     "plan": PREDICTED,
     "report": LEFT,

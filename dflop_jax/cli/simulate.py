@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Any:
     """Write the simulated trace and its picture; returns the step's times."""
-    from dflop_jax.plan.pricing import plan_prices
+    from dflop_jax.profile.cost_model import CostModel
+    from dflop_jax.profile.prices import layout_prices
     from dflop_jax.records.files import save
     from dflop_jax.report.panels import panel_of
     from dflop_jax.report.run_folder import PLAN, PROFILE, SIMULATED, SIMULATED_PICTURE
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> Any:
     tick = ticker("planning", "placements", at_once=not given and not args.profile_file)
     plan = given or planning.make_plan(place, profile, tick).plan
     batches = sample_batches(profile.data.loads, config.train.global_batch, args.batches)
-    prices = plan_prices(plan.layout, profile.model)
+    prices = layout_prices(plan.layout, CostModel(profile.model))
     names = [s.name for s in plan.layout.segments]
     schedules = [schedule_batch(b, plan, prices, names, step=i) for i, b in enumerate(batches)]
     trace = simulate_schedules(plan, schedules, prices, names)

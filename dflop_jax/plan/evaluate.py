@@ -13,8 +13,8 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.plan import memory
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.options import with_options
-from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.uniform import ladder_of
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import (
     NO_GROUP,
     REDUCE,
@@ -102,7 +102,7 @@ class Evaluator:
         return self.rules.spec.config
 
     def prices(self, layout: Layout) -> Prices:
-        return prices_of(layout, self.rules.costs)
+        return layout_prices(layout, self.rules.costs)
 
     def most_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""

@@ -20,8 +20,10 @@ import msgspec
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.hardware import GIB
-from dflop_jax.plan.pricing import fullest_schedule, plan_prices
+from dflop_jax.plan.pricing import fullest_schedule
 from dflop_jax.plan.time_plans import PlanTooLarge
+from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -181,7 +183,7 @@ class Timed:
             one_at_a_time=ex.one_at_a_time,
             shares_cores=profile.shares_cores,
         )
-        by_profile = plan_prices(layout, profile)
+        by_profile = layout_prices(layout, CostModel(profile))
 
         def with_content(key: ProgramId, timed: Price) -> Price:
             unit_s = by_profile.programs.get(key, timed).content_s
@@ -269,7 +271,7 @@ class PlanTrials:
           PlanTooLarge: memory of a process did not hold it.
         """
         if not self._place.config.plan.finalists:
-            return plan_prices(plan.layout, self._profile.model)
+            return layout_prices(plan.layout, CostModel(self._profile.model))
 
         def time_programs() -> PriceList:
             self._progress.log(f"timing the programs of {plan_words(plan)}")

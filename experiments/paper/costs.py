@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import cache
 
 from dflop_jax.contract import MultimodalModel
-from dflop_jax.plan.pricing import prices_of as priced
 from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.prices import layout_prices as priced
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.records import Hardware, ModelProfile, Plan, Prices, Shape
 from experiments.paper.cases import Case

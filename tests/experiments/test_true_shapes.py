@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from dflop_jax.hardware import find_hardware
-from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.space import baseline_layouts
 from dflop_jax.plan.space import separate as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
 from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import Load
 from experiments.paper import cases, costs, true_shapes
 from experiments.paper.cases import Case
@@ -73,7 +73,7 @@ def made_up(monkeypatch):
 @pytest.fixture
 def without_links(monkeypatch):
     """What crosses devices takes no time."""
-    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: prices_of(plan.layout, FREE))
+    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: layout_prices(plan.layout, FREE))
 
 
 def plans(space, n):
@@ -169,7 +169,7 @@ def test_the_end_of_a_step_adds_up_gradients_over_data_ranks(monkeypatch):
         + 7 * n / 2 / A100.memory_bandwidth for n in parts
     )  # fmt: skip
     linked_s = run_step(CASE, plan, LOADS, 1, "arrival").makespan_s
-    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: prices_of(plan.layout, FREE))
+    monkeypatch.setattr(true_shapes, "prices_of", lambda _, plan: layout_prices(plan.layout, FREE))
     assert linked_s - run_step(CASE, plan, LOADS, 1, "arrival").makespan_s == pytest.approx(want)
 
 

@@ -16,12 +16,12 @@ from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.plan.placement import Extent, RunCosts, name_of
-from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
 from dflop_jax.plan.space import SPACES
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.volume import CUTS
 from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -409,7 +409,7 @@ def exhaustive(
     for name, m, plan, names, pairs, n_groups, peak in found:
         if memory_bytes and peak > memory_bytes:
             continue
-        prices = prices_of(plan.layout, costs)
+        prices = layout_prices(plan.layout, costs)
         key = name, m, repr((prices.programs, prices.step_end, prices.sends))
         if key not in known:
             around = {f(n) for n in n_groups for f in (math.floor, math.ceil)}

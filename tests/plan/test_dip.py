@@ -20,8 +20,8 @@ from dflop_jax.plan.dip import (
     rounds_of,
     with_sub_microbatches,
 )
-from dflop_jax.plan.pricing import prices_of
 from dflop_jax.plan.search import search_plan
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -188,7 +188,7 @@ def every_candidate_s(evaluator):
                         for (m, shape), n in zip(bucket.shapes, counts, strict=True):
                             feeds = () if m == "llm" else read
                             groups += [Group(m, shape, feeds, ranked.uniform.content[m])] * n
-                    prices = prices_of(plan.layout, costs)
+                    prices = layout_prices(plan.layout, costs)
                     trace = simulate_step(plan, Schedule(0, tuple(groups)), prices, names)
                     took_s.append(trace.makespan_s)
                 spans.append(np.interp(n_groups, around, took_s))

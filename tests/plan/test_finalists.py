@@ -12,10 +12,11 @@ from dflop_jax.plan.candidate import Candidate
 from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.finalists import with_second_policies
 from dflop_jax.plan.memory import byte_table
-from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.spec import SearchSpec
 from dflop_jax.plan.uniform import ladder_of
 from dflop_jax.plan.volume import volume_of
+from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import REMAT, Bucket, Load, Shape
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
@@ -156,7 +157,7 @@ def test_divided_groups_have_one_shape_and_the_tail_gets_as_many_as_may_feed_one
     assert plan.layout.shapes("vision") == plain.layout.shapes("vision")
     assert oversize_samples((long,), plain) == [0]
     assert oversize_samples((long,), plan) == []
-    assert schedule_batch((long,), plan, plan_prices(plan.layout, profile), ())
+    assert schedule_batch((long,), plan, layout_prices(plan.layout, CostModel(profile)), ())
 
 
 SHARES = (0.35, 0.45, 0.55, 0.75)

@@ -16,10 +16,10 @@ from dflop_jax.plan.best_first import Ranking, searched
 from dflop_jax.plan.evaluate import LOOKAHEADS, work_budget
 from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.plan.placement import name_of
-from dflop_jax.plan.pricing import plan_prices
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import BASELINES, baseline_layouts
 from dflop_jax.profile.cost_model import CostModel
+from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import Bucket, Load, Price, Shape, with_remat
 from dflop_jax.schedule import BucketChoice, quick_schedule, schedule_batch
 from dflop_jax.schedule.sampled_batches import sample_batches
@@ -175,7 +175,7 @@ def test_predictions_are_those_of_the_scheduled_batches(policy):
     evaluator = prepared(3, profile, config=dataclasses.replace(CONFIG, policy=policy))
     plan = evaluator.evaluate(found, found.predicted.makespan_s)  # by the work that it hides
     trainable = [s.name for s in plan.layout.segments]
-    prices = plan_prices(plan.layout, profile)
+    prices = layout_prices(plan.layout, CostModel(profile))
     traces, depths = [], []
     small = sample_batches(data_profile().loads, BATCH, 8, seed=1)  # of which more are judged by
     for i, batch in enumerate(small):
@@ -214,7 +214,7 @@ def test_programs_of_finalists_are_timed_and_decide():
 
     def time_plan(plan):
         asked.append(plan)
-        prices = plan_prices(plan.layout, profile)
+        prices = layout_prices(plan.layout, CostModel(profile))
         slow = 3.0 if len(asked) == 1 else 1.2
         programs = {k: Price(slow * p.static_s) for k, p in prices.programs.items()}
         return dataclasses.replace(prices, programs=programs)
@@ -263,7 +263,9 @@ def test_what_the_host_does_for_a_task_makes_groups_fewer():
     assert sizes[1] >= 1.5 * sizes[0]
     # A group of both modules keeps the host at work three times, one segment after the other.
     assert bound.plan.predicted.makespan_s >= 3 * step_s / 2
-    prices = plan_prices(bound.plan.layout, dataclasses.replace(profile, host_s=step_s / 2))
+    prices = layout_prices(
+        bound.plan.layout, CostModel(dataclasses.replace(profile, host_s=step_s / 2))
+    )
     assert min(p.static_s for p in prices.programs.values()) >= step_s / 2
 
 

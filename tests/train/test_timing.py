@@ -189,7 +189,7 @@ def test_a_file_that_holds_no_prices_is_made_anew(timed, tmp_path, text):
 
 def test_a_search_that_times_nothing_still_tells_the_others(timed, tmp_path, monkeypatch):
     by_profile = prices_of(PLANS[2], 3.0)
-    monkeypatch.setattr(timing, "plan_prices", lambda plan, profile: by_profile)
+    monkeypatch.setattr(timing, "layout_prices", lambda plan, profile: by_profile)
     got = run_two(tmp_path, lambda mine: PLANS[2], n=0)
     assert got == [(PLANS[2], by_profile, None)] * 2
     assert timed == []
@@ -308,7 +308,7 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
     own, by_profile = prices_of(plan), programs(plan, 2.0)
     by_profile = {k: replace(p, content_s=(5e-4,)) for k, p in by_profile.items()}
     monkeypatch.setattr(timing, "merged", lambda *_, **__: own)
-    monkeypatch.setattr(timing, "plan_prices", lambda *_: Prices(by_profile, concurrency=1.5))
+    monkeypatch.setattr(timing, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.5))
     modules = {"vision": SimpleNamespace(content=lambda n, placed: {}), "llm": SimpleNamespace()}
     ex = SimpleNamespace(
         plan=plan,
@@ -331,7 +331,7 @@ def test_a_program_takes_no_less_than_nothing_without_content(monkeypatch):
     plan = PLANS[0]
     by_profile = {k: replace(p, content_s=(1.0,)) for k, p in programs(plan, 2.0).items()}
     monkeypatch.setattr(timing, "merged", lambda *_, **__: prices_of(plan))
-    monkeypatch.setattr(timing, "plan_prices", lambda *_: Prices(by_profile, concurrency=1.0))
+    monkeypatch.setattr(timing, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.0))
     modules = {m: SimpleNamespace() for m in plan.layout.modules}
     model = SimpleNamespace(modules=modules, piece_tokens={})
     ex = SimpleNamespace(plan=plan, one_at_a_time=False, model=model)

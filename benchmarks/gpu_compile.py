@@ -36,7 +36,7 @@ from json_rows import add_json, write_json
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.aot.chip_profile import profile_at
+from dflop_jax.aot.chip_profile import compile_profile
 from dflop_jax.aot.compiling import CompileJob, Compiler, compile_plan
 from dflop_jax.aot.reports import CompileReport, ProgramReport
 from dflop_jax.config import Config, ModelConfig, PlanConfig
@@ -74,7 +74,7 @@ def costs_of(job: CompileJob, degrees: Sequence[int]) -> CostModel:
               [Shape(1, n) for n in TOLD_TOKENS] for m in encoders}  # fmt: skip
     shapes[last] = [Shape(1, n) for n in TOLD_TOKENS]
     ticks = partial(print, "compiling for the prediction:", file=sys.stderr, flush=True)
-    return CostModel(profile_at(job.config, model, hardware, shapes, degrees, 8, ticks))
+    return CostModel(compile_profile(job.config, model, hardware, shapes, degrees, 8, ticks))
 
 
 def with_peaks(job: CompileJob, costs: CostModel) -> CompileJob:

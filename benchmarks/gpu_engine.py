@@ -16,7 +16,7 @@ from gpu_cases import BF16, Bench, Case, Deadline, Line, Tree, draw, predicted
 from jax.sharding import Mesh
 
 from dflop_jax.contract import chip_of, edges_of, on_chip
-from dflop_jax.profile.needed import seen_pairs, segment_flops
+from dflop_jax.profile.needed import segment_flops, visible_pair_share
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -106,7 +106,7 @@ def segment_cases(
                 start if kind == FORWARD else partial(_arguments, segment, shape, start, residuals),
                 flops=segment_flops(segment, shape, kind, with_forward=alone),
                 again=_with_gradients if kind == BACKWARD else lambda args, _: args,
-                seen_pairs=seen_pairs(segment.module, shape.tokens),
+                seen_pairs=visible_pair_share(segment.module, shape.tokens),
             )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def step_programs(bench: Bench, size: str, tiles: int, tokens: int) -> Iterator[
         line["compile_s"] = time.perf_counter() - start
         if bench.hardware is not None:
             tokens_here = tokens if key[0] == "llm" else model.piece_tokens["vision"]
-            seen = seen_pairs(programs.segments[key[0]].module, tokens_here)
+            seen = visible_pair_share(programs.segments[key[0]].module, tokens_here)
             line |= predicted(program, bench.hardware, seen, 0.0)
         yield line
 

@@ -61,7 +61,7 @@ def _hopper(name: str, memory: float, bandwidth: float, sheet: str) -> Hardware:
     return _dgx(name, "sm_90", 989.4e12, memory, bandwidth, 450 * GB, 50 * GB, source)
 
 
-_ALL = (
+_TABLE = (
     _a100("a100-40", 40 * GB, 1555 * GB, "NVIDIA A100 Tensor Core GPU data sheet, SXM4 40 GB"),
     _a100("a100-80", 80 * GB, 2039 * GB, "NVIDIA A100 80GB Tensor Core GPU data sheet, SXM4"),
     _hopper("h100", 80 * GB, 3350 * GB, "NVIDIA H100 Tensor Core GPU data sheet, SXM5"),
@@ -109,11 +109,11 @@ _ALL = (
         "and half a channel of DDR4-3200, bfloat16 computed in float32; 10 Gb/s between hosts",
     ),
 )
-HARDWARE: Mapping[str, Hardware] = {h.name: h for h in _ALL}
+HARDWARE: Mapping[str, Hardware] = {h.name: h for h in _TABLE}
 
 
 # What jax calls a chip whose products are as fast as those of a row of the table.
-_CHIPS: Mapping[str, str] = {
+_ROW_OF_CHIP: Mapping[str, str] = {
     "NVIDIA A100-SXM4-40GB": "a100-40",
     "NVIDIA A100-SXM4-80GB": "a100-80",
     "NVIDIA A100-PCIE-40GB": "a100-40",
@@ -128,13 +128,13 @@ _CHIPS: Mapping[str, str] = {
 def chip_peak_flops(kind: str, dtype: str) -> float | None:
     """Dense FLOP/s of matrix products of a dtype on the chip that jax calls `kind`; None for one
     that is not in the table."""
-    row = _CHIPS.get(kind)
+    row = _ROW_OF_CHIP.get(kind)
     return HARDWARE[row].peak_flops(dtype) if row else None
 
 
-def hardware_like(kind: str) -> Hardware:
+def hardware_of_kind(kind: str) -> Hardware:
     """The row of the chip that jax calls `kind`; of any other that of a core of this host."""
-    return HARDWARE[_CHIPS.get(kind, "cpu")]
+    return HARDWARE[_ROW_OF_CHIP.get(kind, "cpu")]
 
 
 def find_hardware(name: str) -> Hardware:

@@ -42,7 +42,7 @@ def test_commands_come_as_far_as_measuring(tmp_path, monkeypatch, capsys):
 
     for where in (profiling, choose_plan):
         monkeypatch.setattr(where, "make_profile", measured)
-    monkeypatch.setattr(chip_profile, "predicted_profile", measured)
+    monkeypatch.setattr(chip_profile, "predict_profile", measured)
     careless_folder(tmp_path)
     (tmp_path / "mixture.yaml").write_text("- photos/train.json\n")
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")

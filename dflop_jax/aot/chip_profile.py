@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dflop_jax.aot.chips import compiler_environment, find_chip
-from dflop_jax.aot.compiling import OnProgress, compiled_probes
-from dflop_jax.aot.worker import Found, Probe
+from dflop_jax.aot.compiling import OnProgress, compile_probes
+from dflop_jax.aot.worker import Probe, ProbeResult
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel, on_chip
 from dflop_jax.data import Source
@@ -48,11 +48,11 @@ _DEPTHS = (10, 20)
 _FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK = range(4)
 
 
-def predicted_profile(
-    place: Workplace,
+def predict_profile(
+    workplace: Workplace,
     source: Source,
     on_progress: OnProgress | None = None,
-    say: Callable[[str], None] = print,
+    on_message: Callable[[str], None] = print,
 ) -> Profile:
     """The profile of data for `plan.hardware`: from programs compiled for it, or from data sheets
     where these cannot be had, which `say` is told in a line.
@@ -60,39 +60,43 @@ def predicted_profile(
     Raises:
       ValueError: a module does not compile for the chip at any tensor-parallel degree.
     """
-    assert place.hardware is not None, "it is for a chip that is not here"
+    assert workplace.hardware is not None, "it is for a chip that is not here"
     try:
-        find_chip(place.hardware.name)
+        find_chip(workplace.hardware.name)
         compiler_environment()
     except ValueError as e:
-        say(f"prices come from data sheets, not from compiled programs: {e}")
-        return make_profile(place, source)
-    data, model = profile_data(place, source), place.model
-    shapes = {m: _shapes(data, m, model, place.token_multiple) for m in model.modules}
-    degrees, n = tensor_degrees(place), place.n_devices
-    hardware = place.hardware
-    return Profile(profile_at(place.config, model, hardware, shapes, degrees, n, on_progress), data)
+        on_message(f"prices come from data sheets, not from compiled programs: {e}")
+        return make_profile(workplace, source)
+    data, model = profile_data(workplace, source), workplace.model
+    shapes = {m: _probe_shapes(data, m, model, workplace.token_multiple) for m in model.modules}
+    degrees, n = tensor_degrees(workplace), workplace.n_devices
+    hardware = workplace.hardware
+    return Profile(
+        compile_profile(workplace.config, model, hardware, shapes, degrees, n, on_progress), data
+    )
 
 
-def _shapes(data: DataProfile, module: str, model: MultimodalModel, multiple: int) -> list[Shape]:
+def _probe_shapes(
+    data: DataProfile, module: str, model: MultimodalModel, multiple: int
+) -> list[Shape]:
     """A small and a large shape, of up to twice or four times the largest sample: powers of two, so
     that other data ask for the same ones."""
     if module in model.piece_tokens:
-        most_pieces = max(len(load.lengths(module)) for load in data.loads)
-        rows = 2 * _power_of_two(most_pieces)
+        max_pieces = max(len(load.lengths(module)) for load in data.loads)
+        rows = 2 * _next_power_of_two(max_pieces)
         return [Shape(max(1, rows // _SHAPES_RATIO), model.piece_tokens[module]),
                 Shape(rows, model.piece_tokens[module])]  # fmt: skip
-    tokens = 2 * _power_of_two(max(load.tokens(module) for load in data.loads))
+    tokens = 2 * _next_power_of_two(max(load.tokens(module) for load in data.loads))
     tokens = max(tokens, multiple * _SHAPES_RATIO)
     return [Shape(1, tokens // _SHAPES_RATIO), Shape(1, tokens)]
 
 
-def _power_of_two(n: int) -> int:
+def _next_power_of_two(n: int) -> int:
     """The least power of two that is not below n."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def profile_at(
+def compile_profile(
     config: Config,
     model: MultimodalModel,
     hardware: Hardware,
@@ -105,26 +109,32 @@ def profile_at(
     these per-rank shapes, two of each module, the small first, and tensor-parallel degrees."""
     traced = roofline_profile(model, hardware, shapes, degrees, n_devices=n_devices)
     remat = config.train.remat
-    remats = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
-    compiled = tuple(r for r in remats if r != "segment")  # which follows from none
+    policies = POLICIES if remat == "auto" else tuple(dict.fromkeys(("none", remat)))
+    compiled_policies = tuple(r for r in policies if r != "segment")  # which follows from none
     modules = {m: on_chip(module, hardware.chip) for m, module in model.modules.items()}
-    ladders = [
-        Ladder(module, ways, (small, large), compiled, has_loss(modules[module], small), kind)
-        for module, kind, ways in dict.fromkeys((t.module, t.kind, t.model) for t in traced.timings)
+    probe_sets = [
+        ProbeSet(
+            module, tp, (small, large), compiled_policies, has_loss(modules[module], small), kind
+        )
+        for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in traced.timings)
         for small, large in [shapes[module]]
     ]
-    asked = [p for ladder in ladders for p in ladder.probes]
-    results = compiled_probes(config, model, asked, on_progress)
-    compiling = _that_compile(ladders, results, hardware)
-    costs = {p: _cost(p, found, hardware) for p, found in results.items() if not found.error}
-    hidden = {(k, p.shape): results[p].hidden_bytes for k in compiling for p in k.probes}
+    probes = [p for probe_set in probe_sets for p in probe_set.probes]
+    results = compile_probes(config, model, probes, on_progress)
+    compilable = _compilable(probe_sets, results, hardware)
+    costs = {
+        p: _probe_cost(p, result, hardware) for p, result in results.items() if not result.error
+    }
+    hidden_bytes = {(k, p.shape): results[p].hidden_bytes for k in compilable for p in k.probes}
     by_key = {(t.module, t.kind, t.model, t.shape): t for t in traced.timings}
     timings = [
-        ladder.timing(
-            by_key[ladder.module, ladder.kind, ladder.ways, shape], costs, hidden[ladder, shape]
+        probe_set.timing(
+            by_key[probe_set.module, probe_set.kind, probe_set.tp, shape],
+            costs,
+            hidden_bytes[probe_set, shape],
         )
-        for ladder in compiling
-        for shape in ladder.shapes
+        for probe_set in compilable
+        for shape in probe_set.shapes
     ]
     facts = [traced.key, *(sorted(map(repr, costs.items())))]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -136,38 +146,38 @@ def profile_at(
     )
 
 
-def _that_compile(
-    ladders: Sequence[Ladder], results: Mapping[Probe, Found], hardware: Hardware
-) -> list[Ladder]:
+def _compilable(
+    probe_sets: Sequence[ProbeSet], results: Mapping[Probe, ProbeResult], hardware: Hardware
+) -> list[ProbeSet]:
     """Those of degrees at which layers of all kinds of their module compile; ValueError where a
     module has none."""
-    found = {(k.module, k.ways): results[p].error for k in ladders for p in k.probes
+    errors = {(k.module, k.tp): results[p].error for k in probe_sets for p in k.probes
              if results[p].error}  # fmt: skip
-    compiling = [k for k in ladders if (k.module, k.ways) not in found]
-    for (module, _), error in found.items():
-        if not any(k.module == module for k in compiling):
+    compilable = [k for k in probe_sets if (k.module, k.tp) not in errors]
+    for (module, _), error in errors.items():
+        if not any(k.module == module for k in compilable):
             raise ValueError(
                 f"{module} cannot be compiled for {hardware.name}: {error}; choose other "
                 "plan.hardware, or a smaller data.max_tokens"
             )
-    return compiling
+    return compilable
 
 
 _Cost = np.ndarray  # seconds of forward and backward, bytes of residuals and of backward's work
 
 
-def _cost(probe: Probe, found: Found, hardware: Hardware) -> _Cost:
+def _probe_cost(probe: Probe, result: ProbeResult, hardware: Hardware) -> _Cost:
     """What a probe that compiles costs."""
-    assert found.backward is not None, "what does not compile has an error"
+    assert result.backward is not None, "what does not compile has an error"
     seconds = (
-        program_s(program.kernels if program else (), probe.ways, hardware)
-        for program in (found.forward, found.backward)
+        program_s(program.kernels if program else (), probe.tp, hardware)
+        for program in (result.forward, result.backward)
     )
-    return np.array([*seconds, found.residual_bytes, found.backward.work_bytes])
+    return np.array([*seconds, result.residual_bytes, result.backward.work_bytes])
 
 
 @dataclass(frozen=True)
-class Ladder:
+class ProbeSet:
     """Probes of a module with layers of one kind at a tensor-parallel degree: two depths, a small
     and a large shape.
 
@@ -176,7 +186,7 @@ class Ladder:
     """
 
     module: str
-    ways: int
+    tp: int
     shapes: tuple[Shape, Shape]
     remats: tuple[Remat, ...]
     has_loss: bool
@@ -190,9 +200,9 @@ class Ladder:
 
     def _probe(self, shape: Shape, remat: Remat, depth: int, ends: bool) -> Probe:
         forward = remat == "none" and not (ends and self.has_loss)
-        return Probe(self.module, self.ways, shape, depth, remat, ends, forward, self.kind)
+        return Probe(self.module, self.tp, shape, depth, remat, ends, forward, self.kind)
 
-    def _split(
+    def _split_layer(
         self, costs: Mapping[Probe, _Cost], shape: Shape, remat: Remat, *, ends: bool = True
     ) -> tuple[_Cost, _Cost]:
         """What (one layer, all else) of programs with the module's ends, or without, costs."""
@@ -200,27 +210,27 @@ class Ladder:
             whole = costs[self._probe(shape, remat, _DEPTHS[1], ends)]
             shared = np.where(np.arange(len(whole)) == _WORK, whole, 0.0)
             return (whole - shared) / _DEPTHS[1], shared
-        low, high = (costs[self._probe(shape, remat, d, ends)] for d in _DEPTHS)
-        layer = np.maximum(0.0, high - low) / (_DEPTHS[1] - _DEPTHS[0])
-        return layer, high - _DEPTHS[1] * layer
+        shallow, deep = (costs[self._probe(shape, remat, d, ends)] for d in _DEPTHS)
+        layer = np.maximum(0.0, deep - shallow) / (_DEPTHS[1] - _DEPTHS[0])
+        return layer, deep - _DEPTHS[1] * layer
 
     def timing(
         self, traced: LayerTiming, costs: Mapping[Probe, _Cost], hidden_bytes: float
     ) -> LayerTiming:
         """A timing of the compiled programs at the shape of one that was traced."""
         shape = traced.shape
-        layer, ends = self._split(costs, shape, "none")
+        layer, ends = self._split_layer(costs, shape, "none")
         forward_s, backward_s = layer[:2].tolist()
         ends_s = np.maximum(0.0, ends[:2]).tolist()
         if self.has_loss:
-            forward_s = float(self._split(costs, shape, "none", ends=False)[0][_FORWARD_S])
+            forward_s = float(self._split_layer(costs, shape, "none", ends=False)[0][_FORWARD_S])
             backward_s -= forward_s
             # A loss is computed where its gradient is; of each product it has three.
             ends_s = [ends_s[_BACKWARD_S] / 3, ends_s[_BACKWARD_S] * 2 / 3]
         recompute = {}
         for remat in self.remats:
             content_s = traced.recompute[remat].content_s
-            recompute[remat] = self._recompute(costs, shape, remat, hidden_bytes, content_s)
+            recompute[remat] = self._policy_cost(costs, shape, remat, hidden_bytes, content_s)
         return replace(
             traced,
             layer_forward_s=forward_s,
@@ -231,7 +241,7 @@ class Ladder:
             recompute=recompute,
         )
 
-    def _recompute(
+    def _policy_cost(
         self,
         costs: Mapping[Probe, _Cost],
         shape: Shape,
@@ -240,16 +250,16 @@ class Ladder:
         content_s: dict[str, float],
     ) -> Recompute:
         """What a policy costs; seconds over those of none."""
-        layer, ends = self._split(costs, shape, remat)
-        none = self._split(costs, shape, "none")
+        layer, ends = self._split_layer(costs, shape, remat)
+        none = self._split_layer(costs, shape, "none")
         more_s = [a[_BACKWARD_S] - b[_BACKWARD_S] for a, b in zip((layer, ends), none, strict=True)]
         loss_bytes = 0.0
         if self.has_loss:
             whole_bytes = ends[_WORK] + _DEPTHS[1] * layer[_WORK]
-            layer, ends = self._split(costs, shape, remat, ends=False)
-            hidden_bytes *= rank_share(shape.rows, shape.tokens, self.ways)
+            layer, ends = self._split_layer(costs, shape, remat, ends=False)
+            hidden_bytes *= rank_share(shape.rows, shape.tokens, self.tp)
             kept_bytes = _DEPTHS[1] * layer[_RESIDUALS] + 2 * hidden_bytes
             loss_bytes = whole_bytes - kept_bytes
-        figures = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
-        layer_s, ends_s, *held = (max(0.0, float(x)) for x in (*figures, loss_bytes))
-        return Recompute(layer_s, ends_s, content_s, *held)
+        costs_of_policy = (*more_s, layer[_RESIDUALS], ends[_RESIDUALS], ends[_WORK], layer[_WORK])
+        layer_s, ends_s, *bytes_each = (max(0.0, float(x)) for x in (*costs_of_policy, loss_bytes))
+        return Recompute(layer_s, ends_s, content_s, *bytes_each)

@@ -20,7 +20,7 @@ from dflop_jax.distributed.devices import gpu_environment, is_xla_flag
 from dflop_jax.records import Hardware
 
 _PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
-_HOW = "pip install -e '.[gpu-compile]' (or dflop_jax[gpu-compile]) brings it"
+_INSTALL_HINT = "pip install -e '.[gpu-compile]' (or dflop_jax[gpu-compile]) brings it"
 
 # XLA asks for versions of the driver, the toolkit and cuDNN that the chip would run with.
 _CUDA, _DRIVER, _CUDNN = "12.8.0", "13.0.0", (9, 10, 0)
@@ -153,10 +153,12 @@ def compiler_environment() -> dict[str, str]:
       ValueError: the compiler is not installed; the message says how to get it.
     """
     if not any(_is_installed(name) for name in _PLUGINS):
-        raise ValueError(f"compiling for a GPU that is not here needs jax's CUDA plugin; {_HOW}")
+        raise ValueError(
+            f"compiling for a GPU that is not here needs jax's CUDA plugin; {_INSTALL_HINT}"
+        )
     folder = _cuda_folder()
     if folder is None:
-        raise ValueError(f"compiling for a GPU that is not here needs ptxas; {_HOW}")
+        raise ValueError(f"compiling for a GPU that is not here needs ptxas; {_INSTALL_HINT}")
     flags = (
         f"--xla_gpu_cuda_data_dir={folder}",
         "--xla_gpu_enable_triton_gemm=false",

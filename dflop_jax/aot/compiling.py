@@ -16,14 +16,14 @@ import jax
 import msgspec
 
 from dflop_jax.aot.chips import compiler_environment, find_chip
-from dflop_jax.aot.reports import CompileReport, device_memory, verdict
+from dflop_jax.aot.reports import CompileReport, describe_fit, device_memory
 from dflop_jax.aot.worker import (
-    Found,
-    OpenPlan,
+    PlanPrograms,
     Probe,
+    ProbeResult,
     ProgramReport,
     Request,
-    compiled_probe,
+    compile_probe,
 )
 from dflop_jax.child_processes import Child
 from dflop_jax.config import Config
@@ -33,10 +33,10 @@ from dflop_jax.records import Plan
 from dflop_jax.records.files import load, save
 
 OnProgress = Callable[[int, int], None]
-_SERVES = compiled_probe.__module__
-_HERE = Path(__file__).resolve().parents[1]
+_WORKER_MODULE = compile_probe.__module__
+_PACKAGE = Path(__file__).resolve().parents[1]
 # What programs are made of, beside the model: files of this package.
-_MADE_OF = ("pipeline/*.py", "gpu_compile/*.py", "contract.py", "profile/shallow.py")
+_SOURCES = ("pipeline/*.py", "gpu_compile/*.py", "contract.py", "profile/shallow.py")
 
 
 class CompilerDied(RuntimeError):
@@ -54,7 +54,7 @@ class Compiler:
         self._environment = compiler_environment()
         self._child: Child | None = None
 
-    def ask(self, request: Request) -> bytes:
+    def request(self, request: Request) -> bytes:
         """The answer to a request.
 
         Raises:
@@ -62,17 +62,17 @@ class Compiler:
         """
         if self._child is None:
             self._child = Child(
-                _SERVES,
+                _WORKER_MODULE,
                 # The experiment's folder comes first, as it does in this process.
                 paths=[str(Path.cwd())],
                 environment=self._environment,
                 keeps_words=True,
             )
         self._child.tell(msgspec.json.encode(request))
-        if not (line := self._child.answer()):
-            died, self._child = self._child, None
-            raise CompilerDied(f"the compiler died {died.last_words()}")
-        return line
+        if not (response := self._child.answer()):
+            dead_child, self._child = self._child, None
+            raise CompilerDied(f"the compiler died {dead_child.last_words()}")
+        return response
 
     def close(self) -> None:
         """End the process."""
@@ -108,22 +108,22 @@ def compile_plan(
         with closing(Compiler()) as compiler:
             return compile_plan(job, on_progress, compiler)
     request = Request(job.config, job.plan)
-    todo = msgspec.json.decode(compiler.ask(request), type=OpenPlan)
-    if todo.refused:
-        raise ValueError(todo.refused)
+    plan_programs = msgspec.json.decode(compiler.request(request), type=PlanPrograms)
+    if plan_programs.error:
+        raise ValueError(plan_programs.error)
     programs: list[ProgramReport] = []
-    for i, head in enumerate(todo.programs):
+    for i, header in enumerate(plan_programs.programs):
         try:
-            answer = compiler.ask(replace(request, program=i))
-            programs.append(msgspec.json.decode(answer, type=ProgramReport))
+            response = compiler.request(replace(request, program=i))
+            programs.append(msgspec.json.decode(response, type=ProgramReport))
         except CompilerDied as e:
-            programs.append(replace(head, error=str(e)))
+            programs.append(replace(header, error=str(e)))
         if on_progress:
-            on_progress(len(programs), len(todo.programs))
+            on_progress(len(programs), len(plan_programs.programs))
     hardware = find_hardware(job.config.plan.hardware)
     budget = job.config.plan.memory_bytes or hardware.usable_bytes
-    memory = device_memory(todo.states, programs, job.plan.predicted.peak_bytes)
-    fits, words = verdict(hardware.name, budget, memory, programs, todo.states)
+    memory = device_memory(plan_programs.memory, programs, job.plan.predicted.peak_bytes)
+    fits, verdict = describe_fit(hardware.name, budget, memory, programs, plan_programs.memory)
     return CompileReport(
         chip=hardware.name,
         n_devices=job.plan.layout.n_devices,
@@ -132,45 +132,47 @@ def compile_plan(
         programs=tuple(programs),
         memory=memory,
         fits=fits,
-        verdict=words,
+        verdict=verdict,
     )
 
 
-def compiled_probes(
+def compile_probes(
     config: Config,
     model: MultimodalModel,
     probes: Sequence[Probe],
     on_progress: OnProgress | None = None,
-) -> dict[Probe, Found]:
+) -> dict[Probe, ProbeResult]:
     """What each probe comes to on the chip that `config.plan.hardware` names, kept on disk; one
     that does not compile says so.
 
     Raises:
       ValueError: the compiler is not installed, or the chip is not described.
     """
-    files = _files(config, model, probes)
-    results: dict[Probe, Found] = {}
+    files = _result_files(config, model, probes)
+    results: dict[Probe, ProbeResult] = {}
     for probe, file in files.items():
         with suppress(ValueError):  # not known yet, or of another version
-            results[probe] = load(Found, file)
-    if left := [p for p in files if p not in results]:
-        files[left[0]].parent.mkdir(parents=True, exist_ok=True)
+            results[probe] = load(ProbeResult, file)
+    if pending := [p for p in files if p not in results]:
+        files[pending[0]].parent.mkdir(parents=True, exist_ok=True)
         # The dearest first, so that no process is left alone with one at the end.
-        left.sort(key=lambda p: (-p.ways, -p.depth, p.module, p.shape))
-        for probe, found in _in_processes(config, left):
-            results[probe] = found
-            if not found.died:  # what memory or a disk was short of may be there next time
-                save(found, files[probe])
+        pending.sort(key=lambda p: (-p.tp, -p.depth, p.module, p.shape))
+        for probe, result in _compile_in_processes(config, pending):
+            results[probe] = result
+            if not result.died:  # what memory or a disk was short of may be there next time
+                save(result, files[probe])
             if on_progress:
                 on_progress(len(results), len(files))
     return results
 
 
-def _files(config: Config, model: MultimodalModel, probes: Sequence[Probe]) -> dict[Probe, Path]:
+def _result_files(
+    config: Config, model: MultimodalModel, probes: Sequence[Probe]
+) -> dict[Probe, Path]:
     """Where each probe's result is kept, by a digest of all that its programs depend on: sources,
     sizes, chip, compiler; not the modules beside its own."""
     models = {Path(inspect.getfile(type(m))).parent for m in model.modules.values()}
-    sources = [*(f for name in _MADE_OF for f in _HERE.glob(name)),
+    sources = [*(f for name in _SOURCES for f in _PACKAGE.glob(name)),
                *(f for folder in models for f in folder.glob("*.py"))]  # fmt: skip
     digest = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(sources))).hexdigest()
     facts = (
@@ -189,27 +191,32 @@ def _files(config: Config, model: MultimodalModel, probes: Sequence[Probe]) -> d
     return {probe: file(probe) for probe in probes}
 
 
-def _in_processes(config: Config, probes: Sequence[Probe]) -> Iterator[tuple[Probe, Found]]:
+def _compile_in_processes(
+    config: Config, probes: Sequence[Probe]
+) -> Iterator[tuple[Probe, ProbeResult]]:
     """Answers as they come, of a process for each core."""
-    compilers = [Compiler() for _ in range(min(os.cpu_count() or 1, len(probes)))]
+    workers = [Compiler() for _ in range(min(os.cpu_count() or 1, len(probes)))]
     idle: SimpleQueue[Compiler] = SimpleQueue()
-    for compiler in compilers:
+    for compiler in workers:
         idle.put(compiler)
 
-    def ask(probe: Probe) -> tuple[Probe, Found]:
+    def compile_one(probe: Probe) -> tuple[Probe, ProbeResult]:
         compiler = idle.get()
         try:
-            answer = compiler.ask(Request(config, probe=probe))
-            return probe, msgspec.json.decode(answer, type=Found)
+            response = compiler.request(Request(config, probe=probe))
+            return probe, msgspec.json.decode(response, type=ProbeResult)
         except CompilerDied as e:
-            return probe, Found(error=str(e), died=True)
+            return probe, ProbeResult(error=str(e), died=True)
         finally:
             idle.put(compiler)
 
-    pool = ThreadPoolExecutor(len(compilers))
+    pool = ThreadPoolExecutor(len(workers))
     try:
-        yield from (done.result() for done in as_completed([pool.submit(ask, p) for p in probes]))
+        yield from (
+            future.result()
+            for future in as_completed([pool.submit(compile_one, p) for p in probes])
+        )
     finally:
         pool.shutdown(cancel_futures=True)
-        for compiler in compilers:
+        for compiler in workers:
             compiler.close()

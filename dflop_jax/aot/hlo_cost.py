@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from dflop_jax.aot.hlo_text import RUNS_ANY, Instruction, parse_hlo
+from dflop_jax.aot.hlo_text import ALL_CALLS, Instruction, parse_hlo
 from dflop_jax.profile.kernels import ATTENTION_PRODUCTS
 from dflop_jax.records import pairs
 
@@ -58,7 +58,7 @@ class HloCost:
     unknown_kernels: frozenset[str]
 
 
-def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
+def hlo_cost(text: str, visible_pairs: float = 1.0) -> HloCost:
     """Cost of the program that `compiled.as_text()` shows.
 
     Args:
@@ -71,13 +71,13 @@ def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
     total = float32 = 0.0
     collectives: dict[str, float] = {}
     unknown_loops, unknown_kernels = 0, set()
-    for i, n_runs in parse_hlo(text).walk(RUNS_ANY):
+    for i, n_runs in parse_hlo(text).walk(ALL_CALLS):
         opcode = i.opcode.removesuffix("-start")
         unknown_loops += i.trip_count is None
         if opcode in COLLECTIVES:
-            collectives[opcode] = collectives.get(opcode, 0.0) + n_runs * moved_bytes(i)
+            collectives[opcode] = collectives.get(opcode, 0.0) + n_runs * transfer_bytes(i)
         elif opcode in ("dot", "convolution", "custom-call"):
-            flops, target = product_flops(i, seen_pairs), i.custom_call_target
+            flops, target = product_flops(i, visible_pairs), i.custom_call_target
             if flops is not None:
                 total += n_runs * flops
                 if any(a.dtype in ("f32", "f64") for a in i.reads[:2]):
@@ -87,11 +87,11 @@ def hlo_cost(text: str, seen_pairs: float = 1.0) -> HloCost:
     return HloCost(total, float32, collectives, unknown_loops, frozenset(unknown_kernels))
 
 
-def product_flops(i: Instruction, seen_pairs: float) -> float | None:
+def product_flops(i: Instruction, visible_pairs: float) -> float | None:
     """FLOPs of a product or of a kernel that is known; None of others."""
     target = i.custom_call_target
     if i.opcode == "dot" or target in CUBLAS:
-        depth = prod(i.reads[0].shape[d] for d in dims(i, "contracting"))
+        depth = prod(i.reads[0].shape[d] for d in product_dims(i, "contracting"))
         return 2.0 * i.arrays[0].size * depth
     if target.startswith(_CUDNN):
         # Scores of all pairs, and of them the products. Of causal attention cuDNN computes the half
@@ -102,11 +102,11 @@ def product_flops(i: Instruction, seen_pairs: float) -> float | None:
         if scores is None:
             return None
         n_pairs = prod(int(n) for n in re.findall(r"\d+", scores.group(1)))
-        seen = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', i.attributes) else 1.0
-        return 2.0 * _attention_products(i) * seen * n_pairs * i.reads[0].shape[-1]
+        visible_share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', i.attributes) else 1.0
+        return 2.0 * _attention_products(i) * visible_share * n_pairs * i.reads[0].shape[-1]
     if pair_flops := attention_pair_flops(i):
         tokens = i.reads[0].shape[1]
-        return pair_flops * seen_pairs * pairs(tokens) / tokens
+        return pair_flops * visible_pairs * pairs(tokens) / tokens
     for name, n_products in _STATES_PRODUCTS.items():
         if name in i.attributes:
             return 2.0 * n_products * i.reads[0].size * i.arrays[0].shape[-2]
@@ -121,12 +121,12 @@ def attention_pair_flops(i: Instruction) -> float:
 
 def _attention_products(i: Instruction) -> int:
     if i.custom_call_target.startswith(_CUDNN):
-        back = "Backward" in i.custom_call_target
-        return ATTENTION_PRODUCTS[f"dot_product_attention_{'bwd' if back else 'fwd'}"]
+        is_backward = "Backward" in i.custom_call_target
+        return ATTENTION_PRODUCTS[f"dot_product_attention_{'bwd' if is_backward else 'fwd'}"]
     return next((n for name, n in ATTENTION_PRODUCTS.items() if name in i.attributes), 0)
 
 
-def dims(i: Instruction, kind: str) -> list[int]:
+def product_dims(i: Instruction, kind: str) -> list[int]:
     """Dims of the left side of a product: "contracting" or "batch"."""
     text = i.attributes
     numbers = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text) or re.search(
@@ -135,8 +135,8 @@ def dims(i: Instruction, kind: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", numbers.group(1))] if numbers else []
 
 
-def moved_bytes(i: Instruction) -> float:
+def transfer_bytes(i: Instruction) -> float:
     """Bytes of the larger side of a collective on one device."""
-    read = sum(o.n_bytes for o in i.operands)
-    made = i.n_bytes - (read if i.opcode in _HOLD_OPERANDS else 0.0)
-    return max(read, made)
+    read_bytes = sum(o.n_bytes for o in i.operands)
+    written = i.n_bytes - (read_bytes if i.opcode in _HOLD_OPERANDS else 0.0)
+    return max(read_bytes, written)

@@ -16,10 +16,10 @@ from math import prod
 import numpy as np
 
 from dflop_jax.aot import hlo_cost
-from dflop_jax.aot.hlo_text import RUNS_OTHERS, Computation, HloModule, Instruction, parse_hlo
+from dflop_jax.aot.hlo_text import KERNEL_CALLS, Computation, HloModule, Instruction, parse_hlo
 from dflop_jax.profile.kernels import (
     ATTENTION,
-    ATTENTION_BACK,
+    ATTENTION_BACKWARD,
     COPY,
     ELEMENTWISE,
     GATHER,
@@ -33,14 +33,14 @@ from dflop_jax.profile.kernels import (
 _DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; all others are priced as float32
 _COLLECTIVES = {"all-reduce": REDUCE, "collective-permute": SEND}  # all others gather or scatter
 # Instructions that launch nothing.
-_FREE = frozenset({
+_NO_KERNEL = frozenset({
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "iota", "async-update", "add-dependency", "domain",
 })  # fmt: skip
 _WORKSPACE = ("s8", "u8")  # what libraries are lent
-_SLICES = ("dynamic-slice", "slice")
+_SLICE_OPS = ("dynamic-slice", "slice")
 # Operations that move an array and compute nothing of it.
-_MOVES = frozenset({
+_COPY_OPS = frozenset({
     "parameter", "constant", "bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice",
     "pad", "dynamic-update-slice", "concatenate", "broadcast", "tuple", "convert",
     "get-tuple-element",
@@ -48,7 +48,9 @@ _MOVES = frozenset({
 _BACKWARD = re.compile(r"Backward|gradient")
 
 
-def hlo_kernels(text: str, seen_pairs: float = 1.0, *, content: bool = True) -> tuple[Kernel, ...]:
+def hlo_kernels(
+    text: str, visible_pairs: float = 1.0, *, content: bool = True
+) -> tuple[Kernel, ...]:
     """Kernels of the program that `compiled.as_text()` shows, equal ones as one.
 
     Args:
@@ -61,59 +63,59 @@ def hlo_kernels(text: str, seen_pairs: float = 1.0, *, content: bool = True) -> 
     module = parse_hlo(text)
     kernels: Counter[Kernel] = Counter()
     for i, n_runs in module.walk():
-        if i.opcode not in RUNS_OTHERS and (kernel := _kernel(module, i, seen_pairs)):
-            bare = kernel.kind in (ATTENTION, ATTENTION_BACK) and not content
+        if i.opcode not in KERNEL_CALLS and (kernel := _kernel(module, i, visible_pairs)):
+            bare = kernel.kind in (ATTENTION, ATTENTION_BACKWARD) and not content
             kernels[replace(kernel, flops=0.0) if bare else kernel] += n_runs
     return tuple(replace(k, repeats=n) for k, n in kernels.items())
 
 
-def _kernel(module: HloModule, i: Instruction, seen_pairs: float) -> Kernel | None:
+def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel | None:
     """The kernel of an instruction, if it launches any."""
     opcode = i.opcode.removesuffix("-start")
     if opcode in hlo_cost.COLLECTIVES:
         group, stride = _group(i)
-        n_bytes, kind = hlo_cost.moved_bytes(i), _COLLECTIVES.get(opcode, GATHER)
+        n_bytes, kind = hlo_cost.transfer_bytes(i), _COLLECTIVES.get(opcode, GATHER)
         return Kernel(kind, 0.0, n_bytes, group=group, stride=stride) if group > 1 else None
-    if i.opcode in _FREE or i.opcode.endswith("-done"):
+    if i.opcode in _NO_KERNEL or i.opcode.endswith("-done"):
         return None
     if i.opcode == "fusion":
-        return _fusion(module.computations[i.called[0]])
+        return _fusion_kernel(module.computations[i.called[0]])
     if i.opcode == "dot" or i.custom_call_target in hlo_cost.CUBLAS:
-        return _product(i)
+        return _product_kernel(i)
     n_bytes = sum(o.n_bytes for o in dict.fromkeys(i.operands))
     n_bytes += sum(a.n_bytes for a in i.arrays if a.dtype not in _WORKSPACE)
     if i.opcode == "custom-call":
-        flops = hlo_cost.product_flops(i, seen_pairs)
+        flops = hlo_cost.product_flops(i, visible_pairs)
         if flops is None:
             return Kernel(ELEMENTWISE, 0.0, n_bytes)
-        back = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
+        is_backward = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
         dtype = _DTYPES.get(i.reads[0].dtype, "float32")
         pair_flops = hlo_cost.attention_pair_flops(i)
-        kind = ATTENTION_BACK if back else ATTENTION
+        kind = ATTENTION_BACKWARD if is_backward else ATTENTION
         return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops)
-    if i.opcode in _SLICES:
+    if i.opcode in _SLICE_OPS:
         return Kernel(COPY, 0.0, 2 * i.arrays[0].n_bytes)
     if i.opcode == "dynamic-update-slice":
         return Kernel(COPY, 0.0, 2 * i.operands[1].arrays[0].n_bytes)
     if i.opcode in ("gather", "scatter"):
-        moved = i.arrays[0] if i.opcode == "gather" else i.reads[-1]
-        return Kernel(LOOKUP, 0.0, 2 * moved.n_bytes)
-    return Kernel(COPY if opcode in _MOVES else ELEMENTWISE, 0.0, n_bytes)
+        looked_up = i.arrays[0] if i.opcode == "gather" else i.reads[-1]
+        return Kernel(LOOKUP, 0.0, 2 * looked_up.n_bytes)
+    return Kernel(COPY if opcode in _COPY_OPS else ELEMENTWISE, 0.0, n_bytes)
 
 
-def _product(i: Instruction) -> Kernel:
+def _product_kernel(i: Instruction) -> Kernel:
     """A matrix product; one of two activations, with a batch dim, counts as attention."""
     lhs, rhs = i.reads[:2]
-    out = i.arrays[0]
-    batch = prod(lhs.shape[d] for d in hlo_cost.dims(i, "batch"))
-    depth = prod(lhs.shape[d] for d in hlo_cost.dims(i, "contracting"))
+    output = i.arrays[0]
+    batch = prod(lhs.shape[d] for d in hlo_cost.product_dims(i, "batch"))
+    depth = prod(lhs.shape[d] for d in hlo_cost.product_dims(i, "contracting"))
     rows = lhs.size / max(batch * depth, 1)
-    cols = out.size / max(batch * rows, 1)
+    cols = output.size / max(batch * rows, 1)
     dtypes = {_DTYPES.get(a.dtype, "float32") for a in (lhs, rhs)}
     return Kernel(
         ATTENTION if batch > 1 else MATMUL,
-        2.0 * out.size * depth,
-        lhs.n_bytes + rhs.n_bytes + out.n_bytes,
+        2.0 * output.size * depth,
+        lhs.n_bytes + rhs.n_bytes + output.n_bytes,
         rows,
         cols,
         depth,
@@ -121,16 +123,16 @@ def _product(i: Instruction) -> Kernel:
     )
 
 
-def _fusion(body: Computation) -> Kernel:
+def _fusion_kernel(body: Computation) -> Kernel:
     """A fused kernel: a copy, elementwise work, a lookup, or a product with what hangs on it."""
     n_bytes = _fused_bytes(body)
     for inner in body.values():
         if inner.opcode == "dot":
-            return replace(_product(inner), n_bytes=n_bytes)
-    looks_up = any(inner.opcode in ("gather", "scatter") for inner in body.values())
+            return replace(_product_kernel(inner), n_bytes=n_bytes)
+    has_lookup = any(inner.opcode in ("gather", "scatter") for inner in body.values())
     # Scalars, such as places in a stack, are computed beside.
-    only_moves = {inner.opcode for inner in body.values() if inner.arrays[0].size > 1} <= _MOVES
-    return Kernel(LOOKUP if looks_up else COPY if only_moves else ELEMENTWISE, 0.0, n_bytes)
+    only_moves = {inner.opcode for inner in body.values() if inner.arrays[0].size > 1} <= _COPY_OPS
+    return Kernel(LOOKUP if has_lookup else COPY if only_moves else ELEMENTWISE, 0.0, n_bytes)
 
 
 def _fused_bytes(body: Computation) -> float:
@@ -150,7 +152,7 @@ def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]
     for user in users.get(source, ()):
         if user.opcode == "bitcast":
             used += _used_bytes(user, users)
-        elif user.opcode in (*_SLICES, "gather") and user.operands[0] is source:
+        elif user.opcode in (*_SLICE_OPS, "gather") and user.operands[0] is source:
             used += user.arrays[0].n_bytes
         elif user.opcode not in ("dynamic-update-slice", "scatter") or (
             user.operands[0] is not source
@@ -159,17 +161,17 @@ def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]
     return min(source.n_bytes, used)
 
 
-def _result_bytes(out: Instruction) -> float:
+def _result_bytes(output: Instruction) -> float:
     """Bytes that a fusion writes of a result; where it updates an array in place, those of the
     update."""
-    made = out
-    while made.opcode == "bitcast" and made.operands:
-        made = made.operands[0]
-    if made.opcode == "dynamic-update-slice":
-        return made.operands[1].arrays[0].n_bytes
-    if made.opcode == "scatter":
-        return 2 * made.operands[-1].arrays[0].n_bytes
-    return out.n_bytes
+    source = output
+    while source.opcode == "bitcast" and source.operands:
+        source = source.operands[0]
+    if source.opcode == "dynamic-update-slice":
+        return source.operands[1].arrays[0].n_bytes
+    if source.opcode == "scatter":
+        return 2 * source.operands[-1].arrays[0].n_bytes
+    return output.n_bytes
 
 
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -184,9 +186,9 @@ def _group(i: Instruction) -> tuple[int, int]:
     text = i.attributes
     if match := _MESH.search(text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
-        mine = re.findall(r"'(\w+)'", match.group(2))
-        last = list(sizes).index(mine[-1])
-        return prod(sizes[name] for name in mine), prod(list(sizes.values())[last + 1 :])
+        axes = re.findall(r"'(\w+)'", match.group(2))
+        last = list(sizes).index(axes[-1])
+        return prod(sizes[name] for name in axes), prod(list(sizes.values())[last + 1 :])
     if match := _IOTA.search(text):
         shape, tiles, order = (_numbers(match.group(n) or "") for n in (1, 2, 3))
         ids = np.arange(prod(tiles)).reshape(tiles)

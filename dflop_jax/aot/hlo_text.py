@@ -23,13 +23,13 @@ _NAME = re.compile(r"%([\w.\-]+)")
 # to single elements (of a reduction, a sort) hold no product, and a loop's condition none either.
 # The computations of RUNS_OTHERS have arrays of their own in memory and launch kernels; what a
 # fusion computes inside has none.
-RUNS_OTHERS = {
+KERNEL_CALLS = {
     "while": ("body",),
     "call": ("to_apply", "calls"),
     "conditional": ("branch_computations", "true_computation", "false_computation"),
     "async-start": ("calls",),
 }
-RUNS_ANY = {**RUNS_OTHERS, "fusion": ("calls",), "custom-call": ("called_computations",)}
+ALL_CALLS = {**KERNEL_CALLS, "fusion": ("calls",), "custom-call": ("called_computations",)}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Instruction:
     def called(self) -> list[str]:
         """Names of the computations that it runs as a whole."""
         named = dict(_CALLED.findall(self.attributes.split(", metadata={", 1)[0]))
-        texts = (named.get(role, "") for role in RUNS_ANY.get(self.opcode, ()))
+        texts = (named.get(role, "") for role in ALL_CALLS.get(self.opcode, ()))
         return [name for text in texts for name in re.findall(r"[\w.\-]+", text)]
 
     @property
@@ -115,19 +115,19 @@ class HloModule:
     entry: str
 
     def walk(
-        self, into: Collection[str] = RUNS_OTHERS, name: str = "", n_runs: int = 1
+        self, opcodes: Collection[str] = KERNEL_CALLS, name: str = "", n_runs: int = 1
     ) -> Iterator[tuple[Instruction, int]]:
         """Every instruction that runs and how often, in order, with those of the computations that
         instructions of the opcodes `into` run. Loops of unknown length run once, and of a choice
         the longest branch."""
         for i in self.computations.get(name or self.entry, {}).values():
             yield i, n_runs
-            if i.opcode in into:
+            if i.opcode in opcodes:
                 called = i.called
                 if i.opcode == "conditional":
                     called = sorted(called, key=lambda c: -len(self.computations[c]))[:1]
-                for each in called:
-                    yield from self.walk(into, each, n_runs * (i.trip_count or 1))
+                for computation in called:
+                    yield from self.walk(opcodes, computation, n_runs * (i.trip_count or 1))
 
 
 def parse_hlo(text: str) -> HloModule:
@@ -143,38 +143,38 @@ def parse_hlo(text: str) -> HloModule:
         if head := _COMPUTATION.match(line):
             current = computations.setdefault(head.group(2), {})
             entry = head.group(2) if head.group(1) else entry
-        elif instruction := _instruction(line, current):
+        elif instruction := _parse_instruction(line, current):
             current[instruction.name] = instruction
     if not entry:
         raise ValueError("the text holds no ENTRY computation; give that of an HLO module")
     return HloModule(computations, entry)
 
 
-def _instruction(line: str, computation: Computation) -> Instruction | None:
+def _parse_instruction(line: str, computation: Computation) -> Instruction | None:
     """The instruction of a computation's line; None for other lines."""
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
-    rest = line[head.end() :]
-    stop = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
-    open_at = rest.find("(", stop)
+    text = line[head.end() :]
+    stop = _closing_parenthesis(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    open_at = text.find("(", stop)
     if stop <= 0 or open_at < 0:
         return None
-    close_at = _closing(rest, open_at)
-    argument = rest[open_at + 1 : close_at]
-    opcode = rest[stop:open_at].strip()
+    close_at = _closing_parenthesis(text, open_at)
+    argument = text[open_at + 1 : close_at]
+    opcode = text[stop:open_at].strip()
     return Instruction(
         name=head.group(2),
         opcode=opcode,
-        arrays=_arrays(rest[:stop]),
+        arrays=_parse_arrays(text[:stop]),
         # A constant's text is its value.
         operand_names=() if opcode == "constant" else tuple(_NAME.findall(argument)),
-        attributes=rest[close_at + 1 :],
+        attributes=text[close_at + 1 :],
         computation=computation,
     )
 
 
-def _closing(text: str, start: int) -> int:
+def _closing_parenthesis(text: str, start: int) -> int:
     """Place of the parenthesis that closes the one at `start`; the end if none does."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
@@ -184,7 +184,7 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _arrays(text: str) -> tuple[ArrayType, ...]:
+def _parse_arrays(text: str) -> tuple[ArrayType, ...]:
     """Arrays of a type's text, layouts left out; a dynamic size counts as its bound."""
     arrays = []
     for match in _ARRAY.finditer(text):
@@ -203,6 +203,6 @@ def pair_arrays(text: str, tokens: int) -> tuple[str, ...]:
       ValueError: the text is not that of an HLO module.
     """
     arrays = dict.fromkeys(a for i, _ in parse_hlo(text).walk() for a in i.arrays)
-    found = [a for a in arrays if sum(n and n % tokens == 0 for n in a.shape) > 1]
-    found.sort(key=lambda a: (-a.size, a.dtype))
-    return tuple(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in found)
+    pair_sized = [a for a in arrays if sum(n and n % tokens == 0 for n in a.shape) > 1]
+    pair_sized.sort(key=lambda a: (-a.size, a.dtype))
+    return tuple(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in pair_sized)

@@ -59,7 +59,7 @@ class ProgramReport:
 
 
 @dataclass(frozen=True)
-class SegmentState:
+class SegmentMemory:
     """What a segment holds on one device between programs.
 
     Attributes:
@@ -128,20 +128,20 @@ class CompileReport:
 
 
 def device_memory(
-    states: Sequence[SegmentState],
+    segments: Sequence[SegmentMemory],
     programs: Sequence[ProgramReport],
-    planned: Mapping[str, float] = MappingProxyType({}),
+    planned_peaks: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[DeviceMemory, ...]:
     """Peak of each block of devices: what its segments hold, the inputs of the groups in flight and
     what their forward gave, and the one program that takes most beside them. While segments are
     reduced and updated, all reduced gradients on the block are there too. `planned` are the plan's
     own peaks by submesh."""
-    resource = {s.segment: s.resource for s in states}
+    resource = {s.segment: s.resource for s in segments}
     shards: dict[int, float] = {}
-    for s in states:
+    for s in segments:
         shards[s.resource] = shards.get(s.resource, 0.0) + s.shard_bytes
 
-    def kept_bytes(s: SegmentState) -> float:
+    def kept_bytes(s: SegmentMemory) -> float:
         """Of the groups in flight, of the largest shape, under the segment's own policy."""
         handed = (p.handed_bytes for p in programs if p.segment == s.segment and not p.keeping)
         return (s.input_bytes + max(handed, default=0.0)) * s.in_flight
@@ -157,63 +157,63 @@ def device_memory(
 
     by_device = []
     for r in dict.fromkeys(resource.values()):
-        here = [s for s in states if s.resource == r]
-        on_it = [p for p in programs if resource[p.segment] == r]
-        largest = max(on_it, key=work_bytes, default=None)
-        names = dict.fromkeys(s.submesh for s in here)
+        on_resource = [s for s in segments if s.resource == r]
+        resource_programs = [p for p in programs if resource[p.segment] == r]
+        largest = max(resource_programs, key=work_bytes, default=None)
+        names = dict.fromkeys(s.submesh for s in on_resource)
         by_device.append(
             DeviceMemory(
                 submesh=", ".join(names),
-                state_bytes=sum(s.state_bytes for s in here),
-                kept_bytes=sum(map(kept_bytes, here)),
+                state_bytes=sum(s.state_bytes for s in on_resource),
+                kept_bytes=sum(map(kept_bytes, on_resource)),
                 work_bytes=work_bytes(largest) if largest else 0.0,
                 program=largest.name if largest else "",
-                planned_bytes=max(planned.get(name, 0.0) for name in names),
+                planned_bytes=max(planned_peaks.get(name, 0.0) for name in names),
             )
         )
     return tuple(by_device)
 
 
-def verdict(
+def describe_fit(
     chip: str,
     budget_bytes: float,
     memory: Sequence[DeviceMemory],
     programs: Sequence[ProgramReport],
-    states: Sequence[SegmentState],
+    segments: Sequence[SegmentMemory],
 ) -> tuple[bool, str]:
     """Whether everything compiles and fits, and a line that says so, or what does not."""
     failed = [p for p in programs if p.error]
     if failed:
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        return False, f"{failed[0].name}{more} cannot be compiled for {chip}: {failed[0].error}"
+        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        return False, f"{failed[0].name}{others} cannot be compiled for {chip}: {failed[0].error}"
     worst = max(memory, key=lambda m: m.peak_bytes)
-    spare = budget_bytes - worst.peak_bytes
-    parts = (
+    spare_bytes = budget_bytes - worst.peak_bytes
+    breakdown = (
         f"{worst.state_bytes / GIB:.1f} state, {worst.kept_bytes / GIB:.1f} of groups in flight, "
         f"{worst.work_bytes / GIB:.1f} {worst.program}"
     )
     if worst.planned_bytes:
-        parts += f"; planned {worst.planned_bytes / GIB:.1f}"
-    of = (
-        f"{worst.peak_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB on {worst.submesh} ({parts})"
-    )
-    if spare >= 0:
-        return True, f"fits {chip}: at most {of}, {spare / GIB:.1f} GiB to spare"
+        breakdown += f"; planned {worst.planned_bytes / GIB:.1f}"
+    peak = f"{worst.peak_bytes / GIB:.1f} of {budget_bytes / GIB:.1f} GiB on {worst.submesh}"
+    peak += f" ({breakdown})"
+    if spare_bytes >= 0:
+        return True, f"fits {chip}: at most {peak}, {spare_bytes / GIB:.1f} GiB to spare"
     return False, (
-        f"does not fit {chip}: {of}, {-spare / GIB:.1f} GiB too much; {_help(worst, states)}"
+        f"does not fit {chip}: {peak}, {-spare_bytes / GIB:.1f} GiB too much; "
+        f"{_suggest_remedy(worst, segments)}"
     )
 
 
-def _help(worst: DeviceMemory, states: Sequence[SegmentState]) -> str:
+def _suggest_remedy(worst: DeviceMemory, segments: Sequence[SegmentMemory]) -> str:
     """What would make the most of a peak smaller."""
-    here = [s for s in states if s.submesh in worst.submesh.split(", ")]
+    segments_there = [s for s in segments if s.submesh in worst.submesh.split(", ")]
     if worst.state_bytes > worst.work_bytes + worst.kept_bytes:
-        shared = "plan.zero 3, " * any(s.zero < 3 for s in here)
+        more_sharding = "plan.zero 3, " * any(s.zero < 3 for s in segments_there)
         return (
-            f"{shared}a larger tensor degree (plan.max_model), more devices, or training fewer "
-            "parameters (train.stage, train.freeze, train.lora_rank) would help"
+            f"{more_sharding}a larger tensor degree (plan.max_model), more devices, or training "
+            "fewer parameters (train.stage, train.freeze, train.lora_rank) would help"
         )
     rows = "smaller rows (data.max_tokens, plan.max_microbatches) or a larger tensor degree"
-    if any(s.remat in ("none", "dots", "named") for s in here):
+    if any(s.remat in ("none", "dots", "named") for s in segments_there):
         return f"train.remat layers, {rows} (plan.max_model) would help"
     return f"{rows} (plan.max_model) would help"

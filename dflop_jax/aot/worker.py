@@ -20,12 +20,12 @@ from dflop_jax.aot.chips import absent_devices
 from dflop_jax.aot.hlo_cost import hlo_cost
 from dflop_jax.aot.hlo_kernels import hlo_kernels
 from dflop_jax.aot.hlo_text import pair_arrays
-from dflop_jax.aot.reports import ProgramReport, SegmentState
+from dflop_jax.aot.reports import ProgramReport, SegmentMemory
 from dflop_jax.child_processes import begin
 from dflop_jax.config import Config
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.profile.kernels import Kernel
-from dflop_jax.profile.needed import seen_pairs, segment_flops
+from dflop_jax.profile.needed import segment_flops, visible_pair_share
 from dflop_jax.profile.shallow import shallow_segment
 from dflop_jax.profile.traced_parts import hidden_bytes
 from dflop_jax.records import (
@@ -54,11 +54,11 @@ Tree = Any
 @dataclass(frozen=True)
 class Probe:
     """`depth` layers of one kind of a module at a per-rank shape, with the module's ends or
-    without, on one of `ways` tensor-parallel devices. `forward`: whether the forward that hands
+    without, on one of `tp` tensor-parallel devices. `forward`: whether the forward that hands
     over to its backward is asked for, too."""
 
     module: str
-    ways: int
+    tp: int
     shape: Shape
     depth: int
     remat: Remat
@@ -68,7 +68,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """A compiled program on one device: kernels without the content of attention (see
     `hlo_kernels`), and the bytes that it takes beside its arguments while it runs."""
 
@@ -77,12 +77,12 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Found:
+class ProbeResult:
     """What a probe came to. `residual_bytes` go from forward to backward, 0 where one program runs
     both; `error` says in a line why it does not compile, `died` that the compiler did."""
 
-    backward: Program | None = None
-    forward: Program | None = None
+    backward: CompiledProgram | None = None
+    forward: CompiledProgram | None = None
     residual_bytes: float = 0.0
     hidden_bytes: float = 0.0
     error: str = ""
@@ -90,13 +90,13 @@ class Found:
 
 
 @dataclass(frozen=True)
-class OpenPlan:
+class PlanPrograms:
     """What a plan has to be compiled: what its segments hold, and its programs, without figures;
     or why it is refused."""
 
-    states: tuple[SegmentState, ...] = ()
+    memory: tuple[SegmentMemory, ...] = ()
     programs: tuple[ProgramReport, ...] = ()
-    refused: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class Request:
 
 def main() -> None:
     """Answer requests until there are no more."""
-    lines, out = begin()
+    requests, responses = begin()
     worker = Worker()
-    for line in lines:
-        answer = worker.answer(msgspec.json.decode(line, type=Request))
-        out.write(msgspec.json.encode(answer) + b"\n")
-        out.flush()
+    for request_line in requests:
+        response = worker.respond(msgspec.json.decode(request_line, type=Request))
+        responses.write(msgspec.json.encode(response) + b"\n")
+        responses.flush()
 
 
 class Worker:
@@ -127,46 +127,50 @@ class Worker:
     def __init__(self) -> None:
         self._config: Config | None = None
         self._plan: Plan | None = None
-        self._known: dict[bytes, dict[str, Any]] = {}
+        self._measured: dict[bytes, dict[str, Any]] = {}
         self._devices = cache(absent_devices)
 
-    def answer(self, request: Request) -> OpenPlan | ProgramReport | Found:
+    def respond(self, request: Request) -> PlanPrograms | ProgramReport | ProbeResult:
         """An `OpenPlan` of a plan, a `ProgramReport` of a program of it, a `Found` of a probe."""
         try:
             if self._config != request.config:
-                self._place, self._config, self._plan = set_up(request.config), request.config, None
+                self._workplace, self._config, self._plan = (
+                    set_up(request.config),
+                    request.config,
+                    None,
+                )
             if request.probe:
-                devices = self._absent(request.probe.ways)
-                return compiled_probe(self._place.model, request.probe, devices)
+                devices = self._absent_devices(request.probe.tp)
+                return compile_probe(self._workplace.model, request.probe, devices)
             assert request.plan is not None, "a request has a plan or a probe"
             if self._plan != request.plan:
-                devices = self._absent(request.plan.layout.n_devices)
-                place = replace(self._place, devices=devices)
-                self._programs = make_executor(place, request.plan).programs
+                devices = self._absent_devices(request.plan.layout.n_devices)
+                workplace = replace(self._workplace, devices=devices)
+                self._programs = make_executor(workplace, request.plan).programs
                 self._plan = request.plan
         except ValueError as e:
-            why = one_line(e)
-            return Found(error=why) if request.probe else OpenPlan(refused=why)
+            message = error_line(e)
+            return ProbeResult(error=message) if request.probe else PlanPrograms(error=message)
         programs, lowerings = self._programs, jobs(self._programs)
         if request.program is None:
-            heads = tuple(described(programs, key) for key in lowerings)
-            return OpenPlan(segment_states(request.plan, programs), heads)
+            headers = tuple(program_header(programs, key) for key in lowerings)
+            return PlanPrograms(segment_memory(request.plan, programs), headers)
         key, lower = list(lowerings.items())[request.program]
-        return compiled(programs, key, described(programs, key), lower, self._known)
+        return compile_program(programs, key, program_header(programs, key), lower, self._measured)
 
-    def _absent(self, n_devices: int) -> list[jax.Device]:
-        hardware = self._place.hardware
+    def _absent_devices(self, n_devices: int) -> list[jax.Device]:
+        hardware = self._workplace.hardware
         assert hardware is not None, "plan.hardware is checked before a process is started"
         return self._devices(hardware.name, hardware, n_devices)
 
 
-def described(programs: Programs, key: Any) -> ProgramReport:
+def program_header(programs: Programs, key: Any) -> ProgramReport:
     """A program's name and place, before it is compiled."""
     name, *rest = key
     segment = lowering_of(programs, key).segment
-    kind, words = _words(rest)
+    kind, description = _describe_key(rest)
     return ProgramReport(
-        name=f"{name} {words}",
+        name=f"{name} {description}",
         segment=name,
         submesh=programs.submesh[name],
         kind=kind,
@@ -175,13 +179,13 @@ def described(programs: Programs, key: Any) -> ProgramReport:
     )
 
 
-def _words(key: list[Any]) -> tuple[str, str]:
+def _describe_key(key: list[Any]) -> tuple[str, str]:
     """(kind, words) of the key of a segment's program."""
     if isinstance(key[0], SegmentLink):
         link, low, high, backward = key
-        back = " back" * backward
+        suffix = " back" * backward
         field = f" {link.edge.name}" if link.edge else ""
-        return "exchange", f"to {link.target}{field} {low.name}-{high.name}{back}"
+        return "exchange", f"to {link.target}{field} {low.name}-{high.name}{suffix}"
     kind = next((k for k in (FORWARD, BACKWARD, EVALUATE, REDUCE, UPDATE, "sum") if k in key), "")
     shapes = [k.name for k in key if isinstance(k, Shape)]
     sizes = ["x".join(map(str, k.shape)) for k in key if isinstance(k, jax.ShapeDtypeStruct)]
@@ -189,72 +193,77 @@ def _words(key: list[Any]) -> tuple[str, str]:
     return kind or "other", " ".join([kind or str(key[0]), *shapes, *sizes, *keeping])
 
 
-def compiled(
+def compile_program(
     programs: Programs,
     key: Any,
-    head: ProgramReport,
+    header: ProgramReport,
     lower: Callable[[], jax.stages.Lowered],
-    known: dict[bytes, dict[str, Any]],
+    reports_by_text: dict[bytes, dict[str, Any]],
 ) -> ProgramReport:
     """Compile a program and read what it takes; `known` gets the figures by the program's text."""
     try:
         lowered = lower()
-        text = hashlib.sha256(lowered.as_text().encode()).digest()
-        if text in known:
-            return replace(head, **known[text])
-        started = time.perf_counter()
+        digest = hashlib.sha256(lowered.as_text().encode()).digest()
+        if digest in reports_by_text:
+            return replace(header, **reports_by_text[digest])
+        start_s = time.perf_counter()
         executable = lowered.compile()
-        took = time.perf_counter() - started
+        compile_s = time.perf_counter() - start_s
     except Exception as e:  # of whatever kind: that it does not compile is the answer
-        return replace(head, error=one_line(e))
-    optimized, of_task = executable.as_text() or "", dict[str, Any]()
-    needed, seen = 0.0, 1.0
-    if head.kind in (FORWARD, BACKWARD, EVALUATE):
+        return replace(header, error=error_line(e))
+    optimized, task_figures = executable.as_text() or "", dict[str, Any]()
+    needed_flops, visible_share = 0.0, 1.0
+    if header.kind in (FORWARD, BACKWARD, EVALUATE):
         lowering, shape = lowering_of(programs, key), next(k for k in key if isinstance(k, Shape))
-        if head.kind == FORWARD:
+        if header.kind == FORWARD:
             learn(programs, key, executable)
-            of_task["handed_bytes"] = device_bytes(lowering.residual_structs(shape))
-        alone = FORWARD not in kinds(programs, head.segment)
-        needed = segment_flops(lowering.segment, shape, head.kind, with_forward=alone)
-        of_task |= {"needed_flops": needed, "pair_arrays": pair_arrays(optimized, shape.tokens)}
-        seen = seen_pairs(lowering.segment.module, shape.tokens)
-    cost, stats = hlo_cost(optimized, seen), executable.memory_analysis()
+            task_figures["handed_bytes"] = device_bytes(lowering.residual_structs(shape))
+        runs_forward = FORWARD not in kinds(programs, header.segment)
+        needed_flops = segment_flops(
+            lowering.segment, shape, header.kind, with_forward=runs_forward
+        )
+        task_figures |= {
+            "needed_flops": needed_flops,
+            "pair_arrays": pair_arrays(optimized, shape.tokens),
+        }
+        visible_share = visible_pair_share(lowering.segment.module, shape.tokens)
+    cost, stats = hlo_cost(optimized, visible_share), executable.memory_analysis()
     assert stats is not None, "XLA tells what its programs take"
     loops = [f"{cost.unknown_loops} loops of unknown length"] * bool(cost.unknown_loops)
     figures = {
-        **of_task,
+        **task_figures,
         "argument_bytes": float(stats.argument_size_in_bytes),
         "output_bytes": float(stats.output_size_in_bytes),
         "aliased_bytes": float(stats.alias_size_in_bytes),
         "temp_bytes": float(stats.temp_size_in_bytes),
         "flops": cost.flops,
-        "executed_over_needed": cost.flops / needed if needed else None,
+        "executed_over_needed": cost.flops / needed_flops if needed_flops else None,
         "float32_dot_flops": cost.float32_flops,
         "collectives": dict(sorted(cost.collectives.items())),
         "unknown": (*loops, *sorted(cost.unknown_kernels)),
     }
-    known[text] = {**figures, "same_as": head.name}
-    return replace(head, compile_s=took, **figures)
+    reports_by_text[digest] = {**figures, "same_as": header.name}
+    return replace(header, compile_s=compile_s, **figures)
 
 
-def segment_states(plan: Plan, programs: Programs) -> tuple[SegmentState, ...]:
+def segment_memory(plan: Plan, programs: Programs) -> tuple[SegmentMemory, ...]:
     """What each segment of a plan holds on a device."""
-    in_flight, of = in_flight_limit(plan), submesh_resources(programs.layout)
+    in_flight, resource_of = in_flight_limit(plan), submesh_resources(programs.layout)
     states = []
     for name, segment in programs.segments.items():
-        held = [program_structs(segment)]
+        state_structs = [program_structs(segment)]
         shards: Tree = {}
         if update := programs.updates.get(name):
-            held += [grad_structs(segment), update.master_structs, update.state_structs]
+            state_structs += [grad_structs(segment), update.master_structs, update.state_structs]
             shards = update.shard_structs
         shapes = programs.layout.shapes(segment.plan.module)
         inputs = ((x_structs(segment, shape), field_structs(segment, shape)) for shape in shapes)
         states.append(
-            SegmentState(
+            SegmentMemory(
                 segment=name,
                 submesh=programs.submesh[name],
-                resource=of[programs.submesh[name]],
-                state_bytes=device_bytes(held),
+                resource=resource_of[programs.submesh[name]],
+                state_bytes=device_bytes(state_structs),
                 input_bytes=max(map(device_bytes, inputs), default=0.0),
                 in_flight=in_flight[name] if name in programs.backward else 1,
                 shard_bytes=device_bytes(shards),
@@ -265,10 +274,10 @@ def segment_states(plan: Plan, programs: Programs) -> tuple[SegmentState, ...]:
     return tuple(states)
 
 
-def compiled_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -> Found:
+def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device]) -> ProbeResult:
     """Compile a probe's programs."""
     try:
-        mesh = MeshShape(model=probe.ways)
+        mesh = MeshShape(model=probe.tp)
         segment = shallow_segment(
             model, probe.module, probe.depth, devices, mesh, probe.remat,
             ends=probe.ends, kind=probe.kind,
@@ -278,29 +287,29 @@ def compiled_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Devic
         content = probe.module in model.piece_tokens
         if probe.forward or segment.compiles_forward_first:
             executable = lowering.lower(probe.shape, FORWARD).compile()
-            forward = _program(executable, content=content)
+            forward = _read_program(executable, content=content)
             if segment.compiles_forward_first:
                 lowering.learn_residuals(probe.shape, executable)
         backward = lowering.lower(probe.shape, BACKWARD).compile()
-        return Found(
-            _program(backward, content=content),
+        return ProbeResult(
+            _read_program(backward, content=content),
             forward,
             device_bytes(lowering.residual_structs(probe.shape)),
             hidden_bytes(segment.module, probe.shape),
         )
     except Exception as e:  # of whatever kind: that it does not compile is the answer
-        return Found(error=one_line(e))
+        return ProbeResult(error=error_line(e))
 
 
-def _program(executable: jax.stages.Compiled, *, content: bool) -> Program:
+def _read_program(executable: jax.stages.Compiled, *, content: bool) -> CompiledProgram:
     stats = executable.memory_analysis()
     assert stats is not None, "XLA tells what its programs take"
     own_bytes = stats.output_size_in_bytes - stats.alias_size_in_bytes
     work_bytes = float(stats.temp_size_in_bytes + own_bytes)
-    return Program(hlo_kernels(executable.as_text() or "", content=content), work_bytes)
+    return CompiledProgram(hlo_kernels(executable.as_text() or "", content=content), work_bytes)
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """What an error says, in one line of bounded length."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]}..."

@@ -183,12 +183,12 @@ def open_place(
 
 def _new_profile(place: Workplace, source: Source) -> Profile:
     """The profile of data, measured here or predicted for `plan.hardware`."""
-    from dflop_jax.aot.chip_profile import predicted_profile
+    from dflop_jax.aot.chip_profile import predict_profile
     from dflop_jax.train import profiling
 
     if place.hardware:
         tick = ticker("predicting prices", "programs", at_once=True)
-        return predicted_profile(place, source, tick, note)
+        return predict_profile(place, source, tick, note)
     tick = ticker("profiling model and data", "shapes", at_once=True)
     return profiling.make_profile(place, source, tick)
 

@@ -83,7 +83,7 @@ class Rules:
     def options(self, module: str) -> tuple[Option, ...]:
         """What is tried for a module, the simplest first: of equals the first is taken."""
         remat, zero = self.spec.remat, self.spec.zero
-        remats = (remat,) if remat != "auto" else self.costs.fits.known_policies(module)
+        remats = (remat,) if remat != "auto" else self.costs.fits.priced_policies(module)
         degrees: tuple[Zero, ...] = (zero,) if zero != "auto" else get_args(Zero)
         return tuple(
             Option(r, z, d)

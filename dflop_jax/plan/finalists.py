@@ -263,7 +263,7 @@ def with_second_policies(plan: Plan, evaluator: Evaluator) -> list[Plan]:
 def _may(s: SegmentPlan, less: Remat, backward: set[str], evaluator: Evaluator) -> bool:
     """Whether a segment has tasks of both directions, and a policy keeps more than its own."""
     rules = evaluator.rules
-    known = less in rules.costs.fits.known_policies(s.module)
+    known = less in rules.costs.fits.priced_policies(s.module)
     keeps_more = known and less in REMAT[: REMAT.index(s.remat)]
     return keeps_more and s.name in backward and rules.costs.hands_over(s)
 

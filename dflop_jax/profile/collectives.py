@@ -19,7 +19,7 @@ Array = Any  # a whole number, or an array of them; of results floats
 
 # NCCL's cost model (src/graph/tuning.cc): 235 of an A100's 300 GB/s; 8.4 us to start a ring.
 # Share of a link's bandwidth that a collective reaches, and seconds to start it, from these.
-LINK_REACH = 0.78
+LINK_EFFICIENCY = 0.78
 START_S = 8.4e-6
 # Times that an all-reduce goes around the ring: to scatter the sum, and to gather it.
 ALL_REDUCE_PASSES = 2
@@ -38,7 +38,7 @@ def ring_s(
     hardware: Hardware,
     *,
     stride: int = 1,
-    reach: float = LINK_REACH,
+    efficiency: float = LINK_EFFICIENCY,
 ) -> Array:
     """Seconds of a collective of n devices that goes around a ring in each node, then around one of
     nodes, on which each device moves its share: a reduction of which each device keeps 1/n of the
@@ -49,19 +49,21 @@ def ring_s(
       n_bytes: of one device's input, of a gather's output.
       n: devices of the group, a number or an array; 1 costs nothing.
       stride: distance of neighbours in the numbering of devices.
-      reach: share of the links' bandwidth that is reached, by their data sheet.
+      efficiency: share of the data sheet's bandwidth that a collective reaches.
     """
     inside, nodes = group_nodes(n, hardware, stride)
     rings = (inside, n_bytes, False), (nodes, n_bytes / inside, True)
     seconds = np.zeros(np.shape(n))
-    for size, share, across in rings:
-        start_s, bandwidth, latency_s = _reached(collective, hardware, across=across, reach=reach)
+    for ring_size, ring_bytes, across in rings:
+        start_s, bandwidth, latency_s = _link_rates(
+            collective, hardware, across=across, efficiency=efficiency
+        )
         # Each of its steps passes on a part of the bytes.
-        step_s = share / size / bandwidth + latency_s
+        step_s = ring_bytes / ring_size / bandwidth + latency_s
         # A ring that reaches across goes on where the other has started.
-        begun = across & (inside > 1)
-        steps = (size - 1) * (ALL_REDUCE_PASSES if collective == "all_reduce" else 1)
-        seconds = seconds + (size > 1) * (steps * step_s + start_s * ~begun)
+        is_started = across & (inside > 1)
+        steps = (ring_size - 1) * (ALL_REDUCE_PASSES if collective == "all_reduce" else 1)
+        seconds = seconds + (ring_size > 1) * (steps * step_s + start_s * ~is_started)
     return np.where(n_bytes == 0, 0.0, seconds)[()]
 
 
@@ -75,21 +77,23 @@ def send_s(
     hardware: Hardware,
     *,
     across: bool = False,
-    reach: float = LINK_REACH,
+    efficiency: float = LINK_EFFICIENCY,
     collective: Collective = "send",
 ) -> Array:
     """Seconds of a copy from one device to another, inside a node or `across` nodes; as the
     collective "ppermute" every device of a ring sends one at once."""
-    _, bandwidth, latency_s = _reached(collective, hardware, across=across, reach=reach)
+    _, bandwidth, latency_s = _link_rates(
+        collective, hardware, across=across, efficiency=efficiency
+    )
     return np.where(np.equal(n_bytes, 0), 0.0, latency_s + n_bytes / bandwidth)[()]
 
 
-def _reached(
-    collective: Collective, hardware: Hardware, *, across: bool, reach: float
+def _link_rates(
+    collective: Collective, hardware: Hardware, *, across: bool, efficiency: float
 ) -> tuple[float, float, float]:
     """(seconds to start, bytes/s, seconds of a step)."""
     if link := hardware.link(collective, across=across):
         return 0.0, link.bandwidth, link.latency_s
     if across:
-        return START_S, hardware.network_bandwidth * reach, hardware.network_latency_s
-    return START_S, hardware.link_bandwidth * reach, hardware.link_latency_s
+        return START_S, hardware.network_bandwidth * efficiency, hardware.network_latency_s
+    return START_S, hardware.link_bandwidth * efficiency, hardware.link_latency_s

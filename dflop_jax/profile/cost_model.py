@@ -43,7 +43,7 @@ class Figures:
         features = shape_features(rows, tokens)
         self._first = fits.profile.kinds.get(module, (LAYERS,))[0]
         self._predict = cache(
-            lambda kind, name: fits.at(layer_key(module, kind), model, features, name)
+            lambda kind, name: fits.predict(layer_key(module, kind), model, features, name)
         )
 
     def __getitem__(self, name: str) -> Array:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from dflop_jax.profile.collectives import LINK_REACH, all_gather_s, all_reduce_s, send_s
+from dflop_jax.profile.collectives import LINK_EFFICIENCY, all_gather_s, all_reduce_s, send_s
 from dflop_jax.profile.kernels import (
     ATTENTION,
-    ATTENTION_BACK,
+    ATTENTION_BACKWARD,
     GATHER,
     LOOKUP,
     REDUCE,
@@ -47,34 +47,49 @@ class Efficiency:
     "the same for gathers and scatters by row"
     launch_s: float = 3e-6
     "seconds that a kernel takes beside its work: launch, first loads, last stores"
-    link: float = LINK_REACH
+    link: float = LINK_EFFICIENCY
     "share of the links' bandwidth that collectives reach"
     task_s: float = 20e-6
     "seconds of a program call beside its kernels"
 
 
 def program_s(
-    kernels: Iterable[Kernel], ways: int, hardware: Hardware, e: Efficiency = Efficiency()
+    kernels: Iterable[Kernel], tp: int, hardware: Hardware, efficiency: Efficiency = Efficiency()
 ) -> float:
-    """Seconds of a program's kernels, one after another, on one of the `ways` devices of a
+    """Seconds of a program's kernels, one after another, on one of the `tp` devices of a
     tensor-parallel group."""
     seconds = 0.0
     for kernel in kernels:
-        seconds += kernel.repeats * _kernel_s(kernel, ways, hardware, e)
+        seconds += kernel.repeats * _kernel_s(kernel, tp, hardware, efficiency)
     return seconds
 
 
-def _kernel_s(k: Kernel, ways: int, hardware: Hardware, e: Efficiency) -> float:
+def _kernel_s(kernel: Kernel, tp: int, hardware: Hardware, efficiency: Efficiency) -> float:
     """Seconds of one run of a kernel."""
-    if k.kind == SEND:
-        return float(send_s(k.n_bytes, hardware, reach=e.link))
-    if k.kind in (REDUCE, GATHER):
-        collective = all_reduce_s if k.kind == REDUCE else all_gather_s
-        n = k.group or ways
-        return float(collective(k.n_bytes, n, hardware, stride=k.stride, reach=e.link))
-    share = {ATTENTION: e.attention, ATTENTION_BACK: e.attention_back}.get(k.kind, e.matmul)
-    reach = prod(d / (d + e.half_dim) for d in (k.rows, k.cols, k.depth) if d > 0)
-    flops = k.flops + e.attention_pairs * k.pair_flops
-    compute_s = flops / (hardware.peak_flops(k.dtype) * share * reach)
-    reached = (e.lookup if k.kind == LOOKUP else e.bandwidth) * hardware.memory_bandwidth
-    return max(compute_s, k.n_bytes / reached) + e.launch_s
+    if kernel.kind == SEND:
+        return float(send_s(kernel.n_bytes, hardware, efficiency=efficiency.link))
+    if kernel.kind in (REDUCE, GATHER):
+        collective = all_reduce_s if kernel.kind == REDUCE else all_gather_s
+        group_size = kernel.group or tp
+        return float(
+            collective(
+                kernel.n_bytes,
+                group_size,
+                hardware,
+                stride=kernel.stride,
+                efficiency=efficiency.link,
+            )
+        )
+    peak_share = {
+        ATTENTION: efficiency.attention,
+        ATTENTION_BACKWARD: efficiency.attention_back,
+    }.get(kernel.kind, efficiency.matmul)
+    size_factor = prod(
+        d / (d + efficiency.half_dim) for d in (kernel.rows, kernel.cols, kernel.depth) if d > 0
+    )
+    flops = kernel.flops + efficiency.attention_pairs * kernel.pair_flops
+    compute_s = flops / (hardware.peak_flops(kernel.dtype) * peak_share * size_factor)
+    bytes_per_s = (
+        efficiency.lookup if kernel.kind == LOOKUP else efficiency.bandwidth
+    ) * hardware.memory_bandwidth
+    return max(compute_s, kernel.n_bytes / bytes_per_s) + efficiency.launch_s

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from dflop_jax.profile.sharded_trace import LAID_OUT, LAYOUT, Op, Region, Value
+from dflop_jax.profile.sharded_trace import LAYOUT_OPS, RESHARD, Op, Region, Value
 
-MATMUL, ATTENTION, ATTENTION_BACK, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND, COPY = range(9)
+MATMUL, ATTENTION, ATTENTION_BACKWARD, ELEMENTWISE, LOOKUP, REDUCE, GATHER, SEND, COPY = range(9)
 _SCATTERS = ("scatter", "scatter-add", "scatter_add")
 _LOOKUPS = ("gather", *_SCATTERS)
-_OPAQUE = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
+_ATTENTION_CALLS = ("pallas_call", "dot_product_attention_fwd", "dot_product_attention_bwd")
 # Products of attention kernels, of `models`' own by the names that they give themselves: of queries
 # with keys, of weights with values, and their gradients.
 ATTENTION_PRODUCTS = {
@@ -28,7 +28,7 @@ ATTENTION_PRODUCTS = {
     "dot_product_attention_fwd": 2,
     "dot_product_attention_bwd": 5,
 }
-_ANCHORS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_OPAQUE)
+_KERNEL_OPS = ("dot_general", "conv_general_dilated", *_LOOKUPS, *_ATTENTION_CALLS)
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
         if op.body is not None:
             kernels += kernels_of(op.body, repeats * op.repeats)
         elif op.name == "dot_general":
-            kernels.append(_product(op, repeats))
+            kernels.append(_product_kernel(op, repeats))
         elif op.name == "conv_general_dilated":
-            kernels.append(_convolution(op, repeats))
-        elif op.name in _OPAQUE:
-            kernels.append(_opaque(op, repeats))
+            kernels.append(_convolution_kernel(op, repeats))
+        elif op.name in _ATTENTION_CALLS:
+            kernels.append(_attention_kernel(op, repeats))
         elif op.name in _LOOKUPS:
-            moved = op.outs[0] if op.name == "gather" else op.ins[-1]
-            kernels.append(Kernel(LOOKUP, 0.0, 2 * moved.n_bytes, repeats=repeats))
+            looked_up = op.outputs[0] if op.name == "gather" else op.inputs[-1]
+            kernels.append(Kernel(LOOKUP, 0.0, 2 * looked_up.n_bytes, repeats=repeats))
     for v in region.reduced:  # scattered: as a gather, of what each has of the sum's terms
-        whole_bytes = v.n_bytes * (1 if v.dim is None else v.ways)
+        whole_bytes = v.n_bytes * (1 if v.dim is None else v.tp)
         kind = REDUCE if v.dim is None else GATHER
         kernels.append(Kernel(kind, 0.0, whole_bytes, repeats=repeats))
     kernels += [Kernel(GATHER, 0.0, v.n_bytes, repeats=repeats) for v in region.gathered]
@@ -80,14 +80,14 @@ def kernels_of(region: Region, repeats: int = 1) -> list[Kernel]:
     return kernels + [Kernel(ELEMENTWISE, 0.0, n, repeats=repeats) for n in fused if n > 0]
 
 
-def _product(op: Op, repeats: int) -> Kernel:
-    lhs, rhs = op.ins
+def _product_kernel(op: Op, repeats: int) -> Kernel:
+    lhs, rhs = op.inputs
     (lc, rc), (lb, rb) = op.params["dimension_numbers"]
     batch = prod(lhs.shape[i] for i in lb)
     depth = prod(lhs.shape[i] for i in lc)
     rows = prod(lhs.shape) / max(batch * depth, 1)
     cols = prod(rhs.shape) / max(batch * depth, 1)
-    split = float(lhs.ways)
+    split = float(lhs.tp)
     if lhs.dim in lc or rhs.dim in rc:
         depth /= split
     elif lhs.dim in lb or rhs.dim in rb:
@@ -97,34 +97,34 @@ def _product(op: Op, repeats: int) -> Kernel:
     elif rhs.dim is not None:
         cols /= split
     flops = 2.0 * batch * rows * cols * depth
-    n_bytes = lhs.n_bytes + rhs.n_bytes + op.outs[0].n_bytes
+    n_bytes = lhs.n_bytes + rhs.n_bytes + op.outputs[0].n_bytes
     kind = ATTENTION if len(lb) else MATMUL
     dtype = str(max(lhs.dtype, rhs.dtype, key=lambda d: d.itemsize))  # both are computed in it
     return Kernel(kind, flops, n_bytes, rows, cols, depth, dtype, repeats)
 
 
-def _opaque(op: Op, repeats: int) -> Kernel:
-    n_bytes = sum(v.n_bytes for v in (*op.ins, *op.outs))
+def _attention_kernel(op: Op, repeats: int) -> Kernel:
+    n_bytes = sum(v.n_bytes for v in (*op.inputs, *op.outputs))
     products = ATTENTION_PRODUCTS.get(op.params.get("name", op.name), 0)
-    queries = op.ins[0]
+    queries = op.inputs[0]
     return Kernel(
-        ATTENTION_BACK if products > 2 else ATTENTION,
+        ATTENTION_BACKWARD if products > 2 else ATTENTION,
         flops=0.0,
         n_bytes=n_bytes,
-        dtype=str(op.outs[0].dtype),
+        dtype=str(op.outputs[0].dtype),
         repeats=repeats,
         pair_flops=2.0 * products * queries.n_bytes / queries.dtype.itemsize,
     )
 
 
-def _convolution(op: Op, repeats: int) -> Kernel:
-    x, kernel = op.ins
-    out = op.outs[0]
+def _convolution_kernel(op: Op, repeats: int) -> Kernel:
+    x, kernel = op.inputs
+    output = op.outputs[0]
     numbers = op.params["dimension_numbers"]
     cols = kernel.shape[numbers.rhs_spec[0]]
     depth = prod(kernel.shape) / cols
-    rows = prod(out.shape) / cols
-    n_bytes = x.n_bytes + kernel.n_bytes + out.n_bytes
+    rows = prod(output.shape) / cols
+    n_bytes = x.n_bytes + kernel.n_bytes + output.n_bytes
     flops = 2.0 * rows * cols * depth
     return Kernel(MATMUL, flops, n_bytes, rows, cols, depth, str(x.dtype), repeats)
 
@@ -138,14 +138,14 @@ class Fusion:
     written: set[Value]
 
 
-def is_anchor(op: Op) -> bool:
+def is_kernel(op: Op) -> bool:
     """Whether an operation is a kernel of its own (or a loop of them)."""
-    return op.name in _ANCHORS or op.body is not None or is_moved(op)
+    return op.name in _KERNEL_OPS or op.body is not None or is_resharded(op)
 
 
-def is_moved(op: Op) -> bool:
+def is_resharded(op: Op) -> bool:
     """Whether an operation lays an array out another way: gathers it, or scatters a sum."""
-    return op.name == LAID_OUT and op.ins[0].dim != op.outs[0].dim
+    return op.name == RESHARD and op.inputs[0].dim != op.outputs[0].dim
 
 
 def fusions(region: Region) -> list[Fusion]:
@@ -154,9 +154,9 @@ def fusions(region: Region) -> list[Fusion]:
     level_after: dict[Value, int] = {}
     level_of: dict[Op, int] = {}
     parent: dict[Op, Op] = {}
-    maker: dict[Value, Op] = {}
+    producer: dict[Value, Op] = {}
     readers: dict[Value, list[Op]] = {}
-    reduced, leaves = set(region.reduced), set(region.outs)
+    reduced, region_outputs = set(region.reduced), set(region.outputs)
 
     def root(op: Op) -> Op:
         while parent[op] is not op:
@@ -164,34 +164,36 @@ def fusions(region: Region) -> list[Fusion]:
         return op
 
     for op in region.ops:
-        level_of[op] = max((level_after.get(v, 0) for v in op.ins), default=0)
-        level_after |= {v: level_of[op] + (is_anchor(op) or v in reduced) for v in op.outs}
-        for v in op.ins:
+        level_of[op] = max((level_after.get(v, 0) for v in op.inputs), default=0)
+        level_after |= {v: level_of[op] + (is_kernel(op) or v in reduced) for v in op.outputs}
+        for v in op.inputs:
             readers.setdefault(v, []).append(op)
-        if is_anchor(op):
+        if is_kernel(op):
             continue
         parent[op] = op
-        maker |= dict.fromkeys(op.outs, op)
-        for v in op.ins:
-            if v in maker and level_of[maker[v]] == level_of[op] and v not in reduced:
-                parent[root(maker[v])] = root(op)
+        producer |= dict.fromkeys(op.outputs, op)
+        for v in op.inputs:
+            if v in producer and level_of[producer[v]] == level_of[op] and v not in reduced:
+                parent[root(producer[v])] = root(op)
     groups: dict[Op, list[Op]] = {}
     for op in parent:
         groups.setdefault(root(op), []).append(op)
     fused = []
     for group in groups.values():
-        if all(op.name in LAYOUT for op in group):
+        if all(op.name in LAYOUT_OPS for op in group):
             continue
-        inside, made = set(group), {v for op in group for v in op.outs}
-        read = {v for op in group for v in op.ins if v not in made}
+        members, outputs = set(group), {v for op in group for v in op.outputs}
+        read = {v for op in group for v in op.inputs if v not in outputs}
         written = {
-            v for v in made if v in leaves or any(r not in inside for r in readers.get(v, []))
+            v
+            for v in outputs
+            if v in region_outputs or any(r not in members for r in readers.get(v, []))
         }
         fused.append(Fusion(group, read, written))
     return fused
 
 
-def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
+def peak_temporary_bytes(region: Region, value_bytes: Callable[[Value], float]) -> float:
     """Most bytes alive at once of what a region makes, without what enters and leaves it.
 
     Elementwise work writes over an input of the same size that nothing reads later, and a scatter
@@ -203,37 +205,39 @@ def working_bytes(region: Region, size: Callable[[Value], float]) -> float:
     fused = fusions(region)
     position = {op: i for i, op in enumerate(region.ops)}
     end_of = {op: max(position[o] for o in f.ops) for f in fused for op in f.ops}
-    held: dict[Value, Value] = {}  # value -> the one whose buffer it is
-    born: dict[Value, int] = {v: end_of[f.ops[0]] for f in fused for v in f.written}
-    dies: dict[Value, int] = {}
+    buffer_of: dict[Value, Value] = {}  # value -> the one whose buffer it is
+    first_op: dict[Value, int] = {v: end_of[f.ops[0]] for f in fused for v in f.written}
+    last_op: dict[Value, int] = {}
     for i, op in enumerate(region.ops):
-        into_own = op.name in _SCATTERS and op.ins[0] not in region.ins
-        if (op.name in LAYOUT and not is_moved(op)) or into_own:
-            held |= dict.fromkeys(op.outs, held.get(op.ins[0], op.ins[0]))
-        elif is_anchor(op):  # a loop's carries stay where they began
-            born |= dict.fromkeys(op.outs[len(op.carry) :], i)
-        for v in op.ins:
-            v = held.get(v, v)
-            dies[v] = max(dies.get(v, 0), end_of.get(op, i))
-    leave = {held.get(v, v) for v in region.outs}
-    made = [v for v in born if v in dies and v not in leave and v not in held]
-    begin: dict[int, list[float]] = {}
-    end: dict[int, list[float]] = {}
-    for v in made:
-        begin.setdefault(born[v], []).append(size(v))
-        end.setdefault(dies[v], []).append(size(v))
-    now = peak = 0.0
+        is_in_place = op.name in _SCATTERS and op.inputs[0] not in region.inputs
+        if (op.name in LAYOUT_OPS and not is_resharded(op)) or is_in_place:
+            buffer_of |= dict.fromkeys(op.outputs, buffer_of.get(op.inputs[0], op.inputs[0]))
+        elif is_kernel(op):  # a loop's carries stay where they began
+            first_op |= dict.fromkeys(op.outputs[len(op.carry) :], i)
+        for v in op.inputs:
+            v = buffer_of.get(v, v)
+            last_op[v] = max(last_op.get(v, 0), end_of.get(op, i))
+    output_buffers = {buffer_of.get(v, v) for v in region.outputs}
+    temporaries = [
+        v for v in first_op if v in last_op and v not in output_buffers and v not in buffer_of
+    ]
+    allocations: dict[int, list[float]] = {}
+    frees: dict[int, list[float]] = {}
+    for v in temporaries:
+        allocations.setdefault(first_op[v], []).append(value_bytes(v))
+        frees.setdefault(last_op[v], []).append(value_bytes(v))
+    live_bytes = peak = 0.0
     for i, op in enumerate(region.ops):
-        added, freed = begin.get(i, []), end.get(i, [])
-        now += sum(added)
-        reused = 0.0 if is_anchor(op) else _matched(added, freed)
-        inner = working_bytes(op.body, size) if op.body else 0.0
-        peak = max(peak, now - reused + inner)
-        now -= sum(freed)
+        allocated, freed = allocations.get(i, []), frees.get(i, [])
+        live_bytes += sum(allocated)
+        reused = 0.0 if is_kernel(op) else _reusable_bytes(allocated, freed)
+        body_bytes = peak_temporary_bytes(op.body, value_bytes) if op.body else 0.0
+        peak = max(peak, live_bytes - reused + body_bytes)
+        live_bytes -= sum(freed)
     return peak
 
 
-def _matched(added: Sequence[float], freed: Sequence[float]) -> float:
+def _reusable_bytes(allocated: Sequence[float], freed: Sequence[float]) -> float:
     """Sum of the sizes that stand in both lists."""
-    both = Counter(added) & Counter(freed)
-    return sum(n * times for n, times in both.items())
+    reusable = Counter(allocated) & Counter(freed)
+    return sum(n * count for n, count in reusable.items())

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.hardware import hardware_like
+from dflop_jax.hardware import hardware_of_kind
 from dflop_jax.profile.collectives import ALL_REDUCE_PASSES
 from dflop_jax.records import Collective, Hardware, Link
 from dflop_jax.runtime.communicator import is_local, send, zeros
@@ -35,7 +35,7 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 _CPU_BYTES, _GPU_BYTES = (1 << 16, 1 << 21), (1 << 20, 1 << 26)
 # Calls that follow each other without being awaited, as in a step, and how often these are timed;
 # twice as many take twice as long.
-_IN_A_ROW, _TIMES = 4, 3
+_CALLS_PER_TIMING, _N_TIMINGS = 4, 3
 _ITEM_BYTES = 4  # of float32, as gradients are
 
 
@@ -78,28 +78,29 @@ def time_links(devices: Sequence[jax.Device], node: int, sync: Sync) -> list[Lin
     for across in (False, True):
         ranks = len(blocks) if across else node
         for collective, n_bytes in product(COLLECTIVES if ranks > 1 else (), sizes):
-            seconds = _seconds(_calls(collective, across, blocks, n_bytes), sync)
+            seconds = _median_call_s(_collective_calls(collective, across, blocks, n_bytes), sync)
             timings.append(LinkTiming(collective, across, ranks, n_bytes, seconds))
     return timings
 
 
-def slowest(parts: Sequence[Sequence[LinkTiming]]) -> list[LinkTiming]:
+def max_over_processes(process_timings: Sequence[Sequence[LinkTiming]]) -> list[LinkTiming]:
     """Of what every process saw, the longest of those that took part."""
     return [
-        replace(same[0], seconds=max(t.seconds for t in same)) for same in zip(*parts, strict=True)
+        replace(timings[0], seconds=max(t.seconds for t in timings))
+        for timings in zip(*process_timings, strict=True)
     ]
 
 
-def hardware_of(kind: str, node: int, timings: Sequence[LinkTiming]) -> Hardware:
+def hardware_with_links(kind: str, node: int, timings: Sequence[LinkTiming]) -> Hardware:
     """The data sheet of a kind of device, with nodes and links as they are here."""
     by_link: dict[tuple[Collective, bool], list[LinkTiming]] = {}
     for t in timings:
         by_link.setdefault((t.collective, t.across), []).append(t)
-    measured = tuple(_link(small, large) for small, large in by_link.values())
-    return replace(hardware_like(kind), devices_per_node=node, measured=measured)
+    measured = tuple(_fit_link(small, large) for small, large in by_link.values())
+    return replace(hardware_of_kind(kind), devices_per_node=node, measured=measured)
 
 
-def _link(small: LinkTiming, large: LinkTiming) -> Link:
+def _fit_link(small: LinkTiming, large: LinkTiming) -> Link:
     """A link's bandwidth and the latency of a step of a ring, from a collective of two sizes."""
     steps, chunk = 1, 1
     if small.collective not in ("send", "ppermute"):
@@ -117,7 +118,7 @@ def _link(small: LinkTiming, large: LinkTiming) -> Link:
 Call = Callable[[], jax.Array]
 
 
-def _calls(
+def _collective_calls(
     collective: Collective, across: bool, blocks: Sequence[Sequence[jax.Device]], n_bytes: int
 ) -> list[Call]:
     """What this process calls, for each node that runs it at once."""
@@ -144,7 +145,7 @@ def collective_call(collective: Collective, mesh: Mesh, n_bytes: int) -> Call:
     """A compiled collective over the axis "rank" of a mesh ("node", "rank"), on zeros."""
     ranks, items = mesh.shape["rank"], n_bytes // _ITEM_BYTES
     items = -(-items // ranks) * ranks
-    mine = items // ranks if collective == "all_gather" else items
+    n_items = items // ranks if collective == "all_gather" else items
 
     def body(x: jax.Array) -> jax.Array:
         x = x.reshape(-1)
@@ -161,15 +162,15 @@ def collective_call(collective: Collective, mesh: Mesh, n_bytes: int) -> Call:
         return y.reshape(1, 1, -1)
 
     struct = jax.ShapeDtypeStruct(
-        (*mesh.devices.shape, mine), jnp.float32, sharding=NamedSharding(mesh, P("node", "rank"))
+        (*mesh.devices.shape, n_items), jnp.float32, sharding=NamedSharding(mesh, P("node", "rank"))
     )
-    spread = P("node", "rank")
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=spread, out_specs=spread, check_vma=False)
+    spec = P("node", "rank")
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     program = jax.jit(mapped).lower(struct).compile()
     return partial(program, zeros(struct))
 
 
-def _seconds(calls: Sequence[Call], sync: Sync) -> float:
+def _median_call_s(calls: Sequence[Call], sync: Sync) -> float:
     """Median seconds of one of some calls in a row, the first of which warms up."""
 
     def run(n: int) -> float:
@@ -179,4 +180,4 @@ def _seconds(calls: Sequence[Call], sync: Sync) -> float:
         return (time.perf_counter() - begun_s) / n
 
     run(1)
-    return median(run(_IN_A_ROW) for _ in range(_TIMES))
+    return median(run(_CALLS_PER_TIMING) for _ in range(_N_TIMINGS))

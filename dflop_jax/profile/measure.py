@@ -31,19 +31,19 @@ from dflop_jax.contract import (
     layer_kinds_of,
     on_chip,
 )
-from dflop_jax.hardware import TASK_HOST_S, hardware_like
-from dflop_jax.profile.fit import DEPTHS, nonnegative
+from dflop_jax.hardware import TASK_HOST_S, hardware_of_kind
+from dflop_jax.profile.fit import DEPTHS, fit_nonnegative
 from dflop_jax.profile.optimizer_state import parameter_dims
-from dflop_jax.profile.recompute import Predictor, entry_fields
-from dflop_jax.profile.shallow import of_kind, shallow_segment
+from dflop_jax.profile.recompute import Predictor, edge_fields
+from dflop_jax.profile.shallow import shallow_segment, single_kind_module
 from dflop_jax.profile.timed_programs import (
-    MOST_RUNS,
+    MAX_RUNS,
     TimedPrograms,
-    seconds_of,
-    timed_backward,
-    timed_programs,
+    compile_timed_programs,
+    median_seconds,
+    prepare_backward,
 )
-from dflop_jax.profile.traced_parts import ENDS, Part, forward_flops
+from dflop_jax.profile.traced_parts import ENDS, TraceSpec, forward_flops
 from dflop_jax.records import (
     BACKWARD,
     LAYERS,
@@ -57,14 +57,14 @@ from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.synthetic_batch import PIECES_A_ROW, content_of_rows
 
 # Pieces in a row by which what content costs is told from the rest, and features from each other.
-_FILLINGS = (1, 16, 4, 2, 8)
+_PIECE_COUNTS = (1, 16, 4, 2, 8)
 
 
 def profile_key(
     model: MultimodalModel,
     devices: Sequence[jax.Device],
     shapes: Mapping[str, Sequence[Shape]],
-    *more: Any,
+    *extra_facts: Any,
 ) -> str:
     """Names what a profile depends on: the model's programs, shapes measured, devices, versions
     and what else the caller says."""
@@ -79,7 +79,7 @@ def profile_key(
         programs,
         [f.name for kind in (LayerTiming, Recompute, TimedPrograms) for f in fields(kind)],
         {m: list(content_of(module, 1)) for m, module in model.modules.items()},
-        msgspec.to_builtins((shapes, more)),
+        msgspec.to_builtins((shapes, extra_facts)),
         devices[0].platform,
         devices[0].device_kind,
         len(devices),
@@ -98,10 +98,10 @@ def model_profile(
     key: str,
 ) -> ModelProfile:
     """The profile that timings make. `concurrency` is the number of devices; see `together`."""
-    return assembled(
+    return build_profile(
         model,
         shapes,
-        _with_policies(model, timings, devices[0]),
+        _add_policies(model, timings, devices[0]),
         key=key,
         device=devices[0].device_kind,
         concurrency=float(len(devices)),
@@ -110,7 +110,7 @@ def model_profile(
     )
 
 
-def assembled(
+def build_profile(
     model: MultimodalModel,
     shapes: Mapping[str, Sequence[Shape]],
     timings: Sequence[LayerTiming],
@@ -119,7 +119,7 @@ def assembled(
     """A profile of timings from anywhere, with the model's sizes; `facts` are fields of
     `ModelProfile`."""
     modules = model.modules
-    ends = {m: [forward_flops(Part(module, e, shapes[m][-1])) for e in ENDS]
+    ends = {m: [forward_flops(TraceSpec(module, e, shapes[m][-1])) for e in ENDS]
             for m, module in modules.items()}  # fmt: skip
     of_model: dict[str, Any] = {
         **parameter_dims(model),
@@ -137,7 +137,7 @@ def assembled(
     return ModelProfile(timings=tuple(timings), **{**of_model, **facts})
 
 
-def _split(shallow: float, deep: float) -> tuple[float, float]:
+def _split_ends(shallow: float, deep: float) -> tuple[float, float]:
     """(one layer, both ends) of what programs of the two depths take."""
     step = DEPTHS[1] - DEPTHS[0]
     # Noise can make the deeper program look faster; a layer never costs less than nothing.
@@ -145,7 +145,7 @@ def _split(shallow: float, deep: float) -> tuple[float, float]:
     return layer, max(shallow - DEPTHS[0] * layer, 0.0)
 
 
-def _apart(
+def _split_content(
     layer_s: Sequence[float], contents: Sequence[Mapping[str, int]], flops: Mapping[str, float]
 ) -> tuple[float, dict[str, float]]:
     """(seconds without content, those of a unit of each feature) of a layer that was timed with
@@ -154,10 +154,10 @@ def _apart(
         return layer_s[0], {}
     names = [name for name in flops if any(c[name] for c in contents)]
     features = [[1, *(c[name] for name in names)] for c in contents]
-    static_s, *known_s = nonnegative(np.array(features, float), np.array(layer_s)).tolist()
-    content_s = dict(zip(names, known_s, strict=True))
-    a_flop_s = sum(known_s) / max(sum(flops[name] for name in names), 1.0)
-    return static_s, {name: content_s.get(name, a_flop_s * f) for name, f in flops.items()}
+    static_s, *unit_s = fit_nonnegative(np.array(features, float), np.array(layer_s)).tolist()
+    content_s = dict(zip(names, unit_s, strict=True))
+    flop_s = sum(unit_s) / max(sum(flops[name] for name in names), 1.0)
+    return static_s, {name: content_s.get(name, flop_s * f) for name, f in flops.items()}
 
 
 def time_layer(
@@ -167,37 +167,37 @@ def time_layer(
     devices: Sequence[jax.Device],
     *,
     kind: str = LAYERS,
-    most_runs: int = MOST_RUNS,
+    max_runs: int = MAX_RUNS,
     sync: Callable[[], None] = lambda: None,
 ) -> LayerTiming:
     """Time a module, with layers of one kind, at a per-rank shape with `devices` as its
     tensor-parallel ranks. `sync` waits for their processes once all is compiled."""
     tp = len(devices)
-    timed = of_kind(on_chip(model.modules[module], chip_of(devices[0])), kind)
+    timed_module = single_kind_module(on_chip(model.modules[module], chip_of(devices[0])), kind)
     # Rows of one piece each are all alike: their content goes by the shape.
-    flops = {} if module in model.piece_tokens else content_flops_of(timed)
-    fillings = _FILLINGS[: len(flops) + 1] if flops else (PIECES_A_ROW,)
-    pieces = [min(n, shape.tokens) for n in fillings]
-    contents = [content_of_rows(timed, shape, n) for n in pieces]
+    flops = {} if module in model.piece_tokens else content_flops_of(timed_module)
+    piece_counts = _PIECE_COUNTS[: len(flops) + 1] if flops else (PIECES_A_ROW,)
+    row_pieces = [min(n, shape.tokens) for n in piece_counts]
+    contents = [content_of_rows(timed_module, shape, n) for n in row_pieces]
     segments = [
         shallow_segment(model, module, d, devices, MeshShape(model=tp), kind=kind) for d in DEPTHS
     ]
-    low, high = timed_programs(segments, shape, model.vocab_size, pieces)
+    low, high = compile_timed_programs(segments, shape, model.vocab_size, row_pieces)
     by_filling = list(zip(low.runs, high.runs, strict=True))
     runs = [run for depths in by_filling for both in depths for run in both]
     sync()
-    took_s = iter(seconds_of(runs, most_runs=most_runs))
+    seconds = iter(median_seconds(runs, max_runs=max_runs))
     split = []  # forward's and backward's (layer, ends) of each filling
     for _ in by_filling:
-        low_f, low_b, high_f, high_b = (next(took_s) for _ in range(4))
+        low_f, low_b, high_f, high_b = (next(seconds) for _ in range(4))
         if not low.hands_over:
             low_b, high_b = max(low_b - low_f, 0.0), max(high_b - high_f, 0.0)
-        split.append((_split(low_f, high_f), _split(low_b, high_b)))
+        split.append((_split_ends(low_f, high_f), _split_ends(low_b, high_b)))
     (_, ends_f), (_, ends_b) = split[0]
-    layer_f, content_f = _apart([f for (f, _), _ in split], contents, flops)
-    layer_b, content_b = _apart([b for _, (b, _) in split], contents, flops)
+    layer_f, content_f = _split_content([f for (f, _), _ in split], contents, flops)
+    layer_b, content_b = _split_content([b for _, (b, _) in split], contents, flops)
     layer_temp = max(high.temp_bytes - low.temp_bytes, 0.0) / (DEPTHS[1] - DEPTHS[0])
-    layer_kept = (high.kept_bytes - low.kept_bytes) / (DEPTHS[1] - DEPTHS[0])
+    layer_residuals = (high.kept_bytes - low.kept_bytes) / (DEPTHS[1] - DEPTHS[0])
     timing = LayerTiming(
         module=module,
         model=tp,
@@ -211,34 +211,36 @@ def time_layer(
         content_backward_s=content_b,
         kind=kind,
     )
-    once = Recompute(
+    residuals = Recompute(
         # A backward that runs forward itself has what it keeps among its temporaries.
-        layer_bytes=layer_kept if low.hands_over else layer_temp,
+        layer_bytes=layer_residuals if low.hands_over else layer_temp,
         temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_temp, 0.0),
     )
-    return replace(timing, recompute={"none": once})
+    return replace(timing, recompute={"none": residuals})
 
 
-def _with_policies(
+def _add_policies(
     model: MultimodalModel, timings: Sequence[LayerTiming], device: jax.Device
 ) -> list[LayerTiming]:
     """Timings with what every recompute policy adds to them."""
     with_policies = []
     for module, kind, tp in dict.fromkeys((t.module, t.kind, t.model) for t in timings):
         predictor = Predictor(
-            of_kind(on_chip(model.modules[module], chip_of(device)), kind),
-            entry_fields(model, module),
+            single_kind_module(on_chip(model.modules[module], chip_of(device)), kind),
+            edge_fields(model, module),
             tp,
-            hardware_like(device.device_kind),
+            hardware_of_kind(device.device_kind),
             half_bytes=4 if device.platform == "cpu" else 2,
         )
-        with_policies += predictor.beside(
+        with_policies += predictor.add_policies(
             [t for t in timings if (t.module, t.kind, t.model) == (module, kind, tp)]
         )
     return with_policies
 
 
-def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]) -> float:
+def measure_concurrent_rate(
+    model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
+) -> float:
     """Programs per second of `devices` that all run the same one-layer backward of the last module
     at once, each at `shape`.
 
@@ -248,12 +250,12 @@ def together(model: MultimodalModel, shape: Shape, devices: Sequence[jax.Device]
     last, n = list(model.modules)[-1], len(devices)
     lowering = Lowering(shallow_segment(model, last, 1, devices, MeshShape(data=n)))
     backward = lowering.lower(shape, BACKWARD).compile()
-    *_, ((_, run),) = timed_backward(lowering, backward, shape, model.vocab_size, [PIECES_A_ROW])
-    return n / seconds_of([run])[0]
+    *_, ((_, run),) = prepare_backward(lowering, backward, shape, model.vocab_size, [PIECES_A_ROW])
+    return n / median_seconds([run])[0]
 
 
 def _overhead_s(device: jax.Device) -> float:
     """Seconds of an awaited call that computes nothing."""
     x = jax.device_put(np.zeros(8, np.float32), jax.sharding.SingleDeviceSharding(device))
     program = jax.jit(lambda a: a + 1).lower(x).compile()
-    return seconds_of([lambda: program(x)])[0]
+    return median_seconds([lambda: program(x)])[0]

@@ -31,14 +31,14 @@ from dflop_jax.contract import (
     taps_of,
 )
 from dflop_jax.profile.kernels import kernels_of
-from dflop_jax.profile.shallow import kinds_apart
+from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
-from dflop_jax.profile.traced_parts import Names, Part, traced_forward
+from dflop_jax.profile.traced_parts import Names, TraceSpec, trace_forward_parts
 from dflop_jax.records import BACKWARD, LAYERS, TOKEN, Shape, content_s, pairs
 from dflop_jax.runtime.module_parts import kinds_of
 from dflop_jax.runtime.segment import Kind, Segment
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+_PRODUCT_OPS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class PieceFlops:
     def __call__(self, tokens: int, content: Sequence[int] | None = None) -> float:
         """FLOPs of a piece of so many tokens; `content` as a load has it, None: of a module that
         names no features."""
-        square = pairs(tokens)
-        told = content_s(self.content, (square,) if content is None else content)
-        return self.per_token * tokens + self.per_pair * square + float(told)
+        n_pairs = pairs(tokens)
+        content_flops = content_s(self.content, (n_pairs,) if content is None else content)
+        return self.per_token * tokens + self.per_pair * n_pairs + float(content_flops)
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Products:
     activations: float = 0.0
     activations_gradient: float = 0.0
 
-    def plus(self, other: Products, times: float = 1.0) -> Products:
+    def plus(self, products: Products, factor: float = 1.0) -> Products:
         """Return the sum with `times` the other."""
-        both = zip(astuple(self), astuple(other), strict=True)
-        return Products(*(a + times * b for a, b in both))
+        counts = zip(astuple(self), astuple(products), strict=True)
+        return Products(*(a + factor * b for a, b in counts))
 
 
 def needed_flops(
@@ -90,45 +90,48 @@ def needed_flops(
         where a row holds one.
       frozen: freeze groups that do not train.
     """
-    reached: dict[tuple[str, str], bool] = {}  # (module, tap): whether its outputs need a gradient
+    needs_gradient: dict[
+        tuple[str, str], bool
+    ] = {}  # (module, tap): whether its outputs need a gradient
     by_module = {}
     for name, module in model.modules.items():
         if name in row_tokens:
-            into = [e for e in edges_of(model) if e.target == name and e.source in row_tokens]
-            enters = {(e.name, e.enters) for e in into if reached[e.source, e.tap]}
+            entering = [e for e in edges_of(model) if e.target == name and e.source in row_tokens]
+            enters = {(e.name, e.enters) for e in entering if needs_gradient[e.source, e.tap]}
             trains = frozenset(p for p, g in module.freeze_groups.items() if g not in frozen)
             shape = Shape(1, row_tokens[name])
-            count, outputs = _count_module(module, shape, trains, enters)
-            by_module[name] = count
-            reached |= {(name, tap): needs for tap, needs in outputs.items()}
+            flops, outputs = _module_flops(module, shape, trains, enters)
+            by_module[name] = flops
+            needs_gradient |= {(name, tap): needs for tap, needs in outputs.items()}
     return by_module
 
 
-def _count_module(
+def _module_flops(
     module: Module, shape: Shape, trains: frozenset[str], enters: Collection[tuple[str, int]]
 ) -> tuple[PieceFlops, dict[str, bool]]:
     """FLOPs of a piece, and whether the exit ("") and each tap give something that needs a
     gradient; `enters` are the fields that bring such, and after how many layers."""
-    placed = tuple(sorted({field for field, after in enters if after < 0}))
+    edge_fields = tuple(sorted({field for field, depth in enters if depth < 0}))
     kinds, taps = layer_kinds_of(module), taps_of(module)
-    needs = _gradient_needs(kinds, trains, {after for _, after in enters}, first=True)
-    every = untold = _ends(module, shape, trains, needs, taps.items(), placed)
-    told: Counter[str] = Counter()
-    for apart, layers, n, n_back in _layers(module, shape, trains, zip(kinds, needs)):
-        every = every.plus(layers)
-        attention = getattr(apart, "attention_flops", None)
+    needs = _gradient_needs(kinds, trains, {depth for _, depth in enters}, first=True)
+    total = without_content = _end_products(module, shape, trains, needs, taps.items(), edge_fields)
+    content_flops: Counter[str] = Counter()
+    for kind_module, layers, n, n_back in _layer_products(module, shape, trains, zip(kinds, needs)):
+        total = total.plus(layers)
+        attention = getattr(kind_module, "attention_flops", None)
         if attention is not None:  # needed once forward and twice backward
-            told.update({name: (n + 2 * n_back) * f for name, f in attention.items()})
+            content_flops.update({name: (n + 2 * n_back) * f for name, f in attention.items()})
         else:
-            untold = untold.plus(layers)
-    count = PieceFlops(
-        per_token=(every.weights + every.weights_gradient) / shape.tokens + told[TOKEN],
-        per_pair=(untold.activations + untold.activations_gradient) / pairs(shape.tokens),
-        content=tuple(told[name] for name in content_of(module, 1)),
+            without_content = without_content.plus(layers)
+    flops = PieceFlops(
+        per_token=(total.weights + total.weights_gradient) / shape.tokens + content_flops[TOKEN],
+        per_pair=(without_content.activations + without_content.activations_gradient)
+        / pairs(shape.tokens),
+        content=tuple(content_flops[name] for name in content_of(module, 1)),
     )
-    exit_trains = _trains(trains, "exit") or (module.tied and "entry" in trains)
-    tapped = {tap: needs[after] or _trains(trains, tap) for tap, after in taps.items()}
-    return count, {"": needs[-1] or exit_trains, **tapped}
+    exit_trains = _has_trainable(trains, "exit") or (module.tied and "entry" in trains)
+    tapped = {tap: needs[depth] or _has_trainable(trains, tap) for tap, depth in taps.items()}
+    return flops, {"": needs[-1] or exit_trains, **tapped}
 
 
 def segment_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: bool) -> float:
@@ -139,18 +142,22 @@ def segment_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: b
       with_forward: whether a backward is also the segment's only forward.
     """
     module, plan, trains = segment.module, segment.plan, frozenset(segment.trainable)
-    wanted = segment.wants_gradient
-    placed = tuple(sorted(wanted & set(segment.entry_inputs)))
-    enters = {after for name, after in segment.inlets if name in wanted}
-    enters |= {-1} if placed or "hidden" in wanted else set()
+    with_gradient = segment.wants_gradient
+    edge_fields = tuple(sorted(with_gradient & set(segment.entry_inputs)))
+    enters = {depth for name, depth in segment.inlets if name in with_gradient}
+    enters |= {-1} if edge_fields or "hidden" in with_gradient else set()
     kinds = kinds_of(plan, module)
     needs = _gradient_needs(kinds, trains, enters, first=plan.first)
-    taps = [(tap, after) for tap, after in segment.taps if tap in taps_of(module)]
-    total = _ends(module, shape, trains, needs, taps, placed, first=plan.first, last=plan.last)
-    for apart, layers, n, n_back in _layers(module, shape, trains, zip(kinds, needs)):
-        if attention := attention_flops_of(apart):
-            told = shape.rows * attention(shape.tokens)
-            layers = replace(layers, activations=n * told, activations_gradient=2.0 * n_back * told)
+    taps = [(tap, depth) for tap, depth in segment.taps if tap in taps_of(module)]
+    total = _end_products(
+        module, shape, trains, needs, taps, edge_fields, first=plan.first, last=plan.last
+    )
+    for kind_module, layers, n, n_back in _layer_products(module, shape, trains, zip(kinds, needs)):
+        if attention := attention_flops_of(kind_module):
+            row_flops = shape.rows * attention(shape.tokens)
+            layers = replace(
+                layers, activations=n * row_flops, activations_gradient=2.0 * n_back * row_flops
+            )
         total = total.plus(layers)
     flops = 0.0
     if kind != BACKWARD or with_forward:
@@ -160,15 +167,15 @@ def segment_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: b
     return flops * segment.microbatches / (segment.stages * segment.mesh.shape["model"])
 
 
-def seen_pairs(module: Module, tokens: int) -> float:
+def visible_pair_share(module: Module, tokens: int) -> float:
     """Share of a row's pairs of tokens that see each other, in the mean of the layers of which the
     module says it; 1 where it says it of none."""
-    shares = []
-    for kind, apart in kinds_apart(module).items():
-        if attention := attention_flops_of(apart):
-            share = attention(tokens) / (pairs(tokens) * attention(1))
-            shares += [share] * layer_kinds_of(module).count(kind)
-    return sum(shares) / len(shares) if shares else 1.0
+    visible_shares = []
+    for kind, kind_module in single_kind_modules(module).items():
+        if attention := attention_flops_of(kind_module):
+            visible_share = attention(tokens) / (pairs(tokens) * attention(1))
+            visible_shares += [visible_share] * layer_kinds_of(module).count(kind)
+    return sum(visible_shares) / len(visible_shares) if visible_shares else 1.0
 
 
 def _gradient_needs(
@@ -176,40 +183,40 @@ def _gradient_needs(
 ) -> list[bool]:
     """Whether hidden states need a gradient, before each layer and behind the last. `enters`: after
     how many layers such come that do, -1: before all; `first`: the entry runs."""
-    hidden, needs = -1 in enters or (first and _trains(trains, "entry")), []
+    needs_gradient, needs = -1 in enters or (first and _has_trainable(trains, "entry")), []
     for i in range(len(kinds) + 1):
-        hidden |= i in enters
-        needs.append(hidden)
-        hidden |= i < len(kinds) and _trains(trains, kinds[i])
+        needs_gradient |= i in enters
+        needs.append(needs_gradient)
+        needs_gradient |= i < len(kinds) and _has_trainable(trains, kinds[i])
     return needs
 
 
-def _trains(trains: Collection[str], part: str) -> bool:
+def _has_trainable(trains: Collection[str], part: str) -> bool:
     """Whether a part (also layers of a kind), or its adapters, are among the parts that train."""
     return part in trains or adapter_of(part) in trains
 
 
-def _ends(
+def _end_products(
     module: Module,
     shape: Shape,
     trains: frozenset[str],
     needs: Sequence[bool],
     taps: Iterable[tuple[str, int]],
-    placed: Names,
+    edge_fields: Names,
     *,
     first: bool = True,
     last: bool = True,
 ) -> Products:
-    """Products of the ends and taps that run; `placed`: fields that need a gradient."""
-    inputs = [("entry", placed)] * first + [("exit", _hidden(needs[-1]))] * last
-    inputs += [(tap, _hidden(needs[after])) for tap, after in taps]
+    """Products of the ends and taps that run; `edge_fields`: fields that need a gradient."""
+    inputs = [("entry", edge_fields)] * first + [("exit", _hidden_input(needs[-1]))] * last
+    inputs += [(tap, _hidden_input(needs[depth])) for tap, depth in taps]
     total = Products()
-    for part, reached in inputs:
-        total = total.plus(part_products(module, part, shape, trains, reached))
+    for part, with_gradient in inputs:
+        total = total.plus(part_products(module, part, shape, trains, with_gradient))
     return total
 
 
-def _layers(
+def _layer_products(
     module: Module, shape: Shape, trains: frozenset[str], needs: Iterable[tuple[str, bool]]
 ) -> Iterator[tuple[Module, Products, int, int]]:
     """By kind: the module with layers of that kind alone, their products as written, how many
@@ -218,28 +225,35 @@ def _layers(
     Args:
       needs: of each layer its kind, and whether the hidden states before it need a gradient.
     """
-    before: dict[str, list[bool]] = {}
-    for kind, hidden in needs:
-        before.setdefault(kind, []).append(hidden)
-    for kind, of_kind in before.items():
-        apart = kinds_apart(module)[kind]
+    needs_by_kind: dict[str, list[bool]] = {}
+    for kind, needs_gradient in needs:
+        needs_by_kind.setdefault(kind, []).append(needs_gradient)
+    for kind, kind_needs in needs_by_kind.items():
+        kind_module = single_kind_modules(module)[kind]
         names = {kind: LAYERS, adapter_of(kind): ADAPTER}
-        own = frozenset(names.get(part, part) for part in trains)
+        kind_trains = frozenset(names.get(part, part) for part in trains)
         layers = Products()
-        for hidden in (False, True):
-            one = part_products(apart, "layers", shape, own, _hidden(hidden))
-            layers = layers.plus(one, of_kind.count(hidden))
-        trained = _trains(trains, kind)
-        yield apart, layers, len(of_kind), sum(hidden or trained for hidden in of_kind)
+        for needs_gradient in (False, True):
+            layer = part_products(
+                kind_module, "layers", shape, kind_trains, _hidden_input(needs_gradient)
+            )
+            layers = layers.plus(layer, kind_needs.count(needs_gradient))
+        trained = _has_trainable(trains, kind)
+        yield (
+            kind_module,
+            layers,
+            len(kind_needs),
+            sum(needs_gradient or trained for needs_gradient in kind_needs),
+        )
 
 
-def _hidden(needs_gradient: bool) -> Names:
+def _hidden_input(needs_gradient: bool) -> Names:
     return ("hidden",) if needs_gradient else ()
 
 
 @lru_cache(maxsize=1024)
 def part_products(
-    module: Module, part: str, shape: Shape, trains: frozenset[str], reached: Names
+    module: Module, part: str, shape: Shape, trains: frozenset[str], with_gradient: Names
 ) -> Products:
     """Products of a part (of one layer for "layers", its adapter with it) at a shape.
 
@@ -247,45 +261,47 @@ def part_products(
       trains: names of the parts that train.
       reached: its inputs that need a gradient: "hidden", or fields of the entry that edges bring.
     """
-    placed = reached if part == "entry" else ()
-    closed, inputs = traced_forward(Part(module, part, shape, placed=placed))
+    edge_fields = with_gradient if part == "entry" else ()
+    closed, inputs = trace_forward_parts(TraceSpec(module, part, shape, edge_fields=edge_fields))
     region = trace(closed, [None] * len(inputs), 1)
-    active_names = {"params": trains, "x": frozenset(reached), "fields": frozenset[str]()}
-    of_inputs = list(zip(region.ins, inputs, strict=True))
-    data = {v for v, (kind, _) in of_inputs if kind != "params"}
-    return _count(region, data, {v for v, (kind, name) in of_inputs if name in active_names[kind]})
+    active_names = {"params": trains, "x": frozenset(with_gradient), "fields": frozenset[str]()}
+    named_inputs = list(zip(region.inputs, inputs, strict=True))
+    data = {v for v, (kind, _) in named_inputs if kind != "params"}
+    return _count_products(
+        region, data, {v for v, (kind, name) in named_inputs if name in active_names[kind]}
+    )
 
 
-def _count(region: Region, data: set[Value], active: set[Value]) -> Products:
+def _count_products(region: Region, data: set[Value], active: set[Value]) -> Products:
     """Products of a region; `data` are the values that depend on the batch, `active` those that
     need a gradient. Both grow by what the region makes."""
     total = Products()
     for op in region.ops:
-        is_data, is_active = (any(v in those for v in op.ins) for those in (data, active))
+        is_data, is_active = (any(v in marked for v in op.inputs) for marked in (data, active))
         if op.body is not None:
-            data.update(_entering(op, data, is_data))
-            active.update(_entering(op, active, is_active))
-            total = total.plus(_count(op.body, data, active), op.repeats)
-        elif op.name in _PRODUCTS:
-            lhs, rhs = op.ins[:2]
+            data.update(_marked_inputs(op, data, is_data))
+            active.update(_marked_inputs(op, active, is_active))
+            total = total.plus(_count_products(op.body, data, active), op.repeats)
+        elif op.name in _PRODUCT_OPS:
+            lhs, rhs = op.inputs[:2]
             flops = sum(k.flops for k in kernels_of(Region(ops=[op])))
-            both = flops, flops * ((lhs in active) + (rhs in active))
+            counts = flops, flops * ((lhs in active) + (rhs in active))
             if lhs in data and rhs in data:
-                total = total.plus(Products(0.0, 0.0, *both))
+                total = total.plus(Products(0.0, 0.0, *counts))
             elif is_data:
-                total = total.plus(Products(*both))
+                total = total.plus(Products(*counts))
         if is_data:
-            data.update(op.outs)
+            data.update(op.outputs)
         if is_active and op.name != "stop_gradient":
-            active.update(v for v in op.outs if jnp.issubdtype(v.dtype, jnp.inexact))
+            active.update(v for v in op.outputs if jnp.issubdtype(v.dtype, jnp.inexact))
     return total
 
 
-def _entering(op: Op, marked: Collection[Value], any_marked: bool) -> list[Value]:
+def _marked_inputs(op: Op, marked: Collection[Value], any_marked: bool) -> list[Value]:
     """Inputs of a loop's body that are marked: where they come from is, or, of what goes from turn
     to turn, where anything is that the loop reads."""
     assert op.body is not None
-    n = len(op.body.ins)
-    outside = op.ins[len(op.ins) - n :]
-    both = zip(op.body.ins, outside, strict=True)
-    return [v for v, o in both if o in marked or (any_marked and o in op.carry)]
+    n = len(op.body.inputs)
+    outer = op.inputs[len(op.inputs) - n :]
+    pairs_of_values = zip(op.body.inputs, outer, strict=True)
+    return [v for v, o in pairs_of_values if o in marked or (any_marked and o in op.carry)]

@@ -29,40 +29,40 @@ def parameter_dims(
         stacked = stacked_parts(module)
         for kind in dict.fromkeys(stacked.values()):
             parts = [p for p, k in stacked.items() if k == kind]
-            layer_dims[layer_key(name, kind)] = _dims(module, parts, tx, frozen)
+            layer_dims[layer_key(name, kind)] = _param_dims(module, parts, tx, frozen)
         ends = [p for p in module.freeze_groups if p not in stacked]
-        ends_dims[name] = _dims(module, ends, tx, frozen)
+        ends_dims[name] = _param_dims(module, ends, tx, frozen)
     return {"layer_dims": layer_dims, "ends_dims": ends_dims}
 
 
-def _dims(
+def _param_dims(
     module: Module, parts: Sequence[str], tx: Optimizer | None, frozen: Collection[str]
 ) -> tuple[ParamDims, ...]:
-    known: list[ParamDims] = []
+    all_dims: list[ParamDims] = []
     for part in parts:
         dims = param_dims(module, part)
         if tx:
             trains = module.freeze_groups[part] not in frozen
-            kept = _kept_bytes(tx, module, part) if trains else [0.0] * len(dims)
+            element_bytes = _state_element_bytes(tx, module, part) if trains else [0.0] * len(dims)
             dims = [
                 replace(d, element_state_bytes=element, trains=trains)
-                for d, element in zip(dims, kept, strict=True)
+                for d, element in zip(dims, element_bytes, strict=True)
             ]
-        known += dims
-    return tuple(known)
+        all_dims += dims
+    return tuple(all_dims)
 
 
-def _kept_bytes(tx: Optimizer, module: Module, part: str) -> list[float]:
+def _state_element_bytes(tx: Optimizer, module: Module, part: str) -> list[float]:
     """Bytes of each element's state of each parameter of a part; what belongs to none, such as a
     count, is left out."""
     structs = part_struct(module, part)
     params = {part: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), structs)}
-    total = [0.0] * len(jax.tree.leaves(params))
+    element_bytes = [0.0] * len(jax.tree.leaves(params))
 
     def add(moments: Tree) -> Tree:
         for i, leaf in enumerate(jax.tree.leaves(moments)):
-            total[i] += leaf.dtype.itemsize
+            element_bytes[i] += leaf.dtype.itemsize
         return moments
 
     map_state(add, lambda leaf: leaf, jax.eval_shape(tx.init, params), params)
-    return total
+    return element_bytes

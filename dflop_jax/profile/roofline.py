@@ -23,10 +23,10 @@ from dflop_jax.contract import (
 )
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import MATMUL
-from dflop_jax.profile.measure import assembled
-from dflop_jax.profile.recompute import POLICIES, Predictor, entry_fields
-from dflop_jax.profile.shallow import kinds_apart
-from dflop_jax.profile.traced_parts import ENDS, divides, hidden_bytes, part_kernels
+from dflop_jax.profile.measure import build_profile
+from dflop_jax.profile.recompute import POLICIES, Predictor, edge_fields
+from dflop_jax.profile.shallow import single_kind_modules
+from dflop_jax.profile.traced_parts import ENDS, divides, hidden_bytes, trace_kernels
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -72,15 +72,19 @@ def roofline_profile(
                 f"none of the tensor-parallel degrees {list(model_degrees)} divides the sizes of "
                 f"{name!r} and fits into a node of {hardware.devices_per_node}; add 1"
             )
-        placed = entry_fields(model, name)
-        alone = name in model.piece_tokens
-        for kind, apart in kinds_apart(module).items():
-            predictors = [Predictor(apart, placed, ways, hardware) for ways in degrees]
-            of_kind = [t for p in predictors for t in _timings(p, name, shapes[name], alone=alone)]
-            timings += [replace(t, kind=kind) for t in of_kind]
+        edge_names = edge_fields(model, name)
+        one_piece_rows = name in model.piece_tokens
+        for kind, kind_module in single_kind_modules(module).items():
+            predictors = [Predictor(kind_module, edge_names, ways, hardware) for ways in degrees]
+            kind_timings = [
+                t
+                for p in predictors
+                for t in _predict_timings(p, name, shapes[name], one_piece_rows=one_piece_rows)
+            ]
+            timings += [replace(t, kind=kind) for t in kind_timings]
         entry_share[name] = _entry_share(predictors[0], shapes[name][-1])
     facts = (model.modules, edges_of(model), asdict(hardware), asdict(e), sorted(shapes.items()))
-    return assembled(
+    return build_profile(
         model,
         shapes,
         timings,
@@ -100,51 +104,59 @@ def roofline_profile(
 _CONTENT_BACKWARD = 3.5
 
 
-def _timings(p: Predictor, name: str, shapes: Sequence[Shape], *, alone: bool) -> list[LayerTiming]:
+def _predict_timings(
+    predictor: Predictor, name: str, shapes: Sequence[Shape], *, one_piece_rows: bool
+) -> list[LayerTiming]:
     """What measuring a module at shapes would give. `alone` says whether a row is one piece: what
     pads rows then costs as much, so attention is in the layers' seconds."""
-    costs, timings = p.at(shapes), []
-    again = {remat: p.attention_again(shapes[-1], remat) for remat in POLICIES}
-    back = _CONTENT_BACKWARD * Efficiency().attention / Efficiency().attention_back
+    costs, timings = predictor.policy_costs(shapes), []
+    recomputed = {remat: predictor.recomputed_attention(shapes[-1], remat) for remat in POLICIES}
+    backward_ratio = _CONTENT_BACKWARD * Efficiency().attention / Efficiency().attention_back
     for shape in shapes:
-        unit_s, full_s = _content_s(p, shape), 0.0
-        if alone:
-            content = content_of(p.module, shape.tokens)
+        unit_s, full_s = _content_s(predictor, shape), 0.0
+        if one_piece_rows:
+            content = content_of(predictor.module, shape.tokens)
             unit_s, full_s = {}, shape.rows * sum(s * content[name] for name, s in unit_s.items())
         recompute = {
             remat: replace(
                 cost,
-                layer_s=cost.layer_s + again[remat] * full_s,
-                content_s=times(again[remat], unit_s),
+                layer_s=cost.layer_s + recomputed[remat] * full_s,
+                content_s=times(recomputed[remat], unit_s),
             )
             for remat, cost in costs[shape].items()
         }
         timings.append(
             LayerTiming(
                 module=name,
-                model=p.ways,
+                model=predictor.tp,
                 shape=shape,
-                layer_forward_s=p.part_s("layers", FORWARD, shape) + full_s,
-                layer_backward_s=p.part_s("layers", BACKWARD, shape) + back * full_s,
-                ends_forward_s=p.ends_s(FORWARD, shape),
-                ends_backward_s=p.ends_s(BACKWARD, shape),
-                hidden_bytes=hidden_bytes(p.module, shape),
+                layer_forward_s=predictor.part_s("layers", FORWARD, shape) + full_s,
+                layer_backward_s=predictor.part_s("layers", BACKWARD, shape)
+                + backward_ratio * full_s,
+                ends_forward_s=predictor.ends_s(FORWARD, shape),
+                ends_backward_s=predictor.ends_s(BACKWARD, shape),
+                hidden_bytes=hidden_bytes(predictor.module, shape),
                 content_forward_s=unit_s,
-                content_backward_s=times(back, unit_s),
+                content_backward_s=times(backward_ratio, unit_s),
                 recompute=recompute,
             )
         )
     return timings
 
 
-def _content_s(p: Predictor, shape: Shape) -> dict[str, float]:
+def _content_s(predictor: Predictor, shape: Shape) -> dict[str, float]:
     """Seconds of forward attention for a unit of each feature of content."""
-    kernels = part_kernels(p.part("layers", shape), FORWARD)
+    kernels = trace_kernels(predictor.trace_spec("layers", shape), FORWARD)
     dtype = next((k.dtype for k in kernels if k.kind == MATMUL), "float32")
-    reached = p.hardware.peak_flops(dtype) * Efficiency().attention
-    return {name: flops / p.ways / reached for name, flops in content_flops_of(p.module).items()}
+    reached = predictor.hardware.peak_flops(dtype) * Efficiency().attention
+    return {
+        name: flops / predictor.tp / reached
+        for name, flops in content_flops_of(predictor.module).items()
+    }
 
 
-def _entry_share(p: Predictor, shape: Shape) -> float:
-    entry, exit_ = (p.part_s(e, FORWARD, shape) + p.part_s(e, BACKWARD, shape) for e in ENDS)
+def _entry_share(predictor: Predictor, shape: Shape) -> float:
+    entry, exit_ = (
+        predictor.part_s(e, FORWARD, shape) + predictor.part_s(e, BACKWARD, shape) for e in ENDS
+    )
     return entry / (entry + exit_)

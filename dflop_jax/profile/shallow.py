@@ -29,20 +29,20 @@ from dflop_jax.runtime.module_parts import parts_of
 from dflop_jax.runtime.segment import Segment
 
 
-def kinds_apart(module: Module) -> dict[str, Module]:
+def single_kind_modules(module: Module) -> dict[str, Module]:
     """By kind, in the order in which they come first, the module with layers of that kind alone;
     itself where there is one kind that has no name."""
     kinds = dict.fromkeys(layer_kinds_of(module))
-    return {kind: of_kind(module, kind) for kind in kinds}
+    return {kind: single_kind_module(module, kind) for kind in kinds}
 
 
-def of_kind(module: Module, kind: str) -> Module:
+def single_kind_module(module: Module, kind: str) -> Module:
     """The module with layers of one kind alone, which are its part "layers"."""
-    return _OneKind(module, kind) if hasattr(module, "layer_kinds") else module
+    return _SingleKindModule(module, kind) if hasattr(module, "layer_kinds") else module
 
 
 @dataclass(frozen=True)
-class _OneKind:
+class _SingleKindModule:
     module: Module
     kind: str
 
@@ -53,38 +53,42 @@ class _OneKind:
         by_kind = name == "attention_flops" or (name == "skips" and isinstance(value, Mapping))
         return value.get(self.kind) if by_kind else value
 
-    def _by_part(self, of_module: Mapping[str, Any]) -> dict[str, Any]:
+    def _select_parts(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """What a mapping by part says of this kind's parts, and of those that are not stacked."""
         stacked = stacked_parts(self.module)
-        own = {self.kind: LAYERS, adapter_of(self.kind): ADAPTER}
-        return {own.get(p, p): v for p, v in of_module.items() if p in own or p not in stacked}
+        kind_parts = {self.kind: LAYERS, adapter_of(self.kind): ADAPTER}
+        return {
+            kind_parts.get(p, p): v
+            for p, v in values.items()
+            if p in kind_parts or p not in stacked
+        }
 
     @property
     def inputs(self) -> Mapping[str, tuple[str, ...]]:
-        return self._by_part(self.module.inputs)
+        return self._select_parts(self.module.inputs)
 
     @property
     def freeze_groups(self) -> Mapping[str, str]:
-        return self._by_part(self.module.freeze_groups)
+        return self._select_parts(self.module.freeze_groups)
 
-    def _part(self, part: str) -> str:
+    def _stacked_part(self, part: str) -> str:
         return {LAYERS: self.kind, ADAPTER: adapter_of(self.kind)}.get(part, part)
 
     def init(self, part: str, key: Any) -> Any:
-        return self.module.init(self._part(part), key)
+        return self.module.init(self._stacked_part(part), key)
 
     def logical_axes(self, part: str) -> Any:
-        return self.module.logical_axes(self._part(part))
+        return self.module.logical_axes(self._stacked_part(part))
 
     def layer(self, params: Any, x: Any, batch: Any) -> Any:
         return layer_of(self.module, self.kind)(params, x, batch)
 
-    def on_chip(self, chip: str) -> _OneKind:
-        return _OneKind(on_chip(self.module, chip), self.kind)
+    def on_chip(self, chip: str) -> _SingleKindModule:
+        return _SingleKindModule(on_chip(self.module, chip), self.kind)
 
 
 @dataclass(frozen=True)
-class _Shallow:
+class _ShallowModule:
     """A module whose taps all leave after the first layer at the latest."""
 
     module: Module
@@ -118,16 +122,16 @@ def shallow_segment(
     )
     first = 0 if ends else 2  # behind what enters after the first layer
     plan = SegmentPlan(module, module, first, first + depth, module, ends, ends, remat)
-    own = on_chip(model.modules[module], chip_of(devices[0]))
-    spec: Any = of_kind(own, kind or layer_kinds_of(own)[0])
-    spec = _Shallow(spec) if taps_of(spec) else spec
+    chip_module = on_chip(model.modules[module], chip_of(devices[0]))
+    single_kind: Any = single_kind_module(chip_module, kind or layer_kinds_of(chip_module)[0])
+    single_kind = _ShallowModule(single_kind) if taps_of(single_kind) else single_kind
     received = {e.name for e in edges if plan.reads(e)} if ends else {"hidden"}
     return Segment(
         plan=plan,
-        module=spec,
+        module=single_kind,
         mesh=device_mesh(mesh_shape, devices),
         microbatches=1,
-        trainable=frozenset(parts_of(plan, spec)),
+        trainable=frozenset(parts_of(plan, single_kind)),
         wants_gradient=frozenset(received),
         edges=tuple(e for e in edges if plan.reads(e) or plan.sends(e)),
     )

@@ -15,7 +15,7 @@ LARGEST_OVER_SAMPLE = 4
 
 # Bytes of XLA's CPU programs over those that traces count: of a nano Qwen3-VL with 1,000 to 4,000
 # tokens 1.8 were measured in the tower, 2.9 to 3.7 in the LLM, whose attention masks a square.
-_LEAST_OVER_TRACE, _MOST_OVER_TRACE = 1.7, 4.0
+_MIN_OVER_TRACE, _MAX_OVER_TRACE = 1.7, 4.0
 
 
 def shapes_to_time(
@@ -26,33 +26,35 @@ def shapes_to_time(
     The last one of a module is a large one. A module that the data do not use gets small ones, so
     that a plan of it has prices.
     """
-    return {m: _shapes(data, m, model.piece_tokens.get(m), token_multiple) for m in model.modules}
+    return {
+        m: _module_shapes(data, m, model.piece_tokens.get(m), token_multiple) for m in model.modules
+    }
 
 
-def _shapes(
+def _module_shapes(
     data: DataProfile, module: str, piece_tokens: int | None, token_multiple: int
 ) -> list[Shape]:
-    most_pieces = max(len(load.lengths(module)) for load in data.loads)
-    if not most_pieces:
+    max_pieces = max(len(load.lengths(module)) for load in data.loads)
+    if not max_pieces:
         tokens = piece_tokens or token_multiple
         return [Shape(1, tokens), Shape(2, tokens)]
     if piece_tokens:
         counts = (
-            most_pieces // 8,
-            most_pieces // 2,
-            most_pieces,
-            LARGEST_OVER_SAMPLE * most_pieces,
+            max_pieces // 8,
+            max_pieces // 2,
+            max_pieces,
+            LARGEST_OVER_SAMPLE * max_pieces,
         )
-        rows = {max(least, n) for least, n in enumerate(counts, 1)}
+        rows = {max(min_rows, n) for min_rows, n in enumerate(counts, 1)}
         return [Shape(n, piece_tokens) for n in sorted(rows)]
 
-    def up(tokens: float) -> int:
+    def round_up(tokens: float) -> int:
         return max(token_multiple, -(-int(tokens) // token_multiple) * token_multiple)
 
     longest_piece = max(n for load in data.loads for n in load.lengths(module))
     largest_sample = max(load.tokens(module) for load in data.loads)
-    longest = up(longest_piece)
-    capacities = sorted({up(longest / 4), longest, up(longest * 2)})
+    longest = round_up(longest_piece)
+    capacities = sorted({round_up(longest / 4), longest, round_up(longest * 2)})
     shapes = [Shape(1, tokens) for tokens in capacities]
     largest = Shape(max(2, -(-LARGEST_OVER_SAMPLE * largest_sample // longest)), longest)
     shapes += [Shape(4, capacities[0]), largest]
@@ -71,17 +73,19 @@ def shapes_within(
     Raises:
       ValueError: a row of the longest piece needs more.
     """
-    largest, within = memory_bytes / _MOST_OVER_TRACE, {}
-    for module, of_module in shapes.items():
-        longest = Shape(1, of_module[-1].tokens)
-        needed = _LEAST_OVER_TRACE * bytes_of(module, longest)
-        if needed > memory_bytes:
+    max_bytes, fitting = memory_bytes / _MAX_OVER_TRACE, {}
+    for module, module_shapes in shapes.items():
+        longest = Shape(1, module_shapes[-1].tokens)
+        needed_bytes = _MIN_OVER_TRACE * bytes_of(module, longest)
+        if needed_bytes > memory_bytes:
             flag = "--data.max_tokens or " * (module == TEXT_MODULE) + "--data.max_pixels"
             raise ValueError(
                 f"the largest sample has {longest.tokens:,} tokens of {module!r} in a row, for "
-                f"which training needs about {needed / GIB:.1f} GiB; {memory_bytes / GIB:.1f} GiB "
-                f"of host memory are free for a device; lower {flag}"
+                f"which training needs about {needed_bytes / GIB:.1f} GiB; "
+                f"{memory_bytes / GIB:.1f} GiB of host memory are free for a device; lower {flag}"
             )
-        always = min(of_module), longest
-        within[module] = [s for s in of_module if s in always or bytes_of(module, s) <= largest]
-    return within
+        required = min(module_shapes), longest
+        fitting[module] = [
+            s for s in module_shapes if s in required or bytes_of(module, s) <= max_bytes
+        ]
+    return fitting

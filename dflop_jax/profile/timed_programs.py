@@ -23,7 +23,7 @@ from dflop_jax.runtime.synthetic_batch import packed_field, random_values
 Run = Callable[[], Any]
 # Runs of each program, and seconds of all its runs after which no more than the least are made:
 # twice as many take twice as long, for a median that scatters less by a third.
-LEAST_RUNS, MOST_RUNS, _RUNS_S = 3, 25, 0.5
+MIN_RUNS, MAX_RUNS, MAX_RUNS_S = 3, 25, 0.5
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class TimedPrograms:
     hands_over: bool
 
 
-def seconds_of(
+def median_seconds(
     runs: Sequence[Run],
     clock: Callable[[], float] = time.perf_counter,
     *,
-    most_runs: int = MOST_RUNS,
+    max_runs: int = MAX_RUNS,
 ) -> list[float]:
     """Median seconds of each of some awaited calls, made by turns after one each to warm up.
 
@@ -53,35 +53,35 @@ def seconds_of(
     """
     for run in runs:
         jax.block_until_ready(run())
-    took: list[list[float]] = [[] for _ in runs]
+    run_seconds: list[list[float]] = [[] for _ in runs]
     begin_s = clock()
-    for n in range(most_runs):
-        if n >= LEAST_RUNS and clock() - begin_s > _RUNS_S * len(runs):
+    for n in range(max_runs):
+        if n >= MIN_RUNS and clock() - begin_s > MAX_RUNS_S * len(runs):
             break
-        for run, mine in zip(runs, took, strict=True):
+        for run, seconds in zip(runs, run_seconds, strict=True):
             start_s = clock()
             jax.block_until_ready(run())
-            mine.append(clock() - start_s)
-    return [median(mine) for mine in took]
+            seconds.append(clock() - start_s)
+    return [median(seconds) for seconds in run_seconds]
 
 
-def _random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
+def place_random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
     return place(random_values(struct.shape, struct.dtype, below), struct.sharding)
 
 
-def packed_rows(fields: Mapping[str, jax.ShapeDtypeStruct], pieces: int, below: int) -> Any:
+def place_packed_rows(fields: Mapping[str, jax.ShapeDtypeStruct], n_pieces: int, below: int) -> Any:
     """Fields of rows that are full of about so many pieces of equal length each."""
     return {
-        name: place(packed_field(name, s.shape, s.dtype, pieces, below), s.sharding)
+        name: place(packed_field(name, s.shape, s.dtype, n_pieces, below), s.sharding)
         for name, s in fields.items()
     }
 
 
-def timed_programs(
-    segments: Sequence[Segment], shape: Shape, below: int, pieces: Sequence[int]
+def compile_timed_programs(
+    segments: Sequence[Segment], shape: Shape, below: int, piece_counts: Sequence[int]
 ) -> list[TimedPrograms]:
     """Forward, with its loss, and backward of each segment, on rows of each number of pieces."""
-    begun = []
+    compiling = []
     with ThreadPoolExecutor(threads_for(segments)) as pool:
         for segment in segments:
             kind = EVALUATE if segment.has_loss else FORWARD  # else nothing would ask for the loss
@@ -89,35 +89,39 @@ def timed_programs(
             job = pool.submit(lowering.lower(shape, kind).compile)
             if segment.compiles_forward_first:
                 lowering.learn_residuals(shape, job.result())
-            begun.append((lowering, job, pool.submit(lowering.lower(shape, BACKWARD).compile)))
+            compiling.append((lowering, job, pool.submit(lowering.lower(shape, BACKWARD).compile)))
     timed = []
-    for lowering, job, backward_job in begun:
+    for lowering, job, backward_job in compiling:
         forward, backward = job.result(), backward_job.result()
-        params, x, by_pieces = timed_backward(lowering, backward, shape, below, pieces)
-        runs = tuple((partial(forward, params, x, batch), run) for batch, run in by_pieces)
+        params, x, batch_runs = prepare_backward(lowering, backward, shape, below, piece_counts)
+        runs = tuple((partial(forward, params, x, batch), run) for batch, run in batch_runs)
         temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-        kept, segment = device_bytes(lowering.residual_structs(shape)), lowering.segment
+        residual_bytes, segment = device_bytes(lowering.residual_structs(shape)), lowering.segment
         hidden = hidden_bytes(segment.module, shape)
-        timed.append(TimedPrograms(runs, float(temp), kept, hidden, segment.hands_over))
+        timed.append(TimedPrograms(runs, float(temp), residual_bytes, hidden, segment.hands_over))
     return timed
 
 
-def timed_backward(
+def prepare_backward(
     lowering: Lowering,
     backward: jax.stages.Compiled,
     shape: Shape,
     below: int,
-    pieces: Sequence[int],
+    piece_counts: Sequence[int],
 ) -> tuple[Any, Any, list[tuple[Any, Run]]]:
     """(backward's parameters, its inputs, and for each number of pieces in a row its fields and a
     call)."""
     params, x, fields, dy, grads, residuals = lowering.argument_structs(shape, BACKWARD)
-    params, x, dy, handed = jax.tree.map(partial(_random, below=below), (params, x, dy, residuals))
-    sums = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
+    params, x, dy, residual_values = jax.tree.map(
+        partial(place_random, below=below), (params, x, dy, residuals)
+    )
+    grads_donated = [jax.tree.map(zeros, grads)]  # donated by each call, and given back
 
     def run_backward(batch: Any) -> Any:
-        _, dx, sums[0], done = backward(params, x, batch, dy, sums[0], handed)
+        _, dx, grads_donated[0], done = backward(
+            params, x, batch, dy, grads_donated[0], residual_values
+        )
         return dx, done
 
-    batches = [packed_rows(fields, n, below) for n in pieces]
+    batches = [place_packed_rows(fields, n, below) for n in piece_counts]
     return params, x, [(batch, partial(run_backward, batch)) for batch in batches]

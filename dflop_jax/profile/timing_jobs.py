@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 from dflop_jax.contract import MultimodalModel, layer_kinds_of
 from dflop_jax.profile.links import Call, collective_call
 from dflop_jax.profile.measure import time_layer
-from dflop_jax.profile.timed_programs import LEAST_RUNS, MOST_RUNS
+from dflop_jax.profile.timed_programs import MAX_RUNS, MIN_RUNS
 from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import LAYERS, LayerTiming, Shape
 from dflop_jax.runtime.out_of_memory import ran_out
 
 Progress = Callable[[int, int], None]
-_MEETING_BYTES = 64  # that processes add up to meet; any number would do
+_BARRIER_BYTES = 64  # that processes add up to meet; any number would do
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class TimingJob:
         return sorted({d.process_index for d in self.devices})
 
     @property
-    def most_runs(self) -> int:
+    def max_runs(self) -> int:
         """Of every program: several processes, whose clocks differ, have to run as often."""
-        return MOST_RUNS if len(self.processes) == 1 else LEAST_RUNS
+        return MAX_RUNS if len(self.processes) == 1 else MIN_RUNS
 
 
 def timing_jobs(
@@ -55,7 +55,7 @@ def timing_jobs(
       blocks: for every degree, groups of as many devices, which time different jobs at once.
     """
     of_degree = {len(groups[0]): groups for groups in blocks}
-    asked = [
+    measurements = [
         (m, kind, degree, shape)
         for degree in of_degree
         for m, module in model.modules.items()
@@ -65,7 +65,7 @@ def timing_jobs(
     ]
     return [
         TimingJob(m, shape, of_degree[degree][i % len(of_degree[degree])], kind)
-        for i, (m, kind, degree, shape) in enumerate(asked)
+        for i, (m, kind, degree, shape) in enumerate(measurements)
     ]
 
 
@@ -78,17 +78,17 @@ def time_layers(
     """Time this process's jobs, those of several processes last; of a module's shapes all but the
     least may be too large for the device's memory, and are left out then. `sync` waits for all
     processes, which call this with the same jobs."""
-    least = {j.module: min(k.shape for k in jobs if k.module == j.module) for j in jobs}
-    here = jax.process_index()
-    mine = sorted((j for j in jobs if here in j.processes), key=_is_shared)
-    met = not any(map(_is_shared, jobs))
+    min_shape = {j.module: min(k.shape for k in jobs if k.module == j.module) for j in jobs}
+    process = jax.process_index()
+    own_jobs = sorted((j for j in jobs if process in j.processes), key=_is_shared)
+    is_synced = not any(map(_is_shared, jobs))
     timings: list[LayerTiming] = []
-    for i, job in enumerate(mine):
-        if _is_shared(job) and not met:
+    for i, job in enumerate(own_jobs):
+        if _is_shared(job) and not is_synced:
             # gloo connects processes at their first collective, which may not wait for 30 s.
-            met = True
+            is_synced = True
             sync()
-            _meet(job)
+            _barrier(job)
         try:
             timing = time_layer(
                 model,
@@ -96,17 +96,17 @@ def time_layers(
                 job.shape,
                 job.devices,
                 kind=job.kind,
-                most_runs=job.most_runs,
-                sync=partial(_meet, job),
+                max_runs=job.max_runs,
+                sync=partial(_barrier, job),
             )
-            if here == job.processes[0]:
+            if process == job.processes[0]:
                 timings.append(timing)
         except jax.errors.JaxRuntimeError as e:
-            if not ran_out(e) or job.shape == least[job.module]:
+            if not ran_out(e) or job.shape == min_shape[job.module]:
                 raise
         if on_progress:
-            on_progress(i + 1, len(mine))
-    if not met:
+            on_progress(i + 1, len(own_jobs))
+    if not is_synced:
         sync()  # with those that have a part in shared jobs
     return timings
 
@@ -115,15 +115,15 @@ def _is_shared(job: TimingJob) -> bool:
     return len(job.processes) > 1
 
 
-def _meet(job: TimingJob) -> None:
+def _barrier(job: TimingJob) -> None:
     """Wait for all processes of a job: gloo's scattering reductions fail where one of them comes
     30 s after another, its sums do not."""
     if not _is_shared(job):
         return
-    jax.block_until_ready(_meeting(job.devices)())
+    jax.block_until_ready(_barrier_call(job.devices)())
 
 
 @cache
-def _meeting(devices: tuple[jax.Device, ...]) -> Call:
+def _barrier_call(devices: tuple[jax.Device, ...]) -> Call:
     mesh = Mesh(np.array([devices]), ("node", "rank"))
-    return collective_call("all_reduce", mesh, _MEETING_BYTES)
+    return collective_call("all_reduce", mesh, _BARRIER_BYTES)

@@ -3,7 +3,7 @@
 A part is "entry", "layers" (one layer), "exit" or the name of a tap; of a module that names kinds
 of layers each kind is taken alone (`shallow.of_kind`). Backward is what the runtime
 runs: the gradient from what forward kept under a recompute policy, and its sum into the float32
-accumulators (`dflop_jax.runtime.residuals`). `placed` names the fields of the entry that edges
+accumulators (`dflop_jax.runtime.residuals`). `edge_fields` names the fields of the entry that edges
 fill: they get a gradient too. What enters between layers is added to the hidden states there, and
 is not counted.
 """
@@ -20,8 +20,8 @@ from jax.extend import core
 
 from dflop_jax.contract import Module, adapter_of, layer_kinds_of, split_dim, taps_of
 from dflop_jax.profile.fit import DEPTHS
-from dflop_jax.profile.kernels import Kernel, kernels_of, working_bytes
-from dflop_jax.profile.shallow import kinds_apart
+from dflop_jax.profile.kernels import Kernel, kernels_of, peak_temporary_bytes
+from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Region, Value, trace
 from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, token_dim
 from dflop_jax.runtime.module_parts import exit_struct, hidden_struct, logical_axes, part_struct
@@ -31,74 +31,74 @@ from dflop_jax.runtime.token_split import matrix_cuts, rows_and_tokens, run_part
 Tree = Any
 ENDS = ("entry", "exit")
 # Jaxprs held: those of a shape are asked for together, so that more would spare no tracing.
-_TRACED = 64
+_MAX_TRACES = 64
 
 Names = tuple[str, ...]
 Dims = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a module at a per-rank shape, on one of `ways` tensor-parallel devices, with the
-    fields of its entry that edges fill, under a recompute policy."""
+class TraceSpec:
+    """A part of a module to trace: at a per-rank shape, on one of `tp` tensor-parallel devices,
+    under a recompute policy. `edge_fields` are the fields of the entry that edges fill."""
 
     module: Module
-    name: str
+    part: str
     shape: Shape
-    ways: int = 1
-    placed: Names = ()
+    tp: int = 1
+    edge_fields: Names = ()
     remat: Remat = "none"
 
 
-def part_names(module: Module) -> Names:
+def parameter_parts(module: Module) -> Names:
     """Parts that hold a module's parameters, but for adapters."""
     kinds = dict.fromkeys(layer_kinds_of(module))
     return ("entry", *kinds, "exit", *(tap for tap in taps_of(module) if tap in module.inputs))
 
 
-def end_names(module: Module) -> Names:
+def end_parts(module: Module) -> Names:
     """Parts that run once for all layers: the ends, and taps, which are counted with them."""
     return (*ENDS, *taps_of(module))
 
 
 @lru_cache(maxsize=4096)
-def part_kernels(part: Part, direction: str) -> tuple[Kernel, ...]:
+def trace_kernels(spec: TraceSpec, direction: str) -> tuple[Kernel, ...]:
     """Kernels of a part."""
-    return tuple(kernels_of(_region(part, direction)))
+    return tuple(kernels_of(_trace_device(spec, direction)))
 
 
-def forward_flops(part: Part) -> float:
+def forward_flops(spec: TraceSpec) -> float:
     """FLOPs of the matrix products of a part's forward, padding included."""
-    return sum(k.flops * k.repeats for k in part_kernels(part, FORWARD))
+    return sum(k.flops * k.repeats for k in trace_kernels(spec, FORWARD))
 
 
 @lru_cache(maxsize=1024)
-def _traced(part: Part) -> Part:
+def _at_traced_degree(spec: TraceSpec) -> TraceSpec:
     """The part at the degree that it is traced at: 2 where that lays out its activations alike."""
 
-    def laid_out(ways: int) -> tuple[Any, ...]:
-        rows, tokens = rows_and_tokens(hidden_struct(part.module, part.shape))
-        return token_dim(rows, tokens, ways), matrix_cuts(part.module, part.name, ways)
+    def laid_out(tp: int) -> tuple[Any, ...]:
+        rows, tokens = rows_and_tokens(hidden_struct(spec.module, spec.shape))
+        return token_dim(rows, tokens, tp), matrix_cuts(spec.module, spec.part, tp)
 
-    alike = part.ways > 2 and laid_out(2) == laid_out(part.ways)
-    return replace(part, ways=2) if alike else part
+    is_alike = spec.tp > 2 and laid_out(2) == laid_out(spec.tp)
+    return replace(spec, tp=2) if is_alike else spec
 
 
-@lru_cache(maxsize=_TRACED)
-def _recorded(part: Part) -> tuple[Recorded, Tree, core.ClosedJaxpr, Tree]:
+@lru_cache(maxsize=_MAX_TRACES)
+def _record_gradient(spec: TraceSpec) -> tuple[Recorded, Tree, core.ClosedJaxpr, Tree]:
     """A part's gradient in two halves as the runtime has it, its arguments (parameters by part,
     hidden states or None, what edges place, fields), the first half's jaxpr and what it gives:
     (output, what is kept)."""
-    params, x, fields = _arguments(part)
+    params, x, fields = _argument_structs(spec)
     hidden = x.pop("hidden", None)
 
     def piece(params: Tree, h: Tree, x: Tree, fields: Tree) -> Tree:
-        return _forward(part, params, x if h is None else {"hidden": h}, fields)
+        return _forward(spec, params, x if h is None else {"hidden": h}, fields)
 
     args = (params, hidden, x, fields)
-    recorded = Recorded(REMAT[part.remat], piece, *args, wants_hidden=hidden is not None)
-    closed, given = jax.make_jaxpr(recorded.forward, return_shape=True)(*args)
-    return recorded, args, closed, given
+    recorded = Recorded(REMAT[spec.remat], piece, *args, wants_hidden=hidden is not None)
+    closed, outputs = jax.make_jaxpr(recorded.forward, return_shape=True)(*args)
+    return recorded, args, closed, outputs
 
 
 def has_loss(module: Module, shape: Shape) -> bool:
@@ -106,18 +106,18 @@ def has_loss(module: Module, shape: Shape) -> bool:
     return isinstance(exit_struct(module, shape), dict)
 
 
-@lru_cache(maxsize=_TRACED)
-def _traced_forward(part: Part) -> tuple[core.ClosedJaxpr, Tree]:
+@lru_cache(maxsize=_MAX_TRACES)
+def _traced_forward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
     """Jaxpr of a part, and its arguments (parameters, what gets a gradient, fields)."""
-    args = _arguments(part)
-    return jax.make_jaxpr(partial(_forward, part))(*args), args
+    args = _argument_structs(spec)
+    return jax.make_jaxpr(partial(_forward, spec))(*args), args
 
 
-@lru_cache(maxsize=_TRACED)
-def _traced_backward(part: Part) -> tuple[core.ClosedJaxpr, Tree]:
+@lru_cache(maxsize=_MAX_TRACES)
+def _traced_backward(spec: TraceSpec) -> tuple[core.ClosedJaxpr, Tree]:
     """Jaxpr of a part's gradient and of its sum into the accumulators, and its arguments
     (parameters, what was kept, what edges place, fields, the output's gradient, accumulators)."""
-    recorded, args, _, (out, residuals) = _recorded(part)
+    recorded, args, _, (output, residuals) = _record_gradient(spec)
     params, _, x, fields = args
 
     def backward(
@@ -127,77 +127,79 @@ def _traced_backward(part: Part) -> tuple[core.ClosedJaxpr, Tree]:
         return dh, dx, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, dparams)
 
     grads = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32), params)
-    args = (params, residuals, x, fields, out, grads)
+    args = (params, residuals, x, fields, output, grads)
     return jax.make_jaxpr(backward)(*args), args
 
 
-def _param_splits(part: Part) -> Dims:
+def _param_splits(spec: TraceSpec) -> Dims:
     """The dim of each parameter that a part reads that is split over devices."""
-    leaves = [leaf for p in sorted(_arguments(part)[0]) for leaf in _leaves(part.module, p)]
-    return tuple(split_dim(leaf.shape, axes, part.ways) for leaf, axes in leaves)
+    leaves = [
+        leaf for p in sorted(_argument_structs(spec)[0]) for leaf in _param_structs(spec.module, p)
+    ]
+    return tuple(split_dim(leaf.shape, axes, spec.tp) for leaf, axes in leaves)
 
 
-def _region(part: Part, direction: str) -> Region:
+def _trace_device(spec: TraceSpec, direction: str) -> Region:
     """What one device runs of a part."""
-    split = _param_splits(part)
+    split = _param_splits(spec)
     if direction != BACKWARD:
-        closed, args = _traced_forward(replace(_traced(part), remat="none"))
-        return trace(closed, [*split, *_dims_of(args[1:], part)], part.ways)
-    kept = [v.dim for v in _kept_region(part).outs]
-    closed, args = _traced_backward(_traced(part))
-    return trace(closed, [*split, *kept, *_dims_of(args[2:-1], part), *split], part.ways)
+        closed, args = _traced_forward(replace(_at_traced_degree(spec), remat="none"))
+        return trace(closed, [*split, *_split_dims(args[1:], spec)], spec.tp)
+    residual_dims = [v.dim for v in _trace_residuals(spec).outputs]
+    closed, args = _traced_backward(_at_traced_degree(spec))
+    return trace(closed, [*split, *residual_dims, *_split_dims(args[2:-1], spec), *split], spec.tp)
 
 
-def _dims_of(args: Tree, part: Part) -> Dims:
+def _split_dims(args: Tree, spec: TraceSpec) -> Dims:
     """The split dim of each array that a part is given: of hidden states that of their tokens."""
-    structs = hidden_struct(part.module, part.shape)
+    structs = hidden_struct(spec.module, spec.shape)
     hidden = {a.shape for a in jax.tree.leaves(structs)}
-    dim = token_dim(*rows_and_tokens(structs), part.ways)
+    dim = token_dim(*rows_and_tokens(structs), spec.tp)
     return tuple(dim if a.shape in hidden else None for a in jax.tree.leaves(args))
 
 
-@lru_cache(maxsize=_TRACED)
-def _kept_region(part: Part) -> Region:
+@lru_cache(maxsize=_MAX_TRACES)
+def _trace_residuals(spec: TraceSpec) -> Region:
     """What one device runs of a part's forward; its outputs are what is kept."""
-    _, args, closed, (out, _) = _recorded(_traced(part))
-    region = trace(closed, [*_param_splits(part), *_dims_of(args[1:], part)], part.ways)
-    return replace(region, outs=region.outs[len(jax.tree.leaves(out)) :])
+    _, args, closed, (output, _) = _record_gradient(_at_traced_degree(spec))
+    region = trace(closed, [*_param_splits(spec), *_split_dims(args[1:], spec)], spec.tp)
+    return replace(region, outputs=region.outputs[len(jax.tree.leaves(output)) :])
 
 
-def _arguments(part: Part) -> tuple[Tree, Tree, Tree]:
+def _argument_structs(spec: TraceSpec) -> tuple[Tree, Tree, Tree]:
     """Structs of (parameters by part, what gets a gradient, fields) that a part reads."""
-    module, name, shape = part.module, part.name, part.shape
+    module, part, shape = spec.module, spec.part, spec.shape
     init = partial(part_struct, module)
 
     def read(p: str) -> dict[str, jax.ShapeDtypeStruct]:
         names = module.inputs.get(p, ())
         return {n: module.field_spec(n, shape.rows, shape.tokens) for n in names}
 
-    fields = read(name)
-    if name == "entry":
-        x = {n: fields.pop(n) for n in part.placed if n in fields}
+    fields = read(part)
+    if part == "entry":
+        x = {n: fields.pop(n) for n in spec.edge_fields if n in fields}
         return {"entry": init("entry")}, x, fields
     hidden = hidden_struct(module, shape)
-    if name in taps_of(module):
-        params = {name: init(name)} if name in module.inputs else {}
+    if part in taps_of(module):
+        params = {part: init(part)} if part in module.inputs else {}
         return params, {"hidden": hidden}, {**read("entry"), **read("layers"), **fields}
-    parts = ("entry", "exit") if name == "exit" and module.tied else (name,)
+    parts = ("entry", "exit") if part == "exit" and module.tied else (part,)
     return {p: init(p) for p in parts}, {"hidden": hidden}, fields
 
 
-def _forward(part: Part, params: Tree, x: Tree, fields: Tree) -> Tree:
-    placed = {name: a for name, a in x.items() if name != "hidden"}
-    return run_part(part.module, part.name, part.ways, params, x.get("hidden"), placed, fields)
+def _forward(spec: TraceSpec, params: Tree, x: Tree, fields: Tree) -> Tree:
+    edge_fields = {name: a for name, a in x.items() if name != "hidden"}
+    return run_part(spec.module, spec.part, spec.tp, params, x.get("hidden"), edge_fields, fields)
 
 
-@lru_cache(maxsize=_TRACED)
-def traced_forward(part: Part) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:
+@lru_cache(maxsize=_MAX_TRACES)
+def trace_forward_parts(spec: TraceSpec) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str], ...]]:
     """Jaxpr of a part's forward, with its adapter, and of each input what it is of:
-    ("params", part), ("x", "hidden" or a field of `placed`) or ("fields", field)."""
-    params, x, fields = _arguments(part)
-    adapter = adapter_of(part.name)
-    if adapter in part.module.freeze_groups:
-        params[adapter] = part_struct(part.module, adapter)
+    ("params", part), ("x", "hidden" or a field of `edge_fields`) or ("fields", field)."""
+    params, x, fields = _argument_structs(spec)
+    adapter = adapter_of(spec.part)
+    if adapter in spec.module.freeze_groups:
+        params[adapter] = part_struct(spec.module, adapter)
     kinds = {"params": params, "x": x, "fields": fields}
     inputs = tuple(
         (kind, name)
@@ -205,7 +207,7 @@ def traced_forward(part: Part) -> tuple[core.ClosedJaxpr, tuple[tuple[str, str],
         for name in sorted(by_name)
         for _ in jax.tree.leaves(by_name[name])
     )
-    return jax.make_jaxpr(partial(_forward, part))(params, x, fields), inputs
+    return jax.make_jaxpr(partial(_forward, spec))(params, x, fields), inputs
 
 
 def hidden_bytes(module: Module, shape: Shape) -> float:
@@ -215,7 +217,7 @@ def hidden_bytes(module: Module, shape: Shape) -> float:
 
 
 @lru_cache(maxsize=1024)
-def residual_bytes(part: Part, half_bytes: int) -> float:
+def residual_bytes(spec: TraceSpec, half_bytes: int) -> float:
     """Bytes on one device that a microbatch's forward of a part keeps for backward, as the runtime
     hands them on: nothing that follows from parameters and fields alone.
 
@@ -223,46 +225,50 @@ def residual_bytes(part: Part, half_bytes: int) -> float:
       half_bytes: what an element of a half-precision activation takes: 2 on accelerators, 4 in
         programs of XLA's CPU compiler.
     """
-    return sum(value_bytes(v, half_bytes) for v in dict.fromkeys(_kept_region(part).outs))
+    return sum(value_bytes(v, half_bytes) for v in dict.fromkeys(_trace_residuals(spec).outputs))
 
 
 @lru_cache(maxsize=4096)
-def live_bytes(part: Part, half_bytes: int) -> float:
+def live_bytes(spec: TraceSpec, half_bytes: int) -> float:
     """Most bytes on one device that backward of a part has alive at once beside its arguments."""
-    return working_bytes(_region(part, BACKWARD), partial(value_bytes, half_bytes=half_bytes))
+    return peak_temporary_bytes(
+        _trace_device(spec, BACKWARD), partial(value_bytes, half_bytes=half_bytes)
+    )
 
 
 def program_bytes(
-    whole: Part, half_bytes: int, *, loss: bool = False
+    whole: TraceSpec, half_bytes: int, *, loss: bool = False
 ) -> tuple[float, float, float]:
     """(residual bytes of a layer, of both ends, live bytes of backward's largest part, however many
     layers there are) of the module of a part; see `residual_bytes`. `loss`: the exit gives a loss,
     whose gradient is computed at once."""
 
-    def of(name: str) -> Part:
-        return replace(whole, name=name, placed=whole.placed if name == "entry" else ())
+    def spec_of(part: str) -> TraceSpec:
+        return replace(whole, part=part, edge_fields=whole.edge_fields if part == "entry" else ())
 
-    def alive(name: str) -> float:
-        at_once = loss and name == "exit"
-        return live_bytes(replace(of(name), remat="layers") if at_once else of(name), half_bytes)
+    def live_bytes_of(part: str) -> float:
+        in_forward = loss and part == "exit"
+        return live_bytes(
+            replace(spec_of(part), remat="layers") if in_forward else spec_of(part), half_bytes
+        )
 
     layer, *ends = (
-        residual_bytes(of(name), half_bytes)
-        for name in ("layers", *end_names(whole.module))
+        residual_bytes(spec_of(name), half_bytes)
+        for name in ("layers", *end_parts(whole.module))
         if not (loss and name == "exit")
     )
-    return layer, sum(ends), max(map(alive, part_names(whole.module)))
+    return layer, sum(ends), max(map(live_bytes_of, parameter_parts(whole.module)))
 
 
 def probe_bytes(module: Module, shape: Shape) -> float:
     """Bytes of activations of the largest program that times a shape on one CPU device, parameters
     aside."""
 
-    def of_kind(apart: Module) -> float:
-        layer, ends, alive = program_bytes(Part(apart, "layers", shape), half_bytes=4)
-        return max(DEPTHS) * layer + ends + alive
+    def kind_bytes(kind_module: Module) -> float:
+        layer, ends, live = program_bytes(TraceSpec(kind_module, "layers", shape), half_bytes=4)
+        return max(DEPTHS) * layer + ends + live
 
-    return max(map(of_kind, kinds_apart(module).values()))
+    return max(map(kind_bytes, single_kind_modules(module).values()))
 
 
 def value_bytes(value: Value, half_bytes: int) -> float:
@@ -272,7 +278,7 @@ def value_bytes(value: Value, half_bytes: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def _leaves(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
+def _param_structs(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]]]:
     """(struct, logical axes) of each parameter."""
     axes = jax.tree.leaves(logical_axes(module, part), is_leaf=lambda a: isinstance(a, tuple))
     return list(zip(jax.tree.leaves(part_struct(module, part)), axes, strict=True))
@@ -280,15 +286,15 @@ def _leaves(module: Module, part: str) -> list[tuple[Any, tuple[str | None, ...]
 
 def param_dims(module: Module, part: str) -> list[ParamDims]:
     """Every parameter of a part, of one layer for "layers"."""
-    split = (split_dim(leaf.shape, names, 1) for leaf, names in _leaves(module, part))
+    split = (split_dim(leaf.shape, names, 1) for leaf, names in _param_structs(module, part))
     return [
         ParamDims(tuple(leaf.shape), -1 if dim is None else dim, working_bytes=leaf.dtype.itemsize)
-        for (leaf, _), dim in zip(_leaves(module, part), split, strict=True)
+        for (leaf, _), dim in zip(_param_structs(module, part), split, strict=True)
     ]
 
 
-def divides(module: Module, ways: int) -> bool:
-    """Whether every dim that tensor parallelism splits divides over `ways` devices."""
-    leaves = [leaf for part in part_names(module) for leaf in _leaves(module, part)]
-    split = [(leaf.shape, split_dim(leaf.shape, names, ways)) for leaf, names in leaves]
-    return not any(dim is not None and shape[dim] % ways for shape, dim in split)
+def divides(module: Module, tp: int) -> bool:
+    """Whether every dim that tensor parallelism splits divides over `tp` devices."""
+    leaves = [leaf for part in parameter_parts(module) for leaf in _param_structs(module, part)]
+    split = [(leaf.shape, split_dim(leaf.shape, names, tp)) for leaf, names in leaves]
+    return not any(dim is not None and shape[dim] % tp for shape, dim in split)

@@ -18,8 +18,8 @@ from dflop_jax.plan.placement import Extent
 from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
 from dflop_jax.plan.spec import SearchSpec, with_limits
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, parameter_dims
-from dflop_jax.profile.shallow import kinds_apart
-from dflop_jax.profile.traced_parts import Part, divides, residual_bytes
+from dflop_jax.profile.shallow import single_kind_modules
+from dflop_jax.profile.traced_parts import TraceSpec, divides, residual_bytes
 from dflop_jax.records import (
     ModelProfile,
     Plan,
@@ -151,9 +151,11 @@ def check_names(place: Workplace) -> None:
         return
     for name, module in place.model.modules.items():
         shape = Shape(1, place.model.piece_tokens.get(name, place.token_multiple))
-        every = kinds_apart(module).values()
+        every = single_kind_modules(module).values()
         named, least = (
-            max(residual_bytes(Part(apart, "layers", shape, remat=remat), 2) for apart in every)
+            max(
+                residual_bytes(TraceSpec(apart, "layers", shape, remat=remat), 2) for apart in every
+            )
             for remat in ("named", "layers")
         )
         if named <= least:

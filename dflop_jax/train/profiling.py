@@ -27,8 +27,14 @@ from dflop_jax.data import Source
 from dflop_jax.data.content import counter_of
 from dflop_jax.distributed.devices import available_host_bytes
 from dflop_jax.plan.spec import held_bytes, parallel_limits
-from dflop_jax.profile.links import LinkTiming, hardware_of, node_size, slowest, time_links
-from dflop_jax.profile.measure import model_profile, profile_key, together
+from dflop_jax.profile.links import (
+    LinkTiming,
+    hardware_with_links,
+    max_over_processes,
+    node_size,
+    time_links,
+)
+from dflop_jax.profile.measure import measure_concurrent_rate, model_profile, profile_key
 from dflop_jax.profile.optimizer_state import parameter_dims
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shapes import shapes_to_time, shapes_within
@@ -225,7 +231,7 @@ def measured_hardware(place: Workplace) -> Hardware:
 
     def measure() -> Hardware | None:
         timings = timed_links(place, node)
-        return hardware_of(kind, node, timings) if place.peers.is_primary else None
+        return hardware_with_links(kind, node, timings) if place.peers.is_primary else None
 
     return _measured_once(place, "links", key, Hardware, measure)
 
@@ -234,7 +240,7 @@ def timed_links(place: Workplace, node: int) -> list[LinkTiming]:
     """Timings of all processes, on process 0; all call this together."""
     peers = place.peers
     mine = time_links(place.devices, node, partial(peers.barrier, "links/sync"))
-    return slowest(peers.gather("links/timed", mine, list[LinkTiming]))
+    return max_over_processes(peers.gather("links/timed", mine, list[LinkTiming]))
 
 
 def _concurrency(
@@ -245,9 +251,9 @@ def _concurrency(
     every, peers = place.devices, place.peers
     if len(every) == 1 or every[0].platform != "cpu":
         return float(len(every))
-    alone = together(model, shape, local[:1]) if peers.is_primary else 0.0
+    alone = measure_concurrent_rate(model, shape, local[:1]) if peers.is_primary else 0.0
     peers.barrier("profile/together")
-    mine = together(model, shape, local) if local else 0.0
+    mine = measure_concurrent_rate(model, shape, local) if local else 0.0
     rates = peers.gather("profile/rates", mine, float)
     return min(float(len(every)), max(1.0, sum(rates) / alone)) if peers.is_primary else 0.0
 

@@ -10,7 +10,7 @@ import pytest
 
 from dflop_jax import child_processes
 from dflop_jax.aot import chip_profile, compiling
-from dflop_jax.aot.worker import Found, Probe, Program, compiled_probe
+from dflop_jax.aot.worker import CompiledProgram, Probe, ProbeResult, compile_probe
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.cost_model import CostModel
@@ -42,7 +42,7 @@ AGAIN = {"none": 0.0, "dots": 0.2, "named": 0.5, "layers": 1.0}
 
 def work_s(probe: Probe, kind: str) -> float:
     """Seconds of the made-up programs: linear in depth and size."""
-    size = probe.shape.size / probe.ways
+    size = probe.shape.size / probe.tp
     layer = size * {FORWARD: 1.0, BACKWARD: 2.0 + AGAIN[probe.remat]}[kind]
     return 1e-6 * (probe.depth * layer + 3 * size * probe.ends)
 
@@ -52,20 +52,22 @@ def residuals(probe: Probe) -> float:
     return each * (probe.depth + 0.5 * (probe.module == "vision"))
 
 
-def program(seconds: float, work_bytes: float) -> Program:
+def program(seconds: float, work_bytes: float) -> CompiledProgram:
     n_bytes = (seconds - Efficiency().launch_s) * Efficiency().bandwidth * H100.memory_bandwidth
-    return Program((Kernel(ELEMENTWISE, 0.0, n_bytes),), work_bytes)
+    return CompiledProgram((Kernel(ELEMENTWISE, 0.0, n_bytes),), work_bytes)
 
 
-def made_up(probe: Probe) -> Found:
+def made_up(probe: Probe) -> ProbeResult:
     ahead, back = (work_s(probe, kind) for kind in (FORWARD, BACKWARD))
     temp = 300.0 * probe.shape.size + 1e6 + 10.0 * probe.depth * (probe.module == "vision")
     hidden = 64.0 * probe.shape.size
     kept = residuals(probe)
     if probe.module == "llm" and probe.ends:  # one task, with the loss's own temporaries
         work = temp + kept + 2 * hidden + 500.0 * probe.shape.size + 2e6
-        return Found(program(ahead + back, work), None, 0.0, hidden)
-    return Found(program(back, temp), program(ahead, 0.0) if probe.forward else None, kept, hidden)
+        return ProbeResult(program(ahead + back, work), None, 0.0, hidden)
+    return ProbeResult(
+        program(back, temp), program(ahead, 0.0) if probe.forward else None, kept, hidden
+    )
 
 
 def profile(tmp_path, monkeypatch, answer=made_up, degrees=(1, 2), **train):
@@ -76,7 +78,7 @@ def profile(tmp_path, monkeypatch, answer=made_up, degrees=(1, 2), **train):
         return {p: answer(p) for p in probes}
 
     monkeypatch.setattr(chip_profile, "compiled_probes", answers)
-    found = chip_profile.profile_at(config(tmp_path, **train), MODEL, H100, SHAPES, degrees, 8)
+    found = chip_profile.compile_profile(config(tmp_path, **train), MODEL, H100, SHAPES, degrees, 8)
     return found, asked
 
 
@@ -129,24 +131,24 @@ def test_only_what_is_asked_for_is_compiled(tmp_path, monkeypatch):
     assert len(every) == len(set(every)) == 2 * 2 * 4 * (2 + 3)
     assert {p.remat for p in profile(tmp_path, monkeypatch, remat="dots")[1]} == {"none", "dots"}
     known = profile(tmp_path, monkeypatch, remat="segment", degrees=(1,))
-    assert {(p.remat, p.ways) for p in known[1]} == {("none", 1)}
-    assert CostModel(known[0]).fits.known_policies("llm") == ("none", "segment")
+    assert {(p.remat, p.tp) for p in known[1]} == {("none", 1)}
+    assert CostModel(known[0]).fits.priced_policies("llm") == ("none", "segment")
 
 
 def test_a_degree_that_does_not_compile_is_left_out(tmp_path, monkeypatch):
     def answer(probe):
-        return Found(error="no tile fits") if probe.ways == 2 else made_up(probe)
+        return ProbeResult(error="no tile fits") if probe.tp == 2 else made_up(probe)
 
     found = profile(tmp_path, monkeypatch, answer)[0]
     assert {t.model for t in found.timings} == {1}
     assert found.priced_by == "programs compiled for h100"
     with pytest.raises(ValueError, match="vision cannot be compiled for h100: no tile fits"):
-        profile(tmp_path, monkeypatch, lambda p: Found(error="no tile fits"))
+        profile(tmp_path, monkeypatch, lambda p: ProbeResult(error="no tile fits"))
 
 
 def test_shapes_are_powers_of_two_around_the_data():
     data = DataProfile("d", 2, tuple(Load({"vision": (16,) * n, "llm": (300,)}) for n in (1, 5)))
-    assert {m: chip_profile._shapes(data, m, MODEL, 128) for m in MODEL.modules} == {
+    assert {m: chip_profile._probe_shapes(data, m, MODEL, 128) for m in MODEL.modules} == {
         "vision": [Shape(4, 16), Shape(16, 16)],
         "llm": [Shape(1, 256), Shape(1, 1024)],
     }
@@ -157,12 +159,12 @@ def test_shapes_are_powers_of_two_around_the_data():
 
 def test_a_probe_is_compiled_and_read():
     probe = Probe("vision", 1, Shape(2, 16), 2, "none", forward=True)
-    found = compiled_probe(MODEL, probe, jax.devices())
+    found = compile_probe(MODEL, probe, jax.devices())
     assert not found.error
     assert found.backward.kernels
     assert found.forward.kernels
     assert found.residual_bytes > found.hidden_bytes == 2 * 16 * 2 * MODEL.size.vision.width
-    bad = compiled_probe(MODEL, replace(probe, ways=3), jax.devices())
+    bad = compile_probe(MODEL, replace(probe, tp=3), jax.devices())
     assert "does not divide" in bad.error
 
 
@@ -187,15 +189,15 @@ def test_probes_are_compiled_once_and_a_death_is_one_probes_failure(tmp_path, mo
     monkeypatch.setattr(child_processes, "program", running(FAKE))
     probes = [Probe("llm", 1, Shape(1, 128), d, "none") for d in (1, 2, 3, 4)]
     ticks = []
-    found = compiling.compiled_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
+    found = compiling.compile_probes(config(tmp_path), MODEL, probes, lambda *n: ticks.append(n))
     assert [found[p].residual_bytes for p in probes] == [1.0, 2.0, 0.0, 4.0]
     assert found[probes[2]].error == "the compiler died (signal 6): no tile fits"
     assert sorted(ticks) == [(n, 4) for n in (1, 2, 3, 4)]
     monkeypatch.setattr(child_processes, "program", running("import sys; sys.exit('no disk left')"))
-    again = compiling.compiled_probes(config(tmp_path), MODEL, probes)
+    again = compiling.compile_probes(config(tmp_path), MODEL, probes)
     assert again.pop(probes[2]).error.endswith("no disk left")  # a death is tried again
     assert again == {p: found[p] for p in probes if p.depth != 3}
     other = replace(
         config(tmp_path), plan=PlanConfig(policy="dflop", hardware="a100-80", devices=8)
     )
-    assert all(f.error for f in compiling.compiled_probes(other, MODEL, probes).values())
+    assert all(f.error for f in compiling.compile_probes(other, MODEL, probes).values())

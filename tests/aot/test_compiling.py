@@ -19,7 +19,7 @@ from dflop_jax.aot import chips, compiling
 from dflop_jax.aot.chips import CHIPS, find_chip, target_config
 from dflop_jax.aot.compiling import CompileJob, Compiler, compile_plan
 from dflop_jax.aot.reports import CompileReport, ProgramReport
-from dflop_jax.aot.worker import compiled, one_line
+from dflop_jax.aot.worker import compile_program, error_line
 from dflop_jax.cli import main
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.hardware import find_hardware
@@ -147,10 +147,10 @@ def test_a_program_that_fails_says_why_in_a_line():
     def lower():
         raise NotImplementedError("sm_80 lacks\n  this kernel" + "!" * 500)
 
-    report = compiled(PROGRAMS, (), HEAD, lower, {})
+    report = compile_program(PROGRAMS, (), HEAD, lower, {})
     assert report.error.startswith("sm_80 lacks this kernel!!!")
     assert len(report.error) < 420
-    assert one_line(KeyError()) == "KeyError"
+    assert error_line(KeyError()) == "KeyError"
 
 
 def test_equal_programs_are_compiled_once():
@@ -158,9 +158,9 @@ def test_equal_programs_are_compiled_once():
         return lambda: jax.jit(lambda x: x @ x).lower(jnp.zeros((n, n)))
 
     known: dict = {}
-    first = compiled(PROGRAMS, (), HEAD, lower(8), known)
-    other = compiled(PROGRAMS, (), HEAD, lower(16), known)
-    again = compiled(PROGRAMS, (), HEAD, lower(8), known)
+    first = compile_program(PROGRAMS, (), HEAD, lower(8), known)
+    other = compile_program(PROGRAMS, (), HEAD, lower(16), known)
+    again = compile_program(PROGRAMS, (), HEAD, lower(8), known)
     assert (first.flops, other.flops, again.flops) == (2 * 8**3, 2 * 16**3, 2 * 8**3)
     assert first.compile_s > 0 == again.compile_s
     assert (other.same_as, again.same_as) == ("", HEAD.name)

@@ -11,7 +11,7 @@ import pytest
 from dflop_jax.aot.hlo_kernels import hlo_kernels
 from dflop_jax.profile.kernels import (
     ATTENTION,
-    ATTENTION_BACK,
+    ATTENTION_BACKWARD,
     COPY,
     ELEMENTWISE,
     GATHER,
@@ -93,7 +93,7 @@ def test_each_kernel_by_hand():
         Kernel(LOOKUP, 0.0, 32 + 2 * wide),
         Kernel(COPY, 0.0, 2 * small),
         replace(kernel, kind=ATTENTION, flops=2 * attention, pair_flops=2 * product),
-        replace(kernel, kind=ATTENTION_BACK, flops=3 * attention, pair_flops=3 * product),
+        replace(kernel, kind=ATTENTION_BACKWARD, flops=3 * attention, pair_flops=3 * product),
         Kernel(REDUCE, 0.0, 400.0, group=4, stride=2),
         Kernel(GATHER, 0.0, 1600.0, group=4, stride=2),
         Kernel(GATHER, 0.0, 1600.0, group=4, stride=1),
@@ -101,7 +101,7 @@ def test_each_kernel_by_hand():
     ]
     assert list(hlo_kernels(TEXT, 0.5)) == want
     bare = hlo_kernels(TEXT, 0.5, content=False)
-    assert [k for k in bare if k.kind in (ATTENTION, ATTENTION_BACK)] == [
+    assert [k for k in bare if k.kind in (ATTENTION, ATTENTION_BACKWARD)] == [
         replace(k, flops=0.0) for k in want[4:6]
     ]
 

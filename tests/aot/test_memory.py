@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from dflop_jax.aot.reports import ProgramReport, SegmentState, device_memory, verdict
+from dflop_jax.aot.reports import ProgramReport, SegmentMemory, describe_fit, device_memory
 from dflop_jax.hardware import GIB
 
 
-def state(segment: str, resource: int, **gib: float) -> SegmentState:
+def state(segment: str, resource: int, **gib: float) -> SegmentMemory:
     sizes = {"state": 4.0, "input": 0.5, "shard": 1.0} | gib
-    return SegmentState(
+    return SegmentMemory(
         segment=segment,
         submesh=segment,
         resource=resource,
@@ -73,13 +73,13 @@ def test_reduced_gradients_of_all_segments_are_there_at_the_end(kind, work):
 def test_what_fits_says_how_much_is_spare():
     states, programs = [state("a", 0)], [program("a", "backward", 3.0)]
     memory = device_memory(states, programs)
-    fits, words = verdict("h100", 10 * GIB, memory, programs, states)
+    fits, words = describe_fit("h100", 10 * GIB, memory, programs, states)
     assert fits
     assert "8.0 of 10.0 GiB on a" in words
     assert "2.0 GiB to spare" in words
     assert "planned" not in words
     memory = device_memory(states, programs, {"a": 7.0 * GIB, "b": 9.0 * GIB})
-    _, words = verdict("h100", 10 * GIB, memory, programs, states)
+    _, words = describe_fit("h100", 10 * GIB, memory, programs, states)
     assert "3.0 a backward; planned 7.0" in words
 
 
@@ -100,7 +100,7 @@ def test_what_does_not_fit_names_the_program_and_what_helps(sizes, remat, temp, 
     states = [state("b", 1), replace(state("a", 0, **sizes), remat=remat)]
     programs = [program("a", "backward", temp), program("b", "backward", 1.0)]
     memory = device_memory(states, programs)
-    fits, words = verdict("h100", 20 * GIB, memory, programs, states)
+    fits, words = describe_fit("h100", 20 * GIB, memory, programs, states)
     assert not fits
     too_much = sizes.get("state", 4.0) + 1.0 + temp - 20
     assert f"{too_much:.1f} GiB too much" in words
@@ -113,7 +113,7 @@ def test_a_program_that_does_not_compile_comes_first():
     bad = replace(program("a", "backward", 0.0), error="sm_80 has no such kernel")
     programs = [bad, replace(bad, name="a forward"), program("a", "update", 99.0)]
     memory = device_memory(states, programs)
-    fits, words = verdict("a100-40", GIB, memory, programs, states)
+    fits, words = describe_fit("a100-40", GIB, memory, programs, states)
     assert not fits
     assert words == (
         "a backward (and 1 more) cannot be compiled for a100-40: sm_80 has no such kernel"

@@ -21,7 +21,7 @@ from dflop_jax.data import MediaSpec
 from dflop_jax.data.content import features_per_row
 from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.medium import module_of
-from dflop_jax.profile.traced_parts import Part, forward_flops
+from dflop_jax.profile.traced_parts import TraceSpec, forward_flops
 from dflop_jax.records import Shape
 from dflop_jax.verify.samples import StampedTokenizer, drawn_sample
 from models import internvl, omni, qwen2_audio, qwen3_vl
@@ -284,7 +284,7 @@ def test_flops_near_what_xla_counts(module, part):
         "exit": lambda p, x: module.exit(p, x, batch),
     }[part]
     compiled = jax.jit(run).lower(specs(module, part), x).compile()
-    matrices = forward_flops(Part(module, part, Shape(1, tokens)))
+    matrices = forward_flops(TraceSpec(module, part, Shape(1, tokens)))
     # Norms, positions, masks, and GELUs (of the audio's stem at every frame): not counted.
     elementwise = (150 if isinstance(module, AudioModule) else 50) * x.size
     cost = compiled.cost_analysis()

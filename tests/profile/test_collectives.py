@@ -33,10 +33,10 @@ def ring_s(n_bytes, n, bandwidth, latency_s):
 def test_inside_a_node_a_reduction_is_a_ring(n, n_bytes):
     ring = ring_s(n_bytes, n, A100.link_bandwidth, A100.link_latency_s)
     want = START_S + ring if n > 1 else 0.0
-    assert reduce_scatter_s(n_bytes, n, A100, reach=1.0) == pytest.approx(want)
-    assert all_gather_s(n_bytes, n, A100, reach=1.0) == pytest.approx(want)
+    assert reduce_scatter_s(n_bytes, n, A100, efficiency=1.0) == pytest.approx(want)
+    assert all_gather_s(n_bytes, n, A100, efficiency=1.0) == pytest.approx(want)
     both = START_S + 2 * ring if n > 1 else 0.0
-    assert all_reduce_s(n_bytes, n, A100, reach=1.0) == pytest.approx(both)
+    assert all_reduce_s(n_bytes, n, A100, efficiency=1.0) == pytest.approx(both)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_groups_lie_on_nodes_as_their_stride_says(n, stride, inside, nodes):
 
 
 def test_across_nodes_each_device_reduces_its_share():
-    got = all_reduce_s(8e9, 32, A100, reach=1.0)
+    got = all_reduce_s(8e9, 32, A100, efficiency=1.0)
     within = 2 * ring_s(8e9, 8, A100.link_bandwidth, A100.link_latency_s)
     between = 2 * ring_s(1e9, 4, A100.network_bandwidth, A100.network_latency_s)
     assert got == pytest.approx(START_S + within + between)
@@ -72,7 +72,10 @@ def test_nothing_to_move_costs_nothing():
 
 
 def test_sends():
-    inside, across = send_s(3e9, A100, reach=1.0), send_s(3e9, A100, across=True, reach=1.0)
+    inside, across = (
+        send_s(3e9, A100, efficiency=1.0),
+        send_s(3e9, A100, across=True, efficiency=1.0),
+    )
     assert inside == pytest.approx(0.01 + 1.9e-6)
     assert across == pytest.approx(0.12 + 4e-6)
 

@@ -12,7 +12,7 @@ import pytest
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.memory import peak_bytes
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.fit import rounded
+from dflop_jax.profile.fit import round_to_float32
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -324,7 +324,7 @@ def test_a_backward_task_costs_what_its_policy_computes_again(remat, read):
 
 def test_a_policy_that_was_not_priced_is_an_error_and_not_known():
     model = CostModel(profile())
-    assert model.fits.known_policies("llm") == ("none", "dots", "layers", "segment")
+    assert model.fits.priced_policies("llm") == ("none", "dots", "layers", "segment")
     plan = with_remat(plan_of(), "named")
     with pytest.raises(ValueError, match="no price of the recompute policy 'named' for 'llm'"):
         group_s(plan, model, "l0", BACKWARD)
@@ -464,7 +464,7 @@ def test_one_shape_tells_of_others_by_their_size():
 def test_rounding_keeps_seven_digits():
     rng = np.random.default_rng(0)
     values = rng.lognormal(-8, 6, 1000)
-    np.testing.assert_allclose(rounded(values), values, rtol=2.0**-24, atol=0)
-    assert set(rounded(np.array([0.0, 1.0, 0.5, 3.0]))) == {0.0, 1.0, 0.5, 3.0}
-    assert (rounded(rounded(values)) == rounded(values)).all()
-    assert (rounded(values * (1 + 2.0**-40)) == rounded(values)).mean() > 0.99
+    np.testing.assert_allclose(round_to_float32(values), values, rtol=2.0**-24, atol=0)
+    assert set(round_to_float32(np.array([0.0, 1.0, 0.5, 3.0]))) == {0.0, 1.0, 0.5, 3.0}
+    assert (round_to_float32(round_to_float32(values)) == round_to_float32(values)).all()
+    assert (round_to_float32(values * (1 + 2.0**-40)) == round_to_float32(values)).mean() > 0.99

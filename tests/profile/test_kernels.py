@@ -8,23 +8,23 @@ import pytest
 
 from dflop_jax.profile.kernels import (
     ATTENTION,
-    ATTENTION_BACK,
+    ATTENTION_BACKWARD,
     ELEMENTWISE,
     GATHER,
     LOOKUP,
     MATMUL,
     REDUCE,
     kernels_of,
-    working_bytes,
+    peak_temporary_bytes,
 )
 from dflop_jax.profile.sharded_trace import trace
 from dflop_jax.profile.traced_parts import (
-    Part,
+    TraceSpec,
     divides,
     forward_flops,
     hidden_bytes,
-    part_kernels,
     residual_bytes,
+    trace_kernels,
 )
 from dflop_jax.records import BACKWARD, FORWARD, Shape
 from models.internvl import build as build_internvl
@@ -149,11 +149,12 @@ def test_a_gradient_repeats_its_forward_and_devices_share_products(family, name)
 
     def flops(part, direction, ways=1):
         return sum(
-            k.flops * k.repeats for k in part_kernels(Part(module, part, shape, ways), direction)
+            k.flops * k.repeats
+            for k in trace_kernels(TraceSpec(module, part, shape, ways), direction)
         )
 
     forward = flops("layers", FORWARD)
-    assert forward == forward_flops(Part(module, "layers", shape))
+    assert forward == forward_flops(TraceSpec(module, "layers", shape))
     back = flops("layers", BACKWARD)
     # The gradient takes two products for each of the forward.
     assert back == pytest.approx(2 * forward)
@@ -174,14 +175,16 @@ def test_a_layer_gathers_tokens_before_its_products_and_scatters_sums_after(fami
         (FORWARD, "none", 4), (BACKWARD, "none", 6), (BACKWARD, "layers", 7)
     ):  # fmt: skip
         for ways in (1, 2):
-            kernels = part_kernels(Part(module, "layers", shape, ways, (), remat), direction)
+            kernels = trace_kernels(TraceSpec(module, "layers", shape, ways, (), remat), direction)
             whole = hidden_bytes(module, shape)
             assert [k.n_bytes for k in of_kind(kernels, GATHER)] == [whole] * n * (ways > 1)
             assert all(k.n_bytes < whole / 8 for k in of_kind(kernels, REDUCE))
 
 
 def test_attention_is_told_from_products_with_parameters():
-    kernels = part_kernels(Part(MODELS["llava"].modules["vision"], "layers", Shape(2, 16)), FORWARD)
+    kernels = trace_kernels(
+        TraceSpec(MODELS["llava"].modules["vision"], "layers", Shape(2, 16)), FORWARD
+    )
     assert len(of_kind(kernels, ATTENTION)) == 2
     assert len(of_kind(kernels, MATMUL)) == 6
     assert {k.dtype for k in of_kind(kernels, MATMUL)} == {"bfloat16"}
@@ -190,9 +193,9 @@ def test_attention_is_told_from_products_with_parameters():
 def test_attention_kernels_know_a_pair_of_each_token():
     """Two products forward and seven backward; what they compute of pairs a trace does not show."""
     llm, shape = build_llava("nano", attention_kernel="pallas").modules["llm"], Shape(2, 64)
-    for direction, kind, products in ((FORWARD, ATTENTION, 2), (BACKWARD, ATTENTION_BACK, 7)):
+    for direction, kind, products in ((FORWARD, ATTENTION, 2), (BACKWARD, ATTENTION_BACKWARD, 7)):
         for ways in (1, 2):
-            kernels = of_kind(part_kernels(Part(llm, "layers", shape, ways), direction), kind)
+            kernels = of_kind(trace_kernels(TraceSpec(llm, "layers", shape, ways), direction), kind)
             assert sum(k.flops for k in kernels) == 0
             want = 2 * products * shape.size * 4 * 32 / ways  # heads of 8, filled up to 32
             assert sum(k.pair_flops * k.repeats for k in kernels) == want
@@ -211,23 +214,25 @@ def test_working_bytes_by_hand():
         return c @ w
 
     region = trace(jax.make_jaxpr(function)(array(T, D), array(D, F)), (None, None), 1)
-    assert working_bytes(region, lambda v: v.n_bytes) == 4 * (T * F + T * D)
+    assert peak_temporary_bytes(region, lambda v: v.n_bytes) == 4 * (T * F + T * D)
     empty = trace(jax.make_jaxpr(lambda x: x)(array(T)), (None,), 1)
-    assert working_bytes(empty, lambda v: v.n_bytes) == 0
+    assert peak_temporary_bytes(empty, lambda v: v.n_bytes) == 0
 
 
 def test_a_part_keeps_what_its_policy_says():
     """Of a layer its input at least, and never what follows from parameters or fields alone."""
     llm, shape = MODELS["llava"].modules["llm"], Shape(1, 96)
     hidden = hidden_bytes(llm, shape)
-    of = {r: Part(llm, "layers", shape, remat=r) for r in ("none", "dots", "layers", "segment")}
+    of = {
+        r: TraceSpec(llm, "layers", shape, remat=r) for r in ("none", "dots", "layers", "segment")
+    }
     none, dots, layers, segment = (residual_bytes(part, 2) for part in of.values())
     assert layers == hidden < dots < none == segment
-    assert residual_bytes(replace(of["layers"], ways=2), 2) == hidden / 2
+    assert residual_bytes(replace(of["layers"], tp=2), 2) == hidden / 2
     # Tokens and features are there anyway.
-    assert residual_bytes(replace(of["none"], name="entry"), 2) == 0.0
+    assert residual_bytes(replace(of["none"], part="entry"), 2) == 0.0
     flops = {
-        r: sum(k.flops * k.repeats for k in part_kernels(part, BACKWARD)) for r, part in of.items()
+        r: sum(k.flops * k.repeats for k in trace_kernels(part, BACKWARD)) for r, part in of.items()
     }
     forward = forward_flops(of["none"])
     assert flops["none"] == pytest.approx(2 * forward)

@@ -15,7 +15,7 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.measure import model_profile, profile_key, time_layer
 from dflop_jax.profile.needed import needed_flops, segment_flops
 from dflop_jax.profile.roofline import roofline_profile
-from dflop_jax.profile.shallow import kinds_apart
+from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.state import SegmentState, working_bytes
 from dflop_jax.records import (
     BACKWARD,
@@ -169,9 +169,9 @@ def test_programs_of_every_kind_are_timed():
     shapes = {"vision": [Shape(2, 16)], "llm": [shape]}
     handing = dataclasses.replace(MIXED, text=HandingText)
     timings = [
-        time_layer(handing, m, s[0], devices, kind=kind, most_runs=3)
+        time_layer(handing, m, s[0], devices, kind=kind, max_runs=3)
         for m, s in shapes.items()
-        for kind in kinds_apart(MIXED.modules[m])
+        for kind in single_kind_modules(MIXED.modules[m])
     ]
     assert [t.layers for t in timings] == ["vision", "llm.gate", "llm.mean"]
     profile = model_profile(MIXED, shapes, timings, devices, key="k")

@@ -11,9 +11,9 @@ from dflop_jax.profile.collectives import all_gather_s, all_reduce_s, reduce_sca
 from dflop_jax.profile.links import (
     COLLECTIVES,
     LinkTiming,
-    hardware_of,
+    hardware_with_links,
+    max_over_processes,
     node_size,
-    slowest,
     time_links,
 )
 
@@ -33,7 +33,7 @@ def timings(ranks, *, across, start_s, byte_s):
 def test_prices_are_those_that_were_timed(ranks, across):
     """At both sizes, and between them, for as many devices as were timed."""
     seen = timings(ranks, across=across, start_s=3e-3, byte_s=2e-8)
-    hardware = hardware_of("cpu", 1 if across else ranks, seen)
+    hardware = hardware_with_links("cpu", 1 if across else ranks, seen)
     for n in (1_000, 7_000, 50_000):
         want = pytest.approx(3e-3 + n * 2e-8)
         assert send_s(n, hardware, across=across) == want
@@ -43,7 +43,7 @@ def test_prices_are_those_that_were_timed(ranks, across):
 
 def test_a_larger_size_that_took_less_is_all_bandwidth():
     seen = [LinkTiming("send", False, 2, 1_000, 5e-3), LinkTiming("send", False, 2, 50_000, 4e-3)]
-    (link,) = hardware_of("cpu", 2, seen).measured
+    (link,) = hardware_with_links("cpu", 2, seen).measured
     assert link.latency_s == 5e-3
     assert link.bandwidth == pytest.approx(50_000 / 4e-3)
 
@@ -70,14 +70,14 @@ def test_the_slowest_process_counts():
     one, other = (
         [LinkTiming("send", True, 2, n, seconds) for n in (1, 2)] for seconds in (0.0, 1.0)
     )
-    assert slowest([one, other]) == slowest([other, one]) == other
-    assert slowest([[], []]) == []
+    assert max_over_processes([one, other]) == max_over_processes([other, one]) == other
+    assert max_over_processes([[], []]) == []
 
 
 def test_every_collective_is_timed_in_and_across_nodes(monkeypatch):
     """Pretended nodes of two devices each, and of one, which nothing joins inside."""
     monkeypatch.setattr(links, "_CPU_BYTES", (64, 4096))
-    monkeypatch.setattr(links, "_TIMES", 1)
+    monkeypatch.setattr(links, "_N_TIMINGS", 1)
     syncs = []
     got = time_links(jax.devices()[:4], 2, lambda: syncs.append(1))
     assert [(t.collective, t.across, t.ranks, t.n_bytes) for t in got] == [

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dflop_jax.profile import measure
-from dflop_jax.profile.measure import DEPTHS, model_profile, profile_key, together
+from dflop_jax.profile.measure import DEPTHS, measure_concurrent_rate, model_profile, profile_key
 from dflop_jax.profile.shallow import shallow_segment
-from dflop_jax.profile.timed_programs import TimedPrograms, packed_rows
+from dflop_jax.profile.timed_programs import TimedPrograms, place_packed_rows
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.records import Edge, MeshShape, Shape
 from dflop_jax.runtime.synthetic_batch import content_of_rows
@@ -61,7 +61,7 @@ def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
 
     monkeypatch.setattr(measure, "timed_backward", fake)
     monkeypatch.setattr(measure, "seconds_of", lambda runs: [0.5] if runs == ["backward"] else [])
-    assert together(MODEL, Shape(1, 32), jax.devices()[:2]) == 4.0
+    assert measure_concurrent_rate(MODEL, Shape(1, 32), jax.devices()[:2]) == 4.0
     assert timed == [("llm", 2, Shape(1, 32))]
 
 
@@ -181,13 +181,13 @@ def test_content_is_told_from_as_many_fillings_as_it_has_features():
     assert contents[2] == {"none": 0, "piece": 15, "pair": 3 * (4 * 10**2 + 8**2)}
     seconds = [2 + 1e-2 * c["pair"] + 0.5 * c["piece"] for c in contents]
     flops = {"pair": 2.0, "none": 4.0, "piece": 8.0}
-    static_s, content_s = measure._apart(seconds, contents, flops)
+    static_s, content_s = measure._split_content(seconds, contents, flops)
     assert static_s == pytest.approx(2.0, rel=1e-4)
     want = {"pair": 1e-2, "none": 4 * 0.51 / 10, "piece": 0.5}
     assert content_s == pytest.approx(want, rel=1e-4)
-    alone = measure._apart([2 + 0.5 * 3 * n for n in (1, 16)], contents[:2], {"piece": 8.0})
+    alone = measure._split_content([2 + 0.5 * 3 * n for n in (1, 16)], contents[:2], {"piece": 8.0})
     assert alone == (pytest.approx(2.0), {"piece": pytest.approx(0.5)})
-    assert measure._apart([2.0], contents[:1], {}) == (2.0, {})
+    assert measure._split_content([2.0], contents[:1], {}) == (2.0, {})
 
 
 def test_pairs_are_told_from_two_fillings(monkeypatch):
@@ -244,7 +244,7 @@ def test_rows_are_full_of_pieces(tokens, pieces):
         "flag": struct(jnp.bool_),
         "x": struct(jnp.bfloat16, 7),
     }
-    batch = {n: np.asarray(a) for n, a in packed_rows(fields, pieces, below=300).items()}
+    batch = {n: np.asarray(a) for n, a in place_packed_rows(fields, pieces, below=300).items()}
     assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {
         n: (s.shape, s.dtype) for n, s in fields.items()
     }

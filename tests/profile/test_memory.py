@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.recompute import POLICIES, Predictor
-from dflop_jax.profile.traced_parts import Part, live_bytes, program_bytes
+from dflop_jax.profile.traced_parts import TraceSpec, live_bytes, program_bytes
 from dflop_jax.records import LayerTiming, Recompute, Shape
 from models.decoder import DecoderModule
 from models.llava import build
@@ -15,7 +15,7 @@ from models.sizes import DECODERS
 
 DEEP = DecoderModule(dataclasses.replace(DECODERS["nano"], n_layers=12, tied=False), jnp.float32)
 ROWS = Shape(2, 128)
-WHOLE = Part(DEEP, "layers", ROWS)
+WHOLE = TraceSpec(DEEP, "layers", ROWS)
 
 
 def test_the_ends_of_a_loss_keep_nothing():
@@ -42,11 +42,11 @@ def test_policies_keep_their_share_of_what_compiled_programs_keep(factor):
     tower = build("nano").modules["vision"]
     for module, shape in ((tower, Shape(2, tower.size.tokens_in_tower)), (DEEP, ROWS)):
         predictor = Predictor(module, (), 1, find_hardware("h100"), 4)
-        traced = {r: c.layer_bytes for r, c in predictor.at([shape])[shape].items()}
+        traced = {r: c.layer_bytes for r, c in predictor.policy_costs([shape])[shape].items()}
         least, most = traced["layers"], traced["none"]
         compiled = Recompute(layer_bytes=least + factor * (most - least))
         timing = LayerTiming("m", 1, shape, 1.0, 2.0, 0.1, 0.1, 8.0, recompute={"none": compiled})
-        (beside,) = predictor.beside([timing])
+        (beside,) = predictor.add_policies([timing])
         got = {r: beside.recompute[r].layer_bytes for r in POLICIES}
         more = max(factor, 1.0) if module is DEEP else factor
         assert got["layers"] == least < most

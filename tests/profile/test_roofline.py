@@ -11,7 +11,7 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency, program_s
 from dflop_jax.profile.kernels import (
     ATTENTION,
-    ATTENTION_BACK,
+    ATTENTION_BACKWARD,
     ELEMENTWISE,
     GATHER,
     LOOKUP,
@@ -63,7 +63,7 @@ def test_each_kind_of_kernel_by_hand():
     moved = 1e9 / 2039e9
     assert seconds(Kernel(ELEMENTWISE, 0, 1e9)) == pytest.approx(moved / e.bandwidth + e.launch_s)
     assert seconds(Kernel(LOOKUP, 0, 1e9)) == pytest.approx(moved / e.lookup + e.launch_s)
-    back = seconds(product(n, ATTENTION_BACK)) - e.launch_s
+    back = seconds(product(n, ATTENTION_BACKWARD)) - e.launch_s
     assert back == pytest.approx(compute * e.matmul / e.attention_back)
     known = Kernel(ATTENTION, 2.0 * n**3, 0.0, dtype="bfloat16")  # its rate holds at any size
     want = 2 * n**3 / (312e12 * e.attention) + e.launch_s
@@ -72,10 +72,12 @@ def test_each_kind_of_kernel_by_hand():
     want = 2 * n**2 * (n + e.attention_pairs) / (312e12 * e.attention) + e.launch_s
     assert seconds(pieces) == pytest.approx(want)
     gathered = seconds(Kernel(GATHER, 0, 1e9, group=8, stride=2))
-    assert gathered == pytest.approx(all_gather_s(1e9, 8, A100, stride=2, reach=e.link))
-    assert seconds(Kernel(SEND, 0, 1e9, group=2)) == pytest.approx(send_s(1e9, A100, reach=e.link))
+    assert gathered == pytest.approx(all_gather_s(1e9, 8, A100, stride=2, efficiency=e.link))
+    assert seconds(Kernel(SEND, 0, 1e9, group=2)) == pytest.approx(
+        send_s(1e9, A100, efficiency=e.link)
+    )
     reduced = seconds(Kernel(REDUCE, 0, 1e9), ways=4)
-    assert reduced == pytest.approx(all_reduce_s(1e9, 4, A100, reach=e.link))
+    assert reduced == pytest.approx(all_reduce_s(1e9, 4, A100, efficiency=e.link))
     assert program_s([], 1, A100) == 0.0
     twice = Kernel(ELEMENTWISE, 0, 1e9, repeats=2)
     assert seconds(twice) == pytest.approx(2 * seconds(Kernel(ELEMENTWISE, 0, 1e9)))
@@ -165,7 +167,7 @@ def test_attention_that_skips_costs_by_pairs():
 
     def predicted(module, shape, ways=1):
         predictor = Predictor(module, ("visual",), ways, A100)
-        return roofline._timings(predictor, "llm", [shape], alone=False)[0]
+        return roofline._predict_timings(predictor, "llm", [shape], one_piece_rows=False)[0]
 
     by_rows, by_pairs = (
         [predicted(m, Shape(n, t)) for n, t in ((16, 128), (1, 2048), (4, 2048))]
@@ -215,7 +217,9 @@ def test_few_shapes_tell_what_policies_cost_at_others():
     """The second is none of the three that are traced."""
     predictor = Predictor(NANO.modules["llm"], ("visual",), 1, A100)
     shapes = [Shape(1, 32), Shape(2, 96), Shape(4, 96), Shape(2, 384)]
-    got, want = (predictor.at(many)[shapes[1]]["layers"] for many in (shapes, shapes[1:2]))
+    got, want = (
+        predictor.policy_costs(many)[shapes[1]]["layers"] for many in (shapes, shapes[1:2])
+    )
     assert got.layer_bytes == pytest.approx(want.layer_bytes)
     assert got.layer_s == pytest.approx(want.layer_s, rel=0.1)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax.profile.needed import seen_pairs, segment_flops
+from dflop_jax.profile.needed import segment_flops, visible_pair_share
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, SegmentPlan, Shape
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.segment import EVALUATE, Segment
@@ -93,7 +93,7 @@ def test_inner_segments_need_their_layers():
 
 def test_the_share_of_pairs_that_attention_sees():
     encoder = VisionModule(VisionSize(32, 8, 48, 3, 4, 96), 64, jnp.dtype("float32"))
-    assert seen_pairs(encoder, 16) == 1.0
-    assert seen_pairs(DECODER, 1) == 1.0
-    assert seen_pairs(DECODER, 3) == pytest.approx(6 / 9)
-    assert seen_pairs(DECODER, 1000) == pytest.approx(0.5, rel=2e-3)
+    assert visible_pair_share(encoder, 16) == 1.0
+    assert visible_pair_share(DECODER, 1) == 1.0
+    assert visible_pair_share(DECODER, 3) == pytest.approx(6 / 9)
+    assert visible_pair_share(DECODER, 1000) == pytest.approx(0.5, rel=2e-3)

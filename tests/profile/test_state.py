@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.profile.measure import assembled
+from dflop_jax.profile.measure import build_profile
 from dflop_jax.profile.optimizer_state import parameter_dims
 from dflop_jax.profile.state import (
     SegmentState,
@@ -30,7 +30,7 @@ from tests.plans import halved, profile_of
 MODEL = build("nano")
 SHAPES = {"vision": [Shape(2, 16)], "llm": [Shape(1, 128)]}
 TIMINGS = [LayerTiming(m, 1, s[0], 1.0, 1.0, 1.0, 1.0) for m, s in SHAPES.items()]
-PROFILE = assembled(
+PROFILE = build_profile(
     MODEL, SHAPES, TIMINGS, key="k", device="d", concurrency=8.0, task_overhead_s=0.0, priced_by=""
 )
 
@@ -178,7 +178,7 @@ def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
     model = build("nano", dtype).with_lora(3, 6.0, targets=("llm", "connector"))
     frozen = ("vision", "connector", "llm")
     tx = make_optimizer(TrainConfig())
-    plain = assembled(
+    plain = build_profile(
         model, SHAPES, TIMINGS, key="k", device="d", concurrency=8.0, task_overhead_s=0.0,
         priced_by="",
     )  # fmt: skip

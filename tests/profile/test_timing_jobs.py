@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.profile import timing_jobs as jobs_module
 from dflop_jax.profile.shallow import shallow_segment
-from dflop_jax.profile.timed_programs import LEAST_RUNS, MOST_RUNS
+from dflop_jax.profile.timed_programs import MAX_RUNS, MIN_RUNS
 from dflop_jax.profile.timing_jobs import time_layers, timing_jobs
 from dflop_jax.records import MeshShape, Shape
 from dflop_jax.runtime.parameter_layout import param_specs
@@ -28,7 +28,7 @@ def test_each_group_of_devices_times_a_part_once():
     for degree in (1, 2):
         assert [(j.module, j.shape) for j in jobs if len(j.devices) == degree] == whole
     assert [j.processes for j in jobs] == [[0], [1], [2], [0], *[[0, 1]] * 4]
-    assert [j.most_runs for j in jobs] == [MOST_RUNS] * 4 + [LEAST_RUNS] * 4
+    assert [j.max_runs for j in jobs] == [MAX_RUNS] * 4 + [MIN_RUNS] * 4
     assert timing_jobs(MODEL, SHAPES, []) == []
 
 
@@ -40,7 +40,7 @@ def test_the_first_process_of_several_tells(monkeypatch, here, timed, told):
     monkeypatch.setattr(jobs_module, "time_layer", lambda *a, **k: calls.append(k) or a[1:3])
     a, b = devices(0, 1)
     met = []
-    monkeypatch.setattr(jobs_module, "_meet", lambda job: met.append(len(calls)))
+    monkeypatch.setattr(jobs_module, "_barrier", lambda job: met.append(len(calls)))
     jobs = timing_jobs(MODEL, SHAPES, [[(a, b)], [(a,), (b,)]])
     assert len([j for j in jobs if here in j.processes]) == timed
     syncs = []

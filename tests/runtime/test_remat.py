@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from dflop_jax.aot.hlo_cost import hlo_cost
-from dflop_jax.profile.needed import seen_pairs, segment_flops
+from dflop_jax.profile.needed import segment_flops, visible_pair_share
 from dflop_jax.records import BACKWARD, FORWARD, Edge, MeshShape, Remat, SegmentPlan, Shape
 from dflop_jax.runtime import segment
 from dflop_jax.runtime.layout import device_mesh
@@ -95,7 +95,7 @@ def test_each_policy_keeps_what_it_says():
 )
 def test_forward_and_backward_compute_what_they_need(make, shape, remat, least, most):
     s = make(remat)
-    seen = seen_pairs(s.module, shape.tokens)
+    seen = visible_pair_share(s.module, shape.tokens)
     executed = needed = 0.0
     for kind in (FORWARD, BACKWARD):
         executed += hlo_cost(Lowering(s).lower(shape, kind).compile().as_text(), seen).flops
@@ -121,7 +121,7 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     kept = device_bytes(Lowering(inner).residual_structs(shape))
     flops = [
         hlo_cost(
-            Lowering(s).lower(shape, BACKWARD).compile().as_text(), seen_pairs(s.module, 32)
+            Lowering(s).lower(shape, BACKWARD).compile().as_text(), visible_pair_share(s.module, 32)
         ).flops
         for s in (inner, last)
     ]
@@ -134,4 +134,4 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     assert len(structs["turns"]["layers 0"]) == 2  # of each layer its own
     for s, want in zip((inner, last), flops, strict=True):
         text = Lowering(s).lower(shape, BACKWARD).compile().as_text()
-        assert hlo_cost(text, seen_pairs(s.module, 32)).flops == want
+        assert hlo_cost(text, visible_pair_share(s.module, 32)).flops == want

@@ -77,7 +77,7 @@ def profile(tmp_path, monkeypatch, answer=made_up, degrees=(1, 2), **train):
         asked.extend(probes)
         return {p: answer(p) for p in probes}
 
-    monkeypatch.setattr(chip_profile, "compiled_probes", answers)
+    monkeypatch.setattr(chip_profile, "compile_probes", answers)
     found = chip_profile.compile_profile(config(tmp_path, **train), MODEL, H100, SHAPES, degrees, 8)
     return found, asked
 
@@ -173,13 +173,13 @@ def test_a_probe_is_compiled_and_read():
 FAKE = """
 import os, sys, msgspec
 sys.path[:0] = PATHS
-from dflop_jax.aot.worker import Found, Request
+from dflop_jax.aot.worker import ProbeResult, Request
 for line in sys.stdin.buffer:
     probe = msgspec.json.decode(line, type=Request).probe
     if probe.depth == 3:
         os.write(2, b"no tile fits\\n")
         os.abort()
-    os.write(1, msgspec.json.encode(Found(residual_bytes=float(probe.depth))) + b"\\n")
+    os.write(1, msgspec.json.encode(ProbeResult(residual_bytes=float(probe.depth))) + b"\\n")
 """
 
 

@@ -172,16 +172,16 @@ def test_equal_programs_are_compiled_once():
 FAKE = """
 import os, sys, msgspec
 sys.path[:0] = PATHS
-from dflop_jax.aot.worker import OpenPlan, Request
-from dflop_jax.aot.reports import ProgramReport, SegmentState
+from dflop_jax.aot.worker import PlanPrograms, Request
+from dflop_jax.aot.reports import ProgramReport, SegmentMemory
 for line in sys.stdin.buffer:
     request = msgspec.json.decode(line, type=Request)
     if request.config.model.size == "tiny":
-        answer = OpenPlan(refused="of another model")
+        answer = PlanPrograms(error="of another model")
     elif request.program is None:
-        state = SegmentState("s", "m", 0, 1e9, 0, 1, 0, "none")
+        state = SegmentMemory("s", "m", 0, 1e9, 0, 1, 0, "none")
         programs = [ProgramReport(f"s {n}", "s", "m", "forward", (1, 1, 1)) for n in range(3)]
-        answer = OpenPlan((state,), tuple(programs))
+        answer = PlanPrograms((state,), tuple(programs))
     else:
         if request.program == 1:
             os.write(2, b"first word\\nF1122 no tile fits\\n")

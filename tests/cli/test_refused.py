@@ -138,7 +138,7 @@ def _nothing_is_measured(monkeypatch):
     for module, name in (
         (profiling, "time_layers"),
         (profiling, "roofline_profile"),
-        (chip_profile, "compiled_probes"),
+        (chip_profile, "compile_probes"),
         (Executor, "compile"),
     ):
         monkeypatch.setattr(module, name, measured)

@@ -59,8 +59,10 @@ def test_devices_that_run_at_once_run_the_last_module(monkeypatch):
         timed.append((segment.name, segment.mesh.shape["data"], shape))
         return None, None, [("fields", "backward")]
 
-    monkeypatch.setattr(measure, "timed_backward", fake)
-    monkeypatch.setattr(measure, "seconds_of", lambda runs: [0.5] if runs == ["backward"] else [])
+    monkeypatch.setattr(measure, "prepare_backward", fake)
+    monkeypatch.setattr(
+        measure, "median_seconds", lambda runs: [0.5] if runs == ["backward"] else []
+    )
     assert measure_concurrent_rate(MODEL, Shape(1, 32), jax.devices()[:2]) == 4.0
     assert timed == [("llm", 2, Shape(1, 32))]
 
@@ -74,7 +76,7 @@ def test_programs_are_timed_by_turns_until_they_have_had_their_time(took_s, n_ru
         calls.append(i)
         now[0] += took_s[i] * (10 if len(calls) == 5 else 1)
 
-    got = measure.seconds_of([lambda: run(0), lambda: run(1)], clock=lambda: now[0])
+    got = measure.median_seconds([lambda: run(0), lambda: run(1)], clock=lambda: now[0])
     assert got == pytest.approx(took_s)
     assert calls == [0, 1] * (len(calls) // 2)
     assert len(calls) // 2 - 1 == n_runs  # one to warm up
@@ -207,8 +209,8 @@ def test_pairs_are_told_from_two_fillings(monkeypatch):
         n = segment.plan.n_layers
         return TimedPrograms(tuple(runs), 10.0 * n + 5, 8.0 * n + 1, 64.0, segment.name == "a")
 
-    monkeypatch.setattr(measure, "timed_programs", fakes)
-    monkeypatch.setattr(measure, "seconds_of", lambda runs, most_runs: runs)
+    monkeypatch.setattr(measure, "compile_timed_programs", fakes)
+    monkeypatch.setattr(measure, "median_seconds", lambda runs, max_runs: runs)
     shapes = {m: [Shape(2, 48)] for m in "ab"}
     for t in timed(two(pair_flops=4.0), shapes, jax.devices()[:1]):
         # The backward program of "b", which nobody reads, also runs forward.

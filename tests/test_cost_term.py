@@ -17,7 +17,7 @@ import pytest
 from dflop_jax.data.content import counter_of
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.pricing import simulate
-from dflop_jax.plan.volume import ROOM, group_content, volume_of
+from dflop_jax.plan.volume import HEADROOM, group_content, module_volume
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.needed import needed_flops
@@ -141,10 +141,10 @@ def test_the_scheduler_balances_it():
 
 
 def test_the_planner_expects_it():
-    volume = volume_of("llm", LOADS, [LOADS], 18, counts_pieces=False)
+    volume = module_volume("llm", LOADS, [LOADS], 18, counts_pieces=False)
     assert volume.content == (18, 2 * sum(n * n for n in LENGTHS))
     of_group = group_content(volume, np.array([3]), np.array([2]))
-    assert of_group[0] == np.ceil(18 * ROOM / 6)
+    assert of_group[0] == np.ceil(18 * HEADROOM / 6)
 
 
 def test_a_step_needs_its_flops():

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> Any:
 
     place, profile = open_place(args, refuse_early(args))
     config = place.config
-    shown = {"shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
+    shown = {"n_shown": planning.SHOWN_PLACEMENTS} if args.explain else {}
     tick = ticker("planning", "placements", at_once=not args.profile_file)
     result = planning.make_plan(place, profile, tick, **shown)
     helps = []
@@ -89,7 +89,7 @@ def plain(result: SearchResult) -> dict[str, object]:
 
 def ranking(result: SearchResult, explain: bool) -> Table:
     """The best placements, simulated with one bucket each."""
-    from dflop_jax.plan.explain import why_it_lost
+    from dflop_jax.plan.explain import explain_loss
 
     title = (
         f"{result.n_evaluated} of {result.n_candidates} candidates simulated "
@@ -102,15 +102,15 @@ def ranking(result: SearchResult, explain: bool) -> Table:
     for c in result.candidates:
         row = [f"{c.policy}: {c.name}", str(c.microbatches), str(c.group_size)]
         row += [f"{1e3 * c.makespan_s:.1f}", f"{c.peak_bytes / GIB:.2f}"]
-        rows.append([*row, *[c.saving, why_it_lost(c, result.candidates[0])] * explain])
+        rows.append([*row, *[c.saving, explain_loss(c, result.candidates[0])] * explain])
     return table(title, columns, rows)
 
 
 def chosen(result: SearchResult) -> str:
     """The plan in a line, with the buckets that it got at last, and its step with one bucket, as
     the ranking has it."""
-    from dflop_jax.plan.options import saving_words
-    from dflop_jax.plan.placement import name_of
+    from dflop_jax.plan.options import describe_savings
+    from dflop_jax.plan.placement import layout_name
     from dflop_jax.report.summary import submesh_rows
 
     plan = result.plan
@@ -128,8 +128,8 @@ def chosen(result: SearchResult) -> str:
     for s in plan.layout.segments:
         buckets += f", {s.name} in {s.rounds} rounds" * (s.rounds > 1)
     if plan.scheduling.kept:
-        buckets += f"; groups keep more where memory is left ({saving_words(plan.layout)})"
-    as_ranked = plan.policy, name_of(plan.layout)
+        buckets += f"; groups keep more where memory is left ({describe_savings(plan.layout)})"
+    as_ranked = plan.policy, layout_name(plan.layout)
     one_s = [c.makespan_s for c in result.candidates if (c.policy, c.name) == as_ranked]
     return (
         f"{plan.policy}: {meshes}; buckets {buckets}: {1e3 * plan.predicted.makespan_s:.1f} ms "

@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> Any:
 
 def trace_memory(folder: Path, plan: Any, trace: Any, labels: Any) -> Any:
     """Memory over time of a run's trace, from its profile."""
-    from dflop_jax.plan.memory import memory_of_run
+    from dflop_jax.plan.memory import memory_of_trace
     from dflop_jax.records import Profile
     from dflop_jax.records.files import load
 
     profile = load(Profile, folder / "profile.json").model
-    return memory_of_run(plan.layout, profile, trace, labels)
+    return memory_of_trace(plan.layout, profile, trace, labels)

@@ -28,7 +28,7 @@ from dflop_jax.contract import (
 from dflop_jax.data import Sample
 from dflop_jax.data.content import features_per_row
 from dflop_jax.data.packing import pack_groups
-from dflop_jax.plan.placement import Form, lay_out
+from dflop_jax.plan.placement import Parallelism, build_layout
 from dflop_jax.records import (
     Bucket,
     Group,
@@ -155,7 +155,9 @@ def _of_rank(
 def _whole(model: MultimodalModel, groups: Sequence[Group], ranks: int) -> Layout:
     """Return the whole model on so many data ranks, with the shapes of these groups."""
     n_layers = {m: module.n_layers for m, module in model.modules.items()}
-    laid = lay_out([Form(MeshShape(data=ranks))] * len(n_layers), [0] * len(n_layers), n_layers)
+    laid = build_layout(
+        [Parallelism(MeshShape(data=ranks))] * len(n_layers), [0] * len(n_layers), n_layers
+    )
     bucket = Bucket.of({g.module: g.shape for g in groups})
     return replace(laid, buckets=(bucket,), edges=edges_of(model))
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from dflop_jax.config import PlanConfig
 from dflop_jax.plan import memory
-from dflop_jax.plan.estimate import Rules
+from dflop_jax.plan.module_tables import SearchContext
+from dflop_jax.plan.one_bucket import buckets_with_shares
 from dflop_jax.plan.options import with_options
-from dflop_jax.plan.uniform import ladder_of
 from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import (
     NO_GROUP,
@@ -45,15 +45,15 @@ from dflop_jax.simulate.task_graph import in_flight_limit, submesh_resources
 from dflop_jax.simulate.task_order import peak_groups_in_flight
 
 LOOKAHEADS = (1, 2, 4)  # groups in flight beyond 1F1B's
-_WORTH_MEMORY = 0.005  # share of the makespan that a longer lookahead has to bring
-_RANK_WORK = 100  # units for a batch of a plan that is ranked
+_MIN_LOOKAHEAD_GAIN = 0.005  # share of the makespan that a longer lookahead has to bring
+_RANKING_WORK = 100  # units for a batch of a plan that is ranked
 # Samples that give a plan's figures at least, in up to so many batches or twice the sampled ones.
-_FIGURED, _FIGURED_BATCHES = 512, 8
+_MIN_EVALUATED_SAMPLES, _MAX_EVALUATED_BATCHES = 512, 8
 # Most units for a batch that gives a plan's figures, and for one by which plans are compared: with
 # 300 schedules of 256 samples are up to 7% longer than with 4,000, those of other plans less, and
 # another plan seems the fastest.
 TRIAL_WORK = 1_000
-_LOOKAHEAD_BATCHES = 0.5  # of the unseen ones, by which the lookahead is chosen
+_LOOKAHEAD_BATCH_SHARE = 0.5  # of the unseen ones, by which the lookahead is chosen
 # Of a step, in which the solver of a later one shall be done: where it has a core of its own, and
 # where it takes its seconds from a device, which is a core of the host.
 _SOLVER_SHARE, _SOLVER_SHARE_OF_DEVICE = 0.5, 0.1
@@ -75,77 +75,88 @@ class Evaluator:
 
     def __init__(
         self,
-        rules: Rules,
+        context: SearchContext,
         loads: Sequence[Load],
         batches: Sequence[Sequence[Load]],
     ):
-        self.rules, self.loads, self.batches = rules, loads, batches
-        global_batch, n_sampled = rules.spec.global_batch, rules.spec.n_batches
+        self.context, self.loads, self.batches = context, loads, batches
+        global_batch, n_sampled = context.spec.global_batch, context.spec.n_batches
         # Small batches differ most, and with them the number of groups.
-        most = max(2 * n_sampled, _FIGURED_BATCHES)
-        n = min(max(n_sampled, _FIGURED // global_batch), most)
-        self.unseen = sample_batches(loads, global_batch, n, seed=1)
-        self._packed = [Batch(b, tuple(rules.n_layers)) for b in batches]
+        max_batches = max(2 * n_sampled, _MAX_EVALUATED_BATCHES)
+        n_evaluated = min(max(n_sampled, _MIN_EVALUATED_SAMPLES // global_batch), max_batches)
+        self.evaluation_batches = sample_batches(loads, global_batch, n_evaluated, seed=1)
+        self._packed = [Batch(b, tuple(context.n_layers)) for b in batches]
         self._groups: dict[tuple[object, ...], float] = {}
         self._trials: dict[int, list[list[Load]]] = {}
 
     def with_less_memory(self, n_bytes: float) -> Evaluator:
         """The same for devices with so many bytes less to fill, where their memory is limited."""
-        less, spec = copy(self), self.rules.spec
-        left = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
-        less.rules = replace(self.rules, spec=replace(spec, memory_bytes=left))
-        return less
+        evaluator, spec = copy(self), self.context.spec
+        memory_bytes = max(1.0, spec.memory_bytes - n_bytes) if spec.memory_bytes else 0.0
+        evaluator.context = replace(self.context, spec=replace(spec, memory_bytes=memory_bytes))
+        return evaluator
 
     @property
     def config(self) -> PlanConfig:
         """The settings, their limits as the job needs."""
-        return self.rules.spec.config
+        return self.context.spec.config
 
     def prices(self, layout: Layout) -> Prices:
-        return layout_prices(layout, self.rules.costs)
+        return layout_prices(layout, self.context.costs)
 
-    def most_bytes(self, plan: Plan) -> float:
+    def max_peak_bytes(self, plan: Plan) -> float:
         """Bytes of the device that needs the most, however many groups a batch takes."""
-        return max(self.most_by_submesh(plan).values())
+        return max(self.peak_bytes_limit(plan).values())
 
-    def most_by_submesh(self, plan: Plan) -> dict[str, float]:
+    def peak_bytes_limit(self, plan: Plan) -> dict[str, float]:
         """Bytes of each submesh's devices, however many groups a batch takes."""
         return self.peak_bytes(plan.layout, in_flight_limit(plan))
 
     def peak_bytes(self, layout: Layout, in_flight: Mapping[str, int]) -> dict[str, float]:
         """Of each submesh, with so many groups kept by each segment."""
-        return memory.peak_bytes(layout, self.rules.costs, in_flight, self.rules.trainable(layout))
+        return memory.peak_bytes(
+            layout, self.context.costs, in_flight, self.context.trainable(layout)
+        )
 
     def fits(self, plan: Plan) -> bool:
-        limit = self.rules.spec.memory_bytes
-        return not limit or self.most_bytes(plan) <= limit
+        limit = self.context.spec.memory_bytes
+        return not limit or self.max_peak_bytes(plan) <= limit
 
     def busy_s(self, layout: Layout) -> float:
         """Seconds of all tasks of a mean batch in groups of the largest shapes, and of the step's
         end: what tells options of a placement apart."""
-        prices, trainable = self.prices(layout), self.rules.trainable(layout)
-        n = self._mean_groups(layout)
+        prices, trainable = self.prices(layout), self.context.trainable(layout)
+        n_groups = self._groups_per_mean_batch(layout)
         tasks = segment_directions(layout, trainable)
         ends = (Task(s, NO_GROUP, d) for s in trainable for d in (REDUCE, UPDATE))
         total_s = sum(prices.step_end[task] for task in ends)
         for s in layout.segments:
             shapes = layout.shapes(s.module)
             programs = [ProgramId(s.name, max(shapes), d) for d in tasks[s.name] if shapes]
-            volume, share = self.rules.volumes[s.module], n * layout.data_ranks(s.module)
-            parts = layout.fan_in if s.module in layout.divided else 1
-            content = [amount / share / parts for amount in volume.content]
-            total_s += n * parts * sum(prices.programs[p].of(content) for p in programs)
+            volume, n_rank_groups = (
+                self.context.volumes[s.module],
+                n_groups * layout.data_ranks(s.module),
+            )
+            groups_together = layout.fan_in if s.module in layout.divided else 1
+            content = [amount / n_rank_groups / groups_together for amount in volume.content]
+            total_s += (
+                n_groups * groups_together * sum(prices.programs[p].of(content) for p in programs)
+            )
         return total_s
 
-    def _mean_groups(self, layout: Layout) -> float:
+    def _groups_per_mean_batch(self, layout: Layout) -> float:
         """Groups of the largest shapes that hold a mean batch."""
         n_groups = 1.0
         for m in layout.modules:
-            rooms = (self.rules.room(m, s.rows, s.tokens) for s in layout.shapes(m))
-            room = max(rooms, default=0)
-            room *= layout.data_ranks(m) * layout.group_size
-            room *= layout.fan_in if m in layout.divided else 1
-            n_groups = max(n_groups, self.rules.volumes[m].mean / room if room else 0.0)
+            capacities = (
+                self.context.group_capacity(m, s.rows, s.tokens) for s in layout.shapes(m)
+            )
+            capacity = max(capacities, default=0)
+            capacity *= layout.data_ranks(m) * layout.group_size
+            capacity *= layout.fan_in if m in layout.divided else 1
+            n_groups = max(
+                n_groups, self.context.volumes[m].mean_per_batch / capacity if capacity else 0.0
+            )
         return n_groups
 
     def with_cheapest_options(self, plan: Plan) -> Plan:
@@ -153,7 +164,7 @@ class Evaluator:
         with those that need least where nothing fits."""
         if not self.fits(plan):
             for m in plan.layout.modules:
-                plan = min(self._with_each_option(plan, m), key=self.most_bytes)
+                plan = min(self._with_each_option(plan, m), key=self.max_peak_bytes)
         if not self.fits(plan):
             return plan
         for m in plan.layout.modules:
@@ -162,20 +173,23 @@ class Evaluator:
         return plan
 
     def _with_each_option(self, plan: Plan, module: str) -> list[Plan]:
-        return [with_options(plan, {module: o}) for o in self.rules.options(module)]
+        return [with_options(plan, {module: o}) for o in self.context.options(module)]
 
-    def n_groups(self, layout: Layout, batch: int) -> float:
+    def count_groups(self, layout: Layout, batch: int) -> float:
         """Groups that the scheduler makes of a batch in a layout of one bucket, the last as the
         part of it that will do; those that feed one together count once. It is the same for all
         layouts of the same data ranks."""
-        ladder, capacity = ladder_of(layout, self.rules), capacity_of(layout)
-        key = (capacity, tuple(ladder), layout.fan_in, batch)
+        share_by_bucket, capacity = buckets_with_shares(layout, self.context), capacity_of(layout)
+        key = (capacity, tuple(share_by_bucket), layout.fan_in, batch)
         if key not in self._groups:
-            layout, shares = replace(layout, buckets=tuple(ladder)), list(ladder.values())
-            self._groups[key] = min_groups(self._packed[batch], layout, shares, _RANK_WORK)
+            layout, shares = (
+                replace(layout, buckets=tuple(share_by_bucket)),
+                list(share_by_bucket.values()),
+            )
+            self._groups[key] = min_groups(self._packed[batch], layout, shares, _RANKING_WORK)
         return self._groups[key]
 
-    def evaluate(self, plan: Plan, about_s: float, prices: Prices | None = None) -> Plan:
+    def evaluate(self, plan: Plan, expected_step_s: float, prices: Prices | None = None) -> Plan:
         """The plan with its predicted figures and budget of work, and with the lookahead that makes
         it fastest.
 
@@ -183,22 +197,22 @@ class Evaluator:
           about_s: what a step takes about, which says how much work hides behind it.
           prices: of the plan's own programs; None: by the profile.
         """
-        is_compiled = prices is not None
+        is_timed = prices is not None
         prices = prices or self.prices(plan.layout)
-        trainable = self.rules.trainable(plan.layout)
+        trainable = self.context.trainable(plan.layout)
         plan = self.with_lookahead(plan, prices)
-        hidden_work = partial(work_budget, shares_cores=self.rules.profile.shares_cores)
-        work = min(hidden_work(about_s), TRIAL_WORK)
+        hidden_work = partial(work_budget, shares_cores=self.context.profile.shares_cores)
+        work = min(hidden_work(expected_step_s), TRIAL_WORK)
         schedules = [
             schedule_batch(b, plan, prices, trainable, step=i, work=work)
-            for i, b in enumerate(self.unseen)
+            for i, b in enumerate(self.evaluation_batches)
         ]
-        if not is_compiled:  # else it has the rooms that its programs are for
+        if not is_timed:  # else it has the rooms that its programs are for
             plan = plan.with_layout(
-                exchange_rooms=exchange_rooms(plan.layout, schedules, self.unseen)
+                exchange_rooms=exchange_rooms(plan.layout, schedules, self.evaluation_batches)
             )
         traces = [simulate_step(plan, s, prices, trainable) for s in schedules]
-        plan = self._predicted(plan, schedules, traces)
+        plan = self._with_prediction(plan, schedules, traces)
         return plan.with_scheduling(work_budget=hidden_work(plan.predicted.makespan_s))
 
     def with_lookahead(self, plan: Plan, prices: Prices | None = None) -> Plan:
@@ -208,65 +222,74 @@ class Evaluator:
         As it is where groups share out what memory is left, for which the lookahead is chosen
         already, and on one set of devices, where no order is faster.
         """
-        scheduling, alone = plan.scheduling, len(set(submesh_resources(plan.layout).values())) == 1
-        if scheduling.grouping != "balanced" or scheduling.kept or alone:
+        scheduling, is_one_resource = (
+            plan.scheduling,
+            len(set(submesh_resources(plan.layout).values())) == 1,
+        )
+        if scheduling.grouping != "balanced" or scheduling.kept or is_one_resource:
             return plan
-        prices, trainable = prices or self.prices(plan.layout), self.rules.trainable(plan.layout)
-        batches = self.unseen[: max(2, round(_LOOKAHEAD_BATCHES * len(self.unseen)))]
-        schedules = [quick_schedule(b, plan, prices, trainable, _RANK_WORK) for b in batches]
+        prices, trainable = prices or self.prices(plan.layout), self.context.trainable(plan.layout)
+        batches = self.evaluation_batches[
+            : max(2, round(_LOOKAHEAD_BATCH_SHARE * len(self.evaluation_batches)))
+        ]
+        schedules = [quick_schedule(b, plan, prices, trainable, _RANKING_WORK) for b in batches]
 
         def list_scheduled_s(plan: Plan) -> float:
-            each = (
+            makespans_s = (
                 with_list_order(plan, replace(s, order=()), prices, trainable) for s in schedules
             )
-            return float(np.mean([s.makespan_s for s in each]))
+            return float(np.mean([s.makespan_s for s in makespans_s]))
 
-        best, best_s = plan, list_scheduled_s(plan)
+        fastest, fastest_s = plan, list_scheduled_s(plan)
         for lookahead in LOOKAHEADS:
-            longer = plan.with_scheduling(lookahead=lookahead)
-            if not self.fits(longer):
+            with_more = plan.with_scheduling(lookahead=lookahead)
+            if not self.fits(with_more):
                 break
-            if (longer_s := list_scheduled_s(longer)) < (1 - _WORTH_MEMORY) * best_s:
-                best, best_s = longer, longer_s
-        return best
+            if (with_more_s := list_scheduled_s(with_more)) < (1 - _MIN_LOOKAHEAD_GAIN) * fastest_s:
+                fastest, fastest_s = with_more, with_more_s
+        return fastest
 
-    def trial(self, number: int) -> list[list[Load]]:
+    def trial_batches(self, number: int) -> list[list[Load]]:
         """The batches of a trial, of any number: one as the data are and, where `plan.drift`
         counts, a drifted one."""
         if number not in self._trials:
-            n = self.rules.spec.global_batch
+            n = self.context.spec.global_batch
             batches = sample_batches(self.loads, n, 1, seed=2 + number)
             if self.config.drift:
-                modules, seed = tuple(self.rules.n_layers), number // 2
+                modules, seed = tuple(self.context.n_layers), number // 2
                 # Both directions of a drift come from one seed.
-                both = drifted_batches(self.loads, modules, n, 2, seed=seed)
-                batches.append(both[number % 2])
+                drifted = drifted_batches(self.loads, modules, n, 2, seed=seed)
+                batches.append(drifted[number % 2])
             self._trials[number] = batches
         return self._trials[number]
 
-    def trial_s(self, plan: Plan, number: int, prices: Prices | None = None) -> float:
+    def simulate_trial(self, plan: Plan, number: int, prices: Prices | None = None) -> float:
         """Seconds of a step by the batches of a trial, a share of which (`plan.drift`) are those of
         the drifted one.
 
         Args:
           prices: of the plan's own programs; None: by the profile.
         """
-        prices, trainable = prices or self.prices(plan.layout), self.rules.trainable(plan.layout)
+        prices, trainable = prices or self.prices(plan.layout), self.context.trainable(plan.layout)
         plain_s, *drifted_s = (
             quick_schedule(b, plan, prices, trainable, TRIAL_WORK).makespan_s
-            for b in self.trial(number)
+            for b in self.trial_batches(number)
         )
         return (1 - self.config.drift) * plain_s + self.config.drift * sum(drifted_s)
 
-    def _predicted(
+    def _with_prediction(
         self, plan: Plan, schedules: Sequence[Schedule], traces: Sequence[Trace]
     ) -> Plan:
         busy = [trace.busy_fraction() for trace in traces]
         depths = [peak_groups_in_flight(s.order) for s in schedules]
         if plan.scheduling.kept:  # groups of one segment differ in what they keep
-            held = [peak_residual_bytes(plan, s) for s in schedules]
+            live_bytes = [peak_residual_bytes(plan, s) for s in schedules]
             peak_bytes = {
-                name: n_bytes + max(h[submesh_resources(plan.layout)[name]] for h in held)
+                name: n_bytes
+                + max(
+                    resource_bytes[submesh_resources(plan.layout)[name]]
+                    for resource_bytes in live_bytes
+                )
                 for name, n_bytes in self.peak_bytes(plan.layout, {}).items()
             }
         else:
@@ -284,6 +307,6 @@ class Evaluator:
             },
             peak_bytes=peak_bytes,
             chosen_by_s=makespan_s,
-            priced_by=self.rules.profile.priced_by,
+            priced_by=self.context.profile.priced_by,
         )
         return replace(plan, predicted=predicted)

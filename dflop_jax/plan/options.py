@@ -9,14 +9,14 @@ from dflop_jax.records import Layout, Plan, Remat, SegmentPlan, Zero
 
 
 @dataclass(frozen=True)
-class Option:
+class MemoryOption:
     """How a module saves memory; see `SegmentPlan`. The default saves nothing that costs time."""
 
     remat: Remat = "none"
     zero: Zero = 1
     shard_devices: int = 0
 
-    def of(self, segment: SegmentPlan) -> SegmentPlan:
+    def apply(self, segment: SegmentPlan) -> SegmentPlan:
         """The segment with this option, and no second recompute policy."""
         return replace(
             segment,
@@ -27,42 +27,50 @@ class Option:
         )
 
     @staticmethod
-    def held_by(segment: SegmentPlan) -> Option:
+    def from_segment(segment: SegmentPlan) -> MemoryOption:
         """The segment's option."""
-        return Option(segment.remat, segment.zero, segment.shard_devices)
+        return MemoryOption(segment.remat, segment.zero, segment.shard_devices)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What differs from the default; "" if nothing does."""
-        parts = [self.remat] * (self.remat != "none") + [f"ZeRO {self.zero}"] * (self.zero > 1)
-        parts += [f"within {self.shard_devices}"] * (self.shard_devices > 0)
-        return " ".join(parts)
+        words = [self.remat] * (self.remat != "none") + [f"ZeRO {self.zero}"] * (self.zero > 1)
+        words += [f"within {self.shard_devices}"] * (self.shard_devices > 0)
+        return " ".join(words)
 
 
-def options_of(layout: Layout) -> dict[str, Option]:
+def options_of(layout: Layout) -> dict[str, MemoryOption]:
     """The option of every module, which all its segments share; without blocks of devices where
     these change nothing."""
     options = {}
     for m in layout.modules:
         segment = layout.segments_of(m)[0]
         mesh = layout.submesh(segment.submesh)
-        none = segment.shard_ranks(mesh.data, mesh.model) == mesh.data
-        options[m] = Option.held_by(replace(segment, shard_devices=0) if none else segment)
+        is_unsplit = segment.shard_ranks(mesh.data, mesh.model) == mesh.data
+        options[m] = MemoryOption.from_segment(
+            replace(segment, shard_devices=0) if is_unsplit else segment
+        )
     return options
 
 
-def with_options(plan: Plan, options: Mapping[str, Option]) -> Plan:
+def with_options(plan: Plan, options: Mapping[str, MemoryOption]) -> Plan:
     """The plan with other options of some modules."""
-    segments = tuple(options.get(s.module, Option.held_by(s)).of(s) for s in plan.layout.segments)
+    segments = tuple(
+        options.get(s.module, MemoryOption.from_segment(s)).apply(s) for s in plan.layout.segments
+    )
     return plan.with_layout(segments=segments)
 
 
-def saving_words(layout: Layout) -> str:
+def describe_savings(layout: Layout) -> str:
     """How the plan's modules save memory; "none" if they do not. A module with a second recompute
     policy is "named or none"."""
-    words = []
+    descriptions = []
     for m, option in options_of(layout).items():
-        less = next((s.remat_less for s in layout.segments_of(m) if s.remat_less), None)
-        both_policies = option.words.replace(option.remat, f"{option.remat} or {less}", 1)
-        words += [f"{m} {both_policies if less else option.words}"] * bool(option.words)
-    return ", ".join(words) or "none"
+        second_remat = next((s.remat_less for s in layout.segments_of(m) if s.remat_less), None)
+        both_policies = option.description.replace(
+            option.remat, f"{option.remat} or {second_remat}", 1
+        )
+        descriptions += [f"{m} {both_policies if second_remat else option.description}"] * bool(
+            option.description
+        )
+    return ", ".join(descriptions) or "none"

@@ -53,7 +53,7 @@ def simulate(
     return simulate_schedules(plan, schedules, prices, names, noise=noise)
 
 
-def held_loads(plan: Plan, loads: Sequence[Load]) -> list[Load]:
+def loads_that_fit(plan: Plan, loads: Sequence[Load]) -> list[Load]:
     """Those of the samples that the plan has room for; ValueError: none."""
     large = set(oversize_samples(loads, plan))
     if len(large) == len(loads):
@@ -74,12 +74,12 @@ def fullest_schedule(
     Raises:
       ValueError: the plan's shapes hold no sample.
     """
-    batches = sample_batches(held_loads(plan, loads), global_batch, _REHEARSED_BATCHES)
+    batches = sample_batches(loads_that_fit(plan, loads), global_batch, _REHEARSED_BATCHES)
     schedules = (schedule_batch(b, plan, prices, trainable) for b in batches)
-    return max(schedules, key=_most_held_tokens)
+    return max(schedules, key=_max_live_tokens)
 
 
-def _most_held_tokens(schedule: Schedule) -> int:
+def _max_live_tokens(schedule: Schedule) -> int:
     """Tokens of the shapes of groups that wait for their backward, at the moment when these are
     most."""
     forward, backward = (

@@ -13,23 +13,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dflop_jax.plan.best_first import Ranking, placements, searched
+from dflop_jax.plan.best_first import BestFirstSearch, first_of_placements, search_spaces
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.estimate import Rules
 from dflop_jax.plan.evaluate import Evaluator
-from dflop_jax.plan.explain import why_nothing_fits
-from dflop_jax.plan.finalists import refined
-from dflop_jax.plan.space import baseline
-from dflop_jax.plan.spec import SearchSpec, with_limits
-from dflop_jax.plan.time_plans import TimePlan, TryStep, by_its_own
-from dflop_jax.plan.volume import volume_of
+from dflop_jax.plan.explain import explain_no_fit
+from dflop_jax.plan.module_tables import SearchContext
+from dflop_jax.plan.refine_buckets import refine_candidates
+from dflop_jax.plan.search_spec import SearchSpec, with_limits
+from dflop_jax.plan.space import allowed_baselines
+from dflop_jax.plan.time_plans import TimePlan, TryStep, choose_by_timing
+from dflop_jax.plan.volume import module_volume
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import DataProfile, ModelProfile, Plan
 from dflop_jax.schedule.sampled_batches import sample_batches
 
 # Batches by which candidates are ranked, over `SearchSpec.n_batches`: of thousands of placements
 # some suit two batches by chance. With twice as many, as many again are counted.
-_RANKED_TIMES = 2
+_RANKING_BATCHES_RATIO = 2
 
 
 @dataclass(frozen=True)
@@ -75,42 +75,46 @@ def search_plan(
       ValueError: no device, no placement, or nothing fits into `memory_bytes`, or by trial into the
         devices; the message says by how much.
     """
-    evaluator = evaluator_of(
+    evaluator = build_evaluator(
         profile, data, replace(spec, **changes) if spec else SearchSpec(**changes)
     )
-    rules = evaluator.rules
-    config = rules.spec.config
-    ranking = Ranking(evaluator, list(searched(rules)), baseline(rules.extent))
-    best = ranking.ranked(on_progress)
-    if not best:
-        raise ValueError(why_nothing_fits(rules, *ranking.nearest()))
-    plan, n_timed = best[0].plan, 0
-    if rules.spec.refine:
-        plans = refined(ranking, best, data.tail)
+    context = evaluator.context
+    config = context.spec.config
+    search = BestFirstSearch(
+        evaluator, list(search_spaces(context)), allowed_baselines(context.space_limits)
+    )
+    ranked = search.rank_placements(on_progress)
+    if not ranked:
+        raise ValueError(explain_no_fit(context, *search.smallest_candidate()))
+    plan, n_timed = ranked[0].plan, 0
+    if context.spec.refine:
+        plans = refine_candidates(search, ranked, data.tail)
         if time_plan:
-            plan, n_timed = by_its_own(evaluator, plans, config.finalists, time_plan, try_step)
+            plan, n_timed = choose_by_timing(
+                evaluator, plans, config.finalists, time_plan, try_step
+            )
         else:
             plan = evaluator.evaluate(plans[0], plans[0].predicted.makespan_s)
     return SearchResult(
         plan,
-        tuple(c.with_figures(evaluator) for c in placements(best)),
-        n_placements=ranking.n_placements,
-        n_candidates=ranking.n_candidates,
-        n_fit=ranking.n_fit,
-        n_evaluated=ranking.n_evaluated,
+        tuple(c.with_predictions(evaluator) for c in first_of_placements(ranked)),
+        n_placements=search.n_placements,
+        n_candidates=search.n_candidates,
+        n_fit=search.n_fit,
+        n_evaluated=search.n_evaluated,
         n_timed=n_timed,
-        limits=rules.spec.limits,
+        limits=context.spec.limits,
     )
 
 
-def evaluator_of(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> Evaluator:
+def build_evaluator(profile: ModelProfile, data: DataProfile, spec: SearchSpec) -> Evaluator:
     """What judges plans for a spec, with the job's own limits where it gives none."""
     spec = with_limits(spec, profile, data.loads)
-    batches = sample_batches(data.loads, spec.global_batch, _RANKED_TIMES * spec.n_batches)
+    batches = sample_batches(data.loads, spec.global_batch, _RANKING_BATCHES_RATIO * spec.n_batches)
     volumes = {
-        m: volume_of(
+        m: module_volume(
             m, data.loads, batches, spec.global_batch, counts_pieces=m in profile.piece_tokens
         )
         for m in profile.n_layers
     }
-    return Evaluator(Rules(CostModel(profile), volumes, spec), data.loads, batches)
+    return Evaluator(SearchContext(CostModel(profile), volumes, spec), data.loads, batches)

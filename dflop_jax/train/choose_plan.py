@@ -15,7 +15,7 @@ from dflop_jax.checkpoint.checkpointer import Checkpointer
 from dflop_jax.config import Config, TrainConfig
 from dflop_jax.data import Source
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.plan.pricing import held_loads
+from dflop_jax.plan.pricing import loads_that_fit
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES
 from dflop_jax.records import AXES, Plan, Prices, Profile, with_remat
 from dflop_jax.report.number_format import duration, number
@@ -247,7 +247,7 @@ def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan
     if plan is not None:
         check_names(place)
         if profile is None and place.peers.is_primary:
-            held_loads(plan, profile_data(place, source).loads)
+            loads_that_fit(plan, profile_data(place, source).loads)
 
 
 def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) -> Plan:
@@ -255,7 +255,7 @@ def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) 
     scheduled by `prices`."""
     ex, n = timed.executor, place.config.train.global_batch
     plan = ex.plan
-    loads = held_loads(plan, profile.data.loads)
+    loads = loads_that_fit(plan, profile.data.loads)
     batches = [
         [loads[(k * n + i) % len(loads)] for i in range(n)] for k in range(_PREDICTED_BATCHES)
     ]

@@ -13,10 +13,10 @@ from dflop_jax.config_fields import profiled_steps
 from dflop_jax.contract import SAVED_NAMES, edges_of, layer_kinds_of, working_dtype_of
 from dflop_jax.data import Source
 from dflop_jax.hardware import GIB
-from dflop_jax.plan.explain import Saving, check_possible, savings
-from dflop_jax.plan.placement import Extent
-from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
-from dflop_jax.plan.spec import SearchSpec, with_limits
+from dflop_jax.plan.explain import Saving, check_placement_exists, savings
+from dflop_jax.plan.placement import SpaceLimits
+from dflop_jax.plan.search import SearchResult, build_evaluator, search_plan
+from dflop_jax.plan.search_spec import SearchSpec, with_limits
 from dflop_jax.profile.optimizer_state import FLOAT32_BYTES, parameter_dims
 from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.traced_parts import TraceSpec, divides, residual_bytes
@@ -60,7 +60,7 @@ def make_plan(
 def what_memory_bought(place: Workplace, profile: Profile, plan: Plan) -> list[Saving]:
     """Return what each module of a plan that saves memory gets for the time that it costs."""
     spec = SearchSpec(**_arguments(place, profile))
-    return savings(evaluator_of(profile.model, profile.data, spec), plan)
+    return savings(build_evaluator(profile.model, profile.data, spec), plan)
 
 
 def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
@@ -116,8 +116,10 @@ def check_plannable(place: Workplace) -> None:
     degrees = {
         name: [d for d in tensor_degrees(place) if divides(m, d)] for name, m in modules.items()
     }
-    extent = Extent.of(kinds, degrees, edges_of(place.model), place.n_devices, place.node, config)
-    check_possible(extent, partial(_allowed, place))
+    limits = SpaceLimits.from_model(
+        kinds, degrees, edges_of(place.model), place.n_devices, place.node, config
+    )
+    check_placement_exists(limits, partial(_allowed, place))
     limit, least = place.plannable_bytes, least_bytes(place)
     if limit and least > limit:
         raise ValueError(
@@ -199,7 +201,7 @@ def what_would_help(
             options = {**options, "allowed": lambda _: True}
             model = replace(model, concurrency=2 * model.concurrency)
         try:
-            best = search_plan(model, profile.data, **{**given, **options}, shown=1, refine=False)
+            best = search_plan(model, profile.data, **{**given, **options}, n_shown=1, refine=False)
             scale = batch / options.get("global_batch", batch)
             answers.append(WhatIf(change, scale * best.candidates[0].makespan_s))
         except ValueError:

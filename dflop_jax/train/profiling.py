@@ -26,7 +26,7 @@ from dflop_jax.contract import (
 from dflop_jax.data import Source
 from dflop_jax.data.content import counter_of
 from dflop_jax.distributed.devices import available_host_bytes
-from dflop_jax.plan.spec import held_bytes, parallel_limits
+from dflop_jax.plan.search_spec import largest_module_bytes, parallel_limits
 from dflop_jax.profile.links import (
     LinkTiming,
     hardware_with_links,
@@ -101,7 +101,7 @@ def with_degrees(place: Workplace) -> PlanConfig:
     modules = place.model.modules
     parameters = {m: sum(parameter_bytes(module).values()) for m, module in modules.items()}
     halved = [m for m, module in modules.items() if working_dtype_of(module).itemsize == 2]
-    held = held_bytes(parameters, halved)
+    held = largest_module_bytes(parameters, halved)
     model, stage = parallel_limits(held, place.plannable_bytes, place.node)
     return replace(config, max_model=config.max_model or model, max_stage=config.max_stage or stage)
 

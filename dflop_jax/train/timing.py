@@ -328,7 +328,7 @@ class PlanTrials:
         try:
             return self._try(asked)
         except PlanTooLarge as e:
-            self._progress.log(f"dropped: {e.what}")
+            self._progress.log(f"dropped: {e.reason}")
             raise
 
     def _try(self, asked: TimingRequest) -> Timed:

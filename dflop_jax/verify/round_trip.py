@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dflop_jax.contract import MultimodalModel, edges_of
-from dflop_jax.plan.placement import Form, lay_out
+from dflop_jax.plan.placement import Parallelism, build_layout
 from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import Bucket, Layout, MeshShape, Shape
 from dflop_jax.runtime.layout import make_segments
@@ -60,10 +60,10 @@ def spread(model: MultimodalModel, n_devices: int, tensors: Sequence[Tensor]) ->
         n_bytes[t.module] += 4 * math.prod(t.layout.file_shape)
     n_layers = {m: module.n_layers for m, module in model.modules.items()}
     forms = [
-        Form(MeshShape(model=ways[m]), min(n, max(WAYS, -(-n_bytes[m] // SEGMENT_BYTES))))
+        Parallelism(MeshShape(model=ways[m]), min(n, max(WAYS, -(-n_bytes[m] // SEGMENT_BYTES))))
         for m, n in n_layers.items()
     ]
-    laid = lay_out(forms, [0] * len(forms), n_layers)
+    laid = build_layout(forms, [0] * len(forms), n_layers)
     submeshes = tuple(
         replace(s, first=i % (n_devices // s.model) * s.model) for i, s in enumerate(laid.submeshes)
     )

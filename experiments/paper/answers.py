@@ -20,7 +20,7 @@ from typing import TypeVar, cast, get_args
 import numpy as np
 
 from dflop_jax.config import PlanConfig, Policy
-from dflop_jax.plan.options import saving_words
+from dflop_jax.plan.options import describe_savings
 from dflop_jax.plan.search import search_plan
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Trace
 from dflop_jax.schedule import schedule_batch
@@ -243,6 +243,6 @@ def parallelism(plan: Plan) -> str:
         segments = plan.layout.segments_of(module)
         mesh = plan.layout.submesh(segments[0].submesh)
         parts.append(f"{module} {mesh.stage * len(segments)}x{mesh.data}x{mesh.model}")
-    words = saving_words(plan.layout)
+    words = describe_savings(plan.layout)
     fed = f"; up to {plan.layout.fan_in} sub-microbatches" if plan.layout.fan_in > 1 else ""
     return ", ".join(parts) + fed + (f"; {words}" if words != "none" else "")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.plan.placement import Extent, cut_costs
-from dflop_jax.plan.space import baseline_layouts, separate
+from dflop_jax.plan.placement import SpaceLimits, relative_layer_costs
+from dflop_jax.plan.space import baseline_layouts, separate_families
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import Layout, Plan, Remat, Scheduling, with_remat
 from experiments.paper.cases import Case, tuning
@@ -92,19 +92,19 @@ def dflop_plans(case: Case) -> Iterator[Plan]:
     programs, which batch microbatches to groups of one shape, and without pipelines of encoders,
     since data ranks do. Beyond 64 devices splits move in steps of a 32nd."""
     profile = cost_model(case).profile
-    costs = cut_costs(profile)
+    costs = relative_layer_costs(profile)
     step = case.n_devices // _SPLITS if case.n_devices > _EVERY_SPLIT else 1
     degrees = dict.fromkeys(profile.n_layers, range(1, MAX_MODEL + 1))
     alike = dict.fromkeys(profile.n_layers, 1)
     config = PlanConfig(max_model=MAX_MODEL, max_stage=MAX_STAGE)
     node = case.hardware.devices_per_node
-    extent = Extent(profile.n_layers, degrees, (), alike, case.n_devices, node, config)
-    for family in separate(extent):
-        *encoders, _ = family.forms
-        if family.stages > 1 or any(f.n_segments > 1 for f in encoders):
+    limits = SpaceLimits(profile.n_layers, degrees, (), alike, case.n_devices, node, config)
+    for family in separate_families(limits):
+        *encoders, _ = family.parallelisms
+        if family.max_stages > 1 or any(f.n_segments > 1 for f in encoders):
             continue
-        for i, (*_, first) in enumerate(family.first.tolist()):
-            if first % family.forms[-1].mesh.model or first % step:
+        for i, (*_, first) in enumerate(family.first_device.tolist()):
+            if first % family.parallelisms[-1].mesh.model or first % step:
                 continue
             layout = family.layout(i, profile.n_layers, costs)
             if is_timed(cost_model(case), layout):

@@ -9,8 +9,8 @@ import pytest
 
 from dflop_jax.aot import chip_profile
 from dflop_jax.config import PlanConfig
-from dflop_jax.plan.explain import check_possible
-from dflop_jax.plan.placement import Extent
+from dflop_jax.plan.explain import check_placement_exists
+from dflop_jax.plan.placement import SpaceLimits
 from dflop_jax.records import Edge, SubmeshPlan
 from dflop_jax.records.files import save
 from dflop_jax.runtime.executor import Executor
@@ -174,7 +174,7 @@ FACTS = (
 def test_devices_that_cannot_form_a_submesh(policy):
     """As CPU devices of two processes with two each: no submesh may hold 1 and 2."""
     config, tried = PlanConfig(policy=policy, max_model=2, max_stage=4), []
-    extent = Extent.of(*FACTS, 4, 4, config)
+    limits = SpaceLimits.from_model(*FACTS, 4, 4, config)
 
     def allowed(m):
         tried.append(m)
@@ -184,10 +184,10 @@ def test_devices_that_cannot_form_a_submesh(policy):
         return False
 
     if policy != "orch":
-        check_possible(extent, allowed)
+        check_placement_exists(limits, allowed)
     assert policy == "orch" or tried
     with pytest.raises(ValueError, match="the devices at hand cannot form its submeshes"):
-        check_possible(extent, allowed if policy == "orch" else none)
+        check_placement_exists(limits, allowed if policy == "orch" else none)
 
 
 @pytest.fixture(scope="module")

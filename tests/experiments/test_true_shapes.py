@@ -8,7 +8,7 @@ import pytest
 
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.space import baseline_layouts
-from dflop_jax.plan.space import separate as families
+from dflop_jax.plan.space import separate_families as families
 from dflop_jax.profile.collectives import all_gather_s, reduce_scatter_s
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.prices import layout_prices

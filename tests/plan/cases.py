@@ -11,15 +11,15 @@ from collections import Counter
 
 import numpy as np
 
-import dflop_jax.plan.finalists as finalists
+import dflop_jax.plan.refine_buckets as finalists
 from dflop_jax.config import PlanConfig
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.memory import peak_bytes
-from dflop_jax.plan.placement import Extent, RunCosts, name_of
-from dflop_jax.plan.search import SearchResult, evaluator_of, search_plan
-from dflop_jax.plan.space import SPACES
-from dflop_jax.plan.spec import SearchSpec
-from dflop_jax.plan.volume import CUTS
+from dflop_jax.plan.placement import LayerCosts, SpaceLimits, layout_name
+from dflop_jax.plan.search import SearchResult, build_evaluator, search_plan
+from dflop_jax.plan.search_spec import SearchSpec
+from dflop_jax.plan.space import FAMILIES_BY_POLICY
+from dflop_jax.plan.volume import GROUPS_PER_BATCH
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import (
@@ -297,7 +297,7 @@ def extent(n_devices, n_layers, *, max_model, max_stage, unstaged=(), patterns=N
     degrees = dict.fromkeys(n_layers, range(1, max_model + 1))
     patterns = patterns or dict.fromkeys(n_layers, 1)
     config = PlanConfig(max_model=max_model, max_stage=max_stage)
-    return Extent(n_layers, degrees, unstaged, patterns, n_devices, n_devices, config)
+    return SpaceLimits(n_layers, degrees, unstaged, patterns, n_devices, n_devices, config)
 
 
 def layouts(space, n_devices, n_layers, ends=None, **limits):
@@ -312,7 +312,7 @@ def every_candidate(policy, n_devices, profile, data, config):
     for t in sorted(profile.timings, key=lambda t: t.shape.size):
         both = (t.ends_forward_s + t.ends_backward_s) / (t.layer_forward_s + t.layer_backward_s)
         share = profile.entry_share[t.module]
-        ends[t.module, t.model] = RunCosts(round(both * share, 6), round(both * (1 - share), 6))
+        ends[t.module, t.model] = LayerCosts(round(both * share, 6), round(both * (1 - share), 6))
     # Candidates are ranked by twice as many.
     batches = sample_batches(data.loads, BATCH, 2 * config.sampled_batches)
     hardware = profile.hardware
@@ -321,7 +321,7 @@ def every_candidate(policy, n_devices, profile, data, config):
     unstaged = {e.source for e in profile.edges if e.tap}
     unstaged |= {e.target for e in profile.edges if e.enters >= 0}
     for place in layouts(
-        SPACES[policy], n_devices, profile.n_layers, ends, unstaged=unstaged, **limits
+        FAMILIES_BY_POLICY[policy], n_devices, profile.n_layers, ends, unstaged=unstaged, **limits
     ):
         if hardware and not in_nodes(place, hardware.devices_per_node):
             continue
@@ -342,7 +342,9 @@ def every_candidate(policy, n_devices, profile, data, config):
         tops = {size: max(1, finest // size) for size in sizes}
         smallest = bucket_of(max(size * top for size, top in tops.items()))
         timed = {m: max(r * t for r, t in shapes_timed(m)) for m in ranks}
-        each = ((size, c) for size, top in tops.items() for c in {*CUTS, top} if c <= top)
+        each = (
+            (size, c) for size, top in tops.items() for c in {*GROUPS_PER_BATCH, top} if c <= top
+        )
         before = None
         for size, cut in sorted(each):
             bucket = bucket_of(cut * size)
@@ -372,7 +374,7 @@ def every_candidate(policy, n_devices, profile, data, config):
                 place.submeshes, place.segments, (bucket,), profile.edges, size, tied=profile.tied
             )
             plan = Plan(policy, layout)
-            yield name_of(place), (cut, size), plan, pairs, n_groups[key]
+            yield layout_name(place), (cut, size), plan, pairs, n_groups[key]
 
 
 def every_option(plan, remats, degrees):
@@ -495,7 +497,7 @@ def on(hardware, profile):
 def prepared(n_devices, profile=None, data=None, config=CONFIG, **asked):
     """What judges plans in a search; `asked` are fields of its spec."""
     spec = SearchSpec(n_devices, BATCH, config, **asked)
-    return evaluator_of(profile or model_profile(), data or data_profile(), spec)
+    return build_evaluator(profile or model_profile(), data or data_profile(), spec)
 
 
 _SEARCHED: dict[str, SearchResult] = {}

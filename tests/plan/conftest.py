@@ -2,7 +2,7 @@
 
 import pytest
 
-import dflop_jax.plan.finalists as finalists
+import dflop_jax.plan.refine_buckets as finalists
 
 from .cases import simple_buckets
 

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 import dflop_jax.plan.space as space_module
-from dflop_jax.plan.best_first import CLOSE
-from dflop_jax.plan.bounds import bounded
+from dflop_jax.plan.best_first import CLOSE_RATIO
+from dflop_jax.plan.bounds import bound_families
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.placement import name_of
+from dflop_jax.plan.placement import layout_name
 from dflop_jax.plan.search import search_plan
-from dflop_jax.plan.space import families
+from dflop_jax.plan.space import search_families
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.records import ZERO
 
 from .cases import (
     BATCH,
     CONFIG,
-    SPACES,
+    FAMILIES_BY_POLICY,
     data_profile,
     exhaustive,
     model_profile,
@@ -76,7 +76,7 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
             memory_bytes=memory_bytes,
             remat=remat,
             zero=zero,
-            shown=5,
+            n_shown=5,
         )
 
     result = search()
@@ -88,21 +88,21 @@ def test_the_ranking_is_that_of_exhaustive_evaluation(monkeypatch, graph, seed):
     assert [t for t, _ in got] == pytest.approx([t for t, _ in ranked[: len(got)]], rel=2e-6)
     # More than are shown only where these are close to the first.
     assert len(got) >= min(5, len(ranked))
-    assert all(t <= CLOSE * got[0][0] for t, _ in got[5:])
+    assert all(t <= CLOSE_RATIO * got[0][0] for t, _ in got[5:])
     for c in result.candidates:
         assert c.makespan_s == pytest.approx(best[c.name], rel=1e-9)
         peaks = [p for name, _, took, p in fit if (name, took) == (c.name, best[c.name])]
         assert min(abs(p / c.peak_bytes - 1) for p in peaks) < 1e-9
     assert result.n_fit == len({(name, m) for name, m, *_ in fit})
 
-    space = SPACES[policy]
+    space = FAMILIES_BY_POLICY[policy]
 
     def shuffled(*args, **kwargs):
         found = list(space(*args, **kwargs))
         for i in rng.permutation(len(found)):
-            yield found[i].rows(rng.permutation(len(found[i])))
+            yield found[i].subset(rng.permutation(len(found[i])))
 
-    monkeypatch.setitem(space_module.SPACES, policy, shuffled)
+    monkeypatch.setitem(space_module.FAMILIES_BY_POLICY, policy, shuffled)
     assert search() == result
 
 
@@ -115,21 +115,21 @@ def test_no_bound_is_above_what_it_bounds(graph, seed):
     every, _ = everything(graph, seed, "dflop", config, **plain)
     took = {(name, m): seconds for name, m, seconds, _ in every}
     evaluator = prepared(n_devices, profile, data, config)
-    rules, shares = evaluator.rules, []
-    for space in bounded("dflop", families(rules.extent)["dflop"], rules):
-        for p, c in np.ndindex(space.bound_s.shape):
-            if space.repeated[p, c]:
+    rules, shares = evaluator.context, []
+    for space in bound_families("dflop", search_families(rules.space_limits)["dflop"], rules):
+        for p, c in np.ndindex(space.lower_bound_s.shape):
+            if space.is_repeated[p, c]:
                 continue
             layout = space.layout_at(p, c)
-            exact_s = took[name_of(layout), (int(space.cuts[c]), layout.group_size)]
-            assert space.bound_s[p, c] <= exact_s * (1 + 1e-9)
-            counted = Candidate.of(space, p, c)
-            bounds_s = [space.bound_s[p, c], counted.bound_s]
+            exact_s = took[layout_name(layout), (int(space.groups_per_batch[c]), layout.group_size)]
+            assert space.lower_bound_s[p, c] <= exact_s * (1 + 1e-9)
+            counted = Candidate.from_space(space, p, c)
+            bounds_s = [space.lower_bound_s[p, c], counted.lower_bound_s]
             for _ in evaluator.batches:
-                (counted,) = counted.nearer(evaluator)
-                bounds_s.append(counted.bound_s)
+                (counted,) = counted.expand(evaluator)
+                bounds_s.append(counted.lower_bound_s)
             assert (np.diff([*bounds_s, exact_s]) >= -1e-9 * exact_s).all()
-            shares.append(space.bound_s[p, c] / exact_s)
+            shares.append(space.lower_bound_s[p, c] / exact_s)
     assert len(shares) == len(took)
     # A bound of nothing would leave everything to be simulated.
     assert np.mean(shares) > (0.45 if graph == "taps" else 0.5)

@@ -7,9 +7,9 @@ import pytest
 
 from dflop_jax.hardware import HARDWARE, find_hardware
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.explain import savings, why_it_lost
-from dflop_jax.plan.search import evaluator_of, search_plan
-from dflop_jax.plan.spec import SearchSpec
+from dflop_jax.plan.explain import explain_loss, savings
+from dflop_jax.plan.search import build_evaluator, search_plan
+from dflop_jax.plan.search_spec import SearchSpec
 from dflop_jax.records import Predicted
 
 from ..plans import chain, params
@@ -35,8 +35,8 @@ def candidate(makespan_s, busy_s):
 )
 def test_why_a_placement_lost(makespan_s, busy_s, says):
     best = candidate(1.0, {"vision": 0.7, "llm": 0.9})
-    assert why_it_lost(candidate(makespan_s, busy_s), best) == says
-    assert why_it_lost(best, best) == ""
+    assert explain_loss(candidate(makespan_s, busy_s), best) == says
+    assert explain_loss(best, best) == ""
 
 
 def plan(n_devices, memory_bytes, hardware=None):
@@ -86,10 +86,10 @@ def test_what_memory_costs():
     profile, data = on(LINKS, model_profile()), data_profile()
     free = SearchSpec(3, BATCH, dataclasses.replace(CONFIG, policy="orch", effort="quick"))
     best = search_plan(profile, data, free)
-    assert savings(evaluator_of(profile, data, free), best.plan) == []
+    assert savings(build_evaluator(profile, data, free), best.plan) == []
     spec = dataclasses.replace(free, memory_bytes=0.6 * best.candidates[0].peak_bytes)
     plan = search_plan(profile, data, spec).plan
-    bought = {s.module: s for s in savings(evaluator_of(profile, data, spec), plan)}
+    bought = {s.module: s for s in savings(build_evaluator(profile, data, spec), plan)}
     assert set(bought) == {"vision", "llm"}
     for s in bought.values():
         assert s.chosen != s.cheaper

@@ -9,7 +9,7 @@ import pytest
 from dflop_jax.plan.memory import (
     ByteTable,
     byte_table,
-    memory_of_run,
+    memory_of_trace,
     memory_over_time,
     peak_bytes,
 )
@@ -169,15 +169,15 @@ def test_the_table_of_a_profile_matches_its_peak():
     in_flight = {"a0": 3, "b0": 2, "b1": 1}
     whole = peak_bytes(plan.layout, CostModel(model), in_flight)
     for name, n in in_flight.items():
-        most = max(table.kept[name, shape] for shape in SHAPES)
-        assert table.constant[name] + n * most == pytest.approx(whole[name])
-        assert table.kept[name, TWO] == 2 * table.kept[name, ONE] == 8.0 * TWO.size
+        most = max(table.group_bytes[name, shape] for shape in SHAPES)
+        assert table.constant_bytes[name] + n * most == pytest.approx(whole[name])
+        assert table.group_bytes[name, TWO] == 2 * table.group_bytes[name, ONE] == 8.0 * TWO.size
     # Parameters, gradients and two moments of a layer and of the ends; beside them what reducing
     # gradients takes, or hidden states and their gradients in the task that ends the chain.
     ends = 2 * 8.0 * TWO.size
     reduced = {"a0": 2000.0, "b0": 1500.0, "b1": max(1500.0, ends)}
     state = {"a0": 8000.0, "b0": 6000.0, "b1": 6000.0}
-    assert table.constant == pytest.approx({s: state[s] + reduced[s] for s in state})
+    assert table.constant_bytes == pytest.approx({s: state[s] + reduced[s] for s in state})
 
 
 def test_a_segment_that_nothing_says_is_in_flight_holds_no_input():
@@ -192,11 +192,11 @@ def test_the_memory_of_a_saved_run():
     plan, trace = chain(2, sources=1), Trace(0, "run", EVENTS)
     model = made_up(plan)
     named = {g: f"{'ab'[g % 2]}:{s.name}" for g, s in GROUPS.items()}
-    got = memory_of_run(plan.layout, model, trace, named)
+    got = memory_of_trace(plan.layout, model, trace, named)
     assert got == memory_over_time(plan.layout, trace, GROUPS, byte_table(plan.layout, model))
     for bad in ({**named, 3: "b:9x9"}, {**named, 3: "c:1x64"}, {0: "a:1x64"}):
         with pytest.raises(ValueError, match="does not name a shape of the plan"):
-            memory_of_run(plan.layout, model, trace, bad)
+            memory_of_trace(plan.layout, model, trace, bad)
     stray = Trace(0, "run", (Event("z", "z", -1, "update", 0.0, 1.0),))
     with pytest.raises(ValueError, match="of another plan"):
-        memory_of_run(plan.layout, model, stray, {})
+        memory_of_trace(plan.layout, model, stray, {})

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from dflop_jax.plan.placement import (
-    Form,
-    RunCosts,
-    cut_costs,
-    lay_out,
-    name_of,
-    pattern,
+    LayerCosts,
+    Parallelism,
+    build_layout,
+    layout_name,
+    relative_layer_costs,
+    shortest_pattern,
     split_layers,
 )
-from dflop_jax.plan.space import baseline_layouts, separate, shared
+from dflop_jax.plan.space import baseline_layouts, separate_families, shared_families
 from dflop_jax.records import (
     Bucket,
     LayerTiming,
@@ -148,11 +148,11 @@ def check(placement, n_devices, layers, disjoint):
 @pytest.mark.parametrize("n", range(1, 9))
 def test_separate_is_the_whole_space(n, llm_layers):
     layers = {"vision": 3, "llm": llm_layers}
-    found = laid_out(separate, n, layers, **SPACE)
+    found = laid_out(separate_families, n, layers, **SPACE)
     want = brute_separate(n, layers, **SPACE)
     assert len(found) == len(want)
     assert {described(p) for p in found} == want
-    assert len({name_of(p) for p in found}) == len(found)
+    assert len({layout_name(p) for p in found}) == len(found)
     for p in found:
         check(p, n, layers, disjoint=True)
 
@@ -161,8 +161,8 @@ def test_separate_is_the_whole_space(n, llm_layers):
 @pytest.mark.parametrize("n", range(1, 6))
 def test_separate_of_three_modules_has_every_partition(n, unstaged):
     limits = {"max_model": 2, "max_stage": 2, "unstaged": unstaged}
-    found = laid_out(separate, n, THREE, **limits)
-    assert len(found) == len({described(p) for p in found}) == len({name_of(p) for p in found})
+    found = laid_out(separate_families, n, THREE, **limits)
+    assert len(found) == len({described(p) for p in found}) == len({layout_name(p) for p in found})
     assert {described(p) for p in found} == brute_separate(n, THREE, **limits)
     blocks = {tuple(firsts_of(p)) for p in found}
     for p in found:
@@ -180,19 +180,19 @@ def test_separate_of_three_modules_has_every_partition(n, unstaged):
 def test_many_devices_are_split_among_many_blocks_in_coarse_steps():
     small = {"max_model": 1, "max_stage": 1}
     for n in (16, 64, 100, 1024):
-        firsts = [firsts_of(p) for p in layouts(separate, n, THREE, **small)]
+        firsts = [firsts_of(p) for p in layouts(separate_families, n, THREE, **small)]
         cuts = {f for row in firsts if len(set(row)) > 2 for f in row[1:]}
         step = min(cuts)
         assert cuts == set(range(step, n, step))
         assert 16 <= n / step < 32
     # Two blocks are split everywhere.
-    firsts = {max(firsts_of(p)) for p in layouts(separate, 100, LAYERS, **small)}
+    firsts = {max(firsts_of(p)) for p in layouts(separate_families, 100, LAYERS, **small)}
     assert firsts == set(range(1, 100))
 
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_shared_gives_every_module_all_devices(n):
-    found = laid_out(shared, n, LAYERS, **SPACE)
+    found = laid_out(shared_families, n, LAYERS, **SPACE)
     want = {
         ((0, *vision), (0, *llm))
         for vision in brute_forms(n, LAYERS["vision"], 1, 4, False)
@@ -202,7 +202,9 @@ def test_shared_gives_every_module_all_devices(n):
     assert {described(p) for p in found} == want
     for p in found:
         check(p, n, LAYERS, disjoint=False)
-    assert all(p.group_size == 1 for p in laid_out(shared, n, LAYERS, unstaged=("llm",), **SPACE))
+    assert all(
+        p.group_size == 1 for p in laid_out(shared_families, n, LAYERS, unstaged=("llm",), **SPACE)
+    )
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -215,14 +217,14 @@ def test_blind_gives_the_whole_model_one_parallelism(n):
         want.add(((0, (1, d, m), 1, 1), (first, (1, d, m), llm, 1)))
         assert llm <= LAYERS["llm"]
     assert {described(p) for p in found} == want
-    assert len({name_of(p) for p in found}) == len(found)
+    assert len({layout_name(p) for p in found}) == len(found)
     for p in found:
         one = p.submeshes[0].first == p.submeshes[-1].first
         assert len(p.segments) == (2 if one else n // p.submeshes[0].n_devices)
         check(p, n, LAYERS, disjoint=not one)
 
 
-@pytest.mark.parametrize("space", [separate, shared, blind])
+@pytest.mark.parametrize("space", [separate_families, shared_families, blind])
 @pytest.mark.parametrize("n", [1, 2, 6])
 def test_a_model_of_one_module_gives_it_all_devices(space, n):
     found = laid_out(space, n, {"llm": 4}, **SPACE)
@@ -233,16 +235,16 @@ def test_a_model_of_one_module_gives_it_all_devices(space, n):
 
 
 def test_one_device_cannot_be_shared_out():
-    assert list(separate(extent(1, LAYERS, **SPACE))) == []
+    assert list(separate_families(extent(1, LAYERS, **SPACE))) == []
     (layout,) = laid_out(blind, 1, LAYERS, **SPACE)
     assert [s.module for s in layout.segments] == ["vision", "llm"]
 
 
 def test_the_ends_of_a_model_shift_layers_to_the_others():
-    where = (Form(MeshShape()), Form(MeshShape(), 2)), (0, 1)
-    ends = {("llm", 1): RunCosts(0.0, 2.0)}
-    assert [s.n_layers for s in lay_out(*where, LAYERS, ends).segments] == [3, 3, 1]
-    assert [s.n_layers for s in lay_out(*where, LAYERS).segments] == [3, 2, 2]
+    where = (Parallelism(MeshShape()), Parallelism(MeshShape(), 2)), (0, 1)
+    ends = {("llm", 1): LayerCosts(0.0, 2.0)}
+    assert [s.n_layers for s in build_layout(*where, LAYERS, ends).segments] == [3, 3, 1]
+    assert [s.n_layers for s in build_layout(*where, LAYERS).segments] == [3, 2, 2]
 
 
 def test_layers_that_differ_are_cut_by_what_they_cost():
@@ -252,7 +254,7 @@ def test_layers_that_differ_are_cut_by_what_they_cost():
         parts = int(rng.integers(1, n + 1))
         entry, leave, *layers = rng.integers(0, 9, n + 2).tolist()
         layers = [1] * n if rng.random() < 0.3 else layers  # alike, which need not be said
-        costs = RunCosts(entry, leave, () if layers == [1] * n else tuple(layers))
+        costs = LayerCosts(entry, leave, () if layers == [1] * n else tuple(layers))
 
         def dearest(cuts, costs=costs, layers=layers):
             each = [sum(layers[a:b]) for a, b in itertools.pairwise(cuts)]
@@ -283,7 +285,7 @@ def test_what_layers_cost_comes_from_the_timings_of_their_kinds():
         {"llm": 3}, {"llm": 0.25}, 1.0, kinds={"llm": kinds},
     )  # fmt: skip
     mean_s = (3 + 3 + 9) / 3
-    entry, leave, layers = cut_costs(profile)["llm", 1]
+    entry, leave, layers = relative_layer_costs(profile)["llm", 1]
     assert (entry, leave) == pytest.approx((0.25 * 12 / mean_s, 0.75 * 12 / mean_s))
     assert layers == pytest.approx((0.6, 0.6, 1.8))
     with pytest.raises(ValueError, match="'llm' has 3 layers and kinds of 2"):
@@ -294,10 +296,12 @@ def test_what_layers_cost_comes_from_the_timings_of_their_kinds():
     ("a", 1), ("aaaa", 1), ("aab" * 4, 3), ("abab", 2), ("aaba", 4), ("aabaabaa", 8),
 ])  # fmt: skip
 def test_loops_hold_whole_patterns(kinds, want):
-    assert pattern(kinds) == want
+    assert shortest_pattern(kinds) == want
     n = len(kinds)
-    families = separate(extent(8, {"llm": n}, max_model=1, max_stage=4, patterns={"llm": want}))
-    loops = {(f.forms[0].mesh.stage, f.forms[0].rounds) for f in families}
+    families = separate_families(
+        extent(8, {"llm": n}, max_model=1, max_stage=4, patterns={"llm": want})
+    )
+    loops = {(f.parallelisms[0].mesh.stage, f.parallelisms[0].rounds) for f in families}
     for stages, rounds in itertools.product((2, 3, 4), (1, 2)):
         size = n // (stages * rounds)
         alike = size > 0 and kinds == kinds[:size] * (stages * rounds)

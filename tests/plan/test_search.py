@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import dflop_jax.plan.best_first as ranking_module
-import dflop_jax.plan.finalists as finalists
-from dflop_jax.plan.best_first import Ranking, searched
+import dflop_jax.plan.refine_buckets as finalists
+from dflop_jax.plan.best_first import BestFirstSearch, search_spaces
 from dflop_jax.plan.evaluate import LOOKAHEADS, work_budget
 from dflop_jax.plan.memory import peak_bytes
-from dflop_jax.plan.placement import name_of
+from dflop_jax.plan.placement import layout_name
 from dflop_jax.plan.search import search_plan
 from dflop_jax.plan.space import BASELINES, baseline_layouts
 from dflop_jax.profile.cost_model import CostModel
@@ -50,11 +50,11 @@ def most_bytes(plan):
 @pytest.mark.parametrize("policy", BASELINES)
 def test_a_baseline_is_the_best_of_its_space(policy):
     config = dataclasses.replace(CONFIG, policy=policy)
-    result = run(policy, 4, shown=100)
+    result = run(policy, 4, n_shown=100)
     names = {c.name for c in result.candidates}
     limits = {"max_model": config.max_model, "max_stage": config.max_stage}
     space = baseline_layouts(policy, 4, model_profile().n_layers, **limits)
-    assert names == {name_of(p) for p in space}
+    assert names == {layout_name(p) for p in space}
     spans = [c.makespan_s for c in result.candidates]
     assert spans == sorted(spans)
     assert len(set(spans)) > 1
@@ -88,7 +88,7 @@ def test_full_effort_takes_better_buckets_if_they_fit(monkeypatch, fits):
     monkeypatch.setattr(finalists, "choose_buckets", choose)
     # Chosen buckets alone: others may be faster in drifted batches, which no figure of a plan has.
     monkeypatch.setattr(finalists, "_with_shorter_rows", lambda evaluator, one: [])
-    monkeypatch.setattr(finalists, "ladder_of", lambda layout, rules: layout.buckets)
+    monkeypatch.setattr(finalists, "buckets_with_shares", lambda layout, context: layout.buckets)
     quick = searched_anew(profile=profile, memory_bytes=limit)
     # Two placements are sized, and the program is asked for both.
     assert tried == [("quick", False)] * 2 + [("quick", True)] * 2
@@ -110,13 +110,13 @@ def keeps_little():
 
 
 def test_memory_is_saved_where_it_is_needed_and_only_there():
-    free = run(profile=keeps_little(), shown=100)
+    free = run(profile=keeps_little(), n_shown=100)
     assert {c.saving for c in free.candidates} == {"none"}
     limit = 0.6 * free.candidates[0].peak_bytes
-    tight = run(profile=keeps_little(), memory_bytes=limit, shown=100)
+    tight = run(profile=keeps_little(), memory_bytes=limit, n_shown=100)
     assert any("llm layers" in c.saving for c in tight.candidates)
     assert all(c.peak_bytes <= limit for c in tight.candidates)
-    forced = run(profile=keeps_little(), remat="layers", zero=3, shown=100)
+    forced = run(profile=keeps_little(), remat="layers", zero=3, n_shown=100)
     assert {c.saving for c in forced.candidates} == {"vision layers ZeRO 3, llm layers ZeRO 3"}
     assert {(s.remat, s.zero) for s in forced.plan.layout.segments} == {("layers", 3)}
     assert forced.candidates[0].makespan_s > free.candidates[0].makespan_s
@@ -161,7 +161,7 @@ def test_options_follow_the_buckets_that_were_chosen():
         found = evaluator(memory_bytes).with_cheapest_options(plan)
         return {s.module: s.remat for s in found.layout.segments}
 
-    limit = evaluator(0.0).most_bytes(large)
+    limit = evaluator(0.0).max_peak_bytes(large)
     assert kept(small, limit) == {"vision": "none", "llm": "none"}
     assert kept(large, limit)["llm"] in ("dots", "layers")
     assert kept(large, 0.0) == {"vision": "none", "llm": "none"}
@@ -257,7 +257,7 @@ def test_what_the_host_does_for_a_task_makes_groups_fewer():
     free = run(profile=profile)
     step_s = free.plan.predicted.makespan_s
     bound = run(profile=dataclasses.replace(profile, host_s=step_s / 2))
-    assert [r.candidates[0].cut for r in (free, bound)] == [5, 1]
+    assert [r.candidates[0].groups_per_batch for r in (free, bound)] == [5, 1]
     layouts = [r.plan.layout for r in (free, bound)]
     sizes = [max(s.size for s in x.shapes("llm")) * x.group_size for x in layouts]
     assert sizes[1] >= 1.5 * sizes[0]
@@ -270,7 +270,7 @@ def test_what_the_host_does_for_a_task_makes_groups_fewer():
 
 
 def test_memory_is_respected():
-    free = run(shown=100)
+    free = run(n_shown=100)
     peaks = sorted({c.peak_bytes for c in free.candidates})
     limit = peaks[len(peaks) // 2]
     tight = run(memory_bytes=limit)
@@ -322,12 +322,12 @@ def test_unmeasured_degrees_are_left_out():
 
 def test_a_tied_head_may_lie_apart_from_its_embedding():
     profile = model_profile(tied=("llm",))
-    result = run(n_devices=4, profile=profile, shown=100)
+    result = run(n_devices=4, profile=profile, n_shown=100)
     assert result.plan.layout.tied == ("llm",)
     apart = [c for c in result.candidates if "llm=2*" in c.name]
     assert apart
     # Both segments hold what they share, so the one with the head needs more.
-    untied = {c.name: c.peak_bytes for c in run(n_devices=4, shown=100).candidates}
+    untied = {c.name: c.peak_bytes for c in run(n_devices=4, n_shown=100).candidates}
     assert any(c.peak_bytes > untied[c.name] for c in apart)
 
 
@@ -335,7 +335,7 @@ def test_modules_with_inner_edges_lie_in_segments_not_in_stages():
     profile, data, *_ = random_case(3, "taps")
     config = dataclasses.replace(CONFIG, policy="dflop", max_microbatches=2, max_stage=3)
     result = search_plan(
-        profile, data, n_devices=3, global_batch=BATCH, config=config, shown=1000, refine=False
+        profile, data, n_devices=3, global_batch=BATCH, config=config, n_shown=1000, refine=False
     )
     for c in result.candidates:
         degrees = dict(part.split("=") for part in c.name.split(" "))
@@ -349,7 +349,7 @@ def test_loops_have_the_groups_and_rounds_that_are_asked_for():
     config = dataclasses.replace(CONFIG, policy="orch", microbatches_per_stage=3, rounds=2)
     result = search_plan(
         model_profile(), data_profile(), n_devices=2, global_batch=BATCH, config=config,
-        refine=False, shown=20,
+        refine=False, n_shown=20,
     )  # fmt: skip
     stages = [max(m.stage for m in c.plan.layout.submeshes) for c in result.candidates]
     assert set(stages) == {1, 2}
@@ -385,19 +385,19 @@ def test_a_look_at_one_policy_finds_its_best(policy):
     """Where a few simulations tell it; and nothing beyond what is asked for."""
     config = dataclasses.replace(CONFIG, policy="auto", sampled_batches=1, max_microbatches=2)
     evaluator = prepared(4, config=config)
-    ranking = Ranking(evaluator, list(searched(evaluator.rules)), ())
-    best, *others = ranking.nearly_best(policy, np.inf)
+    ranking = BestFirstSearch(evaluator, list(search_spaces(evaluator.context)), ())
+    best, *others = ranking.screen_policy(policy, np.inf)
     alone = search_plan(
         model_profile(), data_profile(), n_devices=4, global_batch=BATCH,
         config=dataclasses.replace(config, policy=policy), refine=False,
     ).candidates[0]  # fmt: skip
-    assert (best.policy, best.name, best.bound_s) == (policy, alone.name, alone.makespan_s)
-    spans = [c.bound_s for c in (best, *others)]
+    assert (best.policy, best.name, best.lower_bound_s) == (policy, alone.name, alone.makespan_s)
+    spans = [c.lower_bound_s for c in (best, *others)]
     assert spans == sorted(spans)
-    assert spans[-1] <= ranking_module.CLOSE * spans[0]
+    assert spans[-1] <= ranking_module.CLOSE_RATIO * spans[0]
     assert len({c.key[: ranking_module._CUT] for c in (best, *others)}) == len(spans)
-    assert ranking.nearly_best(policy, 1.001 * best.bound_s)[0] == best
-    assert ranking.nearly_best(policy, 0.999 * best.bound_s) == []
+    assert ranking.screen_policy(policy, 1.001 * best.lower_bound_s)[0] == best
+    assert ranking.screen_policy(policy, 0.999 * best.lower_bound_s) == []
 
 
 @pytest.mark.slow(first=1)
@@ -407,27 +407,29 @@ def test_auto_judges_the_best_of_every_policy(real_buckets, weights):
     profile = model_profile(*weights)
     evaluator = prepared(4, profile, config=dataclasses.replace(CONFIG, policy="auto"))
     plans = {p: run(p, 4, profile=profile).plan for p in ("auto", *POLICIES)}
-    all_s = {p: sum(evaluator.trial_s(plan, i) for i in range(8)) for p, plan in plans.items()}
+    all_s = {
+        p: sum(evaluator.simulate_trial(plan, i) for i in range(8)) for p, plan in plans.items()
+    }
     assert all_s["auto"] == pytest.approx(min(all_s.values()), rel=1e-6)
 
 
 def test_trials_hold_other_batches_some_of_them_drifted():
     evaluator = prepared(4)
-    trials = [evaluator.trial(i) for i in range(4)]
+    trials = [evaluator.trial_batches(i) for i in range(4)]
     assert [len(batches) for batches in trials] == [2] * 4
     assert all(len(batch) == BATCH for batches in trials for batch in batches)
     each = [b for t in trials for b in t]
-    others = (*evaluator.batches, *evaluator.unseen)
+    others = (*evaluator.batches, *evaluator.evaluation_batches)
     assert len({tuple(map(repr, b)) for b in (*each, *others)}) == len(each) + len(others)
     plan = run(n_devices=4).plan
 
     def with_drift(share):
-        return prepared(4, config=dataclasses.replace(CONFIG, drift=share)).trial_s(plan, 1)
+        return prepared(4, config=dataclasses.replace(CONFIG, drift=share)).simulate_trial(plan, 1)
 
     assert with_drift(0.0) != with_drift(1.0)
     share = CONFIG.drift
     expected_s = (1 - share) * with_drift(0.0) + share * with_drift(1.0)
-    assert evaluator.trial_s(plan, 1) == pytest.approx(expected_s)
+    assert evaluator.simulate_trial(plan, 1) == pytest.approx(expected_s)
 
 
 def test_auto_searches_what_has_a_placement():
@@ -436,8 +438,8 @@ def test_auto_searches_what_has_a_placement():
 
 
 def test_submeshes_that_devices_cannot_form_are_left_out():
-    every = run("dflop", 4, shown=100).candidates
-    some = run("dflop", 4, allowed=lambda m: m.n_devices == 2, shown=100).candidates
+    every = run("dflop", 4, n_shown=100).candidates
+    some = run("dflop", 4, allowed=lambda m: m.n_devices == 2, n_shown=100).candidates
     assert {c.name for c in some} == {c.name for c in every if "@2" in c.name and "*" not in c.name}
     with pytest.raises(ValueError, match="the devices at hand cannot form"):
         run("dflop", 4, allowed=lambda m: False)
@@ -483,11 +485,11 @@ def test_plans_look_as_far_ahead_as_pays(vision, pays):
         return prepared(4, profile, config=config, memory_bytes=memory_bytes)
 
     free = evaluator(0.0)
-    names = free.rules.trainable(plan.layout)
+    names = free.context.trainable(plan.layout)
 
     def mean_s(lookahead):
         ahead, prices = plan.with_scheduling(lookahead=lookahead), free.prices(plan.layout)
-        batches = free.unseen[: max(2, len(free.unseen) // 2)]
+        batches = free.evaluation_batches[: max(2, len(free.evaluation_batches) // 2)]
         each = [quick_schedule(b, ahead, prices, names, 100).makespan_s for b in batches]
         return float(np.mean(each))
 
@@ -497,5 +499,5 @@ def test_plans_look_as_far_ahead_as_pays(vision, pays):
     chosen = free.with_lookahead(plan).scheduling.lookahead
     assert mean_s(chosen) <= 1.005 * least_s
     assert (chosen > 0) == pays
-    least_bytes = min(free.most_bytes(plan.with_scheduling(lookahead=n)) for n in LOOKAHEADS)
+    least_bytes = min(free.max_peak_bytes(plan.with_scheduling(lookahead=n)) for n in LOOKAHEADS)
     assert evaluator(least_bytes - 1).with_lookahead(plan) == plan

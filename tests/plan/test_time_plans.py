@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from dflop_jax.plan import time_plans
-from dflop_jax.plan.candidate import WORTH_PROGRAMS, Candidate
-from dflop_jax.plan.time_plans import PlanTooLarge, by_its_own, to_time
+from dflop_jax.plan.candidate import MIN_SECOND_REMAT_GAIN, Candidate
+from dflop_jax.plan.time_plans import PlanTooLarge, choose_by_timing, plans_to_time
 from dflop_jax.records import Predicted, Prices
 
 from ..plans import chain
 
-FIRST = time_plans._FIRST
+FIRST = time_plans._MIN_TRIALS
 
 
 def candidate(name, buckets=1, kept=(), **known):
@@ -36,10 +36,10 @@ class Evaluator:
         self.looked[plan.name] += 1
         return plan
 
-    def trial(self, number):
+    def trial_batches(self, number):
         return [[number] * self.samples] * 2  # a plain and a drifted one
 
-    def trial_s(self, plan, number, prices):
+    def simulate_trial(self, plan, number, prices):
         assert number == self.asked[plan.name]  # each once, in order
         self.asked[plan.name] += 1
         noise = np.random.default_rng([number, *plan.name.encode()]).normal() * self.apart
@@ -48,7 +48,7 @@ class Evaluator:
 
 def raced(evaluator, **plans):
     plans = {name: plans.get(name, candidate(name)) for name in evaluator.seconds}
-    return [f.plan.name for f in time_plans.race(evaluator, list(plans.values()))]
+    return [f.plan.name for f in time_plans.successive_halving(evaluator, list(plans.values()))]
 
 
 @pytest.mark.parametrize("seconds, apart, known, order, asked", [
@@ -58,17 +58,17 @@ def raced(evaluator, **plans):
     ({"a": 1.3, "b": 1.0, "c": 1.2}, 0.0, {}, "bca", dict.fromkeys("abc", FIRST)),
     # The slower half leaves, of six others three; the rest go on until they are told apart.
     ({n: 1 + 0.01 * i for i, n in enumerate("abcdefg")}, 1e-4, {}, "abcdefg",
-     dict.fromkeys("abcd", time_plans._TELLING) | dict.fromkeys("efg", FIRST)),
+     dict.fromkeys("abcd", time_plans._MIN_TESTED_TRIALS) | dict.fromkeys("efg", FIRST)),
     # What has run is not run again.
     ({"a": 1.0, "b": 1.2}, 0.0, {"a": (1.0, 2.0)}, "ab", {"b": FIRST}),
     # Equal plans are not compared for long, and no plan runs more than the most trials.
-    ({"a": 1.0, "b": 1.0}, 0.0, {}, "ab", dict.fromkeys("ab", time_plans._TELLING)),
-    ({"c": 1.0, "d": 1.001}, 0.03, {}, None, dict.fromkeys("cd", time_plans._MOST)),
+    ({"a": 1.0, "b": 1.0}, 0.0, {}, "ab", dict.fromkeys("ab", time_plans._MIN_TESTED_TRIALS)),
+    ({"c": 1.0, "d": 1.001}, 0.03, {}, None, dict.fromkeys("cd", time_plans._MAX_TRIALS)),
 ])  # fmt: skip
 def test_plans_run_as_many_trials_as_tell_them_apart(seconds, apart, known, order, asked):
     """Trials differ threefold, but the plans run the same ones."""
     evaluator = Evaluator(seconds, apart=apart)
-    got = raced(evaluator, **{n: candidate(n, trials_s=trials) for n, trials in known.items()})
+    got = raced(evaluator, **{n: candidate(n, trial_seconds=trials) for n, trials in known.items()})
     assert order is None or got == [*order]
     assert evaluator.asked == asked
     assert len(seconds) < 2 or evaluator.looked == dict.fromkeys(asked, 1)
@@ -90,7 +90,7 @@ def test_those_that_stay_together_cost_no_more_than_the_work(effort, times, larg
     assert all(evaluator.asked[n] >= FIRST for n in names)
     beyond = sum(evaluator.asked.values()) - FIRST * len(names)
     cost = beyond * 2 * larger * (time_plans.TRIAL_WORK + time_plans._BATCH_COST)
-    assert 0.4 * times * time_plans._ALL_WORK <= cost <= times * time_plans._ALL_WORK
+    assert 0.4 * times * time_plans._MAX_WORK <= cost <= times * time_plans._MAX_WORK
 
 
 @pytest.mark.parametrize("faster", [1e-9, 1e-2])
@@ -103,28 +103,28 @@ def test_what_differs_by_rounding_is_equal_and_fewer_buckets_win(faster):
 
 @pytest.mark.parametrize("saved, worth", [(0.9, False), (1.1, True)])
 def test_second_policies_are_worth_their_programs(saved, worth):
-    evaluator = Evaluator({"plain": 1.0, "second": 1 - saved * WORTH_PROGRAMS})
+    evaluator = Evaluator({"plain": 1.0, "second": 1 - saved * MIN_SECOND_REMAT_GAIN})
     order = raced(evaluator, second=candidate("second", kept=("some",)))
     assert order[0] == ("second" if worth else "plain")
 
 
 def test_new_plans_race_the_fastest_alone():
     evaluator = Evaluator({"a": 1.0, "b": 1.05, "new": 1.02, "best": 0.9})
-    before = time_plans.race(evaluator, [candidate("a"), candidate("b")])
-    assert time_plans.joined(evaluator, before, []) == before
+    before = time_plans.successive_halving(evaluator, [candidate("a"), candidate("b")])
+    assert time_plans.compare_new(evaluator, before, []) == before
     asked = evaluator.asked["b"]
-    after = time_plans.joined(evaluator, before, [candidate("new"), candidate("best")])
+    after = time_plans.compare_new(evaluator, before, [candidate("new"), candidate("best")])
     assert [f.plan.name for f in after] == ["best", "a", "new", "b"]
     assert evaluator.asked["b"] == asked
 
 
 def test_a_glance_sorts_by_the_first_trials_and_tells_what_is_close():
     evaluator = Evaluator({"a": 1.06, "b": 1.0, "c": 1.04})
-    seen = time_plans.at_a_glance(evaluator, [candidate(n) for n in "abc"])
+    seen = time_plans.screen(evaluator, [candidate(n) for n in "abc"])
     assert [f.plan.name for f in seen] == ["b", "c", "a"]
-    assert {len(f.trials_s) for f in seen} == {FIRST}
+    assert {len(f.trial_seconds) for f in seen} == {FIRST}
     assert time_plans.close_to_best(seen) == seen[:2]
-    assert time_plans.at_a_glance(evaluator, []) == []
+    assert time_plans.screen(evaluator, []) == []
 
 
 def test_it_is_right_more_often_than_the_first_trials_alone():
@@ -134,7 +134,7 @@ def test_it_is_right_more_often_than_the_first_trials_alone():
         evaluator = Evaluator({f"{i}{k}": 1 + 0.005 * i for i in range(8)}, apart=0.01)
         right += raced(evaluator)[0] == f"0{k}"
         evaluator.asked.clear()
-        seen = time_plans.at_a_glance(evaluator, [candidate(n) for n in evaluator.seconds])
+        seen = time_plans.screen(evaluator, [candidate(n) for n in evaluator.seconds])
         alone += seen[0].plan.name == f"0{k}"
     assert right >= alone + 8, (right, alone)
 
@@ -158,23 +158,23 @@ class Devices:
 
     def __init__(self, needed, limit=10.0):
         self.needed = needed
-        self.rules = SimpleNamespace(spec=SimpleNamespace(memory_bytes=limit * GIB))
+        self.context = SimpleNamespace(spec=SimpleNamespace(memory_bytes=limit * GIB))
         self.config = SimpleNamespace(effort="quick")
 
     def with_less_memory(self, n_bytes):
-        return Devices(self.needed, (self.rules.spec.memory_bytes - n_bytes) / GIB)
+        return Devices(self.needed, (self.context.spec.memory_bytes - n_bytes) / GIB)
 
     def fits(self, plan):
-        return self.needed.get(plan.policy, 0.0) * GIB <= self.rules.spec.memory_bytes
+        return self.needed.get(plan.policy, 0.0) * GIB <= self.context.spec.memory_bytes
 
     def evaluate(self, plan, about_s, prices=None):
         by_profile_s = plan.predicted.makespan_s
         return replace(plan, predicted=Predicted(prices.concurrency if prices else by_profile_s))
 
-    def trial(self, number):
+    def trial_batches(self, number):
         return [[]]
 
-    def trial_s(self, plan, number, prices):
+    def simulate_trial(self, plan, number, prices):
         return prices.concurrency
 
 
@@ -195,7 +195,7 @@ def chosen(n, *, not_timed=None, no_step=None, needed=None):
         if plan.policy in (no_step or {}):
             raise PlanTooLarge(f"{plan.policy} is large", no_step[plan.policy] * GIB)
 
-    best, n_timed = by_its_own(Devices(needed or {}), PLANS, n, time_plan, try_step)
+    best, n_timed = choose_by_timing(Devices(needed or {}), PLANS, n, time_plan, try_step)
     return best, n_timed, "".join(tried)
 
 
@@ -258,4 +258,4 @@ def test_where_none_is_left_the_remedy_is_named(short, remedy):
 )
 def test_another_policy_takes_no_place_of_the_first(policies, n, expected):
     plans = [SimpleNamespace(policy=p, at=i) for i, p in enumerate(policies)]
-    assert [p.at for p in to_time(plans, n)] == expected
+    assert [p.at for p in plans_to_time(plans, n)] == expected

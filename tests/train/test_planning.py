@@ -47,9 +47,9 @@ def test_planning_for_hardware_that_is_not_here(place_and_profile):
 def test_what_would_help_is_what_a_changed_search_finds(place_and_profile):
     place, profile = place_and_profile
     found = {w.change: w.makespan_s for w in planning.what_would_help(place, profile)}
-    now = planning.make_plan(place, profile, refine=False, shown=1).candidates[0].makespan_s
+    now = planning.make_plan(place, profile, refine=False, n_shown=1).candidates[0].makespan_s
     assert found["as it is"] == now
-    more = planning.make_plan(place, profile, refine=False, shown=1, n_devices=8)
+    more = planning.make_plan(place, profile, refine=False, n_shown=1, n_devices=8)
     assert found["twice the devices"] == more.candidates[0].makespan_s
     for change in ("twice the memory", "links 8x", "half the work in vision"):
         assert 0 < found[change] <= now
@@ -96,7 +96,7 @@ def test_values_that_no_layer_names_cannot_be_kept(place_and_profile, monkeypatc
     place, profile = place_and_profile
     named = dataclasses.replace(place.config.train, remat="named")
     place = dataclasses.replace(place, config=dataclasses.replace(place.config, train=named))
-    assert planning.make_plan(place, profile, refine=False, shown=1)
+    assert planning.make_plan(place, profile, refine=False, n_shown=1)
     monkeypatch.setattr(planning, "residual_bytes", lambda *_, **__: 64.0)
     with pytest.raises(ValueError, match=r"named: the layers of 'vision' name no value .* dots"):
         planning.make_plan(place, profile)

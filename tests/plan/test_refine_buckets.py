@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from dflop_jax.config import PlanConfig
-from dflop_jax.plan import finalists
+from dflop_jax.plan import refine_buckets
 from dflop_jax.plan.candidate import Candidate
-from dflop_jax.plan.estimate import Rules
-from dflop_jax.plan.finalists import with_second_policies
 from dflop_jax.plan.memory import byte_table
-from dflop_jax.plan.spec import SearchSpec
-from dflop_jax.plan.uniform import ladder_of
-from dflop_jax.plan.volume import volume_of
+from dflop_jax.plan.module_tables import SearchContext
+from dflop_jax.plan.one_bucket import buckets_with_shares
+from dflop_jax.plan.refine_buckets import with_second_remat
+from dflop_jax.plan.search_spec import SearchSpec
+from dflop_jax.plan.volume import module_volume
 from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.prices import layout_prices
 from dflop_jax.records import REMAT, Bucket, Load, Shape
@@ -31,18 +31,22 @@ def shortened(plan, loads, batch_tokens=(0,)):
     """The plans with shorter rows that are made of a plan for these samples, in batches of so many
     tokens."""
     costs = SimpleNamespace(profile=SimpleNamespace(piece_tokens={"vision": TILE_TOKENS}))
-    volumes = {"llm": volume_of("llm", loads, [loads], len(loads), counts_pieces=False)}
-    rules = Rules(costs, volumes, SearchSpec(1, len(loads)))
+    volumes = {"llm": module_volume("llm", loads, [loads], len(loads), counts_pieces=False)}
+    rules = SearchContext(costs, volumes, SearchSpec(1, len(loads)))
 
     def n_groups(layout, batch):
         (one,) = layout.buckets
         return max(1, -(-batch_tokens[batch] // one.shape("llm").size))
 
     evaluator = SimpleNamespace(
-        rules=rules, loads=loads, batches=batch_tokens, n_groups=n_groups, fits=lambda plan: True
+        context=rules,
+        loads=loads,
+        batches=batch_tokens,
+        count_groups=n_groups,
+        fits=lambda plan: True,
     )
-    found = finalists._with_shorter_rows(evaluator, Candidate(plan, trials_s=(1.0,)))
-    assert not any(f.trials_s for f in found)
+    found = refine_buckets._with_shorter_rows(evaluator, Candidate(plan, trial_seconds=(1.0,)))
+    assert not any(f.trial_seconds for f in found)
     return [f.plan.layout.buckets for f in found]
 
 
@@ -80,7 +84,7 @@ def test_rows_stay_where_a_sample_needs_their_length():
 def rules(buckets, longest=20):
     spec = SearchSpec(1, 8, PlanConfig(buckets=buckets), token_multiple=32)
     costs = SimpleNamespace(profile=SimpleNamespace(piece_tokens={"vision": 16}))
-    return Rules(costs, {"llm": SimpleNamespace(longest=longest)}, spec)
+    return SearchContext(costs, {"llm": SimpleNamespace(max_piece_tokens=longest)}, spec)
 
 
 def ladder(vision, llm, buckets, **options):
@@ -88,7 +92,7 @@ def ladder(vision, llm, buckets, **options):
     bucket = Bucket.of({"vision": Shape(*vision), "llm": Shape(*llm)})
     layout = replace(chain(2, vision=1).layout, buckets=(bucket,))
     given = rules(buckets, **options)
-    (first, whole), *rest = ladder_of(layout, given).items()
+    (first, whole), *rest = buckets_with_shares(layout, given).items()
     assert (first, whole) == (bucket, 1.0)
     return {share: tuple((s.rows, s.tokens) for _, s in b.shapes) for b, share in rest}
 
@@ -180,11 +184,17 @@ def test_groups_keep_more_where_there_is_room(free, share):
     plain = plan.with_layout(segments=one).with_scheduling(kept=(), free_bytes={})
     assert bool(plan.scheduling.kept) == (one != plan.layout.segments)
     if plan.scheduling.kept:
-        with_s, without_s = (sum(evaluator.trial_s(p, i) for i in range(2)) for p in (plan, plain))
+        with_s, without_s = (
+            sum(evaluator.simulate_trial(p, i) for i in range(2)) for p in (plan, plain)
+        )
         assert with_s < without_s
     table, prices = byte_table(plan.layout, profile), evaluator.prices(plan.layout)
     trainable = [s.name for s in plan.layout.segments]
-    for batch in (*evaluator.unseen, *evaluator.trial(0), *evaluator.trial(1)):
+    for batch in (
+        *evaluator.evaluation_batches,
+        *evaluator.trial_batches(0),
+        *evaluator.trial_batches(1),
+    ):
         schedule = schedule_batch(batch, plan, prices, trainable)
         assert max(held(plan, schedule, table)) <= limit
 
@@ -194,11 +204,11 @@ def held(plan, schedule, table):
     backward has followed."""
     where = {s.name: s.submesh for s in plan.layout.segments}
     both = {(t.segment, t.group) for t in schedule.order if t.direction == "forward"}
-    now = dict(table.constant)
+    now = dict(table.constant_bytes)
     for t in schedule.order:
         if (t.segment, t.group) in both and t.direction in ("forward", "backward"):
             group = schedule.groups[t.group]
-            kept = table.keeping if t.segment in group.remat_less else table.kept
+            kept = table.second_group_bytes if t.segment in group.remat_less else table.group_bytes
             sign = 1 if t.direction == "forward" else -1
             now[where[t.segment]] += sign * kept[t.segment, group.shape]
         yield now[where[t.segment]]
@@ -218,4 +228,4 @@ def test_without_a_limit_or_anything_recomputed_there_is_none(free):
     for limit in (0.0, 1e12):
         config = replace(CONFIG, policy="dip")
         evaluator = prepared(4, keeps_little(), config=config, memory_bytes=limit)
-        assert with_second_policies(free, evaluator) == []
+        assert with_second_remat(free, evaluator) == []

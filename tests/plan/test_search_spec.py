@@ -9,10 +9,10 @@ from dflop_jax import PlanConfig
 from dflop_jax.cli.plan import limits as explained
 from dflop_jax.hardware import find_hardware
 from dflop_jax.plan.search import search_plan
-from dflop_jax.plan.spec import (
-    LEAST,
+from dflop_jax.plan.search_spec import (
+    DEFAULT_LIMITS,
     SearchSpec,
-    held_bytes,
+    largest_module_bytes,
     microbatch_limit,
     parallel_limits,
     with_limits,
@@ -49,7 +49,7 @@ def job(name, devices, batch, config=None, memory=A100, node=8):
 
 
 def test_one_node_of_a_small_model_keeps_small_limits():
-    assert job("7b", 8, 128) == tuple(LEAST.values()) == (2, 4, 16)
+    assert job("7b", 8, 128) == tuple(DEFAULT_LIMITS.values()) == (2, 4, 16)
     assert job("7b", 1024, 4096) == (2, 4, 16)
     assert job("7b", 8, 128, memory=0.0) == (2, 4, 16)  # nobody says what a device holds
     assert job("72b", 64, 2048, memory=0.0) == (2, 4, 16)
@@ -90,7 +90,7 @@ def test_degrees_hold_the_module_and_stay_in_a_node(node, shares):
 
 
 def test_the_largest_module_counts_and_nothing_needs_nothing():
-    assert held_bytes({"a": 400.0, "b": 500.0}, ["b"]) == 800  # 400 + 400; 250 + 500
+    assert largest_module_bytes({"a": 400.0, "b": 500.0}, ["b"]) == 800  # 400 + 400; 250 + 500
     assert microbatch_limit(0.0, 100.0, 8, 4) == 16
     assert microbatch_limit(1e30, 100.0, 8, 4) == 128
 
@@ -103,7 +103,7 @@ def test_a_search_says_how_far_it_went():
     given = dataclasses.replace(asked, max_model=2, max_stage=4, max_microbatches=16)
     small = {"n_devices": 2, "global_batch": BATCH, "refine": False}
     own = search_plan(profile, data, config=asked, **small)
-    assert own.limits == LEAST
+    assert own.limits == DEFAULT_LIMITS
     assert own == search_plan(profile, data, config=given, **small)
     said = explained(own.limits, dataclasses.replace(asked, max_stage=4))
     for one in ("max_model 2 (by the job)", "max_stage 4 (given)", "33%"):

@@ -16,22 +16,22 @@ from typing import get_args
 
 import numpy as np
 
-from dflop_jax.plan.options import Option
+from dflop_jax.plan.options import MemoryOption
 from dflop_jax.plan.placement import (
-    BY_NUMBER,
-    CutCosts,
-    Extent,
-    Form,
-    RunCosts,
-    cut_costs,
+    EQUAL_LAYERS,
+    LayerCosts,
+    LayerCostsByDegree,
+    Parallelism,
+    SpaceLimits,
     module_segments,
+    relative_layer_costs,
 )
-from dflop_jax.plan.spec import SearchSpec
+from dflop_jax.plan.search_spec import SearchSpec
 from dflop_jax.plan.volume import (
-    CUTS,
-    Volume,
+    GROUPS_PER_BATCH,
+    ModuleVolume,
     group_content,
-    least_groups,
+    min_groups,
     packed_rows,
     piece_rows,
 )
@@ -51,24 +51,24 @@ from dflop_jax.records import (
 
 # Times the largest timed shape of a module up to which prices by timings are believed; twice as
 # much admits fewer and larger groups, priced by a fit that nothing near them was timed for.
-_TRUSTED_GROWTH = 2.0
+_MAX_EXTRAPOLATION = 2.0
 # Microbatches of a group for each stage of a loop. A loop of S stages takes 1 + (S - 1) / (k S)
 # times what it needs: with 8, at most an eighth more, which 16 would halve.
-_FILLS = (1, 2, 4, 8)
+_MICROBATCHES_PER_STAGE = (1, 2, 4, 8)
 # Of a bucket, what it and the smaller ones beside it have, those first that save most. In 6 set-ups
 # of benchmarks/auto_choice.py (21 placements) quarters took 0.7% longer than all four, thirds 2%.
-_SHARES = (1.0, 0.6, 0.3, 0.8)
+_BUCKET_SHARES = (1.0, 0.6, 0.3, 0.8)
 
 
 @dataclass(frozen=True)
-class Rules:
+class SearchContext:
     """What every placement is priced with.
 
     volumes: of the sampled batches, by module. spec: what is searched for, all limits above 0.
     """
 
     costs: CostModel
-    volumes: Mapping[str, Volume]
+    volumes: Mapping[str, ModuleVolume]
     spec: SearchSpec
 
     @property
@@ -80,73 +80,81 @@ class Rules:
         """Layers of every module, in topological order."""
         return self.profile.n_layers
 
-    def options(self, module: str) -> tuple[Option, ...]:
+    def options(self, module: str) -> tuple[MemoryOption, ...]:
         """What is tried for a module, the simplest first: of equals the first is taken."""
         remat, zero = self.spec.remat, self.spec.zero
-        remats = (remat,) if remat != "auto" else self.costs.fits.priced_policies(module)
-        degrees: tuple[Zero, ...] = (zero,) if zero != "auto" else get_args(Zero)
+        policies = (remat,) if remat != "auto" else self.costs.fits.priced_policies(module)
+        zero_degrees: tuple[Zero, ...] = (zero,) if zero != "auto" else get_args(Zero)
         return tuple(
-            Option(r, z, d)
-            for z in degrees
+            MemoryOption(r, z, d)
+            for z in zero_degrees
             for d in (self.shard_devices if z > 1 else self.shard_devices[:1])
-            for r in remats
+            for r in policies
         )
 
     @cached_property
-    def extent(self) -> Extent:
+    def space_limits(self) -> SpaceLimits:
         """How far the space of placements reaches, with the tensor-parallel degrees of which the
         profile has timings."""
-        timed: dict[str, set[int]] = {m: set() for m in self.n_layers}
+        timed_degrees: dict[str, set[int]] = {m: set() for m in self.n_layers}
         for t in self.profile.timings:
-            timed[t.module].add(t.model)
+            timed_degrees[t.module].add(t.model)
         kinds = {m: self.profile.layer_kinds(m) for m in self.n_layers}
-        n, node = self.spec.n_devices, self.spec.config.node
-        return Extent.of(kinds, timed, self.profile.edges, n, node or n, self.spec.config)
+        n_devices, node = self.spec.n_devices, self.spec.config.node
+        return SpaceLimits.from_model(
+            kinds, timed_degrees, self.profile.edges, n_devices, node or n_devices, self.spec.config
+        )
 
     @property
     def shard_devices(self) -> tuple[int, ...]:
         """Sizes of blocks of devices that may share state: as asked for, else all or, where links
         have prices and there are several nodes, those of a node."""
-        if given := self.spec.config.shard_devices:
-            return (given,)
+        if requested := self.spec.config.shard_devices:
+            return (requested,)
         node = self.spec.config.node if self.profile.hardware else 0
         return (0, node) if 0 < node < self.spec.n_devices else (0,)
 
-    def trusted_tokens(self, module: str) -> float:
+    def max_trusted_tokens(self, module: str) -> float:
         """Tokens of a microbatch on a rank up to which prices are believed: a fit of timings goes
         astray far beyond the largest shape that was timed, computed ones hold at any size."""
         if self.profile.computed:
             return np.inf
-        timed = (t.shape.size for t in self.profile.timings if t.module == module)
-        return _TRUSTED_GROWTH * max(timed)
+        timed_tokens = (t.shape.size for t in self.profile.timings if t.module == module)
+        return _MAX_EXTRAPOLATION * max(timed_tokens)
 
-    def cuts(self, stages: int) -> tuple[np.ndarray, np.ndarray]:
+    def granularities(self, stages: int) -> tuple[np.ndarray, np.ndarray]:
         """(groups that a mean batch may be cut into, microbatches of a group): groups of as many
         microbatches as the deepest loop has stages, and, where there is a loop, of more."""
         config = self.spec.config
-        given, most = config.microbatches_per_stage, config.max_microbatches
-        fills = [given] if given else [k for k in _FILLS if k * stages <= most]
-        sizes = [k * stages for k in fills or [1]] if stages > 1 else [1]
-        finest = [max(1, most // size) for size in sizes]
-        groups = [[*(c for c in CUTS if c < n), n] for n in finest]
-        return np.concatenate(groups), np.repeat(sizes, [len(n) for n in groups])
+        requested, max_microbatches = config.microbatches_per_stage, config.max_microbatches
+        per_stage = (
+            [requested]
+            if requested
+            else [k for k in _MICROBATCHES_PER_STAGE if k * stages <= max_microbatches]
+        )
+        group_sizes = [k * stages for k in per_stage or [1]] if stages > 1 else [1]
+        max_groups = [max(1, max_microbatches // size) for size in group_sizes]
+        groups_per_batch = [[*(c for c in GROUPS_PER_BATCH if c < n), n] for n in max_groups]
+        return np.concatenate(groups_per_batch), np.repeat(
+            group_sizes, [len(n) for n in groups_per_batch]
+        )
 
-    def run_costs(self, module: str, model: int) -> RunCosts:
+    def layer_costs(self, module: str, model: int) -> LayerCosts:
         """What a module's ends and layers cost at a tensor-parallel degree."""
-        return self.cut_costs.get((module, model), BY_NUMBER)
+        return self.layer_costs_by_degree.get((module, model), EQUAL_LAYERS)
 
     @property
-    def shares(self) -> tuple[float, ...]:
+    def bucket_shares(self) -> tuple[float, ...]:
         """What of a bucket the smaller ones have that plans may have beside it, and 1; rising."""
-        return tuple(sorted(_SHARES[: self.spec.config.buckets]))
+        return tuple(sorted(_BUCKET_SHARES[: self.spec.config.buckets]))
 
     def row_tokens(self, module: str) -> int:
         """Tokens of a packed row that holds the longest piece."""
-        longest = max(1, self.volumes[module].longest)
+        longest = max(1, self.volumes[module].max_piece_tokens)
         multiple = self.spec.token_multiple
         return -(-longest // multiple) * multiple
 
-    def row_sizes(
+    def row_shapes(
         self, module: str, microbatches: Array, data: Array, model: int
     ) -> tuple[Array, Array]:
         """(rows, tokens of a row) of a rank where a mean batch has so many microbatches."""
@@ -158,15 +166,15 @@ class Rules:
             volume, microbatches, data, self.costs, module, model, self.spec.token_multiple
         )
 
-    def room(self, module: str, rows: Array, tokens: Array) -> Array:
+    def group_capacity(self, module: str, rows: Array, tokens: Array) -> Array:
         """What such rows hold, in the units of `Volume`."""
         return rows if module in self.profile.piece_tokens else rows * tokens
 
     @cached_property
-    def cut_costs(self) -> CutCosts:
-        return cut_costs(self.profile)
+    def layer_costs_by_degree(self) -> LayerCostsByDegree:
+        return relative_layer_costs(self.profile)
 
-    def joined(self, layout: Layout) -> Layout:
+    def with_edges(self, layout: Layout) -> Layout:
         """A layout of submeshes and segments, with the model's edges."""
         return replace(layout, edges=self.profile.edges, tied=self.profile.tied)
 
@@ -174,14 +182,14 @@ class Rules:
         """Names of the plan's segments that train."""
         return [s.name for s in layout.segments if self.spec.trains(s)]
 
-    def segments(self, module: str, form: Form) -> tuple[SegmentPlan, ...]:
+    def segments(self, module: str, parallelism: Parallelism) -> tuple[SegmentPlan, ...]:
         """A module's segments in a form."""
-        costs = self.run_costs(module, form.mesh.model)
-        return module_segments(module, self.n_layers[module], 0, form, costs)[1]
+        costs = self.layer_costs(module, parallelism.mesh.model)
+        return module_segments(module, self.n_layers[module], 0, parallelism, costs)[1]
 
 
 @dataclass(frozen=True)
-class Segments:
+class ModuleTable:
     """A module in forms of one kind, with every option, at the cuts of `Rules.cuts`.
 
     data: degree of each form, [n_forms]. rows, tokens: the shape of each form and cut, 0 rows where
@@ -191,12 +199,12 @@ class Segments:
     update. n_bytes: of each segment's devices.
     """
 
-    options: tuple[Option, ...]
+    options: tuple[MemoryOption, ...]
     data: Array
     rows: Array
     tokens: Array
-    trusted: Array
-    groups: Array
+    is_trusted: Array
+    min_groups: Array
     seconds: tuple[tuple[Array, ...], ...]
     n_bytes: tuple[SegmentBytes, ...]
 
@@ -206,15 +214,15 @@ class Segments:
 
 
 def module_table(
-    rules: Rules,
+    context: SearchContext,
     segments: Sequence[SegmentPlan],
-    tasks: Sequence[Collection[str]],
+    directions: Sequence[Collection[str]],
     mesh: MeshShape,
-    cuts: tuple[Array, Array],
-    sizes: tuple[Array, Array],
-    parts: Array = 1,
-    max_parts: Array = 1,
-) -> Segments:
+    granularities: tuple[Array, Array],
+    row_shapes: tuple[Array, Array],
+    groups_together: Array = 1,
+    max_groups_together: Array = 1,
+) -> ModuleTable:
     """A module's table.
 
     Args:
@@ -224,61 +232,65 @@ def module_table(
       sizes: rows of a rank at each cut, and tokens of a row.
       parts, max_parts: groups of the module that go together, on average and at most.
     """
-    module, (n_groups, group_size), (rows, tokens) = segments[0].module, cuts, sizes
-    volume, n_tokens = rules.volumes[module], rows * tokens
+    module, (n_groups, group_size), (rows, tokens) = segments[0].module, granularities, row_shapes
+    volume, n_tokens = context.volumes[module], rows * tokens
     data: Array = mesh.data
-    smallest = n_tokens[:, [int((n_groups * group_size).argmax())]]
-    room = rules.room(module, rows, tokens) * max_parts * data * group_size
-    figures = rules.costs.at(module, mesh.model, rows, tokens)
-    content = group_content(volume, n_groups * parts, data)
-    known: dict[tuple[object, ...], list[Array]] = {}
+    min_tokens = n_tokens[:, [int((n_groups * group_size).argmax())]]
+    capacity = (
+        context.group_capacity(module, rows, tokens) * max_groups_together * data * group_size
+    )
+    figures = context.costs.at(module, mesh.model, rows, tokens)
+    content = group_content(volume, n_groups * groups_together, data)
+    costs_by_kind: dict[tuple[object, ...], list[Array]] = {}
     costs = []
-    for s, has in zip(segments, tasks, strict=True):
-        key = rules.costs.kind(s), tuple(has), rules.spec.trains(s)
-        if key not in known:
-            known[key] = _costs(rules, s, mesh, group_size, figures, content, has)
-        costs.append(known[key])
+    for s, segment_directions in zip(segments, directions, strict=True):
+        key = context.costs.kind(s), tuple(segment_directions), context.spec.trains(s)
+        if key not in costs_by_kind:
+            costs_by_kind[key] = _segment_costs(
+                context, s, mesh, group_size, figures, content, segment_directions
+            )
+        costs.append(costs_by_kind[key])
     *seconds, state, kept, temporaries = zip(*costs, strict=True)
-    return Segments(
-        rules.options(module),
+    return ModuleTable(
+        context.options(module),
         data[:, 0],
         rows,
         tokens,
-        n_tokens <= np.maximum(rules.trusted_tokens(module), smallest),
-        least_groups(volume, room, rules.shares[0]),
+        n_tokens <= np.maximum(context.max_trusted_tokens(module), min_tokens),
+        min_groups(volume, capacity, context.bucket_shares[0]),
         tuple(seconds),
         tuple(map(SegmentBytes, state, kept, temporaries)),
     )
 
 
-def _costs(
-    rules: Rules,
+def _segment_costs(
+    context: SearchContext,
     s: SegmentPlan,
     mesh: MeshShape,
     group_size: Array,
     figures: Figures,
     content: Sequence[Array],
-    tasks: Collection[str],
+    directions: Collection[str],
 ) -> list[Array]:
     """What a segment takes with every option of its module: seconds forward, backward, of reduction
     and of update, and the fields of its `SegmentBytes`."""
-    costs, trains, shape = rules.costs, rules.spec.trains(s), figures.is_there.shape
+    costs, trains, shape = context.costs, context.spec.trains(s), figures.is_there.shape
     by_option = []
-    for option in rules.options(s.module):
-        saving = option.of(s)
-        state = SegmentState(saving, mesh, rules.profile)
-        moved, held = state.moved(), costs.state_of(saving, mesh, trained=trains)
-        taken: list[Array] = []
+    for option in context.options(s.module):
+        segment = option.apply(s)
+        state = SegmentState(segment, mesh, context.profile)
+        shard_seconds, state_bytes = state.moved(), costs.state_of(segment, mesh, trained=trains)
+        quantities: list[Array] = []
         for d in (FORWARD, BACKWARD):
             seconds: Array = 0.0
-            if d in tasks:
-                seconds = costs.task_s(saving, mesh, group_size, figures, d, moved)
-                unit_s = costs.group_content_s(saving, mesh, group_size, d)
+            if d in directions:
+                seconds = costs.task_s(segment, mesh, group_size, figures, d, shard_seconds)
+                unit_s = costs.group_content_s(segment, mesh, group_size, d)
                 seconds = seconds + content_s(unit_s, content)
-            taken.append(seconds)
-        taken += [state.reduce_s(), state.update_s()] if trains else [0.0, 0.0]
-        backward = BACKWARD in tasks
-        n_bytes = costs.bytes_of(saving, mesh, group_size, figures, held, backward=backward)
-        taken += [n_bytes.state, n_bytes.kept, n_bytes.temporaries]
-        by_option.append([np.broadcast_to(a, shape) for a in taken])
+            quantities.append(seconds)
+        quantities += [state.reduce_s(), state.update_s()] if trains else [0.0, 0.0]
+        backward = BACKWARD in directions
+        n_bytes = costs.bytes_of(segment, mesh, group_size, figures, state_bytes, backward=backward)
+        quantities += [n_bytes.state, n_bytes.kept, n_bytes.temporaries]
+        by_option.append([np.broadcast_to(a, shape) for a in quantities])
     return [np.stack(each) for each in zip(*by_option, strict=True)]

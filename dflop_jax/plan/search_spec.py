@@ -18,13 +18,13 @@ from dflop_jax.records import Load, ModelProfile, Remat, SegmentPlan, SubmeshPla
 from dflop_jax.schedule.sampled_batches import LARGE_BATCH
 
 # The largest values that are tried for a model that fits on one device.
-LEAST = {"max_model": 2, "max_stage": 4, "max_microbatches": 16}
+DEFAULT_LIMITS = {"max_model": 2, "max_stage": 4, "max_microbatches": 16}
 # Share of a device's memory for the layers' inputs of all microbatches in flight: parameters and
 # optimizer state fill about a half, temporaries of a program another quarter. Half of it would
 # double the most microbatches tried.
 INPUTS_SHARE = 0.25
-MOST_MICROBATCHES = 128  # as many as the finest of the usual cuts (`volume.CUTS`)
-_RANKED = 3  # placements at least, of which a plan is chosen
+MAX_MICROBATCHES = 128  # as many as the finest of the usual cuts (`volume.CUTS`)
+_MIN_RANKED = 3  # placements at least, of which a plan is chosen
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SearchSpec:
       token_multiple: token capacities are multiples of it (128 on GPU).
       trains: whether a segment has trainable parameters.
       allowed: whether the devices at hand can form a submesh.
-      shown: placements that are ranked exactly, for `SearchResult.candidates`.
+      n_shown: placements that are ranked exactly, for `SearchResult.candidates`.
       refine: whether buckets are chosen for the plan; else it has the one that it was ranked with.
     """
 
@@ -51,7 +51,7 @@ class SearchSpec:
     token_multiple: int = 32
     trains: Callable[[SegmentPlan], bool] = lambda _: True
     allowed: Callable[[SubmeshPlan], bool] = lambda _: True
-    shown: int = _RANKED
+    n_shown: int = _MIN_RANKED
     refine: bool = True
 
     def __post_init__(self) -> None:
@@ -64,31 +64,33 @@ class SearchSpec:
     @property
     def limits(self) -> dict[str, int]:
         """How far the space reaches, as given or as the job needs (`with_limits`)."""
-        return {name: getattr(self.config, name) for name in LEAST}
+        return {name: getattr(self.config, name) for name in DEFAULT_LIMITS}
 
     @property
     def n_batches(self) -> int:
         """Global batches that are sampled."""
-        share = min(1.0, LARGE_BATCH / self.global_batch)
-        return max(1, round(self.config.sampled_batches * share))
+        scale = min(1.0, LARGE_BATCH / self.global_batch)
+        return max(1, round(self.config.sampled_batches * scale))
 
     @property
     def n_ranked(self) -> int:
         """Placements that are ranked exactly."""
-        return max(self.shown, _RANKED) if self.refine else self.shown
+        return max(self.n_shown, _MIN_RANKED) if self.refine else self.n_shown
 
 
-def held_bytes(float32_bytes: Mapping[str, float], halved: Collection[str]) -> float:
+def largest_module_bytes(
+    float32_bytes: Mapping[str, float], bfloat16_modules: Collection[str]
+) -> float:
     """Parameters and gradients of the largest module, which a data rank has whole under ZeRO 1.
 
     Args:
       float32_bytes: parameters of every module in float32, as gradients are.
       halved: modules whose programs work on bfloat16 parameters.
     """
-    return max(n * (1.5 if m in halved else 2.0) for m, n in float32_bytes.items())
+    return max(n * (1.5 if m in bfloat16_modules else 2.0) for m, n in float32_bytes.items())
 
 
-def parallel_limits(held: float, memory_bytes: float, node: int) -> tuple[int, int]:
+def parallel_limits(module_bytes: float, memory_bytes: float, node: int) -> tuple[int, int]:
     """(max_model, max_stage) for a module that holds so many bytes. The devices that share them, a
     power of two, may do so by tensor parallelism alone where a node has as many, and by a pipeline
     alone of at most a node's devices or of what the largest tensor parallelism leaves.
@@ -97,9 +99,11 @@ def parallel_limits(held: float, memory_bytes: float, node: int) -> tuple[int, i
       memory_bytes: that a plan may fill; 0: nobody says, and nothing needs to be shared.
       node: devices of a node.
     """
-    shares = _power_of_two(held / memory_bytes) if memory_bytes else 1
-    model = max(LEAST["max_model"], min(shares, node))
-    return model, max(LEAST["max_stage"], min(shares, node), -(-shares // model))
+    n_devices = _power_of_two(module_bytes / memory_bytes) if memory_bytes else 1
+    max_model = max(DEFAULT_LIMITS["max_model"], min(n_devices, node))
+    return max_model, max(
+        DEFAULT_LIMITS["max_stage"], min(n_devices, node), -(-n_devices // max_model)
+    )
 
 
 def microbatch_limit(
@@ -112,42 +116,47 @@ def microbatch_limit(
       batch_bytes: inputs of all layers, of the whole global batch.
     """
     if not memory_bytes:
-        return LEAST["max_microbatches"]
-    whole_batch = batch_bytes / n_devices
-    needed = _power_of_two(max_stage * whole_batch / (INPUTS_SHARE * memory_bytes))
-    return max(LEAST["max_microbatches"], min(needed, MOST_MICROBATCHES))
+        return DEFAULT_LIMITS["max_microbatches"]
+    bytes_per_device = batch_bytes / n_devices
+    needed = _power_of_two(max_stage * bytes_per_device / (INPUTS_SHARE * memory_bytes))
+    return max(DEFAULT_LIMITS["max_microbatches"], min(needed, MAX_MICROBATCHES))
 
 
 def with_limits(spec: SearchSpec, profile: ModelProfile, loads: Sequence[Load]) -> SearchSpec:
     """What is searched for, with a limit of the job's own wherever the settings have 0, and with
     the profile's devices of a node, where these are known."""
     config = spec.config
-    parameters = {m: 4.0 * profile.n_elements(m) for m in profile.n_layers}
-    halved = [m for m in profile.n_layers if profile.is_halved(m)]
-    node, held = config.node or profile.devices_per_node, held_bytes(parameters, halved)
-    model, stage = parallel_limits(held, spec.memory_bytes, node or spec.n_devices)
-    stage = config.max_stage or stage
+    float32_bytes = {m: 4.0 * profile.n_elements(m) for m in profile.n_layers}
+    bfloat16_modules = [m for m in profile.n_layers if profile.is_halved(m)]
+    node, module_bytes = (
+        config.node or profile.devices_per_node,
+        largest_module_bytes(float32_bytes, bfloat16_modules),
+    )
+    max_model, max_stage = parallel_limits(module_bytes, spec.memory_bytes, node or spec.n_devices)
+    max_stage = config.max_stage or max_stage
     batch_bytes = spec.global_batch * _input_bytes(profile, loads)
     config = replace(
         config,
         node=node,
-        max_model=config.max_model or model,
-        max_stage=stage,
+        max_model=config.max_model or max_model,
+        max_stage=max_stage,
         max_microbatches=config.max_microbatches
-        or microbatch_limit(batch_bytes, spec.memory_bytes, spec.n_devices, stage),
+        or microbatch_limit(batch_bytes, spec.memory_bytes, spec.n_devices, max_stage),
     )
     return replace(spec, config=config)
 
 
 def _input_bytes(profile: ModelProfile, loads: Sequence[Load]) -> float:
     """Of a mean sample: the inputs of all layers of all modules."""
-    token_bytes = {t.module: t.hidden_bytes / t.shape.size for t in profile.timings if t.model == 1}
+    bytes_per_token = {
+        t.module: t.hidden_bytes / t.shape.size for t in profile.timings if t.model == 1
+    }
     return sum(
-        token_bytes.get(m, 0.0) * n * sum(load.tokens(m) for load in loads) / len(loads)
+        bytes_per_token.get(m, 0.0) * n * sum(load.tokens(m) for load in loads) / len(loads)
         for m, n in profile.n_layers.items()
     )
 
 
-def _power_of_two(least: float) -> int:
+def _power_of_two(minimum: float) -> int:
     """The least power of two that is not below it."""
-    return 1 << max(0, math.ceil(least) - 1).bit_length()
+    return 1 << max(0, math.ceil(minimum) - 1).bit_length()

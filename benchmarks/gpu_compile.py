@@ -93,9 +93,8 @@ def predicted_bytes(plan: Plan, program: ProgramReport, costs: CostModel) -> flo
         return None
     segment, mesh = plan.layout.segment(program.segment), plan.layout.submesh(program.submesh).shape
     (shape,) = plan.layout.shapes(segment.module)
-    figures = costs.at(segment.module, mesh.model, shape.rows, shape.tokens)
-    state = costs.state_of(segment, mesh, trained=True)
-    handed, taken = costs.task_bytes(segment, mesh, plan.layout.group_size, figures, state)
+    predictions = costs.predict(segment.module, mesh.model, shape.rows, shape.tokens)
+    handed, taken = costs.segment(segment, mesh).task_bytes(plan.layout.group_size, predictions)
     return float(taken if program.kind == BACKWARD else handed) or None
 
 

@@ -180,8 +180,15 @@ def halved(profile):
 
 def group_s(costs, segment, mesh, group_size, rows, tokens, direction):
     """Seconds of a segment's task at per-rank shapes."""
-    figures = costs.at(segment.module, mesh.model, rows, tokens)
-    return costs.task_s(segment, mesh, group_size, figures, direction)
+    predictions = costs.predict(segment.module, mesh.model, rows, tokens)
+    alone = costs.segment(replace(segment, zero=1), mesh)  # data ranks share nothing
+    return alone.task_s(group_size, predictions, direction)
+
+
+def segment_bytes(costs, segment, mesh, group_size, rows, tokens, **options):
+    """`SegmentBytes` of a segment at per-rank shapes."""
+    predictions = costs.predict(segment.module, mesh.model, rows, tokens)
+    return costs.segment(segment, mesh).n_bytes(group_size, predictions, **options)
 
 
 def nano_profile():

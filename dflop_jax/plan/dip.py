@@ -51,9 +51,10 @@ def module_seconds(
     """Seconds of a group of one microbatch in all of a module's layers, forward and backward."""
     costs, n = context.costs, context.n_layers[module]
     segment = SegmentPlan(module, module, 0, n, module, True, True)
-    figures = costs.at(module, model, rows, tokens)
-    directions = (FORWARD, BACKWARD) if costs.hands_over(segment) else (BACKWARD,)
-    return sum(costs.task_s(segment, MeshShape(model=model), 1, figures, d) for d in directions)
+    predictions = costs.predict(module, model, rows, tokens)
+    segment_costs = costs.segment(segment, MeshShape(model=model))
+    directions = (FORWARD, BACKWARD) if costs.has_forward(segment) else (BACKWARD,)
+    return sum(segment_costs.task_s(1, predictions, d) for d in directions)
 
 
 def efficient_rows(context: SearchContext, module: str, model: int, tokens: int) -> int:

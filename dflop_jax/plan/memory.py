@@ -47,7 +47,7 @@ SegmentNeed = tuple[int, Array, Array]
 
 def segment_need(resource: int, n_bytes: SegmentBytes, in_flight: Array) -> SegmentNeed:
     """What a segment with so many groups in flight needs."""
-    return resource, n_bytes.state + n_bytes.kept * in_flight, n_bytes.temporaries
+    return resource, n_bytes.state + n_bytes.residuals * in_flight, n_bytes.temporaries
 
 
 def resource_peaks(needs: Iterable[SegmentNeed]) -> dict[int, Array]:
@@ -78,7 +78,7 @@ def peak_bytes(
     backward_segments = set(segments_with_backward(layout, trained_segments))
 
     def largest_bytes(s: SegmentPlan) -> SegmentBytes:
-        return costs.largest_bytes(
+        return costs.max_segment_bytes(
             s,
             layout.submesh(s.submesh).shape,
             layout.group_size,
@@ -118,7 +118,8 @@ def byte_table(layout: Layout, profile: ModelProfile) -> ByteTable:
 def group_bytes(layout: Layout, costs: CostModel, s: SegmentPlan, shape: Shape) -> float:
     """Bytes per device that a segment holds of a group from forward to backward."""
     mesh = layout.submesh(s.submesh).shape
-    return float(costs.segment_bytes(s, mesh, layout.group_size, shape.rows, shape.tokens).kept)
+    predictions = costs.predict(s.module, mesh.model, shape.rows, shape.tokens)
+    return float(costs.segment(s, mesh).n_bytes(layout.group_size, predictions).residuals)
 
 
 def memory_over_time(

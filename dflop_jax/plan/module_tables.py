@@ -35,8 +35,8 @@ from dflop_jax.plan.volume import (
     packed_rows,
     piece_rows,
 )
-from dflop_jax.profile.cost_model import CostModel, Figures
-from dflop_jax.profile.state import Array, SegmentBytes, SegmentState
+from dflop_jax.profile.cost_model import CostModel, Predictions
+from dflop_jax.profile.state import Array, SegmentBytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -239,15 +239,15 @@ def module_table(
     capacity = (
         context.group_capacity(module, rows, tokens) * max_groups_together * data * group_size
     )
-    figures = context.costs.at(module, mesh.model, rows, tokens)
+    predictions = context.costs.predict(module, mesh.model, rows, tokens)
     content = group_content(volume, n_groups * groups_together, data)
     costs_by_kind: dict[tuple[object, ...], list[Array]] = {}
     costs = []
     for s, segment_directions in zip(segments, directions, strict=True):
-        key = context.costs.kind(s), tuple(segment_directions), context.spec.trains(s)
+        key = context.costs.price_key(s), tuple(segment_directions), context.spec.trains(s)
         if key not in costs_by_kind:
             costs_by_kind[key] = _segment_costs(
-                context, s, mesh, group_size, figures, content, segment_directions
+                context, s, mesh, group_size, predictions, content, segment_directions
             )
         costs.append(costs_by_kind[key])
     *seconds, state, kept, temporaries = zip(*costs, strict=True)
@@ -268,29 +268,28 @@ def _segment_costs(
     s: SegmentPlan,
     mesh: MeshShape,
     group_size: Array,
-    figures: Figures,
+    predictions: Predictions,
     content: Sequence[Array],
     directions: Collection[str],
 ) -> list[Array]:
     """What a segment takes with every option of its module: seconds forward, backward, of reduction
     and of update, and the fields of its `SegmentBytes`."""
-    costs, trains, shape = context.costs, context.spec.trains(s), figures.is_there.shape
+    trains, shape = context.spec.trains(s), predictions.has_rows.shape
     by_option = []
     for option in context.options(s.module):
-        segment = option.apply(s)
-        state = SegmentState(segment, mesh, context.profile)
-        shard_seconds, state_bytes = state.moved(), costs.state_of(segment, mesh, trained=trains)
+        costs = context.costs.segment(option.apply(s), mesh)
         quantities: list[Array] = []
         for d in (FORWARD, BACKWARD):
             seconds: Array = 0.0
             if d in directions:
-                seconds = costs.task_s(segment, mesh, group_size, figures, d, shard_seconds)
-                unit_s = costs.group_content_s(segment, mesh, group_size, d)
-                seconds = seconds + content_s(unit_s, content)
+                seconds = costs.task_s(group_size, predictions, d)
+                seconds = seconds + content_s(costs.content_s(group_size, d), content)
             quantities.append(seconds)
+        state = costs.state
         quantities += [state.reduce_s(), state.update_s()] if trains else [0.0, 0.0]
-        backward = BACKWARD in directions
-        n_bytes = costs.bytes_of(segment, mesh, group_size, figures, state_bytes, backward=backward)
-        quantities += [n_bytes.state, n_bytes.kept, n_bytes.temporaries]
+        n_bytes = costs.n_bytes(
+            group_size, predictions, trained=trains, backward=BACKWARD in directions
+        )
+        quantities += [n_bytes.state, n_bytes.residuals, n_bytes.temporaries]
         by_option.append([np.broadcast_to(a, shape) for a in quantities])
     return [np.stack(each) for each in zip(*by_option, strict=True)]

@@ -316,7 +316,7 @@ def _can_save_more(
     context = evaluator.context
     is_known = second_remat in context.costs.fits.priced_policies(s.module)
     keeps_more = is_known and second_remat in REMAT[: REMAT.index(s.remat)]
-    return keeps_more and s.name in backward and context.costs.hands_over(s)
+    return keeps_more and s.name in backward and context.costs.has_forward(s)
 
 
 def _with_free_bytes(plan: Plan, backward: set[str], evaluator: Evaluator) -> Plan:

@@ -95,9 +95,9 @@ def packed_rows(
     for rows in ROW_COUNTS if volume.max_per_sample else ():
         min_row_tokens = _round_up(_min_row_tokens(volume, rows * data), multiple)
         tokens = np.maximum(_round_up(tokens_per_rank / rows, multiple), min_row_tokens).astype(int)
-        figures = costs.at(module, model, rows, tokens)
+        predictions = costs.predict(module, model, rows, tokens)
         seconds_per_token = sum(
-            n * figures.of(kind, "layer_backward") for kind, n in kind_counts
+            n * predictions.layer(kind, "layer_backward") for kind, n in kind_counts
         ) / (rows * tokens)
         # More rows than the share fills would only pad.
         is_useful = (rows == 1) | (tokens_per_rank > (rows - 0.5) * min_row_tokens)

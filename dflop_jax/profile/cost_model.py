@@ -7,13 +7,14 @@ of microbatches in a group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, reduce
+from dataclasses import dataclass
+from functools import cache, cached_property, reduce
 
 import numpy as np
 
 from dflop_jax.profile.collectives import send_s
 from dflop_jax.profile.fit import Fits
-from dflop_jax.profile.state import Array, SegmentBytes, SegmentState, ShardSeconds, StateBytes
+from dflop_jax.profile.state import Array, SegmentBytes, ShardedState
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -29,48 +30,51 @@ from dflop_jax.records import (
     with_host_work,
 )
 
-_AT_HAND = ShardSeconds()
 
+class Predictions:
+    """Quantities of a module at shapes, each predicted once (see `Fits.predict`). Those of a layer
+    depend on its kind; those of the whole module were measured beside layers of each kind, and the
+    first kind's are taken."""
 
-class Figures:
-    """Quantities of a module at shapes, each predicted once: see `Fits.predict`. Those of a layer
-    are asked of one `kind`; what is of the whole module was seen beside layers of each kind, and is
-    that beside the first."""
-
-    def __init__(self, fits: Fits, module: str, model: int, rows: Array, tokens: Array):
-        self.is_there = np.asarray(rows) > 0
-        self.rank_share = rank_share(rows, tokens, model)  # of hidden states, on a tensor rank
+    def __init__(self, fits: Fits, module: str, tp: int, rows: Array, tokens: Array):
+        self.has_rows = np.asarray(rows) > 0
+        self.rank_share = rank_share(rows, tokens, tp)  # of hidden states, on a tensor rank
         features = shape_features(rows, tokens)
-        self._first = fits.profile.kinds.get(module, (LAYERS,))[0]
-        self._predict = cache(
-            lambda kind, name: fits.predict(layer_key(module, kind), model, features, name)
+        self._first_kind = fits.profile.kinds.get(module, (LAYERS,))[0]
+        self.layer = cache(
+            lambda kind, name: fits.predict(layer_key(module, kind), tp, features, name)
         )
 
     def __getitem__(self, name: str) -> Array:
-        return self.of(self._first, name)
+        return self.layer(self._first_kind, name)
 
-    def of(self, kind: str, name: str) -> Array:
-        return self._predict(kind, name)
-
-    def most(self, kinds: Iterable[str], name: str) -> Array:
-        """The largest of some kinds."""
-        return reduce(np.maximum, (self.of(kind, name) for kind in kinds))
+    def max_layer(self, kinds: Iterable[str], name: str) -> Array:
+        """The largest value of a quantity over kinds of layers."""
+        return reduce(np.maximum, (self.layer(kind, name) for kind in kinds))
 
 
 class CostModel:
-    """Prices segments by a ModelProfile. Methods are pure; some answers are cached."""
+    """Prices segments by a ModelProfile. Methods are pure; some results are cached."""
 
     def __init__(self, profile: ModelProfile):
         self.profile, self.fits = profile, Fits(profile)
-        self._largest: dict[tuple[object, ...], SegmentBytes] = {}
+        self._max_bytes: dict[tuple[object, ...], SegmentBytes] = {}
 
-    def kind(self, segment: SegmentPlan) -> tuple[object, ...]:
+    def price_key(self, segment: SegmentPlan) -> tuple[object, ...]:
         """Equal for segments of equal prices and bytes, as most of those inside a module are."""
         return (
             segment.module, tuple(self.profile.kinds_in(segment).items()), segment.first,
             segment.last, segment.remat, segment.zero, segment.shard_devices, segment.rounds,
-            self.hands_over(segment), self.inputs_kept(segment),
+            self.has_forward(segment), self.saved_inputs(segment),
         )  # fmt: skip
+
+    def predict(self, module: str, tp: int, rows: Array, tokens: Array) -> Predictions:
+        """The quantities of a module at shapes and a tensor-parallel degree."""
+        return Predictions(self.fits, module, tp, rows, tokens)
+
+    def segment(self, segment: SegmentPlan, mesh: MeshShape) -> SegmentCosts:
+        """Seconds and bytes of a segment on a mesh."""
+        return SegmentCosts(self, segment, mesh)
 
     def slowdown(self, mesh: MeshShape) -> Array:
         """How much longer a submesh's devices take together than a rank took when it was timed,
@@ -79,128 +83,20 @@ class CostModel:
         timed = max(1.0, mesh.model / self.profile.concurrency)
         return np.maximum(1.0, mesh.n_devices / self.profile.concurrency) / timed
 
-    def at(self, module: str, model: int, rows: Array, tokens: Array) -> Figures:
-        """The quantities of a module at shapes."""
-        return Figures(self.fits, module, model, rows, tokens)
-
-    def task_s(
-        self,
-        segment: SegmentPlan,
-        mesh: MeshShape,
-        group_size: Array,
-        figures: Figures,
-        direction: str,
-        moved: ShardSeconds = _AT_HAND,
-    ) -> Array:
-        """Seconds of a segment's task on a group of microbatches of these per-rank shapes, run
-        alone and without content (see `group_content_s`), with what is moved between data ranks
-        meanwhile and what the host does for a task; 0 without rows.
-
-        A segment of S stages takes R x M + S - 1 ticks for M microbatches in R rounds. Every stage
-        runs the entry in every tick, while the exit's microbatches are shared by the stages. A
-        backward task that has no forward task before it, or repeats it, runs the layers twice in
-        all.
-        """
-        stages, slow = mesh.stage, self.slowdown(mesh)
-        ticks = segment.ticks(mesh.stage, group_size)
-        share = self.profile.entry_share[segment.module]
-        share = share * segment.first * ticks + (1.0 - share) * segment.last * group_size / stages
-        loops, again = self.loops(segment, direction), _again(segment)
-        seconds = self.profile.task_overhead_s + moved.ends_gather_s
-        passed_s = self._passed_s(mesh, figures) if stages > 1 else 0.0
-        for loop in loops:
-            ends_s, moved_s = figures[f"ends_{loop}"], moved.layer_gather_s
-            if loop == BACKWARD:
-                ends_s = ends_s + figures[f"{again}.ends_s"]
-                moved_s = moved_s + moved.layer_scatter_s
-                seconds = seconds + ticks * moved.ends_scatter_s
-            layers_s: Array = 0.0
-            for kind, n in self.profile.kinds_in(segment).items():
-                layer_s = figures.of(kind, f"layer_{loop}")
-                if loop == BACKWARD:
-                    layer_s = layer_s + figures.of(kind, f"{again}.layer_s")
-                # A layer's parameters come while the one before is computed.
-                at_once = np.maximum(layer_s * slow, moved_s)
-                layers_s = layers_s + n / _visits(segment, mesh) * at_once
-            layers_s = layers_s + moved_s  # the first layer waits
-            seconds = seconds + ticks * (layers_s + passed_s) + share * ends_s * slow
-        host_s, shares_cores = self.profile.host_s, self.profile.shares_cores
-        seconds = with_host_work(seconds, host_s, shares_cores=shares_cores)
-        return np.where(figures.is_there, seconds, 0.0)
-
-    def _passed_s(self, mesh: MeshShape, figures: Figures) -> Array:
-        """Seconds until every stage of a loop has a microbatch's hidden states of the one before
-        it, which nothing of the tick waits beside."""
-        hardware = self.profile.hardware
-        if hardware is None:
-            return 0.0
-        n_bytes = figures["hidden"] * figures.rank_share
-        inside, across = (
-            send_s(n_bytes, hardware, across=far, collective="ppermute") for far in (False, True)
-        )
-        return np.where(np.asarray(mesh.n_devices) > hardware.devices_per_node, across, inside)
-
-    def group_content_s(
-        self, segment: SegmentPlan, mesh: MeshShape, group_size: Array, direction: str
-    ) -> Array:
-        """Seconds that a group's task takes more for a unit of each feature of the group's content,
-        [features, *data degrees], these with the group sizes where there are several.
-
-        A stage sees every microbatch in every round, and in S - 1 more ticks one of mean content:
-        what it computes while the pipeline inside the segment fills and drains.
-        """
-        loops = [*self.loops(segment, direction), *[_again(segment)] * (direction == BACKWARD)]
-        ticks = segment.ticks(mesh.stage, group_size)
-        alone_s: Array = 0.0
-        for kind, n in self.profile.kinds_in(segment).items():
-            layers = layer_key(segment.module, kind)
-            layer_s = sum(self.fits.content_s(layers, mesh.model, loop) for loop in loops)
-            alone_s = alone_s + layer_s * (n / _visits(segment, mesh))
-        return np.multiply.outer(alone_s, self.slowdown(mesh) * (ticks / group_size))
-
-    def hands_over(self, segment: SegmentPlan) -> bool:
-        """Whether a segment has a forward task, whose results its backward task begins with: not
-        one that nobody reads (see `tasks`)."""
+    def has_forward(self, segment: SegmentPlan) -> bool:
+        """Whether a segment has a forward task, which hands residuals to its backward task. A last
+        segment whose outputs no edge reads has none: its backward task runs forward, too."""
         return not segment.last or any(segment.sends(e) for e in self.profile.edges)
 
-    def loops(self, segment: SegmentPlan, direction: str) -> tuple[str, ...]:
-        """How a task goes through the segment's layers."""
-        if direction != BACKWARD:
-            return (FORWARD,)
-        if segment.remat == "segment" or not self.hands_over(segment):
-            return (FORWARD, BACKWARD)
-        return (BACKWARD,)
-
-    def inputs_kept(self, segment: SegmentPlan) -> tuple[int, int]:
-        """Arrays of the hidden states' size that a segment keeps from forward to backward: (those
+    def saved_inputs(self, segment: SegmentPlan) -> tuple[int, int]:
+        """Arrays of the hidden states' size that a segment saves from forward to backward: (those
         that every tensor rank has whole, those that are split over tensor ranks). The former are
-        what every edge brings, and of a first segment that no edge enters its fields, the latter
-        the hidden states of the segment before it."""
+        what every edge brings (the fields of a first segment that no edge enters), the latter the
+        hidden states of the segment before it."""
         entering = sum(segment.reads(e) for e in self.profile.edges)
         return (max(1, entering), 0) if segment.first else (entering, 1)
 
-    def segment_bytes(
-        self,
-        segment: SegmentPlan,
-        mesh: MeshShape,
-        group_size: int,
-        rows: Array,
-        tokens: Array,
-        *,
-        trained: bool = True,
-        backward: bool = True,
-    ) -> SegmentBytes:
-        """Bytes per device of a segment, by shape.
-
-        Args:
-          trained: whether it has trainable parameters.
-          backward: whether it has backward tasks.
-        """
-        figures = self.at(segment.module, mesh.model, rows, tokens)
-        state = self.state_of(segment, mesh, trained=trained)
-        return self.bytes_of(segment, mesh, group_size, figures, state, backward=backward)
-
-    def largest_bytes(
+    def max_segment_bytes(
         self,
         segment: SegmentPlan,
         mesh: MeshShape,
@@ -210,99 +106,193 @@ class CostModel:
         trained: bool,
         backward: bool,
     ) -> SegmentBytes:
-        """The most that a segment needs at any of its groups' shapes. Without one it is still
-        reduced and updated."""
-        key = self.kind(segment), mesh, group_size, tuple(shapes), trained, backward
-        if key not in self._largest:
+        """Largest bytes of a segment over its groups' shapes. Without a shape it is still reduced
+        and updated."""
+        key = self.price_key(segment), mesh, group_size, tuple(shapes), trained, backward
+        if key not in self._max_bytes:
             rows, tokens = np.array([(s.rows, s.tokens) for s in shapes] or [(0, 0)]).T
-            each = self.segment_bytes(
-                segment, mesh, group_size, rows, tokens, trained=trained, backward=backward
+            n_bytes = self.segment(segment, mesh).n_bytes(
+                group_size,
+                self.predict(segment.module, mesh.model, rows, tokens),
+                trained=trained,
+                backward=backward,
             )
-            kept_bytes, temporaries = (
-                float(v.max(initial=0.0)) for v in (each.kept, each.temporaries)
+            self._max_bytes[key] = SegmentBytes(
+                float(n_bytes.state),
+                float(n_bytes.residuals.max(initial=0.0)),
+                float(n_bytes.temporaries.max(initial=0.0)),
             )
-            self._largest[key] = SegmentBytes(float(each.state), kept_bytes, temporaries)
-        return self._largest[key]
+        return self._max_bytes[key]
 
-    def state_of(self, segment: SegmentPlan, mesh: MeshShape, *, trained: bool) -> StateBytes:
-        """What a segment holds by its data ranks' shares, the same under every recompute policy."""
-        state, alone = SegmentState(segment, mesh, self.profile), not self.hands_over(segment)
-        return StateBytes(
-            held=state.held_bytes(trained=trained),
-            at_end=state.end_bytes() if trained else 0.0,
-            whole=state.whole_bytes(trained=trained, ends_in_loss=alone),
-        )
 
-    def bytes_of(
+@dataclass(frozen=True)
+class SegmentCosts:
+    """Seconds and bytes of one segment on a mesh, whose data degree may be an array. Methods take
+    `group_size`, the microbatches of a group, and `predictions` at their per-rank shapes."""
+
+    costs: CostModel
+    segment: SegmentPlan
+    mesh: MeshShape
+
+    @cached_property
+    def state(self) -> ShardedState:
+        """Parameters, gradients and optimizer state of the segment on a device."""
+        return ShardedState(self.segment, self.mesh, self.costs.profile)
+
+    def task_s(self, group_size: Array, predictions: Predictions, direction: str) -> Array:
+        """Seconds of a task on a group of microbatches, run alone and without content (see
+        `content_s`), with what data ranks gather and scatter meanwhile and what the host does for a
+        task; 0 without rows.
+
+        A segment of S stages takes R x M + S - 1 ticks for M microbatches in R rounds. Every stage
+        runs the entry in every tick, while the exit's microbatches are shared by the stages. A
+        backward task that has no forward task before it, or repeats it, runs the layers twice in
+        all.
+        """
+        segment, profile = self.segment, self.costs.profile
+        stages, slowdown = self.mesh.stage, self.costs.slowdown(self.mesh)
+        shards = self.state.shard_seconds
+        ticks = segment.ticks(stages, group_size)
+        entry_share = profile.entry_share[segment.module]
+        n_ends = entry_share * segment.first * ticks
+        n_ends = n_ends + (1.0 - entry_share) * segment.last * group_size / stages
+        seconds = profile.task_overhead_s + shards.ends_gather_s
+        stage_send_s = self._stage_send_s(predictions) if stages > 1 else 0.0
+        for layer_pass in self._passes(direction):
+            ends_s, transfer_s = predictions[f"ends_{layer_pass}"], shards.layer_gather_s
+            if layer_pass == BACKWARD:
+                ends_s = ends_s + predictions[f"{self._policy}.ends_s"]
+                transfer_s = transfer_s + shards.layer_scatter_s
+                seconds = seconds + ticks * shards.ends_scatter_s
+            layers_s: Array = 0.0
+            for kind, n in profile.kinds_in(segment).items():
+                layer_s = predictions.layer(kind, f"layer_{layer_pass}")
+                if layer_pass == BACKWARD:
+                    layer_s = layer_s + predictions.layer(kind, f"{self._policy}.layer_s")
+                # A layer's parameters come while the one before is computed.
+                layers_s = layers_s + n / self._visits * np.maximum(layer_s * slowdown, transfer_s)
+            layers_s = layers_s + transfer_s  # the first layer waits
+            seconds = seconds + ticks * (layers_s + stage_send_s) + n_ends * ends_s * slowdown
+        seconds = with_host_work(seconds, profile.host_s, shares_cores=profile.shares_cores)
+        return np.where(predictions.has_rows, seconds, 0.0)
+
+    def content_s(self, group_size: Array, direction: str) -> Array:
+        """Seconds that a group's task takes more for a unit of each feature of the group's content,
+        [features, *data degrees], these with the group sizes where there are several.
+
+        A stage sees every microbatch in every round, and in S - 1 more ticks one of mean content:
+        what it computes while the pipeline inside the segment fills and drains.
+        """
+        segment, fits = self.segment, self.costs.fits
+        quantities = [*self._passes(direction), *[self._policy] * (direction == BACKWARD)]
+        ticks = segment.ticks(self.mesh.stage, group_size)
+        unit_s: Array = 0.0
+        for kind, n in self.costs.profile.kinds_in(segment).items():
+            layers = layer_key(segment.module, kind)
+            layer_s = sum(fits.content_s(layers, self.mesh.model, name) for name in quantities)
+            unit_s = unit_s + layer_s * (n / self._visits)
+        return np.multiply.outer(unit_s, self.costs.slowdown(self.mesh) * (ticks / group_size))
+
+    def n_bytes(
         self,
-        segment: SegmentPlan,
-        mesh: MeshShape,
         group_size: Array,
-        figures: Figures,
-        state: StateBytes,
+        predictions: Predictions,
         *,
-        backward: bool,
+        trained: bool = True,
+        backward: bool = True,
     ) -> SegmentBytes:
-        """`segment_bytes` from figures at hand."""
-        handed, temporaries = self.task_bytes(
-            segment, mesh, group_size, figures, state, backward=backward
+        """Bytes per device, by shape.
+
+        Args:
+          trained: whether the segment has trainable parameters.
+          backward: whether it has backward tasks.
+        """
+        residuals, temporaries = self.task_bytes(
+            group_size, predictions, trained=trained, backward=backward
         )
-        whole, split = self.inputs_kept(segment)
+        whole, split = self.costs.saved_inputs(self.segment)
+        inputs = predictions["hidden"] * group_size * (whole + split * predictions.rank_share)
         return SegmentBytes(
-            state=state.held,
-            kept=figures["hidden"] * group_size * (whole + split * figures.rank_share) + handed,
-            temporaries=np.maximum(temporaries, state.at_end),
+            state=self.state.state_bytes(trained=trained),
+            residuals=inputs + residuals,
+            temporaries=np.maximum(temporaries, self.state.step_end_bytes() if trained else 0.0),
         )
 
     def task_bytes(
         self,
-        segment: SegmentPlan,
-        mesh: MeshShape,
         group_size: Array,
-        figures: Figures,
-        state: StateBytes,
+        predictions: Predictions,
         *,
+        trained: bool = True,
         backward: bool = True,
     ) -> tuple[Array, Array]:
-        """(bytes that a group's forward hands to its backward, bytes that the larger of these tasks
-        takes beside its arguments and what it hands over).
+        """(bytes that a group's forward task hands to its backward task, temporary bytes of the
+        larger of these tasks beside its arguments and those residuals).
 
-        What forward hands over is there for every microbatch, of all of a stage's layers; backward
-        copies that of the tick that it is at, where there are several. A task that runs forward and
-        backward holds all of it among its temporaries, with the hidden states after the last layer
+        Forward hands over the residuals of every microbatch and of all of a stage's layers;
+        backward copies those of its current tick if there are several. A task that runs forward and
+        backward has all of them among its temporaries, with the hidden states after the last layer
         and their gradients; when its loss is computed, backward has not begun.
         """
-        again, alone = _again(segment), not self.hands_over(segment)
-        ticks, kinds = segment.ticks(mesh.stage, group_size), self.profile.kinds_in(segment)
+        segment, policy = self.segment, self._policy
+        kinds = self.costs.profile.kinds_in(segment)
+        has_forward = self.costs.has_forward(segment)
 
-        def every_layer(name: str) -> Array:
-            visits = _visits(segment, mesh)
-            return sum(n / visits * figures.of(k, f"{again}.{name}") for k, n in kinds.items())
+        def over_layers(name: str) -> Array:
+            per_layer = (predictions.layer(k, f"{policy}.{name}") for k in kinds)
+            return sum(n / self._visits * a for n, a in zip(kinds.values(), per_layer, strict=True))
 
-        of_layers = every_layer("layer_bytes")
-        share = self.profile.entry_share[segment.module]
+        layer_bytes = over_layers("layer_bytes")
+        share = self.costs.profile.entry_share[segment.module]
         share = share * segment.first + (1.0 - share) * segment.last
-        of_ends = share * figures[f"{again}.ends_bytes"]
-        handed = group_size * (segment.rounds * of_layers + of_ends)
-        work = figures.most(kinds, f"{again}.temp_bytes") + every_layer("layer_temp_bytes")
+        ends_bytes = share * predictions[f"{policy}.ends_bytes"]
+        residuals = group_size * (segment.rounds * layer_bytes + ends_bytes)
+        temporaries = predictions.max_layer(kinds, f"{policy}.temp_bytes")
+        temporaries = temporaries + over_layers("layer_temp_bytes")
         if backward:
-            work = work + (of_layers + of_ends) * (ticks > 1)
+            ticks = segment.ticks(self.mesh.stage, group_size)
+            temporaries = temporaries + (layer_bytes + ends_bytes) * (ticks > 1)
         if not backward:
-            handed = np.zeros_like(handed)
-        elif FORWARD in self.loops(segment, BACKWARD):
-            if alone:
-                work = np.maximum(work, figures.most(kinds, f"{again}.loss_bytes"))
-            work = work + handed + 2 * group_size * figures.rank_share * figures["hidden"]
-            handed = np.zeros_like(handed)
-        return handed, np.where(figures.is_there, work + state.whole, 0.0)
+            residuals = np.zeros_like(residuals)
+        elif FORWARD in self._passes(BACKWARD):
+            if not has_forward:
+                loss_bytes = predictions.max_layer(kinds, f"{policy}.loss_bytes")
+                temporaries = np.maximum(temporaries, loss_bytes)
+            hidden_bytes = 2 * group_size * predictions.rank_share * predictions["hidden"]
+            temporaries = temporaries + residuals + hidden_bytes
+            residuals = np.zeros_like(residuals)
+        gathered = self.state.gathered_bytes(trained=trained, ends_in_loss=not has_forward)
+        return residuals, np.where(predictions.has_rows, temporaries + gathered, 0.0)
 
+    @property
+    def _visits(self) -> int:
+        """Ticks in which a microbatch goes through all layers of the segment."""
+        return self.mesh.stage * self.segment.rounds
 
-def _visits(segment: SegmentPlan, mesh: MeshShape) -> int:
-    """Ticks in which a microbatch goes through all layers of a segment."""
-    return mesh.stage * segment.rounds
+    @property
+    def _policy(self) -> Remat:
+        """The recompute policy of backward's loop over layers; a segment that is recomputed as a
+        whole has all residuals by then."""
+        return "none" if self.segment.remat == "segment" else self.segment.remat
 
+    def _passes(self, direction: str) -> tuple[str, ...]:
+        """Directions in which a task runs the segment's layers, in order."""
+        if direction != BACKWARD:
+            return (FORWARD,)
+        if self.segment.remat == "segment" or not self.costs.has_forward(self.segment):
+            return (FORWARD, BACKWARD)
+        return (BACKWARD,)
 
-def _again(segment: SegmentPlan) -> Remat:
-    """The policy of a segment's loop over layers in backward; one that is computed again as a whole
-    then has everything."""
-    return "none" if segment.remat == "segment" else segment.remat
+    def _stage_send_s(self, predictions: Predictions) -> Array:
+        """Seconds until every stage of a loop has a microbatch's hidden states of the stage before
+        it; no work of the tick overlaps them."""
+        hardware = self.costs.profile.hardware
+        if hardware is None:
+            return 0.0
+        n_bytes = predictions["hidden"] * predictions.rank_share
+        inside, across = (
+            send_s(n_bytes, hardware, across=across, collective="ppermute")
+            for across in (False, True)
+        )
+        is_across = np.asarray(self.mesh.n_devices) > hardware.devices_per_node
+        return np.where(is_across, across, inside)

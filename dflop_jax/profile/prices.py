@@ -13,7 +13,6 @@ import numpy as np
 
 from dflop_jax.profile.collectives import send_s
 from dflop_jax.profile.cost_model import CostModel
-from dflop_jax.profile.state import SegmentState
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -61,7 +60,7 @@ def _program_prices(layout: Layout, costs: CostModel) -> dict[ProgramId, Price]:
     for s in layout.segments:
         mesh = layout.submesh(s.submesh).shape
         for remat_less, segment in enumerate([s, s.keeping] if s.remat_less is not None else [s]):
-            key = costs.kind(segment), mesh
+            key = costs.price_key(segment), mesh
             if key not in priced:
                 priced[key] = list(_segment_prices(layout, segment, mesh, costs))
             programs |= {
@@ -77,11 +76,10 @@ def _segment_prices(
     shapes, group_size = layout.shapes(s.module), layout.group_size
     rows = np.array([shape.rows for shape in shapes])
     tokens = np.array([shape.tokens for shape in shapes])
-    figures = costs.at(s.module, mesh.model, rows, tokens)
-    moved = SegmentState(s, mesh, costs.profile).moved()
+    segment, predictions = costs.segment(s, mesh), costs.predict(s.module, mesh.model, rows, tokens)
     for direction in (FORWARD, BACKWARD):
-        static_s = costs.task_s(s, mesh, group_size, figures, direction, moved)
-        content_s = costs.group_content_s(s, mesh, group_size, direction)
+        static_s = segment.task_s(group_size, predictions, direction)
+        content_s = segment.content_s(group_size, direction)
         for shape, seconds in zip(shapes, static_s, strict=True):
             yield shape, direction, Price(float(seconds), tuple(content_s.tolist()))
 
@@ -92,7 +90,7 @@ def _step_end_seconds(layout: Layout, costs: CostModel) -> dict[Task, float]:
     seconds: dict[Task, float] = {}
     profile = costs.profile
     for s in layout.segments:
-        state = SegmentState(s, layout.submesh(s.submesh).shape, profile)
+        state = costs.segment(s, layout.submesh(s.submesh).shape).state
         seconds[Task(s.name, NO_GROUP, REDUCE)] = float(state.reduce_s())
         seconds[Task(s.name, NO_GROUP, UPDATE)] = float(state.update_s())
     for reader, owner in tied_segments(layout).items() if profile.hardware else ():
@@ -121,8 +119,9 @@ def _send_seconds(layout: Layout, costs: CostModel) -> dict[SendId, float]:
             layout.submesh(layout.segment(n).submesh) for n in (link.target, link.source)
         )
         for shape in layout.shapes(reader.module):
-            figures = costs.at(reader.module, target.model, shape.rows, shape.tokens)
-            n_bytes = figures["hidden"] * (1.0 if link.edge else figures.rank_share)
+            predictions = costs.predict(reader.module, target.model, shape.rows, shape.tokens)
+            n_bytes = predictions["hidden"]
+            n_bytes = n_bytes * (1.0 if link.edge else predictions.rank_share)
             transfer_s = _transfer_s(source, target, float(n_bytes) * layout.group_size, hardware)
             for direction in (FORWARD, BACKWARD) if transfer_s else ():
                 key = SendId(link.source, link.target, shape, direction)

@@ -27,23 +27,13 @@ _REDUCED_COPIES, _GATHERED_COPIES = 0.85, 2.2
 
 
 @dataclass(frozen=True)
-class StateBytes:
-    """Of a segment on one device, by data degree: what it holds all the time, takes at the step's
-    end, and has whole in a backward; see `SegmentState`."""
-
-    held: Array
-    at_end: Array
-    whole: Array
-
-
-@dataclass(frozen=True)
 class SegmentBytes:
-    """state: parameters, gradients and optimizer state, as far as they are not split over the data
-    ranks. kept: of one group in flight, its input and what forward hands to backward. temporaries:
-    of the largest program."""
+    """state: parameters, gradients and optimizer state that the device has. residuals: of one group
+    in flight, its inputs and what forward hands to backward. temporaries: of the largest
+    program."""
 
     state: Array
-    kept: Array
+    residuals: Array
     temporaries: Array
 
 
@@ -61,9 +51,9 @@ class ShardSeconds:
 
 
 @dataclass(frozen=True)
-class SegmentState:
-    """The parameters of a segment on one device of a mesh, whose data degree may be an array: bytes
-    of them and of what belongs to them, and seconds of their collectives."""
+class ShardedState:
+    """Parameters, gradients and optimizer state of a segment on one device of a mesh, whose data
+    degree may be an array: their bytes, and seconds of their collectives."""
 
     segment: SegmentPlan
     mesh: MeshShape
@@ -74,42 +64,54 @@ class SegmentState:
         """Data ranks that share a parameter."""
         return self.segment.shard_ranks(self.mesh.data, self.mesh.model)
 
-    def n_bytes(self, of: ElementBytes, ranks: Array = 1, *, exact: bool = False) -> Array:
-        """Bytes on a device of something that takes `of` of an element of a parameter, where data
-        ranks split each of them. `exact`: tensor ranks have whole what they do not split; without,
-        all counts as split."""
-        layers = sum(n * self._of(dims, of, ranks, exact) for dims, n in self._layers)
-        return layers / self.mesh.stage + self.ends_bytes(of, ranks, exact=exact)
+    def n_bytes(
+        self, element_bytes: ElementBytes, ranks: Array = 1, *, exact: bool = False
+    ) -> Array:
+        """Bytes on a device of something that takes `element_bytes` for an element of a parameter
+        and that `ranks` data ranks split. `exact`: parameters that tensor parallelism does not
+        split are whole on each tensor rank; otherwise all count as split."""
+        layers = sum(
+            n * self._rank_bytes(dims, element_bytes, ranks, exact) for dims, n in self._layer_dims
+        )
+        return layers / self.mesh.stage + self.ends_bytes(element_bytes, ranks, exact=exact)
 
-    def ends_bytes(self, of: ElementBytes, ranks: Array = 1, *, exact: bool = False) -> Array:
-        """`n_bytes` of the ends. Each end counts as half of both; where they are tied and apart,
-        both segments hold what they share, so each counts as both."""
+    def ends_bytes(
+        self, element_bytes: ElementBytes, ranks: Array = 1, *, exact: bool = False
+    ) -> Array:
+        """`n_bytes` of the ends. Each end counts as half of both; if they are tied and in two
+        segments, both segments have the shared parameters, so each counts as both."""
         first, last, module = self.segment.first, self.segment.last, self.segment.module
-        held = float(first or last) if module in self.profile.tied else (first + last) / 2
-        return held * self._of(self.profile.ends_dims[module], of, ranks, exact)
+        share = float(first or last) if module in self.profile.tied else (first + last) / 2
+        dims = self.profile.ends_dims[module]
+        return share * self._rank_bytes(dims, element_bytes, ranks, exact)
 
-    def layer_bytes(self, of: ElementBytes) -> float:
-        """The most that one layer takes."""
-        return max(float(self._of(dims, of, 1, exact=False)) for dims, _ in self._layers)
+    def layer_bytes(self, element_bytes: ElementBytes) -> float:
+        """Bytes of the largest layer."""
+        return max(
+            float(self._rank_bytes(dims, element_bytes, 1, exact=False))
+            for dims, _ in self._layer_dims
+        )
 
-    def held_bytes(self, *, trained: bool) -> Array:
+    def state_bytes(self, *, trained: bool) -> Array:
         """Parameters, gradients and what the optimizer keeps; masters too where the parameters are
         not float32. `trained`: whether the segment has trainable parameters."""
         ranks = self.ranks if self.segment.zero == 3 else 1
-        held = self.n_bytes(working_bytes, ranks, exact=True)
+        n_bytes = self.n_bytes(working_bytes, ranks, exact=True)
         if trained:
-            held = held + self.n_bytes(trained_bytes, self.ranks if self.segment.zero >= 2 else 1)
+            n_bytes = n_bytes + self.n_bytes(
+                trained_bytes, self.ranks if self.segment.zero >= 2 else 1
+            )
             if self.profile.is_halved(self.segment.module):
-                held = held + self.n_bytes(trained_bytes, self.ranks)
-            held = held + self.n_bytes(optimizer_bytes, self.ranks, exact=True)
-        return held + np.zeros(np.shape(self.mesh.data))
+                n_bytes = n_bytes + self.n_bytes(trained_bytes, self.ranks)
+            n_bytes = n_bytes + self.n_bytes(optimizer_bytes, self.ranks, exact=True)
+        return n_bytes + np.zeros(np.shape(self.mesh.data))
 
-    def whole_bytes(self, *, trained: bool, ends_in_loss: bool) -> Array:
-        """What a backward has whole that is split between programs (ZeRO 2 and 3).
+    def gathered_bytes(self, *, trained: bool, ends_in_loss: bool) -> Array:
+        """Peak bytes of what a backward program gathers that is split between programs (ZeRO 2, 3).
 
-        At its fullest that is a layer's parameters and float32 gradients, and beside them the ends'
-        gradients, which come after it. In a task that ends in a loss these are among what the loss
-        takes; there the parameters that the loss reads are whole instead, half of untied ends.
+        These are a layer's parameters and float32 gradients, and the ends' gradients. In a task
+        that ends in a loss the ends' gradients are among the loss's temporaries; the parameters
+        that the loss reads are whole instead, half of untied ends.
         """
         zero, tied, whole = self.segment.zero, self.segment.module in self.profile.tied, 0.0
         if zero == 3:
@@ -120,30 +122,30 @@ class SegmentState:
             whole += (not ends_in_loss) * self.ends_bytes(trained_bytes)
         return np.where(np.asarray(self.mesh.data) > 1, whole, 0.0)
 
-    def end_bytes(self) -> Array:
-        """What a trained segment takes beside its state while it is reduced or updated: the rank's
-        own reduced gradients with what is made of them, and all new parameters where ranks gather
-        them."""
+    def step_end_bytes(self) -> Array:
+        """Temporary bytes of a trained segment while it is reduced or updated: the rank's own
+        reduced gradients, copies of them, and all new parameters where ranks gather them."""
         data = np.asarray(self.mesh.data)
-        alone = data * self.mesh.stage * self.mesh.model == 1
+        one_device = data * self.mesh.stage * self.mesh.model == 1
         shard = self.n_bytes(trained_bytes, self.ranks)
         gathers = (data > 1) & (self.segment.zero < 3)
         gathered = np.where(gathers, self.n_bytes(trained_working_bytes), 0.0)
-        reduced = np.where(alone, 0.0, _REDUCED_COPIES * shard)
+        reduced = np.where(one_device, 0.0, _REDUCED_COPIES * shard)
         updated = np.where(gathered, gathered + _GATHERED_COPIES * shard, 0.0)
         return shard + np.maximum(reduced, updated)
 
-    def moved(self) -> ShardSeconds:
+    @cached_property
+    def shard_seconds(self) -> ShardSeconds:
         """Seconds of what programs gather from other data ranks and scatter to them."""
         if self.profile.hardware is None or self.segment.zero == 1:
             return ShardSeconds()
         gathers = self.segment.zero == 3
         layer, ends = self.layer_bytes, self.ends_bytes
         return ShardSeconds(
-            layer_gather_s=self._shared_s(all_gather_s, layer(working_bytes) * gathers),
-            layer_scatter_s=self._shared_s(reduce_scatter_s, layer(trained_bytes)),
-            ends_gather_s=self._shared_s(all_gather_s, ends(working_bytes) * gathers),
-            ends_scatter_s=self._shared_s(reduce_scatter_s, ends(trained_bytes)),
+            layer_gather_s=self._collective_s(all_gather_s, layer(working_bytes) * gathers),
+            layer_scatter_s=self._collective_s(reduce_scatter_s, layer(trained_bytes)),
+            ends_gather_s=self._collective_s(all_gather_s, ends(working_bytes) * gathers),
+            ends_scatter_s=self._collective_s(reduce_scatter_s, ends(trained_bytes)),
         )
 
     def reduce_s(self) -> Array:
@@ -151,15 +153,15 @@ class SegmentState:
         each keeps its part of the sum. What blocks of ranks have is added up over these, whoever
         added it up within them."""
         size = self.n_bytes(trained_bytes)
-        seconds = self._shared_s(reduce_scatter_s, size * (self.segment.zero == 1))
+        seconds = self._collective_s(reduce_scatter_s, size * (self.segment.zero == 1))
         hardware, devices = self.profile.hardware, self.segment.shard_devices
         if hardware is None or not devices:
             return seconds
         blocks = np.asarray(self.mesh.data) // self.ranks
         stride = max(1, devices // self.mesh.model) * self.mesh.stride("data")
         return seconds + sum(
-            of(size / self.ranks, blocks, hardware, stride=stride)
-            for of in (reduce_scatter_s, all_gather_s)
+            collective_s(size / self.ranks, blocks, hardware, stride=stride)
+            for collective_s in (reduce_scatter_s, all_gather_s)
         )
 
     def update_s(self) -> Array:
@@ -167,14 +169,14 @@ class SegmentState:
         parameters' way to all ranks where these hold all of them."""
         hardware = self.profile.hardware
         working = self.n_bytes(trained_working_bytes) * (self.segment.zero != 3)
-        gathered = self._shared_s(all_gather_s, working)
+        gathered = self._collective_s(all_gather_s, working)
         if hardware is None:
             return gathered
-        moved_bytes = _UPDATE_PASSES * self.n_bytes(trained_bytes) / self.ranks
-        moved_bytes = moved_bytes + 2 * self.n_bytes(optimizer_bytes, self.ranks, exact=True)
-        return gathered + moved_bytes / hardware.memory_bandwidth
+        memory_bytes = _UPDATE_PASSES * self.n_bytes(trained_bytes) / self.ranks
+        memory_bytes = memory_bytes + 2 * self.n_bytes(optimizer_bytes, self.ranks, exact=True)
+        return gathered + memory_bytes / hardware.memory_bandwidth
 
-    def _shared_s(self, collective: Callable[..., Array], n_bytes: float) -> Array:
+    def _collective_s(self, collective: Callable[..., Array], n_bytes: float) -> Array:
         """Seconds of a collective over the data ranks that share a parameter, by degree."""
         hardware = self.profile.hardware
         if hardware is None or not n_bytes:
@@ -182,15 +184,18 @@ class SegmentState:
         return collective(n_bytes, self.ranks, hardware, stride=self.mesh.stride("data"))
 
     @cached_property
-    def _layers(self) -> list[tuple[Dims, int]]:
+    def _layer_dims(self) -> list[tuple[Dims, int]]:
         """(parameters of a layer, layers) of the kinds of layers."""
         kinds, dims = self.profile.kinds_in(self.segment), self.profile.layer_dims
         return [(dims[layer_key(self.segment.module, kind)], n) for kind, n in kinds.items()]
 
-    def _of(self, dims: Dims, of: ElementBytes, ranks: Array, exact: bool) -> Array:
+    def _rank_bytes(
+        self, dims: Dims, element_bytes: ElementBytes, ranks: Array, exact: bool
+    ) -> Array:
         ranks = np.asarray(ranks)
-        by_rank = _total(dims, tuple(ranks.ravel().tolist()), self.mesh.model, of, exact)
-        return np.reshape(by_rank, ranks.shape)
+        degrees = tuple(ranks.ravel().tolist())
+        by_degree = _padded_bytes(dims, degrees, self.mesh.model, element_bytes, exact)
+        return np.reshape(by_degree, ranks.shape)
 
 
 def working_bytes(p: ParamDims) -> float:
@@ -214,14 +219,14 @@ def optimizer_bytes(p: ParamDims) -> float:
 
 
 @lru_cache(maxsize=4096)  # asked again for every option of a module
-def _total(
-    dims: Dims, data: tuple[int, ...], model: int, of: ElementBytes, exact: bool
+def _padded_bytes(
+    dims: Dims, degrees: tuple[int, ...], tp: int, element_bytes: ElementBytes, exact: bool
 ) -> np.ndarray:
-    """What `of` takes of the elements that one device has, by how many data ranks split them: they
-    cut what a tensor rank has of each parameter into equal pieces (`runtime.zero_sharding`), the
-    last of which may have zeros at its end."""
-    ranks, total = np.array(data), np.zeros(len(data))
+    """Bytes of the elements that one device has, by how many data ranks split them: they cut what a
+    tensor rank has of each parameter into equal pieces (`runtime.zero_sharding`), the last of which
+    may have zeros at its end."""
+    ranks, total = np.array(degrees), np.zeros(len(degrees))
     for p in dims:
-        part = prod(p.sizes) // (model if p.split >= 0 or not exact else 1)
-        total = total + of(p) * -(-part // ranks)
+        n_elements = prod(p.sizes) // (tp if p.split >= 0 or not exact else 1)
+        total = total + element_bytes(p) * -(-n_elements // ranks)
     return total

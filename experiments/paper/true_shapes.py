@@ -14,6 +14,7 @@ evenly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -95,7 +96,7 @@ def dealt(plan: Plan, samples: Amounts, bins: Array, n_microbatches: int) -> Amo
 
 def tasks_of(costs: CostModel, segment: SegmentPlan) -> tuple[Direction, ...]:
     """What a microbatch runs in a segment: the forward of the last is part of its backward."""
-    return (FORWARD, BACKWARD) if costs.hands_over(segment) else (BACKWARD,)
+    return (FORWARD, BACKWARD) if costs.has_forward(segment) else (BACKWARD,)
 
 
 def segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[str, Array]:
@@ -104,14 +105,15 @@ def segment_s(costs: CostModel, plan: Plan, amounts: Amounts) -> dict[str, Array
     seconds = {}
     for s in plan.layout.segments:
         mesh = plan.layout.submesh(s.submesh).shape
-        key = costs.kind(s), mesh
+        key = costs.price_key(s), mesh
         if key not in known:
             amount, *content = amounts[s.module]
             tile = costs.profile.piece_tokens.get(s.module)
             rows, tokens = (amount, tile) if tile else (1.0 * (amount > 0), amount)
+            predictions = costs.predict(s.module, mesh.model, rows, tokens)
+            segment = costs.segment(replace(s, zero=1), mesh)  # no transfers between data ranks
             known[key] = sum(
-                costs.task_s(s, mesh, 1, costs.at(s.module, mesh.model, rows, tokens), d)
-                + content_s(costs.group_content_s(s, mesh, 1, d), content)
+                segment.task_s(1, predictions, d) + content_s(segment.content_s(1, d), content)
                 for d in tasks_of(costs, s)
             )
         seconds[s.name] = known[key]

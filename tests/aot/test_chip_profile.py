@@ -18,7 +18,7 @@ from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import ELEMENTWISE, Kernel
 from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
 from dflop_jax.train.prepare import build_model
-from tests.plans import group_s
+from tests.plans import group_s, segment_bytes
 from tests.processes import running
 
 H100 = find_hardware("h100")
@@ -95,10 +95,10 @@ def test_other_depths_and_shapes_are_met(tmp_path, monkeypatch, remat, ways):
     for kind in (FORWARD, BACKWARD):
         got = group_s(costs, whole, mesh, 1, *shape, kind)
         assert got - overhead == pytest.approx(work_s(probe, kind), rel=1e-4)
-    needs = costs.segment_bytes(whole, mesh, 1, *shape, trained=False)
+    needs = segment_bytes(costs, whole, mesh, 1, *shape, trained=False)
     want = made_up(probe)
     assert needs.temporaries == pytest.approx(want.backward.work_bytes, rel=1e-4)
-    assert needs.kept == pytest.approx(residuals(probe) + want.hidden_bytes, rel=1e-4)
+    assert needs.residuals == pytest.approx(residuals(probe) + want.hidden_bytes, rel=1e-4)
 
 
 @pytest.mark.parametrize("remat", AGAIN)
@@ -109,18 +109,18 @@ def test_a_task_of_both_directions_takes_what_its_program_takes(tmp_path, monkey
     got = group_s(costs, whole, MeshShape(), 1, 1, 640, BACKWARD)
     both = sum(work_s(probe, kind) for kind in (FORWARD, BACKWARD))
     assert got - Efficiency().task_s == pytest.approx(both, rel=1e-4)
-    needs = costs.segment_bytes(whole, MeshShape(), 1, 1, 640, trained=False)
+    needs = segment_bytes(costs, whole, MeshShape(), 1, 1, 640, trained=False)
     assert needs.temporaries == pytest.approx(made_up(probe).backward.work_bytes, rel=1e-4)
-    assert needs.kept == pytest.approx(64.0 * 640)
+    assert needs.residuals == pytest.approx(64.0 * 640)
 
 
 def test_layers_between_others_have_nothing_of_the_loss(tmp_path, monkeypatch):
     costs = CostModel(profile(tmp_path, monkeypatch)[0])
     inner = SegmentPlan("llm", "llm", 4, 16, "m", False, False, "named")
     probe = Probe("llm", 1, Shape(1, 640), 12, "named", ends=False)
-    needs = costs.segment_bytes(inner, MeshShape(), 1, 1, 640, trained=False)
+    needs = segment_bytes(costs, inner, MeshShape(), 1, 1, 640, trained=False)
     assert needs.temporaries == pytest.approx(made_up(probe).backward.work_bytes, rel=1e-4)
-    assert needs.kept == pytest.approx(residuals(probe) + 64.0 * 640, rel=1e-4)
+    assert needs.residuals == pytest.approx(residuals(probe) + 64.0 * 640, rel=1e-4)
     for kind in (FORWARD, BACKWARD):
         got = group_s(costs, inner, MeshShape(), 1, 1, 640, kind) - Efficiency().task_s
         assert got == pytest.approx(work_s(probe, kind), rel=1e-4)

@@ -190,7 +190,7 @@ def shape_of(module, microbatches, data, profile, ranks, model):
             least = min(max(totals), max(totals) / rows / ranks + longest)
         least = 32 * up(least / 32)
         tokens = max(least, 32 * up(share / rows / 32))
-        layer_s = float(costs.at(module, model, rows, tokens)["layer_backward"])
+        layer_s = float(costs.predict(module, model, rows, tokens)["layer_backward"])
         price = layer_s / rows / tokens
         fills = share > (rows - 0.5) * least
         if rows == 1 or (fills and price < choices[-1][0] * (1 - 1e-9)):

@@ -30,7 +30,7 @@ from dflop_jax.records import (
     with_remat,
 )
 from tests import plans
-from tests.plans import profile_of
+from tests.plans import profile_of, segment_bytes
 
 PATCHES = 16
 SHAPES = [Shape(i, t) for i, t in ((1, 32), (1, 128), (4, 32), (1, 512))]
@@ -78,7 +78,7 @@ def profile(rows=None, *, concurrency=100.0, overhead=0.0, entry_share=0.25):
 
 
 def predict(model, module, degree, shape, kind):
-    return model.at(module, degree, shape.rows, shape.tokens)[kind]
+    return model.predict(module, degree, shape.rows, shape.tokens)[kind]
 
 
 def test_what_the_fit_misses_is_interpolated_between_timings_of_tiles():
@@ -238,7 +238,7 @@ def test_devices_that_share_cores_slow_each_other_down(data, model, concurrency,
     assert group_s(plan, costs, "l0") == pytest.approx(alone * factor)
     pairs = CostModel(profile(with_pairs(1e-9), concurrency=concurrency))
     mesh = plan.layout.submesh("l0").shape
-    got, *_ = pairs.group_content_s(plan.layout.segment("l0"), mesh, 1, FORWARD)
+    got, *_ = pairs.segment(plan.layout.segment("l0"), mesh).content_s(1, FORWARD)
     assert got == pytest.approx(4e-9 * factor)
 
 
@@ -269,8 +269,8 @@ def test_pairs_cost_every_layer_on_the_ticks_that_see_them(stage, group_size, ro
     ticks = (rounds * group_size + stage - 1) / rounds  # of a stage's layers
     forward = 2e-9 * 4 / stage * ticks / group_size
     want = (forward,)
-    assert model.group_content_s(s, mesh, group_size, FORWARD) == pytest.approx(want)
-    back = model.group_content_s(s, mesh, group_size, BACKWARD)
+    assert model.segment(s, mesh).content_s(group_size, FORWARD) == pytest.approx(want)
+    back = model.segment(s, mesh).content_s(group_size, BACKWARD)
     assert back == pytest.approx((3 + again) * np.array(want))
     # What a shape costs without content is what it costs without pairs.
     plain = group_s(plan, CostModel(profile()), "l0", BACKWARD)
@@ -295,8 +295,8 @@ def test_no_rows_cost_nothing():
     got = plans.group_s(model, s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]), BACKWARD)
     assert got[0] == 0.0
     assert got[1] == group_s(plan, model, "vision", BACKWARD) > 0.5
-    held = model.segment_bytes(s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]))
-    assert held.kept[0] == 0.0 < held.kept[1]
+    held = segment_bytes(model, s, mesh, 1, np.array([0, 3]), np.array([0, PATCHES]))
+    assert held.residuals[0] == 0.0 < held.residuals[1]
 
 
 # A read segment's (passes through its forward, policy of its gradient) in a backward task.
@@ -316,9 +316,9 @@ def test_a_backward_task_costs_what_its_policy_computes_again(remat, read):
     want = (again + 2) * (4 + 2) * one + 4 * more.layer_s + more.ends_s
     assert group_s(plan, model, "vision", BACKWARD) == pytest.approx(want)
     pairs = 4e-9 * (again + 2 + (policy != "none"))
-    got, *_ = model.group_content_s(plan.layout.segment("vision"), MeshShape(), 1, BACKWARD)
+    got, *_ = model.segment(plan.layout.segment("vision"), MeshShape()).content_s(1, BACKWARD)
     assert got == pytest.approx(pairs)
-    forward, *_ = model.group_content_s(plan.layout.segment("vision"), MeshShape(), 1, FORWARD)
+    forward, *_ = model.segment(plan.layout.segment("vision"), MeshShape()).content_s(1, FORWARD)
     assert forward == pytest.approx(4e-9)
 
 
@@ -407,7 +407,7 @@ def test_segments_on_one_submesh_add_their_bytes():
     apart = peak_bytes(plan.layout, model, flying)
     # Only one program at a time has temporaries.
     least = min(
-        float(model.segment_bytes(s, MeshShape(), 1, shape.rows, shape.tokens).temporaries)
+        float(segment_bytes(model, s, MeshShape(), 1, shape.rows, shape.tokens).temporaries)
         for s in plan.layout.segments
         for shape in plan.layout.shapes(s.module)
     )
@@ -433,7 +433,7 @@ def test_every_edge_into_a_segment_is_kept_beside_its_hidden_states():
     def kept(edges):
         model = CostModel(dataclasses.replace(profile(), edges=tuple(edges)))
         kept = (
-            model.segment_bytes(s, MeshShape(), 1, 2, 64, backward=False).kept
+            segment_bytes(model, s, MeshShape(), 1, 2, 64, backward=False).residuals
             for s in plan.layout.segments[1:]
         )
         return list(map(float, kept))

@@ -16,7 +16,7 @@ from dflop_jax.profile.measure import model_profile, profile_key, time_layer
 from dflop_jax.profile.needed import needed_flops, segment_flops
 from dflop_jax.profile.roofline import roofline_profile
 from dflop_jax.profile.shallow import single_kind_modules
-from dflop_jax.profile.state import SegmentState, working_bytes
+from dflop_jax.profile.state import ShardedState, working_bytes
 from dflop_jax.records import (
     BACKWARD,
     FORWARD,
@@ -33,7 +33,7 @@ from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.parameter_layout import param_structs
 from dflop_jax.runtime.segment import Segment
 from tests.mixed import UNITS, HandingText, Mixed
-from tests.plans import group_s
+from tests.plans import group_s, segment_bytes
 from tests.small import HIDDEN, WIDTH, Small
 
 MIXED = Mixed(tied=False, pattern="gmmmgm")
@@ -81,17 +81,17 @@ def test_a_segment_takes_what_its_layers_take(costs, start, stop, stages, remat,
         want = mean(lambda c, d=direction: group_s(c, mixed, mesh, 4, rows, tokens, d))
         np.testing.assert_allclose(got, want, rtol=2e-2)  # the ends, beside layers of either kind
         assert got[2] == 0.0
-    got = costs.segment_bytes(mixed, mesh, 4, rows, tokens)
-    every = {k: c.segment_bytes(mixed, mesh, 4, rows, tokens) for k, c in apart.items()}
+    got = segment_bytes(costs, mixed, mesh, 4, rows, tokens)
+    every = {k: segment_bytes(c, mixed, mesh, 4, rows, tokens) for k, c in apart.items()}
     np.testing.assert_allclose(got.state, sum(share[k] * b.state for k, b in every.items()))
-    np.testing.assert_allclose(got.kept, sum(share[k] * b.kept for k, b in every.items()))
+    np.testing.assert_allclose(got.residuals, sum(share[k] * b.residuals for k, b in every.items()))
     most = np.maximum(*(b.temporaries for b in every.values()))
     assert (got.temporaries <= most * (1 + 1e-9)).all()
 
 
 def test_segments_of_other_kinds_have_prices_of_their_own(costs):
-    assert costs.kind(segment(1, 3)) == costs.kind(segment(2, 4))  # two means each
-    assert costs.kind(segment(1, 3)) != costs.kind(segment(3, 5))
+    assert costs.price_key(segment(1, 3)) == costs.price_key(segment(2, 4))  # two means each
+    assert costs.price_key(segment(1, 3)) != costs.price_key(segment(3, 5))
     alone = CostModel(dataclasses.replace(costs.profile, host_s=0.0))
     two = [
         group_s(alone, segment(a, b), MeshShape(), 1, 2, 96, BACKWARD) for a, b in ((1, 3), (3, 5))
@@ -108,7 +108,7 @@ def test_bytes_are_those_of_the_parameters(costs, start, stop):
     layers = {part: tree for part, tree in held.items() if part in ("mean", "gate")}
     want = sum(a.size * 4 for a in jax.tree.leaves(layers))
     ends = 4 * costs.profile.ends_elements("llm")
-    state = SegmentState(s, MeshShape(), costs.profile)
+    state = ShardedState(s, MeshShape(), costs.profile)
     assert state.n_bytes(working_bytes) == want + ends * (s.first + s.last) / 2
     if (start, stop) == (0, 6):
         assert 4 * costs.profile.n_elements("llm") == want + ends

@@ -125,7 +125,7 @@ def test_a_predicted_profile_is_a_profile(profile, tmp_path):
     assert other.priced_by == "the data sheet of h100"
     model = CostModel(profile)
     for t in profile.timings:
-        got = model.at(t.module, t.model, t.shape.rows, t.shape.tokens)["layer_backward"]
+        got = model.predict(t.module, t.model, t.shape.rows, t.shape.tokens)["layer_backward"]
         assert got == pytest.approx(t.layer_backward_s, rel=0.1)
 
 

@@ -12,7 +12,7 @@ from dflop_jax.config import TrainConfig
 from dflop_jax.profile.measure import build_profile
 from dflop_jax.profile.optimizer_state import parameter_dims
 from dflop_jax.profile.state import (
-    SegmentState,
+    ShardedState,
     optimizer_bytes,
     trained_bytes,
     working_bytes,
@@ -60,12 +60,12 @@ def test_what_is_held_is_what_shardings_say(module, data, zero):
     mesh, n_layers = MeshShape(data=data), MODEL.modules[module].n_layers
     plan = SegmentPlan(module, module, 0, n_layers, "m", True, True, "none", zero)
     params, grads = held(module, mesh, zero)
-    state = SegmentState(plan, mesh, PROFILE)
+    state = ShardedState(plan, mesh, PROFILE)
     size, shard = state.n_bytes(working_bytes), state.n_bytes(working_bytes, data)
-    assert state.held_bytes(trained=True) == pytest.approx(params + grads + 2 * shard)
+    assert state.state_bytes(trained=True) == pytest.approx(params + grads + 2 * shard)
     assert params == pytest.approx(shard if zero == 3 else size)
     assert grads == pytest.approx(shard if zero >= 2 else size)
-    assert state.held_bytes(trained=False) == pytest.approx(params)
+    assert state.state_bytes(trained=False) == pytest.approx(params)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -75,7 +75,7 @@ def test_a_block_of_ranks_holds_all_of_it(zero):
     plan = dataclasses.replace(plan, zero=zero, shard_devices=3)
     assert held("llm", MeshShape(data=6), zero, 3) == held("llm", MeshShape(data=3), zero)
     in_blocks, alone = (
-        SegmentState(plan, MeshShape(data=n), PROFILE).held_bytes(trained=True) for n in (6, 3)
+        ShardedState(plan, MeshShape(data=n), PROFILE).state_bytes(trained=True) for n in (6, 3)
     )
     assert in_blocks == alone
 
@@ -101,23 +101,23 @@ def test_a_ranks_share_by_hand():
     profile = profile_of([TIMINGS[0]], {"m": 1}, **dims)
     plan = SegmentPlan("m", "m", 0, 1, "m", True, True)
     ranks = np.array([1, 2, 3, 4, 100])
-    got = SegmentState(plan, MeshShape(), profile).n_bytes(working_bytes, ranks)
+    got = ShardedState(plan, MeshShape(), profile).n_bytes(working_bytes, ranks)
     assert (got / 4).tolist() == [83, 30 + 4 + 8, 20 + 3 + 6, 15 + 2 + 4, 3]
     # Two tensor ranks have 30, 7 and 8 elements.
-    split = SegmentState(plan, MeshShape(model=2), profile)
+    split = ShardedState(plan, MeshShape(model=2), profile)
     assert split.n_bytes(working_bytes, 4, exact=True) / 4 == 8 + 2 + 2
 
 
 def test_only_gathered_parameters_are_whole_at_the_end():
     plan = SegmentPlan("llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True)
     one, three = (
-        {n: SegmentState(of, MeshShape(data=n), PROFILE) for n in (1, 4)}
+        {n: ShardedState(of, MeshShape(data=n), PROFILE) for n in (1, 4)}
         for of in (plan, dataclasses.replace(plan, zero=3))
     )
     own, size = (one[4].n_bytes(trained_bytes, n) for n in (4, 1))
-    assert three[4].end_bytes() == pytest.approx(1.85 * own)
-    assert one[4].end_bytes() == pytest.approx(3.2 * own + size)
-    assert one[1].end_bytes() == three[1].end_bytes() == size
+    assert three[4].step_end_bytes() == pytest.approx(1.85 * own)
+    assert one[4].step_end_bytes() == pytest.approx(3.2 * own + size)
+    assert one[1].step_end_bytes() == three[1].step_end_bytes() == size
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -130,20 +130,20 @@ def test_what_is_whole_while_a_task_runs(zero, data, half):
         "llm", "llm", 0, MODEL.modules["llm"].n_layers, "m", True, True, "none", zero
     )
     working, mesh = 0.5 if half else 1.0, MeshShape(data=data)
-    state = SegmentState(plan, mesh, PROFILE)
+    state = ShardedState(plan, mesh, PROFILE)
     layer, ends = state.layer_bytes(trained_bytes), state.ends_bytes(trained_bytes)
     loose = dataclasses.replace(halved(PROFILE) if half else PROFILE, tied=())
     moved = (data > 1) * (zero > 1)
     whole = layer * (zero == 3) * working + layer + ends
-    state = SegmentState(plan, mesh, loose)
-    assert state.whole_bytes(trained=True, ends_in_loss=False) == moved * whole
+    state = ShardedState(plan, mesh, loose)
+    assert state.gathered_bytes(trained=True, ends_in_loss=False) == moved * whole
     for tied, read in ((), 0.5), (("llm",), 1.0):
         profile = dataclasses.replace(loose, tied=tied)
         want = layer + (layer + read * ends) * working * (zero == 3)
-        state = SegmentState(plan, mesh, profile)
-        got = state.whole_bytes(trained=True, ends_in_loss=True)
+        state = ShardedState(plan, mesh, profile)
+        got = state.gathered_bytes(trained=True, ends_in_loss=True)
         assert got == moved * want
-    frozen = SegmentState(plan, mesh, loose).whole_bytes(trained=False, ends_in_loss=False)
+    frozen = ShardedState(plan, mesh, loose).gathered_bytes(trained=False, ends_in_loss=False)
     assert frozen == moved * (zero == 3) * working * layer
 
 
@@ -164,7 +164,7 @@ def test_optimizer_state_is_what_shardings_say(name, dtype):
             s.dtype.itemsize * prod(s.sharding.shard_shape(s.shape)) for s in structs if s.ndim
         )
         assert (
-            float(SegmentState(plan, mesh, profile).n_bytes(optimizer_bytes, data, exact=True))
+            float(ShardedState(plan, mesh, profile).n_bytes(optimizer_bytes, data, exact=True))
             == held
         )
 
@@ -197,20 +197,20 @@ def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
             update.master_structs,
             [s for s in jax.tree.leaves(update.state_structs) if s.ndim],
         )
-        state, of_all = (SegmentState(plan, mesh, p) for p in (profile, plain))
-        assert state.held_bytes(trained=True) == on_a_device(trees)
+        state, of_all = (ShardedState(plan, mesh, p) for p in (profile, plain))
+        assert state.state_bytes(trained=True) == on_a_device(trees)
         split = MeshShape(data=data, model=2)
         segment = dataclasses.replace(segment, mesh=device_mesh(split, jax.devices()))
         ranks = data if zero == 3 else 1
-        state_of_half = SegmentState(plan, split, profile)
+        state_of_half = ShardedState(plan, split, profile)
         working = state_of_half.n_bytes(working_bytes, ranks, exact=True)
         assert working == on_a_device(program_structs(segment))
         adapters = [tree for p, tree in param_structs(segment).items() if p in trains]
         n_elements = sum(prod(a.shape) for a in jax.tree.leaves(adapters))
         assert state.n_bytes(trained_bytes) == pytest.approx(4 * n_elements)
-        assert float(state.end_bytes()) < 0.3 * float(of_all.end_bytes())
+        assert float(state.step_end_bytes()) < 0.3 * float(of_all.step_end_bytes())
         whole, of_all_whole = (
-            float(s.whole_bytes(trained=True, ends_in_loss=False)) for s in (state, of_all)
+            float(s.gathered_bytes(trained=True, ends_in_loss=False)) for s in (state, of_all)
         )
         assert whole <= of_all_whole
 

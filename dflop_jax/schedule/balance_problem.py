@@ -48,16 +48,14 @@ class Problem:
         """[R, B]; a grouped resource shows its group's sum in each bin. -1 is in no bin."""
         out_RB = np.zeros((len(self.sizes_RN), self.n_bins))
         is_assigned = bins >= 0
-        assigned_bins = bins[is_assigned]
+        bin_N = bins[is_assigned]
         group_of_B = np.arange(self.n_bins) // self.group
         for r, grouped in enumerate(self.grouped_R):
             weights = self.sizes_RN[r, is_assigned]
             if grouped:
-                out_RB[r] = np.bincount(assigned_bins // self.group, weights, self.n_groups)[
-                    group_of_B
-                ]
+                out_RB[r] = np.bincount(bin_N // self.group, weights, self.n_groups)[group_of_B]
             else:
-                out_RB[r] = np.bincount(assigned_bins, weights, self.n_bins)
+                out_RB[r] = np.bincount(bin_N, weights, self.n_bins)
         return out_RB if self.base_RB is None else out_RB + self.base_RB
 
     def scores(self, loads_RB: Floats, bins: slice = slice(None)) -> Floats:

@@ -77,11 +77,9 @@ class Batch:
         self.n_pieces, self.first = dict(self.lengths), dict(self.lengths)
         self.tokens, self.longest = dict(self.lengths), dict(self.lengths)
         for m in self.modules:
-            lengths_by_sample = [load.lengths(m) for load in loads]
-            count_N = np.array([len(p) for p in lengths_by_sample], np.int64)
-            length_P = np.fromiter(
-                chain.from_iterable(lengths_by_sample), np.int64, int(count_N.sum())
-            )
+            lengths_N = [load.lengths(m) for load in loads]
+            count_N = np.array([len(p) for p in lengths_N], np.int64)
+            length_P = np.fromiter(chain.from_iterable(lengths_N), np.int64, int(count_N.sum()))
             first_N = np.cumsum(count_N) - count_N
             tokens_N, longest_N = np.zeros((2, self.n_samples), np.int64)
             has_pieces_N = count_N > 0
@@ -143,14 +141,14 @@ class Batch:
         sets = {frozenset(m for m in self.modules if not load.lengths(m)) for load in self.loads}
         return tuple(sorted(sets, key=lambda s: (len(s), sorted(s))))
 
-    def tokens_per_row(self, shape: Shape | None, module: str) -> int:
+    def row_tokens(self, shape: Shape | None, module: str) -> int:
         """Tokens of a row that pieces of this batch can fill."""
         return shape.tokens // self.step[module] * self.step[module] if shape else 0
 
-    def tokens_per_microbatch(self, bucket: Bucket, module: str, capacity: Capacity) -> int:
+    def microbatch_tokens(self, bucket: Bucket, module: str, capacity: Capacity) -> int:
         """Tokens of one microbatch, on all ranks, that pieces of this batch can fill."""
         rows = capacity.rows(bucket, module)
-        return rows * self.tokens_per_row(bucket.shape(module), module)
+        return rows * self.row_tokens(bucket.shape(module), module)
 
     def pieces_of(self, module: str, samples: Sequence[int]) -> Ints:
         """Numbers of the samples' pieces of a module."""

@@ -92,7 +92,7 @@ def schedule_batch(
     """
     start_s = time.perf_counter()
     work = (plan.scheduling.work_budget or DEFAULT_WORK) if work is None else work
-    batch = _checked_batch(loads, plan)
+    batch = _load_batch(loads, plan)
     solution = assign_groups(batch, plan, prices, trainable, _group_work(plan, work), seed, program)
     schedule = replace(solution.schedule, step=step)
     if plan.scheduling.grouping == "balanced":
@@ -100,12 +100,10 @@ def schedule_batch(
         swap_equal_pieces(solution.space, solution.assignment, plan)
         groups = schedule_groups(solution.space, solution.assignment, plan.layout)
         schedule = replace(schedule, groups=groups)
-    schedule, order_work = _order_and_plan_memory(schedule, plan, prices, trainable, work, seed)
-    undivided, undivided_prices = merge_sub_microbatches(plan, prices)
+    schedule, order_work = _order_tasks(schedule, plan, prices, trainable, work, seed)
+    merged, merged_prices = merge_sub_microbatches(plan, prices)
     makespan_s = schedule.makespan_s
-    bound_s = max(
-        lower_bound_s(batch, undivided.layout, undivided_prices, trainable), solution.bound_s
-    )
+    bound_s = max(lower_bound_s(batch, merged.layout, merged_prices, trainable), solution.bound_s)
     status: Status = "greedy" if work <= 0 or plan.scheduling.grouping == "arrival" else "feasible"
     if makespan_s <= bound_s * (1 + ROUNDING):
         status = "optimal"
@@ -125,11 +123,9 @@ def quick_schedule(
 ) -> Schedule:
     """`schedule_batch`'s schedule without what takes time and changes its makespan little: what a
     rank was dealt stays with it, and no bound is proved."""
-    work_of_groups = _group_work(plan, work)
-    solution = assign_groups(
-        _checked_batch(loads, plan), plan, prices, trainable, work_of_groups, seed=0
-    )
-    return _order_and_plan_memory(solution.schedule, plan, prices, trainable, work, seed=0)[0]
+    group_work = _group_work(plan, work)
+    solution = assign_groups(_load_batch(loads, plan), plan, prices, trainable, group_work, seed=0)
+    return _order_tasks(solution.schedule, plan, prices, trainable, work, seed=0)[0]
 
 
 def _group_work(plan: Plan, work: float) -> float:
@@ -137,7 +133,7 @@ def _group_work(plan: Plan, work: float) -> float:
     return work * (1 - _ORDER_SHARE - _MEMORY_SHARE * bool(plan.scheduling.kept))
 
 
-def _checked_batch(loads: Sequence[Load], plan: Plan) -> Batch:
+def _load_batch(loads: Sequence[Load], plan: Plan) -> Batch:
     """ValueError for a sample that fits no bucket."""
     batch = Batch(loads, plan.layout.modules)
     if plan.scheduling.grouping == "balanced":
@@ -145,7 +141,7 @@ def _checked_batch(loads: Sequence[Load], plan: Plan) -> Batch:
     return batch
 
 
-def _order_and_plan_memory(
+def _order_tasks(
     schedule: Schedule,
     plan: Plan,
     prices: Prices,
@@ -173,15 +169,15 @@ def assign_groups(
     program: CountProgram | None = None,
 ) -> GroupSolution:
     """Solve `schedule_batch`'s problem; every sample must fit."""
-    undivided, undivided_prices = merge_sub_microbatches(plan, prices)
+    merged, merged_prices = merge_sub_microbatches(plan, prices)
     capacity, costs = (
         capacity_of(plan.layout),
-        group_costs(undivided.layout, undivided_prices, trainable),
+        group_costs(merged.layout, merged_prices, trainable),
     )
     budget, balanced = Budget(work), plan.scheduling.grouping == "balanced"
     buckets = plan.layout.buckets
     if balanced:
-        buckets = bucket_variants(undivided.layout.buckets, batch, max_buckets(plan.layout))
+        buckets = bucket_variants(merged.layout.buckets, batch, max_buckets(plan.layout))
     weights = {m: costs.content_weights(m) for m in plan.layout.modules}
     priced = frozenset(m for m, weight_F in weights.items() if weight_F is not None)
     space = PackingSpace(
@@ -192,7 +188,7 @@ def assign_groups(
     if not balanced:
         assignments = [("arrival", arrival_assignment(space))]
     else:
-        greedy = greedy_assignment(space, len(undivided.layout.buckets))
+        greedy = greedy_assignment(space, len(merged.layout.buckets))
         tolerance = content_tolerance(space, costs, greedy)
         assignments = [("greedy", greedy)]
         if work > 0:
@@ -206,31 +202,25 @@ def assign_groups(
                     spread,
                     key=lambda a: balance_contents(space, a, none, seed, tolerance),
                 )
-            same_buckets = [t.bucket for t in improved] == [t.bucket for t in greedy]
+            same = [t.bucket for t in improved] == [t.bucket for t in greedy]
             assignments = [
                 ("local", improved),
-                *(assignments if space.priced or not same_buckets else []),
+                *(assignments if space.priced or not same else []),
             ]
             if program:
                 by_counts, bound_s = assign_by_counts(
-                    program, space, undivided.layout, undivided_prices, trainable, improved, budget
+                    program, space, merged.layout, merged_prices, trainable, improved, budget
                 )
                 assignments += [("integer", by_counts)] if by_counts else []
-    best_solution: GroupSolution | None = None
+    solution: GroupSolution | None = None
     for index, (made_by, assignment) in enumerate(assignments):
         # A dearer answer has little hope, unless the integer program asked for it.
-        is_promising = made_by == "integer" or space.cost(assignment) == space.cost(
-            assignments[0][1]
-        )
-        work_share = (
-            budget.remaining / (len(assignments) - index) if is_promising and balanced else 0
-        )
-        balance_contents(space, assignment, budget.sub_budget(work_share), seed, tolerance)
+        promising = made_by == "integer" or space.cost(assignment) == space.cost(assignments[0][1])
+        share = budget.remaining / (len(assignments) - index) if promising and balanced else 0
+        balance_contents(space, assignment, budget.sub_budget(share), seed, tolerance)
         groups = schedule_groups(space, assignment, plan.layout)
         schedule = with_list_order(plan, Schedule(0, groups), prices, trainable)
-        if best_solution is None or schedule.makespan_s < best_solution.schedule.makespan_s * (
-            1 - ROUNDING
-        ):
-            best_solution = GroupSolution(space, assignment, schedule, made_by)
-    assert best_solution is not None, "there is at least the greedy answer"
-    return replace(best_solution, bound_s=bound_s, work=budget.spent)
+        if solution is None or schedule.makespan_s < solution.schedule.makespan_s * (1 - ROUNDING):
+            solution = GroupSolution(space, assignment, schedule, made_by)
+    assert solution is not None, "there is at least the greedy answer"
+    return replace(solution, bound_s=bound_s, work=budget.spent)

@@ -46,11 +46,11 @@ from dflop_jax.simulate.task_graph import segment_links, segment_resources
 
 _SAFE = 1 - ROUNDING  # sums of the same floats in another order differ by less
 Seconds = Any  # a number, or an array
-SecondsByResource = Sequence[Seconds] | np.ndarray
+Resources = Sequence[Seconds] | np.ndarray
 
 
 @dataclass(frozen=True)
-class LowerBoundParts:
+class BoundTerms:
     """What every schedule of a batch takes, besides the static seconds of its groups.
 
     Attributes:
@@ -75,9 +75,9 @@ class LowerBoundParts:
     ends: Callable[[Mapping[str, Sequence[Shape]]], tuple[Floats, Floats]]
 
 
-def lower_bound_parts(
+def bound_terms(
     batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]
-) -> LowerBoundParts:
+) -> BoundTerms:
     """The floor of a batch's schedules, whatever their groups, order and recompute policies."""
     prices, capacity = _cheapest_policy(prices), capacity_of(layout)
     costs = group_costs(layout, prices, trainable)
@@ -110,7 +110,7 @@ def lower_bound_parts(
         if s.name in trainable and len(batch.lengths[s.module]):
             for direction, total_R in end_s.items():
                 total_R[r] += prices.step_end.get(Task(s.name, NO_GROUP, direction), 0.0)
-    return LowerBoundParts(
+    return BoundTerms(
         costs,
         content_R,
         devices_of,
@@ -128,29 +128,29 @@ def lower_bound_s(
 ) -> float:
     """Seconds that no schedule of the batch can beat in simulation, whatever groups it has and in
     whatever order and under whatever recompute policies they run."""
-    parts, capacity = lower_bound_parts(batch, layout, prices, trainable), capacity_of(layout)
-    work_R = np.zeros(parts.costs.n_resources)
+    terms, capacity = bound_terms(batch, layout, prices, trainable), capacity_of(layout)
+    work_R = np.zeros(terms.costs.n_resources)
     shared = 0.0  # seconds times devices, of all modules
     before_R, after_R = np.full((2, len(work_R)), np.inf)
     for module in layout.modules:
         shapes = layout.shapes(module)
         if not len(batch.lengths[module]) or not shapes:
             continue
-        static_CR = np.array([parts.costs.static_s[module, s] for s in shapes])
-        total_C = (static_CR * parts.devices[module]).sum(axis=1)
+        static_CR = np.array([terms.costs.static_s[module, s] for s in shapes])
+        total_C = (static_CR * terms.devices[module]).sum(axis=1)
         costs_CR = np.column_stack((static_CR, total_C))
         *each_s, total_s = _volume_bound(batch, module, shapes, capacity, costs_CR)
         work_R, shared = work_R + each_s, shared + total_s
     for missing in batch.missing_modules:
-        before_s, after_s = parts.ends(
+        before_s, after_s = terms.ends(
             {m: layout.shapes(m) for m in layout.modules if m not in missing}
         )
         before_R, after_R = np.minimum(before_R, before_s), np.minimum(after_R, after_s)
     before_R, after_R = (np.where(np.isinf(end_R), 0.0, end_R) for end_R in (before_R, after_R))
-    end = parts.reduce_R, parts.update_R, parts.awaited_R
-    alone_s = step_bound_s(parts.content_R + work_R, before_R, after_R, *end)
-    shared += parts.shared_content
-    return max(float(alone_s), shared / parts.concurrency) * _SAFE
+    end = terms.reduce_R, terms.update_R, terms.awaited_R
+    alone_s = step_bound_s(terms.content_R + work_R, before_R, after_R, *end)
+    shared += terms.shared_content
+    return max(float(alone_s), shared / terms.concurrency) * _SAFE
 
 
 def _cheapest_policy(prices: Prices) -> Prices:
@@ -204,10 +204,8 @@ def _fill_and_drain(
     def min_s(s: SegmentPlan, direction: Direction) -> float:
         if direction not in tasks[s.name]:
             return 0.0
-        prices_by_shape = [
-            prices.programs.get(ProgramId(s.name, x, direction)) for x in shapes[s.module]
-        ]
-        return min((p.static_s if p else 0.0 for p in prices_by_shape), default=0.0)
+        prices_S = [prices.programs.get(ProgramId(s.name, x, direction)) for x in shapes[s.module]]
+        return min((p.static_s if p else 0.0 for p in prices_S), default=0.0)
 
     def reduce_s(s: SegmentPlan) -> float:
         task = Task(s.name, NO_GROUP, REDUCE)
@@ -257,12 +255,12 @@ def fill_and_drain_s(
 
 
 def step_bound_s(
-    work_R: SecondsByResource,
-    before_R: SecondsByResource,
-    after_R: SecondsByResource,
-    reduce_R: SecondsByResource,
-    update_R: SecondsByResource,
-    awaited_R: SecondsByResource | None = None,
+    work_R: Resources,
+    before_R: Resources,
+    after_R: Resources,
+    reduce_R: Resources,
+    update_R: Resources,
+    awaited_R: Resources | None = None,
 ) -> Seconds:
     """Seconds of a step at least, from those of every resource.
 
@@ -280,10 +278,10 @@ def step_bound_s(
 
 
 def drain_s(
-    after_R: SecondsByResource,
-    reduce_R: SecondsByResource,
-    update_R: SecondsByResource,
-    awaited_R: SecondsByResource | None = None,
+    after_R: Resources,
+    reduce_R: Resources,
+    update_R: Resources,
+    awaited_R: Resources | None = None,
 ) -> list[Seconds]:
     """Seconds from the end of every resource's last backward to the end of the step, at least;
     arguments as `step_bound_s`."""

@@ -42,25 +42,25 @@ def improve_assignment(
     """
     rng = np.random.default_rng(seed)
     bucket_sets, slacks = _bucket_sets(space, greedy, budget)
-    best, failed_index, packed_index, step = list(greedy), -1, len(bucket_sets), 1
+    best, failed_at, packed_at, step = list(greedy), -1, len(bucket_sets), 1
     index = min(bisect_left(slacks, _LIKELY_SLACK), len(bucket_sets) - 1)
     attempt = _ATTEMPT_WORK + space.batch.n_samples / SAMPLES_PER_WORK
-    while packed_index - failed_index > 1 and not budget.is_spent:
+    while packed_at - failed_at > 1 and not budget.is_spent:
         assignment = pack_into(space, bucket_sets[index], budget.sub_budget(attempt), rng)
         if assignment is None:
-            failed_index = index
+            failed_at = index
         else:
-            best, packed_index = assignment, index
-        if failed_index < 0:
-            index, step = max(packed_index - step, 0), 2 * step
-        elif packed_index == len(bucket_sets):
-            index, step = min(failed_index + step, packed_index - 1), 2 * step
+            best, packed_at = assignment, index
+        if failed_at < 0:
+            index, step = max(packed_at - step, 0), 2 * step
+        elif packed_at == len(bucket_sets):
+            index, step = min(failed_at + step, packed_at - 1), 2 * step
         else:
-            index = (failed_index + packed_index) // 2
-    if greedy and packed_index == len(bucket_sets) and space.batch.anchor in space.priced:
+            index = (failed_at + packed_at) // 2
+    if greedy and packed_at == len(bucket_sets) and space.batch.anchor in space.priced:
         greedy_buckets = tuple(t.bucket for t in greedy)
         best = pack_into(space, greedy_buckets, budget.sub_budget(attempt), rng) or best
-    return space.in_running_order([space.in_cheapest_bucket(t, budget) for t in best])
+    return space.sort_runs([space.shrink(t, budget) for t in best])
 
 
 def min_groups(batch: Batch, layout: Layout, bucket_shares: Sequence[float], work: float) -> float:
@@ -89,25 +89,23 @@ def min_groups(batch: Batch, layout: Layout, bucket_shares: Sequence[float], wor
 
 def _min_groups_of_one_bucket(batch: Batch, layout: Layout, work: float) -> int:
     """The same in a layout of one bucket."""
-    capacity, undivided = capacity_of(layout), merged_buckets(layout)
-    check_fits(batch, undivided, capacity)
-    buckets = bucket_variants(undivided, batch, max_buckets(layout))
+    capacity, merged = capacity_of(layout), merged_buckets(layout)
+    check_fits(batch, merged, capacity)
+    buckets = bucket_variants(merged, batch, max_buckets(layout))
     costs_CM = np.array([[_textbook_cost(layout, b, m) for m in layout.modules] for b in buckets])
     dearest_C = costs_CM.max(axis=1)
     space = PackingSpace(
         batch, buckets, capacity, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C)
     )
-    greedy = greedy_assignment(space, len(undivided))
-    greedy_groups = _max_groups_of_a_module(greedy)
+    greedy = greedy_assignment(space, len(merged))
+    n_greedy = _max_groups(greedy)
     bound = fractional_bound(space.demand, np.ones(len(buckets)))  # groups, each of cost 1
-    if greedy_groups <= math.ceil(bound - ROUNDING):
-        return greedy_groups
-    return min(
-        greedy_groups, _max_groups_of_a_module(improve_assignment(space, greedy, Budget(work), 0))
-    )
+    if n_greedy <= math.ceil(bound - ROUNDING):
+        return n_greedy
+    return min(n_greedy, _max_groups(improve_assignment(space, greedy, Budget(work), 0)))
 
 
-def _max_groups_of_a_module(assignment: Sequence[BucketRun]) -> int:
+def _max_groups(assignment: Sequence[BucketRun]) -> int:
     return max(Counter(m for t in assignment for m in t.placements).values())
 
 

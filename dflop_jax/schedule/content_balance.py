@@ -192,17 +192,13 @@ def balance_content(
     bound = busiest_rank_bound(content.content_P, content.ranks)
     of_groups = [content.content_P[places.piece] for places in content.groups]
     bound_G = sum(busiest_rank_bound(content_P, content.ranks) for content_P in of_groups)
-    for pass_number in range(_EVENING_TURNS):
-        for n_remaining, (g, m) in zip(range(len(microbatches), 0, -1), microbatches):
+    for sweep in range(_EVENING_TURNS):
+        for n_left, (g, m) in zip(range(len(microbatches), 0, -1), microbatches):
             step_over = content_GD.sum(axis=0).max() - bound
             if max(step_over, content_GD.max(axis=1).sum() - bound_G) <= tolerance:
                 return
-            step_budget = budget.sub_budget(
-                budget.remaining / n_remaining / (_EVENING_TURNS - pass_number)
-            )
-            _even_step(
-                content, content_GD, g, m, bound, step_budget, seed, may_rise=pass_number > 0
-            )
+            step_budget = budget.sub_budget(budget.remaining / n_left / (_EVENING_TURNS - sweep))
+            _even_step(content, content_GD, g, m, bound, step_budget, seed, may_rise=sweep > 0)
 
 
 def imbalance(content: GroupContents) -> float:
@@ -239,12 +235,12 @@ def _even_step(
     placement, shape = content.groups[g], content.shapes[g]
     group_D, total_D = content_GD[g], content_GD.sum(axis=0)
     group_max, total_max = int(group_D.max()), int(total_D.max())
-    in_microbatch = np.flatnonzero(placement.microbatch == m)
-    if budget.is_spent or len(in_microbatch) == 0 or total_max <= bound:
+    members = np.flatnonzero(placement.microbatch == m)
+    if budget.is_spent or len(members) == 0 or total_max <= bound:
         return
     alone_D = content.content_KD(g)[m]
     limit = group_max + ((total_max - bound) / _GROUP_WEIGHT if may_rise else 0)
-    pieces = placement.piece[in_microbatch]
+    pieces = placement.piece[members]
     length_P, content_P = content.length_P[pieces], content.content_P[pieces]
     # What ranks have of other microbatches: in the step, which counts, and in the group.
     base_RD = np.stack((total_D - alone_D, np.zeros_like(total_D), group_D - alone_D))
@@ -258,14 +254,12 @@ def _even_step(
         base_RB=np.repeat(base_RD, shape.rows, axis=1).astype(float),
     )
     budget.spend(1)
-    state = State(
-        problem, placement.rank[in_microbatch] * shape.rows + placement.row[in_microbatch]
-    )
+    state = State(problem, placement.rank[members] * shape.rows + placement.row[members])
     improve(state, bound * (1 + ROUNDING), budget, np.random.default_rng(seed))
     after_RD = problem.loads(state.bins)[:, :: shape.rows]
     content_after = after_RD[0].max() + _GROUP_WEIGHT * after_RD[2].max()
     if content_after < total_max + _GROUP_WEIGHT * group_max:
         rank, row = placement.rank.copy(), placement.row.copy()
-        rank[in_microbatch], row[in_microbatch] = np.divmod(state.bins, shape.rows)
+        rank[members], row[members] = np.divmod(state.bins, shape.rows)
         content.groups[g] = placement.moved(rank, row)
         content_GD[g] = after_RD[2]

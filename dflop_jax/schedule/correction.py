@@ -241,22 +241,18 @@ def decide_sampling(
     assert is_full(monitor)
     if learnt_gain_s(gain_s, monitor.before, correction) > overhead_s:
         return replace(monitor, steps=0, every=0, before=correction)
-    pause_steps = (
-        min(monitor.max_every, 2 * monitor.every) if monitor.every else monitor.recheck_every
-    )
-    return replace(
-        monitor, on=False, next_step=step + pause_steps, every=pause_steps, before=correction
-    )
+    pause = min(monitor.max_every, 2 * monitor.every) if monitor.every else monitor.recheck_every
+    return replace(monitor, on=False, next_step=step + pause, every=pause, before=correction)
 
 
 def learnt_gain_s(gain_s: float, earlier: Correction, current: Correction) -> float:
     """How much of the gain that corrections bring is of what was learnt since `earlier`: how far
     the farthest-moved factor moved, over how far the farthest is from 1."""
-    max_change = max(
+    change = max(
         (abs(current.log_factor(p) - earlier.log_factor(p)) for p in current.logs), default=0.0
     )
-    max_deviation = max((abs(current.log_factor(p)) for p in current.logs), default=0.0)
-    return gain_s * min(1.0, max_change / max_deviation) if max_deviation else 0.0
+    deviation = max((abs(current.log_factor(p)) for p in current.logs), default=0.0)
+    return gain_s * min(1.0, change / deviation) if deviation else 0.0
 
 
 @dataclass(frozen=True)
@@ -317,15 +313,15 @@ def price_digest(prices: Prices) -> str:
     return hashlib.sha256(b"\n".join(b"".join(rows) for rows in encoded)).hexdigest()[:16]
 
 
-def add_sample(known: CorrectionState, sample: StepSample) -> CorrectionState:
+def add_sample(old: CorrectionState, sample: StepSample) -> CorrectionState:
     """The state after a sampled step. One that opens a window also tells what was decided after
     the window before."""
-    if is_full(known.monitor):
-        known = with_decision(known, sample.gain_s, sample.overhead_s)
-    correction = add_ratios(known.state, sample.ratios)
-    changes = (*known.changes, CorrectionChange(sample.first, correction))
+    if is_full(old.monitor):
+        old = with_decision(old, sample.gain_s, sample.overhead_s)
+    correction = add_ratios(old.state, sample.ratios)
+    changes = (*old.changes, CorrectionChange(sample.first, correction))
     return CorrectionState(
-        known.prices, correction, count_sampled_step(known.monitor), sample.step, changes
+        old.prices, correction, count_sampled_step(old.monitor), sample.step, changes
     )
 
 

@@ -90,14 +90,12 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
     content: dict[tuple[str, Shape], Floats] = {}
     for module in layout.modules:
         for shape in layout.shapes(module):
-            prices_by_segment = {s.name: prices_of(s, shape) for s in layout.segments_of(module)}
-            n_features = max(
-                (len(p.content_s) for ps in prices_by_segment.values() for p in ps), default=0
-            )
+            priced = {s.name: prices_of(s, shape) for s in layout.segments_of(module)}
+            n_features = max((len(p.content_s) for ps in priced.values() for p in ps), default=0)
             static[module, shape] = np.zeros(n_resources)
             content[module, shape] = np.zeros((n_features, n_resources))
-            for name, prices_of_segment in prices_by_segment.items():
-                for p in prices_of_segment:
+            for name, segment_prices in priced.items():
+                for p in segment_prices:
                     static[module, shape][resource_of[name]] += p.static_s
                     content[module, shape][: len(p.content_s), resource_of[name]] += p.content_s
     return GroupCosts(static, content, n_resources)

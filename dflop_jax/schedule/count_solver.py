@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dflop_jax.records import Layout, Prices
 from dflop_jax.schedule.balance_problem import Budget, Floats, Ints
 from dflop_jax.schedule.batch import Batch
-from dflop_jax.schedule.bounds import LowerBoundParts, drain_s, lower_bound_parts
+from dflop_jax.schedule.bounds import BoundTerms, bound_terms, drain_s
 from dflop_jax.schedule.bucket_search import pack_into
 from dflop_jax.schedule.costs import running_order
 from dflop_jax.schedule.count_program import CountProgram, ProgramSizes
@@ -73,7 +73,7 @@ def batch_parameters(
     batch, buckets = space.batch, space.buckets
     if len(buckets) > sizes.buckets or not batch.n_samples:
         return None
-    bound_parts = lower_bound_parts(batch, layout, prices, trainable)
+    terms = bound_terms(batch, layout, prices, trainable)
     class_N = size_classes(batch, space.can_hold_CN, sizes.classes)
     values = {name: np.zeros(shape) for name, shape in sizes.parameters.items()}
     n = slice(len(buckets))
@@ -85,14 +85,11 @@ def batch_parameters(
         values["able"][k, n] = len(members) * space.can_hold_CN[:, members].any(axis=1)
         values["least"][:, k] = [batch.tokens[m][members].min() for m in layout.modules]
     values["holds"][:, n] = [
-        [
-            batch.tokens_per_microbatch(b, m, space.capacity) * space.capacity.group_size
-            for b in buckets
-        ]
+        [batch.microbatch_tokens(b, m, space.capacity) * space.capacity.group_size for b in buckets]
         for m in layout.modules
     ]
     _fill_conditions(values, space, known_C)
-    unit_s = _fill_seconds(values, space, bound_parts, known_C)
+    unit_s = _fill_seconds(values, space, terms, known_C)
     for m in range(len(layout.modules)):  # tokens over the largest bucket's
         largest = values["holds"][m].max() or 1.0
         values["holds"][m] /= largest
@@ -109,11 +106,11 @@ def _has_all_variants(space: PackingSpace) -> bool:
     shapes_of_buckets = {bucket.shapes for bucket in space.buckets}
     for bucket in space.buckets:
         missing = set(space.batch.modules) - {m for m, _ in bucket.shapes}
-        missing_sets = {absent for absent in space.batch.missing_modules if missing <= absent}
-        while intersections := {a & b for a in missing_sets for b in missing_sets} - missing_sets:
-            missing_sets |= intersections  # what some samples that the bucket holds lack together
+        absent_sets = {absent for absent in space.batch.missing_modules if missing <= absent}
+        while intersections := {a & b for a in absent_sets for b in absent_sets} - absent_sets:
+            absent_sets |= intersections  # what some samples that the bucket holds lack together
         variants = (
-            tuple((m, s) for m, s in bucket.shapes if m not in absent) for absent in missing_sets
+            tuple((m, s) for m, s in bucket.shapes if m not in absent) for absent in absent_sets
         )
         if any(shapes and shapes not in shapes_of_buckets for shapes in variants):
             return False
@@ -134,33 +131,29 @@ def _fill_conditions(values: dict[str, Floats], space: PackingSpace, known_C: In
 def _fill_seconds(
     values: dict[str, Floats],
     space: PackingSpace,
-    bound_parts: LowerBoundParts,
+    terms: BoundTerms,
     known_C: Ints,
 ) -> float:
     """What groups take, in the unit of seconds that is returned."""
     n = slice(len(space.buckets))
-    work_RC = np.array([bound_parts.costs.bucket_s(b) for b in space.buckets]).T
-    ends = [bound_parts.ends({m: [s] for m, s in b.shapes}) for b in space.buckets]
+    work_RC = np.array([terms.costs.bucket_s(b) for b in space.buckets]).T
+    ends = [terms.ends({m: [s] for m, s in b.shapes}) for b in space.buckets]
     before_RC, after_RC = (np.array(end).T for end in zip(*ends, strict=True))
     there_RC = np.isfinite(before_RC)
-    tail_RC = np.array(
-        drain_s(after_RC, bound_parts.reduce_R, bound_parts.update_R, bound_parts.awaited_R)
-    )
+    tail_RC = np.array(drain_s(after_RC, terms.reduce_R, terms.update_R, terms.awaited_R))
     # A resource that every answer uses: some sample fits only buckets that run there.
     busy_R = (there_RC[:, :, None] | ~space.can_hold_CN).all(axis=1).any(axis=1)
     unit_s = float((work_RC @ known_C).max()) or 1.0
     values["work"][:, n] = work_RC / unit_s
-    values["rest"][:] = bound_parts.content_R / unit_s
+    values["rest"][:] = terms.content_R / unit_s
     values["before"][:, n] = np.where(there_RC, before_RC, 0.0) / unit_s
     values["after"][:, n] = np.where(there_RC, tail_RC, 0.0) / unit_s
     values["there"][:, n] = there_RC
     values["busy"][:] = busy_R
     for c, bucket in enumerate(space.buckets):
-        device_seconds = sum(
-            bound_parts.costs.static_s[m, s] @ bound_parts.devices[m] for m, s in bucket.shapes
-        )
-        values["shared"][c] = device_seconds / bound_parts.concurrency / unit_s
-    values["shared_rest"][0] = bound_parts.shared_content / bound_parts.concurrency / unit_s
+        shared_s = sum(terms.costs.static_s[m, s] @ terms.devices[m] for m, s in bucket.shapes)
+        values["shared"][c] = shared_s / terms.concurrency / unit_s
+    values["shared_rest"][0] = terms.shared_content / terms.concurrency / unit_s
     values["price"][n] = _GROUP_PRICE * work_RC.mean(axis=0) / unit_s
     return unit_s
 
@@ -176,9 +169,9 @@ def size_classes(batch: Batch, able_CN: NDArray[np.bool_], max_classes: int) -> 
     n_slices = max_classes - int(kind_N.max())
     volume_N = np.cumsum(size_N[order]) - size_N[order] / 2
     slice_N = np.floor(np.round(volume_N / (size_N.sum() or 1.0) * n_slices, _DIGITS))
-    starts_class_N = (np.diff(kind_N[order]) > 0) | (np.diff(slice_N) > 0)
+    starts_N = (np.diff(kind_N[order]) > 0) | (np.diff(slice_N) > 0)
     class_N = np.zeros(batch.n_samples, np.int64)
-    class_N[order[1:]] = np.cumsum(starts_class_N)
+    class_N[order[1:]] = np.cumsum(starts_N)
     return class_N
 
 
@@ -200,42 +193,40 @@ def assign_by_counts(
     """
     n = len(space.buckets)
     known_C = np.bincount(np.array([t.bucket for t in assignment], int), minlength=n)
-    parameters = batch_parameters(space, layout, prices, trainable, program.sizes, known_C)
-    if parameters is None:
+    numbers = batch_parameters(space, layout, prices, trainable, program.sizes, known_C)
+    if numbers is None:
         return None, 0.0
     padded_known_C = np.pad(known_C, (0, program.sizes.buckets - n))
-    known_bound_s = parameters.lower_bound_s(padded_known_C)
+    known_bound_s = numbers.lower_bound_s(padded_known_C)
     rng = np.random.default_rng(0)
     bound_s = 0.0
     for slack in _SLACKS:
         if slack and budget.is_spent:
             break
-        widened = parameters.with_slack(slack)
+        widened = numbers.with_slack(slack)
         solved, least_s = _solve(program, widened, budget)
-        if slack == 0.0 and parameters.is_bound:
+        if slack == 0.0 and numbers.is_bound:
             bound_s = least_s
-        if solved is None or parameters.lower_bound_s(solved[0]) >= (1 - _MIN_GAIN) * known_bound_s:
+        if solved is None or numbers.lower_bound_s(solved[0]) >= (1 - _MIN_GAIN) * known_bound_s:
             break
         chosen = np.repeat(np.arange(program.sizes.buckets), solved[0]).tolist()
         chosen = [chosen[i] for i in running_order(chosen, space.ticks)]
-        bucket_N = _buckets_of_samples(space, parameters, solved)
-        answer = pack_into(space, chosen, budget.sub_budget(_PACK_WORK), rng, bucket_N)
-        if answer is not None:
-            return space.in_running_order(
-                [space.in_cheapest_bucket(t, budget) for t in answer]
-            ), bound_s
+        bucket_N = _buckets_of_samples(space, numbers, solved)
+        packed = pack_into(space, chosen, budget.sub_budget(_PACK_WORK), rng, bucket_N)
+        if packed is not None:
+            return space.sort_runs([space.shrink(t, budget) for t in packed]), bound_s
     return None, bound_s
 
 
 def _solve(
-    program: CountProgram, parameters: BatchParameters, budget: Budget
+    program: CountProgram, numbers: BatchParameters, budget: Budget
 ) -> tuple[_Solution | None, float]:
     """(best counts within the work that is left, None where none were found; seconds that no
     counts undercut)."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second to load
     from scipy.sparse import csr_array
 
-    costs, h, entries = program.fill(parameters.values)
+    costs, h, entries = program.fill(numbers.values)
     k, c, first = program.sizes.classes, program.sizes.buckets, program.buckets
     is_integer = np.zeros(program.columns)
     is_integer[first : first + c] = 1
@@ -252,7 +243,7 @@ def _solve(
     budget.spend(_MODEL_WORK + _NODE_WORK * (result.mip_node_count or 0))
     bound = result.mip_dual_bound
     is_finite = bound is not None and np.isfinite(bound)
-    least_s = bound / (1 + _GROUP_PRICE) * _SAFE * parameters.unit_s if is_finite else 0.0
+    least_s = bound / (1 + _GROUP_PRICE) * _SAFE * numbers.unit_s if is_finite else 0.0
     if result.x is None:
         return None, least_s
     groups_C = np.rint(result.x[first : first + c]).astype(np.int64)
@@ -260,9 +251,7 @@ def _solve(
     return (groups_C, samples.reshape(k, c, order="F")), least_s
 
 
-def _buckets_of_samples(
-    space: PackingSpace, parameters: BatchParameters, solved: _Solution
-) -> Ints:
+def _buckets_of_samples(space: PackingSpace, numbers: BatchParameters, solved: _Solution) -> Ints:
     """[N]: the bucket of each sample. Of a class, the largest go to the first bucket that takes
     some of it; fractions of samples are rounded, and what a bucket cannot hold goes to the first
     that can."""
@@ -271,8 +260,8 @@ def _buckets_of_samples(
     tokens_N = sum(
         (space.batch.tokens[m] for m in space.batch.modules), np.zeros(space.batch.n_samples)
     )
-    for k in range(int(parameters.class_N.max()) + 1):
-        members = np.flatnonzero(parameters.class_N == k)
+    for k in range(int(numbers.class_N.max()) + 1):
+        members = np.flatnonzero(numbers.class_N == k)
         members = members[np.argsort(-tokens_N[members], kind="stable")]
         ends_C = np.rint(np.cumsum(np.maximum(samples_KC[k], 0.0))).astype(int)
         bucket_N[members] = np.searchsorted(ends_C, np.arange(len(members)), side="right")

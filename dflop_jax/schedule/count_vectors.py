@@ -69,12 +69,12 @@ def volume_conditions(
     """
     modules = batch.modules if modules is None else modules
     capacity_MC = {
-        m: np.array([batch.tokens_per_microbatch(b, m, capacity) for b in buckets], float)
+        m: np.array([batch.microbatch_tokens(b, m, capacity) for b in buckets], float)
         for m in modules
     }
     rows, needs = [], []
     for module in modules:
-        row_C = np.array([batch.tokens_per_row(b.shape(module), module) for b in buckets], float)
+        row_C = np.array([batch.row_tokens(b.shape(module), module) for b in buckets], float)
         count_C = np.array([capacity.rows(b, module) for b in buckets], float)
         bin_kinds = [(batch.longest[module], batch.lengths[module], row_C, count_C)]
         if batch.n_pieces[module].max(initial=0) > 1:
@@ -180,50 +180,50 @@ def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple
     max_vectors = int(_MAX_VECTORS * min(1.0, _BUCKETS_OF_MOST_VECTORS / max(1, len(cost_C))) ** 2)
     counts_XC = np.zeros((1, len(cost_C)), np.int64)
     cost_X = np.zeros(1)
-    uncovered_DX = need_D[:, None]  # below 0: more than is needed
+    open_DX = need_D[:, None]  # below 0: more than is needed
     complete = True
     for c, cost in enumerate(cost_C):
-        max_groups_X = _max_groups(capacity_DC[:, c], uncovered_DX, cost, ceiling - cost_X)
+        max_groups_X = _max_groups(capacity_DC[:, c], open_DX, cost, ceiling - cost_X)
         rows = np.repeat(np.arange(len(counts_XC)), max_groups_X + 1)
         start_X = np.cumsum(max_groups_X + 1) - (max_groups_X + 1)
         add = np.arange(len(rows)) - start_X[rows]
         cost_X = cost_X[rows] + add * cost
-        uncovered_DX = uncovered_DX[:, rows] - np.multiply.outer(capacity_DC[:, c], add)
-        bound_X = cost_X + _remaining_cost(uncovered_DX, capacity_DC[:, c + 1 :], cost_C[c + 1 :])
-        promising = np.flatnonzero(bound_X <= ceiling * (1 + ROUNDING))
-        if len(promising) > max_vectors:
-            rounded_X = np.round(bound_X[promising] / max(ceiling, 1e-30), 9)
-            promising = promising[np.argsort(rounded_X, kind="stable")[:max_vectors]]
+        open_DX = open_DX[:, rows] - np.multiply.outer(capacity_DC[:, c], add)
+        bound_X = cost_X + _remaining_cost(open_DX, capacity_DC[:, c + 1 :], cost_C[c + 1 :])
+        listed = np.flatnonzero(bound_X <= ceiling * (1 + ROUNDING))
+        if len(listed) > max_vectors:
+            rounded_X = np.round(bound_X[listed] / max(ceiling, 1e-30), 9)
+            listed = listed[np.argsort(rounded_X, kind="stable")[:max_vectors]]
             complete = False
-        counts_XC, cost_X, uncovered_DX = (
-            counts_XC[rows[promising]],
-            cost_X[promising],
-            uncovered_DX[:, promising],
+        counts_XC, cost_X, open_DX = (
+            counts_XC[rows[listed]],
+            cost_X[listed],
+            open_DX[:, listed],
         )
-        counts_XC[:, c] = add[promising]
-    room_X = np.round((need_D[:, None] - uncovered_DX).sum(axis=0), 3)
+        counts_XC[:, c] = add[listed]
+    room_X = np.round((need_D[:, None] - open_DX).sum(axis=0), 3)
     order = np.lexsort((-room_X, np.round(cost_X / max(ceiling, 1e-30), 9)))
     return counts_XC[order], complete
 
 
-def _max_groups(capacity_D: Floats, uncovered_DX: Floats, cost: float, budget_X: Floats) -> Ints:
+def _max_groups(capacity_D: Floats, open_DX: Floats, cost: float, budget_X: Floats) -> Ints:
     """Groups of one bucket worth taking: until nothing is left to cover, or the budget is spent."""
     useful = capacity_D > 0
     if not useful.any():
-        return np.zeros(uncovered_DX.shape[1], np.int64)
-    groups_X = np.ceil((uncovered_DX[useful] / capacity_D[useful, None]).max(axis=0, initial=0.0))
+        return np.zeros(open_DX.shape[1], np.int64)
+    groups_X = np.ceil((open_DX[useful] / capacity_D[useful, None]).max(axis=0, initial=0.0))
     if cost > 0:
         groups_X = np.minimum(groups_X, np.floor(np.maximum(0.0, budget_X) / cost + 1e-6))
     return groups_X.astype(np.int64)
 
 
-def _remaining_cost(uncovered_DX: Floats, capacity_DC: Floats, cost_C: Floats) -> Floats:
+def _remaining_cost(open_DX: Floats, capacity_DC: Floats, cost_C: Floats) -> Floats:
     """A lower bound on the cost of covering what is left with the remaining buckets; beyond any
     ceiling if none of them can."""
     reach_DC = capacity_DC > 0
     price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, capacity_DC, 1.0), _UNREACHABLE_COST)
     price_D = price_DC.min(axis=1, initial=_UNREACHABLE_COST)
-    return (uncovered_DX * price_D[:, None]).max(axis=0, initial=0.0)
+    return (open_DX * price_D[:, None]).max(axis=0, initial=0.0)
 
 
 def fractional_bound(conditions: Conditions, cost_C: Floats) -> float:

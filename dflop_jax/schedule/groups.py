@@ -60,7 +60,7 @@ class PackingSpace:
             return 0
         return int(self.ticks.dearest_C[chosen].sum() + self.ticks.rest_C[chosen].min())
 
-    def in_running_order(self, assignment: Sequence[BucketRun]) -> list[BucketRun]:
+    def sort_runs(self, assignment: Sequence[BucketRun]) -> list[BucketRun]:
         return [assignment[i] for i in running_order([t.bucket for t in assignment], self.ticks)]
 
     def build_run(self, bucket: int, microbatches: Packing, budget: Budget) -> BucketRun | None:
@@ -81,7 +81,7 @@ class PackingSpace:
                 placements[module] = placement
         return BucketRun(bucket, padded, placements)
 
-    def in_cheapest_bucket(self, run: BucketRun, budget: Budget) -> BucketRun:
+    def shrink(self, run: BucketRun, budget: Budget) -> BucketRun:
         """The same microbatches in the cheapest bucket that holds them."""
         batch, width = self.batch, len(run.microbatches[0])
         rows = [row for microbatch in run.microbatches for row in microbatch]
@@ -100,8 +100,8 @@ class PackingSpace:
                 break
             bucket = self.buckets[b]
             may_hold = rows_per_microbatch(bucket, batch, self.capacity) == width and all(
-                batch.tokens_per_row(bucket.shape(m), m) >= row_tokens
-                and batch.tokens_per_microbatch(bucket, m, self.capacity) >= microbatch_tokens
+                batch.row_tokens(bucket.shape(m), m) >= row_tokens
+                and batch.microbatch_tokens(bucket, m, self.capacity) >= microbatch_tokens
                 for m, (row_tokens, microbatch_tokens) in needs.items()
             )
             if may_hold and (cheaper := self.build_run(b, run.microbatches, budget)):
@@ -143,7 +143,7 @@ def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
             assignment += _first_fit_runs(space, b, np.flatnonzero(bucket_N == b), budget)
         if best is None or space.cost(assignment) < space.cost(best):
             best = assignment
-    return space.in_running_order(best or [])
+    return space.sort_runs(best or [])
 
 
 def _first_fit_runs(
@@ -155,8 +155,8 @@ def _first_fit_runs(
 
     fill_N = np.zeros(batch.n_samples)
     for m in batch.modules:
-        free_tokens = batch.tokens_per_microbatch(bucket, m, capacity)
-        free_tokens = batch.tokens_per_row(bucket.shape(m), m) if m == batch.anchor else free_tokens
+        free_tokens = batch.microbatch_tokens(bucket, m, capacity)
+        free_tokens = batch.row_tokens(bucket.shape(m), m) if m == batch.anchor else free_tokens
         np.maximum(fill_N, batch.tokens[m] / max(free_tokens, 1), out=fill_N)
     waiting = members[np.argsort(-fill_N[members], kind="stable")].tolist()
     microbatches: Packing = []
@@ -170,7 +170,7 @@ def _first_fit_runs(
     for lo in range(0, len(microbatches), capacity.group_size):
         run = space.build_run(b, microbatches[lo : lo + capacity.group_size], budget)
         assert run is not None, "a bucket holds what was packed into it"
-        assignment.append(space.in_cheapest_bucket(run, budget))
+        assignment.append(space.shrink(run, budget))
     return assignment
 
 
@@ -235,12 +235,12 @@ def _arrival_run(space: PackingSpace, samples: range, per_rank: int) -> BucketRu
     rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
     for b in space.buckets_by_cost:
         shapes = {m: space.buckets[b].shape(m) for m in space.batch.modules}
-        placement_of = {
+        pieces_of = {
             m: _place_on_own_ranks(space.batch, ranks_MD, m, s, m == last)
             for m, s in shapes.items()
         }
-        placements = {m: places for m, places in placement_of.items() if places is not None}
-        if len(placements) == len(placement_of):
+        placements = {m: places for m, places in pieces_of.items() if places is not None}
+        if len(placements) == len(pieces_of):
             nonempty = {m: places for m, places in placements.items() if len(places)}
             return BucketRun(
                 b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], nonempty
@@ -282,23 +282,21 @@ def schedule_groups(
     groups: list[Group] = []
     size, ranks = space.capacity.group_size, space.capacity.ranks
     for run in assignment:
-        parts_of_module: dict[
-            str, tuple[Shape, list[PiecePlaces]]
-        ] = {}  # the pieces of a module's groups
+        parts_of: dict[str, tuple[Shape, list[PiecePlaces]]] = {}  # the pieces of a module's groups
         for m, placement in run.placements.items():
             if m in layout.divided:
                 sub_shape = sub_microbatch_shape(layout, m)
-                parts_of_module[m] = sub_shape, split_group(placement, sub_shape)
+                parts_of[m] = sub_shape, split_group(placement, sub_shape)
             else:
-                parts_of_module[m] = dict(space.buckets[run.bucket].shapes)[m], [placement]
+                parts_of[m] = dict(space.buckets[run.bucket].shapes)[m], [placement]
         first = accumulate(
-            (len(placements) for _, placements in parts_of_module.values()), initial=len(groups)
+            (len(placements) for _, placements in parts_of.values()), initial=len(groups)
         )
         groups_of = {
-            m: range(first_group, first_group + len(parts_of_module[m][1]))
-            for m, first_group in zip(parts_of_module, first)
+            m: range(first_group, first_group + len(parts_of[m][1]))
+            for m, first_group in zip(parts_of, first)
         }
-        for m, (shape, placements) in parts_of_module.items():
+        for m, (shape, placements) in parts_of.items():
             feeds = tuple(f for t in layout.targets(m) for f in groups_of.get(t, ()))
             for placement in placements:
                 content = [
@@ -329,7 +327,7 @@ def balance_contents(
     `tolerance`; returns what was lowered (`content_balance.imbalance`), of all of them."""
     uneven_content = 0.0
     priced = [m for m in space.batch.modules if m in space.priced]
-    for n_remaining, m in zip(range(len(priced), 0, -1), priced):
+    for n_left, m in zip(range(len(priced), 0, -1), priced):
         runs = [t for t in assignment if m in t.placements]
         shapes = [space.buckets[t.bucket].shape(m) for t in runs]
         content = GroupContents(
@@ -341,7 +339,7 @@ def balance_contents(
             [t.placements[m] for t in runs],
         )
         balance_content(
-            content, budget.sub_budget(budget.remaining / n_remaining), seed, tolerance.get(m, 0.0)
+            content, budget.sub_budget(budget.remaining / n_left), seed, tolerance.get(m, 0.0)
         )
         for t, placement in zip(runs, content.groups, strict=True):
             t.placements[m] = placement
@@ -360,23 +358,16 @@ def longest_first_assignment(
     if anchor is None or anchor not in space.priced or not assignment:
         return None
     ranks, tokens_N = space.capacity.ranks[anchor], batch.tokens[anchor]
-    other_modules = [m for m in batch.modules if m != anchor]
-    tokens_NM = (
-        np.array([batch.tokens[m] for m in other_modules])
-        .reshape(len(other_modules), batch.n_samples)
-        .T
-    )
+    shared = [m for m in batch.modules if m != anchor]
+    tokens_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n_samples).T
     buckets = [space.buckets[t.bucket] for t in assignment for _ in t.microbatches]
     rows: Packing = [[[] for _ in row] for t in assignment for row in t.microbatches]
     micro_R = np.repeat(np.arange(len(rows)), [len(r) for r in rows])
     row_in_microbatch_R = np.concatenate([np.arange(len(r)) for r in rows])  # in its microbatch
     rank_R = np.concatenate([np.arange(len(r)) * ranks // len(r) for r in rows])
-    free_R = np.array([batch.tokens_per_row(b.shape(anchor), anchor) for b in buckets])[micro_R]
+    free_R = np.array([batch.row_tokens(b.shape(anchor), anchor) for b in buckets])[micro_R]
     free_GM = np.array(
-        [
-            [batch.tokens_per_microbatch(b, m, space.capacity) for m in other_modules]
-            for b in buckets
-        ]
+        [[batch.microbatch_tokens(b, m, space.capacity) for m in shared] for b in buckets]
     )
     budget.spend(batch.n_samples * (1 + len(free_R) / 500) / 20)
     content_D, content_N = np.zeros(ranks), np.zeros(batch.n_samples)
@@ -391,8 +382,8 @@ def longest_first_assignment(
         free_GM[micro_R[r]] -= tokens_NM[i]
         content_D[rank_R[r]] += content_N[i]
     size = space.capacity.group_size
-    new_runs = [
+    filled = [
         space.build_run(t.bucket, rows[k * size : (k + 1) * size], budget)
         for k, t in enumerate(assignment)
     ]
-    return None if None in new_runs else [t for t in new_runs if t]
+    return None if None in filled else [t for t in filled if t]

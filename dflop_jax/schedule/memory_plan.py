@@ -17,7 +17,12 @@ import numpy as np
 from dflop_jax.records import BACKWARD, FORWARD, Plan, Prices, ProgramId, Schedule, Task
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget
 from dflop_jax.simulate.steps import makespan_function
-from dflop_jax.simulate.task_graph import in_flight_limit, step_graph, submesh_resources
+from dflop_jax.simulate.task_graph import (
+    in_flight_changes,
+    in_flight_limit,
+    segment_resources,
+    step_graph,
+)
 
 _GRAIN_BYTES = 2.0**16  # needs are rounded up to it, room down: twice as much wastes twice as much
 _TICKS_OF_MAX = 1e6  # whole units that the most seconds saved are rounded to
@@ -57,15 +62,14 @@ def with_memory_plan(
     where no segment has a second policy or nothing is gained."""
     if not plan.scheduling.kept:
         return schedule
-    segments_of_group: dict[int, list[str]] = {}
+    remat_less: dict[int, list[str]] = {}
     for device in device_memories(plan, schedule, prices):
         for i in choose_items(device, budget):
-            segments_of_group.setdefault(device.items[i].group, []).append(device.items[i].segment)
-    if not segments_of_group:
+            remat_less.setdefault(device.items[i].group, []).append(device.items[i].segment)
+    if not remat_less:
         return schedule
     groups = tuple(
-        replace(g, remat_less=tuple(segments_of_group.get(i, ())))
-        for i, g in enumerate(schedule.groups)
+        replace(g, remat_less=tuple(remat_less.get(i, ()))) for i, g in enumerate(schedule.groups)
     )
     planned = replace(schedule, groups=groups)
     graph = step_graph(plan.layout, groups, trainable)
@@ -87,78 +91,56 @@ def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[Devi
     largest: dict[str, float] = {}
     for k in plan.scheduling.kept:
         largest[k.segment] = max(largest.get(k.segment, 0.0), k.n_bytes)
-    in_flight = _groups_with_both(schedule.order)
-    limit = in_flight_limit(plan)
+    limit, resource = in_flight_limit(plan), segment_resources(plan.layout)
     reserved = {n: limit[n] * n_bytes for n, n_bytes in largest.items()}
-    resource_of_submesh = submesh_resources(plan.layout)
+    changes = in_flight_changes(schedule.order)
     devices = []
-    for r in sorted(set(resource_of_submesh.values())):
-        segments = {
-            s.name: s
-            for s in plan.layout.segments
-            if resource_of_submesh[s.submesh] == r and s.name in largest
-        }
-        if all(s.remat_less is None for s in segments.values()):
+    for r in sorted(set(resource.values())):
+        segments = [s for s in plan.layout.segments if resource[s.name] == r and s.name in largest]
+        if all(s.remat_less is None for s in segments):
             continue
-        free = min(plan.scheduling.free_bytes.get(s.submesh, 0.0) for s in segments.values())
-        tasks = [
-            t for t in schedule.order if t.segment in segments and (t.segment, t.group) in in_flight
-        ]
-        live_bytes = dict.fromkeys(segments, 0.0)
-        first_moment: dict[tuple[str, int], int] = {}
+        free = min(plan.scheduling.free_bytes.get(s.submesh, 0.0) for s in segments)
+        live = dict.fromkeys((s.name for s in segments), 0.0)
+        start: dict[tuple[str, int], int] = {}
         items: list[ResidualItem] = []
         free_bytes: list[float] = []
         after_forward = False
-        for t in tasks:
-            group, key = schedule.groups[t.group], (t.segment, t.group)
-            n_bytes = usual_bytes[t.segment, group.shape]
-            if t.direction == FORWARD:
-                live_bytes[t.segment] += n_bytes
-                first_moment[key] = len(free_bytes)
+        for t, change in zip(schedule.order, changes, strict=True):
+            if t.segment not in live or not change:
+                continue
+            shape, key = schedule.groups[t.group].shape, (t.segment, t.group)
+            if change > 0:
+                live[t.segment] += usual_bytes[t.segment, shape]
+                start[key] = len(free_bytes)
                 after_forward = True
                 continue
             if after_forward:
-                used = {
-                    n: max(live_bytes[n], min(live_bytes[n] + largest[n], reserved[n]))
-                    for n in segments
-                }
-                free_bytes.append(max(0.0, free + sum(reserved[n] - used[n] for n in segments)))
+                used = {n: max(b, min(b + largest[n], reserved[n])) for n, b in live.items()}
+                free_bytes.append(max(0.0, free + sum(reserved[n] - used[n] for n in live)))
                 after_forward = False
-            live_bytes[t.segment] -= n_bytes
+            live[t.segment] -= usual_bytes[t.segment, shape]
             saved_s = _saved_s(schedule, t, prices)
             if saved_s > 0:
-                extra = max(0.0, extra_bytes[t.segment, group.shape])
-                items.append(ResidualItem(*key, saved_s, extra, first_moment[key], len(free_bytes)))
+                extra = max(0.0, extra_bytes[t.segment, shape])
+                items.append(ResidualItem(*key, saved_s, extra, start[key], len(free_bytes)))
         devices.append(DeviceMemory(tuple(items), tuple(free_bytes)))
     return devices
 
 
 def peak_residual_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
-    """Most bytes that groups between forward and backward take at once on each resource, under the
-    recompute policies that they run under."""
-    by_shape = {(k.segment, k.shape): k for k in plan.scheduling.kept}
-    both = _groups_with_both(schedule.order)
-    resource_of_submesh = submesh_resources(plan.layout)
-    resource_of = {s.name: resource_of_submesh[s.submesh] for s in plan.layout.segments}
-    live_bytes = dict.fromkeys(resource_of.values(), 0.0)
-    peak_bytes = dict(live_bytes)
-    for t in schedule.order:
-        if (t.segment, t.group) in both:
-            group = schedule.groups[t.group]
-            kept = by_shape[t.segment, group.shape]
-            n_bytes = kept.n_bytes + kept.more_bytes * (t.segment in group.remat_less)
-            r = resource_of[t.segment]
-            live_bytes[r] += n_bytes if t.direction == FORWARD else -n_bytes
-            peak_bytes[r] = max(peak_bytes[r], live_bytes[r])
+    """Peak bytes of the residuals on each resource, of groups between forward and backward under
+    the recompute policies that they run under."""
+    kept = {(k.segment, k.shape): k for k in plan.scheduling.kept}
+    resource = segment_resources(plan.layout)
+    live = dict.fromkeys(resource.values(), 0.0)
+    peak_bytes = dict(live)
+    for t, change in zip(schedule.order, in_flight_changes(schedule.order), strict=True):
+        if change:
+            group, r = schedule.groups[t.group], resource[t.segment]
+            k = kept[t.segment, group.shape]
+            live[r] += change * (k.n_bytes + k.more_bytes * (t.segment in group.remat_less))
+            peak_bytes[r] = max(peak_bytes[r], live[r])
     return peak_bytes
-
-
-def _groups_with_both(order: Sequence[Task]) -> set[tuple[str, int]]:
-    each = [
-        {(t.segment, t.group) for t in order if t.direction == direction}
-        for direction in (FORWARD, BACKWARD)
-    ]
-    return each[0] & each[1]
 
 
 def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
@@ -206,13 +188,13 @@ def choose_items(device: DeviceMemory, budget: Budget) -> list[int]:
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second to load
 
     budget.spend(_VARIABLE_WORK * n)
-    saved, extra_bytes, first_moment, stop = np.array(
+    saved, extra_bytes, start, stop = np.array(
         [(i.saved_s, i.extra_bytes, i.first, i.stop) for i in device.items]
     ).T
     ticks = np.rint(saved / saved.max() * _TICKS_OF_MAX) + (n - np.arange(n)) / n**2
     moments = np.arange(len(device.free_bytes_at))[:, None]
     needs = np.where(
-        (first_moment <= moments) & (moments < stop), np.ceil(extra_bytes / _GRAIN_BYTES), 0.0
+        (start <= moments) & (moments < stop), np.ceil(extra_bytes / _GRAIN_BYTES), 0.0
     )
     free_units = np.floor(np.array(device.free_bytes_at) / _GRAIN_BYTES)
     tight = needs.sum(axis=1) > free_units

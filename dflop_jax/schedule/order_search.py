@@ -74,13 +74,11 @@ def order_problem(
     seconds = task_seconds(schedule, prices)
     sent = task_sends(plan.layout, schedule, graph, prices)
     tasks = number_tasks(plan, graph, schedule.groups, seconds, sent)
-    limit = tuple(map(max, tasks.max_in_flight, peak_in_flight(tasks, order)))
-    return replace(
-        tasks, max_in_flight=limit, interchangeable=_interchangeable_tasks(schedule, graph)
-    )
+    limit = tuple(map(max, tasks.max_live, peak_in_flight(tasks, order)))
+    return replace(tasks, max_live=limit, interchangeable=_equal_tasks(schedule, graph))
 
 
-def _interchangeable_tasks(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
+def _equal_tasks(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
     """By module, and by module and direction, the tasks of each group, segment by segment: arrays
     [groups, tasks] of two rows or more."""
     tasks: dict[tuple[str, str], dict[int, list[int]]] = {}
@@ -126,12 +124,10 @@ def earliest_starts(problem: NumberedTasks) -> list[int]:
     after another, and what the last of them sends is on its way for the shortest of their sends.
     """
     start_ticks, n_pending = [0] * problem.n_tasks, list(problem.n_inputs)
-    inputs_by_resource: list[dict[int, list[tuple[int, int, int]]]] = [
-        {} for _ in range(problem.n_tasks)
-    ]
+    inputs: list[dict[int, list[tuple[int, int, int]]]] = [{} for _ in range(problem.n_tasks)]
     ready_tasks = [t for t in range(problem.n_tasks) if not n_pending[t]]
     for t in ready_tasks:  # which grows
-        for rows in inputs_by_resource[t].values():
+        for rows in inputs[t].values():
             end = 0
             for head, ticks, send in sorted(rows):
                 start_ticks[t] = max(start_ticks[t], head + ticks + send)
@@ -139,7 +135,7 @@ def earliest_starts(problem: NumberedTasks) -> list[int]:
             start_ticks[t] = max(start_ticks[t], end + min(row[2] for row in rows))
         for reader, _, send in problem.successors[t]:
             row = start_ticks[t], problem.ticks[t], send
-            inputs_by_resource[reader].setdefault(problem.resource[t], []).append(row)
+            inputs[reader].setdefault(problem.resource[t], []).append(row)
             n_pending[reader] -= 1
             if not n_pending[reader]:
                 ready_tasks.append(reader)
@@ -149,17 +145,15 @@ def earliest_starts(problem: NumberedTasks) -> list[int]:
 def order_bound(problem: NumberedTasks) -> int:
     """Ticks that no order of the tasks can beat: a resource runs its tasks one at a time, between
     the least that comes before one of them and the least that follows one."""
-    bound, head_ticks, tail_ticks = 0, earliest_starts(problem), earliest_starts(problem.mirrored)
+    bound, heads, tails = 0, earliest_starts(problem), earliest_starts(problem.mirrored)
     for r in range(problem.n_resources):
-        tasks_of_resource = [t for t in range(problem.n_tasks) if problem.resource[t] == r]
-        busy = sum(problem.ticks[t] for t in tasks_of_resource)
-        ends = [
-            min((end[t] for t in tasks_of_resource), default=0) for end in (head_ticks, tail_ticks)
-        ]
+        own_tasks = [t for t in range(problem.n_tasks) if problem.resource[t] == r]
+        busy = sum(problem.ticks[t] for t in own_tasks)
+        ends = [min((end[t] for t in own_tasks), default=0) for end in (heads, tails)]
         bound = max(
             bound,
             busy + sum(ends),
-            *(head_ticks[t] + problem.ticks[t] + tail_ticks[t] for t in tasks_of_resource),
+            *(heads[t] + problem.ticks[t] + tails[t] for t in own_tasks),
         )
     return bound
 
@@ -174,7 +168,7 @@ def _initial_orders(problem: NumberedTasks, budget: Budget) -> Iterator[TimedOrd
     for keys, alternate in ((longest, False), (middle, True), (longest, True), (middle, False)):
         if not budget.is_spent:
             budget.spend(problem.n_tasks / _TASKS_PER_WORK)
-            yield from _forward_backward_orders(
+            yield from _forward_backward(
                 problem, list_schedule(problem, keys, alternate=alternate), budget
             )
 
@@ -197,12 +191,12 @@ def _perturbed_orders(
     keys = starts.tolist()
     budget.spend(2 * problem.n_tasks / _TASKS_PER_WORK)
     if not may_wait:
-        yield from _forward_backward_orders(problem, list_schedule(problem, keys), budget)
+        yield from _forward_backward(problem, list_schedule(problem, keys), budget)
     elif problem.is_within_limits(order := serial_schedule(problem, keys)):
         yield order, start_ticks(problem, order)[1]
 
 
-def _forward_backward_orders(
+def _forward_backward(
     problem: NumberedTasks, order: list[int], budget: Budget
 ) -> Iterator[TimedOrder]:
     """An order, then list scheduling back in time by its ends and forth by the starts of that, for

@@ -56,12 +56,12 @@ def pack_samples(
     rows = [sorted(samples.tolist()) for samples in state.members]
     packed = []
     for m, n in enumerate(widths):
-        usable, rows_without_room = (
+        usable, empty_rows = (
             rows[m * width : m * width + n],
             rows[m * width + n : (m + 1) * width],
         )
         # A row without room may hold samples that take none of it; any row serves these.
-        packed.append([[*usable[0], *(i for row in rows_without_room for i in row)], *usable[1:]])
+        packed.append([[*usable[0], *(i for row in empty_rows for i in row)], *usable[1:]])
     return packed
 
 
@@ -84,14 +84,14 @@ def _fill_problem(
     batch: Batch, buckets: Sequence[Bucket], capacity: Capacity, widths: Sequence[int], width: int
 ) -> Problem:
     shared = [m for m in batch.modules if m != batch.anchor]
-    capacity_by_module = [
-        np.repeat([float(batch.tokens_per_microbatch(b, m, capacity)) for b in buckets], width)
+    capacity_M = [
+        np.repeat([float(batch.microbatch_tokens(b, m, capacity)) for b in buckets], width)
         for m in shared
     ]
     if batch.anchor:
-        row_B = [float(batch.tokens_per_row(b.shape(batch.anchor), batch.anchor)) for b in buckets]
+        row_B = [float(batch.row_tokens(b.shape(batch.anchor), batch.anchor)) for b in buckets]
         is_row = np.concatenate([np.arange(width) < n for n in widths])
-        capacity_by_module.insert(0, is_row * np.repeat(row_B, width))
+        capacity_M.insert(0, is_row * np.repeat(row_B, width))
     order = ([batch.anchor] if batch.anchor else []) + shared
     return Problem(
         sizes_RN=np.array([batch.tokens[m] for m in order], float).reshape(
@@ -102,7 +102,7 @@ def _fill_problem(
         n_bins=width * len(buckets),
         group=width,
         grouped_R=tuple(m != batch.anchor for m in order),
-        scale_RB=1 / np.maximum(np.stack(capacity_by_module), _ZERO_CAPACITY),
+        scale_RB=1 / np.maximum(np.stack(capacity_M), _ZERO_CAPACITY),
     )
 
 
@@ -120,13 +120,11 @@ def first_fit(batch: Batch, order: Sequence[int], bucket: Bucket, capacity: Capa
     """
     width = rows_per_microbatch(bucket, batch, capacity)
     shared = [m for m in batch.modules if m != batch.anchor]
-    row_tokens = (
-        batch.tokens_per_row(bucket.shape(batch.anchor), batch.anchor) if batch.anchor else 0
-    )
+    row_tokens = batch.row_tokens(bucket.shape(batch.anchor), batch.anchor) if batch.anchor else 0
     tokens_N = batch.tokens[batch.anchor] if batch.anchor else np.zeros(batch.n_samples, np.int64)
     tokens_NM = np.array([batch.tokens[m] for m in shared]).reshape(len(shared), batch.n_samples).T
     empty_GR = np.full((1, width), row_tokens)
-    empty_GM = np.array([[batch.tokens_per_microbatch(bucket, m, capacity) for m in shared]])
+    empty_GM = np.array([[batch.microbatch_tokens(bucket, m, capacity) for m in shared]])
     packed: Packing = []
     free_GR, free_GM = empty_GR[:0], empty_GM[:0]
     for i in order:

@@ -72,11 +72,11 @@ def best_permutation(local_RP: Floats) -> Ints:
     is no worse."""
     from scipy.optimize import linear_sum_assignment  # takes half a second to load
 
-    permutation, identity = linear_sum_assignment(local_RP.T, maximize=True)[::-1]
-    is_better = local_RP[permutation, identity].sum() > local_RP[identity, identity].sum() * (
+    ranks_P, identity = linear_sum_assignment(local_RP.T, maximize=True)[::-1]
+    is_better = local_RP[ranks_P, identity].sum() > local_RP[identity, identity].sum() * (
         1 + ROUNDING
     )
-    return permutation if is_better else identity
+    return ranks_P if is_better else identity
 
 
 def permute_ranks(space: PackingSpace, assignment: Sequence[BucketRun], plan: Plan) -> None:
@@ -90,13 +90,13 @@ def permute_ranks(space: PackingSpace, assignment: Sequence[BucketRun], plan: Pl
         for module in plan.layout.modules:
             if space.capacity.ranks[module] > 1:
                 size = space.capacity.group_size
-                microbatches = [
+                members = [
                     (t, k) for t in assignment if module in t.placements for k in range(size)
                 ]
                 for shared_permutation in (
-                    [microbatches]
+                    [members]
                     if module in space.priced
-                    else [[microbatch] for microbatch in microbatches]
+                    else [[microbatch] for microbatch in members]
                 ):
                     changed |= _permute_module(space, plan, module, shared_permutation)
         if not changed:
@@ -104,7 +104,7 @@ def permute_ranks(space: PackingSpace, assignment: Sequence[BucketRun], plan: Pl
 
 
 def _permute_module(
-    space: PackingSpace, plan: Plan, module: str, microbatches: Sequence[tuple[BucketRun, int]]
+    space: PackingSpace, plan: Plan, module: str, members: Sequence[tuple[BucketRun, int]]
 ) -> bool:
     """Give a module's ranks the best names, the same in all these microbatches; whether any
     changed."""
@@ -117,7 +117,7 @@ def _permute_module(
         modules = edge.source, edge.target
         n_VD = ranks[edge.source], ranks[edge.target]
         tokens_VD = np.zeros(n_VD, np.int64)
-        for t, k in microbatches:
+        for t, k in members:
             if edge.source in t.placements and edge.target in t.placements:
                 source, target = (
                     t.placements[m].chosen(t.placements[m].microbatch == k) for m in modules
@@ -132,12 +132,12 @@ def _permute_module(
             local_RP += local_tokens(tokens_VD, source_devices, home_devices)
         else:
             local_RP += local_tokens(tokens_VD.T, home_devices, source_devices)
-    permutation = best_permutation(local_RP)
-    if (permutation == np.arange(n)).all():
+    ranks_P = best_permutation(local_RP)
+    if (ranks_P == np.arange(n)).all():
         return False
-    for t, k in microbatches:
+    for t, k in members:
         ranks_KD = np.tile(np.arange(n), (space.capacity.group_size, 1))
-        ranks_KD[k] = permutation
+        ranks_KD[k] = ranks_P
         t.placements[module] = apply_permutation(t.placements[module], ranks_KD)
     return True
 
@@ -229,7 +229,7 @@ def exchange_rooms(
 ) -> tuple[ExchangeRoom, ...]:
     """Rooms with which the exchanges of these schedules send least: one round takes what most
     groups move, and a few need another."""
-    needed_shares: dict[tuple[str, str, Shape, Shape], list[float]] = {}
+    shares: dict[tuple[str, str, Shape, Shape], list[float]] = {}
     for schedule, loads in zip(schedules, batches, strict=True):
         batch = Batch(loads, layout.modules)
         for index, target in enumerate(schedule.groups):
@@ -241,9 +241,9 @@ def exchange_rooms(
                     traffic_between = crossing(read, np.zeros(n[0], np.int64))
                     held_tokens = source.microbatches * source.shape.size
                     key = *modules, source.shape, target.shape
-                    needed_shares.setdefault(key, []).append(traffic_between.most / held_tokens)
+                    shares.setdefault(key, []).append(traffic_between.most / held_tokens)
     return tuple(
-        ExchangeRoom(*key, _cheapest_share(np.array(needs))) for key, needs in needed_shares.items()
+        ExchangeRoom(*key, _cheapest_share(np.array(needs))) for key, needs in shares.items()
     )
 
 

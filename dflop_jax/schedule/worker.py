@@ -72,9 +72,9 @@ def answer_request(setup: SolverSetup, request: BatchRequest, prices: Prices) ->
     loads, plan, trainable = request.loads, setup.plan, setup.trainable
     try:
         if request.corrected is not None:
-            corrected_prices = request.corrected.prices
+            new_prices = request.corrected.prices
             return ScheduleReply(
-                gain_s=predicted_gain_s(loads, plan, prices, corrected_prices, trainable)
+                gain_s=predicted_gain_s(loads, plan, prices, new_prices, trainable)
             )
         schedule = schedule_batch(
             loads,
@@ -161,11 +161,11 @@ class ScheduleWorker:
             return self._next_step
 
     def request_gain(
-        self, step: int, loads: Sequence[Load], prices: Prices, corrected: Prices
+        self, step: int, loads: Sequence[Load], prices: Prices, new_prices: Prices
     ) -> None:
         """Ask what `predicted_gain_s` is for this batch. It is computed after the schedules that
         were requested before: for thousands of devices that takes seconds."""
-        price_list, corrected_list = PriceList.of(prices), PriceList.of(corrected)
+        price_list, corrected_list = PriceList.of(prices), PriceList.of(new_prices)
         request = BatchRequest(step, tuple(loads), price_list, corrected_list)
         self._gain_request = request, self._thread.submit(self._send_request, request)
 

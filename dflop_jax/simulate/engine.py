@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class SimulatedJob:
+class SimJob:
     """Something that takes `seconds` when nothing slows it down.
 
     It begins when all jobs of `waits_for` (smaller numbers than its own) have ended and its
@@ -30,19 +30,17 @@ class SimulatedJob:
     devices: int = 0
 
 
-JobSeconds = list[float]  # of each job
+Times = list[float]  # of each job
 
 
-def run_jobs(
-    jobs: Sequence[SimulatedJob], concurrency: float = math.inf
-) -> tuple[JobSeconds, JobSeconds]:
+def run_jobs(jobs: Sequence[SimJob], concurrency: float = math.inf) -> tuple[Times, Times]:
     """When each job begins and when it ends, in seconds; `concurrency` devices really compute at
     once."""
     devices: dict[Hashable, int] = {}
     for job in jobs:
         devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
     if sum(devices.values()) > concurrency:
-        return _run_on_shared_cores(jobs, concurrency)
+        return _run_shared(jobs, concurrency)
     start_s, end_s = [0.0] * len(jobs), [0.0] * len(jobs)
     free_s: dict[Hashable, float] = {}  # when each resource's last job ends
     for i, job in enumerate(jobs):
@@ -56,9 +54,7 @@ def run_jobs(
     return start_s, end_s
 
 
-def _run_on_shared_cores(
-    jobs: Sequence[SimulatedJob], concurrency: float
-) -> tuple[JobSeconds, JobSeconds]:
+def _run_shared(jobs: Sequence[SimJob], concurrency: float) -> tuple[Times, Times]:
     """The same where jobs that compute may slow each other down."""
     n_pending = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
     followers: list[list[int]] = [[] for _ in jobs]
@@ -85,12 +81,10 @@ def _run_on_shared_cores(
             else:
                 heapq.heappush(wall_ends, (wall_s + job.seconds, i))
         speed = min(1.0, concurrency / computing) if computing else 1.0
-        next_work_end_s = (
-            wall_s + max(0.0, work_ends[0][0] - work_s) / speed if work_ends else math.inf
-        )
-        shared_next = bool(work_ends) and (not wall_ends or next_work_end_s <= wall_ends[0][0])
+        next_s = wall_s + max(0.0, work_ends[0][0] - work_s) / speed if work_ends else math.inf
+        shared_next = bool(work_ends) and (not wall_ends or next_s <= wall_ends[0][0])
         if shared_next:
-            wall_s, work_s = next_work_end_s, work_ends[0][0]
+            wall_s, work_s = next_s, work_ends[0][0]
         else:
             work_s += (wall_ends[0][0] - wall_s) * speed
             wall_s = wall_ends[0][0]

@@ -33,8 +33,8 @@ def list_schedule(
     events = [(0, t) for t in range(problem.n_tasks) if not n_pending[t]]
     now_ticks = 0
     while len(order) < problem.n_tasks:
-        ignore_limits = not events
-        touched = set(range(problem.n_resources)) if ignore_limits else set()
+        full = not events
+        touched = set(range(problem.n_resources)) if full else set()
         if events:
             now_ticks = events[0][0]
         while events and events[0][0] <= now_ticks:
@@ -46,10 +46,10 @@ def list_schedule(
                 queues.add(code)
                 touched.add(resource[code])
         for r in sorted(touched):
-            if not idle[r] or (t := queues.pop_next(r, ignore_limits)) is None:
+            if not idle[r] or (t := queues.pop_next(r, full)) is None:
                 continue
             order.append(t)
-            idle[r], ignore_limits = False, False
+            idle[r], full = False, False
             end = now_ticks + ticks[t]
             heapq.heappush(events, (end, -1 - r))
             for reader, link, send in successors[t]:
@@ -71,35 +71,33 @@ class _Queues:
 
     def __init__(self, problem: NumberedTasks, keys: Sequence[int], alternate: bool):
         self._problem, self._keys, self._alternate = problem, keys, alternate
-        self._in_flight = [0] * len(problem.max_in_flight)
-        self._opens: list[list[tuple[int, int]]] = [[] for _ in problem.max_in_flight]
+        self._in_flight = [0] * len(problem.max_live)
+        self._opens: list[list[tuple[int, int]]] = [[] for _ in problem.max_live]
         self._others: list[list[tuple[int, int]]] = [[] for _ in range(problem.n_resources)]
         self._opened_last = [False] * problem.n_resources
-        resource_segments = dict.fromkeys(
+        used = dict.fromkeys(
             (problem.resource[t], problem.segment[t])
             for t in range(problem.n_tasks)
-            if problem.in_flight_change[t] > 0
+            if problem.live_change[t] > 0
         )
-        self._segments = [
-            [s for r, s in resource_segments if r == k] for k in range(problem.n_resources)
-        ]
+        self._segments = [[s for r, s in used if r == k] for k in range(problem.n_resources)]
 
     def add(self, task: int) -> None:
-        if self._problem.in_flight_change[task] > 0:
+        if self._problem.live_change[task] > 0:
             queue = self._opens[self._problem.segment[task]]
         else:
             queue = self._others[self._problem.resource[task]]
         heapq.heappush(queue, (self._keys[task], task))
 
-    def pop_next(self, resource: int, ignore_limits: bool) -> int | None:
+    def pop_next(self, resource: int, full: bool) -> int | None:
         """The task that a resource runs next; `full` passes the limits of segments."""
-        max_in_flight, in_flight = self._problem.max_in_flight, self._in_flight
+        max_live, in_flight = self._problem.max_live, self._in_flight
         best_queue: list[tuple[int, int]] = []
         for s in self._segments[resource]:
             queue = self._opens[s]
             if (
                 queue
-                and (ignore_limits or in_flight[s] < max_in_flight[s])
+                and (full or in_flight[s] < max_live[s])
                 and (not best_queue or queue[0] < best_queue[0])
             ):
                 best_queue = queue
@@ -112,9 +110,9 @@ class _Queues:
         if not best_queue:
             return None
         task = heapq.heappop(best_queue)[1]
-        in_flight_change = self._problem.in_flight_change[task]
-        self._opened_last[resource] = in_flight_change > 0
-        in_flight[self._problem.segment[task]] += in_flight_change
+        live_change = self._problem.live_change[task]
+        self._opened_last[resource] = live_change > 0
+        in_flight[self._problem.segment[task]] += live_change
         return task
 
 
@@ -129,28 +127,28 @@ def serial_schedule(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
 
     Where all of these would open a group in a full segment, a limit is passed.
     """
-    segment, in_flight_change, max_in_flight = (
+    segment, live_change, max_live = (
         problem.segment,
-        problem.in_flight_change,
-        problem.max_in_flight,
+        problem.live_change,
+        problem.max_live,
     )
-    n_pending, in_flight = list(problem.n_inputs), [0] * len(max_in_flight)
+    n_pending, in_flight = list(problem.n_inputs), [0] * len(max_live)
     ready_tasks = [(keys[t], t) for t in range(problem.n_tasks) if not n_pending[t]]
     heapq.heapify(ready_tasks)
-    blocked: list[list[tuple[int, int]]] = [[] for _ in max_in_flight]
+    blocked: list[list[tuple[int, int]]] = [[] for _ in max_live]
     order: list[int] = []
     while len(order) < problem.n_tasks:
-        ignore_limits = not ready_tasks
+        full = not ready_tasks
         key, t = heapq.heappop(ready_tasks) if ready_tasks else min(min(b) for b in blocked if b)
         s = segment[t]
-        if ignore_limits:
+        if full:
             blocked[s].remove((key, t))
-        elif in_flight_change[t] > 0 and in_flight[s] >= max_in_flight[s]:
+        elif live_change[t] > 0 and in_flight[s] >= max_live[s]:
             blocked[s].append((key, t))
             continue
         order.append(t)
-        in_flight[s] += in_flight_change[t]
-        if in_flight_change[t] < 0:
+        in_flight[s] += live_change[t]
+        if live_change[t] < 0:
             for task in blocked[s]:
                 heapq.heappush(ready_tasks, task)
             blocked[s].clear()

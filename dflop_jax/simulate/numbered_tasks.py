@@ -19,8 +19,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from dflop_jax.records import BACKWARD, FORWARD, Group, Plan, Task
-from dflop_jax.simulate.task_graph import StepGraph, in_flight_limit, submesh_resources
+from dflop_jax.records import Group, Plan, Task
+from dflop_jax.simulate.task_graph import (
+    StepGraph,
+    in_flight_changes,
+    in_flight_limit,
+    segment_resources,
+)
 
 NO_LINK = -1  # the link of what reaches a task without any
 # Whole units that all seconds of a step together are rounded to: sums of them are exact, and even
@@ -44,8 +49,8 @@ class NumberedTasks:
     ticks: tuple[int, ...]
     successors: tuple[tuple[Successor, ...], ...]
     segment: tuple[int, ...]
-    in_flight_change: tuple[int, ...]
-    max_in_flight: tuple[int, ...]
+    live_change: tuple[int, ...]
+    max_live: tuple[int, ...]
     n_resources: int
     n_links: int
     tick_s: float
@@ -75,12 +80,12 @@ class NumberedTasks:
         return replace(
             self,
             successors=tuple(map(tuple, inputs)),
-            in_flight_change=tuple(-k for k in self.in_flight_change),
+            live_change=tuple(-k for k in self.live_change),
         )
 
     def is_within_limits(self, order: Sequence[int]) -> bool:
         """Whether no segment keeps more groups than its limit."""
-        return all(a <= b for a, b in zip(peak_in_flight(self, order), self.max_in_flight))
+        return all(a <= b for a, b in zip(peak_in_flight(self, order), self.max_live))
 
 
 def number_tasks(
@@ -96,42 +101,31 @@ def number_tasks(
 
     Args:
       seconds: of each task when nothing slows it down.
-      sent: what tasks send to others over links.
+      sends: what tasks send to others over links.
       tick_s: 0: the least for which all ticks together are no large number.
     """
     segments = {s.name: i for i, s in enumerate(plan.layout.segments)}
-    resource_of_submesh = submesh_resources(plan.layout)
-    ids = sorted(set(resource_of_submesh.values()))
-    resource_of_segment = [ids.index(resource_of_submesh[s.submesh]) for s in plan.layout.segments]
+    resource = segment_resources(plan.layout)
     task_s = [seconds(t) for t in graph.tasks]
     sends = sends or {}
-    total_s = sum(task_s) + sum(s for reader in sends.values() for _, s in reader.values())
+    total_s = sum(task_s) + sum(s for readers in sends.values() for _, s in readers.values())
     tick_s = tick_s or (total_s or 1.0) / _TICKS_PER_STEP
-    successors_s, n_links = successors_with_sends(graph, sends)
-    forwards, backwards = (
-        {(t.segment, t.group) for t in graph.tasks if t.direction == d} for d in (FORWARD, BACKWARD)
-    )
-    with_both, sign = forwards & backwards, {FORWARD: 1, BACKWARD: -1}
+    with_sends, n_links = add_sends(graph, sends)
     limits = in_flight_limit(plan, groups)
     return NumberedTasks(
-        resource=tuple(resource_of_segment[segments[t.segment]] for t in graph.tasks),
+        resource=tuple(resource[t.segment] for t in graph.tasks),
         ticks=tuple(round(s / tick_s) for s in task_s),
-        successors=tuple(
-            tuple((reader, link, round(s / tick_s)) for reader, link, s in row)
-            for row in successors_s
-        ),
+        successors=tuple(tuple((t, k, round(s / tick_s)) for t, k, s in row) for row in with_sends),
         segment=tuple(segments[t.segment] for t in graph.tasks),
-        in_flight_change=tuple(
-            sign.get(t.direction, 0) * ((t.segment, t.group) in with_both) for t in graph.tasks
-        ),
-        max_in_flight=tuple(limits[s.name] for s in plan.layout.segments),
-        n_resources=len(ids),
+        live_change=tuple(in_flight_changes(graph.tasks)),
+        max_live=tuple(limits[s.name] for s in plan.layout.segments),
+        n_resources=max(resource.values()) + 1,
         n_links=n_links,
         tick_s=tick_s,
     )
 
 
-def successors_with_sends(
+def add_sends(
     graph: StepGraph, sends: Sends
 ) -> tuple[list[tuple[tuple[int, int, float], ...]], int]:
     """Of every task (task that waits, link or NO_LINK, seconds), and how many links there are."""
@@ -150,10 +144,10 @@ def successors_with_sends(
 
 def peak_in_flight(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
     """Most groups that each segment keeps at once."""
-    live, peak = [0] * len(tasks.max_in_flight), [0] * len(tasks.max_in_flight)
+    live, peak = [0] * len(tasks.max_live), [0] * len(tasks.max_live)
     for t in order:
         s = tasks.segment[t]
-        live[s] += tasks.in_flight_change[t]
+        live[s] += tasks.live_change[t]
         peak[s] = max(peak[s], live[s])
     return peak
 

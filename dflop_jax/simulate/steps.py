@@ -32,9 +32,9 @@ from dflop_jax.records import (
     Task,
     Trace,
 )
-from dflop_jax.simulate.engine import SimulatedJob, run_jobs
-from dflop_jax.simulate.numbered_tasks import Sends, run_in_order, successors_with_sends
-from dflop_jax.simulate.task_graph import StepGraph, segment_links, step_graph, submesh_resources
+from dflop_jax.simulate.engine import SimJob, run_jobs
+from dflop_jax.simulate.numbered_tasks import Sends, add_sends, run_in_order
+from dflop_jax.simulate.task_graph import StepGraph, segment_links, segment_resources, step_graph
 from dflop_jax.simulate.task_order import both_orders, schedule_order
 
 _DISPATCH = "dispatch"  # the resource of the thread that dispatches tasks
@@ -107,43 +107,41 @@ def simulate_order(
 ) -> Trace:
     """`simulate_step` by an order that is known to be one of the graph."""
     submesh = {s.name: s.submesh for s in layout.segments}
-    resource = submesh_resources(layout)
+    resource = segment_resources(layout)
     n_devices = {m.name: m.n_devices for m in layout.submeshes}
-    straggler_factors = noise.stragglers if noise else {}
+    slowdown = noise.stragglers if noise else {}
     seconds = task_seconds(schedule, prices)
     sends = task_sends(layout, schedule, graph, prices)
     factors = _factors(len(order), noise, schedule.step, 0)
     send_factors = _factors(sum(map(len, sends.values())), noise, schedule.step, 1)
 
-    jobs: list[SimulatedJob] = []
+    jobs: list[SimJob] = []
     trace_rows: list[tuple[str, str, int, str] | None] = []  # a job in the trace, None: not there
     last_job: dict[int, int] = {}  # of each resource
     dispatch_wait: tuple[int, ...] = ()  # the last of dispatch's waits
     sent: dict[Task, dict[Task, int]] = {}  # reader -> producer -> the send's job
     job_of: dict[Task, int] = {}
     for task, factor in zip(order, factors):
-        submesh_name = submesh[task.segment]
-        resource_id = resource[submesh_name]
-        inputs_sent = sent.get(task, {})
-        waits = [inputs_sent[t] if t in inputs_sent else job_of[t] for t in graph.waits_for[task]]
-        if submesh_name in synchronous and resource_id in last_job:
+        mesh = submesh[task.segment]
+        resource_id = resource[task.segment]
+        sent_to_task = sent.get(task, {})
+        waits = [sent_to_task[t] if t in sent_to_task else job_of[t] for t in graph.waits_for[task]]
+        if mesh in synchronous and resource_id in last_job:
             dispatch_wait, ended = (len(jobs),), last_job[resource_id]
-            jobs.append(SimulatedJob(_DISPATCH, 0.0, (ended,)))
+            jobs.append(SimJob(_DISPATCH, 0.0, (ended,)))
             trace_rows.append(None)
         job_of[task] = last_job[resource_id] = len(jobs)
-        alone_s = seconds(task) * factor * straggler_factors.get(submesh_name, 1.0)
-        jobs.append(
-            SimulatedJob(resource_id, alone_s, (*waits, *dispatch_wait), n_devices[submesh_name])
-        )
-        trace_rows.append((submesh_name, task.segment, task.group, task.direction))
+        alone_s = seconds(task) * factor * slowdown.get(mesh, 1.0)
+        jobs.append(SimJob(resource_id, alone_s, (*waits, *dispatch_wait), n_devices[mesh]))
+        trace_rows.append((mesh, task.segment, task.group, task.direction))
         for reader, (link, send_s) in sends.get(task, {}).items():
             sent.setdefault(reader, {})[task] = len(jobs)
-            jobs.append(SimulatedJob(link, send_s * next(send_factors), (job_of[task],)))
-            is_backward = task.direction == BACKWARD
-            source = reader if is_backward else task
-            link_name = f"{submesh_name} → {submesh[reader.segment]}"
+            jobs.append(SimJob(link, send_s * next(send_factors), (job_of[task],)))
+            backward = task.direction == BACKWARD
+            source = reader if backward else task
+            link_name = f"{mesh} → {submesh[reader.segment]}"
             trace_rows.append(
-                (link_name, source.segment, source.group, RETURN if is_backward else SEND)
+                (link_name, source.segment, source.group, RETURN if backward else SEND)
             )
     events = tuple(
         Event(*row, start, end)
@@ -156,7 +154,7 @@ def simulate_order(
 def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     """`prices.task_s` of this schedule's tasks, which looks every program up once."""
     first_group: dict[tuple[Shape, tuple[str, ...]], int] = {}
-    program_group = [
+    same_program = [
         first_group.setdefault((g.shape, g.remat_less), i) for i, g in enumerate(schedule.groups)
     ]
     programs: dict[tuple[str, int, str], Price | None] = {}
@@ -164,7 +162,7 @@ def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     def seconds(task: Task) -> float:
         if task.group == NO_GROUP:
             return prices.step_end.get(task, 0.0)
-        key = task.segment, program_group[task.group], task.direction
+        key = task.segment, same_program[task.group], task.direction
         if key not in programs:
             programs[key] = prices.programs.get(ProgramId.of(task, schedule.groups[task.group]))
         price = programs[key]
@@ -177,7 +175,7 @@ def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Pri
     """What each task sends to other submeshes: task -> reader -> ((submesh, submesh), seconds).
     Sizes are those of the group that reads the activations."""
     submesh = {s.name: s.submesh for s in layout.segments}
-    crossing_links = {
+    crossing = {
         (k.source, k.target)
         for k in segment_links(layout)
         if submesh[k.source] != submesh[k.target]
@@ -186,13 +184,13 @@ def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Pri
     shapes = [first_group.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
     send_seconds: dict[tuple[str, str, int, str], float] = {}
     sends: dict[Task, dict[Task, tuple[object, float]]] = {}
-    for reader in graph.tasks if crossing_links and prices.sends else ():
+    for reader in graph.tasks if crossing and prices.sends else ():
         for producer in graph.waits_for[reader]:
             if producer.direction not in (FORWARD, BACKWARD):
                 continue
-            is_backward = producer.direction == BACKWARD
-            source, target = (reader, producer) if is_backward else (producer, reader)
-            if (source.segment, target.segment) not in crossing_links:
+            backward = producer.direction == BACKWARD
+            source, target = (reader, producer) if backward else (producer, reader)
+            if (source.segment, target.segment) not in crossing:
                 continue
             key = source.segment, target.segment, shapes[target.group], producer.direction
             if key not in send_seconds:
@@ -235,33 +233,25 @@ def with_list_order(
 def makespan_function(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices
 ) -> Callable[[Sequence[int]], float]:
-    """What the simulator says of orders, given as numbers of the graph's tasks. Where nothing slows
-    tasks down it is read off the ends of what each waits for, without a trace."""
-    layout, resource_of_submesh = plan.layout, submesh_resources(plan.layout)
-    devices = dict.fromkeys(resource_of_submesh.values(), 0)
-    for m in layout.submeshes:
-        devices[resource_of_submesh[m.name]] = max(
-            devices[resource_of_submesh[m.name]], m.n_devices
-        )
-    if sum(devices.values()) > prices.concurrency:
+    """A function from an order, as numbers of the graph's tasks, to its simulated makespan in
+    seconds. Where no task slows another down, it needs no trace."""
+    layout, resource_of = plan.layout, segment_resources(plan.layout)
+    devices = [0] * (max(resource_of.values()) + 1)
+    for s in layout.segments:
+        r = resource_of[s.name]
+        devices[r] = max(devices[r], layout.submesh(s.submesh).n_devices)
+    resource = [resource_of[t.segment] for t in graph.tasks]
+    task_s = list(map(task_seconds(schedule, prices), graph.tasks))
+    successors, n_links = add_sends(graph, task_sends(layout, schedule, graph, prices))
 
-        def simulated(order: Sequence[int]) -> float:
+    def simulated_s(order: Sequence[int]) -> float:
+        if sum(devices) > prices.concurrency:
             tasks = [graph.tasks[i] for i in order]
             return simulate_order(layout, schedule, graph, tasks, prices).makespan_s
+        free_s, link_free_s = [0.0] * len(devices), [0.0] * n_links
+        return run_in_order(order, resource, task_s, successors, free_s, link_free_s)[1]
 
-        return simulated
-    ids = sorted(devices)
-    submesh = {s.name: s.submesh for s in layout.segments}
-    resource = [ids.index(resource_of_submesh[submesh[t.segment]]) for t in graph.tasks]
-    task_s = list(map(task_seconds(schedule, prices), graph.tasks))
-    successors, n_links = successors_with_sends(graph, task_sends(layout, schedule, graph, prices))
-
-    def read_off(order: Sequence[int]) -> float:
-        return run_in_order(order, resource, task_s, successors, [0.0] * len(ids), [0.0] * n_links)[
-            1
-        ]
-
-    return read_off
+    return simulated_s
 
 
 def simulate_schedules(

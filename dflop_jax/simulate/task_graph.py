@@ -177,21 +177,31 @@ def _step_end(
 
 
 def submesh_resources(layout: Layout) -> dict[str, int]:
-    """Submesh name -> id of its resource; submeshes that share a device share a resource."""
+    """Submesh name -> its resource, counted from 0; submeshes that share a device share a
+    resource."""
     group = {m.name: i for i, m in enumerate(layout.submeshes)}
     for a in layout.submeshes:
         for b in layout.submeshes:
             if set(a.devices) & set(b.devices):
                 low, high = sorted((group[a.name], group[b.name]))
                 group = {n: (low if r == high else r) for n, r in group.items()}
-    return group
+    ids = sorted(set(group.values()))
+    return {n: ids.index(r) for n, r in group.items()}
 
 
 def segment_resources(layout: Layout) -> dict[str, int]:
-    """Segment name -> its resource, counted from 0."""
-    resource_of_submesh = submesh_resources(layout)
-    ids = sorted({resource_of_submesh[s.submesh] for s in layout.segments})
-    return {s.name: ids.index(resource_of_submesh[s.submesh]) for s in layout.segments}
+    """Segment name -> the resource of its submesh."""
+    resource = submesh_resources(layout)
+    return {s.name: resource[s.submesh] for s in layout.segments}
+
+
+def in_flight_changes(order: Sequence[Task]) -> list[int]:
+    """For each task of an order, +1 if it is the forward of a group that the segment holds until
+    its backward, -1 for that backward, else 0."""
+    sign = {FORWARD: 1, BACKWARD: -1}
+    forwards, backwards = ({(t.segment, t.group) for t in order if t.direction == d} for d in sign)
+    held = forwards & backwards
+    return [sign.get(t.direction, 0) * ((t.segment, t.group) in held) for t in order]
 
 
 def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
@@ -202,28 +212,20 @@ def in_flight_limit(plan: Plan, groups: Sequence[Group] = ()) -> dict[str, int]:
     follow run depth-first. Where several groups of a module feed one group, it is as many times
     more; without `groups`, as many as the plan allows.
     """
-    resource_of_submesh = submesh_resources(plan.layout)
-    resource_of = {s.name: resource_of_submesh[s.submesh] for s in plan.layout.segments}
-    module = {s.name: s.module for s in plan.layout.segments}
+    layout, resource = plan.layout, segment_resources(plan.layout)
+    module = {s.name: s.module for s in layout.segments}
     fed = feeding_groups(groups)
     depth: dict[str, int] = {}
-    fan_in_product: dict[str, int] = {}
+    n_fed: dict[str, int] = {}  # groups that one group at the end of the pipeline stands for
     readers_of: dict[str, list[str]] = {}
-    for link in segment_links(plan.layout):
+    for link in segment_links(layout):
         readers_of.setdefault(link.source, []).append(link.target)
-    for s in reversed(plan.layout.segments):
-        readers = readers_of.get(s.name, [])
-        depth[s.name] = max(
-            (depth[t] + (resource_of[t] != resource_of[s.name]) for t in readers), default=1
-        )
-        feeds_one = s.module in plan.layout.divided and plan.layout.targets(s.module)
-        fan_in = plan.layout.fan_in if feeds_one and not groups else 1
-        widest_fan_in = max((len(n) for (_, m), n in fed.items() if m == s.module), default=fan_in)
-        reader_fan_in = max(
-            (fan_in_product[t] for t in readers if module[t] != s.module), default=1
-        )
-        fan_in_product[s.name] = widest_fan_in * reader_fan_in
-    return {
-        n: (d + (plan.scheduling.lookahead if d > 1 else 0)) * fan_in_product[n]
-        for n, d in depth.items()
-    }
+    for s in reversed(layout.segments):
+        n, readers = s.name, readers_of.get(s.name, [])
+        depth[n] = max((depth[t] + (resource[t] != resource[n]) for t in readers), default=1)
+        feeds_one = s.module in layout.divided and layout.targets(s.module)
+        fan_in = layout.fan_in if feeds_one and not groups else 1
+        widest = max((len(f) for (_, m), f in fed.items() if m == s.module), default=fan_in)
+        n_fed[n] = widest * max((n_fed[t] for t in readers if module[t] != s.module), default=1)
+    ahead = plan.scheduling.lookahead
+    return {n: (d + (ahead if d > 1 else 0)) * n_fed[n] for n, d in depth.items()}

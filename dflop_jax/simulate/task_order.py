@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Group, Plan, Schedule, Task
 from dflop_jax.simulate.list_scheduling import list_schedule
 from dflop_jax.simulate.numbered_tasks import NumberedTasks, number_tasks
-from dflop_jax.simulate.task_graph import StepGraph
+from dflop_jax.simulate.task_graph import StepGraph, in_flight_changes
 
 TEXTBOOK_S = {FORWARD: 1.0, BACKWARD: 2.0, REDUCE: 0.0, UPDATE: 0.0}
 
@@ -34,11 +35,11 @@ def both_orders(
     plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
 ) -> tuple[list[int], list[int]]:
     """What `order_tasks` says, and the same by `seconds` of each task, in numbers of the tasks."""
-    priced = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
+    priced_tasks = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
     ticks = tuple(round(TEXTBOOK_S[t.direction]) for t in graph.tasks)
     ranks = _urgency(plan, graph, groups)
-    return list_schedule(replace(priced, ticks=ticks, tick_s=1.0), ranks), list_schedule(
-        priced, ranks
+    return list_schedule(replace(priced_tasks, ticks=ticks, tick_s=1.0), ranks), list_schedule(
+        priced_tasks, ranks
     )
 
 
@@ -46,7 +47,7 @@ def _limited(plan: Plan, groups: Sequence[Group], tasks: NumberedTasks) -> Numbe
     """The tasks, whose segments keep any number of groups under "gpipe"."""
     if plan.scheduling.order != "gpipe":
         return tasks
-    return replace(tasks, max_in_flight=(len(groups) + 1,) * len(tasks.max_in_flight))
+    return replace(tasks, max_live=(len(groups) + 1,) * len(tasks.max_live))
 
 
 def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
@@ -110,16 +111,12 @@ def schedule_order(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Ta
 
 
 def peak_groups_in_flight(order: Sequence[Task]) -> dict[str, int]:
-    """Most groups that a segment holds at once from forward to backward, read off an order."""
-    backward = {(t.segment, t.group) for t in order if t.direction == BACKWARD}
-    live_groups: dict[str, set[int]] = {}
-    peak: dict[str, int] = {}
-    for t in order:
-        groups = live_groups.setdefault(t.segment, set())
-        if t.direction == FORWARD and (t.segment, t.group) in backward:
-            groups.add(t.group)
-        elif t.direction == BACKWARD:
-            peak[t.segment] = max(peak.get(t.segment, 0), len(groups | {t.group}))
-            groups.discard(t.group)
-        peak[t.segment] = max(peak.get(t.segment, 0), len(groups))
-    return peak
+    """Most groups that each segment holds at once from forward to backward in an order; a segment
+    that ends in a loss holds its group while it runs."""
+    live: Counter[str] = Counter()
+    peak: Counter[str] = Counter()
+    for t, change in zip(order, in_flight_changes(order), strict=True):
+        is_loss = t.direction == BACKWARD and not change
+        live[t.segment] += change
+        peak[t.segment] = max(peak[t.segment], live[t.segment] + is_loss)
+    return dict(peak)

@@ -88,7 +88,7 @@ def _idle_ends(problem: NumberedTasks) -> int:
     idle = 0
     for t in reversed(range(problem.n_tasks)):
         followed = any(not idle >> reader & 1 for reader, _, _ in problem.successors[t])
-        if not problem.ticks[t] and not followed and not problem.in_flight_change[t]:
+        if not problem.ticks[t] and not followed and not problem.live_change[t]:
             idle |= 1 << t
     return idle
 
@@ -96,16 +96,16 @@ def _idle_ends(problem: NumberedTasks) -> int:
 def _possible(problem: NumberedTasks, done: int) -> Iterator[int]:
     """Tasks that may run next, after the set `done`."""
     waits = list(problem.n_inputs)
-    kept = [0] * len(problem.max_in_flight)
+    kept = [0] * len(problem.max_live)
     for t in range(problem.n_tasks):
         if done >> t & 1:
-            kept[problem.segment[t]] += problem.in_flight_change[t]
+            kept[problem.segment[t]] += problem.live_change[t]
             for reader, _, _ in problem.successors[t]:
                 waits[reader] -= 1
     for t in range(problem.n_tasks):
         full = (
-            problem.in_flight_change[t] > 0
-            and kept[problem.segment[t]] >= problem.max_in_flight[problem.segment[t]]
+            problem.live_change[t] > 0
+            and kept[problem.segment[t]] >= problem.max_live[problem.segment[t]]
         )
         if not done >> t & 1 and not waits[t] and not full:
             yield t

@@ -126,7 +126,7 @@ def test_memory_binds():
     _, _, problem, _ = numbered(plan, batch(plan, 4), seconds, names(plan))
     least = {}
     for limit in (1, 2, 3):
-        tight = replace(problem, max_in_flight=tuple(min(limit, n) for n in problem.max_in_flight))
+        tight = replace(problem, max_live=tuple(min(limit, n) for n in problem.max_live))
         start = list_schedule(tight, list(range(tight.n_tasks)))
         assert tight.is_within_limits(start)
         found, least[limit] = search_order(tight, start, Budget(500), 0)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dflop_jax.simulate.engine import SimulatedJob, _run_on_shared_cores, run_jobs
+from dflop_jax.simulate.engine import SimJob, _run_shared, run_jobs
 
 
 def longest_paths(jobs):
@@ -24,7 +24,7 @@ def longest_paths(jobs):
 
 def random_jobs(rng, n):
     return [
-        SimulatedJob(
+        SimJob(
             resource=int(rng.integers(0, 4)),
             seconds=float(rng.exponential()) * (rng.random() < 0.8),
             waits_for=tuple(
@@ -43,12 +43,12 @@ def test_ends_are_the_longest_paths(n):
         jobs = random_jobs(rng, n)
         start, end = longest_paths(jobs)
         assert run_jobs(jobs) == (start, end)  # to the last bit: the same additions
-        assert _run_on_shared_cores(jobs, math.inf)[1] == pytest.approx(end)
+        assert _run_shared(jobs, math.inf)[1] == pytest.approx(end)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_equal_jobs_share_the_cores_equally(n):
-    jobs = [SimulatedJob(i, 3.0, devices=2) for i in range(n)]
+    jobs = [SimJob(i, 3.0, devices=2) for i in range(n)]
     for cores in (1.0, 2.0, 3.0, 100.0):
         # Alone a job has min(2, cores) of them, together cores / n.
         want = 3.0 * max(1.0, min(2.0, cores) * n / cores)
@@ -57,16 +57,16 @@ def test_equal_jobs_share_the_cores_equally(n):
 
 def test_transfers_neither_slow_nor_are_slowed():
     jobs = [
-        SimulatedJob("a", 2.0, devices=1),
-        SimulatedJob("b", 2.0, devices=1),
-        SimulatedJob("link", 3.0),
+        SimJob("a", 2.0, devices=1),
+        SimJob("b", 2.0, devices=1),
+        SimJob("link", 3.0),
     ]
     assert run_jobs(jobs, concurrency=1.0)[1] == pytest.approx([4.0, 4.0, 3.0])
     # A job that the transfer brings joins in the middle: from 3 s on three share a core.
-    jobs.append(SimulatedJob("c", 2.0, (2,), devices=1))
+    jobs.append(SimJob("c", 2.0, (2,), devices=1))
     assert run_jobs(jobs, concurrency=1.0)[1] == pytest.approx([4.5, 4.5, 3.0, 6.0])
 
 
 def test_a_cycle_is_our_own_mistake():
     with pytest.raises(AssertionError, match="later"):
-        run_jobs([SimulatedJob("a", 1.0, (1,)), SimulatedJob("b", 1.0)])
+        run_jobs([SimJob("a", 1.0, (1,)), SimJob("b", 1.0)])

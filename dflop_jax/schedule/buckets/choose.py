@@ -18,7 +18,7 @@ from dflop_jax.schedule.buckets.problem import (
     BucketEvaluator,
     BucketProblem,
     Buckets,
-    argmin_with_ties,
+    first_min,
     is_less,
     largest_first,
 )
@@ -134,26 +134,24 @@ def choose_buckets(
         raise ValueError(f"effort={effort!r} is not one of {', '.join(_EFFORTS)}")
     work = _EFFORTS[effort]
     sizes = sizes_of(loads, problem)
-    largest_loads = Batch(dominating_loads(loads, tuple(sizes)), tuple(sizes))
+    front = Batch(dominating_loads(loads, tuple(sizes)), tuple(sizes))
     batch_share = min(1.0, _USUAL_BATCH / problem.global_batch)
-    n_first_batches = max(1, round(work.first * batch_share))
+    n_first = max(1, round(work.first * batch_share))
     batches = _draw_batches(loads, problem, work.batches, seed)
     budget = round(work.budget * max(0.3, batch_share))
     evaluator = BucketEvaluator(batches, problem, work=work.work, budget=budget)
     chain_sets = bucket_chains(sizes, problem)[: work.starts]
     if start is None:
-        starts = [_grow_to_hold(one, largest_loads, sizes, problem.capacity) for one in chain_sets]
-        best_set = _best_start(starts, evaluator, n_first_batches, work.finalists)
-        start = _evaluate_choice(
-            _refine(best_set, sizes, evaluator, largest_loads, problem), evaluator
-        )
+        starts = [_grow_to_hold(one, front, sizes, problem.capacity) for one in chain_sets]
+        best_buckets = _best_start(starts, evaluator, n_first, work.finalists)
+        start = _evaluate_choice(_refine(best_buckets, sizes, evaluator, front, problem), evaluator)
     if not with_milp:
         return start
     gap_by_set = solve_bucket_milp(
         _candidates((*chain_sets, start.buckets), sizes, problem, work),
         evaluator.batches[: work.milp_batches],
         problem,
-        must_hold=largest_loads,
+        must_hold=front,
         start=start.buckets,
         slacks=work.slacks,
         max_nodes=_MILP_NODES,
@@ -162,9 +160,9 @@ def choose_buckets(
     evaluator.remaining = round(_MILP_SHARE * budget)
     other_choice = start
     if other_sets:
-        best_set = _best_start(other_sets, evaluator, len(batches), 1)
+        best_buckets = _best_start(other_sets, evaluator, len(batches), 1)
         other_choice = _evaluate_choice(
-            _refine(best_set, sizes, evaluator, largest_loads, problem), evaluator
+            _refine(best_buckets, sizes, evaluator, front, problem), evaluator
         )
     wins = is_less(other_choice.expected_s, start.expected_s)
     slower, faster = (start, other_choice) if wins else (other_choice, start)
@@ -187,29 +185,27 @@ def _evaluate_choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoi
 
 
 def _draw_batches(
-    loads: Sequence[Load], problem: BucketProblem, usual_batches: int, seed: int
+    loads: Sequence[Load], problem: BucketProblem, usual: int, seed: int
 ) -> list[list[Load]]:
     """Global batches drawn from the loads, every second one drifted."""
     min_batches = max(2, round(4 * min(1.0, LARGE_BATCH / problem.global_batch)))
-    n = max(min_batches, round(usual_batches * min(1.0, 2 * _USUAL_BATCH / problem.global_batch)))
+    n = max(min_batches, round(usual * min(1.0, 2 * _USUAL_BATCH / problem.global_batch)))
     plain = sample_batches(loads, problem.global_batch, n - n // 2, seed)
     modules = tuple(problem.ranks)
     drifted = drifted_batches(loads, modules, problem.global_batch, n // 2, seed)
     return [b for pair in zip_longest(plain, drifted) for b in pair if b is not None]
 
 
-def _grow_to_hold(
-    buckets: Buckets, largest_loads: Batch, sizes: Sizes, capacity: Capacity
-) -> Buckets:
+def _grow_to_hold(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capacity) -> Buckets:
     """The set with rows added to its roomiest bucket until it holds every sample."""
     ranked = largest_first(buckets)
     first, rest = ranked[0], ranked[1:]
-    while not largest_loads.any_can_hold((first, *rest), capacity).all():
+    while not front.any_can_hold((first, *rest), capacity).all():
         shapes = {}
         for m, size in sizes.items():
             shape = first.shape(m) or size.shape(0, holds_largest=True)
             assert shape is not None, "a module with volume has a shape"
-            needs = max(rows_needed(load.lengths(m), shape) for load in largest_loads.loads)
+            needs = max(rows_needed(load.lengths(m), shape) for load in front.loads)
             is_short = needs > shape.rows * capacity.ranks[m]
             shapes[m] = Shape(shape.rows + 1, shape.tokens) if is_short else shape
         grown = Bucket.of(shapes)
@@ -219,59 +215,59 @@ def _grow_to_hold(
 
 
 def _best_start(
-    starts: Sequence[Buckets], evaluator: BucketEvaluator, n_first_batches: int, n_final: int
+    starts: Sequence[Buckets], evaluator: BucketEvaluator, n_first: int, n_final: int
 ) -> Buckets:
     """The fastest start on all batches of the `n_final` that are fastest on the first `few`."""
-    evaluated: list[Buckets] = []
+    starts_left: list[Buckets] = []
     for start in starts:
-        if evaluated and evaluator.is_spent:
+        if starts_left and evaluator.is_spent:
             break
-        evaluator.mean_s(start, n_first_batches)
-        evaluated.append(start)
+        evaluator.mean_s(start, n_first)
+        starts_left.append(start)
     finalists: list[Buckets] = []
-    while evaluated and len(finalists) < n_final:
+    while starts_left and len(finalists) < n_final:
         finalists.append(
-            evaluated.pop(
-                argmin_with_ties([evaluator.mean_s(s, n_first_batches) for s in evaluated])
-            )
+            starts_left.pop(first_min([evaluator.mean_s(s, n_first) for s in starts_left]))
         )
     n = len(evaluator.batches)
-    return finalists[argmin_with_ties([evaluator.mean_s(s, n) for s in finalists])]
+    return finalists[first_min([evaluator.mean_s(s, n) for s in finalists])]
 
 
 def _refine(
-    best_set: Buckets,
+    best_buckets: Buckets,
     sizes: Sizes,
     evaluator: BucketEvaluator,
-    largest_loads: Batch,
+    front: Batch,
     problem: BucketProblem,
 ) -> Buckets:
     """Scale one or all modules of one bucket, leave one out, or cut its tokens into more or fewer
     rows, while that makes the batches faster."""
-    modules_all = tuple(sizes)
-    packed = tuple(m for m in modules_all if not sizes[m].piece_tokens)
-    module_sets = [modules_all, *((m,) for m in modules_all if len(modules_all) > 1)]
+    all_modules = tuple(sizes)
+    packed = tuple(m for m in all_modules if not sizes[m].piece_tokens)
+    subsets = [all_modules, *((m,) for m in all_modules if len(all_modules) > 1)]
     moves = [
-        Move(i, modules, f) for f, i, modules in product(_SCALES, range(len(best_set)), module_sets)
+        Move(i, subset, f) for f, i, subset in product(_SCALES, range(len(best_buckets)), subsets)
     ]
-    if len(modules_all) > 1:
-        moves += [Move(i, (m,), 0.0) for i in range(len(best_set)) for m in modules_all[:-1]]
-    if any(s.rows > 1 for b in best_set for m, s in b.shapes if m in packed):
-        moves += [Move(i, packed, cut=c) for c, i in product(_ROW_FACTORS, range(len(best_set)))]
+    if len(all_modules) > 1:
+        moves += [Move(i, (m,), 0.0) for i in range(len(best_buckets)) for m in all_modules[:-1]]
+    if any(s.rows > 1 for b in best_buckets for m, s in b.shapes if m in packed):
+        moves += [
+            Move(i, packed, cut=c) for c, i in product(_ROW_FACTORS, range(len(best_buckets)))
+        ]
     untried = len(moves)
     while untried > 0 and not evaluator.is_spent:
         move = moves.pop(0)
         moves.append(move)
         untried -= 1
-        new_bucket = move.applied(best_set[move.bucket], sizes)
-        if new_bucket is None or new_bucket in best_set:
+        new_bucket = move.applied(best_buckets[move.bucket], sizes)
+        if new_bucket is None or new_bucket in best_buckets:
             continue
-        buckets = (*best_set[: move.bucket], new_bucket, *best_set[move.bucket + 1 :])
-        if largest_loads.any_can_hold(buckets, problem.capacity).all() and evaluator.is_faster(
-            buckets, best_set
+        buckets = (*best_buckets[: move.bucket], new_bucket, *best_buckets[move.bucket + 1 :])
+        if front.any_can_hold(buckets, problem.capacity).all() and evaluator.is_faster(
+            buckets, best_buckets
         ):
-            best_set, untried = buckets, len(moves)
-    return best_set
+            best_buckets, untried = buckets, len(moves)
+    return best_buckets
 
 
 def _candidates(

@@ -62,7 +62,7 @@ class BucketProblem:
         return self.capacity.ranks
 
     @cached_property
-    def trainable_segments(self) -> Collection[str]:
+    def trained(self) -> Collection[str]:
         """Names of the segments that train."""
         all_segments = [s.name for s in self.layout.segments]
         return all_segments if self.trainable is None else self.trainable
@@ -74,7 +74,7 @@ class BucketProblem:
     def costs(self, bucket: Bucket) -> GroupCosts:
         """What groups of a bucket take on each resource."""
         layout = replace(self.layout, buckets=(bucket,))
-        return group_costs(layout, self.prices(layout), self.trainable_segments)
+        return group_costs(layout, self.prices(layout), self.trained)
 
 
 def is_less(a: float, b: float) -> bool:
@@ -82,7 +82,7 @@ def is_less(a: float, b: float) -> bool:
     return a < b * (1 - TIE_TOLERANCE)
 
 
-def argmin_with_ties(values: Sequence[float]) -> int:
+def first_min(values: Sequence[float]) -> int:
     """Place of the least value; of equal ones (to rounding) the first."""
     best_index = 0
     for i, value in enumerate(values):
@@ -117,7 +117,7 @@ class BucketEvaluator:
         plan = problem.with_buckets(buckets)
         prices = problem.prices(plan.layout)
         schedule = assign_groups(
-            self.batches[batch], plan, prices, problem.trainable_segments, self.work, 0
+            self.batches[batch], plan, prices, problem.trained, self.work, 0
         ).schedule
         capacity_tokens = dict.fromkeys(problem.ranks, 0)
         for g in schedule.groups:

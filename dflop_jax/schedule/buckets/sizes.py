@@ -156,11 +156,9 @@ def bucket_chains(sizes: Sizes, problem: BucketProblem) -> list[Buckets]:
         for rows in ROW_COUNTS:
             if rows > 1 and not any(tokens[m] / rows >= sizes[m].mean for m in packed):
                 break
-            main_bucket = make_bucket(sizes, tokens, rows)
-            static_s = problem.costs(main_bucket).static_s
-            price = sum(
-                float(static_s[m, s].max()) / s.size for m, s in main_bucket.shapes if m in packed
-            )
+            main = make_bucket(sizes, tokens, rows)
+            static_s = problem.costs(main).static_s
+            price = sum(float(static_s[m, s].max()) / s.size for m, s in main.shapes if m in packed)
             if price > min_price * _MAX_PRICE_RATIO:
                 break
             min_price = price

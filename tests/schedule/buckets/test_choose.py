@@ -22,7 +22,7 @@ from dflop_jax.schedule.buckets.milp import (
     solve_bucket_milp,
     with_variants,
 )
-from dflop_jax.schedule.buckets.problem import BucketEvaluator, argmin_with_ties
+from dflop_jax.schedule.buckets.problem import BucketEvaluator, first_min
 from dflop_jax.schedule.buckets.sizes import Move, bucket_chains, sizes_of
 from dflop_jax.schedule.count_vectors import volume_conditions
 from tests.benchmarks.scripts import module
@@ -213,8 +213,8 @@ def test_the_same_arguments_give_the_same_buckets(loads, effort, monkeypatch):
 
 
 def test_ties_go_to_the_first():
-    assert argmin_with_ties([2.0, 1.0 + 1e-12, 1.0, 3.0]) == 1
-    assert argmin_with_ties([2.0, 1.0, 0.9]) == 2
+    assert first_min([2.0, 1.0 + 1e-12, 1.0, 3.0]) == 1
+    assert first_min([2.0, 1.0, 0.9]) == 2
 
 
 @pytest.mark.parametrize("limits", [{}, {"a": 12 * TILE, "b": 256}])

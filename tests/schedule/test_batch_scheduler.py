@@ -11,7 +11,7 @@ import pytest
 from scipy import optimize
 
 from dflop_jax.records import REDUCE, UPDATE, Bucket, Load, Schedule, Shape, Task
-from dflop_jax.schedule import Capacity, local_search, oversize, quick_schedule, schedule_batch
+from dflop_jax.schedule import Capacity, oversize, quick_schedule, schedule_batch
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, capacity_of
 from dflop_jax.schedule.bounds import lower_bound_s
@@ -230,27 +230,6 @@ def test_the_budget_of_the_plan_is_kept(small_plan):
         spans.append(got.makespan_s)
     assert all(more <= less * (1 + 1e-4) for less, more in itertools.pairwise(spans))
     assert solve(loads, small_plan, prices, work=0).work == 0
-
-
-def test_a_hard_batch_reaches_the_solver(monkeypatch):
-    """Greedy and exchanges leave a gap; the run's own function goes on to re-splits, and these
-    lower the busiest rank."""
-    calls, resplit = [], local_search.resplit
-
-    def spy(*args):
-        calls.append(args)
-        resplit(*args)
-
-    monkeypatch.setattr(local_search, "resplit", spy)
-    rng = np.random.default_rng(0)
-    loads = [Load({"b": (int(n),)}) for n in rng.integers(300, 2600, 26)]
-    plan = make_plan([bucket(0, (1, 8192))], {"b": 6})
-    prices = make_prices(plan, pair_s=1e-7)
-    greedy = solve(loads, plan, prices, work=0)
-    got = solve(loads, plan, prices, work=6000)
-    check(got, loads, plan)
-    assert got.groups[0].content < greedy.groups[0].content
-    assert calls
 
 
 def test_content_is_evened_out_over_ranks_and_groups():

@@ -72,35 +72,6 @@ def test_content_that_groups_cannot_avoid(lengths, ranks, least):
     assert content_bound(lengths, lengths**2, [Shape(1, 8), Shape(1, 4)], ranks) == least
 
 
-def partitions(n):
-    """Every way to put so many pieces into rows, by plain recursion: lists of lists."""
-    if n == 0:
-        yield []
-        return
-    for rows in partitions(n - 1):
-        for k in range(len(rows)):
-            yield [*rows[:k], [*rows[k], n - 1], *rows[k + 1 :]]
-        yield [*rows, [n - 1]]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_every_packing_meets_the_conditions_of_a_bound(seed):
-    """Of large pieces, small ones and some in between, each row in the shortest bucket."""
-    rng = np.random.default_rng(seed)
-    row_tokens = sorted({*rng.integers(12, 25, 2 + seed % 2).tolist(), 24})
-    lengths = [int(n) for n in rng.choice([1, 2, 3, 5, 8, 10, 11, 14, 15, 16, 17, 20], 7)]
-    buckets = [Bucket.of({"m": Shape(1, tokens)}) for tokens in row_tokens]
-    batch = Batch([Load({"m": (n,)}) for n in lengths], ["m"])
-    capacity = Capacity({"m": 1})
-    wanted = volume_conditions(batch, buckets, capacity, is_bound=True)
-    assert len(wanted.need_D) > len(volume_conditions(batch, buckets, capacity).need_D)
-    for rows in partitions(len(lengths)):
-        held = [sum(lengths[i] for i in row) for row in rows]
-        if max(held) <= row_tokens[-1]:
-            counts = np.bincount(np.searchsorted(row_tokens, held), minlength=len(buckets))
-            assert (wanted.capacity_DC @ counts >= wanted.need_D).all()
-
-
 def test_rows_that_one_piece_nearly_fills_are_full():
     """Beside a piece of 15 there is no room for one of 6 in a row of 16 or 20: eight of the first
     and four of the second take ten rows of 16, which volumes alone do not tell."""

@@ -134,20 +134,6 @@ def test_most_of_the_loss_is_recovered_within_20_batches(plan):
     assert blind - ours > 0.8 * (blind - oracle)
 
 
-def test_a_slowdown_that_comes_late_is_found_by_a_recheck(plan):
-    loop = Loop(plan, slow_bucket=None)
-    loop.monitor = Monitor(window=14, recheck_every=10)
-    for step in range(20):
-        loop.step(step)
-    assert loop.sampled[0] > loop.sampled[-1]  # predictions are right
-    assert loop.state.deviation < 0.1
-    loop.hardware = prices_of(plan, 2)
-    for step in range(20, 40):
-        loop.step(step)
-    assert loop.state.factor("b/1x160/backward") == pytest.approx(SLOW, rel=0.15)
-    assert loop.state.factor("b/1x96/backward") == pytest.approx(1.0, rel=0.1)
-
-
 def test_factors_meet_the_ratio_and_resist_outliers(plan):
     prices = prices_of(plan)
     predicted = seconds_of(prices)
@@ -163,15 +149,6 @@ def test_factors_meet_the_ratio_and_resist_outliers(plan):
     fixed = correct_prices(prices, state)
     assert fixed.programs[program].static_s == pytest.approx(2.0 * predicted[program])
     assert {p for p in fixed.programs if fixed.programs[p] != prices.programs[p]} == {program}
-
-
-def test_old_steps_are_forgotten(plan):
-    predicted = seconds_of(prices_of(plan))
-    program = ProgramId("a", Shape(14, 16), FORWARD)
-    state = Correction()
-    for ratio in [3.0] * 20 + [1.0] * 6:
-        state = observe(state, plan.layout, {program: [ratio * predicted[program]]}, predicted)
-    assert state.factor("a/14x16/forward") == pytest.approx(1.0)
 
 
 def test_nothing_observed_changes_nothing(plan):

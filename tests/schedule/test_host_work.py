@@ -7,7 +7,6 @@ import pytest
 
 from dflop_jax.records import (
     BACKWARD,
-    FORWARD,
     Load,
     Price,
     PriceList,
@@ -18,7 +17,6 @@ from dflop_jax.records import (
 )
 from dflop_jax.schedule import schedule_batch
 from dflop_jax.schedule.correction import price_digest
-from dflop_jax.simulate.steps import simulate_step
 from tests.schedule.conftest import bucket, make_plan
 
 ROW_S = 0.01
@@ -67,25 +65,6 @@ def test_many_small_groups_are_taken_only_where_the_host_keeps_up(host_s, shares
     assert schedule.makespan_s == pytest.approx(sum(each_s))
     assert schedule.lower_bound_s <= schedule.makespan_s
     assert schedule.status == "optimal"
-
-
-@pytest.mark.parametrize("n", [0, 1, 2])
-def test_a_simulated_step_holds_host_work_once_for_each_task(n):
-    """An encoder and what reads it, one group of each for a sample: 1F1B by hand."""
-    plan = make_plan([bucket((1, 16), (1, 128))], ranks={"a": 1, "b": 1})
-    host_s = 0.25
-    seconds = {("a", FORWARD): 1.0, ("a", BACKWARD): 2.0, ("b", BACKWARD): 4.0}
-    programs = {
-        ProgramId(m, Shape(1, 16 if m == "a" else 128), d): Price(
-            with_host_work(s, host_s, shares_cores=True)
-        )
-        for (m, d), s in seconds.items()
-    }
-    found = Prices(programs, host_s=host_s, shares_cores=True)
-    schedule = schedule_batch([Load({"a": (16,), "b": (128,)})] * n, plan, found, ["a", "b"])
-    trace = simulate_step(plan, schedule, found, ["a", "b"])
-    # up, n groups of b one after the other, down
-    assert trace.makespan_s == pytest.approx(1.25 + n * 4.25 + 2.25 if n else 0.0)
 
 
 def test_prices_are_known_by_their_host_work():

@@ -158,13 +158,6 @@ def test_lpt_looks_at_every_bin(seed):
     np.testing.assert_array_equal(longest_first(problem, order, np.full(n, -1), only), want)
 
 
-def test_more_work_is_never_worse():
-    costs = np.random.default_rng(4).lognormal(0, 0.7, (150, 2))
-    spans = [makespan(balance(costs, 30, work=r), costs, 30) for r in (0, 20, 200, 2000)]
-    assert spans == sorted(spans, reverse=True)
-    assert spans[-1] < spans[0]
-
-
 def best_of_all(problem, bins, a, b):
     """The least larger score of bins a and b over all ways to share what they hold; inf where no
     way keeps the limits of these two."""

@@ -47,15 +47,18 @@ def wait_until(condition):
     raise AssertionError("did not happen within 30 s")
 
 
-def test_answers_equal_the_inline_ones(small_plan):
-    prices = make_prices(small_plan)
-    with worker_for(small_plan, prices, first_step=5, stop_step=9) as worker:
-        for step in range(5, 9):
-            schedule, wait_s = worker.get(step)
-            assert wait_s >= 0
-            assert schedule.groups == inline(step, small_plan, prices).groups
+def test_schedules_equal_the_inline_ones_before_and_after_new_prices(small_plan):
+    """Steps up to `ahead` past the last `get` keep the old prices, whatever the timing."""
+    old = make_prices(small_plan)
+    new = make_prices(small_plan, factor=lambda program: 9.0 if program.segment == "a" else 1.0)
+    with worker_for(small_plan, old, ahead=2, first_step=5, stop_step=11) as worker:
+        got = {5: worker.get(5)[0]}
+        worker.update_prices(new)
+        got |= {step: worker.get(step)[0] for step in range(6, 11)}
         assert worker.n_solved_in_parent == worker.n_deaths == 0
         pid = worker.pid
+    for step, schedule in got.items():
+        assert without_time(schedule) == inline(step, small_plan, old if step <= 7 else new)
     assert pid is not None
     assert not runs(pid)
     worker.close()  # a second close does nothing
@@ -123,18 +126,6 @@ def test_a_child_that_gives_no_schedules_is_given_up(
         assert without_time(worker.get(1)[0]) == inline(1, small_plan, prices)
         assert (worker.n_solved_in_parent, worker.n_deaths) == (2, 3)
     assert said in caplog.text
-
-
-def test_new_prices_reach_the_batches_requested_later(small_plan):
-    """Steps up to `ahead` past the last `get` keep the old prices, whatever the timing."""
-    old = make_prices(small_plan)
-    new = make_prices(small_plan, factor=lambda program: 9.0 if program.segment == "a" else 1.0)
-    with worker_for(small_plan, old, ahead=2) as worker:
-        worker.get(0)
-        worker.update_prices(new)
-        got = {step: worker.get(step)[0] for step in range(1, 6)}
-    for step, prices in ((1, old), (2, old), (3, new), (4, new), (5, new)):
-        assert got[step].makespan_s == inline(step, small_plan, prices).makespan_s
 
 
 def test_a_gain_is_computed_after_the_schedules_asked_for_before(small_plan):

@@ -8,8 +8,6 @@ import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, NO_GROUP, REDUCE, UPDATE, Edge, Schedule, Task
 from dflop_jax.simulate.steps import simulate_schedules, simulate_step
-from dflop_jax.simulate.task_graph import step_graph
-from dflop_jax.simulate.task_order import order_tasks
 from tests.simulate.cases import (
     batch,
     chain,
@@ -61,16 +59,6 @@ def test_two_modules_that_read_one_both_send_it_their_gradient():
 
 def spans_of(trace):
     return {Task(e.segment, e.group, e.direction): (e.start_s, e.end_s) for e in trace.events}
-
-
-def test_an_order_that_is_none_of_the_step_is_refused():
-    plan = chain(2, sources=1)
-    schedule = batch(plan, 2)
-    graph = step_graph(plan.layout, schedule.groups, names(plan))
-    order = order_tasks(plan, graph, schedule.groups)
-    for bad in (order[1:], order[::-1], (*order, order[0])):
-        with pytest.raises(ValueError, match="the order"):
-            simulate_step(plan, replace(schedule, order=bad), prices(plan, {}), names(plan))
 
 
 def test_shared_cores_keep_the_work():

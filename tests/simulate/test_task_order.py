@@ -218,11 +218,6 @@ def test_the_norm_spans_all_trainable_segments():
         assert set(graph.waits_for[Task(name, NO_GROUP, REDUCE)]) == backwards
 
 
-def test_a_step_without_groups_still_updates():
-    _, order = order_of(chain(2, vision=1), [])
-    assert [t.direction for t in order] == [REDUCE, REDUCE, UPDATE, UPDATE]
-
-
 @pytest.mark.parametrize("m", [0, 1, 3])
 def test_evaluation_is_forward_only(m):
     plan = chain(3, vision=1)

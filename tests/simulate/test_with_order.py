@@ -6,18 +6,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dflop_jax.records import BACKWARD, FORWARD, Schedule
+from dflop_jax.records import BACKWARD, FORWARD
 from dflop_jax.simulate.steps import simulate_step, with_list_order
 from dflop_jax.simulate.task_graph import step_graph
 from dflop_jax.simulate.task_order import both_orders, check_order, order_tasks
 from tests.simulate.cases import (
     batch,
-    chain,
     graph,
     names,
     prices,
     random_case,
-    same_prices,
 )
 
 
@@ -54,13 +52,3 @@ def test_rounding_decides_nothing():
     for _ in range(20):
         moved = {k: v * (1 + rng.choice([-1, 0, 1]) * 2.0**-52) for k, v in seconds.items()}
         assert with_list_order(plan, schedule, prices(plan, moved), names(plan)).order == first
-
-
-@pytest.mark.parametrize("n_groups", [0, 1])
-def test_nothing_to_order(n_groups):
-    plan = chain(2, sources=1)
-    schedule = batch(plan, n_groups)
-    ordered = with_list_order(plan, schedule, same_prices(plan, 1.0, 2.0, 3.0), names(plan))
-    assert ordered.makespan_s == 6.0 * n_groups
-    assert len(ordered.order) == 3 * n_groups + 4
-    assert isinstance(ordered, Schedule)

@@ -88,9 +88,8 @@ class Batch:
                 longest_N[has_pieces_N] = np.maximum.reduceat(length_P, first_N[has_pieces_N])
             self.lengths[m], self.n_pieces[m], self.first[m] = length_P, count_N, first_N
             self.tokens[m], self.longest[m] = tokens_N, longest_N
-        self.sample = {
-            m: np.repeat(np.arange(self.n_samples), self.n_pieces[m]) for m in self.modules
-        }
+        sample_N = np.arange(self.n_samples)
+        self.sample = {m: np.repeat(sample_N, self.n_pieces[m]) for m in self.modules}
         self.features = {m: piece_content(loads, m) for m in self.modules}
         self.content = {m: features_FP[0] for m, features_FP in self.features.items()}
         self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in self.modules}
@@ -124,9 +123,8 @@ class Batch:
 
     def any_can_hold(self, buckets: Iterable[Bucket], capacity: Capacity) -> NDArray[np.bool_]:
         """[N]: whether some bucket can hold each sample."""
-        return np.any(
-            [np.zeros(self.n_samples, bool), *(self.can_hold(b, capacity) for b in buckets)], axis=0
-        )
+        none_N = np.zeros(self.n_samples, bool)
+        return np.any([none_N, *(self.can_hold(b, capacity) for b in buckets)], axis=0)
 
     @cached_property
     def anchor(self) -> str | None:

@@ -20,6 +20,7 @@ from dflop_jax.schedule.costs import bucket_ticks, group_costs
 from dflop_jax.schedule.count_program import CountProgram
 from dflop_jax.schedule.count_solver import assign_by_counts
 from dflop_jax.schedule.groups import (
+    Assignment,
     BucketRun,
     PackingSpace,
     arrival_assignment,
@@ -49,7 +50,7 @@ class GroupSolution:
     far as an integer program tells, and the units of work that it took."""
 
     space: PackingSpace
-    assignment: Sequence[BucketRun]
+    assignment: Assignment
     schedule: Schedule
     made_by: Maker
     bound_s: float = 0.0
@@ -170,10 +171,8 @@ def assign_groups(
 ) -> GroupSolution:
     """Solve `schedule_batch`'s problem; every sample must fit."""
     merged, merged_prices = merge_sub_microbatches(plan, prices)
-    capacity, costs = (
-        capacity_of(plan.layout),
-        group_costs(merged.layout, merged_prices, trainable),
-    )
+    capacity = capacity_of(plan.layout)
+    costs = group_costs(merged.layout, merged_prices, trainable)
     budget, balanced = Budget(work), plan.scheduling.grouping == "balanced"
     buckets = plan.layout.buckets
     if balanced:
@@ -192,9 +191,8 @@ def assign_groups(
         tolerance = content_tolerance(space, costs, greedy)
         assignments = [("greedy", greedy)]
         if work > 0:
-            improved = improve_assignment(
-                space, greedy, budget.sub_budget(work * _PACKING_SHARE), seed
-            )
+            packing = budget.sub_budget(work * _PACKING_SHARE)
+            improved = improve_assignment(space, greedy, packing, seed)
             if spread := longest_first_assignment(space, improved, budget):
                 none = Budget(0)
                 improved = min(
@@ -203,10 +201,8 @@ def assign_groups(
                     key=lambda a: balance_contents(space, a, none, seed, tolerance),
                 )
             same = [t.bucket for t in improved] == [t.bucket for t in greedy]
-            assignments = [
-                ("local", improved),
-                *(assignments if space.priced or not same else []),
-            ]
+            others = assignments if space.priced or not same else []
+            assignments = [("local", improved), *others]
             if program:
                 by_counts, bound_s = assign_by_counts(
                     program, space, merged.layout, merged_prices, trainable, improved, budget

@@ -142,9 +142,8 @@ def lower_bound_s(
         *each_s, total_s = _volume_bound(batch, module, shapes, capacity, costs_CR)
         work_R, shared = work_R + each_s, shared + total_s
     for missing in batch.missing_modules:
-        before_s, after_s = terms.ends(
-            {m: layout.shapes(m) for m in layout.modules if m not in missing}
-        )
+        shapes_of = {m: layout.shapes(m) for m in layout.modules if m not in missing}
+        before_s, after_s = terms.ends(shapes_of)
         before_R, after_R = np.minimum(before_R, before_s), np.minimum(after_R, after_s)
     before_R, after_R = (np.where(np.isinf(end_R), 0.0, end_R) for end_R in (before_R, after_R))
     end = terms.reduce_R, terms.update_R, terms.awaited_R

@@ -15,7 +15,7 @@ from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Floats, Ints
 from dflop_jax.schedule.batch import Batch, bucket_variants, capacity_of, check_fits
 from dflop_jax.schedule.costs import Ticks, running_order
 from dflop_jax.schedule.count_vectors import Conditions, fractional_bound, list_covers
-from dflop_jax.schedule.groups import BucketRun, PackingSpace, greedy_assignment
+from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace, greedy_assignment
 from dflop_jax.schedule.packing import SAMPLES_PER_WORK, pack_samples
 from dflop_jax.schedule.sub_microbatches import max_buckets, merged_buckets
 
@@ -31,7 +31,7 @@ _VECTORS_PER_WORK = 300  # count vectors listed for a unit of work
 
 
 def improve_assignment(
-    space: PackingSpace, greedy: Sequence[BucketRun], budget: Budget, seed: int
+    space: PackingSpace, greedy: Assignment, budget: Budget, seed: int
 ) -> list[BucketRun]:
     """An answer that costs no more than the greedy one, in running order.
 
@@ -94,9 +94,8 @@ def _min_groups_of_one_bucket(batch: Batch, layout: Layout, work: float) -> int:
     buckets = bucket_variants(merged, batch, max_buckets(layout))
     costs_CM = np.array([[_textbook_cost(layout, b, m) for m in layout.modules] for b in buckets])
     dearest_C = costs_CM.max(axis=1)
-    space = PackingSpace(
-        batch, buckets, capacity, Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C)
-    )
+    ticks = Ticks(dearest_C, costs_CM.sum(axis=1) - dearest_C)
+    space = PackingSpace(batch, buckets, capacity, ticks)
     greedy = greedy_assignment(space, len(merged))
     n_greedy = _max_groups(greedy)
     bound = fractional_bound(space.demand, np.ones(len(buckets)))  # groups, each of cost 1
@@ -105,7 +104,7 @@ def _min_groups_of_one_bucket(batch: Batch, layout: Layout, work: float) -> int:
     return min(n_greedy, _max_groups(improve_assignment(space, greedy, Budget(work), 0)))
 
 
-def _max_groups(assignment: Sequence[BucketRun]) -> int:
+def _max_groups(assignment: Assignment) -> int:
     return max(Counter(m for t in assignment for m in t.placements).values())
 
 
@@ -149,7 +148,7 @@ def pack_into(
 
 
 def _bucket_sets(
-    space: PackingSpace, greedy: Sequence[BucketRun], budget: Budget
+    space: PackingSpace, greedy: Assignment, budget: Budget
 ) -> tuple[list[tuple[int, ...]], list[float]]:
     """Buckets of the groups, in running order, of sets that cost less than the greedy answer: the
     cheapest first, and only those with more room than any cheaper one (no other is worth packing);

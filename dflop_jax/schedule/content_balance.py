@@ -133,9 +133,8 @@ def match_ranks(content_KD: Ints) -> Ints:
     for _ in range(_MAX_MATCHINGS):
         for k in order:
             others_D = permuted_KD.sum(axis=0) - permuted_KD[k]
-            ranks_KD[k, np.argsort(others_D, kind="stable")] = np.argsort(
-                -content_KD[k], kind="stable"
-            )
+            lightest_D = np.argsort(others_D, kind="stable")
+            ranks_KD[k, lightest_D] = np.argsort(-content_KD[k], kind="stable")
             permuted_KD[k] = content_KD[k, ranks_KD[k]]
         busiest = int(permuted_KD.sum(axis=0).max())
         if best_max is not None and busiest >= best_max:

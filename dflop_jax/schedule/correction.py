@@ -234,8 +234,8 @@ def decide_sampling(
 
     Args:
       step: the last one that was sampled.
-      state: corrections after the ratios of that step were added.
-      gain_s: predicted seconds a step that using `state` saves (>= 0), see `Monitor`.
+      correction: what is known after the ratios of that step were added.
+      gain_s: predicted seconds a step that using `correction` saves (>= 0), see `Monitor`.
       overhead_s: measured seconds that sampling adds to a step.
     """
     assert is_full(monitor)
@@ -248,9 +248,8 @@ def decide_sampling(
 def learnt_gain_s(gain_s: float, earlier: Correction, current: Correction) -> float:
     """How much of the gain that corrections bring is of what was learnt since `earlier`: how far
     the farthest-moved factor moved, over how far the farthest is from 1."""
-    change = max(
-        (abs(current.log_factor(p) - earlier.log_factor(p)) for p in current.logs), default=0.0
-    )
+    changes = (abs(current.log_factor(p) - earlier.log_factor(p)) for p in current.logs)
+    change = max(changes, default=0.0)
     deviation = max((abs(current.log_factor(p)) for p in current.logs), default=0.0)
     return gain_s * min(1.0, change / deviation) if deviation else 0.0
 
@@ -320,9 +319,8 @@ def add_sample(old: CorrectionState, sample: StepSample) -> CorrectionState:
         old = with_decision(old, sample.gain_s, sample.overhead_s)
     correction = add_ratios(old.state, sample.ratios)
     changes = (*old.changes, CorrectionChange(sample.first, correction))
-    return CorrectionState(
-        old.prices, correction, count_sampled_step(old.monitor), sample.step, changes
-    )
+    monitor = count_sampled_step(old.monitor)
+    return CorrectionState(old.prices, correction, monitor, sample.step, changes)
 
 
 def with_decision(state: CorrectionState, gain_s: float, overhead_s: float) -> CorrectionState:

@@ -126,9 +126,8 @@ def canonicalize(sizes: ProgramSizes) -> CountProgram:
     is_cost = costs.row < columns  # the row behind them is the objective's constant
     at_row, at_column = matrix.row % rows, matrix.row // rows
     inside = at_column < columns
-    entries, entry = np.unique(
-        np.stack([at_row[inside], at_column[inside]]), axis=1, return_inverse=True
-    )
+    cells = np.stack([at_row[inside], at_column[inside]])
+    entries, entry = np.unique(cells, axis=1, return_inverse=True)
     parts = [
         (costs.row[is_cost], costs.col[is_cost], costs.data[is_cost]),
         (columns + at_row[~inside], matrix.col[~inside], matrix.data[~inside]),

@@ -6,7 +6,7 @@ Shape suffixes: N samples, C buckets, K size classes, M modules, R resources, D 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from dflop_jax.schedule.bounds import BoundTerms, bound_terms, drain_s
 from dflop_jax.schedule.bucket_search import pack_into
 from dflop_jax.schedule.costs import running_order
 from dflop_jax.schedule.count_program import CountProgram, ProgramSizes
-from dflop_jax.schedule.groups import BucketRun, PackingSpace
+from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
 
 _DIGITS = 9  # of numbers about 1: the last bits of a fit differ from machine to machine
 _GROUP_PRICE = 1e-4  # of a step: what all groups together cost, so that none runs for nothing
@@ -85,8 +85,7 @@ def batch_parameters(
         values["able"][k, n] = len(members) * space.can_hold_CN[:, members].any(axis=1)
         values["least"][:, k] = [batch.tokens[m][members].min() for m in layout.modules]
     values["holds"][:, n] = [
-        [batch.microbatch_tokens(b, m, space.capacity) * space.capacity.group_size for b in buckets]
-        for m in layout.modules
+        [space.tokens(b, m) * space.capacity.group_size for b in buckets] for m in layout.modules
     ]
     _fill_conditions(values, space, known_C)
     unit_s = _fill_seconds(values, space, terms, known_C)
@@ -109,9 +108,8 @@ def _has_all_variants(space: PackingSpace) -> bool:
         absent_sets = {absent for absent in space.batch.missing_modules if missing <= absent}
         while intersections := {a & b for a in absent_sets for b in absent_sets} - absent_sets:
             absent_sets |= intersections  # what some samples that the bucket holds lack together
-        variants = (
-            tuple((m, s) for m, s in bucket.shapes if m not in absent) for absent in absent_sets
-        )
+        shapes = bucket.shapes
+        variants = (tuple((m, s) for m, s in shapes if m not in absent) for absent in absent_sets)
         if any(shapes and shapes not in shapes_of_buckets for shapes in variants):
             return False
     return True
@@ -181,7 +179,7 @@ def assign_by_counts(
     layout: Layout,
     prices: Prices,
     trainable: Collection[str],
-    assignment: Sequence[BucketRun],
+    assignment: Assignment,
     budget: Budget,
 ) -> tuple[list[BucketRun] | None, float]:
     """(groups that the program asks for, packed; None where it knows none that are faster than the
@@ -257,9 +255,7 @@ def _buckets_of_samples(space: PackingSpace, numbers: BatchParameters, solved: _
     that can."""
     groups_C, samples_KC = solved
     bucket_N = np.zeros(space.batch.n_samples, np.int64)
-    tokens_N = sum(
-        (space.batch.tokens[m] for m in space.batch.modules), np.zeros(space.batch.n_samples)
-    )
+    tokens_N = np.sum([space.batch.tokens[m] for m in space.batch.modules], axis=0)
     for k in range(int(numbers.class_N.max()) + 1):
         members = np.flatnonzero(numbers.class_N == k)
         members = members[np.argsort(-tokens_N[members], kind="stable")]
@@ -268,6 +264,5 @@ def _buckets_of_samples(space: PackingSpace, numbers: BatchParameters, solved: _
     n = len(space.buckets)
     open_CN = space.can_hold_CN & (groups_C[:n, None] > 0)
     bucket_N = np.minimum(bucket_N, n - 1)
-    return np.where(
-        open_CN[bucket_N, np.arange(space.batch.n_samples)], bucket_N, open_CN.argmax(axis=0)
-    )
+    is_open_N = open_CN[bucket_N, np.arange(len(bucket_N))]
+    return np.where(is_open_N, bucket_N, open_CN.argmax(axis=0))

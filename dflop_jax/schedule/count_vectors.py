@@ -195,11 +195,8 @@ def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple
             rounded_X = np.round(bound_X[listed] / max(ceiling, 1e-30), 9)
             listed = listed[np.argsort(rounded_X, kind="stable")[:max_vectors]]
             complete = False
-        counts_XC, cost_X, open_DX = (
-            counts_XC[rows[listed]],
-            cost_X[listed],
-            open_DX[:, listed],
-        )
+        counts_XC = counts_XC[rows[listed]]
+        cost_X, open_DX = cost_X[listed], open_DX[:, listed]
         counts_XC[:, c] = add[listed]
     room_X = np.round((need_D[:, None] - open_DX).sum(axis=0), 3)
     order = np.lexsort((-room_X, np.round(cost_X / max(ceiling, 1e-30), 9)))

@@ -34,11 +34,14 @@ _TOLERATED_SHARE = 1e-3
 @dataclass
 class BucketRun:
     """One group of each of a bucket's modules, for the same samples. `bucket` is a place in the
-    list of buckets at hand; `placed` has every module with pieces."""
+    list of buckets at hand; `placements` has every module with pieces."""
 
     bucket: int
     microbatches: Packing
     placements: dict[str, PiecePlaces] = field(default_factory=dict)
+
+
+Assignment = Sequence[BucketRun]  # groups that hold a whole batch together
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class PackingSpace:
     ticks: Ticks
     priced: frozenset[str] = frozenset()
 
-    def cost(self, assignment: Sequence[BucketRun]) -> int:
+    def cost(self, assignment: Assignment) -> int:
         """A cost of running these, which the search minimises: each keeps the dearest resource
         busy, and the one that fills the pipeline fastest runs first."""
         chosen = [t.bucket for t in assignment]
@@ -60,21 +63,24 @@ class PackingSpace:
             return 0
         return int(self.ticks.dearest_C[chosen].sum() + self.ticks.rest_C[chosen].min())
 
-    def sort_runs(self, assignment: Sequence[BucketRun]) -> list[BucketRun]:
+    def tokens(self, bucket: Bucket, module: str) -> int:
+        """Tokens of one microbatch of a bucket, on all ranks, that pieces can fill."""
+        return self.batch.microbatch_tokens(bucket, module, self.capacity)
+
+    def sort_runs(self, assignment: Assignment) -> list[BucketRun]:
         return [assignment[i] for i in running_order([t.bucket for t in assignment], self.ticks)]
 
     def build_run(self, bucket: int, microbatches: Packing, budget: Budget) -> BucketRun | None:
         """The groups of these microbatches, padded with empty ones; None if some pieces fit no
         row."""
-        width = rows_per_microbatch(self.buckets[bucket], self.batch, self.capacity)
+        shapes = self.buckets[bucket]
+        width = rows_per_microbatch(shapes, self.batch, self.capacity)
         missing = self.capacity.group_size - len(microbatches)
         empty: Packing = [[[] for _ in range(width)] for _ in range(missing)]
         padded = [*microbatches, *empty]
         placements: dict[str, PiecePlaces] = {}
         for module in self.batch.modules:
-            placement = place_pieces(
-                self.batch, self.buckets[bucket], padded, module, self.capacity, budget
-            )
+            placement = place_pieces(self.batch, shapes, padded, module, self.capacity, budget)
             if placement is None:
                 return None
             if len(placement):
@@ -90,9 +96,8 @@ class PackingSpace:
         needs = {}  # most tokens of a row and of a microbatch
         for m in batch.modules:
             tokens_N = batch.tokens[m][sample_N]
-            row_tokens = (
-                np.bincount(row_N, tokens_N) if m == batch.anchor else batch.longest[m][sample_N]
-            )
+            is_anchor = m == batch.anchor
+            row_tokens = np.bincount(row_N, tokens_N) if is_anchor else batch.longest[m][sample_N]
             microbatch_tokens = np.bincount(row_N // width, tokens_N)
             needs[m] = row_tokens.max(initial=0), microbatch_tokens.max(initial=0)
         for b in self.buckets_by_cost:
@@ -101,7 +106,7 @@ class PackingSpace:
             bucket = self.buckets[b]
             may_hold = rows_per_microbatch(bucket, batch, self.capacity) == width and all(
                 batch.row_tokens(bucket.shape(m), m) >= row_tokens
-                and batch.microbatch_tokens(bucket, m, self.capacity) >= microbatch_tokens
+                and self.tokens(bucket, m) >= microbatch_tokens
                 for m, (row_tokens, microbatch_tokens) in needs.items()
             )
             if may_hold and (cheaper := self.build_run(b, run.microbatches, budget)):
@@ -155,7 +160,7 @@ def _first_fit_runs(
 
     fill_N = np.zeros(batch.n_samples)
     for m in batch.modules:
-        free_tokens = batch.microbatch_tokens(bucket, m, capacity)
+        free_tokens = space.tokens(bucket, m)
         free_tokens = batch.row_tokens(bucket.shape(m), m) if m == batch.anchor else free_tokens
         np.maximum(fill_N, batch.tokens[m] / max(free_tokens, 1), out=fill_N)
     waiting = members[np.argsort(-fill_N[members], kind="stable")].tolist()
@@ -180,10 +185,11 @@ def _remove_overflow(
     """Samples that leave the microbatch, in place, until all pieces of the others fit rows."""
     removed: list[int] = []
     batch, bucket, capacity = space.batch, space.buckets[b], space.capacity
-    while any(
-        place_pieces(batch, bucket, [microbatch], m, capacity, budget) is None
-        for m in batch.modules
-    ):
+
+    def fits(module: str) -> bool:
+        return place_pieces(batch, bucket, [microbatch], module, capacity, budget) is not None
+
+    while not all(map(fits, batch.modules)):
         fullest = max(microbatch, key=len)
         removed.append(fullest.pop())
     return sorted(removed)
@@ -235,16 +241,15 @@ def _arrival_run(space: PackingSpace, samples: range, per_rank: int) -> BucketRu
     rows = [[[i] for rank in ranks_D for i in rank] for ranks_D in ranks_MD]
     for b in space.buckets_by_cost:
         shapes = {m: space.buckets[b].shape(m) for m in space.batch.modules}
+        batch = space.batch
         pieces_of = {
-            m: _place_on_own_ranks(space.batch, ranks_MD, m, s, m == last)
-            for m, s in shapes.items()
+            m: _place_on_own_ranks(batch, ranks_MD, m, s, m == last) for m, s in shapes.items()
         }
         placements = {m: places for m, places in pieces_of.items() if places is not None}
         if len(placements) == len(pieces_of):
             nonempty = {m: places for m, places in placements.items() if len(places)}
-            return BucketRun(
-                b, [[*r, *([] for _ in range(width - len(r)))] for r in rows], nonempty
-            )
+            padded = [[*r, *([] for _ in range(width - len(r)))] for r in rows]
+            return BucketRun(b, padded, nonempty)
     return None
 
 
@@ -274,7 +279,7 @@ def _place_on_own_ranks(
 
 
 def schedule_groups(
-    space: PackingSpace, assignment: Sequence[BucketRun], layout: Layout
+    space: PackingSpace, assignment: Assignment, layout: Layout
 ) -> tuple[Group, ...]:
     """The schedule's groups in running order: of every bucket's run its modules, producers first,
     each feeding those of the same run that read it; divided modules in several groups, all of
@@ -289,9 +294,8 @@ def schedule_groups(
                 parts_of[m] = sub_shape, split_group(placement, sub_shape)
             else:
                 parts_of[m] = dict(space.buckets[run.bucket].shapes)[m], [placement]
-        first = accumulate(
-            (len(placements) for _, placements in parts_of.values()), initial=len(groups)
-        )
+        n_parts = [len(placements) for _, placements in parts_of.values()]
+        first = accumulate(n_parts, initial=len(groups))
         groups_of = {
             m: range(first_group, first_group + len(parts_of[m][1]))
             for m, first_group in zip(parts_of, first)
@@ -308,7 +312,7 @@ def schedule_groups(
 
 
 def content_tolerance(
-    space: PackingSpace, costs: GroupCosts, assignment: Sequence[BucketRun]
+    space: PackingSpace, costs: GroupCosts, assignment: Assignment
 ) -> dict[str, float]:
     """How much content more than the least a rank of each priced module may have: what costs a
     small share of the seconds that an answer takes."""
@@ -318,7 +322,7 @@ def content_tolerance(
 
 def balance_contents(
     space: PackingSpace,
-    assignment: Sequence[BucketRun],
+    assignment: Assignment,
     budget: Budget,
     seed: int,
     tolerance: Mapping[str, float],
@@ -338,9 +342,8 @@ def balance_contents(
             [s for s in shapes if s is not None],
             [t.placements[m] for t in runs],
         )
-        balance_content(
-            content, budget.sub_budget(budget.remaining / n_left), seed, tolerance.get(m, 0.0)
-        )
+        share = budget.sub_budget(budget.remaining / n_left)
+        balance_content(content, share, seed, tolerance.get(m, 0.0))
         for t, placement in zip(runs, content.groups, strict=True):
             t.placements[m] = placement
         uneven_content += imbalance(content)
@@ -348,7 +351,7 @@ def balance_contents(
 
 
 def longest_first_assignment(
-    space: PackingSpace, assignment: Sequence[BucketRun], budget: Budget
+    space: PackingSpace, assignment: Assignment, budget: Budget
 ) -> list[BucketRun] | None:
     """The same groups with the samples dealt out, longest first, each to a row of the rank that has
     least content in the step so far: where groups have room to spare, a better start for evening
@@ -366,9 +369,7 @@ def longest_first_assignment(
     row_in_microbatch_R = np.concatenate([np.arange(len(r)) for r in rows])  # in its microbatch
     rank_R = np.concatenate([np.arange(len(r)) * ranks // len(r) for r in rows])
     free_R = np.array([batch.row_tokens(b.shape(anchor), anchor) for b in buckets])[micro_R]
-    free_GM = np.array(
-        [[batch.microbatch_tokens(b, m, space.capacity) for m in shared] for b in buckets]
-    )
+    free_GM = np.array([[space.tokens(b, m) for m in shared] for b in buckets])
     budget.spend(batch.n_samples * (1 + len(free_R) / 500) / 20)
     content_D, content_N = np.zeros(ranks), np.zeros(batch.n_samples)
     content_N[batch.n_pieces[anchor] > 0] = batch.content[anchor]

@@ -248,10 +248,8 @@ def balance(
         return np.empty(0, np.int64)
     state = State(problem, longest_first(problem))
     bins_R = np.where(problem.grouped_R, problem.n_groups, n_bins)
-    target = max(
-        (problem.sizes_RN.sum(axis=1) / bins_R).max(initial=0.0),
-        problem.sizes_RN.max(initial=0.0),
-    )
+    mean_R = problem.sizes_RN.sum(axis=1) / bins_R
+    target = max(mean_R.max(initial=0.0), problem.sizes_RN.max(initial=0.0))
     improve(state, target * (1 + ROUNDING), Budget(work), np.random.default_rng(seed))
     return state.bins
 

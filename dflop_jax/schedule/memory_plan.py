@@ -68,9 +68,8 @@ def with_memory_plan(
             remat_less.setdefault(device.items[i].group, []).append(device.items[i].segment)
     if not remat_less:
         return schedule
-    groups = tuple(
-        replace(g, remat_less=tuple(remat_less.get(i, ()))) for i, g in enumerate(schedule.groups)
-    )
+    segments = [tuple(remat_less.get(i, ())) for i in range(len(schedule.groups))]
+    groups = tuple(replace(g, remat_less=s) for g, s in zip(schedule.groups, segments))
     planned = replace(schedule, groups=groups)
     graph = step_graph(plan.layout, groups, trainable)
     order = [graph.task_index[t] for t in schedule.order]
@@ -193,9 +192,8 @@ def choose_items(device: DeviceMemory, budget: Budget) -> list[int]:
     ).T
     ticks = np.rint(saved / saved.max() * _TICKS_OF_MAX) + (n - np.arange(n)) / n**2
     moments = np.arange(len(device.free_bytes_at))[:, None]
-    needs = np.where(
-        (start <= moments) & (moments < stop), np.ceil(extra_bytes / _GRAIN_BYTES), 0.0
-    )
+    is_held = (start <= moments) & (moments < stop)
+    needs = np.where(is_held, np.ceil(extra_bytes / _GRAIN_BYTES), 0.0)
     free_units = np.floor(np.array(device.free_bytes_at) / _GRAIN_BYTES)
     tight = needs.sum(axis=1) > free_units
     result = milp(

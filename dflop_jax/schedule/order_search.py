@@ -150,27 +150,22 @@ def order_bound(problem: NumberedTasks) -> int:
         own_tasks = [t for t in range(problem.n_tasks) if problem.resource[t] == r]
         busy = sum(problem.ticks[t] for t in own_tasks)
         ends = [min((end[t] for t in own_tasks), default=0) for end in (heads, tails)]
-        bound = max(
-            bound,
-            busy + sum(ends),
-            *(heads[t] + problem.ticks[t] + tails[t] for t in own_tasks),
-        )
+        through = [heads[t] + problem.ticks[t] + tails[t] for t in own_tasks]
+        bound = max(bound, busy + sum(ends), *through)
     return bound
 
 
 def _initial_orders(problem: NumberedTasks, budget: Budget) -> Iterator[TimedOrder]:
     """List scheduling, longest tail first or by the middle between earliest and latest start, with
     one queue a resource and with two."""
-    longest = [
-        -tail - ticks for tail, ticks in zip(earliest_starts(problem.mirrored), problem.ticks)
-    ]
+    tails = earliest_starts(problem.mirrored)
+    longest = [-tail - ticks for tail, ticks in zip(tails, problem.ticks)]
     middle = [head + tail for head, tail in zip(earliest_starts(problem), longest)]
     for keys, alternate in ((longest, False), (middle, True), (longest, True), (middle, False)):
         if not budget.is_spent:
             budget.spend(problem.n_tasks / _TASKS_PER_WORK)
-            yield from _forward_backward(
-                problem, list_schedule(problem, keys, alternate=alternate), budget
-            )
+            order = list_schedule(problem, keys, alternate=alternate)
+            yield from _forward_backward(problem, order, budget)
 
 
 def _perturbed_orders(

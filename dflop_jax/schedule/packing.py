@@ -56,10 +56,8 @@ def pack_samples(
     rows = [sorted(samples.tolist()) for samples in state.members]
     packed = []
     for m, n in enumerate(widths):
-        usable, empty_rows = (
-            rows[m * width : m * width + n],
-            rows[m * width + n : (m + 1) * width],
-        )
+        own = rows[m * width : (m + 1) * width]
+        usable, empty_rows = own[:n], own[n:]
         # A row without room may hold samples that take none of it; any row serves these.
         packed.append([[*usable[0], *(i for row in empty_rows for i in row)], *usable[1:]])
     return packed

@@ -35,7 +35,7 @@ from dflop_jax.records import (
 from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch
 from dflop_jax.schedule.content_balance import apply_permutation
-from dflop_jax.schedule.groups import BucketRun, PackingSpace
+from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
 
 _MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less
 # Shares of a rank's features. The least room of a round, whatever the batches that were seen move:
@@ -73,13 +73,12 @@ def best_permutation(local_RP: Floats) -> Ints:
     from scipy.optimize import linear_sum_assignment  # takes half a second to load
 
     ranks_P, identity = linear_sum_assignment(local_RP.T, maximize=True)[::-1]
-    is_better = local_RP[ranks_P, identity].sum() > local_RP[identity, identity].sum() * (
-        1 + ROUNDING
-    )
+    least_gain = local_RP[identity, identity].sum() * (1 + ROUNDING)
+    is_better = local_RP[ranks_P, identity].sum() > least_gain
     return ranks_P if is_better else identity
 
 
-def permute_ranks(space: PackingSpace, assignment: Sequence[BucketRun], plan: Plan) -> None:
+def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
     """Move what ranks hold to other ranks, in place, so that least crosses nodes and then devices.
 
     Every microbatch has names of its own, but of a module whose programs cost something by their
@@ -119,15 +118,12 @@ def _permute_module(
         tokens_VD = np.zeros(n_VD, np.int64)
         for t, k in members:
             if edge.source in t.placements and edge.target in t.placements:
-                source, target = (
-                    t.placements[m].chosen(t.placements[m].microbatch == k) for m in modules
-                )
+                places = [t.placements[m] for m in modules]
+                source, target = (p.chosen(p.microbatch == k) for p in places)
                 tokens_VD += tokens_read(modules, source, target, space.batch, n_VD)
         of_rank = np.array(layout.devices(edge.source))
-        source_devices, home_devices = (
-            RankDevices(of_rank, node),
-            RankDevices(of_rank[homes(*n_VD)], node),
-        )
+        source_devices = RankDevices(of_rank, node)
+        home_devices = RankDevices(of_rank[homes(*n_VD)], node)
         if module == edge.source:
             local_RP += local_tokens(tokens_VD, source_devices, home_devices)
         else:
@@ -142,7 +138,7 @@ def _permute_module(
     return True
 
 
-def swap_equal_pieces(space: PackingSpace, assignment: Sequence[BucketRun], plan: Plan) -> None:
+def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
     """Let equal pieces of a module change places within a microbatch, in place, so that least goes
     to the ranks of the module that reads it; of several that read it the first.
 
@@ -242,9 +238,8 @@ def exchange_rooms(
                     held_tokens = source.microbatches * source.shape.size
                     key = *modules, source.shape, target.shape
                     shares.setdefault(key, []).append(traffic_between.most / held_tokens)
-    return tuple(
-        ExchangeRoom(*key, _cheapest_share(np.array(needs))) for key, needs in shares.items()
-    )
+    best = {key: _cheapest_share(np.array(needs)) for key, needs in shares.items()}
+    return tuple(ExchangeRoom(*key, share) for key, share in best.items())
 
 
 def _cheapest_share(needs: np.ndarray) -> float:

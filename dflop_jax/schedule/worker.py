@@ -73,9 +73,8 @@ def answer_request(setup: SolverSetup, request: BatchRequest, prices: Prices) ->
     try:
         if request.corrected is not None:
             new_prices = request.corrected.prices
-            return ScheduleReply(
-                gain_s=predicted_gain_s(loads, plan, prices, new_prices, trainable)
-            )
+            gain_s = predicted_gain_s(loads, plan, prices, new_prices, trainable)
+            return ScheduleReply(gain_s=gain_s)
         schedule = schedule_batch(
             loads,
             plan,

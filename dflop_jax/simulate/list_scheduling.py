@@ -127,11 +127,8 @@ def serial_schedule(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
 
     Where all of these would open a group in a full segment, a limit is passed.
     """
-    segment, live_change, max_live = (
-        problem.segment,
-        problem.live_change,
-        problem.max_live,
-    )
+    segment, max_live = problem.segment, problem.max_live
+    live_change = problem.live_change
     n_pending, in_flight = list(problem.n_inputs), [0] * len(max_live)
     ready_tasks = [(keys[t], t) for t in range(problem.n_tasks) if not n_pending[t]]
     heapq.heapify(ready_tasks)

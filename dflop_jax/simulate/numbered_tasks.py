@@ -156,9 +156,8 @@ def start_ticks(tasks: NumberedTasks, order: Sequence[int]) -> tuple[list[int], 
     """(start of each task, makespan) of an order, in ticks: what the event simulator says where
     nothing slows a task down."""
     free_ticks = [0] * tasks.n_resources
-    return run_in_order(
-        order, tasks.resource, tasks.ticks, tasks.successors, free_ticks, [0] * tasks.n_links
-    )
+    links = [0] * tasks.n_links
+    return run_in_order(order, tasks.resource, tasks.ticks, tasks.successors, free_ticks, links)
 
 
 def run_in_order(

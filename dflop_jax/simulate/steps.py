@@ -140,9 +140,8 @@ def simulate_order(
             backward = task.direction == BACKWARD
             source = reader if backward else task
             link_name = f"{mesh} → {submesh[reader.segment]}"
-            trace_rows.append(
-                (link_name, source.segment, source.group, RETURN if backward else SEND)
-            )
+            direction = RETURN if backward else SEND
+            trace_rows.append((link_name, source.segment, source.group, direction))
     events = tuple(
         Event(*row, start, end)
         for row, start, end in zip(trace_rows, *run_jobs(jobs, prices.concurrency))
@@ -154,9 +153,8 @@ def simulate_order(
 def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
     """`prices.task_s` of this schedule's tasks, which looks every program up once."""
     first_group: dict[tuple[Shape, tuple[str, ...]], int] = {}
-    same_program = [
-        first_group.setdefault((g.shape, g.remat_less), i) for i, g in enumerate(schedule.groups)
-    ]
+    kinds = [(g.shape, g.remat_less) for g in schedule.groups]
+    same_program = [first_group.setdefault(kind, i) for i, kind in enumerate(kinds)]
     programs: dict[tuple[str, int, str], Price | None] = {}
 
     def seconds(task: Task) -> float:
@@ -175,11 +173,8 @@ def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Pri
     """What each task sends to other submeshes: task -> reader -> ((submesh, submesh), seconds).
     Sizes are those of the group that reads the activations."""
     submesh = {s.name: s.submesh for s in layout.segments}
-    crossing = {
-        (k.source, k.target)
-        for k in segment_links(layout)
-        if submesh[k.source] != submesh[k.target]
-    }
+    linked = [(k.source, k.target) for k in segment_links(layout)]
+    crossing = {(a, b) for a, b in linked if submesh[a] != submesh[b]}
     first_group: dict[Shape, int] = {}
     shapes = [first_group.setdefault(g.shape, i) for i, g in enumerate(schedule.groups)]
     send_seconds: dict[tuple[str, str, int, str], float] = {}

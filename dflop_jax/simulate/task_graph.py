@@ -132,9 +132,8 @@ def step_graph(
                 else:
                     sources = sources_of.get((i, link.edge.source), [])
                     inputs += [Task(link.source, k, FORWARD) for k in sources]
-            waits_for[Task(s.name, i, BACKWARD if fused else FORWARD)] = tuple(
-                dict.fromkeys(inputs)
-            )
+            task = Task(s.name, i, BACKWARD if fused else FORWARD)
+            waits_for[task] = tuple(dict.fromkeys(inputs))
     for i, g in enumerate(groups):
         feeds: dict[str, list[int]] = {}
         for f in g.feeds:

@@ -161,9 +161,8 @@ def choose_buckets(
     other_choice = start
     if other_sets:
         best_buckets = _best_start(other_sets, evaluator, len(batches), 1)
-        other_choice = _evaluate_choice(
-            _refine(best_buckets, sizes, evaluator, front, problem), evaluator
-        )
+        refined = _refine(best_buckets, sizes, evaluator, front, problem)
+        other_choice = _evaluate_choice(refined, evaluator)
     wins = is_less(other_choice.expected_s, start.expected_s)
     slower, faster = (start, other_choice) if wins else (other_choice, start)
     return replace(
@@ -226,9 +225,8 @@ def _best_start(
         starts_left.append(start)
     finalists: list[Buckets] = []
     while starts_left and len(finalists) < n_final:
-        finalists.append(
-            starts_left.pop(first_min([evaluator.mean_s(s, n_first) for s in starts_left]))
-        )
+        fastest = first_min([evaluator.mean_s(s, n_first) for s in starts_left])
+        finalists.append(starts_left.pop(fastest))
     n = len(evaluator.batches)
     return finalists[first_min([evaluator.mean_s(s, n) for s in finalists])]
 
@@ -245,15 +243,12 @@ def _refine(
     all_modules = tuple(sizes)
     packed = tuple(m for m in all_modules if not sizes[m].piece_tokens)
     subsets = [all_modules, *((m,) for m in all_modules if len(all_modules) > 1)]
-    moves = [
-        Move(i, subset, f) for f, i, subset in product(_SCALES, range(len(best_buckets)), subsets)
-    ]
+    every = range(len(best_buckets))
+    moves = [Move(i, subset, f) for f, i, subset in product(_SCALES, every, subsets)]
     if len(all_modules) > 1:
-        moves += [Move(i, (m,), 0.0) for i in range(len(best_buckets)) for m in all_modules[:-1]]
+        moves += [Move(i, (m,), 0.0) for i in every for m in all_modules[:-1]]
     if any(s.rows > 1 for b in best_buckets for m, s in b.shapes if m in packed):
-        moves += [
-            Move(i, packed, cut=c) for c, i in product(_ROW_FACTORS, range(len(best_buckets)))
-        ]
+        moves += [Move(i, packed, cut=c) for c, i in product(_ROW_FACTORS, every)]
     untried = len(moves)
     while untried > 0 and not evaluator.is_spent:
         move = moves.pop(0)
@@ -263,9 +258,8 @@ def _refine(
         if new_bucket is None or new_bucket in best_buckets:
             continue
         buckets = (*best_buckets[: move.bucket], new_bucket, *best_buckets[move.bucket + 1 :])
-        if front.any_can_hold(buckets, problem.capacity).all() and evaluator.is_faster(
-            buckets, best_buckets
-        ):
+        holds_all = front.any_can_hold(buckets, problem.capacity).all()
+        if holds_all and evaluator.is_faster(buckets, best_buckets):
             best_buckets, untried = buckets, len(moves)
     return best_buckets
 

@@ -96,12 +96,7 @@ class BucketEvaluator:
     budget of scheduled batches is spent."""
 
     def __init__(
-        self,
-        batches: Sequence[Sequence[Load]],
-        problem: BucketProblem,
-        *,
-        work: int,
-        budget: int,
+        self, batches: Sequence[Sequence[Load]], problem: BucketProblem, *, work: int, budget: int
     ):
         self.problem, self.work, self.remaining = problem, work, budget
         self.batches = [Batch(b, tuple(problem.ranks)) for b in batches]
@@ -116,9 +111,8 @@ class BucketEvaluator:
         problem = self.problem
         plan = problem.with_buckets(buckets)
         prices = problem.prices(plan.layout)
-        schedule = assign_groups(
-            self.batches[batch], plan, prices, problem.trained, self.work, 0
-        ).schedule
+        loads, trained = self.batches[batch], problem.trained
+        schedule = assign_groups(loads, plan, prices, trained, self.work, 0).schedule
         capacity_tokens = dict.fromkeys(problem.ranks, 0)
         for g in schedule.groups:
             tokens = g.shape.size * problem.ranks[g.module]

@@ -71,9 +71,8 @@ class ModuleSizes:
         if self.piece_tokens:
             n = math.ceil(tokens / self.piece_tokens - 1e-9)
             n = max(n, -(-self.sample_tokens // self.piece_tokens)) if holds_largest else n
-            return Shape(
-                max(1, min(n, int(min(self.limit, 1e15)) // self.piece_tokens)), self.piece_tokens
-            )
+            max_rows = int(min(self.limit, 1e15)) // self.piece_tokens
+            return Shape(max(1, min(n, max_rows)), self.piece_tokens)
         longest = round_up(self.longest, self.multiple)
         if holds_largest:
             tokens = max(tokens, self.sample_tokens)
@@ -131,16 +130,14 @@ def make_bucket(
     sizes: Sizes, tokens: Mapping[str, float], rows: int = 1, holds_largest: bool = False
 ) -> Bucket:
     """The bucket of about so many tokens of each module on a rank."""
-    return Bucket.of(
-        {m: s.shape(tokens.get(m, 0.0), rows, holds_largest) for m, s in sizes.items()}
-    )
+    shapes = {m: s.shape(tokens.get(m, 0.0), rows, holds_largest) for m, s in sizes.items()}
+    return Bucket.of(shapes)
 
 
 def max_cuts(sizes: Sizes, problem: BucketProblem) -> float:
     """Microbatches into which an average batch is cut where they still hold the largest sample."""
-    return min(
-        float(problem.max_microbatches), *(1.2 * s.volume / s.min_tokens for s in sizes.values())
-    )
+    cuts = (1.2 * s.volume / s.min_tokens for s in sizes.values())
+    return min(float(problem.max_microbatches), *cuts)
 
 
 def bucket_chains(sizes: Sizes, problem: BucketProblem) -> list[Buckets]:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflop_jax.aot.chips import CHIPS
-from dflop_jax.aot.hlo_kernels import hlo_kernels
+from dflop_jax.aot.hlo_cost import program_cost
+from dflop_jax.aot.hlo_text import parse_hlo
 from dflop_jax.contract import chip_of
 from dflop_jax.hardware import find_hardware
 from dflop_jax.profile.efficiency import Efficiency, program_s
@@ -252,7 +253,7 @@ class Case:
       flops, n_bytes: that it needs.
       again: (arguments, outputs) -> arguments of the next call, where some are donated.
       check: outputs -> more facts.
-      seen_pairs: see `dflop_jax.aot.hlo_cost.hlo_cost`.
+      seen_pairs: see `visible_pairs` of `dflop_jax.aot.hlo_products.product_flops`.
     """
 
     facts: Line
@@ -347,7 +348,7 @@ def predicted(
 ) -> Line:
     """Milliseconds under the roofline of plans and under the flat one, one kernel after another;
     and shares of the peak that FLOPs needed come to."""
-    kernels = hlo_kernels(program.as_text() or "", seen_pairs)
+    kernels = program_cost(parse_hlo(program.as_text() or ""), seen_pairs).kernels
     ms, flat_ms = (1e3 * program_s(kernels, 1, hardware, e) for e in (Efficiency(), FLAT))
     line: Line = {"predicted_ms": ms, "flat_ms": flat_ms}
     if flops:

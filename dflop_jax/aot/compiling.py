@@ -36,7 +36,7 @@ OnProgress = Callable[[int, int], None]
 _WORKER_MODULE = compile_probe.__module__
 _PACKAGE = Path(__file__).resolve().parents[1]
 # What programs are made of, beside the model: files of this package.
-_SOURCES = ("pipeline/*.py", "gpu_compile/*.py", "contract.py", "profile/shallow.py")
+_SOURCES = ("runtime/*.py", "aot/*.py", "contract.py", "profile/shallow.py")
 
 
 class CompilerDied(RuntimeError):

@@ -1,141 +1,272 @@
-"""What a compiled program computes and sends on one device, read from its optimized HLO.
+"""Cost of a compiled program on one device, read from its optimized HLO: the kernels that it
+launches, which the roofline prices (`dflop_jax.profile.efficiency`), their FLOPs, and the bytes of
+collectives.
 
-Matrix products count a multiply-add as two FLOPs, wherever they stand: as `dot`, inside fusions
-(Triton's among them), as calls of cuBLAS and of attention kernels, in called computations, and in
-loops as often as these run. Elementwise work counts nothing. What cannot be counted is named: loops
-of unknown length, which count once, and kernels that nothing is known of.
+A fusion reads of each operand what it uses (a slice of a stack, rows that it looks up) and writes
+its results; of an update in place it writes the changed part. Loops count as often as they run.
+Collectives count by themselves, though some run beside other kernels. Loops of unknown length
+count once, and they and unknown kernels are named.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
-from dflop_jax.aot.hlo_text import ALL_CALLS, Instruction, parse_hlo
-from dflop_jax.profile.kernels import ATTENTION_PRODUCTS
-from dflop_jax.records import pairs
+import numpy as np
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+from dflop_jax.aot.hlo_products import (
+    CUBLAS,
+    attention_pair_flops,
+    may_compute_products,
+    product_dims,
+    product_flops,
 )
-CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-_CUDNN = "__cudnn$fmha"
-# Products of the kernels of `models.delta_gpu`, of a chunk's keys with states or what is written.
-_STATES_PRODUCTS = {"delta_states_gradient": 2, "delta_states": 2}
-# Custom calls that compute no product.
-_NO_PRODUCT = re.compile(
-    r"Sharding|SPMD|TopK|topk|Topk|annotate|AllocateBuffer|PadToStatic|SliceToDynamic|cub\$|"
-    r"DeviceSort|RngBitGenerator|MoveTo|xla\.gpu\.collective|command_buffer|AssumeGatherIndices"
+from dflop_jax.aot.hlo_text import KERNEL_CALLS, Computation, HloModule, Instruction
+from dflop_jax.profile.kernels import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COPY,
+    ELEMENTWISE,
+    GATHER,
+    LOOKUP,
+    MATMUL,
+    REDUCE,
+    SEND,
+    Kernel,
 )
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16"}  # of products; all others are priced as float32
+# Kinds of kernels of collectives. Gathering kernels stand for their inverses, too.
+_COLLECTIVES = {
+    "all-reduce": REDUCE,
+    "all-gather": GATHER,
+    "reduce-scatter": GATHER,
+    "all-to-all": GATHER,
+    "ragged-all-to-all": GATHER,
+    "collective-permute": SEND,
+    "collective-broadcast": GATHER,
+}
 # Beginnings of collectives whose type holds what they read, too.
 _HOLD_OPERANDS = ("all-gather-start", "collective-permute-start", "reduce-scatter-start")
+# Instructions that launch nothing.
+_NO_KERNEL = frozenset({
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id",
+    "replica-id", "opt-barrier", "iota", "async-update", "add-dependency", "domain",
+})  # fmt: skip
+_WORKSPACE = ("s8", "u8")  # what libraries are lent
+_SLICE_OPS = ("dynamic-slice", "slice")
+# Operations that move an array and compute nothing of it.
+_COPY_OPS = frozenset({
+    "parameter", "constant", "bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice",
+    "pad", "dynamic-update-slice", "concatenate", "broadcast", "tuple", "convert",
+    "get-tuple-element",
+})  # fmt: skip
+_BACKWARD = re.compile(r"Backward|gradient")
 
 
 @dataclass(frozen=True)
-class HloCost:
-    """What one run takes on one device.
+class ProgramCost:
+    """What one run of a program takes on one device.
 
     Attributes:
-      flops: of all products.
-      float32_flops: of those with an operand of 32 bits or more.
+      kernels: equal ones as one, with the number of launches.
       collectives: bytes of the larger side of each collective on one device, in all, by kind.
       unknown_loops: loops whose length the text does not say.
-      unknown_kernels: custom calls that nothing is known of.
+      unknown_kernels: calls whose FLOPs are not known.
     """
 
-    flops: float
-    float32_flops: float
+    kernels: tuple[Kernel, ...]
     collectives: Mapping[str, float]
     unknown_loops: int
     unknown_kernels: frozenset[str]
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of all matrix products; a multiply-add counts two, elementwise work none."""
+        return sum(k.repeats * k.flops for k in self.kernels)
 
-def hlo_cost(text: str, visible_pairs: float = 1.0) -> HloCost:
-    """Cost of the program that `compiled.as_text()` shows.
+    @property
+    def float32_flops(self) -> float:
+        """FLOPs of products with a float32 operand."""
+        return sum(k.repeats * k.flops for k in self.kernels if k.dtype == "float32")
+
+
+def program_cost(
+    module: HloModule, visible_pairs: float = 1.0, *, content: bool = True
+) -> ProgramCost:
+    """Cost of a program.
 
     Args:
-      seen_pairs: share of a row's pairs of tokens that the attention kernels of `models` visit,
-        which the text does not say: about half where attention is causal.
-
-    Raises:
-      ValueError: the text is not that of an HLO module.
+      visible_pairs: as for `product_flops`.
+      content: whether attention kernels count what they compute; without, only what they move.
     """
-    total = float32 = 0.0
-    collectives: dict[str, float] = {}
+    kernels: Counter[Kernel] = Counter()
+    collectives: Counter[str] = Counter()
     unknown_loops, unknown_kernels = 0, set()
-    for i, n_runs in parse_hlo(text).walk(ALL_CALLS):
+    for i, n_runs in module.walk():
         opcode = i.opcode.removesuffix("-start")
         unknown_loops += i.trip_count is None
-        if opcode in COLLECTIVES:
-            collectives[opcode] = collectives.get(opcode, 0.0) + n_runs * transfer_bytes(i)
-        elif opcode in ("dot", "convolution", "custom-call"):
-            flops, target = product_flops(i, visible_pairs), i.custom_call_target
-            if flops is not None:
-                total += n_runs * flops
-                if any(a.dtype in ("f32", "f64") for a in i.reads[:2]):
-                    float32 += n_runs * flops
-            elif opcode == "convolution" or not _NO_PRODUCT.search(target):
-                unknown_kernels.add(target or opcode)
-    return HloCost(total, float32, collectives, unknown_loops, frozenset(unknown_kernels))
+        if opcode in _COLLECTIVES:
+            collectives[opcode] += n_runs * _transfer_bytes(i)  # type: ignore[assignment]
+        elif may_compute_products(i) and product_flops(i, visible_pairs) is None:
+            unknown_kernels.add(i.custom_call_target or opcode)
+        if i.opcode not in KERNEL_CALLS and (kernel := _kernel(module, i, visible_pairs)):
+            bare = kernel.kind in (ATTENTION, ATTENTION_BACKWARD) and not content
+            kernels[replace(kernel, flops=0.0) if bare else kernel] += n_runs
+    each = tuple(replace(k, repeats=n) for k, n in kernels.items())
+    return ProgramCost(each, collectives, unknown_loops, frozenset(unknown_kernels))
 
 
-def product_flops(i: Instruction, visible_pairs: float) -> float | None:
-    """FLOPs of a product or of a kernel that is known; None of others."""
-    target = i.custom_call_target
-    if i.opcode == "dot" or target in CUBLAS:
-        depth = prod(i.reads[0].shape[d] for d in product_dims(i, "contracting"))
-        return 2.0 * i.arrays[0].size * depth
-    if target.startswith(_CUDNN):
-        # Scores of all pairs, and of them the products. Of causal attention cuDNN computes the half
-        # that counts.
-        scores = re.search(
-            r'"intermediate_tensor_shape".*?"dimensions":\s*\[([^\]]*)\]', i.attributes
-        )
-        if scores is None:
+def _kernel(module: HloModule, i: Instruction, visible_pairs: float) -> Kernel | None:
+    """The kernel of an instruction, if it launches any."""
+    opcode = i.opcode.removesuffix("-start")
+    if opcode in _COLLECTIVES:
+        group, stride = _group(i)
+        if group == 1:
             return None
-        n_pairs = prod(int(n) for n in re.findall(r"\d+", scores.group(1)))
-        visible_share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', i.attributes) else 1.0
-        return 2.0 * _attention_products(i) * visible_share * n_pairs * i.reads[0].shape[-1]
-    if pair_flops := attention_pair_flops(i):
-        tokens = i.reads[0].shape[1]
-        return pair_flops * visible_pairs * pairs(tokens) / tokens
-    for name, n_products in _STATES_PRODUCTS.items():
-        if name in i.attributes:
-            return 2.0 * n_products * i.reads[0].size * i.arrays[0].shape[-2]
-    return None
+        return Kernel(_COLLECTIVES[opcode], 0.0, _transfer_bytes(i), group=group, stride=stride)
+    if i.opcode in _NO_KERNEL or i.opcode.endswith("-done"):
+        return None
+    if i.opcode == "fusion":
+        return _fusion_kernel(module, module.computations[i.called[0]])
+    if i.opcode == "dot" or i.custom_call_target in CUBLAS:
+        return _product_kernel(i)
+    n_bytes = sum(o.n_bytes for o in dict.fromkeys(i.operands))
+    n_bytes += sum(a.n_bytes for a in i.arrays if a.dtype not in _WORKSPACE)
+    if i.opcode == "custom-call":
+        flops = product_flops(i, visible_pairs)
+        if flops is None:
+            return Kernel(ELEMENTWISE, 0.0, n_bytes)
+        is_backward = _BACKWARD.search(i.custom_call_target) or _BACKWARD.search(i.attributes)
+        dtype = _DTYPES.get(i.reads[0].dtype, "float32")
+        pair_flops = attention_pair_flops(i)
+        kind = ATTENTION_BACKWARD if is_backward else ATTENTION
+        return Kernel(kind, flops, n_bytes, dtype=dtype, pair_flops=pair_flops)
+    if i.opcode in _SLICE_OPS:
+        return Kernel(COPY, 0.0, 2 * i.arrays[0].n_bytes)
+    if i.opcode == "dynamic-update-slice":
+        return Kernel(COPY, 0.0, 2 * i.operands[1].arrays[0].n_bytes)
+    if i.opcode in ("gather", "scatter"):
+        looked_up = i.arrays[0] if i.opcode == "gather" else i.reads[-1]
+        return Kernel(LOOKUP, 0.0, 2 * looked_up.n_bytes)
+    return Kernel(COPY if opcode in _COPY_OPS else ELEMENTWISE, 0.0, n_bytes)
 
 
-def attention_pair_flops(i: Instruction) -> float:
-    """FLOPs of an attention kernel for one pair of each of its tokens; 0 of other instructions."""
-    products = _attention_products(i)
-    return 2.0 * products * i.reads[0].size if products else 0.0
-
-
-def _attention_products(i: Instruction) -> int:
-    if i.custom_call_target.startswith(_CUDNN):
-        is_backward = "Backward" in i.custom_call_target
-        return ATTENTION_PRODUCTS[f"dot_product_attention_{'bwd' if is_backward else 'fwd'}"]
-    return next((n for name, n in ATTENTION_PRODUCTS.items() if name in i.attributes), 0)
-
-
-def product_dims(i: Instruction, kind: str) -> list[int]:
-    """Dims of the left side of a product: "contracting" or "batch"."""
-    text = i.attributes
-    numbers = re.search(rf'"lhs_{kind}_dimensions":\s*\[([^\]]*)\]', text) or re.search(
-        rf"lhs_{kind}_dims=\{{([^}}]*)\}}", text
+def _product_kernel(i: Instruction) -> Kernel:
+    """A matrix product; one of two activations, with a batch dim, counts as attention."""
+    lhs, rhs = i.reads[:2]
+    output = i.arrays[0]
+    batch = prod(lhs.shape[d] for d in product_dims(i, "batch"))
+    depth = prod(lhs.shape[d] for d in product_dims(i, "contracting"))
+    rows = lhs.size / max(batch * depth, 1)
+    cols = output.size / max(batch * rows, 1)
+    dtypes = {_DTYPES.get(a.dtype, "float32") for a in (lhs, rhs)}
+    return Kernel(
+        ATTENTION if batch > 1 else MATMUL,
+        2.0 * output.size * depth,
+        lhs.n_bytes + rhs.n_bytes + output.n_bytes,
+        rows,
+        cols,
+        depth,
+        dtypes.pop() if len(dtypes) == 1 else "float32",
     )
-    return [int(n) for n in re.findall(r"\d+", numbers.group(1))] if numbers else []
 
 
-def transfer_bytes(i: Instruction) -> float:
+def _fusion_kernel(module: HloModule, body: Computation) -> Kernel:
+    """A fused kernel: a copy, elementwise work, a lookup, or a product with what hangs on it."""
+    n_bytes = _fused_bytes(body)
+    products = [_product_kernel(dot) for dot in _fused_dots(module, body)]
+    if products:
+        return replace(products[0], flops=sum(p.flops for p in products), n_bytes=n_bytes)
+    has_lookup = any(inner.opcode in ("gather", "scatter") for inner in body.values())
+    # Scalars, such as places in a stack, are computed beside.
+    only_moves = {inner.opcode for inner in body.values() if inner.arrays[0].size > 1} <= _COPY_OPS
+    return Kernel(LOOKUP if has_lookup else COPY if only_moves else ELEMENTWISE, 0.0, n_bytes)
+
+
+def _fused_dots(module: HloModule, body: Computation) -> list[Instruction]:
+    """Products of a fusion and of fusions inside it."""
+    dots = [i for i in body.values() if i.opcode == "dot"]
+    fusions = (i for i in body.values() if i.opcode == "fusion")
+    return dots + [
+        d for i in fusions for d in _fused_dots(module, module.computations[i.called[0]])
+    ]
+
+
+def _fused_bytes(body: Computation) -> float:
+    """Bytes that a fusion reads and writes."""
+    users: dict[Instruction, list[Instruction]] = {}
+    for inner in body.values():
+        for operand in inner.operands:
+            users.setdefault(operand, []).append(inner)
+    *_, root = body.values()
+    read = sum(_used_bytes(i, users) for i in body.values() if i.opcode == "parameter")
+    return read + sum(map(_result_bytes, root.operands if root.opcode == "tuple" else [root]))
+
+
+def _used_bytes(source: Instruction, users: dict[Instruction, list[Instruction]]) -> float:
+    """Bytes that are read of a fusion's operand."""
+    used = 0.0
+    for user in users.get(source, ()):
+        if user.opcode == "bitcast":
+            used += _used_bytes(user, users)
+        elif user.opcode in (*_SLICE_OPS, "gather") and user.operands[0] is source:
+            used += user.arrays[0].n_bytes
+        elif user.opcode not in ("dynamic-update-slice", "scatter") or (
+            user.operands[0] is not source
+        ):
+            return source.n_bytes
+    return min(source.n_bytes, used)
+
+
+def _result_bytes(output: Instruction) -> float:
+    """Bytes that a fusion writes of a result; where it updates an array in place, those of the
+    update."""
+    source = output
+    while source.opcode == "bitcast" and source.operands:
+        source = source.operands[0]
+    if source.opcode == "dynamic-update-slice":
+        return source.operands[1].arrays[0].n_bytes
+    if source.opcode == "scatter":
+        return 2 * source.operands[-1].arrays[0].n_bytes
+    return output.n_bytes
+
+
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+
+
+def _group(i: Instruction) -> tuple[int, int]:
+    """(devices that a collective joins, their distance in the numbering)."""
+    if i.opcode.startswith("collective-permute"):
+        return 2, 1
+    text = i.attributes
+    if match := _MESH.search(text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match.group(1))}
+        axes = re.findall(r"'(\w+)'", match.group(2))
+        last = list(sizes).index(axes[-1])
+        return prod(sizes[name] for name in axes), prod(list(sizes.values())[last + 1 :])
+    if match := _IOTA.search(text):
+        shape, tiles, order = (_numbers(match.group(n) or "") for n in (1, 2, 3))
+        ids = np.arange(prod(tiles)).reshape(tiles)
+        first = (ids.transpose(order) if order else ids).reshape(shape)[0].tolist()
+    elif match := _LIST.search(text):
+        first = _numbers(match.group(1))
+    else:
+        return 1, 1
+    return len(first), max(1, first[1] - first[0]) if len(first) > 1 else 1
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def _transfer_bytes(i: Instruction) -> float:
     """Bytes of the larger side of a collective on one device."""
     read_bytes = sum(o.n_bytes for o in i.operands)
     written = i.n_bytes - (read_bytes if i.opcode in _HOLD_OPERANDS else 0.0)

@@ -4,7 +4,7 @@ run, and finds arrays in it that grow with the square of a row's tokens."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -21,7 +21,7 @@ _CALLED = re.compile(
 _NAME = re.compile(r"%([\w.\-]+)")
 # Attributes that name the computations that an instruction runs as a whole; those that it applies
 # to single elements (of a reduction, a sort) hold no product, and a loop's condition none either.
-# The computations of RUNS_OTHERS have arrays of their own in memory and launch kernels; what a
+# The computations of KERNEL_CALLS have arrays of their own in memory and launch kernels; what a
 # fusion computes inside has none.
 KERNEL_CALLS = {
     "while": ("body",),
@@ -29,7 +29,7 @@ KERNEL_CALLS = {
     "conditional": ("branch_computations", "true_computation", "false_computation"),
     "async-start": ("calls",),
 }
-ALL_CALLS = {**KERNEL_CALLS, "fusion": ("calls",), "custom-call": ("called_computations",)}
+_ALL_CALLS = {**KERNEL_CALLS, "fusion": ("calls",)}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Instruction:
     def called(self) -> list[str]:
         """Names of the computations that it runs as a whole."""
         named = dict(_CALLED.findall(self.attributes.split(", metadata={", 1)[0]))
-        texts = (named.get(role, "") for role in ALL_CALLS.get(self.opcode, ()))
+        texts = (named.get(role, "") for role in _ALL_CALLS.get(self.opcode, ()))
         return [name for text in texts for name in re.findall(r"[\w.\-]+", text)]
 
     @property
@@ -114,20 +114,18 @@ class HloModule:
     computations: Mapping[str, Computation]
     entry: str
 
-    def walk(
-        self, opcodes: Collection[str] = KERNEL_CALLS, name: str = "", n_runs: int = 1
-    ) -> Iterator[tuple[Instruction, int]]:
-        """Every instruction that runs and how often, in order, with those of the computations that
-        instructions of the opcodes `into` run. Loops of unknown length run once, and of a choice
-        the longest branch."""
+    def walk(self, name: str = "", n_runs: int = 1) -> Iterator[tuple[Instruction, int]]:
+        """Every instruction that runs and how often, in order, with those of called computations
+        (`KERNEL_CALLS`). Loops of unknown length run once, and of a conditional the longest
+        branch."""
         for i in self.computations.get(name or self.entry, {}).values():
             yield i, n_runs
-            if i.opcode in opcodes:
+            if i.opcode in KERNEL_CALLS:
                 called = i.called
                 if i.opcode == "conditional":
                     called = sorted(called, key=lambda c: -len(self.computations[c]))[:1]
                 for computation in called:
-                    yield from self.walk(opcodes, computation, n_runs * (i.trip_count or 1))
+                    yield from self.walk(computation, n_runs * (i.trip_count or 1))
 
 
 def parse_hlo(text: str) -> HloModule:
@@ -194,15 +192,11 @@ def _parse_arrays(text: str) -> tuple[ArrayType, ...]:
     return tuple(arrays)
 
 
-def pair_arrays(text: str, tokens: int) -> tuple[str, ...]:
-    """The arrays of `compiled.as_text()`, such as "f32[8,8192,8192]", that hold something of every
-    pair of a row's tokens: two of their dims are multiples of these. An attention without a kernel
-    makes such arrays of its scores.
-
-    Raises:
-      ValueError: the text is not that of an HLO module.
-    """
-    arrays = dict.fromkeys(a for i, _ in parse_hlo(text).walk() for a in i.arrays)
+def pair_arrays(module: HloModule, tokens: int) -> tuple[str, ...]:
+    """The arrays, such as "f32[8,8192,8192]", that have a value for every pair of a row's tokens:
+    two of their dims are multiples of `tokens`. Attention without a kernel makes such arrays of
+    its scores."""
+    arrays = dict.fromkeys(a for i, _ in module.walk() for a in i.arrays)
     pair_sized = [a for a in arrays if sum(n and n % tokens == 0 for n in a.shape) > 1]
     pair_sized.sort(key=lambda a: (-a.size, a.dtype))
     return tuple(f"{a.dtype}[{','.join(map(str, a.shape))}]" for a in pair_sized)

@@ -17,9 +17,8 @@ import jax
 import msgspec
 
 from dflop_jax.aot.chips import absent_devices
-from dflop_jax.aot.hlo_cost import hlo_cost
-from dflop_jax.aot.hlo_kernels import hlo_kernels
-from dflop_jax.aot.hlo_text import pair_arrays
+from dflop_jax.aot.hlo_cost import program_cost
+from dflop_jax.aot.hlo_text import pair_arrays, parse_hlo
 from dflop_jax.aot.reports import ProgramReport, SegmentMemory
 from dflop_jax.child_processes import begin
 from dflop_jax.config import Config
@@ -70,7 +69,7 @@ class Probe:
 @dataclass(frozen=True)
 class CompiledProgram:
     """A compiled program on one device: kernels without the content of attention (see
-    `hlo_kernels`), and the bytes that it takes beside its arguments while it runs."""
+    `hlo_cost.program_cost`), and the bytes that it takes beside its arguments while it runs."""
 
     kernels: tuple[Kernel, ...]
     work_bytes: float
@@ -200,7 +199,8 @@ def compile_program(
     lower: Callable[[], jax.stages.Lowered],
     reports_by_text: dict[bytes, dict[str, Any]],
 ) -> ProgramReport:
-    """Compile a program and read what it takes; `known` gets the figures by the program's text."""
+    """Compile a program and read what it takes; its figures are added to
+    `reports_by_text` by the digest of its text, and taken from there for an equal program."""
     try:
         lowered = lower()
         digest = hashlib.sha256(lowered.as_text().encode()).digest()
@@ -211,23 +211,23 @@ def compile_program(
         compile_s = time.perf_counter() - start_s
     except Exception as e:  # of whatever kind: that it does not compile is the answer
         return replace(header, error=error_line(e))
-    optimized, task_figures = executable.as_text() or "", dict[str, Any]()
+    module, task_figures = parse_hlo(executable.as_text() or ""), dict[str, Any]()
     needed_flops, visible_share = 0.0, 1.0
     if header.kind in (FORWARD, BACKWARD, EVALUATE):
         lowering, shape = lowering_of(programs, key), next(k for k in key if isinstance(k, Shape))
         if header.kind == FORWARD:
             learn(programs, key, executable)
-            task_figures["handed_bytes"] = device_bytes(lowering.residual_structs(shape))
+            task_figures["handed_bytes"] = lowering.residual_bytes(shape)
         runs_forward = FORWARD not in kinds(programs, header.segment)
         needed_flops = segment_flops(
             lowering.segment, shape, header.kind, with_forward=runs_forward
         )
         task_figures |= {
             "needed_flops": needed_flops,
-            "pair_arrays": pair_arrays(optimized, shape.tokens),
+            "pair_arrays": pair_arrays(module, shape.tokens),
         }
         visible_share = visible_pair_share(lowering.segment.module, shape.tokens)
-    cost, stats = hlo_cost(optimized, visible_share), executable.memory_analysis()
+    cost, stats = program_cost(module, visible_share), executable.memory_analysis()
     assert stats is not None, "XLA tells what its programs take"
     loops = [f"{cost.unknown_loops} loops of unknown length"] * bool(cost.unknown_loops)
     figures = {
@@ -294,7 +294,7 @@ def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device
         return ProbeResult(
             _read_program(backward, content=content),
             forward,
-            device_bytes(lowering.residual_structs(probe.shape)),
+            lowering.residual_bytes(probe.shape),
             hidden_bytes(segment.module, probe.shape),
         )
     except Exception as e:  # of whatever kind: that it does not compile is the answer
@@ -304,9 +304,10 @@ def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device
 def _read_program(executable: jax.stages.Compiled, *, content: bool) -> CompiledProgram:
     stats = executable.memory_analysis()
     assert stats is not None, "XLA tells what its programs take"
+    cost = program_cost(parse_hlo(executable.as_text() or ""), content=content)
     own_bytes = stats.output_size_in_bytes - stats.alias_size_in_bytes
     work_bytes = float(stats.temp_size_in_bytes + own_bytes)
-    return CompiledProgram(hlo_kernels(executable.as_text() or "", content=content), work_bytes)
+    return CompiledProgram(cost.kernels, work_bytes)
 
 
 def error_line(error: BaseException) -> str:

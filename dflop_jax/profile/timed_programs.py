@@ -17,7 +17,7 @@ from dflop_jax.records import BACKWARD, FORWARD, Shape
 from dflop_jax.runtime.communicator import place, zeros
 from dflop_jax.runtime.compiling import threads_for
 from dflop_jax.runtime.lowering import Lowering
-from dflop_jax.runtime.segment import EVALUATE, Segment, device_bytes
+from dflop_jax.runtime.segment import EVALUATE, Segment
 from dflop_jax.runtime.synthetic_batch import packed_field, random_values
 
 Run = Callable[[], Any]
@@ -96,7 +96,7 @@ def compile_timed_programs(
         params, x, batch_runs = prepare_backward(lowering, backward, shape, below, piece_counts)
         runs = tuple((partial(forward, params, x, batch), run) for batch, run in batch_runs)
         temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
-        residual_bytes, segment = device_bytes(lowering.residual_structs(shape)), lowering.segment
+        residual_bytes, segment = lowering.residual_bytes(shape), lowering.segment
         hidden = hidden_bytes(segment.module, shape)
         timed.append(TimedPrograms(runs, float(temp), residual_bytes, hidden, segment.hands_over))
     return timed

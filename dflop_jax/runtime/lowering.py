@@ -13,7 +13,14 @@ from dflop_jax.contract import chip_of
 from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
 from dflop_jax.runtime import spmd_loop
 from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
-from dflop_jax.runtime.segment import Kind, Segment, field_structs, x_structs, y_structs
+from dflop_jax.runtime.segment import (
+    Kind,
+    Segment,
+    device_bytes,
+    field_structs,
+    x_structs,
+    y_structs,
+)
 from dflop_jax.runtime.zero_sharding import axes_of
 
 Tree = Any
@@ -67,6 +74,10 @@ class Lowering:
             if self.segment.tensor_ranks > 1:
                 self.learn_residuals(shape, lowered.compile())
         return self._residuals[shape]
+
+    def residual_bytes(self, shape: Shape) -> float:
+        """Bytes on a device of what forward hands over to backward."""
+        return device_bytes(self.residual_structs(shape))
 
     def learn_residuals(self, shape: Shape, forward: jax.stages.Compiled) -> None:
         """Take shardings from the compiled forward, which was lowered here."""

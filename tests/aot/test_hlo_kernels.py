@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflop_jax.aot.hlo_kernels import hlo_kernels
 from dflop_jax.profile.kernels import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -22,7 +21,7 @@ from dflop_jax.profile.kernels import (
     Kernel,
 )
 
-from .test_hlo_cost import LOOPS, array, compiled
+from .test_hlo_cost import LOOPS, array, compiled, cost_of
 
 TEXT = """
 HloModule text, is_scheduled=true
@@ -99,15 +98,15 @@ def test_each_kernel_by_hand():
         Kernel(GATHER, 0.0, 1600.0, group=4, stride=1),
         Kernel(SEND, 0.0, 400.0, group=2),
     ]
-    assert list(hlo_kernels(TEXT, 0.5)) == want
-    bare = hlo_kernels(TEXT, 0.5, content=False)
+    assert list(cost_of(TEXT, 0.5).kernels) == want
+    bare = cost_of(TEXT, 0.5, content=False).kernels
     assert [k for k in bare if k.kind in (ATTENTION, ATTENTION_BACKWARD)] == [
         replace(k, flops=0.0) for k in want[4:6]
     ]
 
 
 def test_what_runs_in_loops_counts_as_often():
-    fused, product = hlo_kernels(LOOPS)
+    fused, product = cost_of(LOOPS).kernels
     assert product == Kernel(
         MATMUL, 2.0 * 8 * 16 * 16, 2 * (3 * 128 + 128), 8, 16, 16, "bfloat16", repeats=35
     )
@@ -120,7 +119,7 @@ def test_a_compiled_program_has_the_flops_of_its_products():
     def program(x, ws):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
 
-    found = hlo_kernels(compiled(program, array(32, 128), array(5, 128, 128)))
+    found = cost_of(compiled(program, array(32, 128), array(5, 128, 128))).kernels
     products = [k for k in found if k.kind == MATMUL]
     assert sum(k.flops * k.repeats for k in products) == 5 * 2 * 32 * 128 * 128
     assert all((k.rows, k.cols, k.depth) == (32, 128, 128) for k in products)
@@ -131,4 +130,4 @@ def test_a_compiled_program_has_the_flops_of_its_products():
 
 def test_a_text_that_is_none_is_refused():
     with pytest.raises(ValueError, match="ENTRY"):
-        hlo_kernels("nothing")
+        cost_of("nothing")

@@ -35,7 +35,7 @@ from json_rows import Rows, add_json, as_rows
 from rich.console import Console
 from rich.table import Table
 
-from dflop_jax.records import Bucket, Load, PiecePlaces, Shape, crossing, traffic
+from dflop_jax.records import Bucket, Load, PackedPieces, Shape, crossing, traffic
 from dflop_jax.schedule import WORK_PER_S, Capacity
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch
@@ -95,7 +95,7 @@ class Dispatched:
         self.batch = Batch(loads, (MODULE, READER))
         self.least = _up(busiest_rank_bound(lengths, n_ranks))
 
-    def within(self, tokens: int, work: float) -> PiecePlaces | None:
+    def within(self, tokens: int, work: float) -> PackedPieces | None:
         """Places in a row of so many tokens on each rank; None where no way was found."""
         bucket = Bucket.of({MODULE: Shape(1, tokens)})
         capacity = Capacity({MODULE: self.n_ranks})
@@ -104,7 +104,7 @@ class Dispatched:
             self.batch, bucket, [microbatch], MODULE, capacity, Budget(max(work, 1.0))
         )
 
-    def in_least_rows(self, work: float) -> tuple[PiecePlaces, int]:
+    def in_least_rows(self, work: float) -> tuple[PackedPieces, int]:
         """(places, tokens) of the least rows in which they were found, by bisection."""
         low, high = self.least - MULTIPLE, self.least
         answer = self.within(high, work)
@@ -118,7 +118,7 @@ class Dispatched:
             low, high, answer = (low, middle, other) if other else (middle, high, answer)
         return answer, high
 
-    def evened(self, work: float) -> tuple[PiecePlaces, int]:
+    def evened(self, work: float) -> tuple[PackedPieces, int]:
         """(places, content of the busiest rank) in rows of a fixed size."""
         tokens = _up(ROOM * self.least)
         answer = self.within(tokens, work)
@@ -146,7 +146,7 @@ def measured(cost: str, n_ranks: int, n: int, seed: int) -> list[Row]:
         places, most = find(seconds * WORK_PER_S)
         took_s = time.perf_counter() - start_s
         ranks = np.empty(n, np.int64)
-        ranks[places.piece] = places.rank
+        ranks[places.piece_id] = places.rank
         of_paper = _up(paper) if cost == "rows" else paper
         rows.append(
             Row(

@@ -31,14 +31,14 @@ from dflop_jax.records import (
     Shape,
     SubmeshPlan,
 )
-from dflop_jax.runtime.compiling import jobs
+from dflop_jax.runtime.compiling import compile_jobs
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.initial_state import zero_gradients
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.programs import make_programs
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.runtime.synthetic_batch import packed_field, stand_in_groups
+from dflop_jax.runtime.synthetic_batch import packed_field, synthetic_groups
 from models.decoder import DecoderModule
 from models.llava import build
 from models.sizes import DecoderSize, VisionSize
@@ -97,11 +97,11 @@ def segment_cases(
         residuals = cache(partial(_residuals, segment, forward, start))
         kinds = (BACKWARD,) if segment.has_loss else (FORWARD, BACKWARD)
         for kind in kinds:
-            alone = kind == BACKWARD and not segment.hands_over
+            alone = kind == BACKWARD and not segment.saves_residuals
             yield Case(
                 {"name": f"segment {kind}", "of": what, "layers": segment.plan.n_layers,
                  "rows": shape.rows, "tokens": shape.tokens, "remat": remat,
-                 "unrolled": segment.unrolls},
+                 "unrolled": segment.unrolls_layers},
                 forward if kind == FORWARD else partial(Lowering(segment).lower, shape, kind),
                 start if kind == FORWARD else partial(_arguments, segment, shape, start, residuals),
                 flops=segment_flops(segment, shape, kind, with_forward=alone),
@@ -121,7 +121,7 @@ def _residuals(
     forward: Callable[[], jax.stages.Lowered],
     start: Callable[[], tuple[Any, ...]],
 ) -> Tree:
-    return forward().compile()(*start())["residuals"] if segment.hands_over else {}
+    return forward().compile()(*start())["residuals"] if segment.saves_residuals else {}
 
 
 def _arguments(
@@ -173,7 +173,7 @@ def step_programs(bench: Bench, size: str, tiles: int, tokens: int) -> Iterator[
     model = build(size, "bfloat16")
     layout, tx = step_plan(model, tiles, tokens).layout, optax.adamw(1e-5)
     programs = make_programs(model, layout, [bench.device], tx, clip_norm=1.0)
-    for key, lower in jobs(programs).items():
+    for key, lower in compile_jobs(programs).items():
         start = time.perf_counter()
         program = lower().compile()
         line: Line = {"name": f"program {key[0]} {_kind(key)}"}
@@ -202,7 +202,7 @@ def whole_steps(
         ex.init(0)
         n = ex.compile()
         yield {"name": "step compile", "programs": n, "compile_s": time.perf_counter() - start}
-        for key, seconds in ex.calibrate(3, ends=True).took.items():
+        for key, seconds in ex.calibrate(3, ends=True).device_s.items():
             ms = [1e3 * s for s in seconds]
             what = f"task {key.segment} {key.direction}"
             yield {"name": what, "ms": median(ms), "ms_p10": min(ms), "ms_p90": max(ms)}
@@ -222,14 +222,14 @@ class _Step:
 
     def __init__(self, ex: Executor, groups: int):
         self._ex, self._groups = ex, groups
-        pair, arrays = stand_in_groups(ex.programs, 0)
+        pair, arrays = synthetic_groups(ex.programs, 0)
         copies = [
             replace(g, feeds=tuple(t + len(pair) * i for t in g.feeds))
             for i in range(groups)
             for g in pair
         ]
         places = [
-            replace(a, places={p + len(pair) * i: v for p, v in a.places.items()})
+            replace(a, source_indices={p + len(pair) * i: v for p, v in a.source_indices.items()})
             for i in range(groups)
             for a in arrays
         ]

@@ -26,12 +26,12 @@ from dflop_jax.records import (
     Bucket,
     Group,
     Layout,
-    PiecePlaces,
+    PackedPieces,
     Plan,
     Schedule,
     Shape,
 )
-from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.module_parts import init_part
 from dflop_jax.runtime.parameter_layout import initial_structs
@@ -67,7 +67,7 @@ class Packing:
             feeds = tuple(here.index(t) for t in targets if t in here)
             n = np.arange(len(self.rows[m]))
             zero = np.zeros_like(n)
-            pieces = PiecePlaces.of(n, zero, zero, np.array(self.rows[m]))
+            pieces = PackedPieces.from_columns(n, zero, zero, np.array(self.rows[m]))
             groups.append(Group(m, shapes[m], feeds, pieces=pieces))
         return tuple(groups)
 
@@ -277,7 +277,7 @@ class PackedRun:
     def _gradients(self) -> dict[tuple[str, ...], np.ndarray]:
         parts: dict[tuple[str, ...], list[np.ndarray]] = defaultdict(list)
         for s in self.layout.segments:
-            own = self._ex.programs.segments[s.name].own_parts
+            own = self._ex.programs.segments[s.name].owned_parts
             for part in own:
                 tree = self._given[s.name, REDUCE][part]
                 for path, leaf in leaves_of(tree):
@@ -292,10 +292,10 @@ def leaves_of(tree: Tree) -> list[tuple[tuple[str, ...], Any]]:
 
 def _held(segment: Segment, params: Tree) -> Tree:
     """A segment's own parameters on its devices."""
-    mine = {p: params[p] for p in segment.own_parts}
-    for part, rows in segment.held_rows.items():
+    mine = {p: params[p] for p in segment.owned_parts}
+    for part, rows in segment.layer_rows.items():
         mine[part] = jax.tree.map(lambda a, rows=rows: a[list(rows)], mine[part])
-    return jax.tree.map(lambda a, s: place(a, s.sharding), mine, initial_structs(segment))
+    return jax.tree.map(lambda a, s: shard_array(a, s.sharding), mine, initial_structs(segment))
 
 
 def pack_all(
@@ -327,7 +327,7 @@ def tokens_of(
     for g, group in enumerate(schedule.groups):
         lengths = [s.load.lengths(group.module) for s in packing.samples]
         flat = np.array([n for pieces in lengths for n in pieces])
-        starts = group.pieces.before(flat)
+        starts = group.pieces.row_offsets(flat)
         first = sum(map(len, lengths[:target]))
         mine = range(first, first + len(lengths[target]))
         if not mine:

@@ -29,7 +29,7 @@ from dflop_jax.records import (
     Group,
     Layout,
     Load,
-    PiecePlaces,
+    PackedPieces,
     Plan,
     Price,
     Prices,
@@ -171,7 +171,7 @@ def groups_of(case: Case, rows: Rows_D) -> list[Group]:
         places = [
             (i, 0, d, r) for d, rank in enumerate(part) for r, row in enumerate(rank) for i in row
         ]
-        pieces = PiecePlaces(np.array(places, np.int64).reshape(-1, 4).T)
+        pieces = PackedPieces(np.array(places, np.int64).reshape(-1, 4).T)
         content = max(sum(pairs(tokens[i]) for row in rank for i in row) for rank in part)
         groups.append(Group("llm", shape, (), (content,), pieces))
     return groups

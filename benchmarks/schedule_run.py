@@ -89,13 +89,13 @@ def measured(case: Case, data: str, seed: int, method: str) -> Row:
     schedule = METHODS[method](case)
     cpu_s = time.process_time() - begun_s
     tokens, ranks, shapes = case.tokens, case.ranks, case.plan.layout.shapes("llm")
-    held = sorted(p for g in schedule.groups for p in g.pieces.piece.tolist())
+    held = sorted(p for g in schedule.groups for p in g.pieces.piece_id.tolist())
     assert held == list(range(len(tokens))), f"{method} loses or repeats samples"
     static_s = sum(seconds_of(g.shape) for g in schedule.groups)
     content_D = np.zeros(ranks)
     for g in schedule.groups:
-        length_P = np.array(tokens)[g.pieces.piece]
-        assert (g.pieces.before(length_P) + length_P <= g.shape.tokens).all()
+        length_P = np.array(tokens)[g.pieces.piece_id]
+        assert (g.pieces.row_offsets(length_P) + length_P <= g.shape.tokens).all()
         np.add.at(content_D, g.pieces.rank, pairs(length_P))
     static_bound_s = sum(tokens) * min(seconds_of(s) / (s.size * ranks) for s in shapes)
     content = pairs(np.array(tokens, float))

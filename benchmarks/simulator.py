@@ -204,7 +204,7 @@ def measure_plan(
     """Rows of a plan's schedules, on process 0."""
     from dflop_jax.profile.cost_model import CostModel
     from dflop_jax.profile.prices import layout_prices
-    from dflop_jax.runtime.calibration import merged
+    from dflop_jax.runtime.calibration import merge_calibrations
     from dflop_jax.schedule.batch_scheduler import schedule_batch
     from dflop_jax.train.timing import make_executor
 
@@ -221,7 +221,7 @@ def measure_plan(
     ex.compile(sync=lambda: peers.barrier("compiled"))
     ex.init(run.train.seed)
     parts, disturbance = calibrated(ex, peers)
-    own = merged(
+    own = merge_calibrations(
         plan.layout,
         parts,
         one_at_a_time=ex.one_at_a_time,

@@ -52,7 +52,7 @@ def calibrated(ex: Any, peers: Any) -> tuple[Any, float]:
     counted = rounds[:CALIBRATIONS]
     mine = Calibration()
     for *_, one in counted:
-        for into, runs in ((mine.took, one.took), (mine.arrived, one.arrived)):
+        for into, runs in ((mine.device_s, one.device_s), (mine.arrival_s, one.arrival_s)):
             for program, seconds in runs.items():
                 into.setdefault(program, []).extend(seconds)
     parts = [Calibration.decode(v) for v in peers.gather("calibrated", mine.encode(), bytes)]
@@ -90,7 +90,7 @@ def finish(handle: Any, peers: Any) -> tuple[float, Any]:
     """Wait for a step on every process; (its seconds, its trace), known on process 0 only."""
     from dflop_jax.runtime.step_result import LocalResult
 
-    every = peers.gather("step", handle.local(peers.clock_offset_s), LocalResult)
+    every = peers.gather("step", handle.local_result(peers.clock_offset_s), LocalResult)
     seconds, trace = 0.0, None
     if peers.is_primary:
         result = handle.result(every)

@@ -180,7 +180,7 @@ class Timings:
 def least_seconds(timed: Timed) -> Seconds:
     """Of every program the least that it took, on the process where that is most."""
     least: dict[ProgramId, float] = {}
-    for program, runs in (row for part in timed.parts for row in part.took.items()):
+    for program, runs in (row for part in timed.parts for row in part.device_s.items()):
         if isinstance(program, ProgramId):
             least[program] = max(min(runs), least.get(program, 0.0))
     return least

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dflop_jax.records import Group, PiecePlaces
+from dflop_jax.records import Group, PackedPieces
 
 
 def group_of_rows(module, shape, rows, feeds=(), content=()) -> Group:
@@ -16,7 +16,7 @@ def group_of_rows(module, shape, rows, feeds=(), content=()) -> Group:
         for r, row in enumerate(rank)
         for piece in row
     ]
-    places = PiecePlaces(np.array(entries, np.int64).reshape(-1, 4).T)
+    places = PackedPieces(np.array(entries, np.int64).reshape(-1, 4).T)
     return Group(module, shape, feeds, content, places, len(rows))
 
 

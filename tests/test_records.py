@@ -25,8 +25,8 @@ from dflop_jax.records import (
     Load,
     MeshShape,
     ModelProfile,
+    PackedPieces,
     ParamDims,
-    PiecePlaces,
     Plan,
     Predicted,
     Price,
@@ -291,9 +291,9 @@ def test_segments_of_a_module_join_end_to_end(parts):
         lambda: Prices({}, concurrency=0.0),
         lambda: Group("llm", SHAPE, microbatches=0),  # without microbatches
         lambda: group_of_rows("llm", Shape(1, 8), ((((0,), (1,)),),)),  # two rows in a shape of one
-        lambda: changed(TILES, microbatches=1, pieces=PiecePlaces(TILES.pieces.columns + 1)),
-        lambda: changed(TILES, pieces=PiecePlaces(TILES.pieces.columns - 1)),
-        lambda: PiecePlaces(np.zeros((3, 2), np.int64)),
+        lambda: changed(TILES, microbatches=1, pieces=PackedPieces(TILES.pieces.columns + 1)),
+        lambda: changed(TILES, pieces=PackedPieces(TILES.pieces.columns - 1)),
+        lambda: PackedPieces(np.zeros((3, 2), np.int64)),
         lambda: Schedule(0, (group_of_rows("llm", SHAPE, ((((1,), (1,)),),)),)),  # a piece twice
         lambda: Schedule(0, (ROWS, ROWS)),
         lambda: Schedule(0, (TILES,)),  # feeds a group that is not there
@@ -341,7 +341,7 @@ def test_what_shapes_schedules_and_traces_derive():
     assert first_pieces(loads, "llm") == (0, 1, 1, 2)
     assert piece_tokens(loads, "vision") == (16, 9)
     assert (numbered([], "llm"), first_pieces([], "llm")) == ((), (0,))
-    assert TILES.pieces.piece.tolist() == [0, 1, 2]
+    assert TILES.pieces.piece_id.tolist() == [0, 1, 2]
     assert (SCHEDULE.fed_by(1, "vision"), SCHEDULE.fed_by(0, "vision")) == ((0,), ())
     prices = Prices({ProgramId("vision", Shape(2, 16), "forward"): Price(1.0, (0.5,))})
     assert prices.task_s(LAYOUT, SCHEDULE, Task("vision", 0, "forward")) == 257.0

@@ -38,10 +38,10 @@ from dflop_jax.records import (
     Remat,
     Shape,
 )
-from dflop_jax.runtime.compiling import jobs, learn, lowering_of
+from dflop_jax.runtime.compiling import compile_jobs, lowering_of, update_lowering
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
-from dflop_jax.runtime.programs import KEEPING, Programs, kinds
+from dflop_jax.runtime.programs import LESS_REMAT, Programs, program_kinds
 from dflop_jax.runtime.segment import EVALUATE, device_bytes, field_structs, x_structs
 from dflop_jax.simulate.task_graph import SegmentLink, in_flight_limit, submesh_resources
 from dflop_jax.train.prepare import set_up
@@ -150,7 +150,7 @@ class Worker:
         except ValueError as e:
             message = error_line(e)
             return ProbeResult(error=message) if request.probe else PlanPrograms(error=message)
-        programs, lowerings = self._programs, jobs(self._programs)
+        programs, lowerings = self._programs, compile_jobs(self._programs)
         if request.program is None:
             headers = tuple(program_header(programs, key) for key in lowerings)
             return PlanPrograms(segment_memory(request.plan, programs), headers)
@@ -171,10 +171,10 @@ def program_header(programs: Programs, key: Any) -> ProgramReport:
     return ProgramReport(
         name=f"{name} {description}",
         segment=name,
-        submesh=programs.submesh[name],
+        submesh=programs.submesh_of[name],
         kind=kind,
         mesh=tuple(segment.mesh.devices.shape),
-        keeping=KEEPING in key,
+        keeping=LESS_REMAT in key,
     )
 
 
@@ -188,7 +188,7 @@ def _describe_key(key: list[Any]) -> tuple[str, str]:
     kind = next((k for k in (FORWARD, BACKWARD, EVALUATE, REDUCE, UPDATE, "sum") if k in key), "")
     shapes = [k.name for k in key if isinstance(k, Shape)]
     sizes = ["x".join(map(str, k.shape)) for k in key if isinstance(k, jax.ShapeDtypeStruct)]
-    keeping = [KEEPING] * (KEEPING in key)
+    keeping = [LESS_REMAT] * (LESS_REMAT in key)
     return kind or "other", " ".join([kind or str(key[0]), *shapes, *sizes, *keeping])
 
 
@@ -216,9 +216,9 @@ def compile_program(
     if header.kind in (FORWARD, BACKWARD, EVALUATE):
         lowering, shape = lowering_of(programs, key), next(k for k in key if isinstance(k, Shape))
         if header.kind == FORWARD:
-            learn(programs, key, executable)
+            update_lowering(programs, key, executable)
             task_figures["handed_bytes"] = lowering.residual_bytes(shape)
-        runs_forward = FORWARD not in kinds(programs, header.segment)
+        runs_forward = FORWARD not in program_kinds(programs, header.segment)
         needed_flops = segment_flops(
             lowering.segment, shape, header.kind, with_forward=runs_forward
         )
@@ -261,8 +261,8 @@ def segment_memory(plan: Plan, programs: Programs) -> tuple[SegmentMemory, ...]:
         states.append(
             SegmentMemory(
                 segment=name,
-                submesh=programs.submesh[name],
-                resource=resource_of[programs.submesh[name]],
+                submesh=programs.submesh_of[name],
+                resource=resource_of[programs.submesh_of[name]],
                 state_bytes=device_bytes(state_structs),
                 input_bytes=max(map(device_bytes, inputs), default=0.0),
                 in_flight=in_flight[name] if name in programs.backward else 1,
@@ -289,7 +289,7 @@ def compile_probe(model: MultimodalModel, probe: Probe, devices: list[jax.Device
             executable = lowering.lower(probe.shape, FORWARD).compile()
             forward = _read_program(executable, content=content)
             if segment.compiles_forward_first:
-                lowering.learn_residuals(probe.shape, executable)
+                lowering.set_residual_shardings(probe.shape, executable)
         backward = lowering.lower(probe.shape, BACKWARD).compile()
         return ProbeResult(
             _read_program(backward, content=content),

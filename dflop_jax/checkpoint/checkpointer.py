@@ -43,7 +43,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 
 
 def _saved(ex: Executor, segment: str, kind: str) -> Any:
-    """A tree as it is saved: `held.initial_structs`, or the optimizer's state."""
+    """A tree as it is saved: `initial_structs`, or the optimizer's state."""
     if kind == "params":
         return {**ex.state.params[segment], **ex.state.masters.get(segment, {})}
     return ex.state.opt_state[segment]
@@ -147,7 +147,7 @@ class Checkpointer:
             leaves = jax.tree.leaves(_saved(self._ex, segment, kind))
             for a in arrays:
                 for shard in leaves[a.leaf].addressable_shards if a.saves else ():
-                    if shard.replica_id == 0 and a.is_first_copy(shard.index):
+                    if shard.replica_id == 0 and a.is_first_replica(shard.index):
                         yield a, shard
 
     def _run(
@@ -228,11 +228,11 @@ class Checkpointer:
         # Only now that all have read theirs: the pieces of several processes may be gathered.
         for segment in self._ex.trainable:
             update = self._ex.programs.updates[segment]
-            if reset_optimizer and segment in self._ex.programs.local:
-                began = update.begin(state.params[segment])
+            if reset_optimizer and segment in self._ex.programs.local_segments:
+                began = update.init_state(state.params[segment])
                 state.params[segment], state.masters[segment], state.opt_state[segment] = began
             else:
-                made = update.take_masters(state.params[segment])
+                made = update.split_masters(state.params[segment])
                 state.params[segment], state.masters[segment] = made
         self._ex.share_tied()
 

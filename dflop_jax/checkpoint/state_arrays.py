@@ -13,10 +13,10 @@ from dflop_jax.checkpoint.format import ArraySpec
 from dflop_jax.checkpoint.reader import CheckpointReader
 from dflop_jax.contract import n_rows
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import initial_cuts, initial_structs
+from dflop_jax.runtime.parameter_layout import initial_structs, initial_zero_specs
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.update import part_of_leaves
-from dflop_jax.runtime.zero_sharding import Box, Cut
+from dflop_jax.runtime.zero_sharding import Box, ZeroSpec
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,27 @@ class StateArray:
     kind: str
     leaf: int
     struct: jax.ShapeDtypeStruct
-    cut: Cut
+    cut: ZeroSpec
     rows: tuple[int, ...]
     n_rows: int | None
     saves: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self.cut.shape_of(self.struct.shape)
+        shape = self.cut.full_shape(self.struct.shape)
         return shape if self.n_rows is None else (self.n_rows, *shape[1:])
 
     def boxes(self, index: tuple[slice, ...]) -> Iterator[tuple[Any, Box]]:
-        """The boxes of the array that a shard has, and where they lie in it: see `Cut.boxes`."""
+        """The boxes of the array that a shard has, and where they lie in it: see
+        `ZeroSpec.boxes`."""
         spans = self._spans(index)
         if self.n_rows is None:
             return self.cut.boxes(spans)
         return self.cut.layer_boxes(spans, self.rows)
 
-    def is_first_copy(self, index: tuple[slice, ...]) -> bool:
+    def is_first_replica(self, index: tuple[slice, ...]) -> bool:
         """Whether a shard is of the first block of ranks, where several have the same."""
-        return self.cut.is_first_copy(self._spans(index))
+        return self.cut.is_first_replica(self._spans(index))
 
     def _spans(self, index: tuple[slice, ...]) -> Box:
         return tuple(s.indices(n)[:2] for s, n in zip(index, self.struct.shape, strict=True))
@@ -67,7 +68,7 @@ def state_arrays(ex: Executor) -> list[StateArray]:
         arrays += parameter_arrays(name, segment)
         if name in ex.trainable:
             update = ex.programs.updates[name]
-            facts = update.state_structs, update.state_parts(), update.state_cuts()
+            facts = update.state_structs, update.state_parts(), update.state_zero_specs()
             arrays += _arrays(name, segment, "opt_state", *facts)
     seen: set[str] = set()
     for place, a in enumerate(arrays):
@@ -78,9 +79,11 @@ def state_arrays(ex: Executor) -> list[StateArray]:
 
 
 def parameter_arrays(name: str, segment: Segment) -> list[StateArray]:
-    """Every leaf of a segment's `held.initial_structs`, in their order."""
+    """Every leaf of a segment's `initial_structs`, in their order."""
     structs = initial_structs(segment)
-    return _arrays(name, segment, "params", structs, part_of_leaves(structs), initial_cuts(segment))
+    return _arrays(
+        name, segment, "params", structs, part_of_leaves(structs), initial_zero_specs(segment)
+    )
 
 
 def _arrays(
@@ -92,7 +95,7 @@ def _arrays(
     for i, ((path, struct), part, cut) in enumerate(facts):
         where = jax.tree_util.keystr(path, simple=True, separator="/")
         n = n_rows(segment.module, part) if part in segment.stacked else None
-        rows = segment.held_rows.get(part, ())
+        rows = segment.layer_rows.get(part, ())
         array = f"{kind}/{segment.plan.module}/{where}"
         arrays.append(StateArray(array, name, kind, i, struct, cut, rows, n, saves=True))
     return arrays

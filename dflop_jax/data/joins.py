@@ -85,15 +85,16 @@ def decoded_pieces(
     if not ranks:
         return []
     places, module = group.pieces, group.module
-    length = numbers.length[places.piece]
-    offset = places.before(length)
+    length = numbers.length[places.piece_id]
+    offset = places.row_offsets(length)
     full = int((offset + length).max(initial=0))
     assert full <= group.shape.tokens, f"{full} tokens in rows of {group.shape.name}"
     assert not alone or places.segment.max(initial=1) == 1, f"{module!r} takes one piece a row"
-    sample = numbers.sample(places.piece)
+    sample = numbers.sample(places.piece_id)
     here = np.flatnonzero(np.isin(places.rank, list(ranks)))
     row = places.rank * group.shape.rows + places.row
-    columns = (sample, places.piece - numbers.first[sample], length, places.microbatch, row, offset,
+    number = places.piece_id - numbers.first[sample]
+    columns = (sample, number, length, places.microbatch, row, offset,
                places.segment, places.rank)  # fmt: skip
     starts: dict[int, list[int]] = {}  # by sample, where each of its pieces begins, and all end
     pieces = []
@@ -213,13 +214,13 @@ class _Features:
             group = schedule.groups[feeder]
             places = group.pieces
             n = features_per_row(model.modules[source], edge, group.shape)
-            before = places.before(length[places.piece])
+            before = places.row_offsets(length[places.piece_id])
             inside = 0 if self._alone else features_of(before, n, group.shape.tokens)
             row = places.rank * group.shape.rows + places.row
-            self._feeder[places.piece] = feeder
-            self._microbatch[places.piece] = places.microbatch
-            self._base[places.piece] = row * n + inside
-            self._per_row[places.piece], self._tokens[places.piece] = n, group.shape.tokens
+            self._feeder[places.piece_id] = feeder
+            self._microbatch[places.piece_id] = places.microbatch
+            self._base[places.piece_id] = row * n + inside
+            self._per_row[places.piece_id], self._tokens[places.piece_id] = n, group.shape.tokens
 
     def of_samples(
         self, targets: Sequence[DecodedPiece]

@@ -78,7 +78,7 @@ def own_samples(
         numbers = PieceNumbers.of(loads, module)
         filled = list(ranks.fills[module])
         for group in (g for g in schedule.groups if g.module == module):
-            pieces = group.pieces.piece[np.isin(group.pieces.rank, filled)]
+            pieces = group.pieces.piece_id[np.isin(group.pieces.rank, filled)]
             needed.update(numbers.sample(pieces).tolist())
     return sorted(needed)
 

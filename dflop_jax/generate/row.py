@@ -34,12 +34,12 @@ from dflop_jax.records import (
     Group,
     Layout,
     MeshShape,
-    PiecePlaces,
+    PackedPieces,
     Schedule,
     Shape,
 )
 from dflop_jax.runtime.exchange import gather_features
-from dflop_jax.runtime.segment_functions import Loop, loops_over
+from dflop_jax.runtime.layer_loops import LayerLoop, split_into_loops
 from dflop_jax.schedule.batch import first_fit_decreasing
 
 LLM = "llm"  # the module that answers
@@ -71,7 +71,7 @@ def row_of(samples: Sequence[Sample], model: MultimodalModel, token_multiple: in
 
     shape = Shape(1, bucket(sum(s.load.tokens(last_of(model)) for s in samples)))
     n = np.arange(len(samples))
-    places = PiecePlaces.of(n, *np.zeros((3, len(n)), np.int64))
+    places = PackedPieces.from_columns(n, *np.zeros((3, len(n)), np.int64))
     return _rows(samples, model, places, shape, 1, bucket)
 
 
@@ -84,7 +84,7 @@ def rows_of(
     assert len(samples) <= ranks * rows, (len(samples), ranks, rows)
     bucket = partial(bucket_of, least=token_multiple)
     shape = Shape(rows, bucket(max(s.load.tokens(last_of(model)) for s in samples)))
-    places = PiecePlaces.of(n, np.zeros_like(n), n % ranks, n // ranks)
+    places = PackedPieces.from_columns(n, np.zeros_like(n), n % ranks, n // ranks)
     return _rows(samples, model, places, shape, ranks, bucket)
 
 
@@ -101,7 +101,7 @@ def bucket_of(n: int, least: int) -> int:
 def _rows(
     samples: Sequence[Sample],
     model: MultimodalModel,
-    last_places: PiecePlaces,
+    last_places: PackedPieces,
     last_shape: Shape,
     ranks: int,
     bucket: Callable[[int], int],
@@ -109,7 +109,7 @@ def _rows(
     loads, last = [s.load for s in samples], last_of(model)
     encoders = [m for m in model.modules if m != last and any(load.lengths(m) for load in loads)]
     rank_of = np.zeros(len(samples), np.int64)
-    rank_of[last_places.piece] = last_places.rank
+    rank_of[last_places.piece_id] = last_places.rank
     groups = []
     for m in encoders:
         lengths = np.array([n for load in loads for n in load.lengths(m)])
@@ -119,7 +119,7 @@ def _rows(
         for own in (rank == r for r in range(ranks)):
             row[own] = first_fit_decreasing(lengths[own], tokens)
         shape = Shape(1 << int(row.max()).bit_length(), tokens)
-        places = PiecePlaces.of(np.arange(len(row)), np.zeros_like(row), rank, row)
+        places = PackedPieces.from_columns(np.arange(len(row)), np.zeros_like(row), rank, row)
         groups.append(Group(m, shape, (len(encoders),), pieces=places))
     groups.append(Group(last, last_shape, pieces=last_places))
     layout, schedule = _whole(model, groups, ranks), Schedule(0, tuple(groups))
@@ -127,7 +127,7 @@ def _rows(
     fields = [{k: a[0] for k, a in p.fields.items()} for p in packed]
     lengths = np.zeros(ranks * last_shape.rows, np.int32)
     at = last_places.rank * last_shape.rows + last_places.row
-    np.add.at(lengths, at, [loads[k].tokens(last) for k in last_places.piece])
+    np.add.at(lengths, at, [loads[k].tokens(last) for k in last_places.piece_id])
     whole = {m: tuple(a[0] for a in packed[-1].places[g]) for g, m in enumerate(encoders)}
     return AnswerRows(
         fields=fields[-1],
@@ -186,12 +186,12 @@ def run_layers(
 
 def loops_of(
     module: Module, params: Params, start: int, stop: int
-) -> Iterator[tuple[Loop, tuple[range, ...], tuple[Params, ...]]]:
+) -> Iterator[tuple[LayerLoop, tuple[range, ...], tuple[Params, ...]]]:
     """Loops that go through the layers from `start` to before `stop`. With each, for every layer of
     its period, the numbers of its repeats among the module's layers of its kind, and what these
     get, stacked."""
     kinds = layer_kinds_of(module)
-    for loop in loops_over(kinds[start:stop]):
+    for loop in split_into_loops(kinds[start:stop]):
         period, numbers = [], []
         for kind, rows in zip(loop.period, loop.rows(kinds[start:stop]), strict=True):
             first = kinds[:start].count(kind)

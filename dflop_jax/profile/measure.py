@@ -54,7 +54,7 @@ from dflop_jax.records import (
     Shape,
 )
 from dflop_jax.runtime.lowering import Lowering
-from dflop_jax.runtime.synthetic_batch import PIECES_A_ROW, content_of_rows
+from dflop_jax.runtime.synthetic_batch import PIECES_PER_ROW, content_of_rows
 
 # Pieces in a row by which what content costs is told from the rest, and features from each other.
 _PIECE_COUNTS = (1, 16, 4, 2, 8)
@@ -176,7 +176,7 @@ def time_layer(
     timed_module = single_kind_module(on_chip(model.modules[module], chip_of(devices[0])), kind)
     # Rows of one piece each are all alike: their content goes by the shape.
     flops = {} if module in model.piece_tokens else content_flops_of(timed_module)
-    piece_counts = _PIECE_COUNTS[: len(flops) + 1] if flops else (PIECES_A_ROW,)
+    piece_counts = _PIECE_COUNTS[: len(flops) + 1] if flops else (PIECES_PER_ROW,)
     row_pieces = [min(n, shape.tokens) for n in piece_counts]
     contents = [content_of_rows(timed_module, shape, n) for n in row_pieces]
     segments = [
@@ -190,7 +190,7 @@ def time_layer(
     split = []  # forward's and backward's (layer, ends) of each filling
     for _ in by_filling:
         low_f, low_b, high_f, high_b = (next(seconds) for _ in range(4))
-        if not low.hands_over:
+        if not low.saves_residuals:
             low_b, high_b = max(low_b - low_f, 0.0), max(high_b - high_f, 0.0)
         split.append((_split_ends(low_f, high_f), _split_ends(low_b, high_b)))
     (_, ends_f), (_, ends_b) = split[0]
@@ -213,7 +213,7 @@ def time_layer(
     )
     residuals = Recompute(
         # A backward that runs forward itself has what it keeps among its temporaries.
-        layer_bytes=layer_residuals if low.hands_over else layer_temp,
+        layer_bytes=layer_residuals if low.saves_residuals else layer_temp,
         temp_bytes=max(low.temp_bytes - DEPTHS[0] * layer_temp, 0.0),
     )
     return replace(timing, recompute={"none": residuals})
@@ -250,7 +250,9 @@ def measure_concurrent_rate(
     last, n = list(model.modules)[-1], len(devices)
     lowering = Lowering(shallow_segment(model, last, 1, devices, MeshShape(data=n)))
     backward = lowering.lower(shape, BACKWARD).compile()
-    *_, ((_, run),) = prepare_backward(lowering, backward, shape, model.vocab_size, [PIECES_A_ROW])
+    *_, ((_, run),) = prepare_backward(
+        lowering, backward, shape, model.vocab_size, [PIECES_PER_ROW]
+    )
     return n / median_seconds([run])[0]
 
 

@@ -35,8 +35,8 @@ from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Op, Region, Value, trace
 from dflop_jax.profile.traced_parts import Names, TraceSpec, trace_forward_parts
 from dflop_jax.records import BACKWARD, LAYERS, TOKEN, Shape, content_s, pairs
-from dflop_jax.runtime.module_parts import kinds_of
-from dflop_jax.runtime.segment import Kind, Segment
+from dflop_jax.runtime.module_parts import segment_layer_kinds
+from dflop_jax.runtime.segment import ProgramKind, Segment
 
 _PRODUCT_OPS = ("dot_general", "conv_general_dilated")
 
@@ -134,7 +134,9 @@ def _module_flops(
     return flops, {"": needs[-1] or exit_trains, **tapped}
 
 
-def segment_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: bool) -> float:
+def segment_flops(
+    segment: Segment, shape: Shape, kind: ProgramKind, *, with_forward: bool
+) -> float:
     """FLOPs that a segment's program needs of each device of its submesh.
 
     Args:
@@ -146,7 +148,7 @@ def segment_flops(segment: Segment, shape: Shape, kind: Kind, *, with_forward: b
     edge_fields = tuple(sorted(with_gradient & set(segment.entry_inputs)))
     enters = {depth for name, depth in segment.inlets if name in with_gradient}
     enters |= {-1} if edge_fields or "hidden" in with_gradient else set()
-    kinds = kinds_of(plan, module)
+    kinds = segment_layer_kinds(plan, module)
     needs = _gradient_needs(kinds, trains, enters, first=plan.first)
     taps = [(tap, depth) for tap, depth in segment.taps if tap in taps_of(module)]
     total = _end_products(

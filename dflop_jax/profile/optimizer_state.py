@@ -13,7 +13,7 @@ from dflop_jax.contract import Module, MultimodalModel, stacked_parts
 from dflop_jax.profile.traced_parts import param_dims
 from dflop_jax.records import ParamDims, layer_key
 from dflop_jax.runtime.module_parts import part_struct
-from dflop_jax.runtime.update import Optimizer, map_state
+from dflop_jax.runtime.update import Optimizer, map_optimizer_state
 
 Tree = Any
 FLOAT32_BYTES = 4  # of an element
@@ -64,5 +64,5 @@ def _state_element_bytes(tx: Optimizer, module: Module, part: str) -> list[float
             element_bytes[i] += leaf.dtype.itemsize
         return moments
 
-    map_state(add, lambda leaf: leaf, jax.eval_shape(tx.init, params), params)
+    map_optimizer_state(add, lambda leaf: leaf, jax.eval_shape(tx.init, params), params)
     return element_bytes

@@ -25,7 +25,7 @@ from dflop_jax.contract import (
 )
 from dflop_jax.records import MeshShape, Remat, SegmentPlan
 from dflop_jax.runtime.layout import device_mesh
-from dflop_jax.runtime.module_parts import parts_of
+from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.runtime.segment import Segment
 
 
@@ -131,7 +131,7 @@ def shallow_segment(
         module=single_kind,
         mesh=device_mesh(mesh_shape, devices),
         microbatches=1,
-        trainable=frozenset(parts_of(plan, single_kind)),
+        trainable=frozenset(segment_parts(plan, single_kind)),
         wants_gradient=frozenset(received),
         edges=tuple(e for e in edges if plan.reads(e) or plan.sends(e)),
     )

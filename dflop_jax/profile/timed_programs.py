@@ -14,7 +14,7 @@ import jax
 
 from dflop_jax.profile.traced_parts import hidden_bytes
 from dflop_jax.records import BACKWARD, FORWARD, Shape
-from dflop_jax.runtime.communicator import place, zeros
+from dflop_jax.runtime.communicator import shard_array, zeros
 from dflop_jax.runtime.compiling import threads_for
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.segment import EVALUATE, Segment
@@ -38,7 +38,7 @@ class TimedPrograms:
     temp_bytes: float
     kept_bytes: float
     hidden_bytes: float
-    hands_over: bool
+    saves_residuals: bool
 
 
 def median_seconds(
@@ -66,13 +66,13 @@ def median_seconds(
 
 
 def place_random(struct: jax.ShapeDtypeStruct, below: int) -> jax.Array:
-    return place(random_values(struct.shape, struct.dtype, below), struct.sharding)
+    return shard_array(random_values(struct.shape, struct.dtype, below), struct.sharding)
 
 
 def place_packed_rows(fields: Mapping[str, jax.ShapeDtypeStruct], n_pieces: int, below: int) -> Any:
     """Fields of rows that are full of about so many pieces of equal length each."""
     return {
-        name: place(packed_field(name, s.shape, s.dtype, n_pieces, below), s.sharding)
+        name: shard_array(packed_field(name, s.shape, s.dtype, n_pieces, below), s.sharding)
         for name, s in fields.items()
     }
 
@@ -88,7 +88,7 @@ def compile_timed_programs(
             lowering = Lowering(segment)
             job = pool.submit(lowering.lower(shape, kind).compile)
             if segment.compiles_forward_first:
-                lowering.learn_residuals(shape, job.result())
+                lowering.set_residual_shardings(shape, job.result())
             compiling.append((lowering, job, pool.submit(lowering.lower(shape, BACKWARD).compile)))
     timed = []
     for lowering, job, backward_job in compiling:
@@ -98,7 +98,9 @@ def compile_timed_programs(
         temp = getattr(backward.memory_analysis(), "temp_size_in_bytes", 0)
         residual_bytes, segment = lowering.residual_bytes(shape), lowering.segment
         hidden = hidden_bytes(segment.module, shape)
-        timed.append(TimedPrograms(runs, float(temp), residual_bytes, hidden, segment.hands_over))
+        timed.append(
+            TimedPrograms(runs, float(temp), residual_bytes, hidden, segment.saves_residuals)
+        )
     return timed
 
 

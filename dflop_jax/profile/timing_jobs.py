@@ -16,7 +16,7 @@ from dflop_jax.profile.measure import time_layer
 from dflop_jax.profile.timed_programs import MAX_RUNS, MIN_RUNS
 from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import LAYERS, LayerTiming, Shape
-from dflop_jax.runtime.out_of_memory import ran_out
+from dflop_jax.runtime.out_of_memory import is_out_of_memory
 
 Progress = Callable[[int, int], None]
 _BARRIER_BYTES = 64  # that processes add up to meet; any number would do
@@ -102,7 +102,7 @@ def time_layers(
             if process == job.processes[0]:
                 timings.append(timing)
         except jax.errors.JaxRuntimeError as e:
-            if not ran_out(e) or job.shape == min_shape[job.module]:
+            if not is_out_of_memory(e) or job.shape == min_shape[job.module]:
                 raise
         if on_progress:
             on_progress(i + 1, len(own_jobs))

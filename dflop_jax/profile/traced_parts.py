@@ -25,8 +25,8 @@ from dflop_jax.profile.shallow import single_kind_modules
 from dflop_jax.profile.sharded_trace import Region, Value, trace
 from dflop_jax.records import BACKWARD, FORWARD, ParamDims, Remat, Shape, token_dim
 from dflop_jax.runtime.module_parts import exit_struct, hidden_struct, logical_axes, part_struct
-from dflop_jax.runtime.residuals import REMAT, Recorded
-from dflop_jax.runtime.token_split import matrix_cuts, rows_and_tokens, run_part
+from dflop_jax.runtime.residuals import REMAT, SplitVjp
+from dflop_jax.runtime.token_split import rows_and_tokens, run_module_part, tensor_dims
 
 Tree = Any
 ENDS = ("entry", "exit")
@@ -78,14 +78,14 @@ def _at_traced_degree(spec: TraceSpec) -> TraceSpec:
 
     def laid_out(tp: int) -> tuple[Any, ...]:
         rows, tokens = rows_and_tokens(hidden_struct(spec.module, spec.shape))
-        return token_dim(rows, tokens, tp), matrix_cuts(spec.module, spec.part, tp)
+        return token_dim(rows, tokens, tp), tensor_dims(spec.module, spec.part, tp)
 
     is_alike = spec.tp > 2 and laid_out(2) == laid_out(spec.tp)
     return replace(spec, tp=2) if is_alike else spec
 
 
 @lru_cache(maxsize=_MAX_TRACES)
-def _record_gradient(spec: TraceSpec) -> tuple[Recorded, Tree, core.ClosedJaxpr, Tree]:
+def _record_gradient(spec: TraceSpec) -> tuple[SplitVjp, Tree, core.ClosedJaxpr, Tree]:
     """A part's gradient in two halves as the runtime has it, its arguments (parameters by part,
     hidden states or None, what edges place, fields), the first half's jaxpr and what it gives:
     (output, what is kept)."""
@@ -96,7 +96,7 @@ def _record_gradient(spec: TraceSpec) -> tuple[Recorded, Tree, core.ClosedJaxpr,
         return _forward(spec, params, x if h is None else {"hidden": h}, fields)
 
     args = (params, hidden, x, fields)
-    recorded = Recorded(REMAT[spec.remat], piece, *args, wants_hidden=hidden is not None)
+    recorded = SplitVjp(REMAT[spec.remat], piece, *args, wants_hidden=hidden is not None)
     closed, outputs = jax.make_jaxpr(recorded.forward, return_shape=True)(*args)
     return recorded, args, closed, outputs
 
@@ -189,7 +189,9 @@ def _argument_structs(spec: TraceSpec) -> tuple[Tree, Tree, Tree]:
 
 def _forward(spec: TraceSpec, params: Tree, x: Tree, fields: Tree) -> Tree:
     edge_fields = {name: a for name, a in x.items() if name != "hidden"}
-    return run_part(spec.module, spec.part, spec.tp, params, x.get("hidden"), edge_fields, fields)
+    return run_module_part(
+        spec.module, spec.part, spec.tp, params, x.get("hidden"), edge_fields, fields
+    )
 
 
 @lru_cache(maxsize=_MAX_TRACES)

@@ -42,7 +42,7 @@ from dflop_jax.records.mesh import (
     rank_share,
     token_dim,
 )
-from dflop_jax.records.packed_pieces import PiecePlaces
+from dflop_jax.records.packed_pieces import PackedPieces
 from dflop_jax.records.plan import (
     REMAT,
     ZERO,

@@ -11,7 +11,7 @@ from dflop_jax.records.check import require
 
 
 @dataclass(frozen=True, eq=False)
-class PiecePlaces:
+class PackedPieces:
     """Where n pieces of a module lie: columns `piece`, `microbatch`, `rank`, `row`, int64 [4, n].
 
     `piece` is the number among the module's pieces of the global batch (see `numbered`). It lies in
@@ -27,13 +27,13 @@ class PiecePlaces:
         )
 
     @classmethod
-    def of(
-        cls, piece: np.ndarray, microbatch: np.ndarray, rank: np.ndarray, row: np.ndarray
-    ) -> PiecePlaces:
-        return cls(np.stack((piece, microbatch, rank, row)))
+    def from_columns(
+        cls, piece_id: np.ndarray, microbatch: np.ndarray, rank: np.ndarray, row: np.ndarray
+    ) -> PackedPieces:
+        return cls(np.stack((piece_id, microbatch, rank, row)))
 
     @property
-    def piece(self) -> np.ndarray:
+    def piece_id(self) -> np.ndarray:
         return self.columns[0]
 
     @property
@@ -51,8 +51,8 @@ class PiecePlaces:
     def __len__(self) -> int:
         return self.columns.shape[1]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PiecePlaces) and np.array_equal(self.columns, other.columns)
+    def __eq__(self, compared: object) -> bool:
+        return isinstance(compared, PackedPieces) and np.array_equal(self.columns, compared.columns)
 
     def __hash__(self) -> int:
         return hash(self.columns.tobytes())
@@ -68,9 +68,9 @@ class PiecePlaces:
     @cached_property
     def segment(self) -> np.ndarray:
         """Segment ids, int64 [n]: in every row pieces count from 1."""
-        return self.before(np.ones(len(self), np.int64)) + 1
+        return self.row_offsets(np.ones(len(self), np.int64)) + 1
 
-    def before(self, amount: np.ndarray) -> np.ndarray:
+    def row_offsets(self, amount: np.ndarray) -> np.ndarray:
         """Sum of the amounts, [n], of the pieces that stand before each in its row."""
         order, begins = self._row_by_row
         total = np.cumsum(amount[order]) - amount[order]
@@ -78,20 +78,20 @@ class PiecePlaces:
         result[order] = total - total[begins]
         return result
 
-    def chosen(self, entries: np.ndarray) -> PiecePlaces:
+    def select(self, entries: np.ndarray) -> PackedPieces:
         """The entries that a mask or an order names."""
-        return PiecePlaces(self.columns[:, entries])
+        return PackedPieces(self.columns[:, entries])
 
-    def moved(self, rank: np.ndarray, row: np.ndarray) -> PiecePlaces:
+    def reassigned(self, rank: np.ndarray, row: np.ndarray) -> PackedPieces:
         """The same pieces on these ranks, in these rows."""
         columns = self.columns.copy()
         columns[2:] = rank, row
-        return PiecePlaces(columns)
+        return PackedPieces(columns)
 
-    def in_rows(self) -> PiecePlaces:
+    def sorted_by_row(self) -> PackedPieces:
         """The same pieces microbatch by microbatch, there rank by rank and row by row, in each row
         by number."""
-        return self.chosen(np.lexsort((self.piece, self.row, self.rank, self.microbatch)))
+        return self.select(np.lexsort((self.piece_id, self.row, self.rank, self.microbatch)))
 
 
-NO_PIECES = PiecePlaces(np.zeros((4, 0), np.int64))
+EMPTY_PACKED_PIECES = PackedPieces(np.zeros((4, 0), np.int64))

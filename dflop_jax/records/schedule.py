@@ -11,7 +11,7 @@ import numpy as np
 
 from dflop_jax.records.check import require
 from dflop_jax.records.data import Shape
-from dflop_jax.records.packed_pieces import NO_PIECES, PiecePlaces
+from dflop_jax.records.packed_pieces import EMPTY_PACKED_PIECES, PackedPieces
 
 Direction = Literal["forward", "backward", "reduce", "update"]
 FORWARD: Direction = "forward"
@@ -38,7 +38,7 @@ class Group:
     shape: Shape
     feeds: tuple[int, ...] = ()
     content: tuple[int, ...] = ()
-    pieces: PiecePlaces = NO_PIECES
+    pieces: PackedPieces = EMPTY_PACKED_PIECES
     microbatches: int = 1
     remat_less: tuple[str, ...] = ()
 
@@ -87,7 +87,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for module in {g.module for g in self.groups}:
-            pieces = np.concatenate([g.pieces.piece for g in self.groups if g.module == module])
+            pieces = np.concatenate([g.pieces.piece_id for g in self.groups if g.module == module])
             once = np.bincount(pieces).max(initial=0) <= 1
             require(once, f"a piece of {module!r} is scheduled twice")
         feeders = Counter((f, g.module) for g in self.groups for f in g.feeds)

@@ -32,10 +32,10 @@ from dflop_jax.records import (
 )
 from dflop_jax.runtime.communicator import send, zeros
 from dflop_jax.runtime.initial_state import zero_gradients
-from dflop_jax.runtime.out_of_memory import Trial
+from dflop_jax.runtime.out_of_memory import TrialPrograms
 from dflop_jax.runtime.programs import GroupArrays, Programs
 from dflop_jax.runtime.step import StepCall, TrainState
-from dflop_jax.runtime.synthetic_batch import stand_in_arrays, stand_in_groups
+from dflop_jax.runtime.synthetic_batch import synthetic_arrays, synthetic_groups
 from dflop_jax.simulate.task_graph import linked_shapes, segment_links, step_graph
 from dflop_jax.simulate.task_order import order_tasks
 
@@ -54,10 +54,10 @@ class Calibration:
       ahead: the same for what it sends before the task runs; all tasks.
     """
 
-    took: Runs = field(default_factory=dict)
-    arrived: Runs = field(default_factory=dict)
-    host: Runs = field(default_factory=dict)
-    ahead: Runs = field(default_factory=dict)
+    device_s: Runs = field(default_factory=dict)
+    arrival_s: Runs = field(default_factory=dict)
+    host_s: Runs = field(default_factory=dict)
+    host_ahead_s: Runs = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Bytes that `decode` reads."""
@@ -86,36 +86,36 @@ def calibrate(
     `ends`: also the reductions and updates, which leave other parameters and optimizer state.
     `sync` waits for the other processes, before every task.
     """
-    timed = Calibration()
+    calibration = Calibration()
     plan = Plan("", programs.layout)  # tasks are timed alone, in any order
-    for groups, arrays, evaluate in _steps(programs, ends=ends):
+    for groups, arrays, evaluate in _calibration_steps(programs, ends=ends):
         graph = step_graph(plan.layout, groups, tuple(programs.updates), evaluate=evaluate)
         order = order_tasks(plan, graph, groups)
         for repeat in range(repeats + 1):
-            into = timed if repeat else Calibration()
-            call = _tried(programs, state, groups, arrays, evaluate=evaluate)
+            recorded = calibration if repeat else Calibration()
+            call = _trial_call(programs, state, groups, arrays, evaluate=evaluate)
             for task in order:
                 if task.group != NO_GROUP:
-                    _time(call, task, ProgramId.of(task, groups[task.group]), into, sync)
+                    _time_task(call, task, ProgramId.of(task, groups[task.group]), recorded, sync)
                 elif not groups:
-                    _time(call, task, task, into, sync)
+                    _time_task(call, task, task, recorded, sync)
     if not ends:
         _send_norms(programs)
-    for name in state.grads.keys() & programs.local:
+    for name in state.grads.keys() & programs.local_segments:
         del state.grads[name]  # first: there may be no room for two
         state.grads[name] = zero_gradients(programs.segments[name])
-    return timed
+    return calibration
 
 
-def _steps(
+def _calibration_steps(
     programs: Programs, *, ends: bool
 ) -> Iterator[tuple[Sequence[Group], Sequence[GroupArrays], bool]]:
     """Steps that together have every task: (groups, arrays, whether it is an evaluation); without
     groups for the tasks of a step's end."""
     for b in range(len(programs.layout.buckets)):
-        groups, arrays = stand_in_groups(programs, b)
+        groups, arrays = synthetic_groups(programs, b)
         yield groups, arrays, False
-        if less := tuple(programs.keeping):
+        if less := tuple(programs.less_remat):
             yield [replace(g, remat_less=less) for g in groups], arrays, False
         if programs.evaluates:
             yield groups, arrays, True
@@ -133,13 +133,13 @@ def rehearse(
     """Run a whole step in its order, on arrays that stand in for a batch's, each task awaited: so
     all that a step holds at once meets. `sync` as for `calibrate`. Parameters and optimizer state
     are others afterwards."""
-    arrays = stand_in_arrays(programs, groups)
-    call = _tried(programs, state, groups, arrays)
+    arrays = synthetic_arrays(programs, groups)
+    call = _trial_call(programs, state, groups, arrays)
     for task in order:
-        _time(call, task, task, Calibration(), sync)
+        _time_task(call, task, task, Calibration(), sync)
 
 
-def _tried(
+def _trial_call(
     programs: Programs,
     state: TrainState,
     groups: Sequence[Group],
@@ -148,50 +148,58 @@ def _tried(
     evaluate: bool = False,
 ) -> StepCall:
     """A step's call of programs that may be too large for the memory."""
-    trial: Any = Trial(programs)
+    trial_programs: Any = TrialPrograms(programs)
     scales = dict.fromkeys(programs.layout.modules, 1.0)
-    return StepCall(trial, state, groups, arrays, scales, evaluate=evaluate)
+    return StepCall(trial_programs, state, groups, arrays, scales, evaluate=evaluate)
 
 
-def _time(
-    call: StepCall, task: Task, key: ProgramId | Task, into: Calibration, sync: Callable[[], None]
+def _time_task(
+    call: StepCall,
+    task: Task,
+    key: ProgramId | Task,
+    recorded: Calibration,
+    sync: Callable[[], None],
 ) -> None:
-    trial: Any = call.programs
-    trial.check_room(call.key(task))
-    ahead_s = 0.0
+    trial_programs: Any = call.programs
+    trial_programs.check_free_memory(call.key(task))
+    host_ahead_s = 0.0
     if task.direction == FORWARD:
         sync()  # nothing is sent before all know that all go on
-        begun_s = time.thread_time()
-        call.collect(task.segment, task.group)  # as in a step, where dispatch runs ahead
-        ahead_s = time.thread_time() - begun_s
-    into.ahead.setdefault(key, []).append(ahead_s)
-    call.settle()
+        cpu_start_s = time.thread_time()
+        call.send_indices(task.segment, task.group)  # as in a step, where dispatch runs ahead
+        host_ahead_s = time.thread_time() - cpu_start_s
+    recorded.host_ahead_s.setdefault(key, []).append(host_ahead_s)
+    call.wait_for_pending()
     sync()
-    start, begun_s = time.perf_counter(), time.thread_time()
+    start, cpu_start_s = time.perf_counter(), time.thread_time()
     outputs = call.run(task)
-    if trial.failed:
-        raise trial.failed
-    into.host.setdefault(key, []).append(time.thread_time() - begun_s)
+    if trial_programs.failed:
+        raise trial_programs.failed
+    recorded.host_s.setdefault(key, []).append(time.thread_time() - cpu_start_s)
     jax.block_until_ready(outputs)
-    took = time.perf_counter() - start
-    call.settle()
-    into.arrived.setdefault(key, []).append(time.perf_counter() - start)
-    if task.segment in call.programs.local:
-        into.took.setdefault(key, []).append(took)
+    device_s = time.perf_counter() - start
+    call.wait_for_pending()
+    recorded.arrival_s.setdefault(key, []).append(time.perf_counter() - start)
+    if task.segment in call.programs.local_segments:
+        recorded.device_s.setdefault(key, []).append(device_s)
 
 
 def _send_norms(programs: Programs) -> None:
     """The norms' transfers, which only a whole step would make."""
     for name in programs.updates:
-        here = programs.segments[name].sharding()
-        norm = zeros(jax.ShapeDtypeStruct((), jnp.float32, sharding=here))
-        for other in programs.updates:
-            there = programs.segments[other].sharding()
-            jax.block_until_ready(send(norm, there))
+        source = programs.segments[name].sharding()
+        norm = zeros(jax.ShapeDtypeStruct((), jnp.float32, sharding=source))
+        for target_name in programs.updates:
+            target = programs.segments[target_name].sharding()
+            jax.block_until_ready(send(norm, target))
 
 
-def merged(
-    layout: Layout, parts: Sequence[Calibration], *, one_at_a_time: bool, shares_cores: bool = False
+def merge_calibrations(
+    layout: Layout,
+    calibrations: Sequence[Calibration],
+    *,
+    one_at_a_time: bool,
+    shares_cores: bool = False,
 ) -> Prices:
     """Prices of the plan's own programs: medians over the runs, of the slowest process in each,
     with the work of the host.
@@ -200,30 +208,35 @@ def merged(
       one_at_a_time: every task's sends are awaited before the next task, so they are part of it.
       shares_cores: as for `Prices`.
     """
-    host_s = _host_s(parts)
-    sends = {} if one_at_a_time else _sends(layout, parts)
+    host_s = _mean_host_seconds(calibrations)
+    sends = {} if one_at_a_time else _send_seconds(layout, calibrations)
     if shares_cores:  # the mean over all programs takes the place of what each took in its runs
-        parts = [
-            replace(p, took=_less(p.took, p.host), arrived=_less(p.arrived, p.host)) for p in parts
+        calibrations = [
+            replace(
+                p,
+                device_s=_subtract_host(p.device_s, p.host_s),
+                arrival_s=_subtract_host(p.arrival_s, p.host_s),
+            )
+            for p in calibrations
         ]
-    took = _slowest([p.took for p in parts])
+    device_s = _median_of_slowest([p.device_s for p in calibrations])
     if one_at_a_time:
-        arrived = _slowest([p.arrived for p in parts])
-        took = {k: max(arrived[k], s) for k, s in took.items()}
+        arrival_s = _median_of_slowest([p.arrival_s for p in calibrations])
+        device_s = {k: max(arrival_s[k], s) for k, s in device_s.items()}
     return Prices(
         {
             k: Price(float(with_host_work(s, host_s, shares_cores=shares_cores)))
-            for k, s in took.items()
+            for k, s in device_s.items()
             if isinstance(k, ProgramId)
         },
-        {k: s for k, s in took.items() if isinstance(k, Task)},
+        {k: s for k, s in device_s.items() if isinstance(k, Task)},
         sends,
         host_s=host_s,
         shares_cores=shares_cores,
     )
 
 
-def _less(runs: Runs, host: Runs) -> Runs:
+def _subtract_host(runs: Runs, host: Runs) -> Runs:
     """Programs' runs without what the dispatching thread did for them meanwhile."""
     return {
         k: [max(s - h, 0.0) for s, h in zip(v, host[k], strict=True)]
@@ -233,38 +246,41 @@ def _less(runs: Runs, host: Runs) -> Runs:
     }
 
 
-def _host_s(parts: Sequence[Calibration]) -> float:
+def _mean_host_seconds(calibrations: Sequence[Calibration]) -> float:
     """Processor seconds that a process's dispatching thread needs for each program on its devices,
     with what it does for programs of others; the mean of all processes."""
     total_s, n_own = 0.0, 0
-    for part in parts:
-        for runs in (part.host, part.ahead):
+    for calibration in calibrations:
+        for runs in (calibration.host_s, calibration.host_ahead_s):
             total_s += sum(median(s) for k, s in runs.items() if isinstance(k, ProgramId) and s)
-        n_own += sum(isinstance(k, ProgramId) for k in part.took)
+        n_own += sum(isinstance(k, ProgramId) for k in calibration.device_s)
     return total_s / n_own if n_own else 0.0
 
 
-def _sends(layout: Layout, parts: Sequence[Calibration]) -> dict[SendId, float]:
+def _send_seconds(layout: Layout, calibrations: Sequence[Calibration]) -> dict[SendId, float]:
     """What a task's outputs need to arrive after they were made, by what they were sent for."""
-    took, arrived = _slowest([p.took for p in parts]), _slowest([p.arrived for p in parts])
+    device_s, arrival_s = (
+        _median_of_slowest([p.device_s for p in calibrations]),
+        _median_of_slowest([p.arrival_s for p in calibrations]),
+    )
     sends: dict[SendId, float] = {}
     for link in segment_links(layout):
         low, high = layout.segment(link.source), layout.segment(link.target)
         if low.submesh == high.submesh:
             continue
         for low_shape, high_shape in linked_shapes(layout, link):
-            there, back = (ProgramId(low.name, low_shape, d) for d in (FORWARD, BACKWARD))
-            sent_back = ProgramId(high.name, high_shape, BACKWARD)
-            for receiver, producer in ((there, there), (back, sent_back)):
-                if receiver in took and producer in took:
+            forward, backward = (ProgramId(low.name, low_shape, d) for d in (FORWARD, BACKWARD))
+            target_backward = ProgramId(high.name, high_shape, BACKWARD)
+            for receiver, producer in ((forward, forward), (backward, target_backward)):
+                if receiver in device_s and producer in device_s:
                     key = SendId(low.name, high.name, high_shape, producer.direction)
-                    sends[key] = max(0.0, arrived[producer] - took[producer])
+                    sends[key] = max(0.0, arrival_s[producer] - device_s[producer])
     return sends
 
 
-def _slowest(parts: Sequence[Runs]) -> dict[ProgramId | Task, float]:
+def _median_of_slowest(runs_by_process: Sequence[Runs]) -> dict[ProgramId | Task, float]:
     runs: dict[ProgramId | Task, list[list[float]]] = {}
-    for part in parts:
-        for key, seconds in part.items():
+    for process_runs in runs_by_process:
+        for key, seconds in process_runs.items():
             runs.setdefault(key, []).append(seconds)
     return {k: median(map(max, zip(*seconds, strict=True))) for k, seconds in runs.items()}

@@ -16,29 +16,29 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-Pieces = Mapping[jax.Device, jax.Array]
+ShardsByDevice = Mapping[jax.Device, jax.Array]
 
 
 def is_local(mesh: Mesh) -> bool:
     """Whether this process has a device of the mesh."""
-    here = jax.process_index()
-    return any(d.process_index == here for d in mesh.devices.flat)
+    process_index = jax.process_index()
+    return any(d.process_index == process_index for d in mesh.devices.flat)
 
 
-def assembled(struct: jax.ShapeDtypeStruct, pieces: list[jax.Array]) -> jax.Array:
+def assemble_array(struct: jax.ShapeDtypeStruct, shards: list[jax.Array]) -> jax.Array:
     """The array of a struct from its pieces on this process."""
     return jax.make_array_from_single_device_arrays(
-        struct.shape, struct.sharding, pieces, dtype=struct.dtype
+        struct.shape, struct.sharding, shards, dtype=struct.dtype
     )
 
 
 @cache
-def absent(struct: jax.ShapeDtypeStruct) -> jax.Array:
+def remote_array(struct: jax.ShapeDtypeStruct) -> jax.Array:
     """The array of a struct, on devices of other processes only."""
-    return assembled(struct, [])
+    return assemble_array(struct, [])
 
 
-def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
+def shard_array(array: np.ndarray, sharding: Sharding) -> jax.Array:
     """A host array, right in the parts that this process holds, as a sharded device array."""
     # Also of one process alone: half of the processor time of `jax.device_put`.
     return jax.make_array_from_callback(
@@ -48,10 +48,10 @@ def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
 
 def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
     """Zeros of a struct's shape and dtype, placed by its sharding."""
-    return place(np.zeros(struct.shape, struct.dtype), struct.sharding)
+    return shard_array(np.zeros(struct.shape, struct.dtype), struct.sharding)
 
 
-def pieces_of(array: jax.Array) -> dict[jax.Device, jax.Array]:
+def local_shards(array: jax.Array) -> dict[jax.Device, jax.Array]:
     """What this process holds of an array, by device."""
     return {s.device: s.data for s in array.addressable_shards}
 
@@ -67,7 +67,7 @@ class Route:
 
     targets: tuple[jax.Device, ...]
     sent: tuple[tuple[jax.Device, jax.Device], ...]
-    passed_on: tuple[tuple[jax.Device, jax.Device], ...]
+    forwarded: tuple[tuple[jax.Device, jax.Device], ...]
 
 
 def find_route(
@@ -80,53 +80,57 @@ def find_route(
     several that are as near each gives to some, so that the load is shared.
     """
     sent: list[tuple[jax.Device, jax.Device]] = []
-    passed_on: list[tuple[jax.Device, jax.Device]] = []
-    have = {key: [t for t, k in wanted.items() if k == key and t in holders[key]]
+    forwarded: list[tuple[jax.Device, jax.Device]] = []
+    delivered = {key: [t for t, k in wanted.items() if k == key and t in holders[key]]
             for key in dict.fromkeys(wanted.values())}  # fmt: skip
     for i, (target, key) in enumerate(wanted.items()):
-        holds = [d for d in holders[key] if d.process_index == target.process_index]
-        near = [d for d in have[key] if d.process_index == target.process_index]
-        near = near or ([] if holds else have[key])
+        local_holders = [d for d in holders[key] if d.process_index == target.process_index]
+        nearest_targets = [d for d in delivered[key] if d.process_index == target.process_index]
+        nearest_targets = nearest_targets or ([] if local_holders else delivered[key])
         if target in holders[key]:
             sent.append((target, target))
-        elif near:
-            passed_on.append((near[i % len(near)], target))
+        elif nearest_targets:
+            forwarded.append((nearest_targets[i % len(nearest_targets)], target))
         else:
-            holds = holds or [*holders[key]]
-            sent.append((holds[i % len(holds)], target))
-            have[key].append(target)
-    return Route(tuple(wanted), tuple(sent), tuple(passed_on))
+            local_holders = local_holders or [*holders[key]]
+            sent.append((local_holders[i % len(local_holders)], target))
+            delivered[key].append(target)
+    return Route(tuple(wanted), tuple(sent), tuple(forwarded))
 
 
-def move(held: Pieces, route: Route, piece: Any) -> list[jax.Array]:
+def move_shards(shards: ShardsByDevice, route: Route, shard_struct: Any) -> list[jax.Array]:
     """Copy pieces along a route; those that arrive on this process, in the order of their targets.
     Does not wait.
 
     `piece` has the shape and dtype of every piece; `held` are those of this process.
     """
-    arrived = _copies(held, route.sent, piece)
-    arrived |= _copies(arrived, route.passed_on, piece)
+    arrived = _copy_shards(shards, route.sent, shard_struct)
+    arrived |= _copy_shards(arrived, route.forwarded, shard_struct)
     return [arrived[t] for t in route.targets if t in arrived]
 
 
-def _copies(
-    held: Pieces, pairs: Sequence[tuple[jax.Device, jax.Device]], piece: Any
+def _copy_shards(
+    shards: ShardsByDevice, pairs: Sequence[tuple[jax.Device, jax.Device]], shard_struct: Any
 ) -> dict[jax.Device, jax.Array]:
-    here = jax.process_index()
+    process_index = jax.process_index()
     cross = [(s, t) for s, t in pairs if s.process_index != t.process_index]
-    arrived = {t: held[s] for s, t in pairs if s == t and t in held}
-    local = [(s, t) for s, t in pairs if s != t and s.process_index == t.process_index == here]
+    arrived = {t: shards[s] for s, t in pairs if s == t and t in shards}
+    local = [
+        (s, t) for s, t in pairs if s != t and s.process_index == t.process_index == process_index
+    ]
     if local:
         targets = [t for _, t in local]
-        copies = jax.device_put([held[s] for s, _ in local], targets)
+        copies = jax.device_put([shards[s] for s, _ in local], targets)
         arrived |= zip(targets, copies, strict=True)
     # One call each: of several in one call JAX (0.10.2, CPU) may swap the destinations.
     for s, t in cross:
-        there = jax.ShapeDtypeStruct(piece.shape, piece.dtype, sharding=SingleDeviceSharding(s))
-        sent = held[s] if s in held else absent(there)
-        got = jax.device_put(sent, SingleDeviceSharding(t))
-        if t.process_index == here:
-            arrived[t] = got
+        struct = jax.ShapeDtypeStruct(
+            shard_struct.shape, shard_struct.dtype, sharding=SingleDeviceSharding(s)
+        )
+        sent = shards[s] if s in shards else remote_array(struct)
+        copy = jax.device_put(sent, SingleDeviceSharding(t))
+        if t.process_index == process_index:
+            arrived[t] = copy
     return arrived
 
 
@@ -144,12 +148,12 @@ def send(array: jax.Array, sharding: Sharding, *, donated: bool = False) -> jax.
         whole = array.is_fully_addressable and sharding.is_fully_addressable
         assert whole, f"pieces differ: {array.sharding} and {sharding}"
         return jax.device_put(array, sharding)
-    piece = jax.ShapeDtypeStruct(sharding.shard_shape(shape), array.dtype)
-    held = pieces_of(array)
+    shard_struct = jax.ShapeDtypeStruct(sharding.shard_shape(shape), array.dtype)
+    shards = local_shards(array)
     if donated and any(s.process_index != t.process_index for s, t in route.sent):
-        held = {device: part.copy() for device, part in held.items()}
-    got = move(held, route, piece)
-    return assembled(jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding), got)
+        shards = {device: shard.copy() for device, shard in shards.items()}
+    moved_shards = move_shards(shards, route, shard_struct)
+    return assemble_array(jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding), moved_shards)
 
 
 @cache
@@ -157,12 +161,12 @@ def _route(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Route 
     """The route; None where the two cut the shape into other pieces."""
     holders: dict[Any, list[jax.Device]] = {}
     for device, index in source.devices_indices_map(shape).items():
-        holders.setdefault(_key(index), []).append(device)
-    wanted = {d: _key(index) for d, index in target.devices_indices_map(shape).items()}
+        holders.setdefault(_index_key(index), []).append(device)
+    wanted = {d: _index_key(index) for d, index in target.devices_indices_map(shape).items()}
     if not set(wanted.values()) <= set(holders):
         return None
     return find_route(holders, wanted)
 
 
-def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
+def _index_key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
     return tuple((s.start, s.stop) for s in index)

@@ -20,17 +20,17 @@ import jax
 from dflop_jax.contract import MultimodalModel, Params
 from dflop_jax.records import UPDATE, Plan, Schedule, Task
 from dflop_jax.runtime.calibration import Calibration, calibrate, rehearse
-from dflop_jax.runtime.communicator import absent
+from dflop_jax.runtime.communicator import remote_array
 from dflop_jax.runtime.compiling import compile_programs
 from dflop_jax.runtime.initial_state import draw_parameters, zero_gradients
 from dflop_jax.runtime.module_parts import KEY_IMPL
-from dflop_jax.runtime.parameter_layout import grad_structs, placed_structs
+from dflop_jax.runtime.parameter_layout import grad_structs, owned_param_structs
 from dflop_jax.runtime.programs import GroupArrays, make_programs
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.step import StepCall, TrainState
 from dflop_jax.runtime.step_result import StepHandle
 from dflop_jax.runtime.update import Optimizer
-from dflop_jax.runtime.watcher import Observation, UnderWayTasks, Watcher
+from dflop_jax.runtime.watcher import Observation, PendingTasks, Watcher
 from dflop_jax.simulate.task_graph import StepGraph, feeding_groups, step_graph
 from dflop_jax.simulate.task_order import schedule_order
 
@@ -59,17 +59,19 @@ class Executor:
         **training: Any,
     ):
         self.model, self.plan = model, plan
-        here = list(jax.devices()) if devices is None else devices
-        self.programs = make_programs(model, plan.layout, here, tx, **training)
+        all_devices = list(jax.devices()) if devices is None else devices
+        self.programs = make_programs(model, plan.layout, all_devices, tx, **training)
         self.trainable = tuple(self.programs.updates)
         self.state = TrainState()
         self.before_update: Callable[[], None] = lambda: None
-        self.under_way = UnderWayTasks()
-        self._watcher = Watcher(set(self.programs.resource.values()))
+        self.pending_tasks = PendingTasks()
+        self._watcher = Watcher(set(self.programs.resource_of.values()))
         self._free_s: dict[int, float] = {}
         # Resources of several CPU devices run one task at a time; real accelerators queue as many
         # as there are.
-        self._throttled = {self.programs.resource[name] for name in self.programs.crowded}
+        self._throttled = {
+            self.programs.resource_of[name] for name in self.programs.serial_segments
+        }
         # Await every task, everywhere: on CPU a collective between processes, which holds a thread
         # until all are there, and transfers under way can take each other's threads.
         self.one_at_a_time = any(
@@ -79,7 +81,7 @@ class Executor:
         )
         self._latest: dict[int, Observation] = {}
 
-    def take_figures(self, plan: Plan) -> None:
+    def replace_plan(self, plan: Plan) -> None:
         """Go on under a plan of the same layout, with what else it says by now."""
         assert plan.layout == self.plan.layout, "the compiled programs are another layout's"
         self.plan = plan
@@ -87,9 +89,9 @@ class Executor:
     @property
     def awaited(self) -> frozenset[str]:
         """Submeshes that take a task only when the one before it has ended; dispatch waits."""
-        resource = self.programs.resource
+        resource = self.programs.resource_of
         return frozenset(
-            self.programs.submesh[name]
+            self.programs.submesh_of[name]
             for name in self.programs.segments
             if self.one_at_a_time or resource[name] in self._throttled
         )
@@ -97,7 +99,7 @@ class Executor:
     def init(
         self,
         seed: int,
-        begin: Callable[[Segment, Callable[[], Params]], Params] | None = None,
+        make_params: Callable[[Segment, Callable[[], Params]], Params] | None = None,
         sync: Callable[[], None] = lambda: None,
     ) -> None:
         """Fresh parameters, optimizer state and zero gradients; the same for any plan. `begin`, if
@@ -105,18 +107,18 @@ class Executor:
         other processes, before anything is sent to them."""
         modules = list(self.model.modules)
         for name, s in self.programs.segments.items():
-            if name not in self.programs.local:
+            if name not in self.programs.local_segments:
                 self._init_absent(name)
                 continue
             root = jax.random.key(seed, impl=KEY_IMPL)
             key = jax.random.fold_in(root, modules.index(s.plan.module))
-            fresh = partial(draw_parameters, s, key)
-            initial = begin(s, fresh) if begin else fresh()
+            draw = partial(draw_parameters, s, key)
+            initial = make_params(s, draw) if make_params else draw()
             if name not in self.trainable:
                 self.state.params[name] = initial
                 continue
-            began = self.programs.updates[name].begin(initial)
-            self.state.params[name], self.state.masters[name], self.state.opt_state[name] = began
+            state = self.programs.updates[name].init_state(initial)
+            self.state.params[name], self.state.masters[name], self.state.opt_state[name] = state
             self.state.grads[name] = zero_gradients(s)
         sync()
         self.share_tied()
@@ -124,7 +126,7 @@ class Executor:
     def init_for_restore(self) -> None:
         """Zero gradients, and nothing of what a checkpoint is to bring."""
         for name, s in self.programs.segments.items():
-            if name not in self.programs.local:
+            if name not in self.programs.local_segments:
                 self._init_absent(name)
             elif name in self.trainable:
                 self.state.grads[name] = zero_gradients(s)
@@ -152,12 +154,12 @@ class Executor:
     def _init_absent(self, name: str) -> None:
         """A segment of other processes: its state without a piece of it."""
         s = self.programs.segments[name]
-        self.state.params[name] = jax.tree.map(absent, placed_structs(s))
+        self.state.params[name] = jax.tree.map(remote_array, owned_param_structs(s))
         if name in self.trainable:
             update = self.programs.updates[name]
-            self.state.masters[name] = jax.tree.map(absent, update.master_structs)
-            self.state.opt_state[name] = jax.tree.map(absent, update.state_structs)
-            self.state.grads[name] = jax.tree.map(absent, grad_structs(s))
+            self.state.masters[name] = jax.tree.map(remote_array, update.master_structs)
+            self.state.opt_state[name] = jax.tree.map(remote_array, update.state_structs)
+            self.state.grads[name] = jax.tree.map(remote_array, grad_structs(s))
 
     def compile(
         self,
@@ -199,25 +201,25 @@ class Executor:
             norm_limit=norm_limit,
             evaluate=evaluate,
         )
-        seen: dict[int, Observation] = {}
-        self.under_way.dispatch(order, seen)
+        observations: dict[int, Observation] = {}
+        self.pending_tasks.dispatch(order, observations)
         for i, task in enumerate(order):
-            self.under_way.begin(i)
+            self.pending_tasks.start_task(i)
             if task.direction == UPDATE:
                 self.before_update()
-            if task.segment not in self.programs.local:
+            if task.segment not in self.programs.local_segments:
                 call.run(task)  # only its transfers
                 continue
-            resource = self.programs.resource[task.segment]
+            resource = self.programs.resource_of[task.segment]
             if resource in self._throttled and resource in self._latest:
                 self._latest[resource].done.wait()
             dispatched_s = time.perf_counter()
-            seen[i] = self._watcher.watch(resource, dispatched_s, call.run(task))
-            self._latest[resource] = seen[i]
+            observations[i] = self._watcher.watch(resource, dispatched_s, call.run(task))
+            self._latest[resource] = observations[i]
             if self.one_at_a_time:
-                seen[i].done.wait()
-                call.settle()
-        return StepHandle(schedule.step, call, graph, order, seen, self._free_s)
+                observations[i].done.wait()
+                call.wait_for_pending()
+        return StepHandle(schedule.step, call, graph, order, observations, self._free_s)
 
     def _ordered(
         self, schedule: Schedule, *, evaluate: bool = False
@@ -225,11 +227,11 @@ class Executor:
         layout = self.plan.layout
         groups = schedule.groups
         reading = Counter((i, groups[f].module) for i, g in enumerate(groups) for f in g.feeds)
-        most = max([*map(len, feeding_groups(groups).values()), *reading.values()], default=0)
-        if most > layout.fan_in:
+        max_fan_in = max([*map(len, feeding_groups(groups).values()), *reading.values()], default=0)
+        if max_fan_in > layout.fan_in:
             raise ValueError(
-                f"step {schedule.step}: {most} groups of a module go with one, the plan allows "
-                f"{layout.fan_in}; raise its fan_in"
+                f"step {schedule.step}: {max_fan_in} groups of a module go with one, the plan "
+                f"allows {layout.fan_in}; raise its fan_in"
             )
         graph = step_graph(layout, groups, self.trainable, evaluate=evaluate)
         return graph, schedule_order(self.plan, schedule, graph)

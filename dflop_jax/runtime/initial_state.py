@@ -14,67 +14,70 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import ADAPTER, Array, Params, n_rows, stacked_parts, taps_of
 from dflop_jax.records import MANUAL_AXES
-from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.lowering import manual_spec
-from dflop_jax.runtime.module_parts import PARTS, init_part
-from dflop_jax.runtime.parameter_layout import grad_structs, initial_cuts, initial_structs
+from dflop_jax.runtime.module_parts import UNIFORM_MODULE_PARTS, init_part
+from dflop_jax.runtime.parameter_layout import grad_structs, initial_structs, initial_zero_specs
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.runtime.zero_sharding import data_dim
+from dflop_jax.runtime.zero_sharding import data_axis_dim
 
 
 def draw_parameters(segment: Segment, key: Array) -> Params:
-    """`held.initial_structs`, drawn; a layer has the same parameters in any plan."""
+    """`initial_structs`, drawn; a layer has the same parameters in any plan."""
     on_host = segment.mesh.devices.flat[0].platform == "cpu"
-    return (draw_by_parts if on_host else draw_on_devices)(segment, key)
+    return (draw_on_host if on_host else draw_on_devices)(segment, key)
 
 
 def draw_on_devices(segment: Segment, key: Array) -> Params:
     """Draw parameters by one program of the segment: every device draws what it holds."""
-    data = place(np.asarray(jax.random.key_data(key)), segment.sharding())
-    return _drawing(segment, jax.random.key_impl(key))(data)
+    data = shard_array(np.asarray(jax.random.key_data(key)), segment.sharding())
+    return _draw_program(segment, jax.random.key_impl(key))(data)
 
 
-def draw_by_parts(segment: Segment, key: Array) -> Params:
+def draw_on_host(segment: Segment, key: Array) -> Params:
     """Part by part and layer by layer, on the host: where that is the device, since one program of
     a part serves every mesh, and one of a whole segment takes seconds to compile."""
-    module, out = segment.module, {}
-    for part, part_key in _keys(segment, key):
+    module, params = segment.module, {}
+    for part, part_key in _part_keys(segment, key):
         if part in segment.stacked:
             keys = _row_keys(segment, part, part_key)
             layers = [jax.tree.map(np.asarray, init_part(module, part, k)) for k in keys]
-            out[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+            params[part] = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
         else:
-            out[part] = jax.tree.map(np.asarray, init_part(module, part, part_key))
+            params[part] = jax.tree.map(np.asarray, init_part(module, part, part_key))
     return jax.tree.map(
-        lambda a, cut, s: place(cut.hold(a).astype(s.dtype), s.sharding),
-        out,
-        initial_cuts(segment),
+        lambda a, zero_spec, s: shard_array(zero_spec.to_stored(a).astype(s.dtype), s.sharding),
+        params,
+        initial_zero_specs(segment),
         initial_structs(segment),
     )
 
 
 def zero_gradients(segment: Segment) -> Params:
-    """Fresh accumulators: `held.grad_structs`."""
-    return _zeroing(segment)()
+    """Fresh accumulators: `grad_structs`."""
+    return _zeros_program(segment)()
 
 
-def _keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
+def _part_keys(segment: Segment, key: Array) -> Iterator[tuple[str, Array]]:
     """The key of each part, by its place in the model and never by the plan."""
-    known = (*PARTS, ADAPTER, *sorted(taps_of(segment.module)))
-    kinds, every = sorted(stacked_parts(segment.module)), sorted(segment.module.freeze_groups)
-    names = list(dict.fromkeys((*known, *kinds, *every)))
-    for part in segment.own_parts:
+    standard_parts = (*UNIFORM_MODULE_PARTS, ADAPTER, *sorted(taps_of(segment.module)))
+    kinds, freeze_parts = (
+        sorted(stacked_parts(segment.module)),
+        sorted(segment.module.freeze_groups),
+    )
+    names = list(dict.fromkeys((*standard_parts, *kinds, *freeze_parts)))
+    for part in segment.owned_parts:
         yield part, jax.random.fold_in(key, names.index(part))
 
 
 def _row_keys(segment: Segment, part: str, key: Array) -> Array:
     """The key of each row that is held of a stacked part."""
     keys = jax.random.split(key, n_rows(segment.module, part))
-    return keys[np.array(segment.held_rows[part])]
+    return keys[np.array(segment.layer_rows[part])]
 
 
 @lru_cache(maxsize=64)
-def _zeroing(segment: Segment) -> Callable[[], Params]:
+def _zeros_program(segment: Segment) -> Callable[[], Params]:
     structs = grad_structs(segment)
 
     def zeros() -> Params:
@@ -84,46 +87,53 @@ def _zeroing(segment: Segment) -> Callable[[], Params]:
 
 
 @lru_cache(maxsize=64)
-def _drawing(segment: Segment, impl: Any) -> Callable[[Array], Params]:
+def _draw_program(segment: Segment, impl: Any) -> Callable[[Array], Params]:
     """The program that draws: it takes the data of a key."""
 
-    structs, cuts = initial_structs(segment), initial_cuts(segment)
+    structs, zero_specs = initial_structs(segment), initial_zero_specs(segment)
 
     def draw(data: Array) -> Params:
-        key, out = jax.random.wrap_key_data(data, impl=impl), {}
-        for part, part_key in _keys(segment, key):
+        key, params = jax.random.wrap_key_data(data, impl=impl), {}
+        for part, part_key in _part_keys(segment, key):
             if part in segment.stacked:
-                out[part] = _layers(segment, part, part_key, structs[part], cuts[part])
+                params[part] = _draw_layers(
+                    segment, part, part_key, structs[part], zero_specs[part]
+                )
             else:
                 drawn = segment.module.init(part, part_key)
-                out[part] = jax.tree.map(
-                    lambda a, cut, s: cut.hold(a).astype(s.dtype), drawn, cuts[part], structs[part]
+                params[part] = jax.tree.map(
+                    lambda a, zero_spec, s: zero_spec.to_stored(a).astype(s.dtype),
+                    drawn,
+                    zero_specs[part],
+                    structs[part],
                 )
-        return out
+        return params
 
     return jax.jit(draw, out_shardings=jax.tree.map(lambda a: a.sharding, structs))
 
 
-def _layers(segment: Segment, part: str, key: Array, structs: Params, cuts: Params) -> Params:
+def _draw_layers(
+    segment: Segment, part: str, key: Array, structs: Params, zero_specs: Params
+) -> Params:
     """A part of the segment's layers, of one key each: every stage draws its own, one after the
     other, since a vectorised draw would have other values; a data rank keeps its piece of each."""
-    ways = segment.data_ranks
+    dp = segment.data_ranks
     keys = _row_keys(segment, part, key)
     # Traced out here: a library's annotations could take the manual mesh for their own.
     one = jax.make_jaxpr(partial(segment.module.init, part))(keys[0])
     flat, tree = jax.tree.flatten(structs)
-    by_leaf = jax.tree.leaves(cuts)
+    by_leaf = jax.tree.leaves(zero_specs)
 
     def draw(key: Array) -> list[Array]:
-        mine, rank = [], jax.lax.axis_index("data")
-        for drawn, cut, struct in zip(jaxpr_as_fun(one)(key), by_leaf, flat, strict=True):
-            array = cut.hold(drawn)
-            if cut.is_split:
-                dim = data_dim(cut.spec) - 1  # without that of layers
-                size = array.shape[dim] // ways
+        rank_shards, rank = [], jax.lax.axis_index("data")
+        for drawn, zero_spec, struct in zip(jaxpr_as_fun(one)(key), by_leaf, flat, strict=True):
+            array = zero_spec.to_stored(drawn)
+            if zero_spec.is_split:
+                dim = data_axis_dim(zero_spec.spec) - 1  # without that of layers
+                size = array.shape[dim] // dp
                 array = jax.lax.dynamic_slice_in_dim(array, rank * size, size, dim)
-            mine.append(array.astype(struct.dtype))
-        return mine
+            rank_shards.append(array.astype(struct.dtype))
+        return rank_shards
 
     on_ranks: Any = jax.shard_map(
         lambda keys: jax.lax.map(draw, keys),

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from dflop_jax.contract import MultimodalModel, chip_of, edges_of, on_chip
 from dflop_jax.records import AXES, Layout, MeshShape
-from dflop_jax.runtime.module_parts import kinds_of, parts_of
+from dflop_jax.runtime.module_parts import segment_layer_kinds, segment_parts
 from dflop_jax.runtime.parameter_layout import param_specs
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.simulate.task_graph import segment_links, segments_with_backward, tied_segments
@@ -50,15 +50,17 @@ def trained_groups(model: MultimodalModel, freeze: Sequence[str]) -> tuple[str, 
     Raises:
       ValueError: unknown name in `freeze`, or everything frozen.
     """
-    known = dict.fromkeys(g for m in model.modules.values() for g in m.freeze_groups.values())
-    if unknown := set(freeze) - set(known):
-        raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(known)}")
-    if set(freeze) >= set(known):
+    freeze_groups = dict.fromkeys(
+        g for m in model.modules.values() for g in m.freeze_groups.values()
+    )
+    if unknown := set(freeze) - set(freeze_groups):
+        raise ValueError(f"cannot freeze {sorted(unknown)}; the model has {sorted(freeze_groups)}")
+    if set(freeze) >= set(freeze_groups):
         raise ValueError(
             "every part of the model is frozen, nothing is left to train; leave one out of "
             "train.freeze"
         )
-    return tuple(g for g in known if g not in freeze)
+    return tuple(g for g in freeze_groups if g not in freeze)
 
 
 def make_segments(
@@ -79,7 +81,7 @@ def make_segments(
     trains = {
         s.name: frozenset(
             part
-            for part in parts_of(s, model.modules[s.module])
+            for part in segment_parts(s, model.modules[s.module])
             if model.modules[s.module].freeze_groups[part] not in freeze
         )
         for s in layout.segments
@@ -87,7 +89,9 @@ def make_segments(
     shared = tied_segments(layout)
     for reader, owner in shared.items():
         trains[reader] |= trains[owner] & {"entry"}
-    backward = segments_with_backward(layout, {n for n, parts in trains.items() if parts})
+    backward = segments_with_backward(
+        layout, {n for n, trained_parts in trains.items() if trained_parts}
+    )
     segments: dict[str, Segment] = {}
     for s in layout.segments:
         mesh = make_mesh(layout, s.submesh, devices)
@@ -102,7 +106,7 @@ def make_segments(
             # All of the model's that it reads, also from modules that the plan leaves out.
             edges=tuple(e for e in edges_of(model) if s.reads(e) or (e in layout.edges)),
             shares_entry=s.name in shared,
-            passes_split=len(
+            passes_sharded=len(
                 {layout.submesh(o.submesh).model for o in layout.segments_of(s.module)}
             )
             == 1,
@@ -114,7 +118,7 @@ def make_segments(
 
 def _check_stages(s: Segment) -> None:
     """ValueError where the stages of a loop would have other kinds of layers, in any round."""
-    kinds, n = kinds_of(s.plan, s.module), s.chunk_layers
+    kinds, n = segment_layer_kinds(s.plan, s.module), s.chunk_layers
     chunks = {kinds[i : i + n] for i in range(0, len(kinds), n)}
     if len(chunks) > 1:
         raise ValueError(
@@ -128,18 +132,18 @@ def check_model(layout: Layout, model: MultimodalModel) -> None:
     """ValueError for a plan that was made for another model."""
     if unknown := set(layout.modules) - set(model.modules):
         raise ValueError(f"the plan has modules {sorted(unknown)} that the model lacks; plan again")
-    known = edges_of(model)
+    model_edges = edges_of(model)
     for e in layout.edges:
-        if e not in known:
+        if e not in model_edges:
             raise ValueError(f"the plan has an edge {e} that the model lacks; plan again")
-    for e in known:
+    for e in model_edges:
         if {e.source, e.target} <= set(layout.modules) and e not in layout.edges:
             raise ValueError(f"the plan lacks the model's edge {e}; plan again")
     for name in layout.modules:
-        module, parts = model.modules[name], layout.segments_of(name)
-        if parts[-1].stop != module.n_layers:
+        module, segments = model.modules[name], layout.segments_of(name)
+        if segments[-1].stop != module.n_layers:
             raise ValueError(
-                f"the plan covers {parts[-1].stop} layers of {name!r}, the model has "
+                f"the plan covers {segments[-1].stop} layers of {name!r}, the model has "
                 f"{module.n_layers}; it was made for another model, plan again"
             )
         if module.tied != (name in layout.tied):

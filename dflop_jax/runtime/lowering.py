@@ -14,7 +14,7 @@ from dflop_jax.records import BACKWARD, FORWARD, MANUAL_AXES, Shape
 from dflop_jax.runtime import spmd_loop
 from dflop_jax.runtime.parameter_layout import grad_structs, program_structs
 from dflop_jax.runtime.segment import (
-    Kind,
+    ProgramKind,
     Segment,
     device_bytes,
     field_structs,
@@ -25,7 +25,7 @@ from dflop_jax.runtime.zero_sharding import axes_of
 
 Tree = Any
 # Each stage and rank holds its own part. Of outputs these are the stage's share of microbatches.
-_OWN = P("stage", "data")
+_PER_RANK = P("stage", "data")
 # XLA's GPU compiler: equal inputs give equal bits, also from libraries that may add in any order.
 _SAME_BITS = {"xla_gpu_exclude_nondeterministic_ops": True}
 
@@ -39,10 +39,10 @@ class Lowering:
 
     def __init__(self, segment: Segment):
         self.segment = segment
-        self._unplaced: dict[Shape, Tree] = {}
+        self._unsharded_residuals: dict[Shape, Tree] = {}
         self._residuals: dict[Shape, Tree] = {}
 
-    def argument_structs(self, shape: Shape, kind: Kind) -> tuple[Tree, ...]:
+    def argument_structs(self, shape: Shape, kind: ProgramKind) -> tuple[Tree, ...]:
         """forward, evaluate: (params, x, fields); backward: (params, x, fields, dy, grads,
         residuals)."""
         s = self.segment
@@ -57,37 +57,37 @@ class Lowering:
     def backward_structs(self, shape: Shape) -> tuple[Tree, Tree, Tree, jax.ShapeDtypeStruct]:
         """What backward gives: (sums, dx, grads, done)."""
         s = self.segment
-        done = jax.ShapeDtypeStruct(
-            (s.stages, s.data_ranks), jnp.float32, sharding=s.sharding(*_OWN)
+        completion = jax.ShapeDtypeStruct(
+            (s.stages, s.data_ranks), jnp.float32, sharding=s.sharding(*_PER_RANK)
         )
         dx = {n: struct for n, struct in x_structs(s, shape).items() if n in s.wants_gradient}
         sums = y_structs(s, shape, sums=True).get("sums", {})
-        return sums, dx, grad_structs(s), done
+        return sums, dx, grad_structs(s), completion
 
     def residual_structs(self, shape: Shape) -> Tree:
         """What forward hands over to backward, {} if nothing. Forward is compiled for it where
-        tensors are split, unless `learn_residuals` was called."""
-        if not self.segment.hands_over:
+        tensors are split, unless `set_residual_shardings` was called."""
+        if not self.segment.saves_residuals:
             return {}
         if shape not in self._residuals:
             lowered = self.lower(shape, FORWARD)
-            if self.segment.tensor_ranks > 1:
-                self.learn_residuals(shape, lowered.compile())
+            if self.segment.tp > 1:
+                self.set_residual_shardings(shape, lowered.compile())
         return self._residuals[shape]
 
     def residual_bytes(self, shape: Shape) -> float:
         """Bytes on a device of what forward hands over to backward."""
         return device_bytes(self.residual_structs(shape))
 
-    def learn_residuals(self, shape: Shape, forward: jax.stages.Compiled) -> None:
+    def set_residual_shardings(self, shape: Shape, forward: jax.stages.Compiled) -> None:
         """Take shardings from the compiled forward, which was lowered here."""
         self._residuals[shape] = jax.tree.map(
             lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            self._unplaced[shape],
+            self._unsharded_residuals[shape],
             forward.output_shardings["residuals"],
         )
 
-    def lower(self, shape: Shape, kind: Kind) -> jax.stages.Lowered:
+    def lower(self, shape: Shape, kind: ProgramKind) -> jax.stages.Lowered:
         """Program of a kind at a per-rank shape, ready to be compiled, of `argument_structs`;
         forward and evaluate give `spmd_loop.forward_program`'s outputs, backward gives
         `backward_structs` and donates the gradients."""
@@ -97,17 +97,19 @@ class Lowering:
         sums = kind != FORWARD
         args = self.argument_structs(shape, kind)
         shardings = jax.tree.map(lambda a: a.sharding, y_structs(s, shape, sums=sums))
-        hands_over = s.hands_over and not sums
-        if hands_over:
-            shardings["residuals"] = None if s.tensor_ranks > 1 else s.sharding(*_OWN)
+        saves_residuals = s.saves_residuals and not sums
+        if saves_residuals:
+            shardings["residuals"] = None if s.tp > 1 else s.sharding(*_PER_RANK)
         body = partial(spmd_loop.forward_program, s, sums=sums)
-        lowered = self._jit(body, jax.tree.map(manual_spec, args), _OWN, shardings).lower(*args)
-        if hands_over:
-            self._unplaced[shape] = residuals = lowered.out_info["residuals"]
-            if s.tensor_ranks == 1:
-                own = s.sharding(*_OWN)
+        lowered = self._jit(body, jax.tree.map(manual_spec, args), _PER_RANK, shardings).lower(
+            *args
+        )
+        if saves_residuals:
+            self._unsharded_residuals[shape] = residuals = lowered.out_info["residuals"]
+            if s.tp == 1:
+                sharding = s.sharding(*_PER_RANK)
                 self._residuals[shape] = jax.tree.map(
-                    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=own), residuals
+                    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), residuals
                 )
         return lowered
 
@@ -116,9 +118,9 @@ class Lowering:
         args = self.argument_structs(shape, BACKWARD)
         outs = self.backward_structs(shape)
         params, x, fields, _, grads = jax.tree.map(manual_spec, args[:5])
-        dy = {k: P() if k == "sums" else jax.tree.map(lambda _: _OWN, v)
+        dy = {k: P() if k == "sums" else jax.tree.map(lambda _: _PER_RANK, v)
               for k, v in args[3].items()}  # fmt: skip
-        in_specs = (params, x, fields, dy, grads, _OWN)
+        in_specs = (params, x, fields, dy, grads, _PER_RANK)
         shardings = jax.tree.map(lambda a: a.sharding, outs)
         body = partial(spmd_loop.backward_program, s)
         jitted = self._jit(body, in_specs, jax.tree.map(manual_spec, outs), shardings, donate=(4,))

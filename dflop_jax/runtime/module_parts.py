@@ -26,29 +26,33 @@ from dflop_jax.contract import (
 from dflop_jax.records import SegmentPlan, Shape
 
 Tree = Any
-PARTS = ("entry", LAYERS, "exit")  # of every module whose layers are of one kind
+UNIFORM_MODULE_PARTS = ("entry", LAYERS, "exit")  # of every module whose layers are of one kind
 KEY_IMPL = "rbg"  # of the keys of fresh parameters: compiles several times faster than threefry
 
 
-def parts_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
+def segment_parts(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """Parts of its module that a segment holds."""
-    kinds = kinds_of(s, module)
+    kinds = segment_layer_kinds(s, module)
     stacked = {part: kind in kinds for part, kind in stacked_parts(module).items()}
-    own = {part: is_here for part, is_here in stacked.items() if part in kinds}
-    here = {"entry": s.first, **own, "exit": s.last}
+    layer_parts = {part: is_read for part, is_read in stacked.items() if part in kinds}
+    read_by_segment = {"entry": s.first, **layer_parts, "exit": s.last}
     for name, layers in taps_of(module).items():
-        here[name] = name in module.inputs and s.runs_to(layers)
-    adapters = {adapter_of(part): is_here for part, is_here in here.items() if part not in kinds}
-    adapters = {part: is_here for part, is_here in adapters.items() if part in module.freeze_groups}
-    return tuple(part for part, is_here in {**here, **stacked, **adapters}.items() if is_here)
+        read_by_segment[name] = name in module.inputs and s.runs_to(layers)
+    adapters = {
+        adapter_of(part): is_read for part, is_read in read_by_segment.items() if part not in kinds
+    }
+    adapters = {part: is_read for part, is_read in adapters.items() if part in module.freeze_groups}
+    return tuple(
+        part for part, is_read in {**read_by_segment, **stacked, **adapters}.items() if is_read
+    )
 
 
-def kinds_of(s: SegmentPlan, module: Module) -> tuple[str, ...]:
+def segment_layer_kinds(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """The kinds of a segment's layers."""
-    return kinds_up_to(s, module)[s.start :]
+    return layer_kinds_until(s, module)[s.start :]
 
 
-def kinds_up_to(s: SegmentPlan, module: Module) -> tuple[str, ...]:
+def layer_kinds_until(s: SegmentPlan, module: Module) -> tuple[str, ...]:
     """The kinds of a module's layers up to the last one of a segment."""
     kinds: tuple[str, ...] = getattr(module, "layer_kinds", (LAYERS,) * s.stop)
     return kinds[: s.stop]
@@ -80,7 +84,7 @@ def part_struct(module: Module, part: str) -> Params:
 
 def module_structs(
     module: Module,
-    of: Callable[[Module, str], Params] = part_struct,
+    struct_of: Callable[[Module, str], Params] = part_struct,
     sharding: jax.sharding.Sharding | None = None,
 ) -> Params:
     """All parts of a module, layers stacked, with the shapes and dtypes that `of` gives."""
@@ -89,7 +93,7 @@ def module_structs(
         lead = (n_rows(module, part),) if part in stacked_parts(module) else ()
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding),
-            of(module, part),
+            struct_of(module, part),
         )
 
     return {part: structs(part) for part in module.inputs}
@@ -103,7 +107,7 @@ def logical_axes(module: Module, part: str) -> Params:
 @lru_cache(maxsize=1024)
 def hidden_struct(module: Module, shape: Shape) -> Tree:
     """Hidden states between layers: an array, or a tree of them."""
-    fields = _fields(module, "entry", shape)
+    fields = _field_structs(module, "entry", shape)
     return jax.eval_shape(module.entry, part_struct(module, "entry"), fields)
 
 
@@ -111,7 +115,7 @@ def hidden_struct(module: Module, shape: Shape) -> Tree:
 def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
     """What a tap gives."""
     fields = {k: struct for part in ("entry", *dict.fromkeys(layer_kinds_of(module)), name)
-              for k, struct in _fields(module, part, shape).items()}  # fmt: skip
+              for k, struct in _field_structs(module, part, shape).items()}  # fmt: skip
     params = part_struct(module, name) if name in module.inputs else None
     tap: Any = module.tap  # type: ignore[attr-defined]
     return jax.eval_shape(partial(tap, name), params, hidden_struct(module, shape), fields)
@@ -120,11 +124,11 @@ def tap_struct(module: Module, name: str, shape: Shape) -> jax.ShapeDtypeStruct:
 @lru_cache(maxsize=1024)
 def exit_struct(module: Module, shape: Shape) -> Tree:
     """What the exit gives: features, or a loss's sums by name."""
-    fields, hidden = _fields(module, "exit", shape), hidden_struct(module, shape)
+    fields, hidden = _field_structs(module, "exit", shape), hidden_struct(module, shape)
     entry = part_struct(module, "entry") if module.tied else None
     return jax.eval_shape(module.exit, part_struct(module, "exit"), hidden, fields, entry)
 
 
-def _fields(module: Module, part: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
+def _field_structs(module: Module, part: str, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     names = module.inputs.get(part, ())
     return {n: module.field_spec(n, shape.rows, shape.tokens) for n in names}

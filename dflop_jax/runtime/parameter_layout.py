@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from dflop_jax.contract import Params, split_dim, working_dtype_of
 from dflop_jax.runtime.module_parts import logical_axes, part_struct
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.runtime.zero_sharding import Cut, cut_over
+from dflop_jax.runtime.zero_sharding import ZeroSpec, make_zero_spec
 
 
 def param_structs(s: Segment) -> Params:
@@ -22,27 +22,35 @@ def param_structs(s: Segment) -> Params:
     def stacked(n: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype)
 
-    structs = {p: part_struct(s.module, p) for p in s.parts}
-    every = {p: jax.tree.map(partial(stacked, len(r)), structs[p]) for p, r in s.held_rows.items()}
-    return {**structs, **every}
+    structs = {p: part_struct(s.module, p) for p in s.read_parts}
+    layer_structs = {
+        p: jax.tree.map(partial(stacked, len(r)), structs[p]) for p, r in s.layer_rows.items()
+    }
+    return {**structs, **layer_structs}
 
 
 def program_structs(s: Segment) -> Params:
     """`param_structs` with their shardings: what programs read."""
     return jax.tree.map(
-        lambda a, cut: held_struct(s, cut, a.shape, a.dtype), param_structs(s), held_cuts(s)
+        lambda a, zero_spec: sharded_struct(s, zero_spec, a.shape, a.dtype),
+        param_structs(s),
+        param_zero_specs(s),
     )
 
 
-def held_struct(s: Segment, cut: Cut, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def sharded_struct(
+    s: Segment, zero_spec: ZeroSpec, shape: tuple[int, ...], dtype: Any
+) -> jax.ShapeDtypeStruct:
     """What the segment's devices hold of an array of a shape that is cut so."""
-    return jax.ShapeDtypeStruct(cut.held_shape(shape), dtype, sharding=s.sharding(*cut.spec))
+    return jax.ShapeDtypeStruct(
+        zero_spec.stored_shape(shape), dtype, sharding=s.sharding(*zero_spec.spec)
+    )
 
 
-def placed_structs(s: Segment) -> Params:
+def owned_param_structs(s: Segment) -> Params:
     """`program_structs` of the segment's own parts."""
     structs = program_structs(s)
-    return {part: structs[part] for part in s.own_parts}
+    return {part: structs[part] for part in s.owned_parts}
 
 
 def has_masters(s: Segment) -> bool:
@@ -53,23 +61,26 @@ def has_masters(s: Segment) -> bool:
 def initial_structs(s: Segment) -> Params:
     """The segment's own parts as they are drawn, read and saved: masters of what trains, if it has
     them, split over data ranks; all else as programs read it."""
-    structs, cuts = param_structs(s), initial_cuts(s)
+    structs, zero_specs = param_structs(s), initial_zero_specs(s)
     return {
         part: jax.tree.map(
-            lambda a, cut, p=part: held_struct(
-                s, cut, a.shape, jnp.float32 if _is_master(s, p) else a.dtype
+            lambda a, zero_spec, p=part: sharded_struct(
+                s, zero_spec, a.shape, jnp.float32 if _is_master(s, p) else a.dtype
             ),
             structs[part],
-            cuts[part],
+            zero_specs[part],
         )
-        for part in s.own_parts
+        for part in s.owned_parts
     }
 
 
-def initial_cuts(s: Segment) -> Params:
+def initial_zero_specs(s: Segment) -> Params:
     """How `initial_structs` are cut."""
-    split, held = split_cuts(s), held_cuts(s)
-    return {p: split[p] if _is_master(s, p) else held[p] for p in s.own_parts}
+    state_specs_by_part, param_specs_by_part = state_zero_specs(s), param_zero_specs(s)
+    return {
+        p: state_specs_by_part[p] if _is_master(s, p) else param_specs_by_part[p]
+        for p in s.owned_parts
+    }
 
 
 def _is_master(s: Segment, part: str) -> bool:
@@ -82,10 +93,10 @@ def param_specs(s: Segment) -> Params:
     Raises:
       ValueError: a degree does not divide a dim.
     """
-    ways = s.mesh.shape["model"]
+    degree = s.mesh.shape["model"]
 
     def spec(lead: tuple[str, ...], leaf: jax.ShapeDtypeStruct, axes: tuple[Any, ...]) -> P:
-        split = split_dim(leaf.shape, axes, ways)
+        split = split_dim(leaf.shape, axes, degree)
         return P(*lead, *("model" if i == split else None for i in range(len(axes))))
 
     specs = {
@@ -94,42 +105,40 @@ def param_specs(s: Segment) -> Params:
             part_struct(s.module, part),
             logical_axes(s.module, part),
         )
-        for part in s.parts
+        for part in s.read_parts
     }
-    jax.tree.map_with_path(partial(_check_divides, s), param_structs(s), specs)
+    jax.tree.map_with_path(partial(_check_degree_divides, s), param_structs(s), specs)
     return specs
 
 
-def _check_divides(s: Segment, path: Any, leaf: jax.ShapeDtypeStruct, spec: P) -> None:
+def _check_degree_divides(s: Segment, path: Any, leaf: jax.ShapeDtypeStruct, spec: P) -> None:
     for size, axis in zip(leaf.shape, spec, strict=False):
-        ways = s.mesh.shape[axis] if axis else 1
-        if size % ways:
+        degree = s.mesh.shape[axis] if axis else 1
+        if size % degree:
             raise ValueError(
                 f"segment {s.plan.name!r}: dim {size} of {jax.tree_util.keystr(path)} does "
-                f"not divide over {axis}={ways}; choose a degree that divides it"
+                f"not divide over {axis}={degree}; choose a degree that divides it"
             )
 
 
-def split_cuts(s: Segment) -> Params:
+def state_zero_specs(s: Segment) -> Params:
     """How data ranks share optimizer state, gradients from ZeRO 2 on, and parameters in ZeRO 3."""
     structs, specs = param_structs(s), param_specs(s)
-    shards = int(s.plan.shard_ranks(s.data_ranks, s.mesh.shape["model"]))
-    degrees = {"data": shards, "model": s.mesh.shape["model"], "copies": s.data_ranks // shards}
+    dp = int(s.plan.shard_ranks(s.data_ranks, s.tp))
+    make = partial(make_zero_spec, dp=dp, tp=s.tp, n_replicas=s.data_ranks // dp)
     return {
-        part: jax.tree.map(
-            partial(cut_over, stacked=part in s.stacked, **degrees), structs[part], specs[part]
-        )
-        for part in s.parts
+        part: jax.tree.map(partial(make, stacked=part in s.stacked), structs[part], specs[part])
+        for part in s.read_parts
     }
 
 
-def held_cuts(s: Segment) -> Params:
+def param_zero_specs(s: Segment) -> Params:
     """How the parameters that programs read are cut."""
-    return split_cuts(s) if s.plan.zero == 3 else _uncut(s)
+    return state_zero_specs(s) if s.plan.zero == 3 else _replicated_zero_specs(s)
 
 
-def _uncut(s: Segment) -> Params:
-    return jax.tree.map(lambda spec: Cut(spec, spec), param_specs(s))
+def _replicated_zero_specs(s: Segment) -> Params:
+    return jax.tree.map(lambda spec: ZeroSpec(spec, spec), param_specs(s))
 
 
 def grad_structs(s: Segment) -> Params:
@@ -137,18 +146,23 @@ def grad_structs(s: Segment) -> Params:
     end: stages, of the ends, and data ranks, unless each has its piece of their sum."""
 
     def accumulator(
-        ranks: tuple[str, ...], leaf: jax.ShapeDtypeStruct, cut: Cut
+        ranks: tuple[str, ...], leaf: jax.ShapeDtypeStruct, zero_spec: ZeroSpec
     ) -> jax.ShapeDtypeStruct:
-        ranks = ranks if cut.is_split else ("data", *ranks)
+        ranks = ranks if zero_spec.is_split else ("data", *ranks)
         lead = ranks if len(ranks) > 1 else ranks[0] if ranks else None
-        shape = (prod(s.mesh.shape[axis] for axis in ranks), *cut.held_shape(leaf.shape))
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s.sharding(lead, *cut.spec))
+        shape = (prod(s.mesh.shape[axis] for axis in ranks), *zero_spec.stored_shape(leaf.shape))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s.sharding(lead, *zero_spec.spec))
 
-    structs, cuts = param_structs(s), split_cuts(s) if s.plan.zero >= 2 else _uncut(s)
+    structs, zero_specs = (
+        param_structs(s),
+        state_zero_specs(s) if s.plan.zero >= 2 else _replicated_zero_specs(s),
+    )
     return {
         part: jax.tree.map(
-            partial(accumulator, () if part in s.stacked else ("stage",)), structs[part], cuts[part]
+            partial(accumulator, () if part in s.stacked else ("stage",)),
+            structs[part],
+            zero_specs[part],
         )
-        for part in s.parts
+        for part in s.read_parts
         if part in s.trainable
     }

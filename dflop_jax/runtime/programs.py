@@ -13,13 +13,13 @@ import numpy as np
 
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, UPDATE, Layout, Shape
-from dflop_jax.runtime.communicator import absent, is_local
+from dflop_jax.runtime.communicator import is_local, remote_array
 from dflop_jax.runtime.exchange import Exchange
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.segment import (
     EVALUATE,
-    Kind,
+    ProgramKind,
     Segment,
     field_structs,
     output_struct,
@@ -37,22 +37,22 @@ from dflop_jax.simulate.task_graph import (
 
 Tree = Any
 Program = Callable[..., Any]
-# Of a program: a segment's name, then (shape, kind), (shape, KEEPING, kind), (REDUCE,), (UPDATE,),
-# (link, low shape, high shape, whether backward) or ("sum", struct).
+# Of a program: a segment's name, then (shape, kind), (shape, LESS_REMAT, kind), (REDUCE,),
+# (UPDATE,), (link, low shape, high shape, whether backward) or ("sum", struct).
 Key = tuple[Any, ...]
-KEEPING = "keeping more"  # in the key of a program under its segment's second recompute policy
+LESS_REMAT = "keeping more"  # in the key of a program under its segment's second recompute policy
 
 
 @dataclass(frozen=True)
 class GroupArrays:
-    """Host arrays of one group: `fields[name]` [M, ranks * rows, ...], and by the place in the
-    schedule of every group that feeds it where its outputs stand, `places[group]`: index, or index
-    and weight, [M, ranks * rows, tokens, sources]. `max_asked[group]` is what `Routes.route` asks
-    for where not all ranks' places are here."""
+    """Host arrays of one group: `fields[name]` [M, ranks * rows, ...], and, by the number of every
+    group that feeds it, which of its outputs each token reads, `source_indices[group]`: index, or
+    index and weight, [M, ranks * rows, tokens, sources]. `max_requested[group]` is the argument of
+    `ExchangeIndex.rounds` where this process does not have all ranks' indices."""
 
     fields: Mapping[str, np.ndarray]
-    places: Mapping[int, tuple[np.ndarray, ...]]
-    max_asked: Mapping[int, int] = field(default_factory=dict)
+    source_indices: Mapping[int, tuple[np.ndarray, ...]]
+    max_requested: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Programs:
     layout: Layout
     evaluates: bool
     lowerings: Mapping[str, Lowering]
-    keeping: Mapping[str, Lowering]
+    less_remat: Mapping[str, Lowering]
     updates: Mapping[str, SegmentUpdate]
     backward: tuple[str, ...]
     owner_of: Mapping[str, str]
@@ -98,12 +98,12 @@ class Programs:
         return {n: lowering.segment for n, lowering in self.lowerings.items()}
 
     @cached_property
-    def local(self) -> frozenset[str]:
+    def local_segments(self) -> frozenset[str]:
         """Segments with devices of this process."""
         return frozenset(n for n, s in self.segments.items() if is_local(s.mesh))
 
     @cached_property
-    def crowded(self) -> frozenset[str]:
+    def serial_segments(self) -> frozenset[str]:
         """Segments of several CPU devices. Their collectives hold threads of a pool that has one
         for each device, so that two programs in flight on the same devices can wait for each other
         for ever."""
@@ -112,32 +112,34 @@ class Programs:
         )
 
     @cached_property
-    def into(self) -> dict[str, tuple[SegmentLink, ...]]:
+    def incoming_links(self) -> dict[str, tuple[SegmentLink, ...]]:
         every = segment_links(self.layout)
         return {n: tuple(k for k in every if k.target == n) for n in self.segments}
 
     @cached_property
-    def out_of(self) -> dict[str, tuple[SegmentLink, ...]]:
+    def outgoing_links(self) -> dict[str, tuple[SegmentLink, ...]]:
         every = segment_links(self.layout)
         return {n: tuple(k for k in every if k.source == n) for n in self.segments}
 
     @cached_property
-    def submesh(self) -> dict[str, str]:
+    def submesh_of(self) -> dict[str, str]:
         return {s.name: s.submesh for s in self.layout.segments}
 
     @cached_property
-    def resource(self) -> dict[str, int]:
+    def resource_of(self) -> dict[str, int]:
         """The resource that each segment's tasks keep busy."""
-        of = submesh_resources(self.layout)
-        return {s.name: of[s.submesh] for s in self.layout.segments}
+        resource_by_submesh = submesh_resources(self.layout)
+        return {s.name: resource_by_submesh[s.submesh] for s in self.layout.segments}
 
     # Tracing shapes takes milliseconds, so what steps ask for is kept.
 
     @cached_property
     def signature(self) -> Callable[[str, Shape], Signature]:
         def made(name: str, shape: Shape) -> Signature:
-            s = self.segments[name]
-            return Signature(x_structs(s, shape), field_structs(s, shape), y_structs(s, shape))
+            segment = self.segments[name]
+            return Signature(
+                x_structs(segment, shape), field_structs(segment, shape), y_structs(segment, shape)
+            )
 
         return cache(made)
 
@@ -155,9 +157,9 @@ class Programs:
         return cache(made)
 
     @cached_property
-    def _elsewhere(self) -> Callable[[Key], Program]:
+    def _remote_program(self) -> Callable[[Key], Program]:
         def made(key: Key) -> Program:
-            outputs = jax.tree.map(absent, output_structs(self, key))
+            outputs = jax.tree.map(remote_array, output_structs(self, key))
             return lambda *_: outputs
 
         return cache(made)
@@ -165,10 +167,10 @@ class Programs:
     def program(self, key: Key) -> Program:
         """What a key names. The rounds of an exchange wait for nothing of each other, so they end
         one by one where devices are crowded."""
-        if key[0] not in self.local:
-            return self._elsewhere(key)
+        if key[0] not in self.local_segments:
+            return self._remote_program(key)
         program = self.compiled[key]
-        if isinstance(key[1], SegmentLink) and key[0] in self.crowded:
+        if isinstance(key[1], SegmentLink) and key[0] in self.serial_segments:
             return lambda *args: jax.block_until_ready(program(*args))
         return program
 
@@ -222,28 +224,28 @@ def make_programs(
     )
 
 
-def kinds(programs: Programs, name: str) -> tuple[Kind, ...]:
+def program_kinds(programs: Programs, name: str) -> tuple[ProgramKind, ...]:
     """Kinds of programs that a segment runs; one that nobody reads has no forward of its own in
     training."""
-    is_read = bool(programs.out_of[name])
+    is_read = bool(programs.outgoing_links[name])
     gives_loss = programs.evaluates and programs.segments[name].has_loss
     forward = (FORWARD,) if is_read else ()
-    back = (BACKWARD,) if name in programs.backward or not is_read else ()
-    return (*forward, *back, *((EVALUATE,) if gives_loss else ()))
+    backward = (BACKWARD,) if name in programs.backward or not is_read else ()
+    return (*forward, *backward, *((EVALUATE,) if gives_loss else ()))
 
 
 def output_structs(programs: Programs, key: Key) -> Tree:
     """What a program gives, but for residuals, of which only their shapes are known."""
-    name, *what, kind = key
+    name, *details, kind = key
     if kind in (REDUCE, UPDATE):
         update = programs.updates[name]
         return update.reduced_structs() if kind == REDUCE else update.updated_structs()
-    if isinstance(what[0], SegmentLink):
-        exchange = programs.exchange(*what)
+    if isinstance(details[0], SegmentLink):
+        exchange = programs.exchange(*details)
         return exchange.gradient_structs if kind else exchange.block_structs
     if kind == BACKWARD:
-        return programs.lowerings[name].backward_structs(what[0])
-    return y_structs(programs.segments[name], what[0], sums=kind == EVALUATE)
+        return programs.lowerings[name].backward_structs(details[0])
+    return y_structs(programs.segments[name], details[0], sums=kind == EVALUATE)
 
 
 def autotunes(segments: Iterable[Segment]) -> bool:

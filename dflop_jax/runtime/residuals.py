@@ -22,7 +22,7 @@ from dflop_jax.records import Remat
 Array = jax.Array
 Tree = Any
 # (parameters that train, hidden states or None, inputs that get a gradient, all else) -> output
-Piece = Callable[[Tree, Tree, Tree, Tree], Tree]
+SplitFunction = Callable[[Tree, Tree, Tree, Tree], Tree]
 
 # Elementwise work and layout, which a compiler fuses into what reads it.
 _ELEMENTWISE = """
@@ -32,29 +32,29 @@ _ELEMENTWISE = """
     reduce_precision rem reshape rev round rsqrt select_n sign sin slice split sqrt square squeeze
     stop_gradient sub tanh transpose xor
 """
-_CHEAP = frozenset(_ELEMENTWISE.split())
+_CHEAP_PRIMITIVES = frozenset(_ELEMENTWISE.split())
 
 
-def _is_dear(primitive: Any, *_: Any, **params: Any) -> bool:
+def _is_expensive(primitive: Any, *_: Any, **params: Any) -> bool:
     if primitive.name == "sharding_constraint":  # whole on every rank, it is gathered again
         return any(axis is not None for axis in params["sharding"].spec)
-    return primitive.name not in _CHEAP
+    return primitive.name not in _CHEAP_PRIMITIVES
 
 
-_again = partial(jax.checkpoint, prevent_cse=False)  # inside scans nothing is merged anyway
+_checkpoint = partial(jax.checkpoint, prevent_cse=False)  # inside scans nothing is merged anyway
 _policies = jax.checkpoint_policies
-_all_dear = partial(_again, policy=_is_dear)
+_save_expensive = partial(_checkpoint, policy=_is_expensive)
 # What backward computes again of a piece.
-REMAT: dict[Remat, Callable[[Piece], Piece]] = {
-    "none": _all_dear,
-    "dots": partial(_again, policy=_policies.dots_with_no_batch_dims_saveable),
-    "named": partial(_again, policy=_policies.save_only_these_names(*SAVED_NAMES)),
-    "layers": _again,
-    "segment": _all_dear,  # the backward task runs all of it again, and keeps as much
+REMAT: dict[Remat, Callable[[SplitFunction], SplitFunction]] = {
+    "none": _save_expensive,
+    "dots": partial(_checkpoint, policy=_policies.dots_with_no_batch_dims_saveable),
+    "named": partial(_checkpoint, policy=_policies.save_only_these_names(*SAVED_NAMES)),
+    "layers": _checkpoint,
+    "segment": _save_expensive,  # the backward task runs all of it again, and keeps as much
 }
 
 
-class Recorded:
+class SplitVjp:
     """A piece of a segment with its gradient in two halves, for arguments like those given.
 
     Hidden states are the one argument that backward does not have; they get a gradient if
@@ -63,92 +63,104 @@ class Recorded:
 
     def __init__(
         self,
-        remat: Callable[[Piece], Piece],
-        piece: Piece,
-        free: Tree,
+        remat: Callable[[SplitFunction], SplitFunction],
+        function: SplitFunction,
+        trained: Tree,
         h: Tree,
-        placed: Tree,
-        given: Tree,
+        edge_inputs: Tree,
+        constants: Tree,
         *,
         wants_hidden: bool,
     ):
-        self._piece = piece
-        self.has_gradient = wants_hidden or bool(jax.tree.leaves((free, placed)))
+        self._function = function
+        self.has_gradient = wants_hidden or bool(jax.tree.leaves((trained, edge_inputs)))
         if not self.has_gradient:
             return
 
-        def run(h: Tree, free: Tree, placed: Tree, given: Tree) -> tuple[Tree, list[Array]]:
-            def piece(free: Tree, placed: Tree, *hidden: Tree) -> Tree:
+        def run(
+            h: Tree, trained: Tree, edge_inputs: Tree, constants: Tree
+        ) -> tuple[Tree, list[Array]]:
+            def function(trained: Tree, edge_inputs: Tree, *hidden: Tree) -> Tree:
                 states = hidden[0] if hidden else h
-                return remat(self._piece)(free, states, placed, given)
+                return remat(self._function)(trained, states, edge_inputs, constants)
 
-            wanted = (free, placed, *((h,) if wants_hidden else ()))
-            out, vjp = jax.vjp(piece, *wanted)
+            differentiated = (trained, edge_inputs, *((h,) if wants_hidden else ()))
+            out, vjp = jax.vjp(function, *differentiated)
             leaves, self._vjp = jax.tree.flatten(vjp)
             return out, leaves
 
-        closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(h, free, placed, given)
+        closed, (out, _) = jax.make_jaxpr(run, return_shape=True)(
+            h, trained, edge_inputs, constants
+        )
         self._run = jaxpr_as_fun(closed)
         self._n_hidden = len(jax.tree.leaves(h))
         self._out = jax.tree.structure(out)
         self._n_out = n_out = len(jax.tree.leaves(out))
         leaves = closed.jaxpr.outvars[n_out:]
-        cast_from = {e.outvars[0]: e.invars[0] for e in closed.jaxpr.eqns if _widens(e)}
+        cast_from = {e.outvars[0]: e.invars[0] for e in closed.jaxpr.eqns if _is_widening_cast(e)}
         # leaf -> its place among what is kept; kept: (place among the outputs, dtype)
-        self._place: dict[int, int] = {}
-        self._kept: list[tuple[int, Any]] = []
-        known: dict[Any, int] = {}
-        needs_hidden = _following(closed.jaxpr, closed.jaxpr.invars[: self._n_hidden])
+        self._residual_of_leaf: dict[int, int] = {}
+        self._residual_outputs: list[tuple[int, Any]] = []
+        residual_of_root: dict[Any, int] = {}
+        needs_hidden = _dependents(closed.jaxpr, closed.jaxpr.invars[: self._n_hidden])
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Literal) or leaf not in needs_hidden:
                 continue
             root = cast_from.get(leaf, leaf)
-            if root not in known:
-                known[root] = len(self._kept)
-                self._kept.append((n_out + i, root.aval.dtype))
-            self._place[i] = known[root]
+            if root not in residual_of_root:
+                residual_of_root[root] = len(self._residual_outputs)
+                self._residual_outputs.append((n_out + i, root.aval.dtype))
+            self._residual_of_leaf[i] = residual_of_root[root]
         self._dtypes = [leaf.aval.dtype for leaf in leaves]
-        free_leaves = [False] * n_out + [i not in self._place for i in range(len(leaves))]
-        jaxpr, self._used = _alive(closed.jaxpr, free_leaves)
-        assert not any(self._used[: self._n_hidden]), "a leaf that is free needs hidden states"
-        self._free_leaves = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+        free_leaves = [False] * n_out + [
+            i not in self._residual_of_leaf for i in range(len(leaves))
+        ]
+        jaxpr, self._used_inputs = _prune_jaxpr(closed.jaxpr, free_leaves)
+        assert not any(self._used_inputs[: self._n_hidden]), (
+            "a leaf that is free needs hidden states"
+        )
+        self._recompute_leaves = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
 
-    def forward(self, free: Tree, h: Tree, placed: Tree, given: Tree) -> tuple[Tree, list[Array]]:
+    def forward(
+        self, trained: Tree, h: Tree, edge_inputs: Tree, constants: Tree
+    ) -> tuple[Tree, list[Array]]:
         """(output, what is kept for backward)."""
         if not self.has_gradient:
-            return self._piece(free, h, placed, given), []
-        outputs = self._run(*jax.tree.leaves((h, free, placed, given)))
-        residuals = [outputs[i].astype(dtype) for i, dtype in self._kept]
+            return self._function(trained, h, edge_inputs, constants), []
+        outputs = self._run(*jax.tree.leaves((h, trained, edge_inputs, constants)))
+        residuals = [outputs[i].astype(dtype) for i, dtype in self._residual_outputs]
         return jax.tree.unflatten(self._out, outputs[: self._n_out]), residuals
 
     def backward(
-        self, residuals: list[Array], free: Tree, placed: Tree, given: Tree, dout: Tree
+        self, residuals: list[Array], trained: Tree, edge_inputs: Tree, constants: Tree, dout: Tree
     ) -> tuple[Tree, Tree, Tree]:
         """The gradients of (free, h, placed) for the output's cotangent; None for hidden states
         whose gradient is not wanted."""
         if not self.has_gradient:
             return {}, None, {}
-        at_hand = jax.tree.leaves((free, placed, given))
-        used = [a for a, u in zip(at_hand, self._used[self._n_hidden :], strict=True) if u]
-        others = iter(self._free_leaves(*used))
+        arguments = jax.tree.leaves((trained, edge_inputs, constants))
+        used = [a for a, u in zip(arguments, self._used_inputs[self._n_hidden :], strict=True) if u]
+        recomputed = iter(self._recompute_leaves(*used))
         leaves = [
-            residuals[self._place[i]].astype(dtype) if i in self._place else next(others)
+            residuals[self._residual_of_leaf[i]].astype(dtype)
+            if i in self._residual_of_leaf
+            else next(recomputed)
             for i, dtype in enumerate(self._dtypes)
         ]
         dfree, dplaced, *dh = jax.tree.unflatten(self._vjp, leaves)(dout)
         return dfree, dh[0] if dh else None, dplaced
 
 
-def _following(jaxpr: Any, inputs: list[Any]) -> set[Any]:
+def _dependents(jaxpr: Any, inputs: list[Any]) -> set[Any]:
     """Inputs of a jaxpr, and every variable that is computed from them."""
-    following = set(inputs)
+    dependents = set(inputs)
     for eqn in jaxpr.eqns:
-        if any(v in following for v in eqn.invars if not isinstance(v, Literal)):
-            following.update(eqn.outvars)
-    return following
+        if any(v in dependents for v in eqn.invars if not isinstance(v, Literal)):
+            dependents.update(eqn.outvars)
+    return dependents
 
 
-def _alive(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
+def _prune_jaxpr(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
     """(the jaxpr with only some of its outputs, which of its inputs it then reads). jax's own
     elimination of dead code never drops a kernel."""
     outs = [v for v, u in zip(jaxpr.outvars, used, strict=True) if u]
@@ -169,11 +181,11 @@ def _alive(jaxpr: Any, used: list[bool]) -> tuple[Any, list[bool]]:
     return alive, reads
 
 
-def _widens(eqn: Any) -> bool:
+def _is_widening_cast(eqn: Any) -> bool:
     """Whether an equation casts to a wider float, so that its input can be kept in its place."""
     if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
         return False
-    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    if not all(jnp.issubdtype(d, jnp.floating) for d in (before, after)):
+    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if not all(jnp.issubdtype(d, jnp.floating) for d in (source, target)):
         return False
-    return jnp.finfo(after).bits > jnp.finfo(before).bits
+    return jnp.finfo(target).bits > jnp.finfo(source).bits

@@ -17,20 +17,20 @@ from dflop_jax.records import Direction, Edge, SegmentPlan, Shape
 from dflop_jax.runtime.module_parts import (
     exit_struct,
     hidden_struct,
-    kinds_of,
-    kinds_up_to,
-    parts_of,
+    layer_kinds_until,
+    segment_layer_kinds,
+    segment_parts,
     tap_struct,
 )
 from dflop_jax.runtime.token_split import rows_and_tokens, token_spec
 
 Tree = Any
 # Programs of a segment: "evaluate" is a forward that also gives the loss's sums.
-Kind = Direction | Literal["evaluate"]
+ProgramKind = Direction | Literal["evaluate"]
 EVALUATE: Literal["evaluate"] = "evaluate"
 
 
-def unrolled_layers(chip: str) -> int:
+def max_unrolled_layers(chip: str) -> int:
     """Most layers of a stage that are unrolled: on GPUs as many as compile in a minute or so. On a
     CPU, where copies cost little beside products, none."""
     return 8 if chip.startswith("sm_") else 0
@@ -38,7 +38,8 @@ def unrolled_layers(chip: str) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment's static facts. How it holds parameters is in `held`, its programs in `lowering`.
+    """A segment's static facts. How it holds parameters is in `parameter_layout`, its programs in
+    `lowering`.
 
     Attributes:
       edges: of the model, those that leave from this segment or enter it.
@@ -58,21 +59,21 @@ class Segment:
     wants_gradient: frozenset[str] = frozenset()
     edges: tuple[Edge, ...] = ()
     shares_entry: bool = False
-    passes_split: bool = True
+    passes_sharded: bool = True
 
     @property
     def name(self) -> str:
         return self.plan.name
 
     @property
-    def own_parts(self) -> tuple[str, ...]:
+    def owned_parts(self) -> tuple[str, ...]:
         """Parts that it updates and saves."""
-        return parts_of(self.plan, self.module)
+        return segment_parts(self.plan, self.module)
 
     @property
-    def parts(self) -> tuple[str, ...]:
+    def read_parts(self) -> tuple[str, ...]:
         """Parts that its programs read: its own, and the entry where that is shared."""
-        return (*self.own_parts, *(("entry",) if self.shares_entry else ()))
+        return (*self.owned_parts, *(("entry",) if self.shares_entry else ()))
 
     @property
     def stages(self) -> int:
@@ -83,7 +84,7 @@ class Segment:
         return self.mesh.shape["data"]
 
     @property
-    def tensor_ranks(self) -> int:
+    def tp(self) -> int:
         return self.mesh.shape["model"]
 
     def sharding(self, *spec: Any) -> NamedSharding:
@@ -96,20 +97,20 @@ class Segment:
     @cached_property
     def entry_inputs(self) -> tuple[str, ...]:
         """Names of the edges that the entry reads."""
-        here = (e.name for e in self.edges if e.enters < 0 and self.plan.reads(e))
-        return tuple(dict.fromkeys(here))
+        names = (e.name for e in self.edges if e.enters < 0 and self.plan.reads(e))
+        return tuple(dict.fromkeys(names))
 
     @cached_property
     def inlets(self) -> tuple[tuple[str, int], ...]:
         """(name, layers of the segment that have run) of the edges that enter between layers."""
-        here = (e for e in self.edges if e.enters >= 0 and self.plan.reads(e))
-        return tuple(dict.fromkeys((e.name, e.enters - self.plan.start) for e in here))
+        edges = (e for e in self.edges if e.enters >= 0 and self.plan.reads(e))
+        return tuple(dict.fromkeys((e.name, e.enters - self.plan.start) for e in edges))
 
     @cached_property
     def taps(self) -> tuple[tuple[str, int], ...]:
         """(name, layers of the segment that have run) of the taps that edges leave from."""
-        here = (e for e in self.outgoing if e.tap)
-        return tuple(dict.fromkeys((e.tap, e.leaves - self.plan.start) for e in here))
+        edges = (e for e in self.outgoing if e.tap)
+        return tuple(dict.fromkeys((e.tap, e.leaves - self.plan.start) for e in edges))
 
     @property
     def chunk_layers(self) -> int:
@@ -117,7 +118,7 @@ class Segment:
         return self.plan.n_layers // (self.stages * self.plan.rounds)
 
     @cached_property
-    def held_layers(self) -> tuple[int, ...]:
+    def layer_order(self) -> tuple[int, ...]:
         """Numbers of the module's layers in the order in which they are held: of one stage after
         the other the chunks of all rounds. In a round the stages go through neighbouring layers."""
         n, stages, rounds = self.chunk_layers, range(self.stages), range(self.plan.rounds)
@@ -127,46 +128,46 @@ class Segment:
     @cached_property
     def chunk_kinds(self) -> tuple[str, ...]:
         """The kinds of the layers that a stage goes through in a round: the same of all."""
-        return kinds_of(self.plan, self.module)[: self.chunk_layers]
+        return segment_layer_kinds(self.plan, self.module)[: self.chunk_layers]
 
     @cached_property
     def stacked(self) -> dict[str, str]:
         """The stacked parts that its programs read, each with the kind of its layers."""
         of_module = stacked_parts(self.module)
-        return {part: of_module[part] for part in self.own_parts if part in of_module}
+        return {part: of_module[part] for part in self.owned_parts if part in of_module}
 
     @cached_property
-    def held_rows(self) -> dict[str, tuple[int, ...]]:
+    def layer_rows(self) -> dict[str, tuple[int, ...]]:
         """Of each stacked part the numbers of its rows, of those of all the module's layers of that
         kind, in the order in which they are held."""
-        kinds = kinds_up_to(self.plan, self.module)
-        number = {i: kinds[:i].count(kinds[i]) for i in self.held_layers}
+        kinds = layer_kinds_until(self.plan, self.module)
+        number = {i: kinds[:i].count(kinds[i]) for i in self.layer_order}
         return {
-            part: tuple(number[i] for i in self.held_layers if kinds[i] == kind)
+            part: tuple(number[i] for i in self.layer_order if kinds[i] == kind)
             for part, kind in self.stacked.items()
         }
 
     @property
-    def unrolls(self) -> bool:
+    def unrolls_layers(self) -> bool:
         """Whether programs with a gradient have the layers of a stage one by one, those of a round
         where there are several. A loop compiles in the time of one layer, but copies what it keeps
         of each into stacks and out of them."""
         if self.plan.zero == 3:  # gathered one ahead by a loop of their own
             return False
         chip = chip_of(self.mesh.devices.flat[0])
-        return self.chunk_layers <= unrolled_layers(chip)
+        return self.chunk_layers <= max_unrolled_layers(chip)
 
     @property
     def compiles_forward_first(self) -> bool:
         """Whether backward can be lowered only when forward is compiled, whose compiler chooses how
         the residuals are split."""
-        return self.hands_over and self.tensor_ranks > 1
+        return self.saves_residuals and self.tp > 1
 
     @cached_property
     def loss_sums(self) -> tuple[str, ...]:
         """Names of its loss's sums; () without a loss. Any shape tells."""
-        out = exit_struct(self.module, Shape(1, 128)) if self.plan.last else None
-        return tuple(out) if isinstance(out, dict) else ()
+        exit_out = exit_struct(self.module, Shape(1, 128)) if self.plan.last else None
+        return tuple(exit_out) if isinstance(exit_out, dict) else ()
 
     @property
     def has_loss(self) -> bool:
@@ -174,7 +175,7 @@ class Segment:
         return bool(self.loss_sums)
 
     @property
-    def hands_over(self) -> bool:
+    def saves_residuals(self) -> bool:
         """Whether its forward task keeps residuals for the backward task: it has both, and does
         not recompute everything."""
         is_read = not self.plan.last or bool(self.outgoing)
@@ -196,25 +197,25 @@ def device_bytes(structs: Tree) -> float:
 def field_names(s: Segment) -> tuple[str, ...]:
     """Fields that come from the packer; what edges bring is not among them."""
     edges = {e.name for e in s.edges if e.target == s.plan.module}
-    names = [n for part in s.own_parts for n in s.module.inputs[part]]
+    names = [n for part in s.owned_parts for n in s.module.inputs[part]]
     return tuple(dict.fromkeys(n for n in names if n not in edges))
 
 
 def field_structs(s: Segment, shape: Shape) -> dict[str, jax.ShapeDtypeStruct]:
     """Fields of a group."""
     return {
-        n: _global(s, s.module.field_spec(n, shape.rows, shape.tokens), None, "data")
+        n: _group_struct(s, s.module.field_spec(n, shape.rows, shape.tokens), None, "data")
         for n in field_names(s)
     }
 
 
 def x_structs(s: Segment, shape: Shape) -> dict[str, Tree]:
     """What the segment receives: "hidden" from the one before it, and what edges bring."""
-    placed = {
-        name: _global(s, s.module.field_spec(name, shape.rows, shape.tokens), None, "data")
+    edge_inputs = {
+        name: _group_struct(s, s.module.field_spec(name, shape.rows, shape.tokens), None, "data")
         for name in (*s.entry_inputs, *(name for name, _ in s.inlets))
     }
-    return placed if s.plan.first else {"hidden": _hidden(s, shape), **placed}
+    return edge_inputs if s.plan.first else {"hidden": _hidden_structs(s, shape), **edge_inputs}
 
 
 def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree]:
@@ -222,14 +223,14 @@ def y_structs(s: Segment, shape: Shape, *, sums: bool = False) -> dict[str, Tree
     y: dict[str, Tree] = {}
     if s.taps:
         y["taps"] = {
-            name: _global(s, tap_struct(s.module, name, shape), "stage", "data")
+            name: _group_struct(s, tap_struct(s.module, name, shape), "stage", "data")
             for name, _ in s.taps
         }
     if not s.plan.last:
         # As the next segment takes it, so that the transfer is a copy of equal pieces.
-        return {**y, "next": _hidden(s, shape)}
+        return {**y, "next": _hidden_structs(s, shape)}
     if not s.has_loss:
-        return {**y, "exit": _global(s, exit_struct(s.module, shape), "stage", "data")}
+        return {**y, "exit": _group_struct(s, exit_struct(s.module, shape), "stage", "data")}
     if not sums:
         return y
     each = jax.ShapeDtypeStruct(
@@ -244,16 +245,16 @@ def output_struct(s: Segment, edge: Edge, shape: Shape) -> jax.ShapeDtypeStruct:
     return y["taps"][edge.tap] if edge.tap else y["exit"]
 
 
-def _hidden(s: Segment, shape: Shape) -> Tree:
+def _hidden_structs(s: Segment, shape: Shape) -> Tree:
     """Hidden states between segments."""
     structs = hidden_struct(s.module, shape)
-    ways = s.tensor_ranks if s.passes_split else 1
-    by_rows, by_tokens = token_spec(*rows_and_tokens(structs), ways)
+    tp = s.tp if s.passes_sharded else 1
+    by_rows, by_tokens = token_spec(*rows_and_tokens(structs), tp)
     spec = None, ("data", by_rows) if by_rows else "data", by_tokens
-    return jax.tree.map(lambda a: _global(s, a, *spec), structs)
+    return jax.tree.map(lambda a: _group_struct(s, a, *spec), structs)
 
 
-def _global(s: Segment, struct: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:
+def _group_struct(s: Segment, struct: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:
     """Of one data rank's microbatch, that of all ranks and microbatches."""
     rows, *rest = struct.shape
     shape = (s.microbatches, s.data_ranks * rows, *rest)

@@ -4,7 +4,7 @@ A parameter is cut as `cut` says. Its optimizer state, its gradient and the para
 the same way, so that none of them moves to meet another.
 
 A collective has a fixed price (milliseconds between CPU processes), and a model has dozens of
-parameters. So arrays are laid end to end, up to `MOST_ELEMENTS` at a time.
+parameters. So arrays are laid end to end, up to `MAX_FUSED_ELEMENTS` at a time.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array
-from dflop_jax.runtime.zero_sharding import Cut, axes_of, data_dim
+from dflop_jax.runtime.zero_sharding import ZeroSpec, axes_of, data_axis_dim
 
 Tree = Any
 # Elements that are laid end to end for one collective; twice as many copy twice as much at a time,
 # for fewer collectives.
-MOST_ELEMENTS = 1 << 25
+MAX_FUSED_ELEMENTS = 1 << 25
 
 
-def sum_scatter(
-    mesh: Mesh, grad_specs: Tree, cuts: Tree, counted: Collection[str]
+def make_gradient_reduction(
+    mesh: Mesh, grad_specs: Tree, zero_specs: Tree, counted: Collection[str]
 ) -> Callable[[Tree, Tree], Tree]:
     """(ranks' gradients [rank, ...] by part, sums of some parts to be added) -> (their sum, sharded
     over "data" as `cuts` say; the sum of squares of all elements of the `counted` parts).
@@ -38,55 +38,61 @@ def sum_scatter(
     `grad_specs[...][0]` names the mesh axes that the ranks' dim is sharded over; without "data"
     there the gradient is sharded as the sum already, and so is what is to be added.
     """
-    by_leaf, tree = jax.tree.flatten(cuts)
-    shard_specs = jax.tree.map(lambda cut: cut.spec, cuts)
+    by_leaf, tree = jax.tree.flatten(zero_specs)
+    shard_specs = jax.tree.map(lambda zero_spec: zero_spec.spec, zero_specs)
     ranks = [set(axes_of(s[0])) for s in jax.tree.leaves(grad_specs)]
-    ways = mesh.shape["data"]
+    dp = mesh.shape["data"]
 
-    def body(grads: Tree, more: Tree) -> tuple[Tree, Array]:
+    def body(grads: Tree, shared_grads: Tree) -> tuple[Tree, Array]:
         local = [g.sum(axis=0) for g in jax.tree.leaves(grads)]
         over_stage = [i for i, axes in enumerate(ranks) if "stage" in axes]
         if mesh.shape["stage"] > 1:
-            _replace(local, over_stage, lambda flat: lax.psum(flat, "stage"))
-        if ways > 1:
-            apart = [i for i, axes in enumerate(ranks) if "data" in axes]
-            alike = [i for i in apart if not by_leaf[i].is_split]
-            _replace(local, alike, lambda flat: lax.psum(flat, "data"))
-            _scatter(local, {i: by_leaf[i] for i in apart if i not in alike}, ways)
-            _sum_copies(local, by_leaf, ways)
+            _all_reduce_into(local, over_stage, lambda flat: lax.psum(flat, "stage"))
+        if dp > 1:
+            unreduced = [i for i, axes in enumerate(ranks) if "data" in axes]
+            replicated = [i for i in unreduced if not by_leaf[i].is_split]
+            _all_reduce_into(local, replicated, lambda flat: lax.psum(flat, "data"))
+            _reduce_scatter_into(
+                local, {i: by_leaf[i] for i in unreduced if i not in replicated}, dp
+            )
+            _sum_replicas(local, by_leaf, dp)
         total = jax.tree.unflatten(tree, local)
-        added = {p: jax.tree.map(jnp.add, total[p], m) for p, m in more.items()}
+        added = {p: jax.tree.map(jnp.add, total[p], m) for p, m in shared_grads.items()}
         total = {**total, **added}
         squares = jnp.float32(0)
-        of_counted = ({p: tree[p] for p in counted} for tree in (total, cuts))
-        for x, cut in zip(*map(jax.tree.leaves, of_counted), strict=True):
+        of_counted = ({p: tree[p] for p in counted} for tree in (total, zero_specs))
+        for x, zero_spec in zip(*map(jax.tree.leaves, of_counted), strict=True):
             # An element counts once, on however many devices it is.
-            ways_apart = prod(mesh.shape[a] for d in cut.spec for a in axes_of(d))
-            squares += jnp.sum(jnp.square(x)) / (mesh.size * cut.copies // ways_apart)
+            n_shards = prod(mesh.shape[a] for d in zero_spec.spec for a in axes_of(d))
+            squares += jnp.sum(jnp.square(x)) / (mesh.size * zero_spec.n_replicas // n_shards)
         return total, lax.psum(squares, mesh.axis_names)
 
-    def add_up(grads: Tree, more: Tree) -> Tree:
-        ins = (grad_specs, {p: shard_specs[p] for p in more})
+    def add_up(grads: Tree, shared_grads: Tree) -> Tree:
+        ins = (grad_specs, {p: shard_specs[p] for p in shared_grads})
         outs = (shard_specs, P())
         return jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(
-            grads, more
+            grads, shared_grads
         )
 
     return add_up
 
 
-def whole(mesh: Mesh, cuts: Tree, specs: Tree) -> Callable[[Tree], Tree]:
+def make_param_gather(mesh: Mesh, zero_specs: Tree, specs: Tree) -> Callable[[Tree], Tree]:
     """Arrays that are cut as `cuts` say -> the same sharded by `specs`: whole on every data rank,
     or cut as before."""
-    placed = enumerate(zip(jax.tree.leaves(cuts), jax.tree.leaves(specs), strict=True))
-    joined = {i: cut for i, (cut, new) in placed if cut.is_split and data_dim(new) < 0}
-    shard_specs = jax.tree.map(lambda cut: cut.spec, cuts)
-    ways = mesh.shape["data"]
+    leaves = enumerate(zip(jax.tree.leaves(zero_specs), jax.tree.leaves(specs), strict=True))
+    gathered = {
+        i: zero_spec
+        for i, (zero_spec, new) in leaves
+        if zero_spec.is_split and data_axis_dim(new) < 0
+    }
+    shard_specs = jax.tree.map(lambda zero_spec: zero_spec.spec, zero_specs)
+    dp = mesh.shape["data"]
 
     def body(arrays: Tree) -> Tree:
         local, tree = jax.tree.flatten(arrays)
-        if ways > 1:
-            _join(local, joined, ways)
+        if dp > 1:
+            _all_gather_into(local, gathered, dp)
         return jax.tree.unflatten(tree, local)
 
     return jax.shard_map(body, mesh=mesh, in_specs=(shard_specs,), out_specs=specs, check_vma=False)
@@ -95,49 +101,57 @@ def whole(mesh: Mesh, cuts: Tree, specs: Tree) -> Callable[[Tree], Tree]:
 # `gather` and `scatter` are called under a `shard_map` that is manual over "data".
 
 
-def gather(mesh: Mesh, cuts: Tree, arrays: Tree) -> Tree:
+def all_gather(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
     """Pieces -> whole arrays, equal on every data rank, in their own dtype.
 
     Args:
       cuts: how each array is cut; arrays may lack the dim of layers.
     """
-    return _on_tensor_ranks(_join, mesh, cuts, arrays, joins=True)
+    return _on_tensor_ranks(_all_gather_into, mesh, zero_specs, arrays, gathers=True)
 
 
-def scatter(mesh: Mesh, cuts: Tree, arrays: Tree) -> Tree:
+def reduce_scatter(mesh: Mesh, zero_specs: Tree, arrays: Tree) -> Tree:
     """Whole arrays of each data rank -> float32 pieces of their sum over the ranks; an array that
     is not cut stays this rank's own. `cuts` as for `gather`."""
     # float32: a bfloat16 reduction under partial-manual mode aborts on CPU.
     whole = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
-    return _on_tensor_ranks(_scatter, mesh, cuts, whole, joins=False)
+    return _on_tensor_ranks(_reduce_scatter_into, mesh, zero_specs, whole, gathers=False)
 
 
 def _on_tensor_ranks(
-    collective: Callable[..., None], mesh: Mesh, cuts: Tree, arrays: Tree, *, joins: bool
+    collective: Callable[..., None], mesh: Mesh, zero_specs: Tree, arrays: Tree, *, gathers: bool
 ) -> Tree:
     """A collective over "data" on what each tensor-parallel device has of the arrays: left to the
     compiler, "model" is gathered first. `joins`: whether it makes whole arrays of pieces."""
     local, tree = jax.tree.flatten(arrays)
-    moving = {i: cut for i, cut in enumerate(jax.tree.leaves(cuts)) if cut.is_split}
-    ways = mesh.shape["data"]
+    split_leaves = {
+        i: zero_spec
+        for i, zero_spec in enumerate(jax.tree.leaves(zero_specs))
+        if zero_spec.is_split
+    }
+    dp = mesh.shape["data"]
     if mesh.shape["model"] == 1:
-        collective(local, moving, ways)
+        collective(local, split_leaves, dp)
         return jax.tree.unflatten(tree, local)
 
-    def on_tensor_rank(moved: list[Array]) -> list[Array]:
-        collective(moved, dict(enumerate(moving.values())), ways, together=False)
-        return moved
+    def on_tensor_rank(sharded: list[Array]) -> list[Array]:
+        collective(sharded, dict(enumerate(split_leaves.values())), dp, fuse=False)
+        return sharded
 
-    pieces = [_over_model(cut.spec, local[i].ndim) for i, cut in moving.items()]
-    whole = [_over_model(cut.whole, local[i].ndim) for i, cut in moving.items()]
-    ins, outs = (pieces, whole) if joins else (whole, pieces)
-    moved = jax.shard_map(on_tensor_rank, in_specs=(ins,), out_specs=outs, axis_names={"model"})
-    for i, array in zip(moving, moved([local[i] for i in moving]), strict=True):
+    shard_specs = [
+        _model_spec(zero_spec.spec, local[i].ndim) for i, zero_spec in split_leaves.items()
+    ]
+    full_specs = [
+        _model_spec(zero_spec.base_spec, local[i].ndim) for i, zero_spec in split_leaves.items()
+    ]
+    ins, outs = (shard_specs, full_specs) if gathers else (full_specs, shard_specs)
+    sharded = jax.shard_map(on_tensor_rank, in_specs=(ins,), out_specs=outs, axis_names={"model"})
+    for i, array in zip(split_leaves, sharded([local[i] for i in split_leaves]), strict=True):
         local[i] = array
     return jax.tree.unflatten(tree, local)
 
 
-def _over_model(spec: P, n_dims: int) -> P:
+def _model_spec(spec: P, n_dims: int) -> P:
     """How the last dims of an array are split over "model"."""
     axes = list(spec)[len(spec) - n_dims :]
     return P(*("model" if "model" in axes_of(axis) else None for axis in axes))
@@ -147,92 +161,102 @@ def _over_model(spec: P, n_dims: int) -> P:
 # how it is cut over `ways` ranks, or over each block of so many.
 
 
-def _join(
-    arrays: list[Array], cuts: Mapping[int, Cut], ways: int, *, together: bool = True
+def _all_gather_into(
+    arrays: list[Array], zero_specs: Mapping[int, ZeroSpec], dp: int, *, fuse: bool = True
 ) -> None:
     """Put whole arrays in the place of pieces.
 
     Args:
       together: lay them end to end; not where some are split over "model" and others are not.
     """
-    dims = _dims(cuts, arrays)
-    for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
-        blocks = _blocks(cuts[part[0]], ways)
-        flat = jnp.concatenate([arrays[i].ravel() for i in part])
-        every = lax.all_gather(flat, "data", axis_index_groups=blocks)
-        for i, piece in zip(part, _cut(every, [arrays[i].shape for i in part])):
-            arrays[i] = _joined(piece, dims[i])
-    for i, cut in cuts.items():
-        if cut.part:
-            arrays[i] = cut.part_of(arrays[i])
+    dims = _sharded_dims(zero_specs, arrays)
+    for group in _fusion_groups(dims, arrays, MAX_FUSED_ELEMENTS if fuse else 0):
+        blocks = _replica_groups(zero_specs[group[0]], dp)
+        flat = jnp.concatenate([arrays[i].ravel() for i in group])
+        gathered = lax.all_gather(flat, "data", axis_index_groups=blocks)
+        for i, shard in zip(group, _split_flat(gathered, [arrays[i].shape for i in group])):
+            arrays[i] = _from_chunks(shard, dims[i])
+    for i, zero_spec in zero_specs.items():
+        if zero_spec.local_shape:
+            arrays[i] = zero_spec.unflatten_local(arrays[i])
 
 
-def _scatter(
-    arrays: list[Array], cuts: Mapping[int, Cut], ways: int, *, together: bool = True
+def _reduce_scatter_into(
+    arrays: list[Array], zero_specs: Mapping[int, ZeroSpec], dp: int, *, fuse: bool = True
 ) -> None:
     """Put each rank's piece of the ranks' sums in the place of whole arrays, of the sums of its
     block where there are several; see `_join`."""
-    for i, cut in cuts.items():
-        if cut.part:
-            arrays[i] = cut.flat(arrays[i])
-    dims = _dims(cuts, arrays)
-    for part in _parts(dims, arrays, MOST_ELEMENTS if together else 0):
-        blocks = _blocks(cuts[part[0]], ways)
-        ranks = ways // cuts[part[0]].copies
-        chunks = [_chunks(arrays[i], dims[i], ranks) for i in part]
+    for i, zero_spec in zero_specs.items():
+        if zero_spec.local_shape:
+            arrays[i] = zero_spec.flatten_local(arrays[i])
+    dims = _sharded_dims(zero_specs, arrays)
+    for group in _fusion_groups(dims, arrays, MAX_FUSED_ELEMENTS if fuse else 0):
+        blocks = _replica_groups(zero_specs[group[0]], dp)
+        ranks = dp // zero_specs[group[0]].n_replicas
+        chunks = [_to_chunks(arrays[i], dims[i], ranks) for i in group]
         flat = jnp.concatenate([c.reshape(ranks, -1) for c in chunks], axis=1)
         reduced = lax.psum_scatter(flat, "data", axis_index_groups=blocks)
-        for i, piece in zip(part, _cut(reduced, [c.shape[1:] for c in chunks])):
-            arrays[i] = piece
+        for i, shard in zip(group, _split_flat(reduced, [c.shape[1:] for c in chunks])):
+            arrays[i] = shard
 
 
-def _blocks(cut: Cut, ways: int) -> list[list[int]] | None:
+def _replica_groups(zero_spec: ZeroSpec, dp: int) -> list[list[int]] | None:
     """Neighbouring data ranks that share what is cut; None: all do. Equal for all cuts of a
     segment."""
-    if cut.copies == 1:
+    if zero_spec.n_replicas == 1:
         return None
-    return np.arange(ways).reshape(cut.copies, -1).tolist()
+    return np.arange(dp).reshape(zero_spec.n_replicas, -1).tolist()
 
 
-def _sum_copies(arrays: list[Array], cuts: Sequence[Cut], ways: int) -> None:
+def _sum_replicas(arrays: list[Array], zero_specs: Sequence[ZeroSpec], dp: int) -> None:
     """Add up the blocks' sums of what every block of ranks has."""
-    which = [i for i, cut in enumerate(cuts) if cut.copies > 1]
-    if which:
-        alike = np.arange(ways).reshape(cuts[which[0]].copies, -1).T.tolist()
-        _replace(arrays, which, lambda flat: lax.psum(flat, "data", axis_index_groups=alike))
+    replicated = [i for i, zero_spec in enumerate(zero_specs) if zero_spec.n_replicas > 1]
+    if replicated:
+        same_shard_groups = (
+            np.arange(dp).reshape(zero_specs[replicated[0]].n_replicas, -1).T.tolist()
+        )
+        _all_reduce_into(
+            arrays,
+            replicated,
+            lambda flat: lax.psum(flat, "data", axis_index_groups=same_shard_groups),
+        )
 
 
-def _dims(cuts: Mapping[int, Cut], arrays: Sequence[Array]) -> dict[int, int]:
+def _sharded_dims(zero_specs: Mapping[int, ZeroSpec], arrays: Sequence[Array]) -> dict[int, int]:
     """The dim of each array that is split; an array may lack the dim of layers."""
-    return {i: data_dim(c.spec) - (len(c.spec) - arrays[i].ndim) for i, c in cuts.items()}
+    return {
+        i: data_axis_dim(c.spec) - (len(c.spec) - arrays[i].ndim) for i, c in zero_specs.items()
+    }
 
 
-def _parts(which: Iterable[int], arrays: Sequence[Array], max_elements: int) -> Iterator[list[int]]:
+def _fusion_groups(
+    indices: Iterable[int], arrays: Sequence[Array], max_elements: int
+) -> Iterator[list[int]]:
     """Indices of arrays of one dtype that travel together, of at most so many elements."""
-    part: list[int] = []
+    group: list[int] = []
     size = 0
-    for i in sorted(which, key=lambda i: str(arrays[i].dtype)):
-        new_dtype = part and arrays[i].dtype != arrays[part[0]].dtype
-        if part and (new_dtype or size + arrays[i].size > max_elements):
-            yield part
-            part, size = [], 0
-        part.append(i)
+    for i in sorted(indices, key=lambda i: str(arrays[i].dtype)):
+        new_dtype = group and arrays[i].dtype != arrays[group[0]].dtype
+        if group and (new_dtype or size + arrays[i].size > max_elements):
+            yield group
+            group, size = [], 0
+        group.append(i)
         size += arrays[i].size
-    if part:
-        yield part
+    if group:
+        yield group
 
 
-def _replace(
-    arrays: list[Array], which: Sequence[int], collective: Callable[[Array], Array]
+def _all_reduce_into(
+    arrays: list[Array], indices: Sequence[int], collective: Callable[[Array], Array]
 ) -> None:
     """Apply a collective that keeps shapes to some of the arrays."""
-    for part in _parts(which, arrays, MOST_ELEMENTS):
-        flat = collective(jnp.concatenate([arrays[i].ravel() for i in part]))
-        for i, piece in zip(part, _cut(flat, [arrays[i].shape for i in part])):
-            arrays[i] = piece
+    for group in _fusion_groups(indices, arrays, MAX_FUSED_ELEMENTS):
+        flat = collective(jnp.concatenate([arrays[i].ravel() for i in group]))
+        for i, reduced in zip(group, _split_flat(flat, [arrays[i].shape for i in group])):
+            arrays[i] = reduced
 
 
-def _cut(flat: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
+def _split_flat(flat: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
     """Pieces of the last dim, in their shapes; other dims lead."""
     start = 0
     for shape in shapes:
@@ -241,13 +265,13 @@ def _cut(flat: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
         start = stop
 
 
-def _chunks(array: Array, dim: int, ways: int) -> Array:
+def _to_chunks(array: Array, dim: int, dp: int) -> Array:
     """[ways, ...]: the array cut along a dim."""
-    shape = (*array.shape[:dim], ways, array.shape[dim] // ways, *array.shape[dim + 1 :])
+    shape = (*array.shape[:dim], dp, array.shape[dim] // dp, *array.shape[dim + 1 :])
     return jnp.moveaxis(array.reshape(shape), dim, 0)
 
 
-def _joined(chunks: Array, dim: int) -> Array:
+def _from_chunks(chunks: Array, dim: int) -> Array:
     """The inverse of `_chunks`."""
-    moved = jnp.moveaxis(chunks, 0, dim)
-    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+    array = jnp.moveaxis(chunks, 0, dim)
+    return array.reshape(*array.shape[:dim], -1, *array.shape[dim + 2 :])

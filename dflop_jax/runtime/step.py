@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, UPDATE, Group, Task
-from dflop_jax.runtime.communicator import place, send, zeros
+from dflop_jax.runtime.communicator import send, shard_array, zeros
 from dflop_jax.runtime.parameter_layout import program_structs
-from dflop_jax.runtime.programs import KEEPING, GroupArrays, Programs
+from dflop_jax.runtime.programs import LESS_REMAT, GroupArrays, Programs
 from dflop_jax.runtime.segment import EVALUATE
 from dflop_jax.runtime.watcher import Outputs
 from dflop_jax.simulate.task_graph import SegmentLink, feeding_groups
@@ -91,7 +91,7 @@ class StepCall:
         self.sums: list[dict[str, jax.Array]] = []
         self.totals: list[jax.Array] = []
         self._scales = {
-            n: place(np.asarray(scales.get(s.plan.module, 0.0), np.float32), s.sharding())
+            n: shard_array(np.asarray(scales.get(s.plan.module, 0.0), np.float32), s.sharding())
             for n, s in programs.segments.items()
             if s.has_loss
         }
@@ -103,7 +103,7 @@ class StepCall:
         # (segment, group) -> inputs and residuals kept for backward.
         self._for_backward: dict[tuple[str, int], tuple[Tree, Tree, Tree]] = {}
         # (segment, reading segment, group, reading group) -> the packer's places there, by round.
-        self._places: dict[tuple[str, str, int, int], list[Tree]] = {}
+        self._sent_indices: dict[tuple[str, str, int, int], list[Tree]] = {}
 
     def key(self, task: Task) -> tuple[Any, ...]:
         """The key of the program that runs a task; evaluation has no second policy."""
@@ -113,7 +113,7 @@ class StepCall:
         group, ends = self.groups[task.group], self.programs.segments[name].has_loss
         evaluates = self.evaluate and ends and task.direction == FORWARD
         kind = EVALUATE if evaluates else task.direction
-        return (name, group.shape, *[KEEPING] * (name in group.remat_less), kind)
+        return (name, group.shape, *[LESS_REMAT] * (name in group.remat_less), kind)
 
     def run(self, task: Task) -> Outputs:
         """Dispatch a task; returns what to wait for."""
@@ -123,27 +123,29 @@ class StepCall:
             return Outputs((), self._update(task), ())
         return self._forward(task) if task.direction == FORWARD else self._backward(task)
 
-    def settle(self) -> None:
+    def wait_for_pending(self) -> None:
         """Wait until everything in flight is there."""
-        flying = (self._inbox, self._returned, self._for_backward, self._places)
+        flying = (self._inbox, self._returned, self._for_backward, self._sent_indices)
         jax.block_until_ready([[*by_key.values()] for by_key in flying])
         jax.block_until_ready((self.state.grads, self.state.shared))
 
-    def collect(self, name: str, g: int) -> None:
+    def send_indices(self, name: str, g: int) -> None:
         """Send the packer's places of a group's outputs to the segment that its forward task will
         ask for them; nothing that is under way already."""
         for link, fed in self._fed_links(name, g):
             key = (name, link.target, g, fed)
-            if link.edge is None or key in self._places:
+            if link.edge is None or key in self._sent_indices:
                 continue
             exchange = self.programs.exchange(link, self.groups[g].shape, self.groups[fed].shape)
             arrays, structs = self.arrays[fed], exchange.source_structs
-            self._places[key] = [
+            self._sent_indices[key] = [
                 tuple(
-                    exchange.collect(place(host, s.sharding))
+                    exchange.collect(shard_array(host, s.sharding))
                     for host, s in zip(one, structs, strict=True)
                 )
-                for one in exchange.routes.route(arrays.places[g], arrays.max_asked.get(g))
+                for one in exchange.index.rounds(
+                    arrays.source_indices[g], arrays.max_requested.get(g)
+                )
             ]
 
     # ---- tasks of a group ----
@@ -156,17 +158,17 @@ class StepCall:
         if name in programs.backward and not self.evaluate:
             self._for_backward[name, g] = (x, fields, residuals)
         self._add_sums(name, y.pop("sums", None))
-        self.collect(name, g)
+        self.send_indices(name, g)
         sent: list[Any] = []
         for link, fed in self._fed_links(name, g):
             shape, read_shape = self.groups[g].shape, self.groups[fed].shape
             if link.edge is None:
                 wanted = programs.signature(link.target, shape).x["hidden"]
-                self._deliver(link.target, fed, "hidden", _sent(y["next"], wanted))
+                self._deliver(link.target, fed, "hidden", _send_tree(y["next"], wanted))
                 continue
             features = y["taps"][link.edge.tap] if link.edge.tap else y["exit"]
             gather = programs.program((name, link, shape, read_shape, False))
-            for one in self._places[name, link.target, g, fed]:
+            for one in self._sent_indices[name, link.target, g, fed]:
                 blocks = gather(features, one)
                 arrived = programs.exchange(link, shape, read_shape).deliver(blocks)
                 self._deliver(link.target, fed, link.edge.name, arrived)
@@ -180,36 +182,38 @@ class StepCall:
         program = self.programs.program(self.key(task))
         dy, received = self._gradient_of_output(name, g)
         params, grads = state.program_params(name), state.grads.get(name, {})
-        sums, dx, grads, done = program(params, x, fields, dy, grads, residuals)
+        sums, dx, grads, completion = program(params, x, fields, dy, grads, residuals)
         if name in state.grads:
             state.grads[name] = grads
         self._add_sums(name, sums)
-        for link in self.programs.into[name]:
+        for link in self.programs.incoming_links[name]:
             if link.source in self.programs.backward:
                 self._send_gradient(link, g, dx)
-        return Outputs(received, done, ())
+        return Outputs(received, completion, ())
 
     def _inputs(self, name: str, g: int) -> tuple[Tree, Tree]:
         """What a task reads; nothing where its programs run on other processes only."""
         signature = self.programs.signature(name, self.groups[g].shape)
         arrived = {kind: self._inbox.pop((name, g, kind), []) for kind in signature.x}
-        if name not in self.programs.local:
+        if name not in self.programs.local_segments:
             return {}, {}
         host = self.arrays[g].fields
-        fields = {n: place(host[n], a.sharding) for n, a in signature.fields.items()}
+        fields = {n: shard_array(host[n], a.sharding) for n, a in signature.fields.items()}
         x = {kind: self._total(name, arrived[kind], s) for kind, s in signature.x.items()}
         return x, fields
 
     def _fed_links(self, name: str, g: int) -> list[tuple[SegmentLink, int]]:
         """(link, group that it takes a group's output to) of a segment."""
-        every: list[tuple[SegmentLink, int]] = []
-        for link in self.programs.out_of[name]:
+        found: list[tuple[SegmentLink, int]] = []
+        for link in self.programs.outgoing_links[name]:
             if link.edge is None:
-                every.append((link, g))
+                found.append((link, g))
             else:
-                to = link.edge.target
-                every += [(link, f) for f in self.groups[g].feeds if self.groups[f].module == to]
-        return every
+                target = link.edge.target
+                found += [
+                    (link, f) for f in self.groups[g].feeds if self.groups[f].module == target
+                ]
+        return found
 
     def _deliver(self, name: str, g: int, kind: str, arrays: Tree) -> None:
         self._inbox.setdefault((name, g, kind), []).append(arrays)
@@ -219,14 +223,14 @@ class StepCall:
         if sums:
             self.sums.append({f"{module}.{k}": v for k, v in sums.items()})
 
-    def _total(self, name: str, parts: Sequence[Tree], struct: Tree) -> Tree:
+    def _total(self, name: str, terms: Sequence[Tree], struct: Tree) -> Tree:
         """The sum of arrays that came to a segment in parts, zeros where none came."""
-        if not parts:
+        if not terms:
             return jax.tree.map(self.state.zero, struct)
-        total, *rest = parts
-        for part in rest:
-            if name in self.programs.local:
-                total = self.programs.compiled[name, "sum", struct](total, part)
+        total, *rest = terms
+        for term in rest:
+            if name in self.programs.local_segments:
+                total = self.programs.compiled[name, "sum", struct](total, term)
         return total
 
     def _gradient_of_output(self, name: str, g: int) -> tuple[Tree, list[jax.Array]]:
@@ -242,12 +246,12 @@ class StepCall:
                 dy["next"] = received
                 continue
             scatter = programs.program((name, link, shape, self.groups[fed].shape, True))
-            for one in self._places[name, link.target, g, fed]:
-                part, done = scatter(received, one)
-                by_output.setdefault(link.edge.tap, []).append(part)
-                arrived.append(done)
-        for key in [k for k in self._places if k[0] == name and k[2] == g]:
-            del self._places[key]
+            for one in self._sent_indices[name, link.target, g, fed]:
+                gradient, completion = scatter(received, one)
+                by_output.setdefault(link.edge.tap, []).append(gradient)
+                arrived.append(completion)
+        for key in [k for k in self._sent_indices if k[0] == name and k[2] == g]:
+            del self._sent_indices[key]
         structs = programs.signature(name, shape).y
         for kind, struct in structs.get("taps", {}).items():
             total = self._total(name, by_output.get(kind, ()), struct)
@@ -261,7 +265,7 @@ class StepCall:
         shape = self.groups[g].shape
         if link.edge is None:
             wanted = self.programs.signature(link.source, shape).y["next"]
-            self._returned[link, g, g] = _sent(dx["hidden"], wanted)
+            self._returned[link, g, g] = _send_tree(dx["hidden"], wanted)
             return
         for source in self._fed_by.get((g, link.edge.source), []):
             exchange = self.programs.exchange(link, self.groups[source].shape, shape)
@@ -276,7 +280,7 @@ class StepCall:
         if programs.updates[name].adds_shared:
             reader = next(r for r, owner in programs.owner_of.items() if owner == name)
             entry = self.reduced[reader][0]["entry"]
-            more = {"entry": _sent(entry, programs.updates[name].shard_structs["entry"])}
+            more = {"entry": _send_tree(entry, programs.updates[name].shard_structs["entry"])}
         program = programs.program(self.key(task))
         grads, squares, state.grads[name] = program(state.grads[name], more)
         self.reduced[name] = (grads, squares)
@@ -285,25 +289,27 @@ class StepCall:
     def _update(self, task: Task) -> Tree:
         """Update a segment's parameters; returns what to wait for."""
         name, state, segment = task.segment, self.state, self.programs.segments[task.segment]
-        here = segment.sharding()
-        squares = tuple(send(sq, here) for _, sq in self.reduced.values())
+        sharding = segment.sharding()
+        squares = tuple(send(sq, sharding) for _, sq in self.reduced.values())
         params, (reduced, own_squares) = state.params[name], self.reduced[name]
-        updated = [p for p in segment.own_parts if p in segment.trainable]
-        done: Tree = ()
+        updated = [p for p in segment.owned_parts if p in segment.trainable]
+        completion: Tree = ()
         if updated:
-            held = {p: params[p] for p in updated}, state.masters[name], state.opt_state[name]
+            own_state = {p: params[p] for p in updated}, state.masters[name], state.opt_state[name]
             grads = {p: reduced[p] for p in updated}
             program = self.programs.program(self.key(task))
-            new, *rest, done = program(*held, grads, squares, place(self.limit, here))
+            new, *rest, completion = program(
+                *own_state, grads, squares, shard_array(self.limit, sharding)
+            )
             state.masters[name], state.opt_state[name] = rest
             state.params[name] = {**params, **new}
-            self.totals.append(done)
+            self.totals.append(completion)
         # Not kept until the step is read, which is after the next one was dispatched.
         self.reduced[name] = ({}, own_squares)
         if self.programs.updates[name].shared:
             state.share_tied(self.programs, name)
-        return done if updated else state.shared[name]
+        return completion if updated else state.shared[name]
 
 
-def _sent(arrays: Tree, wanted: Tree) -> Tree:
+def _send_tree(arrays: Tree, wanted: Tree) -> Tree:
     return jax.tree.map(lambda a, struct: send(a, struct.sharding), arrays, wanted)

@@ -26,20 +26,20 @@ class TaskOrder:
 
     tasks: tuple[Task, ...]
     waits_for: list[list[int]]
-    resource: list[int]
+    resources: list[int]
 
     @classmethod
-    def of(
+    def from_tasks(
         cls,
         tasks: Sequence[Task],
         waits_for: Mapping[Task, Sequence[Task]],
         resource_of: Mapping[str, int],
     ) -> TaskOrder:
         """`resource_of` is by segment."""
-        place = {task: i for i, task in enumerate(tasks)}
+        index_of = {task: i for i, task in enumerate(tasks)}
         return cls(
             tuple(tasks),
-            [[place[t] for t in waits_for[task]] for task in tasks],
+            [[index_of[t] for t in waits_for[task]] for task in tasks],
             [resource_of[task.segment] for task in tasks],
         )
 
@@ -50,7 +50,7 @@ class StepResult:
     the trace, and what every process saw.
 
     Attributes:
-      seen: see `moments_of`.
+      task_moments: see `stack_moments`.
       applied: the parameters were updated; not where the norm is above `norm_limit` or not finite.
       not_finite: modules whose gradients are not, in the order in which backward comes to them.
     """
@@ -60,7 +60,7 @@ class StepResult:
     trace: Trace
     started_s: float
     ended_s: float
-    seen: np.ndarray
+    task_moments: np.ndarray
     applied: bool = True
     not_finite: tuple[str, ...] = ()
 
@@ -72,7 +72,7 @@ class LocalResult:
     sums of squares of the gradients of the segments on its devices, and of all segments, None when
     it does not know."""
 
-    spans: dict[int, list[float]]
+    moments: dict[int, list[float]]
     sums: dict[str, float]
     squares: dict[str, float]
     total_squares: float | None
@@ -83,7 +83,7 @@ class StepHandle:
     """A dispatched step; `local` and `result` wait for it.
 
     Attributes:
-      seen: this process's tasks by their place among all `tasks`.
+      observations: this process's tasks by their place among all `tasks`.
       free_s: by resource, when its last task ended; `result` brings it up to date.
     """
 
@@ -91,25 +91,27 @@ class StepHandle:
     call: StepCall
     graph: StepGraph
     tasks: Sequence[Task]
-    seen: Mapping[int, Observation]
+    observations: Mapping[int, Observation]
     free_s: dict[int, float]
 
     @cached_property
     def order(self) -> TaskOrder:
         """The step's tasks."""
-        return TaskOrder.of(self.tasks, self.graph.waits_for, self.call.programs.resource)
+        return TaskOrder.from_tasks(
+            self.tasks, self.graph.waits_for, self.call.programs.resource_of
+        )
 
-    def local(self, offset_s: float = 0.0) -> LocalResult:
+    def local_result(self, offset_s: float = 0.0) -> LocalResult:
         """Wait for this process's part of the step; its times are in the clock that this process's
         lacks `offset_s` to.
 
         Raises:
           RuntimeError: the backend failed while running a task.
         """
-        for o in self.seen.values():
+        for o in self.observations.values():
             o.wait()
         # One of the replicas of each piece, so that the processes' sums add up.
-        sums = _added(
+        sums = _sum_by_name(
             {
                 k: sum(
                     float(np.asarray(s.data, np.float64).sum())
@@ -126,65 +128,67 @@ class StepHandle:
             if of_segment.addressable_shards
         }
         totals = [float(t.addressable_data(0)) for t in self.call.totals if t.addressable_shards]
-        spans = {i: [s + offset_s for s in o.moments] for i, o in self.seen.items()}
-        return LocalResult(spans, sums, squares, totals[0] if totals else None)
+        moments = {i: [s + offset_s for s in o.moments] for i, o in self.observations.items()}
+        return LocalResult(moments, sums, squares, totals[0] if totals else None)
 
-    def result(self, parts: Sequence[LocalResult] | None = None) -> StepResult:
+    def result(self, local_results: Sequence[LocalResult] | None = None) -> StepResult:
         """The whole step, from what every process saw, in one clock; from this one's part alone
         when it is the only process."""
-        parts = [self.local()] if parts is None else parts
-        seen = moments_of([part.spans for part in parts], len(self.tasks))
+        local_results = [self.local_result()] if local_results is None else local_results
+        task_moments = stack_moments([local.moments for local in local_results], len(self.tasks))
         # A task over several processes begins with the last to dispatch it.
-        latest_s = seen.max(axis=0)
+        latest_s = task_moments.max(axis=0)
         origin, events = to_events(
             self.order,
             latest_s[:, DISPATCHED].tolist(),
             latest_s[:, END].tolist(),
-            self.call.programs.submesh,
+            self.call.programs.submesh_of,
             self.free_s,
         )
         trace = Trace(self.step, "measured", events)
-        squares = {name: value for part in parts for name, value in part.squares.items()}
+        squares = {name: value for local in local_results for name, value in local.squares.items()}
         not_finite = dict.fromkeys(
             segment.plan.module
             for name, segment in reversed(self.call.programs.segments.items())
             if not math.isfinite(squares.get(name, 0.0))
         )
-        totals = (part.total_squares for part in parts)
+        totals = (local.total_squares for local in local_results)
         total = next((t for t in totals if t is not None), 0.0)
         return StepResult(
-            _added(part.sums for part in parts),
+            _sum_by_name(local.sums for local in local_results),
             math.sqrt(total),
             trace,
             origin,
             origin + trace.makespan_s,
-            seen,
+            task_moments,
             applied=bool(total <= self.call.limit),
             not_finite=tuple(not_finite),
         )
 
     def process_seconds(self, result: StepResult) -> dict[int, float]:
         """The seconds that each process computed (see the function)."""
-        return process_seconds(result.seen, self.order)
+        return process_seconds(result.task_moments, self.order)
 
 
-def _added(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _sum_by_name(terms: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Sums by name of what each part has by name."""
     sums: dict[str, float] = {}
-    for part in parts:
-        for k, v in part.items():
+    for term in terms:
+        for k, v in term.items():
             sums[k] = sums.get(k, 0.0) + v
     return sums
 
 
-def moments_of(parts: Sequence[Mapping[int, Sequence[float]]], n_tasks: int) -> np.ndarray:
-    """What the processes saw (`LocalResult.spans`), float64 [processes, tasks, moments]: -inf of
+def stack_moments(
+    moments_by_process: Sequence[Mapping[int, Sequence[float]]], n_tasks: int
+) -> np.ndarray:
+    """What the processes saw (`LocalResult.moments`), float64 [processes, tasks, moments]: -inf of
     the tasks that a process did not run."""
-    seen = np.full((len(parts), n_tasks, END + 1), -np.inf)
-    for of_process, spans in zip(seen, parts, strict=True):
-        if spans:
-            of_process[[*spans]] = [*spans.values()]
-    return seen
+    moments = np.full((len(moments_by_process), n_tasks, END + 1), -np.inf)
+    for of_process, of_tasks in zip(moments, moments_by_process, strict=True):
+        if of_tasks:
+            of_process[[*of_tasks]] = [*of_tasks.values()]
+    return moments
 
 
 def to_events(
@@ -201,10 +205,10 @@ def to_events(
     date in place.
     """
     starts_s: list[float] = []
-    for resource, inputs, begun, end in zip(
-        order.resource, order.waits_for, dispatched_s, end_s, strict=True
+    for resource, inputs, dispatched, end in zip(
+        order.resources, order.waits_for, dispatched_s, end_s, strict=True
     ):
-        start = max(begun, free_s.get(resource, 0.0), *[end_s[i] for i in inputs], 0.0)
+        start = max(dispatched, free_s.get(resource, 0.0), *[end_s[i] for i in inputs], 0.0)
         starts_s.append(min(start, end))
         free_s[resource] = end
     origin = min(starts_s, default=0.0)
@@ -215,22 +219,24 @@ def to_events(
     return origin, events
 
 
-def process_seconds(seen: np.ndarray, order: TaskOrder) -> dict[int, float]:
+def process_seconds(moments: np.ndarray, order: TaskOrder) -> dict[int, float]:
     """The seconds that each process computed in a step, without waiting for others, from what each
-    saw in one clock (`moments_of`). Left out are a resource's first task, which may have waited for
-    the step before, and the step's end, where ranks meet inside programs."""
-    ends = seen[:, :, END]
+    saw in one clock (`stack_moments`). Left out are a resource's first task, which may have waited
+    for the step before, and the step's end, where ranks meet inside programs."""
+    ends = moments[:, :, END]
     # A task that another process ran has ended when the last of them saw it.
-    made = np.where(np.isfinite(ends), ends, ends.max(axis=0, initial=-np.inf))
-    seconds = np.zeros(len(seen))
+    available_s = np.where(np.isfinite(ends), ends, ends.max(axis=0, initial=-np.inf))
+    seconds = np.zeros(len(moments))
     free_s: dict[int, np.ndarray] = {}  # by resource, the end of each process's last task there
     for i, task in enumerate(order.tasks):
-        free = free_s.get(order.resource[i], np.full(len(seen), -np.inf))
+        free = free_s.get(order.resources[i], np.full(len(moments), -np.inf))
         ran = np.isfinite(ends[:, i])
         if task.direction in (FORWARD, BACKWARD):
-            inputs = [made[:, place] for place in order.waits_for[i]]
-            start = np.maximum.reduce([seen[:, i, DISPATCHED], seen[:, i, RECEIVED], free, *inputs])
-            known = ran & np.isfinite(free)
-            seconds[known] += np.maximum(seen[known, i, COMPUTED] - start[known], 0.0)
-        free_s[order.resource[i]] = np.where(ran, ends[:, i], free)
+            inputs = [available_s[:, index] for index in order.waits_for[i]]
+            start = np.maximum.reduce(
+                [moments[:, i, DISPATCHED], moments[:, i, RECEIVED], free, *inputs]
+            )
+            is_timed = ran & np.isfinite(free)
+            seconds[is_timed] += np.maximum(moments[is_timed, i, COMPUTED] - start[is_timed], 0.0)
+        free_s[order.resources[i]] = np.where(ran, ends[:, i], free)
     return dict(enumerate(seconds.tolist()))

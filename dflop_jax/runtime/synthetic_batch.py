@@ -17,9 +17,9 @@ from dflop_jax.runtime.programs import GroupArrays, Programs
 from dflop_jax.simulate.task_graph import feeding_groups
 
 # Pieces in a row, where programs are timed and their number makes no difference.
-PIECES_A_ROW = 4
-SCALE = 0.05  # standard deviation of random parameters and activations: none overflows
-_N_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
+PIECES_PER_ROW = 4
+VALUE_STD = 0.05  # standard deviation of random parameters and activations: none overflows
+_N_RANDOM_VALUES = 65521  # random numbers that are repeated; a prime, so that no two rows are alike
 
 
 def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
@@ -27,23 +27,23 @@ def random_values(shape: tuple[int, ...], dtype: Any, below: int) -> np.ndarray:
     rng, dtype = np.random.default_rng(0), np.dtype(dtype)
     values: Any
     if dtype.kind == "b":
-        values = rng.random(_N_VALUES) < 0.5
+        values = rng.random(_N_RANDOM_VALUES) < 0.5
     elif dtype.kind in "iu":
-        values = rng.integers(0, min(below, np.iinfo(dtype).max + 1), _N_VALUES)
+        values = rng.integers(0, min(below, np.iinfo(dtype).max + 1), _N_RANDOM_VALUES)
     else:  # bfloat16 too
-        values = rng.standard_normal(_N_VALUES) * SCALE
+        values = rng.standard_normal(_N_RANDOM_VALUES) * VALUE_STD
     return np.resize(values.astype(dtype), shape)
 
 
 def packed_field(
-    name: str, shape: tuple[int, ...], dtype: Any, pieces: int, below: int
+    name: str, shape: tuple[int, ...], dtype: Any, n_pieces: int, below: int
 ) -> np.ndarray:
     """A field [microbatches, rows, ...] of rows that are full of about so many pieces of equal
     length each; what is not about pieces is random."""
     if name not in ("segment_ids", "positions", "weights"):
         return random_values(shape, dtype, below)
     tokens = shape[2]
-    length = -(-tokens // pieces)
+    length = -(-tokens // n_pieces)
     row = {
         "segment_ids": np.arange(tokens) // length + 1,
         "positions": np.arange(tokens) % length,
@@ -53,42 +53,42 @@ def packed_field(
     return np.broadcast_to(row, shape)
 
 
-def content_of_rows(module: Module, shape: Shape, pieces: int = PIECES_A_ROW) -> dict[str, int]:
+def content_of_rows(module: Module, shape: Shape, n_pieces: int = PIECES_PER_ROW) -> dict[str, int]:
     """Content of rows that `packed_field` fills, by feature."""
-    length = -(-shape.tokens // pieces)
+    length = -(-shape.tokens // n_pieces)
     whole, rest = divmod(shape.tokens, length)
     of_whole, of_rest = content_of(module, length), content_of(module, rest)
     return {name: shape.rows * (whole * n + of_rest[name]) for name, n in of_whole.items()}
 
 
-def stand_in_groups(
+def synthetic_groups(
     programs: Programs, bucket: int
 ) -> tuple[tuple[Group, ...], tuple[GroupArrays, ...]]:
     """One group of every module of a bucket, without samples, and arrays as those of full rows
     are."""
     layout = programs.layout
     shapes = dict(layout.buckets[bucket].shapes)
-    place = {m: i for i, m in enumerate(shapes)}
+    index_of = {m: i for i, m in enumerate(shapes)}
     groups = []
     for m, shape in shapes.items():
-        feeds = tuple(place[t] for t in layout.targets(m) if t in place)
+        feeds = tuple(index_of[t] for t in layout.targets(m) if t in index_of)
         groups.append(Group(m, shape, feeds, microbatches=layout.group_size))
-    return tuple(groups), stand_in_arrays(programs, groups)
+    return tuple(groups), synthetic_arrays(programs, groups)
 
 
-def stand_in_arrays(programs: Programs, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
+def synthetic_arrays(programs: Programs, groups: Sequence[Group]) -> tuple[GroupArrays, ...]:
     """Arrays of groups as those of full rows are, whatever samples the groups hold."""
-    feeding, every = feeding_groups(groups), []
+    feeding, found = feeding_groups(groups), []
     for n, group in enumerate(groups):
         fields: dict[str, np.ndarray] = {}
-        places: dict[int, tuple[np.ndarray, ...]] = {}
+        source_indices: dict[int, tuple[np.ndarray, ...]] = {}
         for s in programs.layout.segments_of(group.module):
             for field, a in programs.signature(s.name, group.shape).fields.items():
                 below = programs.model.vocab_size
-                fields[field] = packed_field(field, a.shape, a.dtype, PIECES_A_ROW, below)
-            for link in programs.into[s.name]:
+                fields[field] = packed_field(field, a.shape, a.dtype, PIECES_PER_ROW, below)
+            for link in programs.incoming_links[s.name]:
                 for i in feeding.get((n, link.edge.source), ()) if link.edge else ():
                     exchange = programs.exchange(link, groups[i].shape, group.shape)
-                    places[i] = exchange.stand_in_places()
-        every.append(GroupArrays(fields, places))
-    return tuple(every)
+                    source_indices[i] = exchange.synthetic_indices()
+        found.append(GroupArrays(fields, source_indices))
+    return tuple(found)

@@ -24,64 +24,66 @@ from jax.sharding import PartitionSpec as P
 
 from dflop_jax.contract import Array, float32_names_of
 from dflop_jax.runtime import shards
-from dflop_jax.runtime.communicator import absent, is_local
+from dflop_jax.runtime.communicator import is_local, remote_array
 from dflop_jax.runtime.parameter_layout import (
     grad_structs,
     has_masters,
-    held_struct,
     initial_structs,
     param_structs,
     program_structs,
-    split_cuts,
+    sharded_struct,
+    state_zero_specs,
 )
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.runtime.zero_sharding import Cut
+from dflop_jax.runtime.zero_sharding import ZeroSpec
 
 Tree = Any
-AVERAGE = "ema"  # the key of a state's average of the parameters
-NO_PART = ""  # of what belongs to no parameter, such as a count of steps
-_WHOLE = Cut(P(), P())
+EMA_KEY = "ema"  # the key of a state's average of the parameters
+NO_PARAMETER_PART = ""  # of what belongs to no parameter, such as a count of steps
+_UNSHARDED = ZeroSpec(P(), P())
 
 
 @dataclass(frozen=True)
-class Averaged:
+class EmaOptimizer:
     """An optimizer that also keeps an average of the parameters after its steps, of which `decay`
     stays at every step. It is used as optax's are."""
 
-    stepping: optax.GradientTransformation
+    inner: optax.GradientTransformation
     decay: float
 
     def init(self, params: Tree) -> Tree:
-        return {"tx": self.stepping.init(params), AVERAGE: params}
+        return {"tx": self.inner.init(params), EMA_KEY: params}
 
     def update(self, grads: Tree, state: Tree, params: Tree, **more: Any) -> tuple[Tree, Tree]:
         """A parameter that no step changes is its average bit for bit, also where it is infinite,
         as bounds that bound nothing are."""
-        updates, stepped = self.stepping.update(grads, state["tx"], params, **more)
+        updates, stepped = self.inner.update(grads, state["tx"], params, **more)
 
         def one(old: Array, new: Array) -> Array:
             return jnp.where(old == new, new, new + self.decay * (old - new))
 
-        average = jax.tree.map(one, state[AVERAGE], optax.apply_updates(params, updates))
-        return updates, {"tx": stepped, AVERAGE: average}
+        average = jax.tree.map(one, state[EMA_KEY], optax.apply_updates(params, updates))
+        return updates, {"tx": stepped, EMA_KEY: average}
 
 
 # It may look at no element but the one that it steps: devices hold pieces of parameters.
-Optimizer: TypeAlias = "optax.GradientTransformation | Averaged"
+Optimizer: TypeAlias = "optax.GradientTransformation | EmaOptimizer"
 
 
-def map_state(
-    of_params: Callable[[Tree], Tree], of_other: Callable[[Any], Any], state: Tree, params: Tree
+def map_optimizer_state(
+    map_params: Callable[[Tree], Tree], map_leaf: Callable[[Any], Any], state: Tree, params: Tree
 ) -> Tree:
     """An optimizer's state with `of_params` of every subtree that is shaped like `params`, such as
     moments, and `of_other` of every other leaf, such as a count."""
     shape: Any = jax.tree.structure(params)
 
-    def is_like(node: Any) -> bool:
+    def matches_params(node: Any) -> bool:
         return bool(jax.tree.structure(node) == shape)
 
     return jax.tree.map(
-        lambda node: of_params(node) if is_like(node) else of_other(node), state, is_leaf=is_like
+        lambda node: map_params(node) if matches_params(node) else map_leaf(node),
+        state,
+        is_leaf=matches_params,
     )
 
 
@@ -113,99 +115,109 @@ class SegmentUpdate:
     ):
         self.segment, self.clip_norm = segment, clip_norm
         self.adds_shared = adds_shared
-        trained = [p for p in segment.parts if p in segment.trainable]
-        self.shared = tuple(p for p in trained if p not in segment.own_parts)
-        cuts, shapes = split_cuts(segment), param_structs(segment)
-        self._cuts = {p: cuts[p] for p in trained}
+        trained = [p for p in segment.read_parts if p in segment.trainable]
+        self.shared = tuple(p for p in trained if p not in segment.owned_parts)
+        zero_specs, shapes = state_zero_specs(segment), param_structs(segment)
+        self._zero_specs = {p: zero_specs[p] for p in trained}
         self.shard_structs = {
             p: jax.tree.map(
-                lambda cut, a: held_struct(segment, cut, a.shape, jnp.float32), cuts[p], shapes[p]
+                lambda cut, a: sharded_struct(segment, cut, a.shape, jnp.float32),
+                zero_specs[p],
+                shapes[p],
             )
             for p in trained
         }
-        self._params = self._own(program_structs(segment))
-        self.master_structs = self._own(initial_structs(segment)) if has_masters(segment) else {}
-        self._averages = isinstance(tx, Averaged)
-        scaled = partial(_scaled, segment, rate_factors)
-        self._tx = (
-            replace(tx, stepping=scaled(tx.stepping)) if isinstance(tx, Averaged) else scaled(tx)
+        self._params = self._owned_trained(program_structs(segment))
+        self.master_structs = (
+            self._owned_trained(initial_structs(segment)) if has_masters(segment) else {}
         )
-        everywhere, mine = segment.sharding(), self._own(self.shard_structs)
+        self._has_ema = isinstance(tx, EmaOptimizer)
+        scaled = partial(_scale_by_freeze_group, segment, rate_factors)
+        self._tx = (
+            replace(tx, inner=scaled(tx.inner)) if isinstance(tx, EmaOptimizer) else scaled(tx)
+        )
+        replicated, owned_shards = segment.sharding(), self._owned_trained(self.shard_structs)
 
-        def placed(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
+        def with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        self.state_structs = map_state(
-            lambda like: jax.tree.map(lambda a, s: placed(a, s.sharding), like, mine),
-            lambda leaf: placed(leaf, everywhere),
-            jax.eval_shape(self._tx.init, mine),
-            mine,
+        self.state_structs = map_optimizer_state(
+            lambda params_like: jax.tree.map(
+                lambda a, s: with_sharding(a, s.sharding), params_like, owned_shards
+            ),
+            lambda leaf: with_sharding(leaf, replicated),
+            jax.eval_shape(self._tx.init, owned_shards),
+            owned_shards,
         )
 
-    def _own(self, by_part: Tree) -> Tree:
+    def _owned_trained(self, tree: Tree) -> Tree:
         """Of what trains, the segment's own parts."""
         s = self.segment
-        return {p: t for p, t in by_part.items() if p in s.trainable and p in s.own_parts}
+        return {p: t for p, t in tree.items() if p in s.trainable and p in s.owned_parts}
 
-    def state_cuts(self) -> Tree:
+    def state_zero_specs(self) -> Tree:
         """How each leaf of the state is cut."""
-        return self._of_state(self._own(self._cuts), _WHOLE)
+        return self._map_state(self._owned_trained(self._zero_specs), _UNSHARDED)
 
     def state_parts(self) -> Tree:
         """The part whose parameters each leaf of the state belongs to; NO_PART of none."""
-        return self._of_state(part_of_leaves(self._params), NO_PART)
+        return self._map_state(part_of_leaves(self._params), NO_PARAMETER_PART)
 
-    def _of_state(self, of_params: Tree, of_other: Any) -> Tree:
-        return map_state(lambda _: of_params, lambda _: of_other, self.state_structs, self._params)
+    def _map_state(self, params_value: Tree, leaf_value: Any) -> Tree:
+        return map_optimizer_state(
+            lambda _: params_value, lambda _: leaf_value, self.state_structs, self._params
+        )
 
-    def begin(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
-        """`held.initial_structs`' arrays -> (parameters that programs read, masters, fresh
+    def init_state(self, initial: Tree) -> tuple[Tree, Tree, Tree]:
+        """`initial_structs`' arrays -> (parameters that programs read, masters, fresh
         optimizer state)."""
-        params, masters = self.take_masters(initial)
+        params, masters = self.split_masters(initial)
 
-        def fresh(params: Tree) -> Tree:
-            return self._tx.init(params if masters else self._pieces(params))
+        def init_optimizer(params: Tree) -> Tree:
+            return self._tx.init(params if masters else self._local_shards(params))
 
         shardings = jax.tree.map(lambda a: a.sharding, self.state_structs)
-        held = masters or {p: params[p] for p in self._params}
-        state = jax.jit(fresh, out_shardings=shardings)(held)
-        if self._averages:
-            _ = self._of_pieces  # compiled now, and not in the middle of a run
+        stepped_params = masters or {p: params[p] for p in self._params}
+        state = jax.jit(init_optimizer, out_shardings=shardings)(stepped_params)
+        if self._has_ema:
+            _ = self._gather_program  # compiled now, and not in the middle of a run
         return params, masters, state
 
-    def take_masters(self, initial: Tree) -> tuple[Tree, Tree]:
+    def split_masters(self, initial: Tree) -> tuple[Tree, Tree]:
         """(parameters that programs read, masters)."""
         if not self.master_structs:
             return initial, {}
-        masters = self._own(initial)
-        return {**initial, **self._made_of(masters)}, masters
+        masters = self._owned_trained(initial)
+        return {**initial, **self._gather_params(masters)}, masters
 
     def averaged(self, state: Tree) -> Tree:
         """What programs hold of the own parts where the average stands for the parameters; {}
         without one."""
-        return self._made_of(state[AVERAGE]) if self._averages else {}
+        return self._gather_params(state[EMA_KEY]) if self._has_ema else {}
 
-    def _made_of(self, pieces: Tree) -> Tree:
+    def _gather_params(self, param_shards: Tree) -> Tree:
         """Float32 shards of the own parts -> what programs hold."""
         if not is_local(self.segment.mesh):
-            return jax.tree.map(absent, self._params)
-        return self._of_pieces(pieces)
+            return jax.tree.map(remote_array, self._params)
+        return self._gather_program(param_shards)
 
     @cached_property
-    def _of_pieces(self) -> Callable[[Tree], Tree]:
+    def _gather_program(self) -> Callable[[Tree], Tree]:
         """The program of `_made_of`."""
-        whole = self._gather()
+        gather = self._make_gather()
 
-        def made(pieces: Tree) -> Tree:
-            return whole(jax.tree.map(lambda m, a: m.astype(a.dtype), pieces, self._params))
+        def gather_cast(shard_structs: Tree) -> Tree:
+            return gather(jax.tree.map(lambda m, a: m.astype(a.dtype), shard_structs, self._params))
 
         shardings = jax.tree.map(lambda a: a.sharding, self._params)
-        pieces = self._own(self.shard_structs)
-        return jax.jit(made, out_shardings=shardings).lower(pieces).compile()
+        shard_structs = self._owned_trained(self.shard_structs)
+        return jax.jit(gather_cast, out_shardings=shardings).lower(shard_structs).compile()
 
-    def _gather(self) -> Callable[[Tree], Tree]:
+    def _make_gather(self) -> Callable[[Tree], Tree]:
         """Shards of the own parts -> what programs hold."""
-        return shards.whole(self.segment.mesh, self._own(self._cuts), _specs(self._params))
+        return shards.make_param_gather(
+            self.segment.mesh, self._owned_trained(self._zero_specs), _partition_specs(self._params)
+        )
 
     def _scalar(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((), jnp.float32, sharding=self.segment.sharding())
@@ -223,26 +235,31 @@ class SegmentUpdate:
         squares of the own parts, zeroed grads); grads donated. The reader's shards are {} but for
         the owner of a tied parameter."""
         grads = grad_structs(self.segment)
-        add_up = shards.sum_scatter(
-            self.segment.mesh, _specs(grads), self._cuts, counted=tuple(self._params)
+        add_up = shards.make_gradient_reduction(
+            self.segment.mesh,
+            _partition_specs(grads),
+            self._zero_specs,
+            counted=tuple(self._params),
         )
-        more = {"entry": self.shard_structs["entry"]} if self.adds_shared else {}
+        shared_grads = {"entry": self.shard_structs["entry"]} if self.adds_shared else {}
 
-        def reduce(grads: Tree, more: Tree) -> tuple[Tree, Array, Tree]:
-            total, squares = add_up(grads, more)
+        def reduce(grads: Tree, shared_grads: Tree) -> tuple[Tree, Array, Tree]:
+            total, squares = add_up(grads, shared_grads)
             return total, squares, jax.tree.map(jnp.zeros_like, grads)
 
         outs = jax.tree.map(lambda a: a.sharding, self.reduced_structs())
-        return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, more)
+        return jax.jit(reduce, out_shardings=outs, donate_argnums=0).lower(grads, shared_grads)
 
-    def _pieces(self, params: Tree) -> Tree:
+    def _local_shards(self, params: Tree) -> Tree:
         """Each rank's pieces of what programs hold."""
         if self.segment.plan.zero == 3:
             return params
-        cuts = self._own(self._cuts)
-        shardings = jax.tree.map(lambda cut: self.segment.sharding(*cut.spec), cuts)
-        held = jax.tree.map(lambda cut, a: cut.hold(a), cuts, params)
-        return jax.lax.with_sharding_constraint(held, shardings)
+        zero_specs = self._owned_trained(self._zero_specs)
+        shardings = jax.tree.map(
+            lambda zero_spec: self.segment.sharding(*zero_spec.spec), zero_specs
+        )
+        stored = jax.tree.map(lambda zero_spec, a: zero_spec.to_stored(a), zero_specs, params)
+        return jax.lax.with_sharding_constraint(stored, shardings)
 
     def lower_update(self, n_segments: int) -> jax.stages.Lowered:
         """(params, masters, state, gradient pieces, sums of squares of all segments, the most that
@@ -251,8 +268,8 @@ class SegmentUpdate:
         device of every segment adds up the same numbers in the same order, so all decide alike.
         Each data rank makes new parameters of its piece only; these are gathered in the dtype that
         programs hold them in."""
-        pieces, scalar = self._own(self.shard_structs), self._scalar()
-        whole = self._gather()
+        grad_shards, scalar = self._owned_trained(self.shard_structs), self._scalar()
+        gather = self._make_gather()
 
         def update(
             params: Tree,
@@ -268,23 +285,23 @@ class SegmentUpdate:
                 norm = jnp.sqrt(total)
                 factor = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-16))
                 grads = jax.tree.map(lambda g: g * factor.reshape((1,) * g.ndim), grads)
-            mine = masters or self._pieces(params)
-            updates, next_state = self._tx.update(grads, state, mine)
-            new = optax.apply_updates(mine, updates)
+            stepped = masters or self._local_shards(params)
+            updates, next_state = self._tx.update(grads, state, stepped)
+            new = optax.apply_updates(stepped, updates)
             new, state = jax.tree.map(
-                lambda n, old: jnp.where(applies, n, old), (new, next_state), (mine, state)
+                lambda n, old: jnp.where(applies, n, old), (new, next_state), (stepped, state)
             )
-            held = jax.tree.map(lambda n, a: n.astype(a.dtype), new, self._params)
-            return whole(held), new if masters else {}, state, total
+            new_params = jax.tree.map(lambda n, a: n.astype(a.dtype), new, self._params)
+            return gather(new_params), new if masters else {}, state, total
 
         outs = jax.tree.map(lambda a: a.sharding, self.updated_structs())
         # Parameters are donated also where the masters are read in their place.
         fn = jax.jit(update, out_shardings=outs, donate_argnums=(0, 1, 2), keep_unused=True)
-        args = self._params, self.master_structs, self.state_structs, pieces
+        args = self._params, self.master_structs, self.state_structs, grad_shards
         return fn.lower(*args, (scalar,) * n_segments, scalar)
 
 
-def _scaled(
+def _scale_by_freeze_group(
     segment: Segment, rate_factors: Mapping[str, float], tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """The optimizer for trees by parts, whose steps are multiplied by the factor of their part's
@@ -305,5 +322,5 @@ def _scaled(
     return optax.GradientTransformation(tx.init, update)
 
 
-def _specs(structs: Tree) -> Tree:
+def _partition_specs(structs: Tree) -> Tree:
     return jax.tree.map(lambda a: a.sharding.spec, structs)

@@ -17,7 +17,7 @@ import jax
 
 from dflop_jax.records import NO_GROUP, Task
 
-_MOST_LINES = 3  # of tasks that have ended, and of those that have begun
+_MAX_LINES = 3  # of tasks that have ended, and of those that have begun
 
 
 class Watcher:
@@ -40,8 +40,8 @@ class Watcher:
                 for i, arrays in enumerate(outputs, 1):
                     jax.block_until_ready(arrays)
                     record.moments[i] = time.perf_counter()
-            except Exception as e:  # handed over to whoever asks for the result
-                record.error = e
+            except Exception as error:  # handed over to whoever asks for the result
+                record.error = error
                 record.moments[-1] = time.perf_counter()
             record.done.set()
 
@@ -82,7 +82,7 @@ class Observation:
             raise self.error
 
 
-class UnderWayTasks:
+class PendingTasks:
     """How far this process is in the tasks of its steps; the dispatching thread writes, any reads.
 
     The calls that may be under way are two: a step is dispatched before the one before it is
@@ -92,41 +92,48 @@ class UnderWayTasks:
     def __init__(self) -> None:
         # Number, tasks, and those of this process that are observed, by their place among them.
         self._calls: deque[tuple[int, Sequence[Task], Mapping[int, Observation]]] = deque(maxlen=2)
-        self._number = self._begun = 0
+        self._number = self._n_started = 0
 
-    def dispatch(self, order: Sequence[Task], seen: Mapping[int, Observation]) -> None:
+    def dispatch(self, order: Sequence[Task], observations: Mapping[int, Observation]) -> None:
         """The tasks of a step begin; `seen` is filled as they are dispatched."""
-        self._number, self._begun = self._number + 1, 0
-        self._calls.append((self._number, order, seen))
+        self._number, self._n_started = self._number + 1, 0
+        self._calls.append((self._number, order, observations))
 
-    def begin(self, place: int) -> None:
+    def start_task(self, index: int) -> None:
         """The task in this place is dispatched."""
-        self._begun = place + 1
+        self._n_started = index + 1
 
-    def place(self) -> tuple[int, int, int, tuple[str, ...]]:
+    def progress(self) -> tuple[int, int, int, tuple[str, ...]]:
         """How far they are: the number of the first call with a task that has not ended, how many
         of its tasks at the head have, how many have begun, and the last of these in words, the one
         that is waited for last. `distributed.hang_watch.TaskProgress` takes them."""
         calls = tuple(self._calls)
-        for number, order, seen in calls:
-            newest = number == calls[-1][0]
-            begun = self._begun if newest else len(order)
-            running = (i for i in range(begun) if i in seen and not seen[i].done.is_set())
-            ended = next(running, begun)
-            if newest or ended < begun:
-                return number, ended, begun, _lines(order, ended, begun)
+        for number, order, observations in calls:
+            is_newest = number == calls[-1][0]
+            n_started = self._n_started if is_newest else len(order)
+            running = (
+                i
+                for i in range(n_started)
+                if i in observations and not observations[i].done.is_set()
+            )
+            n_done = next(running, n_started)
+            if is_newest or n_done < n_started:
+                return number, n_done, n_started, _describe_progress(order, n_done, n_started)
         return 0, 0, 0, ()
 
 
-def _lines(order: Sequence[Task], ended: int, begun: int) -> tuple[str, ...]:
+def _describe_progress(order: Sequence[Task], n_done: int, n_started: int) -> tuple[str, ...]:
     """The last tasks begun and ended, the one that is waited for last."""
-    after = range(max(ended + 1, begun - _MOST_LINES), begun)
-    said = [("ended", i) for i in range(max(ended - _MOST_LINES, 0), ended)]
-    said += [("begun", i) for i in after]
-    said += [("begun, not ended", ended)] if ended < begun else []
-    return tuple(f"{how}: {_words(order[i])} (task {i + 1} of {len(order)})" for how, i in said)
+    started = range(max(n_done + 1, n_started - _MAX_LINES), n_started)
+    described = [("ended", i) for i in range(max(n_done - _MAX_LINES, 0), n_done)]
+    described += [("begun", i) for i in started]
+    described += [("begun, not ended", n_done)] if n_done < n_started else []
+    return tuple(
+        f"{status}: {_describe_task(order[i])} (task {i + 1} of {len(order)})"
+        for status, i in described
+    )
 
 
-def _words(task: Task) -> str:
+def _describe_task(task: Task) -> str:
     group = "" if task.group == NO_GROUP else f", group {task.group}"
     return f"{task.direction} of {task.segment}{group}"

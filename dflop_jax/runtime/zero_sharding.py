@@ -31,13 +31,13 @@ def axes_of(dim: Any) -> tuple[str, ...]:
     return () if dim is None else dim if isinstance(dim, tuple) else (dim,)
 
 
-def data_dim(spec: P) -> int:
+def data_axis_dim(spec: P) -> int:
     """The dim sharded over "data"; -1: none."""
     return next((i for i, dim in enumerate(spec) if "data" in axes_of(dim)), -1)
 
 
 @dataclass(frozen=True)
-class Cut:
+class ZeroSpec:
     """How a parameter is cut.
 
     Attributes:
@@ -49,102 +49,113 @@ class Cut:
       copies: blocks of so many data ranks, each with all of it.
     """
 
-    whole: P
+    base_spec: P
     spec: P
-    part: tuple[int, ...] = ()
-    data: int = 1
-    model: int = 1
-    copies: int = 1
+    local_shape: tuple[int, ...] = ()
+    dp: int = 1
+    tp: int = 1
+    n_replicas: int = 1
 
     @property
     def is_split(self) -> bool:
-        return data_dim(self.spec) >= 0
+        return data_axis_dim(self.spec) >= 0
 
     @property
-    def n_elements(self) -> int:
+    def local_elements(self) -> int:
         """Elements of a tensor rank's part."""
-        return prod(self.part)
+        return prod(self.local_shape)
 
     @property
-    def piece(self) -> int:
+    def shard_elements(self) -> int:
         """Elements of a data rank's flat piece of that, zeros at its end included."""
-        return -(-self.n_elements // self.data)
+        return -(-self.local_elements // self.dp)
 
     @property
     def tensor_dim(self) -> int:
         """The dim of `part` that tensor ranks split; -1: none."""
-        axes = list(self.whole)[len(self.whole) - len(self.part) :]
+        axes = list(self.base_spec)[len(self.base_spec) - len(self.local_shape) :]
         return next((i for i, axis in enumerate(axes) if "model" in axes_of(axis)), -1)
 
-    def held_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what is held of a parameter [layers, if stacked, ...]."""
-        if not self.part:
+        if not self.local_shape:
             return shape
-        lead = shape[: len(shape) - len(self.part)]
-        return (*lead, *self._ones, self.copies * self.length)
+        lead = shape[: len(shape) - len(self.local_shape)]
+        return (*lead, *self._ones, self.n_replicas * self.replica_elements)
 
     @property
-    def length(self) -> int:
+    def replica_elements(self) -> int:
         """Elements of the last dim that a block of ranks has."""
-        return self.data * self.model * self.piece
+        return self.dp * self.tp * self.shard_elements
 
     @property
     def _ones(self) -> tuple[int, ...]:
-        return (1,) * (len(self.part) - 1)
+        return (1,) * (len(self.local_shape) - 1)
 
-    def hold(self, array: Any) -> Any:
+    def to_stored(self, array: Any) -> Any:
         """A whole parameter, or one layer of it, as it is held by all: numpy's or jax's."""
-        if not self.part:
+        if not self.local_shape:
             return array
-        xp: Any = np if isinstance(array, np.ndarray) else jnp
-        return xp.concatenate([self.flat(array, self.model)] * self.copies, axis=-1)
+        array_module: Any = np if isinstance(array, np.ndarray) else jnp
+        return array_module.concatenate(
+            [self.flatten_local(array, self.tp)] * self.n_replicas, axis=-1
+        )
 
-    def flat(self, array: Any, model: int = 1) -> Any:
+    def flatten_local(self, array: Any, tp: int = 1) -> Any:
         """The part [..., *part] of one tensor rank, or those of `model` ranks together, as it is
         held by a block of data ranks."""
-        xp: Any = np if isinstance(array, np.ndarray) else jnp
-        n_lead, dim = array.ndim - len(self.part), self.tensor_dim
+        array_module: Any = np if isinstance(array, np.ndarray) else jnp
+        n_lead, dim = array.ndim - len(self.local_shape), self.tensor_dim
         lead = array.shape[:n_lead]
-        if model > 1:
-            array = array.reshape(*lead, *self.part[:dim], model, *self.part[dim:])
-            array = xp.moveaxis(array, n_lead + dim, n_lead)
-        rows = array.reshape(*lead, model, self.n_elements)
-        n_zeros = self.data * self.piece - self.n_elements
-        rows = xp.pad(rows, [(0, 0)] * (n_lead + 1) + [(0, n_zeros)])
-        pieces = rows.reshape(*lead, model, self.data, self.piece).swapaxes(-3, -2)
-        return pieces.reshape(*lead, *self._ones, self.data * model * self.piece)
+        if tp > 1:
+            array = array.reshape(*lead, *self.local_shape[:dim], tp, *self.local_shape[dim:])
+            array = array_module.moveaxis(array, n_lead + dim, n_lead)
+        rows = array.reshape(*lead, tp, self.local_elements)
+        n_zeros = self.dp * self.shard_elements - self.local_elements
+        rows = array_module.pad(rows, [(0, 0)] * (n_lead + 1) + [(0, n_zeros)])
+        by_rank = rows.reshape(*lead, tp, self.dp, self.shard_elements).swapaxes(-3, -2)
+        return by_rank.reshape(*lead, *self._ones, self.dp * tp * self.shard_elements)
 
-    def part_of(self, flat: Any) -> Any:
+    def unflatten_local(self, flat: Any) -> Any:
         """The inverse of `flat`."""
-        lead = flat.shape[: flat.ndim - len(self.part)]
-        elements = flat.reshape(*lead, self.data * self.piece)[..., : self.n_elements]
-        return elements.reshape(*lead, *self.part)
+        lead = flat.shape[: flat.ndim - len(self.local_shape)]
+        elements = flat.reshape(*lead, self.dp * self.shard_elements)[..., : self.local_elements]
+        return elements.reshape(*lead, *self.local_shape)
 
-    def shape_of(self, held: tuple[int, ...]) -> tuple[int, ...]:
+    def full_shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """The inverse of `held_shape`."""
-        sizes = [n * (self.model if i == self.tensor_dim else 1) for i, n in enumerate(self.part)]
-        return (*held[: len(held) - len(sizes)], *sizes)
+        sizes = [
+            n * (self.tp if i == self.tensor_dim else 1) for i, n in enumerate(self.local_shape)
+        ]
+        return (*stored[: len(stored) - len(sizes)], *sizes)
 
     def boxes(self, shard: Box) -> Iterator[tuple[Any, Box]]:
         """Boxes of the parameter that together are a box of what is held, zeros left out; each lies
         in C order at an index of the shard."""
-        if not self.part:
+        if not self.local_shape:
             yield (...,), shard
             return
-        lead, (start, stop) = shard[: len(shard) - len(self.part)], shard[-1]
-        place = start
-        while place < stop:
-            chunk, skipped = divmod(place, self.piece)
-            end = min(stop, (chunk + 1) * self.piece)
-            data, model = divmod(chunk, self.model)
-            first = data % self.data * self.piece + skipped
-            begins = [model * n * (i == self.tensor_dim) for i, n in enumerate(self.part)]
-            for box in flat_boxes(first, min(first + end - place, self.n_elements), self.part):
-                there = [(a + i, b + i) for (a, b), i in zip(box, begins, strict=True)]
+        lead, (start, stop) = shard[: len(shard) - len(self.local_shape)], shard[-1]
+        position = start
+        while position < stop:
+            chunk, skipped = divmod(position, self.shard_elements)
+            end = min(stop, (chunk + 1) * self.shard_elements)
+            data_rank, tensor_rank = divmod(chunk, self.tp)
+            first = data_rank % self.dp * self.shard_elements + skipped
+            offsets = [
+                tensor_rank * n * (i == self.tensor_dim) for i, n in enumerate(self.local_shape)
+            ]
+            for box in boxes_of_range(
+                first, min(first + end - position, self.local_elements), self.local_shape
+            ):
+                box_in_param = [(a + i, b + i) for (a, b), i in zip(box, offsets, strict=True)]
                 size = prod(b - a for a, b in box)
-                yield (..., slice(place - start, place - start + size)), (*lead, *there)
-                place += size
-            place = end
+                yield (
+                    (..., slice(position - start, position - start + size)),
+                    (*lead, *box_in_param),
+                )
+                position += size
+            position = end
 
     def layer_boxes(self, shard: Box, layers: Sequence[int]) -> Iterator[tuple[Any, Box]]:
         """`boxes` of a stack whose rows are the parameter's layers of these numbers."""
@@ -154,43 +165,56 @@ class Cut:
             end = row + 1
             while end < stop and layers[end] == layers[end - 1] + 1:
                 end += 1
-            for place, box in self.boxes(((row, end), *inner)):
-                here = layers[row], layers[end - 1] + 1
-                yield (slice(row - first, end - first), *place), (here, *box[1:])
+            for index, box in self.boxes(((row, end), *inner)):
+                layer_range = layers[row], layers[end - 1] + 1
+                yield (slice(row - first, end - first), *index), (layer_range, *box[1:])
             row = end
 
-    def is_first_copy(self, shard: Box) -> bool:
+    def is_first_replica(self, shard: Box) -> bool:
         """Whether a box of what is held is of the first block of ranks."""
-        return not self.part or shard[-1][0] < self.length
+        return not self.local_shape or shard[-1][0] < self.replica_elements
 
 
-def cut_over(
-    leaf: jax.ShapeDtypeStruct, whole: P, *, stacked: bool, data: int, model: int, copies: int = 1
-) -> Cut:
+def make_zero_spec(
+    leaf: jax.ShapeDtypeStruct,
+    base_spec: P,
+    *,
+    stacked: bool,
+    dp: int,
+    tp: int,
+    n_replicas: int = 1,
+) -> ZeroSpec:
     """How `data` ranks cut a parameter that is sharded by `whole` over stages and `model` tensor
     ranks, where as many blocks of ranks as there are `copies` each have it. `stacked`: whether its
     first dim is that of layers."""
-    spec = split_spec(leaf, whole, data) if copies == 1 else whole
-    axes = [*whole, *[None] * (len(leaf.shape) - len(whole))][stacked:]
-    ways = [model if "model" in axes_of(axis) else 1 for axis in axes]
-    part = tuple(n // w for n, w in zip(leaf.shape[stacked:], ways, strict=True))
-    if data == 1 or spec != whole or prod(part) < 2:
-        return Cut(whole, spec)
-    last = ("data", "model") if prod(ways) > 1 else "data"
-    lead = list(whole)[:stacked]
-    return Cut(whole, P(*lead, *[None] * (len(part) - 1), last), part, data, prod(ways), copies)
+    spec = add_data_axis(leaf, base_spec, dp) if n_replicas == 1 else base_spec
+    axes = [*base_spec, *[None] * (len(leaf.shape) - len(base_spec))][stacked:]
+    degrees = [tp if "model" in axes_of(axis) else 1 for axis in axes]
+    local_shape = tuple(n // w for n, w in zip(leaf.shape[stacked:], degrees, strict=True))
+    if dp == 1 or spec != base_spec or prod(local_shape) < 2:
+        return ZeroSpec(base_spec, spec)
+    last_axes = ("data", "model") if prod(degrees) > 1 else "data"
+    lead = list(base_spec)[:stacked]
+    return ZeroSpec(
+        base_spec,
+        P(*lead, *[None] * (len(local_shape) - 1), last_axes),
+        local_shape,
+        dp,
+        prod(degrees),
+        n_replicas,
+    )
 
 
-def split_spec(leaf: jax.ShapeDtypeStruct, spec: P, ways: int) -> P:
+def add_data_axis(leaf: jax.ShapeDtypeStruct, spec: P, dp: int) -> P:
     """`spec` with "data" on the first free dim that `ways` divides; as it is if there is none."""
     axes = list(spec) + [None] * (len(leaf.shape) - len(spec))
     for i, (size, axis) in enumerate(zip(leaf.shape, axes, strict=True)):
-        if axis is None and ways > 1 and size > 0 and size % ways == 0:
+        if axis is None and dp > 1 and size > 0 and size % dp == 0:
             return P(*axes[:i], "data", *axes[i + 1 :])
     return spec
 
 
-def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+def boxes_of_range(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
     """Boxes of an array of a shape that together, in order, are its elements [start, stop)."""
     inner = prod(shape[1:])
     # What lies in rows that are there as a whole.
@@ -198,7 +222,7 @@ def flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
     for low, high in pairwise((start, first, last, stop) if first <= last else (start, stop)):
         row = low // inner
         if low % inner or high % inner:
-            for box in flat_boxes(low - row * inner, high - row * inner, shape[1:]):
+            for box in boxes_of_range(low - row * inner, high - row * inner, shape[1:]):
                 yield ((row, row + 1), *box)
         elif low < high:
             yield ((row, high // inner), *((0, n) for n in shape[1:]))

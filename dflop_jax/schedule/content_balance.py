@@ -17,7 +17,7 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from dflop_jax.records import Bucket, PiecePlaces, Shape
+from dflop_jax.records import Bucket, PackedPieces, Shape
 from dflop_jax.schedule.balance_problem import ROUNDING, Budget, Ints, Problem
 from dflop_jax.schedule.batch import Batch, Capacity, first_fit_decreasing
 from dflop_jax.schedule.local_search import State, improve
@@ -42,7 +42,7 @@ def place_pieces(
     module: str,
     capacity: Capacity,
     budget: Budget,
-) -> PiecePlaces | None:
+) -> PackedPieces | None:
     """The module's pieces of microbatches in its rows; None if no way was found."""
     shape, columns = bucket.shape(module), []
     for m, microbatch in enumerate(microbatches):
@@ -52,7 +52,7 @@ def place_pieces(
             return None
         rank, row = np.divmod(slots, shape.rows if shape else 1)
         columns.append(np.stack((pieces, np.full(len(pieces), m), rank, row)))
-    return PiecePlaces(np.concatenate(columns, axis=1))
+    return PackedPieces(np.concatenate(columns, axis=1))
 
 
 def _assign_slots(
@@ -113,11 +113,11 @@ def assign_rows(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> 
     return rows
 
 
-def rank_content(placement: PiecePlaces, content_P: Ints, microbatches: int, ranks: int) -> Ints:
+def rank_content(placement: PackedPieces, content_P: Ints, microbatches: int, ranks: int) -> Ints:
     """[K, D]: content of each rank of the microbatches of a group; `content_P` has all pieces of
     the batch."""
     content_KD = np.zeros((microbatches, ranks), np.int64)
-    np.add.at(content_KD, (placement.microbatch, placement.rank), content_P[placement.piece])
+    np.add.at(content_KD, (placement.microbatch, placement.rank), content_P[placement.piece_id])
     return content_KD
 
 
@@ -143,10 +143,10 @@ def match_ranks(content_KD: Ints) -> Ints:
     return best_KD
 
 
-def apply_permutation(placement: PiecePlaces, ranks_KD: Ints) -> PiecePlaces:
+def apply_permutation(placement: PackedPieces, ranks_KD: Ints) -> PackedPieces:
     """What is on rank `ranks_KD[k, d]` of microbatch k, put on its rank d."""
     new_rank_KD = np.argsort(ranks_KD, axis=1)  # of permutations: their inverse
-    return placement.moved(new_rank_KD[placement.microbatch, placement.rank], placement.row)
+    return placement.reassigned(new_rank_KD[placement.microbatch, placement.rank], placement.row)
 
 
 def busiest_rank_bound(content_P: Ints, ranks: int) -> int:
@@ -166,7 +166,7 @@ class GroupContents:
     ranks: int
     microbatches: int
     shapes: list[Shape]
-    groups: list[PiecePlaces]
+    groups: list[PackedPieces]
 
     def content_KD(self, group: int) -> Ints:
         """Content of each rank in each microbatch of a group."""
@@ -189,7 +189,7 @@ def balance_content(
     _permute_ranks(content)
     content_GD = content.content_GD()
     bound = busiest_rank_bound(content.content_P, content.ranks)
-    of_groups = [content.content_P[places.piece] for places in content.groups]
+    of_groups = [content.content_P[places.piece_id] for places in content.groups]
     bound_G = sum(busiest_rank_bound(content_P, content.ranks) for content_P in of_groups)
     for sweep in range(_EVENING_TURNS):
         for n_left, (g, m) in zip(range(len(microbatches), 0, -1), microbatches):
@@ -239,7 +239,7 @@ def _even_step(
         return
     alone_D = content.content_KD(g)[m]
     limit = group_max + ((total_max - bound) / _GROUP_WEIGHT if may_rise else 0)
-    pieces = placement.piece[members]
+    pieces = placement.piece_id[members]
     length_P, content_P = content.length_P[pieces], content.content_P[pieces]
     # What ranks have of other microbatches: in the step, which counts, and in the group.
     base_RD = np.stack((total_D - alone_D, np.zeros_like(total_D), group_D - alone_D))
@@ -260,5 +260,5 @@ def _even_step(
     if content_after < total_max + _GROUP_WEIGHT * group_max:
         rank, row = placement.rank.copy(), placement.row.copy()
         rank[members], row[members] = np.divmod(state.bins, shape.rows)
-        content.groups[g] = placement.moved(rank, row)
+        content.groups[g] = placement.reassigned(rank, row)
         content_GD[g] = after_RD[2]

@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 import numpy as np
 from numpy.typing import NDArray
 
-from dflop_jax.records import Bucket, Group, Layout, PiecePlaces, Shape
+from dflop_jax.records import Bucket, Group, Layout, PackedPieces, Shape
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.batch import Batch, Capacity, check_fits
 from dflop_jax.schedule.content_balance import (
@@ -38,7 +38,7 @@ class BucketRun:
 
     bucket: int
     microbatches: Packing
-    placements: dict[str, PiecePlaces] = field(default_factory=dict)
+    placements: dict[str, PackedPieces] = field(default_factory=dict)
 
 
 Assignment = Sequence[BucketRun]  # groups that hold a whole batch together
@@ -78,7 +78,7 @@ class PackingSpace:
         missing = self.capacity.group_size - len(microbatches)
         empty: Packing = [[[] for _ in range(width)] for _ in range(missing)]
         padded = [*microbatches, *empty]
-        placements: dict[str, PiecePlaces] = {}
+        placements: dict[str, PackedPieces] = {}
         for module in self.batch.modules:
             placement = place_pieces(self.batch, shapes, padded, module, self.capacity, budget)
             if placement is None:
@@ -259,7 +259,7 @@ def _place_on_own_ranks(
     module: str,
     shape: Shape | None,
     row_each: bool,
-) -> PiecePlaces | None:
+) -> PackedPieces | None:
     """Pieces on the ranks of their samples: a sample's in a row of their own (`row_each`), else by
     first fit; None if they do not fit."""
     entries: list[tuple[int, int, int, int]] = []
@@ -275,7 +275,7 @@ def _place_on_own_ranks(
                         return None
                     free[row] -= n
                     entries.append((piece_number, m, d, row))
-    return PiecePlaces(np.array(entries, np.int64).reshape(-1, 4).T)
+    return PackedPieces(np.array(entries, np.int64).reshape(-1, 4).T)
 
 
 def schedule_groups(
@@ -287,7 +287,9 @@ def schedule_groups(
     groups: list[Group] = []
     size, ranks = space.capacity.group_size, space.capacity.ranks
     for run in assignment:
-        parts_of: dict[str, tuple[Shape, list[PiecePlaces]]] = {}  # the pieces of a module's groups
+        parts_of: dict[
+            str, tuple[Shape, list[PackedPieces]]
+        ] = {}  # the pieces of a module's groups
         for m, placement in run.placements.items():
             if m in layout.divided:
                 sub_shape = sub_microbatch_shape(layout, m)
@@ -307,7 +309,9 @@ def schedule_groups(
                     int(rank_content(placement, feature_P, size, ranks[m]).sum(axis=0).max())
                     for feature_P in space.batch.features[m]
                 ]
-                groups.append(Group(m, shape, feeds, tuple(content), placement.in_rows(), size))
+                groups.append(
+                    Group(m, shape, feeds, tuple(content), placement.sorted_by_row(), size)
+                )
     return tuple(groups)
 
 

@@ -23,7 +23,7 @@ from dflop_jax.records import (
     ExchangeRoom,
     Layout,
     Load,
-    PiecePlaces,
+    PackedPieces,
     Plan,
     Schedule,
     Shape,
@@ -119,7 +119,7 @@ def _permute_module(
         for t, k in members:
             if edge.source in t.placements and edge.target in t.placements:
                 places = [t.placements[m] for m in modules]
-                source, target = (p.chosen(p.microbatch == k) for p in places)
+                source, target = (p.select(p.microbatch == k) for p in places)
                 tokens_VD += tokens_read(modules, source, target, space.batch, n_VD)
         of_rank = np.array(layout.devices(edge.source))
         source_devices = RankDevices(of_rank, node)
@@ -158,10 +158,10 @@ def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -
         ):
             source, target = t.placements[edge.source], t.placements[edge.target]
             read_at_N = np.full(batch.n_samples, -1)
-            samples = batch.sample[edge.target][target.piece]
+            samples = batch.sample[edge.target][target.piece_id]
             read_at_N[samples[::-1]] = home_D[target.rank[::-1]]
-            home_P = read_at_N[batch.sample[edge.source][source.piece]]
-            length_P = batch.lengths[edge.source][source.piece]
+            home_P = read_at_N[batch.sample[edge.source][source.piece_id]]
+            length_P = batch.lengths[edge.source][source.piece_id]
             kinds = source.microbatch * (length_P.max(initial=0) + 1) + length_P
             _, kind_P = np.unique(kinds, return_inverse=True)
             rank, row = source.rank.copy(), source.row.copy()
@@ -169,7 +169,7 @@ def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -
                 equal = np.flatnonzero(kind_P == kind)
                 slots = equal[nearest_slots(rank[equal], home_P[equal], node_of)]
                 rank[equal], row[equal] = rank[slots], row[slots]
-            t.placements[edge.source] = source.moved(rank, row)
+            t.placements[edge.source] = source.reassigned(rank, row)
 
 
 def nearest_slots(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:
@@ -207,16 +207,16 @@ def _round_the_ranks(rank_P: Ints) -> Ints:
 
 def tokens_read(
     modules: tuple[str, str],
-    source: PiecePlaces,
-    target: PiecePlaces,
+    source: PackedPieces,
+    target: PackedPieces,
     batch: Batch,
     n: tuple[int, int],
 ) -> Ints:
     """[V, D]: what each of the `n` = (V, D) ranks of two modules has for each that reads it."""
     source_samples, target_samples = (
-        batch.sample[m][p.piece] for m, p in zip(modules, (source, target))
+        batch.sample[m][p.piece_id] for m, p in zip(modules, (source, target))
     )
-    amount = batch.lengths[modules[0]][source.piece]
+    amount = batch.lengths[modules[0]][source.piece_id]
     return traffic(source_samples, source.rank, amount, target_samples, target.rank, n)
 
 

@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from dflop_jax.records import Bucket, Layout, PiecePlaces, Plan, Prices, Shape
+from dflop_jax.records import Bucket, Layout, PackedPieces, Plan, Prices, Shape
 
 _MAX_VARIANTS = 10  # a plan's buckets and what is left of them without some modules
 
@@ -81,8 +81,8 @@ def _divided(layout: Layout) -> list[str]:
     return [m for m in layout.divided if layout.shapes(m)]
 
 
-def split_group(placement: PiecePlaces, sub_shape: Shape) -> list[PiecePlaces]:
+def split_group(placement: PackedPieces, sub_shape: Shape) -> list[PackedPieces]:
     """The parts of a group that hold some piece; every part takes its share of each rank's rows."""
     part_P, row_P = np.divmod(placement.row, sub_shape.rows)
-    inside = placement.moved(placement.rank, row_P)
-    return [inside.chosen(part_P == k) for k in range(part_P.max(initial=-1) + 1) if k in part_P]
+    inside = placement.reassigned(placement.rank, row_P)
+    return [inside.select(part_P == k) for k in range(part_P.max(initial=-1) + 1) if k in part_P]

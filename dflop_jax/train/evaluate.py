@@ -114,7 +114,7 @@ class HeldOut:
         denominators: dict[str, list[Mapping[str, float]]] = {}
         with closing(self._ready_batches()) as batches, ex.averaged():
             for of, batch in zip(self._batches, batches, strict=True):
-                result = ex.run_evaluation(batch.schedule, batch.groups).local()
+                result = ex.run_evaluation(batch.schedule, batch.groups).local_result()
                 sums.setdefault(of.dataset, []).append(result.sums)
                 denominators.setdefault(of.dataset, []).append(batch.loss.denominators)
         # Who predicts no tokens has none that are correct.

@@ -144,7 +144,7 @@ class ReadyBatch:
     @property
     def n_bytes(self) -> int:
         """Bytes of the arrays of this process's part."""
-        arrays = [(g.fields, g.places) for g in self.groups]
+        arrays = [(g.fields, g.source_indices) for g in self.groups]
         return sum(a.nbytes for a in jax.tree.leaves(arrays))
 
 

@@ -17,7 +17,7 @@ from dflop_jax.checkpoint.store import CheckpointReader, CheckpointStore, Corrup
 from dflop_jax.contract import MultimodalModel, Params, folded
 from dflop_jax.report.run_folder import CHECKPOINTS, CONFIG
 from dflop_jax.runtime.module_parts import module_structs
-from dflop_jax.runtime.update import AVERAGE
+from dflop_jax.runtime.update import EMA_KEY
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -144,14 +144,14 @@ def saved_params(
     Raises:
       ValueError: it is of another model, or has no average.
     """
-    if average and not any(f"/{AVERAGE}/" in name for name in reader.specs):
+    if average and not any(f"/{EMA_KEY}/" in name for name in reader.specs):
         raise ValueError(
             f"{reader}: has no average of the parameters; train with train.ema, or leave out --ema"
         )
 
     def saved(module: str, path: Any, struct: jax.ShapeDtypeStruct) -> LazyArray:
         where, shape = jax.tree_util.keystr(path, simple=True, separator="/"), struct.shape
-        name, mean = f"params/{module}/{where}", f"opt_state/{module}/{AVERAGE}/{where}"
+        name, mean = f"params/{module}/{where}", f"opt_state/{module}/{EMA_KEY}/{where}"
         if average and mean in reader.specs:
             name = mean
         spec = reader.specs.get(name)

@@ -89,8 +89,8 @@ class Loop:
         batches = feed(self.loader, worker, self.packer, steps)
         with preemption(self.progress.log) as asked:
             place.time.go_on_with(TRAINING)
-            under_way = self.ex.under_way
-            place.sections.tasks = lambda: TaskProgress(*under_way.place())
+            pending_tasks = self.ex.pending_tasks
+            place.sections.tasks = lambda: TaskProgress(*pending_tasks.progress())
             with closing(batches):
                 preempted = self._steps(steps_marked(place.sections, batches, start), asked)
             place.sections.tasks = TaskProgress

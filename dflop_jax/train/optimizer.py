@@ -15,7 +15,7 @@ import optax
 from dflop_jax.config import TrainConfig
 from dflop_jax.config_fields import DECAYS, named_numbers
 from dflop_jax.contract import last_key
-from dflop_jax.runtime.update import Averaged, Optimizer, map_state
+from dflop_jax.runtime.update import EmaOptimizer, Optimizer, map_optimizer_state
 
 # Parameters of these names are vectors in spirit (even when stacked): weight decay leaves them out.
 UNDECAYED = frozenset({"bias", "scale"})
@@ -100,7 +100,7 @@ def with_moments(tx: optax.GradientTransformation, dtype: Any) -> optax.Gradient
 
     def cast(state: Any, params: Any, dtype: Any) -> Any:
         moments = partial(jax.tree.map, lambda a: a.astype(dtype))
-        return map_state(moments, lambda a: a, state, params)
+        return map_optimizer_state(moments, lambda a: a, state, params)
 
     def init(params: Any) -> Any:
         return cast(tx.init(params), params, dtype)
@@ -125,4 +125,4 @@ def make_optimizer(config: TrainConfig) -> Optimizer:
         add_decay(config.weight_decay, named_numbers(config.weight_decays, DECAYS)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    return Averaged(made, config.ema) if config.ema else made
+    return EmaOptimizer(made, config.ema) if config.ema else made

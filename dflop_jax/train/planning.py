@@ -30,7 +30,7 @@ from dflop_jax.records import (
     layer_key,
 )
 from dflop_jax.runtime.layout import can_join
-from dflop_jax.runtime.module_parts import parts_of
+from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.train.optimizer import make_optimizer
 from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import (
@@ -71,7 +71,7 @@ def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
 
     def trains(s: SegmentPlan) -> bool:
         module = model.modules[s.module]
-        return any(module.freeze_groups[p] not in frozen for p in parts_of(s, module))
+        return any(module.freeze_groups[p] not in frozen for p in segment_parts(s, module))
 
     return {
         "n_devices": place.n_devices,

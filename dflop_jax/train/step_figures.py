@@ -62,7 +62,7 @@ def imbalance(layout: Layout, schedule: Schedule, loads: Sequence[Load]) -> dict
         tokens = np.array(piece_tokens(loads, module), np.float64)
         n_ranks, most, mean = layout.data_ranks(module), 0.0, 0.0
         for pieces in (g.pieces for g in schedule.groups if g.module == module):
-            of_rank = np.bincount(pieces.rank, tokens[pieces.piece], n_ranks)
+            of_rank = np.bincount(pieces.rank, tokens[pieces.piece_id], n_ranks)
             most, mean = most + float(of_rank.max()), mean + float(of_rank.mean())
         uneven[module] = most / mean - 1 if mean else 0.0
     return uneven

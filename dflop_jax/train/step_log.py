@@ -103,7 +103,7 @@ class StepLog:
         Raises:
           ValueError: no step of the run so far had a supervised token.
         """
-        part = handle.local(self._peers.clock_offset_s)
+        part = handle.local_result(self._peers.clock_offset_s)
         compiled, callbacks = self._counter.compiled, self._ready.callbacks
         held = memory_in_use(self._ready.place.devices)
         report = Report(part, compiled - self._compiled, stop, held, callbacks.stops_for)

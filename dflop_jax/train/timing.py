@@ -38,9 +38,9 @@ from dflop_jax.records import (
 from dflop_jax.records.files import load_or_make
 from dflop_jax.report.progress import Progress
 from dflop_jax.report.wall_time import COMPILE
-from dflop_jax.runtime.calibration import Calibration, merged
+from dflop_jax.runtime.calibration import Calibration, merge_calibrations
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.out_of_memory import ran_out, short_bytes
+from dflop_jax.runtime.out_of_memory import is_out_of_memory, short_bytes
 from dflop_jax.runtime.step import TrainState
 from dflop_jax.runtime.synthetic_batch import content_of_rows
 from dflop_jax.schedule import count_program as counts_program
@@ -128,7 +128,7 @@ def said_in_a_line(peers: ProcessGroup, plan: Plan, what: str) -> Iterator[None]
 
 
 def _shortage(peers: ProcessGroup, error: RuntimeError) -> Shortage | None:
-    if not ran_out(error):
+    if not is_out_of_memory(error):
         return None
     return Shortage(peers.process_index, short_bytes(error, jax.local_devices()))
 
@@ -177,7 +177,7 @@ class Timed:
         many devices compute at once, and step ends that were not timed, are the profile's. The
         rows that were timed had content, too, which the static seconds are to be without."""
         ex, layout = self.executor, self.executor.plan.layout
-        measured = merged(
+        measured = merge_calibrations(
             layout,
             self.parts,
             one_at_a_time=ex.one_at_a_time,
@@ -311,7 +311,7 @@ class PlanTrials:
         """The compiled executor of a plan, None if it was not tried here; the others are closed."""
         taken = self._timed.pop(self._name(plan), None)
         if taken:
-            taken.executor.take_figures(plan)
+            taken.executor.replace_plan(plan)
             del self._executors[self._name(plan)]
         for other in self._executors.values():
             other.close()
@@ -359,7 +359,7 @@ class PlanTrials:
         name = self._name(plan)
         if name not in self._executors:
             self._executors[name] = make_executor(self._place, plan)
-        self._executors[name].take_figures(plan)
+        self._executors[name].replace_plan(plan)
         return self._executors[name]
 
     def _name(self, plan: Plan) -> str:

@@ -126,7 +126,7 @@ def _bytes(folder: Folder, names: Sequence[str]) -> int:
 
 def _identical(folder: Folder, segment: Segment) -> dict[str, bool]:
     """By canonical name whether what would be written of a segment's tensors is in the folder."""
-    held = ModuleParams(segment.plan.module, read_segment(folder, segment), segment.held_rows)
+    held = ModuleParams(segment.plan.module, read_segment(folder, segment), segment.layer_rows)
     return {
         name: _is_equal(tensor.shape, tensor.values().__getitem__, partial(folder.read, name))
         for name, tensor in segment_tensors(held, folder).items()

@@ -13,25 +13,25 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.runtime.parameter_layout import initial_cuts, initial_structs
+from dflop_jax.runtime.parameter_layout import initial_structs, initial_zero_specs
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.runtime.zero_sharding import Box, Cut
+from dflop_jax.runtime.zero_sharding import Box, ZeroSpec
 from dflop_jax.weights.contract import Reshaping, Tensor
 from dflop_jax.weights.folder import Folder
 
 Tree = Any
 Range = tuple[int, int]
 Reader = Callable[[tuple[slice, ...]], np.ndarray]
-WHOLE = Cut(P(), P())
+WHOLE = ZeroSpec(P(), P())
 PIECE_BYTES = 32 * 2**20  # of a parameter read at once: twice as many take twice the host memory
 
 
 def read_segment(
     folder: Folder, segment: Segment, initial: Callable[[], Tree] | None = None
 ) -> Tree:
-    """`held.initial_structs` from a folder; see `read_params`."""
-    structs, cuts = initial_structs(segment), initial_cuts(segment)
-    return read_params(folder, segment.plan.module, structs, segment.held_rows, initial, cuts)
+    """`initial_structs` from a folder; see `read_params`."""
+    structs, cuts = initial_structs(segment), initial_zero_specs(segment)
+    return read_params(folder, segment.plan.module, structs, segment.layer_rows, initial, cuts)
 
 
 def read_params(
@@ -66,7 +66,7 @@ def read_params(
             by_path.setdefault((tensor.part, tensor.path), []).append(tensor)
     given: dict[Any, jax.Array] = {}
 
-    def one(path: Any, struct: jax.ShapeDtypeStruct, cut: Cut = WHOLE) -> jax.Array:
+    def one(path: Any, struct: jax.ShapeDtypeStruct, cut: ZeroSpec = WHOLE) -> jax.Array:
         part, *inner = (key.key for key in path)
         if tensors := by_path.get((part, tuple(inner))):
             stacked = tensors[0].layer is not None
@@ -102,7 +102,7 @@ class _Leaf:
     stacked: bool
 
     def shards(
-        self, cut: Cut, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+        self, cut: ZeroSpec, shape: tuple[int, ...], sharding: jax.sharding.Sharding
     ) -> list[jax.Array]:
         """What this process holds of it."""
         holders: dict[Box, list[jax.Device]] = {}
@@ -110,10 +110,12 @@ class _Leaf:
             assert index is not None
             ranges = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
             holders.setdefault(ranges, []).append(device)
-        read = partial(self._cut_shard, cut) if cut.part else self._shard
+        read = partial(self._cut_shard, cut) if cut.local_shape else self._shard
         return [shard for ranges, devices in holders.items() for shard in read(ranges, devices)]
 
-    def _cut_shard(self, cut: Cut, ranges: Box, devices: Sequence[jax.Device]) -> list[jax.Array]:
+    def _cut_shard(
+        self, cut: ZeroSpec, ranges: Box, devices: Sequence[jax.Device]
+    ) -> list[jax.Array]:
         """One shard of what data ranks share, on each of the devices that hold it."""
         shards = self._empty(ranges, devices)
         for (_, there), box in cut.boxes(ranges):

@@ -13,9 +13,13 @@ import pytest
 from dflop_jax.checkpoint.checkpointer import Checkpointer, StateArray, state_arrays
 from dflop_jax.config import TrainConfig
 from dflop_jax.distributed.messages import ProcessGroup
-from dflop_jax.runtime.communicator import place, zeros
+from dflop_jax.runtime.communicator import shard_array, zeros
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import held_cuts, placed_structs, split_cuts
+from dflop_jax.runtime.parameter_layout import (
+    owned_param_structs,
+    param_zero_specs,
+    state_zero_specs,
+)
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
@@ -53,7 +57,7 @@ def executor(name: str, *, freeze=(), n_layers=4) -> Executor:
     ex = Executor(m, plan, make_optimizer(TRAIN), clip_norm=1.0, freeze=freeze)
     # Zeros: cheaper than `init`.
     for n, segment in ex.programs.segments.items():
-        ex.state.params[n] = jax.tree.map(zeros, placed_structs(segment))
+        ex.state.params[n] = jax.tree.map(zeros, owned_param_structs(segment))
         if n in ex.trainable:
             update = ex.programs.updates[n]
             ex.state.masters[n] = jax.tree.map(zeros, update.master_structs)
@@ -108,7 +112,7 @@ def fill(ex: Executor, seed: int) -> None:
     def one(leaf):
         whole = np.issubdtype(leaf.dtype, np.integer)
         host = np.full(leaf.shape, 100 + seed) if whole else rng.normal(size=leaf.shape)
-        return place(host.astype(leaf.dtype), leaf.sharding)
+        return shard_array(host.astype(leaf.dtype), leaf.sharding)
 
     ex.state.params = jax.tree.map(one, ex.state.params)
     ex.state.opt_state = jax.tree.map(one, ex.state.opt_state)
@@ -119,7 +123,7 @@ def joined(ex: Executor):
     adam = {n: state[0] for n, state in ex.state.opt_state.items()}
     trees = [ex.state.params, *({n: getattr(a, k) for n, a in adam.items()} for k in ("mu", "nu"))]
     segments = ex.programs.segments.items()
-    held, split = ({n: of(s) for n, s in segments} for of in (held_cuts, split_cuts))
+    held, split = ({n: of(s) for n, s in segments} for of in (param_zero_specs, state_zero_specs))
     leaves = jax.tree.leaves(ex.state.opt_state)
     counts = {int(a) for a in leaves if np.issubdtype(a.dtype, np.integer)}
     cuts = (held, split, split)

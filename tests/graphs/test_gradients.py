@@ -118,7 +118,7 @@ def oracle(n=8):
      ("two ranks each, shared", 2, 2, 0)],
 )  # fmt: skip
 def test_step_equals_plain_computation(layout, fan_in, n_groups, unrolled, monkeypatch):
-    monkeypatch.setattr(segment, "unrolled_layers", lambda chip: unrolled)
+    monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: unrolled)
     samples, params, scales, want_loss, want = oracle()
     plan = make_plan(layout, fan_in)
     schedule = make_schedule(plan, [s.load for s in samples], n_groups, fan_in, fan_in=fan_in)

@@ -12,7 +12,7 @@ from model_fields import fields, full_params
 
 from dflop_jax.profile.traced_parts import divides
 from dflop_jax.records import BACKWARD, MeshShape, SegmentPlan, Shape
-from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.parameter_layout import param_specs
@@ -53,7 +53,7 @@ def loss_and_grads(heads, kv_heads, vocab, kernel, mesh_shape):
     params = full_params(module, seed=1)
     found = [params, {}, batch, {"sums": 1.0}, jax.tree.map(lambda a: 0.0, structs[4]), {}]
     args = jax.tree.map(
-        lambda a, like: place(
+        lambda a, like: shard_array(
             np.asarray(jnp.broadcast_to(a, like.shape) if np.ndim(a) == 0 else
                        jnp.reshape(a, like.shape), like.dtype), like.sharding),
         tuple(found), structs,

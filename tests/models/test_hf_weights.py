@@ -50,7 +50,7 @@ def test_transformers_loads_what_it_did_not_write(name, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
     source = Folder(tmp_path / "theirs", map_)
     segments = make_segments(model, spread(model, 4, map_.tensors), jax.devices()).values()
-    held = [ModuleParams(s.plan.module, read_segment(source, s), s.held_rows) for s in segments]
+    held = [ModuleParams(s.plan.module, read_segment(source, s), s.layer_rows) for s in segments]
     write_folder(tmp_path / "new", map_, held, max_file_bytes=60_000)
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert config["architectures"] == [cls.__name__]

@@ -169,7 +169,7 @@ def test_what_lies_between_layers_is_timed_with_the_ends():
             segment = shallow_segment(model, name, depth, devices, MeshShape())
             assert len(segment.taps) == (name == "a")
             assert len(segment.inlets) == len(segment.wants_gradient) == n_inputs
-            assert segment.parts == (("entry", "layers", "exit", "mid") if name == "a" else
+            assert segment.read_parts == (("entry", "layers", "exit", "mid") if name == "a" else
                                      ("entry", "layers", "exit"))  # fmt: skip
 
 
@@ -279,4 +279,4 @@ def test_fewer_layers_than_are_timed(n_layers):
     for depth in DEPTHS:
         segment = shallow_segment(Small(n_layers=n_layers), "llm", depth, jax.devices()[:1],
                                   MeshShape())  # fmt: skip
-        assert segment.held_rows == {"layers": tuple(range(depth))}
+        assert segment.layer_rows == {"layers": tuple(range(depth))}

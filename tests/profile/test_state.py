@@ -19,7 +19,7 @@ from dflop_jax.profile.state import (
 )
 from dflop_jax.records import LayerTiming, MeshShape, ParamDims, SegmentPlan, Shape
 from dflop_jax.runtime.layout import device_mesh
-from dflop_jax.runtime.module_parts import parts_of
+from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.runtime.parameter_layout import grad_structs, param_structs, program_structs
 from dflop_jax.runtime.segment import Segment
 from dflop_jax.runtime.update import SegmentUpdate
@@ -42,7 +42,7 @@ def held(module: str, mesh: MeshShape, zero: int, devices: int = 0) -> tuple[flo
         module, module, 0, spec.n_layers, "m", True, True, "none", zero, shard_devices=devices
     )
     segment = Segment(
-        plan, spec, device_mesh(mesh, jax.devices()), 1, frozenset(parts_of(plan, spec))
+        plan, spec, device_mesh(mesh, jax.devices()), 1, frozenset(segment_parts(plan, spec))
     )
 
     def n_bytes(structs):
@@ -157,7 +157,7 @@ def test_optimizer_state_is_what_shardings_say(name, dtype):
     for module, data, model in itertools.product(MODEL.modules, (1, 2, 3), (1, 2)):
         mesh, spec = MeshShape(data=data, model=model), MODEL.modules[module]
         plan = SegmentPlan(module, module, 0, spec.n_layers, "m", True, True)
-        trained = frozenset(parts_of(plan, spec))
+        trained = frozenset(segment_parts(plan, spec))
         segment = Segment(plan, spec, device_mesh(mesh, jax.devices()), 1, trained)
         structs = jax.tree.leaves(SegmentUpdate(segment, tx, 0.0).state_structs)
         held = sum(
@@ -188,7 +188,7 @@ def test_of_frozen_parts_only_the_parameters_are_held(zero, data, dtype):
         plan = SegmentPlan(
             name, name, 0, module.n_layers, "m", True, True, "none", zero, shard_devices=0
         )
-        trains = frozenset(p for p in parts_of(plan, module) if "adapter" in p)
+        trains = frozenset(p for p in segment_parts(plan, module) if "adapter" in p)
         segment = Segment(plan, module, device_mesh(mesh, jax.devices()), 1, trains)
         update = SegmentUpdate(segment, tx, 0.0)
         trees = (

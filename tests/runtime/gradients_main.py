@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 
 from dflop_jax.runtime import compiling
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import split_cuts
+from dflop_jax.runtime.parameter_layout import state_zero_specs
 from tests.small import Small
 
 from . import plain
@@ -65,7 +65,7 @@ def main(args: list[str]) -> None:
 
 def print_order():
     """Print the programs, which are those of all processes, as they are about to compile."""
-    jobs = compiling.jobs
+    jobs = compiling.compile_jobs
 
     def told(programs):
         def job(key, lower):
@@ -74,7 +74,7 @@ def print_order():
 
         return {key: partial(job, key, lower) for key, lower in jobs(programs).items()}
 
-    compiling.jobs = told
+    compiling.compile_jobs = told
 
 
 def check(want, name, plan):
@@ -90,12 +90,12 @@ def check(want, name, plan):
     ex.calibrate(repeats=0)
     arrays = plain.pack(m, plan, schedule, samples)
     scales = plain.scales_of(arrays)
-    captured = keep_reduced(ex, set(ex.trainable) & ex.programs.local)
-    part = ex.run_step(schedule, arrays, scales).local()
+    captured = keep_reduced(ex, set(ex.trainable) & ex.programs.local_segments)
+    part = ex.run_step(schedule, arrays, scales).local_result()
     compared = 0
     for n, tree in captured.items():
         segment = ex.programs.segments[n]
-        s, cuts = segment.plan, split_cuts(segment)
+        s, cuts = segment.plan, state_zero_specs(segment)
         of_tree = jax.tree.leaves({p: cuts[p] for p in tree})
         for (path, leaf), cut in zip(
             jax.tree_util.tree_leaves_with_path(tree), of_tree, strict=True
@@ -103,12 +103,12 @@ def check(want, name, plan):
             at = jax.tree_util.keystr(path)
             full = want[f"['{s.module}']{at}"]
             scale = np.abs(full).max()
-            full = full[list(segment.held_layers)] if at.startswith("['layers']") else full
-            full = cut.hold(full)
+            full = full[list(segment.layer_order)] if at.startswith("['layers']") else full
+            full = cut.to_stored(full)
             for shard in leaf.addressable_shards:
                 w, g = full[shard.index], np.asarray(shard.data)
                 assert np.abs(g - w).max() <= 1e-5 * scale, (name, n, at)
                 compared += 1
-    assert compared > 0 or not ex.programs.local
+    assert compared > 0 or not ex.programs.local_segments
     print("loss", part.sums.get("llm.loss_sum", 0.0) * scales["llm"])
     ex.close()

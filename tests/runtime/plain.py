@@ -294,18 +294,18 @@ def run_module(module, params, fields):
 def whole_of(cut, held) -> np.ndarray:
     """A parameter from what data and tensor ranks hold of it, flat or not."""
     held = np.asarray(held)
-    if not cut.part:
+    if not cut.local_shape:
         return held
-    lead = held.shape[: held.ndim - len(cut.part)]
-    blocks = held.reshape(*lead, cut.copies, cut.data, cut.model, -1)
+    lead = held.shape[: held.ndim - len(cut.local_shape)]
+    blocks = held.reshape(*lead, cut.n_replicas, cut.dp, cut.tp, -1)
     pieces = blocks[..., 0, :, :, :]
-    for copy in range(1, cut.copies):
+    for copy in range(1, cut.n_replicas):
         np.testing.assert_array_equal(blocks[..., copy, :, :, :], pieces)
-    n = int(np.prod(cut.part))
+    n = int(np.prod(cut.local_shape))
     parts = []
-    for rank in range(cut.model):
-        mine = np.concatenate([pieces[..., d, rank, :] for d in range(cut.data)], axis=-1)
-        parts.append(mine[..., :n].reshape(*lead, *cut.part))
+    for rank in range(cut.tp):
+        mine = np.concatenate([pieces[..., d, rank, :] for d in range(cut.dp)], axis=-1)
+        parts.append(mine[..., :n].reshape(*lead, *cut.local_shape))
     return np.concatenate(parts, axis=len(lead) + max(cut.tensor_dim, 0))
 
 

@@ -60,10 +60,10 @@ def test_steps_in_flight_equal_steps_awaited(name):
         for less in (False, True)
         if (s.name, kind) != ("llm", "forward") and (s.name == "vision" or not less)
     } | {Task(n, NO_GROUP, d) for n in ex.trainable for d in ("reduce", "update")}
-    assert set(times.took) == set(times.arrived) == want
-    for key, took in times.took.items():
-        assert len(took) == len(times.arrived[key])
-        assert 0 < took[0] <= times.arrived[key][0]
+    assert set(times.device_s) == set(times.arrival_s) == want
+    for key, took in times.device_s.items():
+        assert len(took) == len(times.arrival_s[key])
+        assert 0 < took[0] <= times.arrival_s[key][0]
     assert ex.awaited == {"vision", "llm"}  # several CPU devices of one process
 
 
@@ -92,7 +92,7 @@ def test_rounds_of_an_exchange_end_one_by_one():
                     return seen[-1]
 
                 ex.programs.compiled[key] = spy
-        assert ex.programs.crowded == {"vision", "llm"}
+        assert ex.programs.serial_segments == {"vision", "llm"}
         ex.run_step(schedule, arrays, {"llm": 1e-2}).result()
     finally:
         ex.close()
@@ -104,6 +104,6 @@ def test_nothing_waits_where_each_process_has_one_device():
     plan = plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1), bucket=(36, 240))
     ex = Executor(Small(), plan, optax.adam(1e-3))
     try:
-        assert ex.programs.crowded == ex.awaited == frozenset()
+        assert ex.programs.serial_segments == ex.awaited == frozenset()
     finally:
         ex.close()

@@ -15,7 +15,7 @@ from dflop_jax.records import (
     SendId,
     Task,
 )
-from dflop_jax.runtime.calibration import Calibration, merged
+from dflop_jax.runtime.calibration import Calibration, merge_calibrations
 from tests.plans import chain
 
 PLAN = chain(2, vision=1)  # v0 -> l0, a submesh each
@@ -34,8 +34,12 @@ def test_medians_of_the_slowest_process():
         Calibration({LLM: [2.0, 5.0, 8.0]}, {LLM: [2.0, 6.0, 8.0], END: [0.4]}),
     ]
     # of 3, 5 and 9; the transfers of the reduction are nobody's send
-    assert merged(PLAN.layout, parts, one_at_a_time=False) == prices({LLM: 5.0}, {END: 0.5})
-    assert merged(PLAN.layout, parts, one_at_a_time=True) == prices({LLM: 6.0}, {END: 0.6})
+    assert merge_calibrations(PLAN.layout, parts, one_at_a_time=False) == prices(
+        {LLM: 5.0}, {END: 0.5}
+    )
+    assert merge_calibrations(PLAN.layout, parts, one_at_a_time=True) == prices(
+        {LLM: 6.0}, {END: 0.6}
+    )
 
 
 def test_host_work_of_all_programs_is_shared_by_those_that_run_here():
@@ -43,46 +47,48 @@ def test_host_work_of_all_programs_is_shared_by_those_that_run_here():
     below = Calibration(
         {THERE: [2.0, 2.5, 9.0], BACK: [3.0] * 3, END: [0.5]},
         {THERE: [2.5, 2.5, 9.0], BACK: [3.0] * 3, LLM: [6.0] * 3, END: [0.5]},
-        host={THERE: [0.5, 0.5, 1.0], BACK: [0.25] * 3, LLM: [0.125] * 3, END: [9.0]},
-        ahead={THERE: [0.125, 0.125, 4.0], LLM: [0.0] * 3, END: [9.0]},
+        host_s={THERE: [0.5, 0.5, 1.0], BACK: [0.25] * 3, LLM: [0.125] * 3, END: [9.0]},
+        host_ahead_s={THERE: [0.125, 0.125, 4.0], LLM: [0.0] * 3, END: [9.0]},
     )
     above = Calibration(
         {LLM: [5.0] * 3},
         {THERE: [2.5] * 3, BACK: [1.0] * 3, LLM: [5.0] * 3},
-        host={THERE: [0.0] * 3, BACK: [0.5] * 3, LLM: [1.0] * 3},
+        host_s={THERE: [0.0] * 3, BACK: [0.5] * 3, LLM: [1.0] * 3},
     )
     host_s = (0.5 + 0.25 + 0.125 + 0.125 + 0.0 + 0.5 + 1.0) / 3
-    found = merged(PLAN.layout, [below, above], one_at_a_time=False, shares_cores=True)
+    found = merge_calibrations(PLAN.layout, [below, above], one_at_a_time=False, shares_cores=True)
     device_s = {THERE: 2.0, BACK: 2.75, LLM: 4.0}  # of 1.5, 2 and 8
     assert found.programs == {k: Price(s + host_s) for k, s in device_s.items()}
     assert (found.host_s, found.shares_cores) == (host_s, True)
     assert found.step_end == {END: 0.5}
-    apart = merged(PLAN.layout, [below, above], one_at_a_time=False)
+    apart = merge_calibrations(PLAN.layout, [below, above], one_at_a_time=False)
     assert apart.programs == {k: Price(s) for k, s in {THERE: 2.5, BACK: 3.0, LLM: 5.0}.items()}
     assert apart.sends == found.sends
-    few = merged(PLAN.layout, [replace(below, host={THERE: [30.0]})], one_at_a_time=False)
+    few = merge_calibrations(
+        PLAN.layout, [replace(below, host_s={THERE: [30.0]})], one_at_a_time=False
+    )
     assert few.programs[BACK] == Price((30.0 + 0.125) / 2)  # none takes less than the host
 
 
 def test_sends_are_what_arrives_after_its_task_has_ended():
     below = Calibration({THERE: [1.0], BACK: [2.0]}, {THERE: [1.0], BACK: [2.0], LLM: [4.25]})
     above = Calibration({LLM: [4.0]}, {THERE: [1.5], BACK: [0.0], LLM: [4.0]})
-    found = merged(PLAN.layout, [below, above], one_at_a_time=False)
+    found = merge_calibrations(PLAN.layout, [below, above], one_at_a_time=False)
     sends = {SendId("v0", "l0", ROWS, FORWARD): 0.5, SendId("v0", "l0", ROWS, BACKWARD): 0.25}
     assert found == prices({THERE: 1.0, BACK: 2.0, LLM: 4.0}, {}, sends)
-    awaited = merged(PLAN.layout, [below, above], one_at_a_time=True)
+    awaited = merge_calibrations(PLAN.layout, [below, above], one_at_a_time=True)
     assert awaited == prices({THERE: 1.5, BACK: 2.0, LLM: 4.25})
 
 
 def test_on_one_submesh_nothing_is_sent():
     part = Calibration({THERE: [1.0], LLM: [2.0]}, {THERE: [1.5], LLM: [2.5]})
     shared = chain(1, vision=0)
-    assert merged(shared.layout, [part], one_at_a_time=False).sends == {}
+    assert merge_calibrations(shared.layout, [part], one_at_a_time=False).sends == {}
 
 
 def test_no_process_saw_anything():
-    assert merged(PLAN.layout, [], one_at_a_time=False) == prices({})
-    assert merged(PLAN.layout, [Calibration()], one_at_a_time=True) == prices({})
+    assert merge_calibrations(PLAN.layout, [], one_at_a_time=False) == prices({})
+    assert merge_calibrations(PLAN.layout, [Calibration()], one_at_a_time=True) == prices({})
 
 
 @pytest.mark.parametrize("runs", [[], [1.0], [0.25, 1e-7]])

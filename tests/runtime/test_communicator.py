@@ -13,7 +13,15 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from dflop_jax.runtime import communicator
-from dflop_jax.runtime.communicator import Route, find_route, move, pieces_of, place, send, zeros
+from dflop_jax.runtime.communicator import (
+    Route,
+    find_route,
+    local_shards,
+    move_shards,
+    send,
+    shard_array,
+    zeros,
+)
 from dflop_jax.runtime.exchange import Exchange
 
 # (first device, (stage, data, model), dims' axes)
@@ -56,7 +64,7 @@ def assert_everywhere(got, host, sharding):
     assert got.dtype == host.dtype
     assert got.shape == host.shape
     assert got.sharding == sharding
-    held = pieces_of(got)
+    held = local_shards(got)
     assert set(held) == set(sharding.mesh.devices.flat)
     for device, piece in held.items():
         assert piece.devices() == {device}
@@ -82,7 +90,7 @@ def test_send_between_any_two_meshes(source, target):
     rng = np.random.default_rng(0)
     for dtype in (np.float32, jnp.bfloat16, np.int32):
         host = np.asarray(rng.integers(-99, 99, SHAPE)).astype(dtype)
-        array = place(host, before)
+        array = shard_array(host, before)
         assert_everywhere(array, host, before)
         assert_everywhere(send(array, after), host, after)
 
@@ -98,7 +106,7 @@ def test_the_route_between_processes_gives_the_same():
     host = np.random.default_rng(1).normal(size=SHAPE).astype(np.float32)
     sent = set()
     for source, before in shardings.items():
-        array = OfManyProcesses(place(host, before))
+        array = OfManyProcesses(shard_array(host, before))
         for target, after in shardings.items():
             if cuts(before) == cuts(after):
                 assert_everywhere(send(array, after), host, after)
@@ -109,7 +117,7 @@ def test_the_route_between_processes_gives_the_same():
 
 
 def test_pieces_cut_otherwise_are_refused():
-    array = OfManyProcesses(place(np.zeros(SHAPE, np.float32), sharding_of(SIDES["data 4"])))
+    array = OfManyProcesses(shard_array(np.zeros(SHAPE, np.float32), sharding_of(SIDES["data 4"])))
     with pytest.raises(AssertionError, match="pieces differ"):
         send(array, sharding_of(SIDES["data 3 x model 2"]))
 
@@ -117,7 +125,7 @@ def test_pieces_cut_otherwise_are_refused():
 def test_send_keeps_the_original_and_scalars():
     for source in SIDES.values():
         whole = NamedSharding(sharding_of(source).mesh, P())
-        scalar = place(np.float32(2.5), whole)
+        scalar = shard_array(np.float32(2.5), whole)
         for target in SIDES.values():
             there = NamedSharding(sharding_of(target).mesh, P())
             assert float(send(scalar, there)) == 2.5
@@ -134,7 +142,7 @@ def test_move_brings_every_target_its_piece(n):
     holders = {k: [d for d in devices if keys[d] == k] for k in host}
     # A device may want another piece than it holds and hands on.
     wanted = {devices[i]: int(rng.integers(3)) for i in rng.permutation(8)[:n]}
-    got = move(held, find_route(holders, wanted), jax.ShapeDtypeStruct((3, 2), np.float32))
+    got = move_shards(held, find_route(holders, wanted), jax.ShapeDtypeStruct((3, 2), np.float32))
     assert len(got) == n
     for array, (target, key) in zip(got, wanted.items(), strict=True):
         assert array.sharding == SingleDeviceSharding(target)
@@ -164,7 +172,7 @@ def test_a_piece_crosses_over_once(monkeypatch, target):
     before = sharding_of((0, (1, 2, 1), P(None, "data")))
     after = sharding_of((2, shape, P(None, "data")))
     host = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
-    array = place(host, before)
+    array = shard_array(host, before)
     counted = crossings(monkeypatch, before.mesh)
     assert_everywhere(send(array, after), host, after)
     assert sum(counted) == host.nbytes
@@ -180,7 +188,7 @@ def test_an_exchange_crosses_over_once_there_and_back(monkeypatch):
         jax.ShapeDtypeStruct((1, 2, 6, 5), np.float32, sharding=target),
     )
     host = np.random.default_rng(0).normal(size=(1, 2, 6, 5)).astype(np.float32)
-    blocks = [place(host, s.sharding) for s in exchange.block_structs]
+    blocks = [shard_array(host, s.sharding) for s in exchange.block_structs]
     counted = crossings(monkeypatch, source.mesh)
     placed = exchange.deliver(blocks)
     assert_everywhere(placed, host, target)
@@ -204,7 +212,7 @@ def test_what_is_donated_later_leaves_its_process_as_a_copy(monkeypatch, donated
     """What JAX takes before it has left is lost: runs of a tied module over processes ended so."""
     sharding = sharding_of((0, (1, 1, 1), P()))
     host = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
-    array, sent = place(host, sharding), {}
+    array, sent = shard_array(host, sharding), {}
     route = Route((), ((Device(0, 0), Device(1, other)),), ())
     monkeypatch.setattr(communicator, "_route", lambda *_: route)
 
@@ -212,7 +220,7 @@ def test_what_is_donated_later_leaves_its_process_as_a_copy(monkeypatch, donated
         sent.update(held)
         return [*held.values()]
 
-    monkeypatch.setattr(communicator, "move", moved)
+    monkeypatch.setattr(communicator, "move_shards", moved)
     send(array, sharding, donated=donated)
     (own,), (gone,) = array.addressable_shards, sent.values()
     np.testing.assert_array_equal(gone, host)
@@ -224,11 +232,11 @@ def test_between_processes_a_piece_goes_over_once_and_is_passed_on():
     a0, a1, b0, b1, c0, c1 = (Device(i, p) for i, p in enumerate((0, 0, 1, 1, 2, 2)))
     route = find_route({"x": [a0, a1]}, dict.fromkeys([b0, b1, c0, c1], "x"))
     assert route.sent == ((a0, b0),)
-    assert route.passed_on == ((b0, b1), (b0, c0), (b0, c1))
+    assert route.forwarded == ((b0, b1), (b0, c0), (b0, c1))
     # A holder in the same process is nearer than a target elsewhere; a holder needs no copy.
     route = find_route({"x": [a0, c0], "y": [b1]}, {b0: "x", c1: "x", a0: "x", a1: "y"})
     assert route.sent == ((c0, c1), (a0, a0), (b1, a1))
-    assert route.passed_on == ((a0, b0),)
+    assert route.forwarded == ((a0, b0),)
     assert route.targets == (b0, c1, a0, a1)
     # Holders that are as near share the load.
     route = find_route({0: [a0, a1], 1: [a0, a1], 2: [a0, b1]}, {c0: 0, c1: 1, b0: 2})

@@ -11,7 +11,7 @@ import pytest
 
 from dflop_jax.config import TrainConfig
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import param_structs, split_cuts
+from dflop_jax.runtime.parameter_layout import param_structs, state_zero_specs
 from dflop_jax.train.optimizer import make_optimizer
 from models.llava import build
 
@@ -71,7 +71,7 @@ def test_a_run_goes_on_under_another_degree_and_number_of_ranks(tmp_path, optimi
 
 
 def whole(ex, tree):
-    cuts = split_cuts(ex.programs.segments["llm"])
+    cuts = state_zero_specs(ex.programs.segments["llm"])
     return jax.tree.map(plain.whole_of, cuts, tree)
 
 
@@ -122,7 +122,7 @@ def test_masters_are_saved_and_what_programs_hold_is_made_of_them(tmp_path):
         masters = jax.tree.map(np.asarray, split.state.masters["llm"])
         for ex in (whole, exact):
             saver_of(ex, tmp_path).restore(reader_of(saver, 1))
-        cuts = split_cuts(whole.programs.segments["llm"])
+        cuts = state_zero_specs(whole.programs.segments["llm"])
         again = jax.tree.map(plain.whole_of, cuts, whole.state.masters["llm"])
         jax.tree.map(np.testing.assert_array_equal, again, masters)
         jax.tree.map(np.testing.assert_array_equal, exact.state.params["llm"], masters)

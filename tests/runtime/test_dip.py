@@ -9,7 +9,7 @@ import pytest
 from dflop_jax.contract import edges_of
 from dflop_jax.plan.placement import split_layers
 from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
-from dflop_jax.runtime.compiling import first_alike
+from dflop_jax.runtime.compiling import representatives
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.order_search import with_searched_order
@@ -133,4 +133,4 @@ def shared(m, plan):
     """Segment -> the one whose programs it runs."""
     ex = Executor(m, plan, optax.sgd(1.0))
     ex.close()
-    return first_alike(ex.programs)
+    return representatives(ex.programs)

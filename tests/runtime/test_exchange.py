@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.exchange import Exchange, gather_features, scatter_gradient
 
 gather = jax.jit(jax.vmap(gather_features))  # [M, ...] each
@@ -122,7 +122,7 @@ def test_one_all_to_all_carries_what_is_asked_for(low, high):
         jax.ShapeDtypeStruct((M, 4, 32, 64), jnp.float32,
                              sharding=NamedSharding(target, P(None, "data"))),
     )  # fmt: skip
-    exchange = Exchange(*structs, room=0.25)
+    exchange = Exchange(*structs, capacity_fraction=0.25)
     per_pair = M * 2 * 16 // 4
     for backward in (False, True):
         text = exchange.lower(backward=backward).compile().as_text()
@@ -168,15 +168,18 @@ def test_any_two_meshes_exchange_exactly(low, first, high, rows_per_rank, source
         room,
     )
     structs = exchange.source_structs
-    rounds = exchange.routes.route(held)
+    rounds = exchange.index.rounds(held)
     assert room is None or low[1] == 1 or len(rounds) > 1
     gather, scatter = (exchange.lower(backward=b).compile() for b in (False, True))
-    source_features, dplaced = place(features, feature_sharding), place(dvisual, visual_sharding)
+    source_features, dplaced = (
+        shard_array(features, feature_sharding),
+        shard_array(dvisual, visual_sharding),
+    )
     got, back = [], []
     for arrays_of_round in rounds:
         assert [s.shape for s in structs] == [a.shape for a in arrays_of_round]
         where = tuple(
-            exchange.collect(place(a, s.sharding))
+            exchange.collect(shard_array(a, s.sharding))
             for a, s in zip(arrays_of_round, structs, strict=True)
         )
         blocks = gather(source_features, where)

@@ -13,7 +13,7 @@ import pytest
 
 from dflop_jax.plan.space import baseline_layouts
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import held_cuts, split_cuts
+from dflop_jax.runtime.parameter_layout import param_zero_specs, state_zero_specs
 from models.llava import build
 from tests.small import Small
 
@@ -45,7 +45,9 @@ def grads_of(m, plan, samples, schedule, *, change=lambda ex: None, draws="", sc
         ex.init(0)
         change(ex)
         segments = ex.programs.segments.items()
-        held, split = ({n: of(s) for n, s in segments} for of in (held_cuts, split_cuts))
+        held, split = (
+            {n: of(s) for n, s in segments} for of in (param_zero_specs, state_zero_specs)
+        )
         params = plain.join(plan, ex.state.params, held)
         ex.compile()
         if scales is None:
@@ -75,7 +77,7 @@ def keep_reduced(ex, segments, read=lambda leaf: leaf):
 
         def spy(grads, more, n=n, program=ex.programs.compiled[n, "reduce"]):
             out = program(grads, more)
-            own = ex.programs.segments[n].own_parts
+            own = ex.programs.segments[n].owned_parts
             captured[n] = jax.tree.map(read, {p: t for p, t in out[0].items() if p in own})
             return out
 

@@ -8,9 +8,9 @@ import pytest
 
 from dflop_jax.runtime import initial_state
 from dflop_jax.runtime.layout import make_segments
-from dflop_jax.runtime.parameter_layout import held_cuts, placed_structs
+from dflop_jax.runtime.parameter_layout import owned_param_structs, param_zero_specs
 from dflop_jax.runtime.programs import make_programs
-from dflop_jax.runtime.synthetic_batch import PIECES_A_ROW, stand_in_groups
+from dflop_jax.runtime.synthetic_batch import PIECES_PER_ROW, synthetic_groups
 from models.llava import build
 from tests.small import Small
 
@@ -49,22 +49,22 @@ def wanted():
 
 
 @pytest.mark.slow(first=2)
-@pytest.mark.parametrize("draw", [initial_state.draw_on_devices, initial_state.draw_by_parts])
+@pytest.mark.parametrize("draw", [initial_state.draw_on_devices, initial_state.draw_on_host])
 @pytest.mark.parametrize("name", PLANS)
 def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
-    placed, place = [], initial_state.place
+    placed, shard_array = [], initial_state.shard_array
 
     def spied(array, sharding):
         placed.append(array.nbytes)
-        return place(array, sharding)
+        return shard_array(array, sharding)
 
-    monkeypatch.setattr(initial_state, "place", spied)
+    monkeypatch.setattr(initial_state, "shard_array", spied)
     model, vision, llm, options = PLANS[name]
     plan = plain.plan_of(model, vision, llm, **options)
     plan = plain.with_zero(plan, **ZERO.get(name, {}))
     for segment in make_segments(model, plan.layout, jax.devices()).values():
         got = draw(segment, jax.random.key(7, impl="rbg"))
-        structs, cuts = placed_structs(segment), held_cuts(segment)
+        structs, cuts = owned_param_structs(segment), param_zero_specs(segment)
         for part, tree in got.items():
             want = wanted[model.modules[segment.plan.module], part]
             if part == "layers":
@@ -76,9 +76,9 @@ def test_any_plan_draws_the_same(monkeypatch, wanted, name, draw):
                 if part == "layers":
                     whole = plain.in_order(plan, segment.plan, whole)
                 np.testing.assert_array_equal(whole, w)
-                assert bool(cut.part) or name != "blocks"
+                assert bool(cut.local_shape) or name != "blocks"
                 assert g.sharding == struct.sharding
-    on_host = draw is initial_state.draw_by_parts
+    on_host = draw is initial_state.draw_on_host
     assert (sum(placed) > 100) == on_host  # else keys, and nothing that a host has drawn
 
 
@@ -86,20 +86,20 @@ def test_programs_are_timed_on_what_real_rows_hold():
     _, vision, llm, options = PLANS["stages, data and model"]
     plan = plain.plan_of(MODEL, vision, llm, bucket=(4, 64), **options)
     programs = make_programs(MODEL, plan.layout, jax.devices(), optax.sgd(1.0))
-    groups, arrays = stand_in_groups(programs, 0)
+    groups, arrays = synthetic_groups(programs, 0)
     held = dict(zip((g.module for g in groups), arrays, strict=True))
     fields = held["llm"].fields
     for row in fields["segment_ids"].reshape(-1, 64):
         np.testing.assert_array_equal(
-            row, np.repeat(np.arange(PIECES_A_ROW) + 1, 64 // PIECES_A_ROW)
+            row, np.repeat(np.arange(PIECES_PER_ROW) + 1, 64 // PIECES_PER_ROW)
         )
-    assert fields["positions"].max() == 64 // PIECES_A_ROW - 1
+    assert fields["positions"].max() == 64 // PIECES_PER_ROW - 1
     assert (fields["weights"] == 1).all()
     for name in ("tokens", "targets"):
         assert len(np.unique(fields[name])) > 50
         assert 0 <= fields[name].min() <= fields[name].max() < MODEL.vocab_size
     assert len(np.unique(held["vision"].fields["pixels"])) > 50
-    ((index,),) = held["llm"].places.values()
+    ((index,),) = held["llm"].source_indices.values()
     features = programs.signature("vision", groups[0].shape).y["exit"]
     n = features.shape[1] * features.shape[2]
     assert (np.sort(np.unique(index)) == np.arange(min(n, index[0].size))).all()

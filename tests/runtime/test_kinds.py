@@ -65,7 +65,7 @@ CASES = {
 def test_gradients_equal_the_plain_models(name, monkeypatch):
     m, llm, options, zero, unrolled = CASES[name]
     if unrolled is not None:
-        monkeypatch.setattr(segment, "unrolled_layers", lambda chip: unrolled)
+        monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: unrolled)
     plan = plain.plan_of(m, ALONE, llm, bucket=(36, 480), **options)
     tolerance = NET_TOLERANCE if m == HYBRID else 1e-5
     check_step(m, plain.with_zero(plan, llm=zero), n_groups=1, text_only=(), tolerance=tolerance)

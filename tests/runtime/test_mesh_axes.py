@@ -22,7 +22,7 @@ def one_step():
     axis: stages, data ranks that split state, tensors, and an exchange between data ranks."""
     small, plain, gradients = (
         importlib.import_module(f"tests.{name}")
-        for name in ("small", "pipeline.plain", "pipeline.test_gradients")
+        for name in ("small", "runtime.plain", "runtime.test_gradients")
     )
     model = small.Small()
     plan = plain.plan_of(model, (0, 1, 2, 1), (2, 2, 1, 2), bucket=(36, 240), group_size=2)

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from dflop_jax.config import TrainConfig
-from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.layout import make_segments
-from dflop_jax.runtime.parameter_layout import initial_cuts, initial_structs, param_structs
+from dflop_jax.runtime.parameter_layout import initial_structs, initial_zero_specs, param_structs
 from dflop_jax.runtime.update import SegmentUpdate
 from dflop_jax.train.optimizer import make_optimizer
 from models.composed import Composed
@@ -50,11 +50,14 @@ def random_like(structs, rng, scale):
 
 def put(update, tree, structs):
     """Host arrays by part on the segment's devices."""
-    cuts = initial_cuts(update.segment) if structs is None else update._cuts
+    cuts = initial_zero_specs(update.segment) if structs is None else update._zero_specs
     structs = structs or initial_structs(update.segment)
     return {
         p: jax.tree.map(
-            lambda a, cut, s: place(cut.hold(a), s.sharding), tree[p], cuts[p], structs[p]
+            lambda a, cut, s: shard_array(cut.to_stored(a), s.sharding),
+            tree[p],
+            cuts[p],
+            structs[p],
         )
         for p in structs
     }
@@ -62,7 +65,7 @@ def put(update, tree, structs):
 
 def flat_by_path(segment, trees):
     """Flat dict (part, *path) -> array of a segment's own parts, layers stacked."""
-    leaves = jax.tree_util.tree_leaves_with_path({p: trees[p] for p in segment.own_parts})
+    leaves = jax.tree_util.tree_leaves_with_path({p: trees[p] for p in segment.owned_parts})
     return {tuple(k.key for k in path): np.asarray(leaf) for path, leaf in leaves}
 
 
@@ -112,11 +115,11 @@ def sharded_steps(update, params, grads_of_steps):
     """The same by the compiled update; returns parameters as they are held, masters if there are
     any, and the state."""
     compiled = update.lower_update(1).compile()
-    held, masters, state = update.begin(put(update, params, None))
-    limit = place(np.float32(np.finfo(np.float32).max), update.segment.sharding())
-    square = place(np.float32(1), update.segment.sharding())
+    held, masters, state = update.init_state(put(update, params, None))
+    limit = shard_array(np.float32(np.finfo(np.float32).max), update.segment.sharding())
+    square = shard_array(np.float32(1), update.segment.sharding())
     for g in grads_of_steps:
-        pieces = put(update, g, update._own(update.shard_structs))
+        pieces = put(update, g, update._owned_trained(update.shard_structs))
         held, masters, state, _ = compiled(held, masters, state, pieces, (square,), limit)
     return held, masters, state
 
@@ -129,7 +132,7 @@ def check_copies(segment, held, masters):
         leaf = held[path[0].key][path[-1].key]
         assert leaf.dtype == (jnp.float32 if path[-1].key in named else jnp.bfloat16)
         if whole:
-            cut = initial_cuts(segment)[path[0].key][path[-1].key]
+            cut = initial_zero_specs(segment)[path[0].key][path[-1].key]
             master = plain.whole_of(cut, master)
         np.testing.assert_array_equal(leaf, np.asarray(master).astype(leaf.dtype))
 
@@ -137,13 +140,13 @@ def check_copies(segment, held, masters):
 def check(m, plan, name):
     rng = np.random.default_rng(0)
     for update in updates_of(m, plan, name).values():
-        structs = {p: param_structs(update.segment)[p] for p in update.segment.own_parts}
+        structs = {p: param_structs(update.segment)[p] for p in update.segment.owned_parts}
         params = random_like(structs, rng, 0.3)
         grads = [random_like(structs, rng, 0.1) for _ in range(STEPS)]
         want = plain_steps(name, update, params, grads)
         held, masters, state = sharded_steps(update, params, grads)
         check_copies(update.segment, held, masters)
-        held, cuts = masters or held, initial_cuts(update.segment)
+        held, cuts = masters or held, initial_zero_specs(update.segment)
         got = {p: jax.tree.map(lambda c, a: plain.whole_of(c, a), cuts[p], held[p]) for p in held}
         got = flat_by_path(update.segment, got)
         assert got.keys() == want.keys()

@@ -7,7 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.runtime.out_of_memory import OutOfMemory, Trial, check_room, ran_out, short_bytes
+from dflop_jax.runtime.out_of_memory import (
+    OutOfMemory,
+    TrialPrograms,
+    check_free_memory,
+    is_out_of_memory,
+    short_bytes,
+)
 
 KIB, GIB = 2**10, 2**30
 
@@ -50,21 +56,21 @@ SILENT = device(None, 0)
 )
 def test_bytes_that_were_missing(text, devices, missing):
     error = jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}")
-    assert ran_out(error)
+    assert is_out_of_memory(error)
     assert short_bytes(error, devices) == missing
 
 
 def test_other_errors_are_not_of_memory():
-    assert not ran_out(jax.errors.JaxRuntimeError("INTERNAL: no kernel image"))
-    assert not ran_out(RuntimeError("RESOURCE_EXHAUSTED"))
+    assert not is_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no kernel image"))
+    assert not is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED"))
 
 
 def test_room_is_that_of_the_fullest_device():
-    check_room("it", 3 * GIB, [FREE_3_GIB, SILENT])
-    check_room("it", 99 * GIB, [SILENT])
+    check_free_memory("it", 3 * GIB, [FREE_3_GIB, SILENT])
+    check_free_memory("it", 99 * GIB, [SILENT])
     with pytest.raises(OutOfMemory, match="it needs") as error:
-        check_room("it", 4 * GIB, [device(8 * GIB, 0), FREE_3_GIB])
-    assert ran_out(error.value)
+        check_free_memory("it", 4 * GIB, [device(8 * GIB, 0), FREE_3_GIB])
+    assert is_out_of_memory(error.value)
     assert short_bytes(error.value, []) == GIB
 
 
@@ -80,7 +86,7 @@ def test_a_program_that_fails_in_a_trial_gives_zeros_to_send():
 
     made = SimpleNamespace(reduced_structs=lambda: {"out": struct})
     programs = SimpleNamespace(program=lambda key: fails, updates={"llm": made})
-    trial = Trial(programs)
+    trial = TrialPrograms(programs)
     got = trial.program(("llm", "reduce"))(1)
     np.testing.assert_array_equal(got["out"], np.zeros((2, 3), np.float32))
     assert trial.failed is full

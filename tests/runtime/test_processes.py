@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.runtime.compiling import _compiled_by, threads_for
+from dflop_jax.runtime.compiling import _compiling_process, threads_for
 from tests.processes import run_processes
 from tests.small import Small
 
@@ -48,5 +48,5 @@ def test_one_of_the_processes_that_run_a_program_compiles_it(platform, by, threa
     devices = [SimpleNamespace(process_index=p, platform=platform) for p in (7, 2, 2, 5)]
     segment = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices)))
     programs = SimpleNamespace(segments={"a": segment})
-    assert "".join(str(_compiled_by(programs, ("a", i), i)) for i in range(6)) == by
+    assert "".join(str(_compiling_process(programs, ("a", i), i)) for i in range(6)) == by
     assert threads_for([segment]) == threads

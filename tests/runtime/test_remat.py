@@ -38,7 +38,7 @@ ROUNDS = {
 @pytest.mark.parametrize("m, name", list(zip((None, None, NANO), MIXED, strict=True)), ids=MIXED)
 def test_gradients_are_those_of_the_plain_computation(m, name, monkeypatch):
     """Of segments of a module the first is a loop over layers, the others are unrolled."""
-    monkeypatch.setattr(Segment, "unrolls", property(lambda s: s.plan.start > 0))
+    monkeypatch.setattr(Segment, "unrolls_layers", property(lambda s: s.plan.start > 0))
     m, plan = planned((PLANS | ROUNDS)[name], m)
     segments = tuple(
         dataclasses.replace(s, remat=remat)
@@ -126,12 +126,12 @@ def test_unrolled_layers_keep_and_compute_what_a_loop_does(remat, monkeypatch):
     inner, last, shape = inner_layers(remat), ends_in_a_loss(remat), Shape(1, 32)
     kept = Lowering(inner).residual_bytes(shape)
     flops = [executed_flops(s, shape, BACKWARD) for s in (inner, last)]
-    monkeypatch.setattr(segment, "unrolled_layers", lambda chip: 2)
+    monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: 2)
     inner, last = inner_layers(remat), ends_in_a_loss(remat)
     structs = Lowering(inner).residual_structs(shape)
-    assert inner.unrolls
-    assert last.unrolls
+    assert inner.unrolls_layers
+    assert last.unrolls_layers
     assert device_bytes(structs) == kept
-    assert len(structs["turns"]["layers 0"]) == 2  # of each layer its own
+    assert len(structs["slots"]["layers 0"]) == 2  # of each layer its own
     for s, want in zip((inner, last), flops, strict=True):
         assert executed_flops(s, shape, BACKWARD) == want

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from dflop_jax.runtime.residuals import REMAT, Recorded
+from dflop_jax.runtime.residuals import REMAT, SplitVjp
 from models.decoder import DecoderModule
 from models.sizes import DECODERS
 
@@ -66,7 +66,7 @@ def test_a_kernel_makes_nothing_else_dear():
 
     args = (params, hidden, {}, fields)
     for remat in KEPT:
-        recorded = Recorded(REMAT[remat], layer, *args, wants_hidden=True)
+        recorded = SplitVjp(REMAT[remat], layer, *args, wants_hidden=True)
         kept = jax.eval_shape(recorded.forward, *args)[1]
         assert all(128 in k.shape and jnp.issubdtype(k.dtype, jnp.floating) for k in kept)
 
@@ -75,7 +75,7 @@ def test_a_kernel_makes_nothing_else_dear():
 def test_backward_needs_what_is_kept_and_what_is_at_hand(remat):
     free, h, placed, given = arrays()
     want_out, vjp = jax.vjp(lambda free, h, placed: piece(free, h, placed, given), free, h, placed)
-    recorded = Recorded(REMAT[remat], piece, free, h, placed, given, wants_hidden=True)
+    recorded = SplitVjp(REMAT[remat], piece, free, h, placed, given, wants_hidden=True)
     out, kept = jax.jit(recorded.forward)(free, h, placed, given)
     np.testing.assert_array_equal(out, want_out)
     got = jax.jit(recorded.backward)(kept, free, placed, given, out)
@@ -90,7 +90,7 @@ def test_backward_needs_what_is_kept_and_what_is_at_hand(remat):
 
 def test_without_a_gradient_nothing_is_kept():
     _, h, _, given = arrays()
-    double = Recorded(
+    double = SplitVjp(
         REMAT["none"], lambda free, h, placed, given: 2 * h, {}, h, {}, given, wants_hidden=False
     )
     out, kept = double.forward({}, h, {}, given)

@@ -16,20 +16,20 @@ from dflop_jax.runtime import shards
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.runtime.zero_sharding import Cut
+from dflop_jax.runtime.zero_sharding import ZeroSpec
 from tests.small import Text
 
 
 def test_bfloat16_is_gathered_as_it_is_and_summed_in_float32():
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4, 1), ("stage", "data", "model"))
     specs, rng = [P("data"), P(None, "data")], np.random.default_rng(1)
-    cuts = [Cut(P(*[None] * len(spec)), spec) for spec in specs]
+    cuts = [ZeroSpec(P(*[None] * len(spec)), spec) for spec in specs]
     arrays = [rng.normal(size=(4,)).astype(jnp.bfloat16),
               rng.normal(size=(3, 8)).astype(jnp.bfloat16)]  # fmt: skip
 
     def body(*pieces):
-        whole = shards.gather(mesh, cuts, list(pieces))
-        return [w[None] for w in whole], shards.scatter(mesh, cuts, whole)
+        whole = shards.all_gather(mesh, cuts, list(pieces))
+        return [w[None] for w in whole], shards.reduce_scatter(mesh, cuts, whole)
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), axis_names={"data"},
                                 out_specs=([P("data"), P("data")], specs)))  # fmt: skip
@@ -50,7 +50,7 @@ def test_a_layer_travels_in_one_collective(data):
     trains, hidden = frozenset(["layers"]), frozenset(["hidden"])
     lowering = Lowering(Segment(plan, Text(8), mesh, 1, trains, hidden))
     forward = lowering.lower(shape, FORWARD).compile()
-    lowering.learn_residuals(shape, forward)
+    lowering.set_residual_shardings(shape, forward)
     moved = [
         re.findall(r"= \S+ (all-gather|reduce-scatter)(?:-start)?\(", program.as_text())
         for program in (forward, lowering.lower(shape, BACKWARD).compile())

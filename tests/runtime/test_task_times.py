@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, REDUCE, Task
-from dflop_jax.runtime.step_result import TaskOrder, moments_of, process_seconds
+from dflop_jax.runtime.step_result import TaskOrder, process_seconds, stack_moments
 
 
 def seconds(order, parts, resource_of, waits_for):
-    seen = moments_of(parts, len(order))
-    return process_seconds(seen, TaskOrder.of(order, waits_for, resource_of))
+    seen = stack_moments(parts, len(order))
+    return process_seconds(seen, TaskOrder.from_tasks(order, waits_for, resource_of))
 
 
 def test_ranks_that_exchange_are_told_apart_by_what_they_compute():

@@ -17,7 +17,7 @@ from dflop_jax.records import (
     rank_share,
     token_dim,
 )
-from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.layout import device_mesh
 from dflop_jax.runtime.lowering import Lowering
 from dflop_jax.runtime.segment import Segment, x_structs, y_structs
@@ -53,7 +53,7 @@ def test_what_is_kept_and_passed_on_is_split(rows, tokens, piece):
         assert struct.sharding.shard_shape(struct.shape) == (1, *piece, WIDTH)
     lowering = Lowering(s)
     forward = lowering.lower(shape, FORWARD).compile()
-    lowering.learn_residuals(shape, forward)
+    lowering.set_residual_shardings(shape, forward)
     hidden = [a.sharding.shard_shape(a.shape)[-3:] for a in jax.tree.leaves(
         lowering.residual_structs(shape)) if a.shape[-3:] == (rows, tokens, WIDTH)]  # fmt: skip
     assert hidden
@@ -73,7 +73,7 @@ def test_tokens_that_the_degree_does_not_divide():
                 "b": lambda n: rng.integers(0, 2, n)}  # fmt: skip
         args = [
             jax.tree.map(
-                lambda a: place(draw[a.dtype.kind](a.shape).astype(a.dtype), a.sharding), tree
+                lambda a: shard_array(draw[a.dtype.kind](a.shape).astype(a.dtype), a.sharding), tree
             )
             for tree in structs
         ]

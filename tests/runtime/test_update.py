@@ -11,7 +11,7 @@ import pytest
 
 from dflop_jax.config import TrainConfig
 from dflop_jax.runtime import shards
-from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import grad_structs, param_specs, param_structs
 from dflop_jax.runtime.update import SegmentUpdate
@@ -33,7 +33,7 @@ def updates_of(meshes, clip_norm, freeze=(), model=MODEL):
     segments = make_segments(model, plan.layout, jax.devices(), freeze=freeze)
     tx = make_optimizer(CONFIG)
     updates = {n: SegmentUpdate(s, tx, clip_norm) for n, s in segments.items()}
-    return tx.stepping, {n: u for n, u in updates.items() if u.segment.trainable}
+    return tx.inner, {n: u for n, u in updates.items() if u.segment.trainable}
 
 
 def start(update):
@@ -43,7 +43,7 @@ def start(update):
     host = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), param_structs(s))
     free = {p: host[p] for p in host if p in s.trainable}
     specs = {p: spec for p, spec in param_specs(s).items() if p in free}
-    return host, jax.tree.map(lambda a, spec: place(a, s.sharding(*spec)), free, specs)
+    return host, jax.tree.map(lambda a, spec: shard_array(a, s.sharding(*spec)), free, specs)
 
 
 def random_grads(update, rng, scale):
@@ -61,7 +61,7 @@ def run_steps(updates, grads_of_steps, limits=None):
     """Steps of the compiled programs, under limits of the squared norm; (parameters, state) of
     every step by segment, on the host, and the norms."""
     params = {n: start(u)[1] for n, u in updates.items()}
-    state = {n: u.begin(params[n])[2] for n, u in updates.items()}
+    state = {n: u.init_state(params[n])[2] for n, u in updates.items()}
     reduce = {n: u.lower_reduce().compile() for n, u in updates.items()}
     update = {n: u.lower_update(len(updates)).compile() for n, u in updates.items()}
     norms, shards, after = [], {}, []
@@ -69,7 +69,7 @@ def run_steps(updates, grads_of_steps, limits=None):
         squares = {}
         for n, u in updates.items():
             placed = jax.tree.map(
-                lambda g, s: place(g, s.sharding), host[n], grad_structs(u.segment)
+                lambda g, s: shard_array(g, s.sharding), host[n], grad_structs(u.segment)
             )
             shards[n], squares[n], zeroed = reduce[n](placed, {})
             assert not any(np.any(g) for g in jax.tree.leaves(zeroed))
@@ -77,7 +77,7 @@ def run_steps(updates, grads_of_steps, limits=None):
             assert [g.sharding for g in jax.tree.leaves(zeroed)] == want
         for n, u in updates.items():
             here = tuple(jax.device_put(q, u.segment.sharding()) for q in squares.values())
-            limit = place(np.asarray(most, np.float32), u.segment.sharding())
+            limit = shard_array(np.asarray(most, np.float32), u.segment.sharding())
             params[n], _, state[n], total = update[n](
                 params[n], {}, state[n], shards[n], here, limit
             )
@@ -114,9 +114,9 @@ def plain_steps(tx, updates, grads_of_steps, clip_norm):
 @pytest.mark.parametrize(
     "meshes, clip_norm, freeze, together",
     [
-        (WIDE, 1.0, (), shards.MOST_ELEMENTS),
+        (WIDE, 1.0, (), shards.MAX_FUSED_ELEMENTS),
         (WIDE, 1.0, (), 1000),
-        (SMALL, 0.0, (), shards.MOST_ELEMENTS),
+        (SMALL, 0.0, (), shards.MAX_FUSED_ELEMENTS),
         (SMALL, 1e6, ("vision",), 1),
     ],
     ids=["wide, clipped", "in parts", "small, unclipped", "frozen vision, below the norm, alone"],
@@ -124,7 +124,7 @@ def plain_steps(tx, updates, grads_of_steps, clip_norm):
 def test_two_steps_equal_plain_optax_and_skipped_ones_change_nothing(
     monkeypatch, meshes, clip_norm, freeze, together
 ):
-    monkeypatch.setattr(shards, "MOST_ELEMENTS", together)
+    monkeypatch.setattr(shards, "MAX_FUSED_ELEMENTS", together)
     tx, updates = updates_of(meshes, clip_norm, freeze)
     rng = np.random.default_rng(0)
     scales = {"vision": 0.1, "llm": 1.0}  # unlike norms: clipping one alone would differ
@@ -161,10 +161,10 @@ def test_two_steps_equal_plain_optax_and_skipped_ones_change_nothing(
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|reduce-scatter|all-gather|all-to-all)(-start)?\(")
 
 
-@pytest.mark.parametrize("together, most", [(shards.MOST_ELEMENTS, 4), (1, 100)])
+@pytest.mark.parametrize("together, most", [(shards.MAX_FUSED_ELEMENTS, 4), (1, 100)])
 def test_parameters_travel_together(monkeypatch, together, most):
     """Collectives of a program: gradients of the ends over stages and over data, the norm; back."""
-    monkeypatch.setattr(shards, "MOST_ELEMENTS", together)
+    monkeypatch.setattr(shards, "MAX_FUSED_ELEMENTS", together)
     _, updates = updates_of(((0, 1, 4, 1), (0, 2, 2, 1), 2), 1.0, (), NANO)
     for u in updates.values():
         for lowered in (u.lower_reduce(), u.lower_update(2)):

@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.records import BACKWARD, FORWARD, Task
 from dflop_jax.runtime import step_result
-from dflop_jax.runtime.watcher import Observation, Outputs, UnderWayTasks, Watcher
+from dflop_jax.runtime.watcher import Observation, Outputs, PendingTasks, Watcher
 
 VISION, LLM = Task("vision", 0, FORWARD), Task("llm", 0, BACKWARD)
 BACK = Task("vision", 0, BACKWARD)
@@ -21,7 +21,7 @@ def spans(events):
 
 def to_events(seen, submesh_of, resource_of, waits_for, free_s):
     tasks, dispatched_s, end_s = zip(*seen, strict=True) if seen else ((), (), ())
-    order = step_result.TaskOrder.of(tasks, waits_for, resource_of)
+    order = step_result.TaskOrder.from_tasks(tasks, waits_for, resource_of)
     return step_result.to_events(order, dispatched_s, end_s, submesh_of, free_s)
 
 
@@ -138,26 +138,26 @@ def test_an_error_reaches_whoever_waits_and_does_not_end_the_thread():
 
 
 def test_how_far_tasks_are_is_told_by_what_has_ended():
-    tasks, watcher = UnderWayTasks(), Watcher({0})
-    assert tasks.place() == (0, 0, 0, ())
+    tasks, watcher = PendingTasks(), Watcher({0})
+    assert tasks.progress() == (0, 0, 0, ())
     seen: dict[int, Observation] = {}
     tasks.dispatch((VISION, LLM, BACK), seen)
-    assert tasks.place() == (1, 0, 0, ())
+    assert tasks.progress() == (1, 0, 0, ())
     for i, task in enumerate((VISION, LLM)):
-        tasks.begin(i)
+        tasks.start_task(i)
         if task is VISION:  # the other is another process's
             seen[i] = watcher.watch(0, 0.0, Outputs((), (), ()))
     seen[0].done.wait()
     ended = "ended: forward of vision, group 0 (task 1 of 3)"
-    assert tasks.place() == (1, 2, 2, (ended, "ended: backward of llm, group 0 (task 2 of 3)"))
-    tasks.begin(2)
+    assert tasks.progress() == (1, 2, 2, (ended, "ended: backward of llm, group 0 (task 2 of 3)"))
+    tasks.start_task(2)
     seen[2] = Observation(0.0)
-    *_, lines = tasks.place()
+    *_, lines = tasks.progress()
     assert lines[-1] == "begun, not ended: backward of vision, group 0 (task 3 of 3)"
     # The next step is dispatched, but this one is waited for.
     tasks.dispatch((VISION,), {})
-    tasks.begin(0)
-    assert tasks.place()[:3] == (1, 2, 3)
+    tasks.start_task(0)
+    assert tasks.progress()[:3] == (1, 2, 3)
     seen[2].done.set()
-    assert tasks.place()[:3] == (2, 1, 1)
+    assert tasks.progress()[:3] == (2, 1, 1)
     watcher.close()

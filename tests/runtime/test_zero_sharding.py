@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dflop_jax.runtime.zero_sharding import cut_over, flat_boxes, split_spec
+from dflop_jax.runtime.zero_sharding import add_data_axis, boxes_of_range, make_zero_spec
 
 from .plain import whole_of
 
@@ -27,7 +27,7 @@ from .plain import whole_of
 )
 def test_the_first_free_dim_that_divides_is_split(shape, spec, ways, want):
     struct = jax.ShapeDtypeStruct(shape, jnp.float32)
-    assert split_spec(struct, spec, ways) == want
+    assert add_data_axis(struct, spec, ways) == want
 
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 4), (2, 1, 5), (2, 3, 4)])
@@ -35,7 +35,9 @@ def test_boxes_are_the_elements_in_order(shape):
     array = np.arange(np.prod(shape)).reshape(shape)
     for start in range(array.size + 1):
         for stop in range(start, array.size + 1):
-            boxes = [array[tuple(slice(*r) for r in box)] for box in flat_boxes(start, stop, shape)]
+            boxes = [
+                array[tuple(slice(*r) for r in box)] for box in boxes_of_range(start, stop, shape)
+            ]
             read = np.concatenate([np.zeros(0, int), *(box.ravel() for box in boxes)])
             np.testing.assert_array_equal(read, np.arange(start, stop))
             assert len(boxes) <= 2 * len(shape) - 1
@@ -53,19 +55,19 @@ def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model, 
     """Every shard, and shards of several ranks, has the elements that its boxes say, and zeros; the
     first block of ranks has all of them once."""
     struct = jax.ShapeDtypeStruct(shape, jnp.float32)
-    cut = cut_over(struct, whole, stacked=True, data=data, model=model, copies=copies)
+    cut = make_zero_spec(struct, whole, stacked=True, dp=data, tp=model, n_replicas=copies)
     array = 1 + np.arange(np.prod(shape)).reshape(shape)
-    held = cut.hold(array)
-    assert held.shape == cut.held_shape(shape)
+    held = cut.to_stored(array)
+    assert held.shape == cut.stored_shape(shape)
     assert held.ndim == len(shape)
-    assert cut.shape_of(held.shape) == shape
-    np.testing.assert_array_equal(held, np.asarray(cut.hold(jnp.asarray(array))))
+    assert cut.full_shape(held.shape) == shape
+    np.testing.assert_array_equal(held, np.asarray(cut.to_stored(jnp.asarray(array))))
     np.testing.assert_array_equal(whole_of(cut, held), array)
-    n_shards = held.shape[-1] // cut.piece
+    n_shards = held.shape[-1] // cut.shard_elements
     assert n_shards == copies * data * (model if "model" in whole else 1)
     saved = np.zeros(shape, int)
     for first, last in [*((i, i + 1) for i in range(n_shards)), (0, n_shards), (1, n_shards)]:
-        low, high = first * cut.piece, last * cut.piece
+        low, high = first * cut.shard_elements, last * cut.shard_elements
         ones = [(0, 1)] * (len(shape) - 2)
         shard = ((1, 3), *ones, (low, high))
         read = np.zeros_like(held[1:3, ..., low:high])
@@ -73,7 +75,7 @@ def test_shards_of_flat_parameters_are_boxes_of_them(shape, whole, data, model, 
             index = tuple(slice(*r) for r in box)
             assert not read[place].any()
             read[place] = array[index].reshape(read[place].shape)
-            saved[index] += last == first + 1 and cut.is_first_copy(shard)
+            saved[index] += last == first + 1 and cut.is_first_replica(shard)
         np.testing.assert_array_equal(read, held[1:3, ..., low:high])
         # Rows that are layers 7, 2 and 3 of a stack of nine.
         stack, layers = np.zeros((9, *shape[1:]), int), [7, 2, 3]

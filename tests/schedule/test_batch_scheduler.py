@@ -244,7 +244,7 @@ def test_content_is_evened_out_over_ranks_and_groups():
     def busiest(schedule):
         total = np.zeros(8)
         for g in schedule.groups:
-            np.add.at(total, g.pieces.rank, lengths[g.pieces.piece] ** 2)
+            np.add.at(total, g.pieces.rank, lengths[g.pieces.piece_id] ** 2)
         return total.max() / max((lengths**2).sum() / 8, (lengths**2).max())
 
     assert len(even.groups) == len(blind.groups)
@@ -474,7 +474,7 @@ def test_arrival_keeps_order_and_takes_the_smallest_bucket(n, with_a, group_size
     got = solve(loads, plan)
     check(got, loads, plan)
     last = [g for g in got.groups if g.module == "b"]
-    assert [p for g in last for p in g.pieces.piece] == list(range(n))
+    assert [p for g in last for p in g.pieces.piece_id] == list(range(n))
     assert all(len(row) <= 1 for g in last for m in rows_of(g, 2) for rank in m for row in rank)
     assert len(last) == -(-n // (6 * group_size))
     for g, group in enumerate(last):
@@ -498,7 +498,12 @@ def test_arrival_splits_what_no_bucket_holds_together():
     loads = [Load({"a": (TILE,) * 4, "b": (20,)})] * 4
     plan = make_plan([bucket(4, (2, 32))], {"a": 1, "b": 1}, grouping="arrival")
     got = solve(loads, plan)
-    assert [g.pieces.piece.tolist() for g in got.groups if g.module == "b"] == [[0], [1], [2], [3]]
+    assert [g.pieces.piece_id.tolist() for g in got.groups if g.module == "b"] == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
 
 
 def test_arrival_needs_equal_ranks():

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from dflop_jax.records import PiecePlaces, Shape
+from dflop_jax.records import PackedPieces, Shape
 from dflop_jax.schedule.balance_problem import Budget
 from dflop_jax.schedule.content_balance import GroupContents, assign_rows, balance_content
 
@@ -25,7 +25,7 @@ def contents() -> GroupContents:
             for _ in range(rng.integers(1, 5)):
                 rows.append((len(lengths), m, d, r))
                 lengths.append(int(rng.integers(1, SHAPE.tokens // 4)))
-        groups.append(PiecePlaces(np.array(rows).T))
+        groups.append(PackedPieces(np.array(rows).T))
     length_P = np.array(lengths)
     shapes = [SHAPE] * GROUPS
     return GroupContents(length_P, length_P**2, RANKS, MICROBATCHES, shapes, groups)
@@ -55,7 +55,7 @@ def test_it_ends_where_little_is_left(near):
     assert budget.spent <= alone.spent
     assert (budget.spent == 0) == (near == math.inf)
     for before, after in zip(contents().groups, content.groups, strict=True):
-        assert sorted(before.piece) == sorted(after.piece)
+        assert sorted(before.piece_id) == sorted(after.piece_id)
         filled = np.zeros((MICROBATCHES, RANKS, SHAPE.rows))
         for piece, *place in after.columns.T.tolist():
             filled[tuple(place)] += content.length_P[piece]

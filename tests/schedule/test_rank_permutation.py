@@ -202,7 +202,7 @@ def test_a_phase_without_pieces_and_odd_nodes_are_scheduled():
         for loads in (texts, batch(0)):
             schedule = schedule_batch(loads, plan, prices_of(plan, 0.0), names, work=50)
             assert sorted(
-                p for g in schedule.groups if g.module == "words" for p in g.pieces.piece
+                p for g in schedule.groups if g.module == "words" for p in g.pieces.piece_id
             ) == (list(range(len(loads))))
     with pytest.raises(ValueError, match="node"):
         plan.with_scheduling(node=-1)

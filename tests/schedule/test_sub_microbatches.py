@@ -76,8 +76,8 @@ def test_every_piece_is_once_in_parts_of_one_shape(divided, seed):
         first = {m: first_pieces(loads, m) for m in plan.layout.modules}
         owner = {m: np.repeat(np.arange(len(loads)), np.diff(first[m])) for m in first}
         for g in (g for g in got.groups if g.module == "a"):
-            texts = {owner["b"][p] for f in g.feeds for p in got.groups[f].pieces.piece}
-            assert {owner["a"][p] for p in g.pieces.piece} <= texts
+            texts = {owner["b"][p] for f in g.feeds for p in got.groups[f].pieces.piece_id}
+            assert {owner["a"][p] for p in g.pieces.piece_id} <= texts
     assert max(parts, default=0) <= plan.layout.fan_in
     again = solve(loads, plan, work=300, program=program)
     assert got == replace(again, elapsed_s=got.elapsed_s)

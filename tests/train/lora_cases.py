@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflop_jax.runtime.communicator import place
+from dflop_jax.runtime.communicator import shard_array
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.runtime.parameter_layout import held_cuts
+from dflop_jax.runtime.parameter_layout import param_zero_specs
 from models.llava import build
 
 from ..runtime import plain
@@ -53,15 +53,18 @@ def adapted(
 def let_act(ex) -> None:
     """Random B instead of zeros, the same whatever the plan."""
     for name, s in ex.programs.segments.items():
-        for part in (p for p in s.own_parts if "adapter" in p):
+        for part in (p for p in s.owned_parts if "adapter" in p):
             rng = np.random.default_rng(5)
             lead = (s.module.n_layers,) if part in s.stacked else ()
-            rows = list(s.held_rows.get(part, ()))
-            cuts, structs = held_cuts(s)[part], jax.eval_shape(partial(s.module.init, part), KEY)
+            rows = list(s.layer_rows.get(part, ()))
+            cuts, structs = (
+                param_zero_specs(s)[part],
+                jax.eval_shape(partial(s.module.init, part), KEY),
+            )
             for name_, pair in ex.state.params[name][part].items():
                 whole = rng.normal(size=(*lead, *structs[name_]["b"].shape)) * 0.05
                 mine = jnp.asarray(whole[rows] if lead else whole, jnp.float32)
-                pair["b"] = place(cuts[name_]["b"].hold(mine), pair["b"].sharding)
+                pair["b"] = shard_array(cuts[name_]["b"].to_stored(mine), pair["b"].sharding)
 
 
 @dataclasses.dataclass(frozen=True)

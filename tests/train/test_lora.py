@@ -62,7 +62,7 @@ def evaluated(m, plan, change=lambda ex: None, **kwargs):
         data = plain.random_samples(m, N, 1, max_tiles=3 if "vision" in plan.layout.modules else 0)
         schedule = plain.random_schedule(plan, data, 1, 0)
         handle = ex.run_evaluation(schedule, plain.pack(m, plan, schedule, data))
-        return handle.local().sums, plain.join(plan, ex.state.params), ex
+        return handle.local_result().sums, plain.join(plan, ex.state.params), ex
     finally:
         ex.close()
 
@@ -217,7 +217,7 @@ def test_merged_weights_make_a_plain_folder(tmp_path):
     plan = plan_of("2 segments of stage 2", m)
     want, params, ex = evaluated(m, plan, let_act, freeze=FREEZE)
     held = [
-        ModuleParams(s.plan.module, folded(s.module, ex.state.params[n]), s.held_rows)
+        ModuleParams(s.plan.module, folded(s.module, ex.state.params[n]), s.layer_rows)
         for n, s in ex.programs.segments.items()
     ]
     for part in held:

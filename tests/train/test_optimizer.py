@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from dflop_jax.config import LrSchedule, TrainConfig
-from dflop_jax.runtime.update import AVERAGE
+from dflop_jax.runtime.update import EMA_KEY
 from dflop_jax.train.optimizer import (
     decays,
     learning_rate,
@@ -190,4 +190,4 @@ def test_what_has_no_gradient_and_does_not_decay_keeps_its_bits(name):
             updates, state = tx.update(zeros, state, now, undecayed=frozenset(params))
             now = optax.apply_updates(now, updates)
     jax.tree.map(np.testing.assert_array_equal, now, params)
-    jax.tree.map(np.testing.assert_array_equal, state[AVERAGE], params)
+    jax.tree.map(np.testing.assert_array_equal, state[EMA_KEY], params)

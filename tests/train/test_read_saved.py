@@ -11,7 +11,7 @@ import pytest
 
 from dflop_jax.checkpoint.state_arrays import parameter_arrays
 from dflop_jax.runtime.layout import make_segments
-from dflop_jax.runtime.parameter_layout import held_cuts, initial_structs
+from dflop_jax.runtime.parameter_layout import initial_structs, param_zero_specs
 from dflop_jax.train.initial import read_saved
 
 from ..runtime.plain import whole_of
@@ -47,7 +47,7 @@ def test_parameters_are_the_other_run_s_however_they_are_split():
     saved = Saved(random_params(MODEL, 3))
     for name, s in make_segments(MODEL, SPLIT.layout, jax.devices()).items():
         found = read_saved(saved, s, lambda: pytest.fail("nothing is fresh"))
-        cuts = held_cuts(s)
+        cuts = param_zero_specs(s)
         whole = {p: jax.tree.map(whole_of, cuts[p], found[p]) for p in found}
         for a, leaf in zip(parameter_arrays(name, s), jax.tree.leaves(whole), strict=True):
             rows = list(a.rows) if a.n_rows is not None else ...

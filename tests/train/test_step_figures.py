@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflop_jax.records import Event, Group, Load, PiecePlaces, Schedule, Shape, Trace
+from dflop_jax.records import Event, Group, Load, PackedPieces, Schedule, Shape, Trace
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
 from dflop_jax.train.feed import BatchCounts
 from dflop_jax.train.step_figures import imbalance, memory_in_use, most_of, phase_seconds, slowest
@@ -53,7 +53,7 @@ def test_a_step_of_nothing_is_idle():
 
 def group(module, places):
     columns = np.array(places, np.int64).reshape(-1, 4).T
-    return Group(module, Shape(8, 64), pieces=PiecePlaces(columns), microbatches=2)
+    return Group(module, Shape(8, 64), pieces=PackedPieces(columns), microbatches=2)
 
 
 @pytest.mark.parametrize("seed", range(4))

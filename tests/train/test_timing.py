@@ -47,7 +47,7 @@ class FakeExecutor:
         sync()
         self.state = seed
 
-    def take_figures(self, plan):
+    def replace_plan(self, plan):
         assert plan.layout == self.plan.layout
         self.plan = plan
 
@@ -307,7 +307,7 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
     plan = PLANS[0]
     own, by_profile = prices_of(plan), programs(plan, 2.0)
     by_profile = {k: replace(p, content_s=(5e-4,)) for k, p in by_profile.items()}
-    monkeypatch.setattr(timing, "merged", lambda *_, **__: own)
+    monkeypatch.setattr(timing, "merge_calibrations", lambda *_, **__: own)
     monkeypatch.setattr(timing, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.5))
     modules = {"vision": SimpleNamespace(content=lambda n, placed: {}), "llm": SimpleNamespace()}
     ex = SimpleNamespace(
@@ -330,7 +330,7 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
 def test_a_program_takes_no_less_than_nothing_without_content(monkeypatch):
     plan = PLANS[0]
     by_profile = {k: replace(p, content_s=(1.0,)) for k, p in programs(plan, 2.0).items()}
-    monkeypatch.setattr(timing, "merged", lambda *_, **__: prices_of(plan))
+    monkeypatch.setattr(timing, "merge_calibrations", lambda *_, **__: prices_of(plan))
     monkeypatch.setattr(timing, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.0))
     modules = {m: SimpleNamespace() for m in plan.layout.modules}
     model = SimpleNamespace(modules=modules, piece_tokens={})

@@ -41,7 +41,7 @@ def test_a_folder_comes_back_from_segments(tmp_path):
     source = Folder(folder, model.weights)
     source.check()
     segments = make_segments(model, spread(model, 4, model.weights.tensors), jax.devices())
-    held = [ModuleParams(s.plan.module, read_segment(source, s), s.held_rows)
+    held = [ModuleParams(s.plan.module, read_segment(source, s), s.layer_rows)
             for s in segments.values()]  # fmt: skip
     write_folder(tmp_path / "same", model.weights, held, source=source)
     before = {n: a for f in folder.glob("*.safetensors") for n, a in load_file(f).items()}

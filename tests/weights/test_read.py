@@ -10,7 +10,7 @@ import pytest
 
 from dflop_jax.records import SubmeshPlan
 from dflop_jax.runtime.layout import make_segments
-from dflop_jax.runtime.parameter_layout import held_cuts, placed_structs
+from dflop_jax.runtime.parameter_layout import owned_param_structs, param_zero_specs
 from dflop_jax.weights import Folder, read, read_params, read_segment, write_folder
 from dflop_jax.weights.read import pieces, read_slice
 from models import hf
@@ -94,14 +94,14 @@ def test_segments_hold_their_slices(folder, params, monkeypatch, plan, piece_byt
     monkeypatch.setattr(source, "read", counted)
     for s in make_segments(MODEL, plan.layout, jax.devices()).values():
         found = read_segment(source, s)
-        want = {part: params[s.plan.module][part] for part in s.parts}
+        want = {part: params[s.plan.module][part] for part in s.read_parts}
         cut = slice(s.plan.start, s.plan.stop)
         want["layers"] = jax.tree.map(lambda a, cut=cut: a[cut], want["layers"])
-        cuts = held_cuts(s)
+        cuts = param_zero_specs(s)
         whole = {part: jax.tree.map(whole_of, cuts[part], found[part]) for part in found}
         whole["layers"] = jax.tree.map(partial(in_order, plan, s.plan), whole["layers"])
         jax.tree.map(np.testing.assert_array_equal, whole, want)
-        shardings = jax.tree.map(lambda a: a.sharding, placed_structs(s))
+        shardings = jax.tree.map(lambda a: a.sharding, owned_param_structs(s))
         assert jax.tree.map(lambda a: a.sharding, found) == shardings
     # Nothing twice, whatever is replicated; nothing for others.
     want_bytes = sum(a.nbytes for a in jax.tree.leaves(params))

@@ -42,7 +42,7 @@ def test_an_independent_reader_finds_every_tensor(folder, params):
 def test_segments_are_written_as_the_model(folder, tmp_path):
     source = Folder(folder, MODEL.weights)
     pieces = [
-        ModuleParams(s.plan.module, read_segment(source, s), s.held_rows)
+        ModuleParams(s.plan.module, read_segment(source, s), s.layer_rows)
         for s in make_segments(MODEL, PLAN.layout, jax.devices()).values()
     ]
     write_folder(tmp_path / "out", MODEL.weights, pieces, source=source, max_file_bytes=60_000)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflop_jax.runtime.segment_functions import loops_over
-from dflop_jax.runtime.spmd_loop import turn_at
+from dflop_jax.runtime.layer_loops import split_into_loops
+from dflop_jax.runtime.spmd_loop import slot_at
 
 
 def least(kinds):
@@ -25,7 +25,7 @@ def least(kinds):
 
 
 def check(kinds):
-    loops = loops_over(kinds)
+    loops = split_into_loops(kinds)
     assert sum((loop.period * loop.repeats for loop in loops), ()) == kinds
     assert [loop.start for loop in loops[1:]] == [loop.stop for loop in loops[:-1]]
     seen = {kind: [] for kind in kinds}
@@ -80,7 +80,7 @@ def test_stages_take_turns_as_microbatches_come(microbatches, stages, rounds):
     ticks = run_by_hand(microbatches, stages, rounds)
     assert len(ticks) == rounds * microbatches + stages - 1
     t, s = jnp.arange(len(ticks))[:, None], jnp.arange(stages)[None]
-    turns = jax.jit(turn_at, static_argnames=("microbatches", "stages", "rounds"))(
+    turns = jax.jit(slot_at, static_argnames=("microbatches", "stages", "rounds"))(
         t, s, microbatches=microbatches, stages=stages, rounds=rounds
     )
     number, of_round, microbatch = (np.broadcast_to(a, (len(ticks), stages)) for a in turns)

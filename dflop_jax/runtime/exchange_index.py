@@ -6,7 +6,7 @@ round, each feature once. What exceeds the capacity waits for another round of t
 
 Shape suffixes: S stages and V data ranks of the source, D data ranks of the target, C capacity, M
 microbatches, R rows of a target's rank, L tokens of a row, K features that a place is made of. In
-`route`, n counts places that read and f features that are asked of another rank.
+`rounds`, n counts positions that read and f features that are requested of another rank.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 
 from dflop_jax.records import home_rank
 
-Arrays = tuple[np.ndarray, ...]
+IndexArrays = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
-class Routes:
+class ExchangeIndex:
     """The numbering of rows between the `low` data ranks of a source and the `high` of a target.
 
     A rank of the source has `per_microbatch` features in each of the `microbatches`, of which each
@@ -31,8 +31,8 @@ class Routes:
     rank 0, as many from rank 1, and so on, then its own features.
     """
 
-    low: int
-    high: int
+    source_ranks: int
+    target_ranks: int
     stages: int
     microbatches: int
     per_microbatch: int
@@ -41,7 +41,7 @@ class Routes:
     @property
     def blocks(self) -> int:
         """Target ranks that share a home."""
-        return self.high // gcd(self.low, self.high)
+        return self.target_ranks // gcd(self.source_ranks, self.target_ranks)
 
     @property
     def own_features(self) -> int:
@@ -49,15 +49,17 @@ class Routes:
         return self.microbatches // self.stages * self.per_microbatch
 
     @property
-    def received(self) -> int:
+    def received_rows(self) -> int:
         """Rows of a table that come from other ranks."""
-        return self.low * self.blocks * self.capacity if self.low > 1 else 0
+        return self.source_ranks * self.blocks * self.capacity if self.source_ranks > 1 else 0
 
     @property
     def table_rows(self) -> int:
-        return self.received + self.own_features
+        return self.received_rows + self.own_features
 
-    def route(self, places: Sequence[np.ndarray], max_asked: int | None = None) -> list[Arrays]:
+    def rounds(
+        self, sources: Sequence[np.ndarray], max_requested: int | None = None
+    ) -> list[IndexArrays]:
         """What each round asks for and where it stands: (requests, slots) or, with weights,
         (requests, slots, weights); without requests where the source has one rank.
 
@@ -72,55 +74,71 @@ class Routes:
             a place among its features on that stage; -1: nothing. slots: int32 [M, D*R, L, K],
             rows of the home's table, -1 where this round brings nothing.
         """
-        index, *weight = places
+        index, *weight = sources
         reads = index >= 0
         microbatch, row, *_ = np.nonzero(reads)
-        stage, turn = np.divmod(microbatch, self.microbatches // self.stages)
-        source, inside = np.divmod(index[reads].astype(np.int64), self.per_microbatch)
-        place = turn * self.per_microbatch + inside  # among a rank's features on that stage
-        round_n, slot_n = np.zeros_like(place), self.received + place
-        if not self.received:
-            return [(_filled(index, reads, slot_n), *weight)]
-        rank = row // (index.shape[1] // self.high)
-        homes = np.array([home_rank(r, self.low, self.high) for r in range(self.high)])
-        away = source != homes[rank]
+        stage, stage_microbatch = np.divmod(microbatch, self.microbatches // self.stages)
+        source, feature_in_microbatch = np.divmod(
+            index[reads].astype(np.int64), self.per_microbatch
+        )
+        feature = (
+            stage_microbatch * self.per_microbatch + feature_in_microbatch
+        )  # among a rank's features on that stage
+        round_n, slot_n = np.zeros_like(feature), self.received_rows + feature
+        if not self.received_rows:
+            return [(_scatter_slots(index, reads, slot_n), *weight)]
+        rank = row // (index.shape[1] // self.target_ranks)
+        receivers = np.array(
+            [home_rank(r, self.source_ranks, self.target_ranks) for r in range(self.target_ranks)]
+        )
+        is_remote = source != receivers[rank]
         # One list for each stage, rank of the target and rank of the source: what the first two
         # ask of the third, each feature once.
-        lists = (stage * self.high + rank) * self.low + source
-        asked, which = np.unique(lists[away] * self.own_features + place[away], return_inverse=True)
-        list_f, place_f = np.divmod(asked, self.own_features)
-        position_f = np.arange(len(asked)) - np.searchsorted(list_f, list_f)
+        lists = (stage * self.target_ranks + rank) * self.source_ranks + source
+        requested, request_of = np.unique(
+            lists[is_remote] * self.own_features + feature[is_remote], return_inverse=True
+        )
+        list_f, place_f = np.divmod(requested, self.own_features)
+        position_f = np.arange(len(requested)) - np.searchsorted(list_f, list_f)
         round_f, rest_f = np.divmod(position_f, self.capacity)
         block = source * self.blocks + rank % self.blocks
-        round_n[away], slot_n[away] = round_f[which], block[away] * self.capacity + rest_f[which]
-        if max_asked is None:
-            max_asked = int(position_f.max(initial=-1)) + 1
-        rounds: list[Arrays] = []
-        for number in range(max(1, -(-max_asked // self.capacity))):
-            slots = _filled(index, reads, np.where(round_n == number, slot_n, -1))
-            requests = np.full((self.stages * self.high * self.low, self.capacity), -1, np.int32)
-            now = round_f == number
-            requests[list_f[now], rest_f[now]] = place_f[now]
-            rounds.append((requests.reshape(self.stages, self.high, -1), slots, *weight))
+        round_n[is_remote], slot_n[is_remote] = (
+            round_f[request_of],
+            block[is_remote] * self.capacity + rest_f[request_of],
+        )
+        if max_requested is None:
+            max_requested = int(position_f.max(initial=-1)) + 1
+        rounds: list[IndexArrays] = []
+        for number in range(max(1, -(-max_requested // self.capacity))):
+            slots = _scatter_slots(index, reads, np.where(round_n == number, slot_n, -1))
+            requests = np.full(
+                (self.stages * self.target_ranks * self.source_ranks, self.capacity), -1, np.int32
+            )
+            in_round = round_f == number
+            requests[list_f[in_round], rest_f[in_round]] = place_f[in_round]
+            rounds.append((requests.reshape(self.stages, self.target_ranks, -1), slots, *weight))
         return rounds
 
-    def stand_in(self, shape: tuple[int, ...]) -> np.ndarray:
+    def synthetic_index(self, shape: tuple[int, ...]) -> np.ndarray:
         """An index in which every place reads: other ranks' features as far as one round brings
         them, and those of the home, one after the other."""
         _, rows, length, sources = shape
-        per_rank = rows // self.high
-        some = min(self.capacity // self.microbatches, self.per_microbatch)
+        per_rank = rows // self.target_ranks
+        remote_features = min(self.capacity // self.microbatches, self.per_microbatch)
         index = np.empty(shape, np.int32)
-        for rank in range(self.high):
-            home = home_rank(rank, self.low, self.high)
-            counts = [self.per_microbatch if v == home else some for v in range(self.low)]
+        for rank in range(self.target_ranks):
+            receiver = home_rank(rank, self.source_ranks, self.target_ranks)
+            counts = [
+                self.per_microbatch if v == receiver else remote_features
+                for v in range(self.source_ranks)
+            ]
             read = [v * self.per_microbatch + np.arange(n) for v, n in enumerate(counts)]
-            every = np.resize(np.concatenate(read), (per_rank, length, sources))
-            index[:, rank * per_rank : (rank + 1) * per_rank] = every
+            rank_index = np.resize(np.concatenate(read), (per_rank, length, sources))
+            index[:, rank * per_rank : (rank + 1) * per_rank] = rank_index
         return index
 
 
-def _filled(index: np.ndarray, reads: np.ndarray, slots: np.ndarray) -> np.ndarray:
+def _scatter_slots(index: np.ndarray, reads: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """Slots at the places that read, -1 at all others."""
     filled = np.full(index.shape, -1, np.int32)
     filled[reads] = slots

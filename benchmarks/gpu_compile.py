@@ -58,7 +58,7 @@ from dflop_jax.records import (
     Zero,
 )
 from dflop_jax.simulate.task_graph import in_flight_limit
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 
 # Whose programs are compiled for the prediction, the small shape and the large one.
 TOLD_TOKENS, TOLD_PIECES = (3072, 12288), (4, 16)

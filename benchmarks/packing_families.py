@@ -19,7 +19,7 @@ from dflop_jax.contract import MultimodalModel
 from dflop_jax.data import ByteTokenizer, Limits, MediaSpec, Sample
 from dflop_jax.data.datasets.clips import ClipSource, Grid, form_of
 from dflop_jax.data.media.medium import module_of
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 from dflop_jax.verify.samples import StampedTokenizer, drawn_sample, small_limits
 
 # A sample of records: its media and the tokens of text after them. Five tokens stand before, so

@@ -24,7 +24,7 @@ from json_rows import Rows, add_json
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.config import Effort, Policy
-from dflop_jax.train import planning, prepare
+from dflop_jax.train import planning, run_context
 from dflop_jax.train.profiling import make_profile
 
 POLICIES: tuple[Policy, ...] = ("auto", "dflop", "dip")
@@ -69,13 +69,15 @@ def config(devices: int, batch: int, policy: Policy, effort: Effort) -> Config:
 
 def measure(policies: Sequence[Policy], effort: Effort, repeats: int) -> Iterator[Row]:
     """Rows of every size and policy; the baseline is planned once a size."""
-    first = prepare.set_up(config(8, 128, "dflop", effort))
+    first = run_context.make_run_context(config(8, 128, "dflop", effort))
     profile = make_profile(first, first.source())
     for devices, batch in SIZES:
         at = replace(profile, model=replace(profile.model, concurrency=float(devices)))
-        blind = planning.make_plan(prepare.set_up(config(devices, batch, "blind", effort)), at)
+        blind = planning.make_plan(
+            run_context.make_run_context(config(devices, batch, "blind", effort)), at
+        )
         for policy in policies:
-            place = prepare.set_up(config(devices, batch, policy, effort))
+            place = run_context.make_run_context(config(devices, batch, policy, effort))
             spans = []
             for _ in range(repeats):
                 start_s = time.perf_counter()

@@ -135,12 +135,12 @@ def config(kind: Kind, set_up: SetUp, quick: bool) -> Config:
 def measure(set_up: SetUp, quick: bool, out: Path) -> None:
     """Predict and run every schedule of a set-up; process 0 writes the rows."""
     from dflop_jax.data.datasets import scenes
-    from dflop_jax.train import prepare, profiling
+    from dflop_jax.train import profiling, run_context
 
     scenes.MIXTURE.update(set_up.mixture)
     sizes = (8, 16) if quick else set_up.batches
     kinds = list(set_up.kinds.items())[: 2 if quick else None]
-    place = prepare.set_up(config(kinds[0][1], set_up, quick))
+    place = run_context.make_run_context(config(kinds[0][1], set_up, quick))
     source = place.source()
     profile = profiling.make_profile(place, source)
     rows: list[dict[str, Any]] = []
@@ -160,12 +160,12 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
     from dflop_jax.plan.search import search_plan
     from dflop_jax.report.progress import Progress
     from dflop_jax.runtime.layout import can_join
-    from dflop_jax.train.timing import PlanTrials
+    from dflop_jax.train.plan_trials import PlanTrials
 
     trials = PlanTrials(replace(place, config=run), profile, Progress(1, quiet=True))
     if not place.peers.is_primary:
-        plan, prices = trials.follow()
-        trials.take(plan)
+        plan, prices = trials.serve_requests()
+        trials.take_timed_plan(plan)
         return plan, prices
 
     def allowed(m: Any) -> bool:
@@ -187,7 +187,7 @@ def search(kind: Kind, run: Config, place: Any, profile: Any) -> tuple[Plan, Pri
     ).plan
     prices = trials.prices(plan)
     trials.choose(plan, prices)
-    trials.take(plan)
+    trials.take_timed_plan(plan)
     return plan, prices
 
 
@@ -206,7 +206,7 @@ def measure_plan(
     from dflop_jax.profile.prices import layout_prices
     from dflop_jax.runtime.calibration import merge_calibrations
     from dflop_jax.schedule.batch_scheduler import schedule_batch
-    from dflop_jax.train.timing import make_executor
+    from dflop_jax.train.plan_trials import make_executor
 
     peers = place.peers
     ex = make_executor(place, plan)

@@ -63,10 +63,10 @@ def run_batches(ex: Any, batches: Any, peers: Any) -> list[list[Step]]:
     """The steps of every batch, by turns and each by itself: at least REPEATS undisturbed ones if
     the machine allows it."""
     from dflop_jax.profile.needed import PieceFlops
-    from dflop_jax.train.feed import Packer, own_ranks
+    from dflop_jax.train.feed import Packer, find_local_ranks
 
     no_flops = dict.fromkeys(ex.plan.modules, PieceFlops(0.0))  # they are not reported here
-    packer = Packer(ex.plan, ex.model, own_ranks(ex.programs), peers, no_flops)
+    packer = Packer(ex.plan, ex.model, find_local_ranks(ex.programs), peers, no_flops)
     packed = [
         packer.pack(s, loads, samples, key="pack", step=s.step) for s, loads, samples in batches
     ]

@@ -53,7 +53,7 @@ from dflop_jax import ModelConfig
 from dflop_jax.distributed.launch import launch
 from dflop_jax.report.compare import compare
 from dflop_jax.report.reader import read_runs
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 
 
 def main() -> int:

@@ -21,9 +21,9 @@ from dflop_jax.records import Plan, Profile, ProgramId
 from dflop_jax.records.files import load
 from dflop_jax.report.run_folder import PLAN, read_metrics
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.train import prepare, profiling, timing, trainer
-from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.timing import Timed
+from dflop_jax.train import plan_trials, profiling, run_context, trainer
+from dflop_jax.train.plan_trials import TimedPlan
+from dflop_jax.train.run_context import RunContext
 
 RUNS = Path("runs/two_process")
 WARMUP = 4  # steps left out of every median
@@ -98,8 +98,8 @@ class Bench:
         self.planned = cache(self._planned)
 
     @cached_property
-    def place(self) -> Workplace:
-        return prepare.set_up(self.options.config("dflop"))
+    def place(self) -> RunContext:
+        return run_context.make_run_context(self.options.config("dflop"))
 
     @cached_property
     def profile(self) -> Profile:
@@ -154,33 +154,33 @@ class Timings:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        self._timed: list[Timed] = []
+        self._timed: list[TimedPlan] = []
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Note what runs measure meanwhile."""
-        compile_and_time = timing.compile_and_time
+        compile_and_time = plan_trials.compile_and_time
 
-        def noted(place: Workplace, ex: Executor, **how: Any) -> Timed:
+        def noted(place: RunContext, ex: Executor, **how: Any) -> TimedPlan:
             self._timed.append(compile_and_time(place, ex, **how))
             return self._timed[-1]
 
         with (
-            patch.object(timing, "compile_and_time", noted),
+            patch.object(plan_trials, "compile_and_time", noted),
             patch.object(trainer, "compile_and_time", noted),
         ):
             yield
 
-    def of(self, plan: Plan) -> Timed:
+    def of(self, plan: Plan) -> TimedPlan:
         """What was measured of a plan, last."""
         alike = (t for t in reversed(self._timed) if t.executor.plan.layout == plan.layout)
         return next(alike)
 
 
-def least_seconds(timed: Timed) -> Seconds:
+def least_seconds(timed: TimedPlan) -> Seconds:
     """Of every program the least that it took, on the process where that is most."""
     least: dict[ProgramId, float] = {}
-    for program, runs in (row for part in timed.parts for row in part.device_s.items()):
+    for program, runs in (row for part in timed.calibrations for row in part.device_s.items()):
         if isinstance(program, ProgramId):
             least[program] = max(min(runs), least.get(program, 0.0))
     return least

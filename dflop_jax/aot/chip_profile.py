@@ -36,8 +36,8 @@ from dflop_jax.records import (
     Shape,
     rank_share,
 )
-from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import make_profile, profile_data, tensor_degrees
+from dflop_jax.train.run_context import RunContext
 
 # Tokens of the large shape over the small one; twice as much fits a wider range, less well.
 _SHAPES_RATIO = 4
@@ -49,7 +49,7 @@ _FORWARD_S, _BACKWARD_S, _RESIDUALS, _WORK = range(4)
 
 
 def predict_profile(
-    workplace: Workplace,
+    workplace: RunContext,
     source: Source,
     on_progress: OnProgress | None = None,
     on_message: Callable[[str], None] = print,

@@ -27,11 +27,11 @@ import numpy as np
 
 from dflop_jax.checkpoint.state_arrays import StateArray, read_array, specs_of, state_arrays
 from dflop_jax.checkpoint.store import (
-    ArrayPiece,
+    ArrayBox,
     CheckpointReader,
     CheckpointStore,
     CorruptCheckpoint,
-    WrittenPart,
+    WrittenFile,
 )
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import RunFailed
@@ -42,18 +42,18 @@ log = logging.getLogger(__name__)
 Waiting = Callable[[], AbstractContextManager[None]]
 
 
-def _saved(ex: Executor, segment: str, kind: str) -> Any:
+def _saved_tree(ex: Executor, segment: str, kind: str) -> Any:
     """A tree as it is saved: `initial_structs`, or the optimizer's state."""
     if kind == "params":
         return {**ex.state.params[segment], **ex.state.masters.get(segment, {})}
     return ex.state.opt_state[segment]
 
 
-def _pieces(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> Iterator[ArrayPiece]:
+def _split_shard(a: StateArray, index: tuple[slice, ...], data: np.ndarray) -> Iterator[ArrayBox]:
     """A shard, as boxes of its array."""
-    for place, box in a.boxes(index):
+    for position, box in a.boxes(index):
         starts, sizes = tuple(b[0] for b in box), [b[1] - b[0] for b in box]
-        yield ArrayPiece(a.name, starts, data[place].reshape(sizes))
+        yield ArrayBox(a.name, starts, data[position].reshape(sizes))
 
 
 class Checkpointer:
@@ -83,9 +83,9 @@ class Checkpointer:
         self._copied = copied = threading.Event()
         self._waits_s = waits_s = list[float]()  # of updates for the copy
         self._thread: threading.Thread | None = None
-        self._begun_s = 0.0  # what beginning to save has taken
+        self._start_s = 0.0  # what beginning to save has taken
         self._error: BaseException | None = None
-        self.trouble = ""  # why the last save failed, on process 0
+        self.error_text = ""  # why the last save failed, on process 0
         copied.set()
 
         # Holds no saver, nor does the executor by it, whose state goes with it: the next one needs
@@ -102,7 +102,7 @@ class Checkpointer:
     @property
     def stall_s(self) -> float:
         """What saving has kept training waiting."""
-        return self._begun_s + sum(self._waits_s)
+        return self._start_s + sum(self._waits_s)
 
     @property
     def is_busy(self) -> bool:
@@ -111,7 +111,7 @@ class Checkpointer:
 
     # ---- saving ----
 
-    def save(self, step: int, meta: Future[Mapping[str, Any]]) -> None:
+    def save(self, step: int, run_state: Future[Mapping[str, Any]]) -> None:
         """Begin to save the state after `step` steps; returns at once.
 
         It is committed once `meta` is there, when the rows of these steps are in the metrics.
@@ -119,14 +119,14 @@ class Checkpointer:
         """
         start = time.perf_counter()
         self.wait()
-        self.trouble = ""
-        held = list(self._local_shards())
+        self.error_text = ""
+        local_shards = list(self._local_shards())
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._run, args=(held, step, meta), name="checkpoint", daemon=True
+            target=self._run, args=(local_shards, step, run_state), name="checkpoint", daemon=True
         )
         self._thread.start()
-        self._begun_s += time.perf_counter() - start
+        self._start_s += time.perf_counter() - start
 
     def wait(self) -> None:
         """Wait until the save under way has ended."""
@@ -144,60 +144,65 @@ class Checkpointer:
     def _local_shards(self) -> Iterator[tuple[StateArray, Any]]:
         """What this process saves: of each leaf its shards, one of each set of replicas."""
         for (segment, kind), arrays in self._arrays.items():
-            leaves = jax.tree.leaves(_saved(self._ex, segment, kind))
+            leaves = jax.tree.leaves(_saved_tree(self._ex, segment, kind))
             for a in arrays:
                 for shard in leaves[a.leaf].addressable_shards if a.saves else ():
                     if shard.replica_id == 0 and a.is_first_replica(shard.index):
                         yield a, shard
 
     def _run(
-        self, held: list[tuple[StateArray, Any]], step: int, meta: Future[Mapping[str, Any]]
+        self,
+        local_shards: list[tuple[StateArray, Any]],
+        step: int,
+        run_state: Future[Mapping[str, Any]],
     ) -> None:
         try:
             try:
                 # np.array copies: the buffer is donated to the next update.
-                pieces = [p for a, s in held for p in _pieces(a, s.index, np.array(s.data))]
-                held.clear()
+                boxes = [
+                    p for a, s in local_shards for p in _split_shard(a, s.index, np.array(s.data))
+                ]
+                local_shards.clear()
             finally:
                 self._copied.set()
-            self.trouble = self._write(step, pieces, meta)
-            if self.trouble:
-                log.warning("no checkpoint after step %d: %s", step, self.trouble)
+            self.error_text = self._write(step, boxes, run_state)
+            if self.error_text:
+                log.warning("no checkpoint after step %d: %s", step, self.error_text)
         except RunFailed:
             pass  # the main thread meets it too
         except BaseException as e:
             self._error = e
 
-    def _write(self, step: int, pieces: list[ArrayPiece], meta: Future[Mapping[str, Any]]) -> str:
+    def _write(self, step: int, boxes: list[ArrayBox], run_state: Future[Mapping[str, Any]]) -> str:
         """Write on all processes, commit on process 0; there it is returned why that failed, of the
         first process that did, "" where none did."""
-        key, peers, trouble = f"checkpoint/{step}", self._peers, ""
+        key, peers, error_text = f"checkpoint/{step}", self._peers, ""
         if peers.is_primary:
             try:
                 self.store.prepare(step)
             except (OSError, ValueError) as e:
-                trouble = str(e)
-        if peers.broadcast(f"{key}/begin", trouble, str):
-            return trouble
-        part: WrittenPart | None = None
+                error_text = str(e)
+        if peers.broadcast(f"{key}/begin", error_text, str):
+            return error_text
+        written_file: WrittenFile | None = None
         try:
-            part = self.store.write(step, self._specs, pieces, peers.process_index)
+            written_file = self.store.write(step, self._specs, boxes, peers.process_index)
         except OSError as e:
-            trouble = str(e) or type(e).__name__
-        kind = tuple[WrittenPart | None, str]
-        written = peers.gather(f"{key}/part", (part, trouble), kind)
+            error_text = str(e) or type(e).__name__
+        result_type = tuple[WrittenFile | None, str]
+        results = peers.gather(f"{key}/part", (written_file, error_text), result_type)
         if not peers.is_primary:
             return ""
-        known = meta.result()
-        trouble = next((why for p, why in written if p is None), "")
+        stored_state = run_state.result()
+        error_text = next((text for p, text in results if p is None), "")
         try:
-            if trouble:
+            if error_text:
                 self.store.discard(step)
             else:
-                self.store.commit(step, self._specs, [p for p, _ in written], known)
+                self.store.commit(step, self._specs, [p for p, _ in results], stored_state)
         except OSError as e:
-            trouble = trouble or str(e)
-        return trouble
+            error_text = error_text or str(e)
+        return error_text
 
     # ---- restoring ----
 
@@ -211,7 +216,7 @@ class Checkpointer:
           CorruptCheckpoint: on every process, when a file that any of them needs is damaged.
         """
         self._check(reader, "params/" if reset_optimizer else "")
-        trouble = ""
+        error_text = ""
         state = self._ex.state
         try:
             for (segment, kind), arrays in self._arrays.items():
@@ -221,19 +226,21 @@ class Checkpointer:
                 leaves = [read_array(reader, a) for a in arrays]
                 getattr(state, kind)[segment] = jax.tree.unflatten(tree, leaves)
         except CorruptCheckpoint as e:
-            trouble = str(e)
-        every = self._peers.all_gather(f"restored/{reader.step}", trouble, str)
-        if worst := next(filter(None, every), ""):
+            error_text = str(e)
+        error_texts = self._peers.all_gather(f"restored/{reader.step}", error_text, str)
+        if worst := next(filter(None, error_texts), ""):
             raise CorruptCheckpoint(worst)
         # Only now that all have read theirs: the pieces of several processes may be gathered.
         for segment in self._ex.trainable:
             update = self._ex.programs.updates[segment]
             if reset_optimizer and segment in self._ex.programs.local_segments:
-                began = update.init_state(state.params[segment])
-                state.params[segment], state.masters[segment], state.opt_state[segment] = began
+                initial_state = update.init_state(state.params[segment])
+                state.params[segment], state.masters[segment], state.opt_state[segment] = (
+                    initial_state
+                )
             else:
-                made = update.split_masters(state.params[segment])
-                state.params[segment], state.masters[segment] = made
+                masters = update.split_masters(state.params[segment])
+                state.params[segment], state.masters[segment] = masters
         self._ex.share_tied()
 
     def _structs(self, segment: str, kind: str) -> Any:
@@ -245,24 +252,26 @@ class Checkpointer:
 
     def _check(self, reader: CheckpointReader, prefix: str) -> None:
         """That what is read, all whose name begins so, fits."""
-        where = f"checkpoint of step {reader.step}"
-        wanted = {n: s for n, s in self._specs.items() if n.startswith(prefix)}
-        there = {n for n in reader.specs if n.startswith(prefix)}
-        for name in sorted(there ^ wanted.keys()):
-            has = f"has {name}, this run has not" if name in there else f"has no {name}"
-            raise ValueError(
-                f"{where} {has}: it is of another model, optimizer or choice of frozen parts; use "
-                "the same, --reset-optimizer, or start a new run"
+        checkpoint_name = f"checkpoint of step {reader.step}"
+        needed_specs = {n: s for n, s in self._specs.items() if n.startswith(prefix)}
+        stored_names = {n for n in reader.specs if n.startswith(prefix)}
+        for name in sorted(stored_names ^ needed_specs.keys()):
+            difference = (
+                f"has {name}, this run has not" if name in stored_names else f"has no {name}"
             )
-        for name, spec in wanted.items():
-            known = reader.specs[name]
-            dtypes = known.numpy_dtype, spec.numpy_dtype
+            raise ValueError(
+                f"{checkpoint_name} {difference}: it is of another model, optimizer or choice of "
+                "frozen parts; use the same, --reset-optimizer, or start a new run"
+            )
+        for name, spec in needed_specs.items():
+            stored = reader.specs[name]
+            dtypes = stored.numpy_dtype, spec.numpy_dtype
             # What did not train may have been held in another precision.
             floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
             rounded = name.startswith("params/") and floats
-            if known.shape != spec.shape or not (rounded or dtypes[0] == dtypes[1]):
+            if stored.shape != spec.shape or not (rounded or dtypes[0] == dtypes[1]):
                 raise ValueError(
-                    f"{where} has {name} as {known.dtype}{list(known.shape)}, this run needs "
-                    f"{spec.dtype}{list(spec.shape)}; it is of another model: use the same, or "
-                    "start a new run"
+                    f"{checkpoint_name} has {name} as {stored.dtype}{list(stored.shape)}, this run "
+                    f"needs {spec.dtype}{list(spec.shape)}; it is of another model: use the same, "
+                    "or start a new run"
                 )

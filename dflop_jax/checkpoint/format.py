@@ -21,7 +21,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-VERSION = 2  # of the manifest; one more makes every older checkpoint unreadable
+VERSION = 3  # of the manifest; one more makes every older checkpoint unreadable
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 BLOCK_BYTES = 1 << 20  # of a file, under one checksum: the least that is read and verified
 Index = tuple[int, ...]
@@ -46,7 +46,7 @@ class OtherVersion(ValueError):
 
 
 @contextmanager
-def storage_errors(action: str, folder: object) -> Iterator[None]:
+def translate_storage_errors(action: str, folder: object) -> Iterator[None]:
     """Any OSError inside becomes one StorageError that names the folder and the cause."""
     try:
         yield
@@ -57,7 +57,7 @@ def storage_errors(action: str, folder: object) -> Iterator[None]:
 
 
 @contextmanager
-def lost_file(path: Path) -> Iterator[None]:
+def translate_lost_file(path: Path) -> Iterator[None]:
     """An OSError inside that means `path` is lost or damaged becomes CorruptCheckpoint."""
     try:
         yield
@@ -69,7 +69,7 @@ def lost_file(path: Path) -> Iterator[None]:
         raise
 
 
-def process_file(checkpoint: Path, process: int) -> Path:
+def process_file_path(checkpoint: Path, process: int) -> Path:
     """Where the pieces of a process are in the folder of a checkpoint."""
     return checkpoint / f"process-{process:05d}"
 
@@ -88,7 +88,7 @@ class ArraySpec:
 
 
 @dataclass(frozen=True, eq=False)
-class ArrayPiece:
+class ArrayBox:
     """A box of array `name`, first element at `start`, as one process holds it."""
 
     name: str
@@ -97,7 +97,7 @@ class ArrayPiece:
 
 
 @dataclass(frozen=True)
-class StoredPiece:
+class StoredBox:
     """Where a piece lies, in C order, in the file of the process that wrote it."""
 
     name: str
@@ -106,21 +106,21 @@ class StoredPiece:
     offset_bytes: int
 
 
-def safetensors_header(specs: Mapping[str, ArraySpec], pieces: Iterable[StoredPiece]) -> bytes:
+def safetensors_header(specs: Mapping[str, ArraySpec], boxes: Iterable[StoredBox]) -> bytes:
     """What makes a safetensors file of pieces that follow it, of which the first has offset 0.
 
     A piece that is not all of its array is named with its box, as `name[0:4,128:256]`; types that
     safetensors lacks are there as bytes, the last dim then those of an element.
     """
     entries: dict[str, Any] = {}
-    for p in pieces:
+    for p in boxes:
         spec = specs[p.name]
         spans = ",".join(f"{a}:{a + n}" for a, n in zip(p.start, p.shape, strict=True))
         item_bytes = spec.numpy_dtype.itemsize
-        known = spec.dtype in SAFETENSORS
+        is_known_type = spec.dtype in SAFETENSORS
         entries[p.name if p.shape == spec.shape else f"{p.name}[{spans}]"] = {
             "dtype": SAFETENSORS.get(spec.dtype, "U8"),
-            "shape": [*p.shape] if known else [*p.shape, item_bytes],
+            "shape": [*p.shape] if is_known_type else [*p.shape, item_bytes],
             "data_offsets": [p.offset_bytes, p.offset_bytes + prod(p.shape) * item_bytes],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -129,7 +129,7 @@ def safetensors_header(specs: Mapping[str, ArraySpec], pieces: Iterable[StoredPi
 
 
 @dataclass(frozen=True)
-class WrittenPart:
+class WrittenFile:
     """What one process wrote, to be sent to process 0: msgspec encodes and decodes it as JSON.
 
     Attributes:
@@ -140,23 +140,23 @@ class WrittenPart:
     process: int
     n_bytes: int
     crc32s: tuple[int, ...]
-    pieces: tuple[StoredPiece, ...]
+    boxes: tuple[StoredBox, ...]
 
 
-def check_covered(spec: ArraySpec, pieces: Sequence[StoredPiece]) -> None:
+def check_covered(spec: ArraySpec, boxes: Sequence[StoredBox]) -> None:
     """ValueError unless the pieces have every element of an array once: counts those that cover
     each cell of the grid that all their edges make."""
-    edges = []
+    edges_by_dim = []
     for d, n in enumerate(spec.shape):
-        inner = (edge for p in pieces for edge in (p.start[d], p.start[d] + p.shape[d]))
-        edges.append(np.unique([0, n, *inner]))
-    count = np.zeros([len(e) - 1 for e in edges], np.int32)
-    for p in pieces:
-        low = (np.searchsorted(e, s) for e, s in zip(edges, p.start))
-        high = (np.searchsorted(e, s + n) for e, s, n in zip(edges, p.start, p.shape))
+        inner = (edge for p in boxes for edge in (p.start[d], p.start[d] + p.shape[d]))
+        edges_by_dim.append(np.unique([0, n, *inner]))
+    count = np.zeros([len(e) - 1 for e in edges_by_dim], np.int32)
+    for p in boxes:
+        low = (np.searchsorted(e, s) for e, s in zip(edges_by_dim, p.start))
+        high = (np.searchsorted(e, s + n) for e, s, n in zip(edges_by_dim, p.start, p.shape))
         count[tuple(map(slice, low, high))] += 1
     if (count != 1).any():
-        volume = reduce(np.multiply.outer, map(np.diff, edges), np.ones((), np.int64))
+        volume = reduce(np.multiply.outer, map(np.diff, edges_by_dim), np.ones((), np.int64))
         raise ValueError(
             f"array {spec.name}: of its {volume.sum()} elements no process wrote "
             f"{volume[count == 0].sum()}, and several wrote {volume[count > 1].sum()}"
@@ -169,8 +169,8 @@ class Manifest:
 
     step: int
     arrays: tuple[ArraySpec, ...]
-    parts: tuple[WrittenPart, ...]
-    meta: dict[str, Any]
+    files: tuple[WrittenFile, ...]
+    run_state: dict[str, Any]
     version: int = VERSION
 
 

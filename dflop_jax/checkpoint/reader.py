@@ -19,11 +19,11 @@ from dflop_jax.checkpoint.format import (
     MARKER,
     CorruptCheckpoint,
     Manifest,
-    StoredPiece,
-    WrittenPart,
-    lost_file,
-    process_file,
-    storage_errors,
+    StoredBox,
+    WrittenFile,
+    process_file_path,
+    translate_lost_file,
+    translate_storage_errors,
 )
 
 OPEN_FILES = 32  # of processes, at once: a process may open 1,024 by default
@@ -33,18 +33,18 @@ class CheckpointReader:
     """A committed checkpoint: `step`, `meta`, `specs` by name, and `read`. Threads may share it."""
 
     def __init__(self, folder: Path, manifest: Manifest):
-        self.step, self.meta = manifest.step, manifest.meta
+        self.step, self.run_state = manifest.step, manifest.run_state
         self.specs = {spec.name: spec for spec in manifest.arrays}
         self._folder = folder
-        self._pieces: dict[str, list[tuple[int, StoredPiece]]] = {n: [] for n in self.specs}
-        for part in manifest.parts:
-            for piece in part.pieces:
-                self._pieces[piece.name].append((part.process, piece))
-        parts = {p.process: p for p in manifest.parts}
+        self._boxes: dict[str, list[tuple[int, StoredBox]]] = {n: [] for n in self.specs}
+        for written_file in manifest.files:
+            for box in written_file.boxes:
+                self._boxes[box.name].append((written_file.process, box))
+        files = {p.process: p for p in manifest.files}
 
         @lru_cache(OPEN_FILES)
         def opened(process: int) -> _OpenFile:
-            return _OpenFile(process_file(folder, process), parts[process])
+            return _OpenFile(process_file_path(folder, process), files[process])
 
         self._opened = opened
 
@@ -59,20 +59,20 @@ class CheckpointReader:
           CorruptCheckpoint: naming a file that is missing, truncated or damaged.
           StorageError: a file may not be read.
         """
-        out = np.empty(tuple(shape), self.specs[name].numpy_dtype)
+        result = np.empty(tuple(shape), self.specs[name].numpy_dtype)
         try:
-            with storage_errors(f"read array {name}", self._folder):
-                for process, piece in self._pieces[name]:
-                    low = np.maximum(start, piece.start)
-                    high = np.minimum(np.add(start, shape), np.add(piece.start, piece.shape))
+            with translate_storage_errors(f"read array {name}", self._folder):
+                for process, box in self._boxes[name]:
+                    low = np.maximum(start, box.start)
+                    high = np.minimum(np.add(start, shape), np.add(box.start, box.shape))
                     if (low < high).all():
-                        stored = self._opened(process).box(piece, low, high, out.dtype)
-                        out[_slices(start, low, high)] = stored
+                        stored = self._opened(process).read_box(box, low, high, result.dtype)
+                        result[_slices(start, low, high)] = stored
         except CorruptCheckpoint:
             if (self._folder / MARKER).exists():
                 raise
             raise CorruptCheckpoint(f"{self._folder}: removed while it was read") from None
-        return out
+        return result
 
 
 def _slices(first: Sequence[int], low: np.ndarray, high: np.ndarray) -> tuple[slice, ...]:
@@ -87,45 +87,47 @@ class _OpenFile:
       CorruptCheckpoint: it is missing, or not of the bytes that were written.
     """
 
-    def __init__(self, path: Path, part: WrittenPart):
-        self._path, self._crc32s = path, part.crc32s
-        with lost_file(path):
+    def __init__(self, path: Path, written_file: WrittenFile):
+        self._path, self._crc32s = path, written_file.crc32s
+        with translate_lost_file(path):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self._descriptor)
             size = os.fstat(self._descriptor).st_size
-            if size != part.n_bytes:
-                raise CorruptCheckpoint(f"{path}: has {size} bytes, {part.n_bytes} were written")
+            if size != written_file.n_bytes:
+                raise CorruptCheckpoint(
+                    f"{path}: has {size} bytes, {written_file.n_bytes} were written"
+                )
             mapped = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         self._bytes = np.frombuffer(mapped, np.uint8)
-        self._sound: set[int] = set()  # blocks
+        self._verified_blocks: set[int] = set()  # blocks
         # What stands before the pieces is for other programs; it is checked once all the same.
-        self._check(0, min(p.offset_bytes for p in part.pieces))
+        self._check(0, min(p.offset_bytes for p in written_file.boxes))
 
-    def box(
-        self, piece: StoredPiece, low: np.ndarray, high: np.ndarray, dtype: np.dtype
+    def read_box(
+        self, box: StoredBox, low: np.ndarray, high: np.ndarray, dtype: np.dtype
     ) -> np.ndarray:
         """What a piece holds of its array from `low` up to `high`, checked; CorruptCheckpoint
         names the file otherwise."""
-        stored = np.ndarray(piece.shape, dtype, self._bytes, piece.offset_bytes)
-        index: Any = (*_slices(piece.start, low, high), ...)  # an array where it has no dims, too
-        part = stored[index]
-        first, stop = byte_bounds(part)
-        begin = byte_bounds(self._bytes)[0]
-        self._check(first - begin, stop - begin)
-        return part
+        stored = np.ndarray(box.shape, dtype, self._bytes, box.offset_bytes)
+        index: Any = (*_slices(box.start, low, high), ...)  # an array where it has no dims, too
+        values = stored[index]
+        first, stop = byte_bounds(values)
+        file_start = byte_bounds(self._bytes)[0]
+        self._check(first - file_start, stop - file_start)
+        return values
 
     def _check(self, first: int, stop: int) -> None:
         """Compare the blocks of these bytes with their checksums, where they were not before. They
         are read by a call that fails where the disk does: the mapped memory would end the
         process."""
         for number in range(first // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            if number in self._sound:
+            if number in self._verified_blocks:
                 continue
             offset, crc = number * BLOCK_BYTES, 0
             end = offset + BLOCK_BYTES  # or that of the file
-            with lost_file(self._path):
+            with translate_lost_file(self._path):
                 while data := os.pread(self._descriptor, end - offset, offset):
                     crc, offset = zlib.crc32(data, crc), offset + len(data)
             if crc != self._crc32s[number]:
                 raise CorruptCheckpoint(f"{self._path}: damaged (its checksum)")
-            self._sound.add(number)
+            self._verified_blocks.add(number)

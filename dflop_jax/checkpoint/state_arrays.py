@@ -70,11 +70,11 @@ def state_arrays(ex: Executor) -> list[StateArray]:
             update = ex.programs.updates[name]
             facts = update.state_structs, update.state_parts(), update.state_zero_specs()
             arrays += _arrays(name, segment, "opt_state", *facts)
-    seen: set[str] = set()
-    for place, a in enumerate(arrays):
-        if a.n_rows is None and a.name in seen:
-            arrays[place] = replace(a, saves=False)
-        seen.add(a.name)
+    names: set[str] = set()
+    for i, a in enumerate(arrays):
+        if a.n_rows is None and a.name in names:
+            arrays[i] = replace(a, saves=False)
+        names.add(a.name)
     return arrays
 
 
@@ -87,16 +87,16 @@ def parameter_arrays(name: str, segment: Segment) -> list[StateArray]:
 
 
 def _arrays(
-    name: str, segment: Segment, kind: str, structs: Any, parts: Any, cuts: Any
+    name: str, segment: Segment, kind: str, structs: Any, part_tree: Any, cuts: Any
 ) -> list[StateArray]:
     leaves = jax.tree_util.tree_leaves_with_path(structs)
-    facts = zip(leaves, jax.tree.leaves(parts), jax.tree.leaves(cuts), strict=True)
+    facts = zip(leaves, jax.tree.leaves(part_tree), jax.tree.leaves(cuts), strict=True)
     arrays = []
-    for i, ((path, struct), part, cut) in enumerate(facts):
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
-        n = n_rows(segment.module, part) if part in segment.stacked else None
-        rows = segment.layer_rows.get(part, ())
-        array = f"{kind}/{segment.plan.module}/{where}"
+    for i, ((path, struct), part_name, cut) in enumerate(facts):
+        leaf_name = jax.tree_util.keystr(path, simple=True, separator="/")
+        n = n_rows(segment.module, part_name) if part_name in segment.stacked else None
+        rows = segment.layer_rows.get(part_name, ())
+        array = f"{kind}/{segment.plan.module}/{leaf_name}"
         arrays.append(StateArray(array, name, kind, i, struct, cut, rows, n, saves=True))
     return arrays
 
@@ -117,9 +117,9 @@ def read_array(reader: CheckpointReader, a: StateArray) -> jax.Array:
         assert index is not None
         spans = (s.indices(n) for s, n in zip(index, struct.shape, strict=True))
         shard = np.zeros([stop - start for start, stop, _ in spans], struct.dtype)
-        for place, box in a.boxes(index):
+        for position, box in a.boxes(index):
             read = reader.read(a.name, [b[0] for b in box], [b[1] - b[0] for b in box])
-            shard[place] = read.reshape(shard[place].shape)
+            shard[position] = read.reshape(shard[position].shape)
         return shard
 
     struct = a.struct

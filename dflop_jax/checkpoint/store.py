@@ -25,39 +25,39 @@ from dflop_jax.checkpoint.format import (
     BLOCK_BYTES,
     MANIFEST,
     MARKER,
-    ArrayPiece,
+    ArrayBox,
     ArraySpec,
     CorruptCheckpoint,
     Manifest,
     OtherVersion,
     StorageError,
-    StoredPiece,
-    WrittenPart,
+    StoredBox,
+    WrittenFile,
     check_covered,
     decode_manifest,
     encode_manifest,
-    lost_file,
-    process_file,
+    process_file_path,
     safetensors_header,
-    storage_errors,
+    translate_lost_file,
+    translate_storage_errors,
 )
 from dflop_jax.checkpoint.reader import CheckpointReader
 
 __all__ = [
-    "ArrayPiece",
+    "ArrayBox",
     "ArraySpec",
     "CheckpointReader",
     "CheckpointStore",
     "CorruptCheckpoint",
     "OtherVersion",
     "StorageError",
-    "WrittenPart",
+    "WrittenFile",
 ]
 
 
 # Why a checkpoint is set aside.
 DAMAGED, OTHER_VERSION, PASSED_OVER = "damaged", "other-version", "passed-over"
-_ASIDE = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION}|{PASSED_OVER})(\.\d+)?"
+_SET_ASIDE_NAME = rf"(\d{{8,}})\.({DAMAGED}|{OTHER_VERSION}|{PASSED_OVER})(\.\d+)?"
 
 
 class CheckpointStore:
@@ -83,14 +83,14 @@ class CheckpointStore:
         Raises:
           StorageError: the folder cannot be listed.
         """
-        with storage_errors("list the checkpoints", self.root):
-            return tuple(step for step, committed in self._found() if committed)
+        with translate_storage_errors("list the checkpoints", self.root):
+            return tuple(step for step, committed in self._list_folders() if committed)
 
-    def no_step(self, step: int | None, there: Iterable[int]) -> str:
+    def describe_missing_step(self, step: int | None, steps: Iterable[int]) -> str:
         """What is said where there is no checkpoint of a step, or none at all (None)."""
-        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        known = ", ".join(map(str, there)) or "none; look at the folder's name"
-        return f"{self.root}: {which}; those that are there: {known}"
+        missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        step_list = ", ".join(map(str, steps)) or "none; look at the folder's name"
+        return f"{self.root}: {missing}; those that are there: {step_list}"
 
     def prepare(self, step: int) -> None:
         """Make the folder for a save, without what an interrupted one left there.
@@ -99,7 +99,7 @@ class CheckpointStore:
           ValueError: this checkpoint exists.
           StorageError: the folder cannot be made.
         """
-        with storage_errors(f"save checkpoint {step}", self.root):
+        with translate_storage_errors(f"save checkpoint {step}", self.root):
             if (self.folder(step) / MARKER).exists():
                 raise ValueError(
                     f"{self.folder(step)}: this checkpoint exists; discard it or use another folder"
@@ -109,24 +109,24 @@ class CheckpointStore:
             _sync(self.root)
 
     def write(
-        self, step: int, specs: Mapping[str, ArraySpec], pieces: Iterable[ArrayPiece], process: int
-    ) -> WrittenPart:
+        self, step: int, specs: Mapping[str, ArraySpec], boxes: Iterable[ArrayBox], process: int
+    ) -> WrittenFile:
         """Write what this process holds, beside the others; on disk when it returns. `specs` are
         those of its own arrays at least, by name.
 
         Raises:
           StorageError: disk full, no permission and the like.
         """
-        path = process_file(self.folder(step), process)
-        with storage_errors(f"save checkpoint {step}", self.root):
-            return _write_part(path, specs, pieces, process)
+        path = process_file_path(self.folder(step), process)
+        with translate_storage_errors(f"save checkpoint {step}", self.root):
+            return _write_file(path, specs, boxes, process)
 
     def commit(
         self,
         step: int,
         specs: Mapping[str, ArraySpec],
-        parts: Sequence[WrittenPart],
-        meta: Mapping[str, Any],
+        files: Sequence[WrittenFile],
+        run_state: Mapping[str, Any],
     ) -> Path:
         """Make what the processes wrote a checkpoint, then remove those that are too many.
 
@@ -137,20 +137,20 @@ class CheckpointStore:
           ValueError: the parts do not cover every array exactly once.
           StorageError: as `write`; also when only the removal of old checkpoints failed.
         """
-        pieces: dict[str, list[StoredPiece]] = {name: [] for name in specs}
-        for piece in (p for part in parts for p in part.pieces):
-            pieces[piece.name].append(piece)
+        boxes: dict[str, list[StoredBox]] = {name: [] for name in specs}
+        for box in (p for file in files for p in file.boxes):
+            boxes[box.name].append(box)
         for name, spec in specs.items():
-            check_covered(spec, pieces[name])
+            check_covered(spec, boxes[name])
         arrays = tuple(specs[name] for name in sorted(specs))
-        ordered = tuple(sorted(parts, key=lambda p: p.process))
-        manifest = encode_manifest(Manifest(step, arrays, ordered, dict(meta)))
+        ordered = tuple(sorted(files, key=lambda p: p.process))
+        manifest = encode_manifest(Manifest(step, arrays, ordered, dict(run_state)))
         folder = self.folder(step)
-        with storage_errors(f"save checkpoint {step}", self.root):
+        with translate_storage_errors(f"save checkpoint {step}", self.root):
             try:
-                _check_seen(folder, parts)
+                _check_file_sizes(folder, files)
                 _write_synced(folder / MANIFEST, manifest)
-                _write_synced(folder / f"{MARKER}.tmp", _marker(manifest))
+                _write_synced(folder / f"{MARKER}.tmp", _make_marker(manifest))
                 _sync(folder)
                 os.replace(folder / f"{MARKER}.tmp", folder / MARKER)
                 _sync(folder)
@@ -158,7 +158,7 @@ class CheckpointStore:
                 with suppress(OSError):
                     _remove(folder)
                 raise
-        with storage_errors(f"remove older checkpoints ({step} is saved)", self.root):
+        with translate_storage_errors(f"remove older checkpoints ({step} is saved)", self.root):
             self._prune(step)
         return folder
 
@@ -168,7 +168,7 @@ class CheckpointStore:
         Raises:
           StorageError: it cannot be removed.
         """
-        with storage_errors(f"remove checkpoint {step}", self.root):
+        with translate_storage_errors(f"remove checkpoint {step}", self.root):
             _remove(self.folder(step))
 
     def open(self, step: int) -> CheckpointReader:
@@ -180,9 +180,9 @@ class CheckpointStore:
           OtherVersion: written in another version of the format.
         """
         folder = self.folder(step)
-        with storage_errors(f"read checkpoint {step}", self.root):
+        with translate_storage_errors(f"read checkpoint {step}", self.root):
             marker, data = _read_file(folder / MARKER), _read_file(folder / MANIFEST)
-        if marker != _marker(data):
+        if marker != _make_marker(data):
             raise CorruptCheckpoint(f"{folder / MANIFEST}: damaged (its checksum, or {MARKER})")
         try:
             manifest = decode_manifest(data)
@@ -192,7 +192,7 @@ class CheckpointStore:
             raise CorruptCheckpoint(f"{folder}: holds step {manifest.step}; rename it back")
         return CheckpointReader(folder, manifest)
 
-    def set_aside(self, step: int, why: str) -> Path:
+    def set_aside(self, step: int, reason: str) -> Path:
         """Rename a checkpoint that cannot be read, or is not to be, so that its step may be saved
         anew; returns its folder, `00000120.damaged` where `why` is DAMAGED. Nothing lists it, and
         it is removed when a checkpoint of this step or a newer one is committed.
@@ -200,17 +200,17 @@ class CheckpointStore:
         Raises:
           StorageError: it cannot be renamed.
         """
-        assert re.fullmatch(_ASIDE, f"{step:08d}.{why}"), why
-        with storage_errors(f"set checkpoint {step} aside", self.root):
-            folder, n = self.root / f"{step:08d}.{why}", 1
+        assert re.fullmatch(_SET_ASIDE_NAME, f"{step:08d}.{reason}"), reason
+        with translate_storage_errors(f"set checkpoint {step} aside", self.root):
+            folder, n = self.root / f"{step:08d}.{reason}", 1
             while folder.exists():
                 n += 1
-                folder = self.root / f"{step:08d}.{why}.{n}"
+                folder = self.root / f"{step:08d}.{reason}.{n}"
             self.folder(step).rename(folder)
             _sync(self.root)
         return folder
 
-    def _found(self) -> list[tuple[int, bool]]:
+    def _list_folders(self) -> list[tuple[int, bool]]:
         """(step, committed) of every checkpoint folder, newest first."""
         try:
             names = os.listdir(self.root)
@@ -220,20 +220,22 @@ class CheckpointStore:
         return [(s, (self.folder(s) / MARKER).exists()) for s in sorted(steps, reverse=True)]
 
     def _prune(self, step: int) -> None:
-        steps = self._found()
-        others = [s for s, committed in steps if committed and s != step]
+        steps = self._list_folders()
+        other_steps = [s for s, committed in steps if committed and s != step]
         leftovers = [s for s, committed in steps if not committed and s < step]
-        stay = {*others[: self.keep - 1], self.best}
+        kept_steps = {*other_steps[: self.keep - 1], self.best}
         if self.keep_every:
-            stay |= _firsts((s for s, committed in steps if committed), self.keep_every)
-        for old in leftovers + [s for s in others if s not in stay]:
+            kept_steps |= _first_of_each_period(
+                (s for s, committed in steps if committed), self.keep_every
+            )
+        for old in leftovers + [s for s in other_steps if s not in kept_steps]:
             _remove(self.folder(old))
         for name in os.listdir(self.root):
-            if (aside := re.fullmatch(_ASIDE, name)) and int(aside[1]) <= step:
+            if (match := re.fullmatch(_SET_ASIDE_NAME, name)) and int(match[1]) <= step:
                 _remove(self.root / name)
 
 
-def _firsts(steps: Iterable[int], every: int) -> set[int]:
+def _first_of_each_period(steps: Iterable[int], every: int) -> set[int]:
     """The first of the steps in every full `every`: those below the first multiple do not count.
 
     Steps that are saved by time are no multiples, and one that is the first stays so."""
@@ -243,47 +245,49 @@ def _firsts(steps: Iterable[int], every: int) -> set[int]:
     return {step for n, step in first.items() if n}
 
 
-def _write_part(
-    path: Path, specs: Mapping[str, ArraySpec], pieces: Iterable[ArrayPiece], process: int
-) -> WrittenPart:
+def _write_file(
+    path: Path, specs: Mapping[str, ArraySpec], boxes: Iterable[ArrayBox], process: int
+) -> WrittenFile:
     """Write the file of the pieces that a process holds, and fsync; without pieces there is none.
     Returns what process 0 is told of it.
 
     The order is that of (name, start), whatever the order given, so the bytes are the same. Pieces
     without elements have no place.
     """
-    ordered = sorted((p for p in pieces if p.array.size), key=lambda p: (p.name, p.start))
+    ordered = sorted((p for p in boxes if p.array.size), key=lambda p: (p.name, p.start))
     header = b""
     if ordered:  # its length does not depend on where the pieces begin
-        header = safetensors_header(specs, _stored(ordered, 0))
+        header = safetensors_header(specs, _locate_boxes(ordered, 0))
     crc32s: list[int] = []
     if ordered:
-        with path.open("wb") as out:
-            for block in _blocks(header, ordered, crc32s):
-                out.write(block)
-            out.flush()
-            os.fsync(out.fileno())
+        with path.open("wb") as file:
+            for block in _split_into_blocks(header, ordered, crc32s):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
     n_bytes = len(header) + sum(p.array.nbytes for p in ordered)
-    stored = tuple(_stored(ordered, len(header)))
-    return WrittenPart(process, n_bytes, tuple(crc32s), stored)
+    stored = tuple(_locate_boxes(ordered, len(header)))
+    return WrittenFile(process, n_bytes, tuple(crc32s), stored)
 
 
-def _stored(pieces: Iterable[ArrayPiece], offset: int) -> Iterator[StoredPiece]:
+def _locate_boxes(boxes: Iterable[ArrayBox], offset: int) -> Iterator[StoredBox]:
     """Where the pieces lie, of which the first begins at an offset."""
-    for p in pieces:
-        yield StoredPiece(p.name, tuple(map(int, p.start)), p.array.shape, offset)
+    for p in boxes:
+        yield StoredBox(p.name, tuple(map(int, p.start)), p.array.shape, offset)
         offset += p.array.nbytes
 
 
-def _blocks(header: bytes, pieces: Sequence[ArrayPiece], crc32s: list[int]) -> Iterator[memoryview]:
+def _split_into_blocks(
+    header: bytes, boxes: Sequence[ArrayBox], crc32s: list[int]
+) -> Iterator[memoryview]:
     """Header and pieces in C order, no part of more than a block; the CRC-32 of each block is added
     to `crc32s`."""
     crc, used = 0, 0
-    for left in (memoryview(header), *(_bytes_of(p.array) for p in pieces)):
-        while left:
-            now, left = left[: BLOCK_BYTES - used], left[BLOCK_BYTES - used :]
-            yield now
-            crc, used = zlib.crc32(now, crc), used + len(now)
+    for remaining in (memoryview(header), *(_bytes_of(p.array) for p in boxes)):
+        while remaining:
+            block, remaining = remaining[: BLOCK_BYTES - used], remaining[BLOCK_BYTES - used :]
+            yield block
+            crc, used = zlib.crc32(block, crc), used + len(block)
             if used == BLOCK_BYTES:
                 crc32s.append(crc)
                 crc, used = 0, 0
@@ -295,23 +299,23 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _marker(manifest: bytes) -> bytes:
+def _make_marker(manifest: bytes) -> bytes:
     return f"sha256 {hashlib.sha256(manifest).hexdigest()} {MANIFEST}\n".encode()
 
 
 def _read_file(path: Path) -> bytes:
-    with lost_file(path):
+    with translate_lost_file(path):
         return path.read_bytes()
 
 
-def _check_seen(folder: Path, parts: Iterable[WrittenPart]) -> None:
+def _check_file_sizes(folder: Path, files: Iterable[WrittenFile]) -> None:
     """Every process's file is here, as long as it was there."""
-    for part in parts:
-        path = process_file(folder, part.process)
-        if part.n_bytes and not (path.exists() and path.stat().st_size == part.n_bytes):
+    for file in files:
+        path = process_file_path(folder, file.process)
+        if file.n_bytes and not (path.exists() and path.stat().st_size == file.n_bytes):
             raise OSError(
                 errno.ENOENT,
-                f"{path} is not as process {part.process} wrote it; all processes need one"
+                f"{path} is not as process {file.process} wrote it; all processes need one"
                 " shared folder",
             )
 

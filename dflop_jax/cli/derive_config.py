@@ -23,7 +23,7 @@ from dflop_jax.records import Plan, Profile
 
 if TYPE_CHECKING:
     from dflop_jax.data import Source
-    from dflop_jax.train.prepare import Workplace
+    from dflop_jax.train.run_context import RunContext
 
 MODEL_FIELDS = ("model.factory", "model.size")  # that name a model, too
 
@@ -149,8 +149,8 @@ def said(ask: Asked) -> Iterator[HeldNotes]:
 
 
 def open_place(
-    args: argparse.Namespace, refuse: Callable[[Workplace], object] = lambda place: None
-) -> tuple[Workplace, Profile]:
+    args: argparse.Namespace, refuse: Callable[[RunContext], object] = lambda place: None
+) -> tuple[RunContext, Profile]:
     """The workplace of a command line, and the profile: that of --profile-file, else a new one of
     the data. Says what workplace and data are, but with a profile only where no experiment file
     does: the answer comes at once then, and a mistake stands alone.
@@ -158,30 +158,30 @@ def open_place(
     Args:
       refuse: raises ValueError for what no measurement would change.
     """
-    from dflop_jax.train.choose_plan import data_line, workplace_line
-    from dflop_jax.train.prepare import in_steps, set_up
+    from dflop_jax.train.choose_plan import describe_context, describe_data
     from dflop_jax.train.profiling import check_not_empty
+    from dflop_jax.train.run_context import make_run_context, with_step_count
 
     ask = asked(args)
     profile = given_record(args, Profile)  # refused now rather than when it is used
     with said(ask) as notes:
-        place = set_up(ask.config)
+        place = make_run_context(ask.config)
         says = place.peers.is_primary and (profile is None or ask.settings)
         if says:
-            notes.add(workplace_line(place))
+            notes.add(describe_context(place))
         refuse(place)
         if profile is None:
             source = place.source()
             check_not_empty(source)
-            place = in_steps(place, len(source))
+            place = with_step_count(place, len(source))
             if says:
                 asked_batch = ask.config.train.global_batch
-                notes.add(data_line(source, place.config.train, asked_batch))
+                notes.add(describe_data(source, place.config.train, asked_batch))
         notes.show()
     return place, profile or _new_profile(place, source)
 
 
-def _new_profile(place: Workplace, source: Source) -> Profile:
+def _new_profile(place: RunContext, source: Source) -> Profile:
     """The profile of data, measured here or predicted for `plan.hardware`."""
     from dflop_jax.aot.chip_profile import predict_profile
     from dflop_jax.train import profiling
@@ -193,11 +193,13 @@ def _new_profile(place: Workplace, source: Source) -> Profile:
     return profiling.make_profile(place, source, tick)
 
 
-def refuse_early(args: argparse.Namespace, plan: Plan | None = None) -> Callable[[Workplace], None]:
+def refuse_early(
+    args: argparse.Namespace, plan: Plan | None = None
+) -> Callable[[RunContext], None]:
     """What refuses, before anything is measured, a folder that the answer cannot go to, and a plan
     that does not fit the model or, without plan and profile, what cannot be planned."""
 
-    def refuse(place: Workplace) -> None:
+    def refuse(place: RunContext) -> None:
         from dflop_jax.runtime.layout import check_model
         from dflop_jax.train import planning
 

@@ -26,7 +26,7 @@ import inspect
 from dataclasses import replace
 
 from dflop_jax.report.run_folder import CONFIG, answer_folder, has_begun
-from dflop_jax.train.run_dir import run_config
+from dflop_jax.train.run_dir import read_run_config
 
 T = TypeVar("T")
 LONGEST_NAME = 120  # characters of a folder's name
@@ -236,7 +236,7 @@ def folder_config(folder: str | Path, args: argparse.Namespace) -> Config:
       ValueError: a folder without a readable config.json, or one whose factory is neither a
         function of this program's `models` nor named by the flag.
     """
-    config = replace(run_config(folder), cache_dir=Config().cache_dir)
+    config = replace(read_run_config(folder), cache_dir=Config().cache_dir)
     if named := getattr(args, FACTORY):
         import_from_here()
         return replace(config, model=replace(config.model, factory=named))

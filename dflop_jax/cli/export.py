@@ -57,10 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the folder, a matrix of a layer at a time."""
-    from dflop_jax.train.initial import beside, check_only_adapters, merged_params
-    from dflop_jax.train.load_params import of_newest, saved_params
-    from dflop_jax.train.prepare import trained_model
+    from dflop_jax.train.initial_params import (
+        check_only_adapters,
+        find_tokenizer_folders,
+        read_merged_params,
+    )
+    from dflop_jax.train.load_params import open_params, use_newest_checkpoint
     from dflop_jax.train.resume import frozen_parts
+    from dflop_jax.train.run_context import build_trained_model
     from dflop_jax.weights import AdapterForm, Folder, write_adapter, write_folder
 
     if Path(args.out).exists():
@@ -73,24 +77,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = folder_config(args.run_folder, args)
     if args.weights:
         config = replace(config, model=replace(config.model, weights=tuple(args.weights)))
-    model: Any = trained_model(config)
+    model: Any = build_trained_model(config)
     map_, whole = _map(model, config, args.module)
 
     def write(reader: CheckpointReader, folder: Path) -> int:
         if args.adapter:
-            check_only_adapters(config, model, frozen_parts(reader.meta))
+            check_only_adapters(config, model, frozen_parts(reader.run_state))
             train, dtype = config.train, args.dtype or "float32"
             form = AdapterForm(train.lora_rank, train.lora_alpha, train.lora_dropout, whole, dtype)
-            params = saved_params(reader, model, average=args.ema)
+            params = open_params(reader, model, average=args.ema)
             write_adapter(args.out, map_, params, form)
         else:
-            held = merged_params(reader, model, average=args.ema)
+            held = read_merged_params(reader, model, average=args.ema)
             source = Folder(whole, map_) if whole else None
-            more = [] if args.module else beside(config)
+            more = [] if args.module else find_tokenizer_folders(config)
             write_folder(args.out, map_, held, source=source, dtype=args.dtype, beside=more)
         return reader.step
 
-    step = of_newest(args.run_folder, write)
+    step = use_newest_checkpoint(args.run_folder, write)
     files = sorted(f.name for f in Path(args.out).iterdir())
     if not args.json:
         show(f"wrote step {step} to {args.out}: {', '.join(files)}")
@@ -100,9 +104,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _map(model: Any, config: Config, module: str | None) -> tuple[Any, str]:
     """Where a folder has the parameters of the model or of one module, and the folder of weights
     that these began with, "" for none."""
-    from dflop_jax.train.initial import first_weights
+    from dflop_jax.train.initial_params import find_published_folders
 
-    began = first_weights(config.model.weights)
+    began = find_published_folders(config.model.weights)
     if module is None:
         if not hasattr(model, "weights"):
             raise ValueError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dflop_jax.plan.search import SearchResult
     from dflop_jax.records import Link, Plan
     from dflop_jax.train.planning import WhatIf
-    from dflop_jax.train.step_figures import ExpectedRun
+    from dflop_jax.train.step_figures import PredictedRun
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Any:
     from dflop_jax.records.files import save
     from dflop_jax.report.run_folder import PLAN, PROFILE
     from dflop_jax.train import planning
-    from dflop_jax.train.step_figures import expected_run
+    from dflop_jax.train.step_figures import predict_run
 
     place, profile = open_place(args, refuse_early(args))
     config = place.config
@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> Any:
     result = planning.make_plan(place, profile, tick, **shown)
     helps = []
     if args.explain:
-        helps = planning.what_would_help(place, profile, ticker("what would help", "searches"))
-    bought = planning.what_memory_bought(place, profile, result.plan) if args.explain else []
+        helps = planning.evaluate_changes(place, profile, ticker("what would help", "searches"))
+    bought = planning.explain_memory_savings(place, profile, result.plan) if args.explain else []
     kinds = kind_costs(profile)
-    expected = expected_run(place, profile.data, result.plan)
+    expected = predict_run(place, profile.data, result.plan)
     folder = out_folder(args, config)
     save(profile, folder / PROFILE)
     save(result.plan, folder / PLAN)
@@ -139,7 +139,7 @@ def chosen(result: SearchResult) -> str:
     )
 
 
-def whole_run(run: ExpectedRun, module: str) -> str:
+def whole_run(run: PredictedRun, module: str) -> str:
     """What the run comes to by the plan's prediction, in a line."""
     mfu = "" if run.mfu is None else f", MFU {percent(run.mfu)}"
     return (

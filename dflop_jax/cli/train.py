@@ -111,16 +111,16 @@ def _train(args: argparse.Namespace, trainers: list[Any]) -> dict[str, Any]:
     from dflop_jax.report.run_folder import check_own
 
     check_own(ask.config.run_dir)
-    from dflop_jax.train.callbacks import callbacks_at
+    from dflop_jax.train.callbacks import import_callbacks
     from dflop_jax.train.trainer import Trainer
 
     plan = given_record(args, Plan)
     if args.callbacks:
         import_from_here()
-    callbacks, profile = callbacks_at(args.callbacks), given_record(args, Profile)
+    callbacks, profile = import_callbacks(args.callbacks), given_record(args, Profile)
     more = {"existing": _existing(args), "callbacks": callbacks, "dry": args.dry_run}
     with said(ask) as notes:
-        trainer = Trainer(ask.config, plan=plan, profile=profile, tell=notes.add, **more)
+        trainer = Trainer(ask.config, plan=plan, profile=profile, on_line=notes.add, **more)
         trainers.append(trainer)
         result = trainer.fit()
     exit_code = _preempted_code(trainer.config) if result.preempted else 0

@@ -29,7 +29,7 @@ from dflop_jax.folders import made
 from dflop_jax.generate.programs import TOKEN_MULTIPLE
 from dflop_jax.generate.row import AnswerRows, row_of, with_features
 from dflop_jax.train.load_params import load_params
-from dflop_jax.train.prepare import build_model, trained_model
+from dflop_jax.train.run_context import build_model, build_trained_model
 
 STRIP, MOVING, LATENTS = "clip.png", "clip.gif", "latents.npy"
 ENLARGEMENT = 8  # pixels of a side of the picture for one of a frame
@@ -84,7 +84,7 @@ def make_clip(
       ValueError: the model makes no clips, there is no such checkpoint, an empty caption, or a size
         that the model cannot take.
     """
-    model = trained_model(config)
+    model = build_trained_model(config)
     form, tokenizer = form_of(model), any_tokenizer(config.data.tokenizer, model.vocab_size)
     ids = caption_ids(prompt, tokenizer, Limits.of(config.data), "--prompt")
     embedded = not config.data.path

@@ -25,7 +25,7 @@ from dflop_jax.generate.published import end_ids, is_published, published_params
 from dflop_jax.generate.row import LLM, AnswerRows, rows_of
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.train.load_params import load_params
-from dflop_jax.train.prepare import trained_model
+from dflop_jax.train.run_context import build_trained_model
 
 OnText = Callable[[str], None]
 
@@ -97,7 +97,7 @@ class Generator:
         tp: int = 0,
     ):
         self.config = config
-        self.model = trained_model(config)
+        self.model = build_trained_model(config)
         devices = devices or jax.local_devices()
         self.mesh = answer_mesh(devices, tp or min_tp(self.model, devices), rows)
         self.ranks = int(self.mesh.shape[DATA])

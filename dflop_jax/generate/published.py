@@ -12,7 +12,7 @@ from dflop_jax.data import Tokenizer
 from dflop_jax.data.text.chat import ChatTokenizer
 from dflop_jax.data.text.tokenize import TextPiece
 from dflop_jax.data.text.tokenizer_files import read_json
-from dflop_jax.train.load_params import Loaded
+from dflop_jax.train.load_params import LoadedParams
 from dflop_jax.weights import Folder, read_config, read_params
 
 GENERATION = "generation_config.json"
@@ -27,7 +27,7 @@ def is_published(folder: str | Path) -> bool:
 
 def published_params(
     folder: str | Path, model: MultimodalModel, structs: Mapping[str, Params]
-) -> Loaded:
+) -> LoadedParams:
     """Those of a folder that transformers wrote, laid out as `structs` say.
 
     Raises:
@@ -39,7 +39,7 @@ def published_params(
     opened = Folder(folder, weights)
     opened.check()
     params = {m: read_params(opened, m, structs[m]) for m in model.modules}
-    return Loaded(params, 0, Path(folder))
+    return LoadedParams(params, 0, Path(folder))
 
 
 def end_ids(tokenizer: Tokenizer | ChatTokenizer, run: str | Path) -> frozenset[int]:

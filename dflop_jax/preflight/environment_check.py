@@ -20,10 +20,10 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.processes import find_processes
 from dflop_jax.hardware import GB, GIB, find_hardware
 from dflop_jax.report.number_format import number
-from dflop_jax.train.initial import published
-from dflop_jax.train.planning import least_bytes
-from dflop_jax.train.prepare import Workplace, model_on, use_devices
+from dflop_jax.train.initial_params import make_initializer
+from dflop_jax.train.planning import min_state_bytes
 from dflop_jax.train.profiling import parameter_bytes
+from dflop_jax.train.run_context import RunContext, build_model_for_chip, select_devices
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "safetensors", "tokenizers", "huggingface_hub", "av")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -68,7 +68,7 @@ def _devices(config: Config) -> str:
     if config.plan.hardware:
         hardware = find_hardware(config.plan.hardware)
         return f"{config.plan.devices} x {hardware.name} to plan for, which are not here"
-    devices = use_devices(config.plan.devices)
+    devices = select_devices(config.plan.devices)
     kinds = Counter(d.device_kind for d in devices)
     text = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
     stats = devices[0].memory_stats() or {}
@@ -144,11 +144,11 @@ def model_facts(config: Config) -> tuple[MultimodalModel | None, list[Fact]]:
             hardware, devices = find_hardware(config.plan.hardware), []
             chip = hardware.chip
         else:
-            hardware, devices = None, use_devices(config.plan.devices)
+            hardware, devices = None, select_devices(config.plan.devices)
             chip = chip_of(devices[0])
-        model = model_on(chip, config)
-        place = Workplace(config, model, devices, ProcessGroup(), hardware)
-        need = least_bytes(place)
+        model = build_model_for_chip(chip, config)
+        place = RunContext(config, model, devices, ProcessGroup(), hardware)
+        need = min_state_bytes(place)
     except ValueError as e:
         return None, [Fact("model", str(e), wrong=True)]
     sizes = {m: sum(parameter_bytes(it).values()) for m, it in model.modules.items()}
@@ -175,7 +175,7 @@ def _weights(model: MultimodalModel, config: Config) -> str:
     weights = config.model.weights
     if not weights:
         return "none: it begins at random"
-    published(model, weights)
+    make_initializer(model, weights)
     folders = [Path(w.rpartition("=")[2]) for w in weights]
     n_bytes = sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
     return f"complete, {n_bytes / GB:.2f} GB in {', '.join(map(str, folders))}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dflop_jax.report.metrics import StepMetrics
-from dflop_jax.train.prepare import imported
+from dflop_jax.train.run_context import import_object
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Callback:
     """
 
     everywhere: ClassVar[bool] = False
-    _stops_for = ""
+    _stop_reason = ""
 
     def before_step(self, step: int) -> None:
         """A step is about to be dispatched."""
@@ -111,21 +111,21 @@ class Callback:
 
     def stop(self, why: str) -> None:
         """End the run after the steps under way, saved and evaluated, as if it were done."""
-        self._stops_for = why or type(self).__name__
+        self._stop_reason = why or type(self).__name__
 
 
 class Callbacks:
     """The callbacks of a run that this process calls."""
 
-    def __init__(self, all_of_them: Sequence[Callback] = (), *, is_first: bool = True) -> None:
-        self.called = [c for c in all_of_them if is_first or c.everywhere]
-        for c in self.called:
-            c._stops_for = ""  # another run's end is none of this one's
+    def __init__(self, callbacks: Sequence[Callback] = (), *, is_process_0: bool = True) -> None:
+        self.active = [c for c in callbacks if is_process_0 or c.everywhere]
+        for c in self.active:
+            c._stop_reason = ""  # another run's end is none of this one's
 
     @property
-    def stops_for(self) -> str:
+    def stop_reason(self) -> str:
         """Why one of them ends the run; "": none does."""
-        return next((c._stops_for for c in self.called if c._stops_for), "")
+        return next((c._stop_reason for c in self.active if c._stop_reason), "")
 
     def after_step(self, done: StepDone) -> dict[str, float]:
         """What they add to the step's metrics.
@@ -133,39 +133,42 @@ class Callbacks:
         Raises:
           ValueError: something else than numbers by name, or a name of two of them.
         """
-        own: dict[str, float] = {}
-        for c in self.called:
+        user_metrics: dict[str, float] = {}
+        for c in self.active:
             for name, value in (c.after_step(done) or {}).items():
-                if not (isinstance(name, str) and hasattr(value, "__float__")) or name in own:
+                if (
+                    not (isinstance(name, str) and hasattr(value, "__float__"))
+                    or name in user_metrics
+                ):
                     raise ValueError(
                         f"{type(c).__name__}.after_step: {name!r} is {value!r}; return numbers, "
                         "each under a name of its own"
                     )
-                own[name] = float(value)
-        return own
+                user_metrics[name] = float(value)
+        return user_metrics
 
 
-def callbacks_at(paths: Sequence[str]) -> list[Callback]:
+def import_callbacks(paths: Sequence[str]) -> list[Callback]:
     """The callbacks that command-line flags name: each an object, or a class or function without
     arguments that makes one.
 
     Raises:
       ValueError: nothing of the kind is there.
     """
-    made: list[Callback] = []
+    callbacks: list[Callback] = []
     for path in paths:
-        found: Any = imported("--callbacks", path)
-        if inspect.isclass(found) or inspect.isfunction(found):
+        candidate: Any = import_object("--callbacks", path)
+        if inspect.isclass(candidate) or inspect.isfunction(candidate):
             try:
-                found = found()
+                candidate = candidate()
             except TypeError as e:
                 raise ValueError(
                     f"--callbacks={path!r}: {e}; give what takes no arguments"
                 ) from None
-        if not isinstance(found, Callback):
+        if not isinstance(candidate, Callback):
             raise ValueError(
-                f"--callbacks={path!r} is a {type(found).__name__}; give a subclass of "
+                f"--callbacks={path!r} is a {type(candidate).__name__}; give a subclass of "
                 "dflop_jax.Callback, or a function that returns one"
             )
-        made.append(found)
-    return made
+        callbacks.append(candidate)
+    return callbacks

@@ -26,16 +26,16 @@ from dflop_jax.runtime.executor import Executor
 from dflop_jax.schedule.batch_scheduler import schedule_batch
 from dflop_jax.simulate.steps import simulate_schedules
 from dflop_jax.train.callbacks import Callbacks
-from dflop_jax.train.planning import check_layers, check_names, check_plannable, make_plan
-from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.plan_trials import PlanTrials, TimedPlan, describe_plan, make_executor
+from dflop_jax.train.planning import check_layers, check_named_remat, check_plannable, make_plan
 from dflop_jax.train.profiling import (
     make_profile,
-    measured_hardware,
+    measure_hardware,
     parameter_bytes,
     profile_data,
 )
 from dflop_jax.train.resume import Continued, Meta, continued, planned_under
-from dflop_jax.train.timing import PlanTrials, Timed, make_executor, plan_words
+from dflop_jax.train.run_context import RunContext
 
 # Batches of the profiled data whose mean step is what a plan predicts; twice as many are scheduled
 # in twice the time, and scatter less by a third.
@@ -43,7 +43,7 @@ _PREDICTED_BATCHES = 4
 
 
 @dataclass(frozen=True)
-class ReadyRun:
+class PlannedRun:
     """A run before the first of its steps under a plan.
 
     Attributes:
@@ -54,7 +54,7 @@ class ReadyRun:
       callbacks: the user's, that this process calls.
     """
 
-    place: Workplace
+    context: RunContext
     source: Source
     held_out: Source | None
     profile: Profile
@@ -68,62 +68,62 @@ class ReadyRun:
     callbacks: Callbacks
 
 
-def agree(config: Config, peers: ProcessGroup) -> None:
+def check_same_config(config: Config, peers: ProcessGroup) -> None:
     """ValueError unless every process has the same configuration."""
-    ours = msgspec.json.decode(msgspec.json.encode(config))
-    theirs = peers.broadcast("config", ours, dict)
-    for name, value in theirs.items():
-        if name not in ("distributed", "cache_dir") and ours[name] != value:
+    own_values = msgspec.json.decode(msgspec.json.encode(config))
+    primary_values = peers.broadcast("config", own_values, dict)
+    for name, value in primary_values.items():
+        if name not in ("distributed", "cache_dir") and own_values[name] != value:
             raise ValueError(
-                f"process {peers.process_index} was started with {name}={ours[name]}, process 0 "
-                f"with {value}; start all with the same configuration"
+                f"process {peers.process_index} was started with {name}={own_values[name]}, "
+                f"process 0 with {value}; start all with the same configuration"
             )
 
 
-def workplace_line(place: Workplace) -> str:
+def describe_context(context: RunContext) -> str:
     """Devices and model of a run, in a line."""
-    if place.hardware:
-        devices = f"{place.n_devices} x {place.hardware.name}, which are not here"
+    if context.hardware:
+        devices = f"{context.n_devices} x {context.hardware.name}, which are not here"
     else:
-        kinds = sorted({d.device_kind for d in place.devices})
-        hosts = len(set(place.hosts)) or 1
-        devices = f"{place.n_devices} x {', '.join(kinds)}"
-        devices += f" of {place.peers.n_processes} processes on {hosts} hosts" * (
-            place.peers.n_processes > 1
+        kinds = sorted({d.device_kind for d in context.devices})
+        hosts = len(set(context.hosts)) or 1
+        devices = f"{context.n_devices} x {', '.join(kinds)}"
+        devices += f" of {context.peers.n_processes} processes on {hosts} hosts" * (
+            context.peers.n_processes > 1
         )
     sizes: Counter[str] = Counter()
-    for module in place.model.modules.values():
-        for part, n_bytes in parameter_bytes(module).items():
-            sizes[module.freeze_groups[part]] += round(n_bytes / FLOAT32_BYTES)
-    by_use = {"trained": place.trained.rates, "frozen": place.trained.frozen}
+    for module in context.model.modules.values():
+        for part_name, n_bytes in parameter_bytes(module).items():
+            sizes[module.freeze_groups[part_name]] += round(n_bytes / FLOAT32_BYTES)
+    groups_by_status = {"trained": context.trained.rates, "frozen": context.trained.frozen}
     parameters = "; ".join(
-        f"{use} " + ", ".join(f"{group} {number(sizes[group])}" for group in groups)
-        for use, groups in by_use.items()
+        f"{status} " + ", ".join(f"{group} {number(sizes[group])}" for group in groups)
+        for status, groups in groups_by_status.items()
         if groups
     )
-    config = place.config.model
+    config = context.config.model
     return (
         f"devices: {devices}; model: {config.factory} {config.size}, "
         f"{config.dtype}; parameters: {parameters}"
     )
 
 
-def data_line(source: Source, train: TrainConfig, asked_batch: int) -> str:
+def describe_data(source: Source, train: TrainConfig, requested_batch: int) -> str:
     """Data and steps of a run, in a line.
 
     Args:
-      train: of the steps as they are run (`prepare.in_steps`).
+      train: of the steps as they are run (`run_context.with_step_count`).
       asked_batch: the global batch before it was lowered to the samples that there are.
     """
     n, batch = len(source), train.global_batch
-    lowered = f" (train.global_batch {asked_batch} is lowered, there are no more)"
+    lowered = f" (train.global_batch {requested_batch} is lowered, there are no more)"
     return (
         f"data: {source.name}: {n:,} samples; {train.steps:,} steps of {batch} samples"
-        f"{lowered * (batch < asked_batch)}, {number(train.steps * batch / n)} epochs"
+        f"{lowered * (batch < requested_batch)}, {number(train.steps * batch / n)} epochs"
     )
 
 
-def expected(plan: Plan, steps: int) -> str:
+def describe_remaining_time(plan: Plan, steps: int) -> str:
     """What a plan says of the steps that are left, in a line."""
     if steps <= 0:
         return "no step is left; a greater --train.steps, or --train.epochs, goes on"
@@ -149,17 +149,17 @@ class Chosen:
     executor: Executor
     profile: Profile
     prices: Prices
-    timed: Timed | None
+    timed: TimedPlan | None
 
 
-def choose(
-    place: Workplace,
+def choose_plan(
+    context: RunContext,
     source: Source,
     meta: Meta | None,
-    given: Executor | None,
+    given_executor: Executor | None,
     profile: Profile | None,
     progress: Progress,
-    is_checked: Callable[[], None],
+    on_checked: Callable[[], None],
 ) -> Chosen:
     """The plan to train under, all processes together: what is not known is measured and searched.
 
@@ -172,48 +172,50 @@ def choose(
     Raises:
       ValueError: the checkpoint is of another model, or no plan fits.
     """
-    plan = given.plan if given else None
-    known = _known_before(place, meta, plan, profile, progress.log)
+    plan = given_executor.plan if given_executor else None
+    known = _reusable_state(context, meta, plan, profile, progress.log)
     plan, profile, prices = known.plan, known.profile, known.prices
-    refuse(place, source, profile, plan)
-    is_checked()
+    check_before_measuring(context, source, profile, plan)
+    on_checked()
     if profile is None:
         progress.log("profiling model and data")
-        with place.time.part(PROFILE):
-            measured = make_profile(place, source)
-            profile = place.peers.broadcast("profiled", measured, Profile)
-    remat = place.config.train.remat
-    if plan and remat != "auto" and (other := with_remat(plan, remat)) != plan:
-        plan, prices = other, None
-    with place.time.part(PLAN):
-        trials = PlanTrials(place, profile, progress, place.plannable_bytes)
-        if place.peers.is_primary:
+        with context.time_log.part(PROFILE):
+            measured = make_profile(context, source)
+            profile = context.peers.broadcast("profiled", measured, Profile)
+    remat = context.config.train.remat
+    if plan and remat != "auto" and (plan_with_remat := with_remat(plan, remat)) != plan:
+        plan, prices = plan_with_remat, None
+    with context.time_log.part(PLAN):
+        trials = PlanTrials(context, profile, progress, context.plannable_bytes)
+        if context.peers.is_primary:
             if plan is None:
                 progress.log("planning")
-                found = make_plan(place, profile, time_plan=trials.prices, try_step=trials.rehearse)
-                plan = found.plan
+                result = make_plan(
+                    context, profile, time_plan=trials.prices, try_step=trials.try_step
+                )
+                plan = result.plan
                 prices = trials.prices(plan)
             elif prices is None:
                 prices = trials.prices(plan)
-                trials.rehearse(plan, prices)
+                trials.try_step(plan, prices)
             trials.choose(plan, prices)
         else:
-            plan, prices = trials.follow()
-        timed = trials.take(plan)
-    if given and (timed or given.plan != plan):
-        given.close()
-        given = None
+            plan, prices = trials.serve_requests()
+        timed = trials.take_timed_plan(plan)
+    if given_executor and (timed or given_executor.plan != plan):
+        given_executor.close()
+        given_executor = None
     fan_in = plan.layout.fan_in
     progress.log(
-        f"plan {plan_words(plan)} ({' x '.join(AXES)})"
+        f"plan {describe_plan(plan)} ({' x '.join(AXES)})"
         + (f"; up to {fan_in} groups feed one" if fan_in > 1 else "")
     )
-    executor = timed.executor if timed else given or make_executor(place, plan)
+    executor = timed.executor if timed else given_executor or make_executor(context, plan)
     return Chosen(executor, profile, prices, timed)
 
 
-def _known_before(
-    place: Workplace,
+def _reusable_state(
+    context: RunContext,
     meta: Meta | None,
     plan: Plan | None,
     profile: Profile | None,
@@ -223,41 +225,44 @@ def _known_before(
     known, is_given = Continued(plan, profile), profile is not None
     if meta:
         remedy = "use the same model, or start a new run"
-        check_layers(place, meta.profile, "the checkpoint", remedy)
-    if meta and place.peers.is_primary:
-        known = continued(meta, planned_under(place), plan, profile)
+        check_layers(context, meta.profile, "the checkpoint", remedy)
+    if meta and context.peers.is_primary:
+        known = continued(meta, planned_under(context), plan, profile)
         if known.says:
             log(known.says)
     mine = known.plan, known.profile, known.recounted
-    plan, profile, recounted = place.peers.broadcast(
+    plan, profile, recounted = context.peers.broadcast(
         "given", mine, tuple[Plan | None, Profile | None, bool]
     )
     if profile and profile.model.hardware and recounted and not is_given:
-        facts = replace(profile.model, hardware=measured_hardware(place))
+        facts = replace(profile.model, hardware=measure_hardware(context))
         profile = replace(profile, model=facts)
     return replace(known, plan=plan, profile=profile)
 
 
-def refuse(place: Workplace, source: Source, profile: Profile | None, plan: Plan | None) -> None:
+def check_before_measuring(
+    context: RunContext, source: Source, profile: Profile | None, plan: Plan | None
+) -> None:
     """ValueError, before anything is measured, for what no measurement would change."""
     if profile is not None:
-        check_layers(place, profile, "the profile", "profile again")
+        check_layers(context, profile, "the profile", "profile again")
     elif plan is None:
-        check_plannable(place)
+        check_plannable(context)
     if plan is not None:
-        check_names(place)
-        if profile is None and place.peers.is_primary:
-            loads_that_fit(plan, profile_data(place, source).loads)
+        check_named_remat(context)
+        if profile is None and context.peers.is_primary:
+            loads_that_fit(plan, profile_data(context, source).loads)
 
 
-def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) -> Plan:
+def predict_plan(context: RunContext, profile: Profile, prices: Prices, timed: TimedPlan) -> Plan:
     """The plan of the timed programs, its predictions made anew from their times; its batches are
     scheduled by `prices`."""
-    ex, n = timed.executor, place.config.train.global_batch
+    ex, global_batch = timed.executor, context.config.train.global_batch
     plan = ex.plan
     loads = loads_that_fit(plan, profile.data.loads)
     batches = [
-        [loads[(k * n + i) % len(loads)] for i in range(n)] for k in range(_PREDICTED_BATCHES)
+        [loads[(k * global_batch + i) % len(loads)] for i in range(global_batch)]
+        for k in range(_PREDICTED_BATCHES)
     ]
     schedules = [
         schedule_batch(b, plan, prices, ex.trainable, step=k) for k, b in enumerate(batches)
@@ -265,11 +270,11 @@ def predicted(place: Workplace, profile: Profile, prices: Prices, timed: Timed) 
     # Those that the plan was chosen by were timed on a state that was not needed.
     measured = replace(timed.prices(profile.model), step_end=prices.step_end)
     trace = simulate_schedules(plan, schedules, measured, ex.trainable, synchronous=ex.awaited)
-    busy = trace.busy_fraction()  # of links too
+    busy_fraction = trace.busy_fraction()  # of links too
     figures = replace(
         plan.predicted,
         makespan_s=trace.makespan_s / len(batches),
-        busy_fraction={m.name: busy.get(m.name, 0.0) for m in plan.layout.submeshes},
+        busy_fraction={m.name: busy_fraction.get(m.name, 0.0) for m in plan.layout.submeshes},
         chosen_by_s=plan.predicted.chosen_by_s or mean(s.makespan_s for s in schedules),
     )
     return replace(plan, predicted=figures)

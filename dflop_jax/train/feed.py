@@ -29,7 +29,7 @@ from dflop_jax.report.trace import group_label
 from dflop_jax.report.wall_time import DATA, SAVE, SCHEDULE
 from dflop_jax.runtime.programs import GroupArrays, Programs
 from dflop_jax.schedule.worker import ScheduleWorker
-from dflop_jax.train.step_figures import added, imbalance, most_of
+from dflop_jax.train.step_figures import max_by_name, measure_imbalance, sum_by_name
 
 WEIGHTS = "weights"  # the field that a module with a loss reads
 # Keys of what is sent ahead of the steps.
@@ -59,7 +59,7 @@ class BatchLoss:
     factors: dict[str, float]
 
     @classmethod
-    def of(cls, model: MultimodalModel, denominators: Mapping[str, float]) -> BatchLoss:
+    def for_model(cls, model: MultimodalModel, denominators: Mapping[str, float]) -> BatchLoss:
         factors = {m: float(getattr(model.modules[m], "loss_weight", 1.0)) for m in denominators}
         return cls(dict(denominators), factors)
 
@@ -107,24 +107,24 @@ class BatchCounts:
     across_nodes: dict[str, float]
 
     @classmethod
-    def total(cls, parts: Sequence[BatchCounts]) -> BatchCounts:
-        def of_all(name: str) -> list[Any]:
-            return [getattr(p, name) for p in parts]
+    def total(cls, process_counts: Sequence[BatchCounts]) -> BatchCounts:
+        def values_of(name: str) -> list[Any]:
+            return [getattr(p, name) for p in process_counts]
 
         return cls(
-            sorted({place for p in parts for place in p.bad}),
-            added(of_all("used_tokens")),
-            added(of_all("flops")),
-            added(of_all("loss_weights")),
-            sum(of_all("supervised_tokens")),
-            most_of(of_all("max_crossing")),
-            added(of_all("in_node")),
-            added(of_all("across_nodes")),
+            sorted({place for p in process_counts for place in p.bad}),
+            sum_by_name(values_of("used_tokens")),
+            sum_by_name(values_of("flops")),
+            sum_by_name(values_of("loss_weights")),
+            sum(values_of("supervised_tokens")),
+            max_by_name(values_of("max_crossing")),
+            sum_by_name(values_of("in_node")),
+            sum_by_name(values_of("across_nodes")),
         )
 
 
 @dataclass(frozen=True)
-class ReadyBatch:
+class PackedBatch:
     """A global batch as the executor takes it, and what it cost to make.
 
     `groups` hold this process's part, one for every group of the schedule; `counts` are of the
@@ -157,7 +157,7 @@ class Waits:
     data_s: float
     save_s: float = 0.0
 
-    def of_devices(self, idle_s: float) -> dict[str, float]:
+    def idle_by_cause(self, idle_s: float) -> dict[str, float]:
         """What these waits come to, by name, if devices idled so long."""
         idle: dict[str, float] = {}
         for name, s in ((SAVE, self.save_s), (SCHEDULE, self.schedule_s), (DATA, self.data_s)):
@@ -166,17 +166,17 @@ class Waits:
         return idle
 
 
-def own_ranks(programs: Programs) -> Ranks:
+def find_local_ranks(programs: Programs) -> Ranks:
     """The data ranks that lie on this process's devices."""
-    here = jax.process_index()
+    process = jax.process_index()
     filled: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
     counted: dict[str, set[int]] = {m: set() for m in programs.layout.modules}
     for s in programs.segments.values():
         devices = np.moveaxis(s.mesh.devices, s.mesh.axis_names.index("data"), 0)
-        for rank, of_rank in enumerate(devices.reshape(s.data_ranks, -1)):
-            if any(d.process_index == here for d in of_rank):
+        for rank, rank_devices in enumerate(devices.reshape(s.data_ranks, -1)):
+            if any(d.process_index == process for d in rank_devices):
                 filled[s.plan.module].add(rank)
-            if s.plan.first and of_rank[0].process_index == here:
+            if s.plan.first and rank_devices[0].process_index == process:
                 counted[s.plan.module].add(rank)
     return Ranks(filled, counted)
 
@@ -191,7 +191,7 @@ class Packer:
     peers: ProcessGroup
     needed: Mapping[str, PieceFlops]
 
-    def own(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
+    def find_needed_samples(self, schedule: Schedule, loads: Sequence[Load]) -> list[int]:
         """Places in the batch of the samples that this process needs."""
         return own_samples(self.plan.layout, schedule, loads, self.ranks)
 
@@ -205,7 +205,7 @@ class Packer:
         step: int,
         bad: Sequence[int] = (),
         draws: str = "",
-    ) -> ReadyBatch:
+    ) -> PackedBatch:
         """Return the host arrays of a scheduled batch; `key` and `step` name it among the
         processes, `draws` what is drawn for its tokens (see `pack_groups`)."""
         packed = pack_groups(
@@ -217,15 +217,15 @@ class Packer:
             ranks=self.ranks,
             draws=draws,
         )
-        counts = self._counts(schedule, packed, bad)
-        every = self.peers.gather(key, counts, BatchCounts, step=step)
-        mine = BatchCounts.total(every) if every else None
-        total = self.peers.broadcast(key, mine, BatchCounts, step=step)
+        counts = self._count_tokens(schedule, packed, bad)
+        counts_by_process = self.peers.gather(key, counts, BatchCounts, step=step)
+        primary_total = BatchCounts.total(counts_by_process) if counts_by_process else None
+        total = self.peers.broadcast(key, primary_total, BatchCounts, step=step)
         executed = dict.fromkeys(self.plan.layout.modules, 0)
         for g in schedule.groups:
             ranks = self.plan.layout.data_ranks(g.module)
             executed[g.module] += g.microbatches * ranks * g.shape.size
-        return ReadyBatch(
+        return PackedBatch(
             step=schedule.step,
             loads=tuple(loads),
             schedule=schedule,
@@ -235,34 +235,34 @@ class Packer:
                 )
                 for g, p in enumerate(packed)
             ),
-            loss=BatchLoss.of(self.model, total.loss_weights),
+            loss=BatchLoss.for_model(self.model, total.loss_weights),
             counts=total,
             padding_fraction={
                 m: 1.0 - total.used_tokens[m] / n if n else 0.0 for m, n in executed.items()
             },
-            imbalance=imbalance(self.plan.layout, schedule, loads),
+            imbalance=measure_imbalance(self.plan.layout, schedule, loads),
             groups_run=dict(Counter(group_label(g) for g in schedule.groups)),
         )
 
-    def _counts(
+    def _count_tokens(
         self, schedule: Schedule, packed: Sequence[PackedGroup], bad: Sequence[int]
     ) -> BatchCounts:
         """This process's part of what is counted."""
         modules = self.plan.layout.modules
-        used, flops = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0.0)
+        used_tokens, flops = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0.0)
         weights, supervised = dict.fromkeys(modules_with_loss(self.model), 0.0), 0
         for group, arrays in zip(schedule.groups, packed, strict=True):
-            used[group.module] += arrays.used_tokens
-            asked = map(self.needed[group.module], arrays.lengths, arrays.content)
-            flops[group.module] += sum(asked)
+            used_tokens[group.module] += arrays.used_tokens
+            piece_flops = map(self.needed[group.module], arrays.lengths, arrays.content)
+            flops[group.module] += sum(piece_flops)
             if group.module in weights:
                 weights[group.module] += float(arrays.loss_weights.sum(dtype=np.float64))
             if group.module in [*weights][-1:]:
                 supervised += int(np.count_nonzero(arrays.loss_weights))
-        moved = self._count_moved(schedule, packed)
-        return BatchCounts([*bad], used, flops, weights, supervised, *moved)
+        traffic = self._count_traffic(schedule, packed)
+        return BatchCounts([*bad], used_tokens, flops, weights, supervised, *traffic)
 
-    def _count_moved(
+    def _count_traffic(
         self, schedule: Schedule, packed: Sequence[PackedGroup]
     ) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
         """The last three of `BatchCounts`, of what the ranks of this process read."""
@@ -275,11 +275,11 @@ class Packer:
                 feeder = schedule.groups[f]
                 crossed = crossing(reads, rank_nodes(self.plan, feeder.module))
                 max_crossing[f"{g}/{f}"] = int(crossed.most)
-                counted = crossed.of(sorted(self.ranks.counts[target]))
+                link_counts = crossed.of(sorted(self.ranks.counts[target]))
                 n_bytes = self._feature_bytes(feeder.module, target, feeder.shape)
                 name = f"{feeder.module} > {target}"
-                in_node[name] += n_bytes * counted.in_node
-                across_nodes[name] += n_bytes * counted.across_nodes
+                in_node[name] += n_bytes * link_counts.in_node
+                across_nodes[name] += n_bytes * link_counts.across_nodes
         return max_crossing, in_node, across_nodes
 
     def _feature_bytes(self, source: str, target: str, shape: Shape) -> float:
@@ -292,42 +292,46 @@ class Packer:
         return sum(s.shape[-1] * s.dtype.itemsize for s in structs)
 
 
-def shared_schedule(peers: ProcessGroup, key: str, step: int, solved: Schedule | None) -> Schedule:
+def broadcast_schedule(
+    peers: ProcessGroup, key: str, step: int, solved: Schedule | None
+) -> Schedule:
     """The schedule that process 0 solved, on every process."""
     return peers.broadcast(key, solved, Schedule, step=step)
 
 
-def feed(
+def feed_batches(
     loader: Loader, worker: ScheduleWorker | None, packer: Packer, steps: range
-) -> Generator[tuple[ReadyBatch, Waits], None, None]:
+) -> Generator[tuple[PackedBatch, Waits], None, None]:
     """Yield the batch of each of the steps, with what training waited for it."""
     scheduled: dict[int, tuple[Schedule, float, list[Load]]] = {}
 
     def select(step: int) -> list[int]:
         # Here a batch that cannot be scheduled raises ValueError.
         solved, wait_s = worker.get(step) if worker else (None, 0.0)
-        schedule = shared_schedule(packer.peers, _SCHEDULE, step, solved)
+        schedule = broadcast_schedule(packer.peers, _SCHEDULE, step, solved)
         loads = loader.loads(step)
         scheduled[step] = schedule, wait_s, loads
-        return packer.own(schedule, loads)
+        return packer.find_needed_samples(schedule, loads)
 
-    def prepare(step: int, samples: dict[int, Sample]) -> tuple[ReadyBatch, float]:
+    def prepare(step: int, samples: dict[int, Sample]) -> tuple[PackedBatch, float]:
         schedule, wait_s, loads = scheduled.pop(step)
-        bad = loader.replaced.found(range(step, step + 1))
+        bad_samples = loader.replaced.found(range(step, step + 1))
         draws = f"{loader.seed}/{step}"
-        batch = packer.pack(schedule, loads, samples, key=_BATCH, step=step, bad=bad, draws=draws)
+        batch = packer.pack(
+            schedule, loads, samples, key=_BATCH, step=step, bad=bad_samples, draws=draws
+        )
         loader.replaced.add(step, batch.counts.bad)
         return batch, wait_s
 
     batches = loader.batches(steps, prepare, select)
     try:
-        asked_s = time.perf_counter()
+        wait_start_s = time.perf_counter()
         for batch, wait_s in batches:
             # The solver only costs training what was not hidden behind the batches ready ahead.
-            waited_s = time.perf_counter() - asked_s
+            waited_s = time.perf_counter() - wait_start_s
             schedule_s = min(wait_s, waited_s)
             yield batch, Waits(schedule_s, waited_s - schedule_s)
-            asked_s = time.perf_counter()
+            wait_start_s = time.perf_counter()
     finally:
         packer.peers.cancel_waits(_FEED)  # the others may have stopped before they sent all
         batches.close()

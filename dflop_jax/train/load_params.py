@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedParams:
     """Parameters of each module after `step` steps, layers stacked."""
 
     params: dict[str, Params]
@@ -35,8 +35,8 @@ class Loaded:
 def load_params(
     run: str | Path,
     model: MultimodalModel,
-    where: jax.Device | Mapping[str, Params],
-) -> Loaded:
+    placement: jax.Device | Mapping[str, Params],
+) -> LoadedParams:
     """Return those of the newest whole checkpoint of a run folder, or of the checkpoint folder
     given, adapters folded into what they adapt.
 
@@ -45,21 +45,27 @@ def load_params(
         shapes, dtypes and shardings of its parts.
 
     Raises:
-      ValueError: it is of another model; see `of_newest`.
+      ValueError: it is of another model; see `use_newest_checkpoint`.
       StorageError: it cannot be read.
     """
 
-    def load(reader: CheckpointReader, folder: Path) -> Loaded:
+    def load(reader: CheckpointReader, folder: Path) -> LoadedParams:
         params = {}
-        for name, saved in saved_params(reader, model).items():
-            structs = where[name] if isinstance(where, Mapping) else _on_device(saved, where)
-            params[name] = folded(model.modules[name], jax.tree.map(_placed, structs, saved))
-        return Loaded(params, reader.step, folder)
+        for name, lazy_params in open_params(reader, model).items():
+            structs = (
+                placement[name]
+                if isinstance(placement, Mapping)
+                else _single_device_structs(lazy_params, placement)
+            )
+            params[name] = folded(
+                model.modules[name], jax.tree.map(_make_device_array, structs, lazy_params)
+            )
+        return LoadedParams(params, reader.step, folder)
 
-    return of_newest(run, load)
+    return use_newest_checkpoint(run, load)
 
 
-def of_newest(run: str | Path, use: Callable[[CheckpointReader, Path], T]) -> T:
+def use_newest_checkpoint(run: str | Path, read: Callable[[CheckpointReader, Path], T]) -> T:
     """What a function gives for the newest whole checkpoint of a run folder, or for the checkpoint
     folder given, and its place. One that turns out damaged is named in the log and the one before
     it is taken.
@@ -68,48 +74,48 @@ def of_newest(run: str | Path, use: Callable[[CheckpointReader, Path], T]) -> T:
       ValueError: no such folder, or no (whole) checkpoint in it.
       StorageError, OtherVersion: it cannot be read.
     """
-    store, steps = _find(Path(run))
+    store, steps = _find_checkpoints(Path(run))
     for step in steps:
         try:
-            return use(store.open(step), store.folder(step))
+            return read(store.open(step), store.folder(step))
         except CorruptCheckpoint as e:
             log.warning("checkpoint of step %d is damaged, using an older one: %s", step, e)
     raise ValueError(f"{run}: no checkpoint is whole; take another run, or train it again")
 
 
-def _find(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
+def _find_checkpoints(path: Path) -> tuple[CheckpointStore, tuple[int, ...]]:
     """Return the store that `path` is or lies in, and the steps to try, newest first."""
     if not path.is_dir():
         raise ValueError(f"{path}: no such run folder; check --checkpoint, or train it first")
     if path.name.isdigit():
-        one, step = CheckpointStore(path.parent), int(path.name)
-        if step in one.steps():
-            return one, (step,)
+        store, step = CheckpointStore(path.parent), int(path.name)
+        if step in store.steps():
+            return store, (step,)
     for root in (path / CHECKPOINTS, path):
         if steps := CheckpointStore(root).steps():
             return CheckpointStore(root), steps
-    why = "it is no run folder"
+    reason = "it is no run folder"
     if (path / CONFIG).exists():
-        why = "the run has saved none yet (see --checkpoint.every_s)"
-    raise ValueError(f"{path}: no checkpoint in it; {why}; name another")
+        reason = "the run has saved none yet (see --checkpoint.every_s)"
+    raise ValueError(f"{path}: no checkpoint in it; {reason}; name another")
 
 
-def _on_device(arrays: Params, device: jax.Device) -> Params:
+def _single_device_structs(arrays: Params, device: jax.Device) -> Params:
     """How arrays lie whole on a device."""
-    where = jax.sharding.SingleDeviceSharding(device)
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arrays)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays)
 
 
-def _placed(struct: jax.ShapeDtypeStruct, array: LazyArray) -> jax.Array:
+def _make_device_array(struct: jax.ShapeDtypeStruct, array: LazyArray) -> jax.Array:
     @cache  # devices may hold the same
-    def box(*bounds: tuple[int, int]) -> np.ndarray:
+    def read_box(*bounds: tuple[int, int]) -> np.ndarray:
         return array[tuple(slice(*b) for b in bounds)].astype(struct.dtype, copy=False)
 
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+    def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        return box(*(s.indices(n)[:2] for s, n in zip(index, struct.shape, strict=True)))
+        return read_box(*(s.indices(n)[:2] for s, n in zip(index, struct.shape, strict=True)))
 
-    return jax.make_array_from_callback(struct.shape, struct.sharding, shard)
+    return jax.make_array_from_callback(struct.shape, struct.sharding, read_shard)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +141,7 @@ class LazyArray:
         return whole if dtype is None else whole.astype(dtype)
 
 
-def saved_params(
+def open_params(
     reader: CheckpointReader, model: MultimodalModel, *, average: bool = False
 ) -> dict[str, Params]:
     """A checkpoint's parameters of each module as `LazyArray`s, layers stacked; `average`: of what
@@ -149,38 +155,41 @@ def saved_params(
             f"{reader}: has no average of the parameters; train with train.ema, or leave out --ema"
         )
 
-    def saved(module: str, path: Any, struct: jax.ShapeDtypeStruct) -> LazyArray:
-        where, shape = jax.tree_util.keystr(path, simple=True, separator="/"), struct.shape
-        name, mean = f"params/{module}/{where}", f"opt_state/{module}/{EMA_KEY}/{where}"
-        if average and mean in reader.specs:
-            name = mean
+    def open_array(module: str, path: Any, struct: jax.ShapeDtypeStruct) -> LazyArray:
+        leaf_name, shape = jax.tree_util.keystr(path, simple=True, separator="/"), struct.shape
+        name, average_name = (
+            f"params/{module}/{leaf_name}",
+            f"opt_state/{module}/{EMA_KEY}/{leaf_name}",
+        )
+        if average and average_name in reader.specs:
+            name = average_name
         spec = reader.specs.get(name)
         if spec is None or spec.shape != shape:
-            has = f"{name} as {list(spec.shape)}" if spec else f"no {name}"
+            stored = f"{name} as {list(spec.shape)}" if spec else f"no {name}"
             raise ValueError(
-                f"{reader}: has {has}, the model needs {list(shape)}; give the experiment that it "
-                "was trained with"
+                f"{reader}: has {stored}, the model needs {list(shape)}; give the experiment that "
+                "it was trained with"
             )
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            rest = [slice(None)] * (len(shape) - len(index))
-            bounds = [s.indices(n)[:2] for s, n in zip((*index, *rest), shape, strict=True)]
+            full_dims = [slice(None)] * (len(shape) - len(index))
+            bounds = [s.indices(n)[:2] for s, n in zip((*index, *full_dims), shape, strict=True)]
             return reader.read(name, [lo for lo, _ in bounds], [hi - lo for lo, hi in bounds])
 
         return LazyArray(shape, spec.numpy_dtype, read)
 
     return {
-        name: jax.tree_util.tree_map_with_path(partial(saved, name), module_structs(module))
+        name: jax.tree_util.tree_map_with_path(partial(open_array, name), module_structs(module))
         for name, module in model.modules.items()
     }
 
 
-def computed(function: Callable[..., Any], *arrays: Any) -> LazyArray:
+def apply_lazily(function: Callable[..., Any], *arrays: Any) -> LazyArray:
     """What a function gives of arrays, or of as many rows of each, on the host."""
-    made = jax.eval_shape(function, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
+    struct = jax.eval_shape(function, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
+    def compute(index: tuple[slice, ...]) -> np.ndarray:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return np.asarray(function(*(np.asarray(a[index]) for a in arrays)))
 
-    return LazyArray(made.shape, made.dtype, read)
+    return LazyArray(struct.shape, struct.dtype, compute)

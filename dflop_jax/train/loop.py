@@ -28,116 +28,122 @@ from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.schedule.correction import CorrectionState, price_changes
 from dflop_jax.schedule.worker import ScheduleWorker, SolverSetup
 from dflop_jax.train.callbacks import Evaluation, FitResult
-from dflop_jax.train.choose_plan import ReadyRun
-from dflop_jax.train.compile_cache import compiles_counted
-from dflop_jax.train.correction import Corrector, take_up
-from dflop_jax.train.evaluate import HeldOut
-from dflop_jax.train.feed import Packer, ReadyBatch, Waits, feed, own_ranks
+from dflop_jax.train.choose_plan import PlannedRun
+from dflop_jax.train.compile_cache import count_compiles
+from dflop_jax.train.correction import Corrector, restore_learnt
+from dflop_jax.train.evaluate import Evaluator
+from dflop_jax.train.feed import PackedBatch, Packer, Waits, feed_batches, find_local_ranks
+from dflop_jax.train.plan_trials import load_count_program
 from dflop_jax.train.redecide import NewPlan, Redecider
 from dflop_jax.train.resume import Meta, Resumed, planned_under, trained_under
-from dflop_jax.train.skipped_samples import Skips
+from dflop_jax.train.skipped_steps import SkippedSteps
 from dflop_jax.train.step_figures import row_tokens
 from dflop_jax.train.step_log import StepLog
 from dflop_jax.train.step_profile import StepProfiler
-from dflop_jax.train.timing import count_program
 
 FIRST_STEP = "first step"
 
 
-class Loop:
+class TrainLoop:
     """One process's part in the steps of a run. It ends early where the plan is to be changed for
     the `next` one."""
 
-    def __init__(self, ready: ReadyRun):
-        place, ex = ready.place, ready.ex
-        self._ready, self.config, self.peers, self.ex = ready, place.config, place.peers, ex
-        self.saver, self.progress = ready.saver, ready.progress
-        needed = needed_flops(place.model, row_tokens(ex.plan.layout), place.trained.frozen)
-        self.packer = Packer(ex.plan, place.model, own_ranks(ex.programs), self.peers, needed)
-        loader = partial(make_loader, self.config, ready.source, model=place.model)
+    def __init__(self, run: PlannedRun):
+        context, ex = run.context, run.ex
+        self._run, self.config, self.peers, self.ex = run, context.config, context.peers, ex
+        self.saver, self.progress = run.saver, run.progress
+        needed = needed_flops(context.model, row_tokens(ex.plan.layout), context.trained.frozen)
+        self.packer = Packer(
+            ex.plan, context.model, find_local_ranks(ex.programs), self.peers, needed
+        )
+        loader = partial(make_loader, self.config, run.source, model=context.model)
         self.loader = loader(partial(oversize_samples, plan=ex.plan))
         self._corrector: Corrector | None = None
-        self._redecider = Redecider(ready, loader().loads)  # before too large ones are replaced
-        self.next: NewPlan | None = None
-        self._held_out: HeldOut | None = None
-        self._stalled_s = 0.0
-        self._save_asked = False  # by process 0, as time goes
-        self._stopped_by = ""
+        self._redecider = Redecider(run, loader().loads)  # before too large ones are replaced
+        self.next_plan: NewPlan | None = None
+        self._evaluator: Evaluator | None = None
+        self._reported_stall_s = 0.0
+        self._save_requested = False  # by process 0, as time goes
+        self._stop_reason = ""
         # Of saves that await the end of their last steps, what is kept beside the state.
-        self._unfinished: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
-        self._untold: list[int] = []  # steps whose saves callbacks are to be told of
+        self._pending_states: list[tuple[Meta, Future[Mapping[str, Any]]]] = []
+        self._unreported_saves: list[int] = []  # steps whose saves callbacks are to be told of
 
     def run(self, stack: ExitStack, resumed: Resumed | None) -> FitResult:
         """Run the steps that are left, and save what they reached."""
-        config, place = self.config, self._ready.place
-        start, skips = 0, Skips()
+        config, context = self.config, self._run.context
+        first_step, skips = 0, SkippedSteps()
         if resumed:
-            start = self.loader.restore(resumed.meta.loader, config.data.changed)
-            skips = resumed.meta.skips
-        self._done = self._saved = start
+            first_step = self.loader.restore(resumed.state.loader, config.data.changed)
+            skips = resumed.state.skips
+        self._steps_done = self._saved_step = first_step
         self._saved_s = time.monotonic()
-        worker = self._start_worker(stack, start, resumed.meta.learnt if resumed else None)
-        if self._ready.held_out is not None:
-            self._held_out = HeldOut(self._ready, self.packer)
-            self.saver.store.best = self._held_out.best[0]
-        counter = stack.enter_context(compiles_counted())
-        names = partial(sample_names, self._ready.source, self.loader)
-        self.log = StepLog(self._ready, counter, self._corrector, skips, names)
-        steps = range(start, config.train.steps)
-        if resumed and steps and self._is_evaluation_due(start):
-            self._evaluate(start)  # the run may have ended before it did
-        batches = feed(self.loader, worker, self.packer, steps)
-        with preemption(self.progress.log) as asked:
-            place.time.go_on_with(TRAINING)
+        worker = self._start_worker(stack, first_step, resumed.state.learnt if resumed else None)
+        if self._run.held_out is not None:
+            self._evaluator = Evaluator(self._run, self.packer)
+            self.saver.store.best = self._evaluator.best[0]
+        counter = stack.enter_context(count_compiles())
+        names = partial(sample_names, self._run.source, self.loader)
+        self.log = StepLog(self._run, counter, self._corrector, skips, names)
+        steps = range(first_step, config.train.steps)
+        if resumed and steps and self._is_evaluation_due(first_step):
+            self._evaluate(first_step)  # the run may have ended before it did
+        batches = feed_batches(self.loader, worker, self.packer, steps)
+        with preemption(self.progress.log) as signal_received:
+            context.time_log.go_on_with(TRAINING)
             pending_tasks = self.ex.pending_tasks
-            place.sections.tasks = lambda: TaskProgress(*pending_tasks.progress())
+            context.sections.tasks = lambda: TaskProgress(*pending_tasks.progress())
             with closing(batches):
-                preempted = self._steps(steps_marked(place.sections, batches, start), asked)
-            place.sections.tasks = TaskProgress
-            place.time.go_on_with(END)
-            if self.next is not None:  # a signal may have come while it was searched
-                preempted |= any(self.peers.all_gather("asked", asked.is_set(), bool))
-            done = self._done
-            with place.time.part(SAVE):
+                preempted = self._run_steps(
+                    mark_sections(context.sections, batches, first_step), signal_received
+                )
+            context.sections.tasks = TaskProgress
+            context.time_log.go_on_with(END)
+            if self.next_plan is not None:  # a signal may have come while it was searched
+                preempted |= any(self.peers.all_gather("asked", signal_received.is_set(), bool))
+            steps_done = self._steps_done
+            with context.time_log.part(SAVE):
                 if config.checkpoint.saves:
-                    self._save(done)
+                    self._save(steps_done)
                 self.saver.wait()
-            self._tell_saved()
+            self._report_saves()
         evaluation = None
-        if self._held_out and not preempted and self.next is None:
-            row = self._held_out.row
-            evaluation = row if row and row.step == done else self._evaluate(done)
+        if self._evaluator and not preempted and self.next_plan is None:
+            row = self._evaluator.row
+            evaluation = row if row and row.step == steps_done else self._evaluate(steps_done)
         self.log.write_trace()
         if n := self.log.n_unsupervised:
-            self.progress.log(f"{n} of {done - start} steps had no supervised token")
+            self.progress.log(f"{n} of {steps_done - first_step} steps had no supervised token")
         if preempted:
-            saved = "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
-            self.progress.log(f"preempted at step {done}; {saved}")
-        elif self._stopped_by:
-            self.progress.log(f"stopped after step {done}: {self._stopped_by}")
-        if self.saver.trouble:
+            how_to_continue = (
+                "continue with --resume auto" if config.checkpoint.saves else "nothing is saved"
+            )
+            self.progress.log(f"preempted at step {steps_done}; {how_to_continue}")
+        elif self._stop_reason:
+            self.progress.log(f"stopped after step {steps_done}: {self._stop_reason}")
+        if self.saver.error_text:
             raise RunFailed(
-                f"what was trained is not saved: {self.saver.trouble}; make room, resume"
+                f"what was trained is not saved: {self.saver.error_text}; make room, resume"
             )
         losses, compiles = tuple(self.log.losses), self.log.n_compiles
-        run_dir, why = Path(config.run_dir), self._stopped_by
-        return FitResult(run_dir, losses, evaluation, compiles, done, preempted, why)
+        run_dir, stop_reason = Path(config.run_dir), self._stop_reason
+        return FitResult(run_dir, losses, evaluation, compiles, steps_done, preempted, stop_reason)
 
     def _start_worker(
-        self, stack: ExitStack, start: int, known: CorrectionState | None
+        self, stack: ExitStack, first_step: int, stored_learnt: CorrectionState | None
     ) -> ScheduleWorker | None:
         """Start what solves the schedules, on process 0, and what corrects its prices; `known` is
         what a checkpoint knows of these."""
-        folder, prices, config = self._ready.folder, self._ready.prices, self.config.schedule
+        folder, prices, config = self._run.folder, self._run.prices, self.config.schedule
         if folder is None:
             return None
         learnt, samples = None, folder.rows[SAMPLES]
         if config.correct:
-            learnt = take_up(prices, known, samples, start)
+            learnt = restore_learnt(prices, stored_learnt, samples, first_step)
         else:
-            samples.keep(lambda sample: sample.step < start)
+            samples.keep(lambda sample: sample.step < first_step)
         plan = self.ex.plan
-        program = count_program(plan, self.config.cache_dir)
+        program = load_count_program(plan, self.config.cache_dir)
         setup = SolverSetup(plan, tuple(self.ex.trainable), config.work or None, program)
         worker = stack.enter_context(
             ScheduleWorker(
@@ -145,18 +151,20 @@ class Loop:
                 setup,
                 prices,
                 changes=price_changes(prices, learnt) if learnt else None,
-                first_step=start,
+                first_step=first_step,
                 stop_step=self.config.train.steps,
                 ahead=config.ahead,
             )
         )
         if learnt:
-            self._corrector = Corrector(self._ready, worker, learnt)
+            self._corrector = Corrector(self._run, worker, learnt)
         return worker
 
-    def _steps(self, batches: Iterator[tuple[ReadyBatch, Waits]], asked: threading.Event) -> bool:
+    def _run_steps(
+        self, batches: Iterator[tuple[PackedBatch, Waits]], signal_received: threading.Event
+    ) -> bool:
         """Whether a signal, or the time that the run has, cut the steps short."""
-        pending: tuple[StepHandle, ReadyBatch, Waits] | None = None
+        pending: tuple[StepHandle, PackedBatch, Waits] | None = None
         signalled = False
 
         def finish() -> None:
@@ -166,30 +174,30 @@ class Loop:
             handle, batch, waits = pending
             pending = None
             self.saver.check()
-            waits = replace(waits, save_s=self.saver.stall_s - self._stalled_s)
-            self._stalled_s = self.saver.stall_s
-            over = time.monotonic() > self._ready.ends_s
-            stops = asked.is_set() or over
+            waits = replace(waits, save_s=self.saver.stall_s - self._reported_stall_s)
+            self._reported_stall_s = self.saver.stall_s
+            is_time_over = time.monotonic() > self._run.ends_s
+            stops = signal_received.is_set() or is_time_over
             verdict = self.log.finish(handle, batch, waits, stops, self._is_due_to_save())
-            if over and not signalled:
+            if is_time_over and not signalled:
                 self.progress.log(f"{self.config.train.max_hours:g} hours are over; saving")
             signalled |= verdict.stop
-            self._stopped_by = self._stopped_by or verdict.stopped_by
-            self._save_asked |= verdict.save
-            self._done = batch.step + 1
+            self._stop_reason = self._stop_reason or verdict.stopped_by
+            self._save_requested |= verdict.save
+            self._steps_done = batch.step + 1
             report_step()
-            self._finish_saves()
-            self._tell_saved()
+            self._complete_saves()
+            self._report_saves()
             if self.log.end_reason:
                 raise RunFailed(self.log.end_reason)
 
         def drain() -> None:
             finish()
-            self.log.pause()
+            self.log.exclude_pause()
 
         with closing(self._profiler(drain)) as profiler:
             for batch, waits in batches:
-                for c in self._ready.callbacks.called:
+                for c in self._run.callbacks.active:
                     c.before_step(batch.step)
                 limit = self.log.skips.norm_limit(batch.step, self.config.train.loss_spike)
                 with profiler.dispatching(batch.step):
@@ -200,65 +208,69 @@ class Loop:
                 finish()
                 pending = (handle, batch, waits)
                 profiler.dispatched(batch.step)
-                if signalled or self._stopped_by:
+                if signalled or self._stop_reason:
                     break
-                self._after(batch.step + 1, drain)
-                if self.next is not None or signalled or self._stopped_by:
+                self._run_due_actions(batch.step + 1, drain)
+                if self.next_plan is not None or signalled or self._stop_reason:
                     break
             finish()
-        return signalled and self._done < self.config.train.steps
+        return signalled and self._steps_done < self.config.train.steps
 
     def _profiler(self, drain: Callable[[], None]) -> StepProfiler:
         """Return what traces the steps of `train.profile_steps` that are still to be done."""
         wanted = profiled_steps(self.config.train.profile_steps)
-        steps = range(max(wanted.start, self._done), wanted.stop)
+        steps = range(max(wanted.start, self._steps_done), wanted.stop)
         if wanted and not steps:
             self.progress.log(
                 f"train.profile_steps={self.config.train.profile_steps}: done before step "
-                f"{self._done}, where this run goes on; nothing is traced"
+                f"{self._steps_done}, where this run goes on; nothing is traced"
             )
         run_dir, process = self.config.run_dir, self.peers.process_index
         return StepProfiler(steps, run_dir, process, drain, self.progress.log)
 
-    def _after(self, done: int, drain: Callable[[], None]) -> None:
+    def _run_due_actions(self, steps_done: int, drain: Callable[[], None]) -> None:
         """Do what is due after `done` steps."""
-        if done == self.config.train.steps:
+        if steps_done == self.config.train.steps:
             return
-        every, look = self.config.checkpoint.every, self.config.plan.redecide_every
-        if self._save_asked or (every and done % every == 0):
-            self._save(done)
-        if self._is_evaluation_due(done):
+        save_every, redecide_every = self.config.checkpoint.every, self.config.plan.redecide_every
+        if self._save_requested or (save_every and steps_done % save_every == 0):
+            self._save(steps_done)
+        if self._is_evaluation_due(steps_done):
             drain()
-            self._evaluate(done)
-        if look and done % look == 0:
-            with self._ready.place.time.part(REDECISION):
-                self.next = self._redecider.look(done, self.log.step_s[-look:])
+            self._evaluate(steps_done)
+        if redecide_every and steps_done % redecide_every == 0:
+            with self._run.context.time_log.part(REDECISION):
+                self.next_plan = self._redecider.propose_plan(
+                    steps_done, self.log.step_s[-redecide_every:]
+                )
 
     # ---- evaluations ----
 
-    def _is_evaluation_due(self, done: int) -> bool:
+    def _is_evaluation_due(self, steps_done: int) -> bool:
         every = self.config.train.eval_every
-        return bool(self._held_out and every and done % every == 0)
+        return bool(self._evaluator and every and steps_done % every == 0)
 
-    def _evaluate(self, done: int) -> Evaluation:
+    def _evaluate(self, steps_done: int) -> Evaluation:
         """Evaluate the state after `done` steps, all of them finished; the best one is saved."""
-        held_out = self._held_out
-        assert held_out is not None
-        row = held_out.run(done)
-        beats = self.config.checkpoint.keep_best and row.loss < held_out.best[1]
-        if beats and self._is_saved_whole(done):
-            held_out.best = done, row.loss
-            self.saver.store.best = done
+        evaluator = self._evaluator
+        assert evaluator is not None
+        row = evaluator.evaluate(steps_done)
+        is_best = self.config.checkpoint.keep_best and row.loss < evaluator.best[1]
+        if is_best and self._save_and_wait(steps_done):
+            evaluator.best = steps_done, row.loss
+            self.saver.store.best = steps_done
             self.progress.log("  the best so far: its checkpoint is kept")
         return row
 
     # ---- saves ----
 
-    def _is_saved_whole(self, done: int) -> bool:
+    def _save_and_wait(self, steps_done: int) -> bool:
         """Save the state after `done` steps; whether it could be written."""
-        self._save(done)
+        self._save(steps_done)
         self.saver.wait()
-        return self.peers.broadcast(f"whole/{done}", done in self.saver.store.steps(), bool)
+        return self.peers.broadcast(
+            f"whole/{steps_done}", steps_done in self.saver.store.steps(), bool
+        )
 
     def _is_due_to_save(self) -> bool:
         """Whether to save by time, for process 0; not while a save is under way, which the next one
@@ -267,58 +279,58 @@ class Loop:
         since_s = time.monotonic() - self._saved_s
         return every_s > 0 and since_s >= every_s and not self.saver.is_busy
 
-    def _save(self, done: int) -> None:
+    def _save(self, steps_done: int) -> None:
         """Begin to save the state after `done` steps, unless it is saved already."""
-        self._save_asked = False
-        if done == self._saved:
+        self._save_requested = False
+        if steps_done == self._saved_step:
             return
-        self._saved, self._saved_s = done, time.monotonic()
-        ready, meta = self._ready, Future[Mapping[str, Any]]()
+        self._saved_step, self._saved_s = steps_done, time.monotonic()
+        run, meta = self._run, Future[Mapping[str, Any]]()
         known = Meta(
-            done,
-            self.loader.state(done),
+            steps_done,
+            self.loader.state(steps_done),
             self.ex.plan,
-            ready.profile,
-            PriceList.of(ready.prices),
-            planned_under(ready.place) if self.peers.is_primary else {},
-            self._corrector.learnt(done) if self._corrector else None,
+            run.profile,
+            PriceList.of(run.prices),
+            planned_under(run.context) if self.peers.is_primary else {},
+            self._corrector.learnt(steps_done) if self._corrector else None,
             trained_under=trained_under(self.config),
         )
-        self._unfinished.append((known, meta))
-        self._finish_saves()
-        self.saver.save(done, meta)
-        if ready.callbacks.called:
-            self._untold.append(done)
+        self._pending_states.append((known, meta))
+        self._complete_saves()
+        self.saver.save(steps_done, meta)
+        if run.callbacks.active:
+            self._unreported_saves.append(steps_done)
 
-    def _finish_saves(self) -> None:
+    def _complete_saves(self) -> None:
         """Complete what is kept of states whose steps are all finished: only then is known which
         updates were skipped."""
-        while self._unfinished and self._unfinished[0][0].step <= self._done:
-            known, meta = self._unfinished.pop(0)
+        while self._pending_states and self._pending_states[0][0].step <= self._steps_done:
+            known, meta = self._pending_states.pop(0)
             meta.set_result(msgspec.to_builtins(replace(known, skips=self.log.skips)))
 
-    def _tell_saved(self) -> None:
+    def _report_saves(self) -> None:
         """Tell callbacks of checkpoints that have become whole."""
-        if not self._untold or self.saver.is_busy:
+        if not self._unreported_saves or self.saver.is_busy:
             return
-        begun, self._untold = self._untold, []
-        whole = self.saver.store.steps()
-        for step in (s for s in begun if s in whole):
-            for c in self._ready.callbacks.called:
+        started_saves, self._unreported_saves = self._unreported_saves, []
+        saved_steps = self.saver.store.steps()
+        for step in (s for s in started_saves if s in saved_steps):
+            for c in self._run.callbacks.active:
                 c.after_save(step, self.saver.store.folder(step))
 
 
-def steps_marked(
-    sections: Sections, batches: Iterator[tuple[ReadyBatch, Waits]], first: int
-) -> Iterator[tuple[ReadyBatch, Waits]]:
+def mark_sections(
+    sections: Sections, batches: Iterator[tuple[PackedBatch, Waits]], first_step: int
+) -> Iterator[tuple[PackedBatch, Waits]]:
     """The batches; what is done between two of them is a step, waiting for one is a section of its
     own."""
-    step = first
+    step = first_step
     while True:
         sections.begin(DATA)
         batch = next(batches, None)
         # What lies between two steps ends with the wait for the one before; the first has none.
-        sections.begin(TRAINING if step > first else FIRST_STEP, step)
+        sections.begin(TRAINING if step > first_step else FIRST_STEP, step)
         if batch is None:
             return
         yield batch

@@ -23,8 +23,8 @@ UNDECAYED = frozenset({"bias", "scale"})
 
 def warmup_steps(config: TrainConfig) -> int:
     """Steps before the one that has the peak rate; the last step at most is that."""
-    share = math.ceil(round(config.warmup_ratio * config.steps, 6))
-    return min(share or config.warmup_steps, config.steps - 1)
+    n_steps = math.ceil(round(config.warmup_ratio * config.steps, 6))
+    return min(n_steps or config.warmup_steps, config.steps - 1)
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
@@ -53,25 +53,25 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
     return np.broadcast_to(np.asarray(rates, np.float32), config.steps)
 
 
-def decays(params: Any, undecayed: frozenset[str] = frozenset()) -> Any:
+def make_decay_mask(params: Any, undecayed: frozenset[str] = frozenset()) -> Any:
     """Tree of booleans: whether weight decay applies to a parameter.
 
     Args:
       undecayed: names of the model's own that it leaves out.
     """
 
-    def one(path: Any, leaf: Any) -> bool:
+    def is_decayed(path: Any, leaf: Any) -> bool:
         return leaf.ndim > 1 and last_key(path) not in UNDECAYED | undecayed
 
-    return jax.tree.map_with_path(one, params)
+    return jax.tree.map_with_path(is_decayed, params)
 
 
-def add_decay(
+def add_weight_decay(
     default: float, by_group: Mapping[str, float]
 ) -> optax.GradientTransformationExtraArgs:
     """Add what decays of the parameters to their steps: `by_group` of those in a freeze group that
     it names, `default` of all others. `groups`, if given, says the group of each part, and trees
-    are by parts; see `decays` for `undecayed`."""
+    are by parts; see `make_decay_mask` for `undecayed`."""
 
     def update(
         updates: Any,
@@ -82,20 +82,24 @@ def add_decay(
         undecayed: frozenset[str] = frozenset(),
         **_: Any,
     ) -> tuple[Any, Any]:
-        def of_part(decay: float, which: Any, updates: Any, params: Any) -> Any:
+        def add_decay_to_part(decay: float, mask: Any, updates: Any, params: Any) -> Any:
             return jax.tree.map(
-                lambda yes, u, p: u + decay * p if yes else u, which, updates, params
+                lambda yes, u, p: u + decay * p if yes else u, mask, updates, params
             )
 
-        strengths: Any = default
+        decay_by_part: Any = default
         if groups is not None:
-            strengths = {part: by_group.get(groups[part], default) for part in updates}
-        return jax.tree.map(of_part, strengths, decays(params, undecayed), updates, params), state
+            decay_by_part = {part: by_group.get(groups[part], default) for part in updates}
+        return jax.tree.map(
+            add_decay_to_part, decay_by_part, make_decay_mask(params, undecayed), updates, params
+        ), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
-def with_moments(tx: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+def with_moments_dtype(
+    tx: optax.GradientTransformation, dtype: Any
+) -> optax.GradientTransformation:
     """A transformation that keeps its moments in a dtype between steps, and computes in float32."""
 
     def cast(state: Any, params: Any, dtype: Any) -> Any:
@@ -120,9 +124,9 @@ def make_optimizer(config: TrainConfig) -> Optimizer:
         scale = optax.scale_by_lion(**betas)
     else:
         scale = optax.scale_by_adam(**betas, eps=config.eps)
-    made = optax.chain(
-        with_moments(scale, jnp.dtype(config.moments_dtype)),
-        add_decay(config.weight_decay, named_numbers(config.weight_decays, DECAYS)),
+    optimizer = optax.chain(
+        with_moments_dtype(scale, jnp.dtype(config.moments_dtype)),
+        add_weight_decay(config.weight_decay, named_numbers(config.weight_decays, DECAYS)),
         optax.scale_by_learning_rate(learning_rate(config)),
     )
-    return EmaOptimizer(made, config.ema) if config.ema else made
+    return EmaOptimizer(optimizer, config.ema) if config.ema else optimizer

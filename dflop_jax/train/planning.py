@@ -32,18 +32,18 @@ from dflop_jax.records import (
 from dflop_jax.runtime.layout import can_join
 from dflop_jax.runtime.module_parts import segment_parts
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.prepare import Workplace
 from dflop_jax.train.profiling import (
     OnProgress,
     tensor_degrees,
-    with_degrees,
+    with_default_degrees,
 )
+from dflop_jax.train.run_context import RunContext
 
 SHOWN_PLACEMENTS = 10  # that an explanation compares; each more is made exact
 
 
 def make_plan(
-    place: Workplace, profile: Profile, on_progress: OnProgress | None = None, **options: Any
+    context: RunContext, profile: Profile, on_progress: OnProgress | None = None, **options: Any
 ) -> SearchResult:
     """Return the policy's best plan for this model, data and devices; `options` are
     `search_plan`'s.
@@ -52,115 +52,117 @@ def make_plan(
       ValueError: the profile is of another model, or no plan fits.
     """
     return search_plan(
-        profile.model, profile.data, **{**_arguments(place, profile), **options},
+        profile.model, profile.data, **{**_search_arguments(context, profile), **options},
         on_progress=on_progress,
     )  # fmt: skip
 
 
-def what_memory_bought(place: Workplace, profile: Profile, plan: Plan) -> list[Saving]:
+def explain_memory_savings(context: RunContext, profile: Profile, plan: Plan) -> list[Saving]:
     """Return what each module of a plan that saves memory gets for the time that it costs."""
-    spec = SearchSpec(**_arguments(place, profile))
+    spec = SearchSpec(**_search_arguments(context, profile))
     return savings(build_evaluator(profile.model, profile.data, spec), plan)
 
 
-def _arguments(place: Workplace, profile: Profile) -> dict[str, Any]:
-    config, model = place.config, place.model
-    check_layers(place, profile, "the profile", "profile again")
-    check_names(place)
-    frozen = place.trained.frozen
+def _search_arguments(context: RunContext, profile: Profile) -> dict[str, Any]:
+    config, model = context.config, context.model
+    check_layers(context, profile, "the profile", "profile again")
+    check_named_remat(context)
+    frozen = context.trained.frozen
 
     def trains(s: SegmentPlan) -> bool:
         module = model.modules[s.module]
         return any(module.freeze_groups[p] not in frozen for p in segment_parts(s, module))
 
     return {
-        "n_devices": place.n_devices,
+        "n_devices": context.n_devices,
         "global_batch": config.train.global_batch,
-        "config": replace(config.plan, node=place.node),
-        "memory_bytes": place.plannable_bytes,
+        "config": replace(config.plan, node=context.node),
+        "memory_bytes": context.plannable_bytes,
         "remat": config.train.remat,
         "zero": "auto" if config.plan.zero == "auto" else int(config.plan.zero),
-        "token_multiple": place.token_multiple,
+        "token_multiple": context.token_multiple,
         "trains": trains,
-        "allowed": partial(_allowed, place),
+        "allowed": partial(_is_allowed_submesh, context),
     }
 
 
-def _allowed(place: Workplace, m: SubmeshPlan) -> bool:
-    devices = place.devices
+def _is_allowed_submesh(context: RunContext, m: SubmeshPlan) -> bool:
+    devices = context.devices
     return not devices or can_join(devices[m.first : m.devices.stop])
 
 
-def check_layers(place: Workplace, profile: Profile, whose: str, remedy: str) -> None:
+def check_layers(context: RunContext, profile: Profile, profile_name: str, remedy: str) -> None:
     """ValueError where a profile is of another model."""
-    modules = place.model.modules
+    modules = context.model.modules
     layers = {name: m.n_layers for name, m in modules.items()}
     if profile.model.n_layers != layers:
         raise ValueError(
-            f"{whose} is of a model with layers {profile.model.n_layers}, this one has {layers}; "
-            f"{remedy}"
+            f"{profile_name} is of a model with layers {profile.model.n_layers}, this one has "
+            f"{layers}; {remedy}"
         )
     for name, module in modules.items():
         if profile.model.layer_kinds(name) != layer_kinds_of(module):
             raise ValueError(
-                f"{whose} is of a model whose layers of {name!r} are of other kinds; {remedy}"
+                f"{profile_name} is of a model whose layers of {name!r} are of other kinds; "
+                f"{remedy}"
             )
 
 
-def check_plannable(place: Workplace) -> None:
+def check_plannable(context: RunContext) -> None:
     """ValueError, before anything is measured, where no plan can be made whatever is measured: the
     policy has no placement, or the model's state alone is more than memory holds."""
-    check_names(place)
-    modules, config = place.model.modules, with_degrees(place)
+    check_named_remat(context)
+    modules, config = context.model.modules, with_default_degrees(context)
     kinds = {name: layer_kinds_of(m) for name, m in modules.items()}
     degrees = {
-        name: [d for d in tensor_degrees(place) if divides(m, d)] for name, m in modules.items()
+        name: [d for d in tensor_degrees(context) if divides(m, d)] for name, m in modules.items()
     }
     limits = SpaceLimits.from_model(
-        kinds, degrees, edges_of(place.model), place.n_devices, place.node, config
+        kinds, degrees, edges_of(context.model), context.n_devices, context.node, config
     )
-    check_placement_exists(limits, partial(_allowed, place))
-    limit, least = place.plannable_bytes, least_bytes(place)
-    if limit and least > limit:
+    check_placement_exists(limits, partial(_is_allowed_submesh, context))
+    limit, min_bytes = context.plannable_bytes, min_state_bytes(context)
+    if limit and min_bytes > limit:
         raise ValueError(
             f"no plan fits into {limit / GIB:.2f} GiB per device: parameters, gradients and "
-            f"optimizer state, split over all {place.n_devices} devices, need {least / GIB:.2f} "
-            "GiB of each; take more devices or more memory, or train less (train.stage, "
-            "train.freeze, train.lora_rank)"
+            f"optimizer state, split over all {context.n_devices} devices, need "
+            f"{min_bytes / GIB:.2f} GiB of each; take more devices or more memory, or train less "
+            "(train.stage, train.freeze, train.lora_rank)"
         )
 
 
-def least_bytes(place: Workplace) -> float:
+def min_state_bytes(context: RunContext) -> float:
     """Bytes of the model's state on a device, where every bit of it is split over all devices: more
     than that is needed by any plan."""
-    tx, n_bytes = make_optimizer(place.config.train), 0.0
-    every = parameter_dims(place.model, tx, place.trained.frozen)
-    for name, module in place.model.modules.items():
+    tx, n_bytes = make_optimizer(context.config.train), 0.0
+    dims_by_layer = parameter_dims(context.model, tx, context.trained.frozen)
+    for name, module in context.model.modules.items():
         # Gradients and, where programs read other parameters, masters.
         copies = 2 if working_dtype_of(module).itemsize < FLOAT32_BYTES else 1
         kinds = Counter(layer_kinds_of(module)).items()
-        layers = [(every["layer_dims"][layer_key(name, kind)], n) for kind, n in kinds]
-        for dims, n in [*layers, (every["ends_dims"][name], 1)]:
+        layers = [(dims_by_layer["layer_dims"][layer_key(name, kind)], n) for kind, n in kinds]
+        for dims, n in [*layers, (dims_by_layer["ends_dims"][name], 1)]:
             for p in dims:
                 trained = p.trains * copies * FLOAT32_BYTES + p.element_state_bytes
                 n_bytes += n * prod(p.sizes) * (p.working_bytes + trained)
-    return n_bytes / place.n_devices
+    return n_bytes / context.n_devices
 
 
-def check_names(place: Workplace) -> None:
+def check_named_remat(context: RunContext) -> None:
     """ValueError where values are to be kept by name and a module's layers name none."""
-    if place.config.train.remat != "named":
+    if context.config.train.remat != "named":
         return
-    for name, module in place.model.modules.items():
-        shape = Shape(1, place.model.piece_tokens.get(name, place.token_multiple))
-        every = single_kind_modules(module).values()
-        named, least = (
+    for name, module in context.model.modules.items():
+        shape = Shape(1, context.model.piece_tokens.get(name, context.token_multiple))
+        modules_by_kind = single_kind_modules(module).values()
+        named_bytes, layers_bytes = (
             max(
-                residual_bytes(TraceSpec(apart, "layers", shape, remat=remat), 2) for apart in every
+                residual_bytes(TraceSpec(module_of_kind, "layers", shape, remat=remat), 2)
+                for module_of_kind in modules_by_kind
             )
             for remat in ("named", "layers")
         )
-        if named <= least:
+        if named_bytes <= layers_bytes:
             raise ValueError(
                 f"train.remat=named: the layers of {name!r} name no value to keep; take layers or "
                 f"dots, or have them name one ({', '.join(SAVED_NAMES)})"
@@ -176,34 +178,38 @@ class WhatIf:
     makespan_s: float | None
 
 
-def what_would_help(
-    place: Workplace, profile: Profile, on_progress: OnProgress | None = None
+def evaluate_changes(
+    context: RunContext, profile: Profile, on_progress: OnProgress | None = None
 ) -> list[WhatIf]:
     """Return what searches with one thing changed each come to, the present state first."""
-    given = _arguments(place, profile)
+    arguments = _search_arguments(context, profile)
     # All look as far as the present state does, else less need would look worse.
-    given["config"] = with_limits(SearchSpec(**given), profile.model, profile.data.loads).config
-    batch, limit = given["global_batch"], given["memory_bytes"]
+    arguments["config"] = with_limits(
+        SearchSpec(**arguments), profile.model, profile.data.loads
+    ).config
+    batch, limit = arguments["global_batch"], arguments["memory_bytes"]
     sources = list(profile.model.n_layers)[:-1]
     changes: list[tuple[str, dict[str, Any], ModelProfile]] = [("as it is", {}, profile.model)]
     if limit:
         changes.append(("twice the memory", {"memory_bytes": 2 * limit}, profile.model))
     if hardware := profile.model.hardware:
-        fast = hardware.with_links(8)
-        changes.append(("links 8x", {}, replace(profile.model, hardware=fast)))
+        faster_links = hardware.with_links(8)
+        changes.append(("links 8x", {}, replace(profile.model, hardware=faster_links)))
     for m in sources:
-        changes.append((f"half the work in {m}", {}, _cheaper(profile.model, m)))
+        changes.append((f"half the work in {m}", {}, _halve_seconds(profile.model, m)))
     changes.append(("twice the global batch", {"global_batch": 2 * batch}, profile.model))
-    changes.append(("twice the devices", {"n_devices": 2 * given["n_devices"]}, profile.model))
+    changes.append(("twice the devices", {"n_devices": 2 * arguments["n_devices"]}, profile.model))
     answers = []
     for change, options, model in changes:
-        if "n_devices" in options and place.devices:
+        if "n_devices" in options and context.devices:
             options = {**options, "allowed": lambda _: True}
             model = replace(model, concurrency=2 * model.concurrency)
         try:
-            best = search_plan(model, profile.data, **{**given, **options}, n_shown=1, refine=False)
+            result = search_plan(
+                model, profile.data, **{**arguments, **options}, n_shown=1, refine=False
+            )
             scale = batch / options.get("global_batch", batch)
-            answers.append(WhatIf(change, scale * best.candidates[0].makespan_s))
+            answers.append(WhatIf(change, scale * result.candidates[0].makespan_s))
         except ValueError:
             answers.append(WhatIf(change, None))
         if on_progress:
@@ -211,7 +217,7 @@ def what_would_help(
     return answers
 
 
-def _cheaper(profile: ModelProfile, module: str) -> ModelProfile:
+def _halve_seconds(profile: ModelProfile, module: str) -> ModelProfile:
     """Return the profile with half the seconds in a module."""
     timings = tuple(t.scaled(0.5) if t.module == module else t for t in profile.timings)
     return replace(profile, timings=timings)
@@ -241,18 +247,21 @@ def check_trainable(config: Config) -> None:
             "give train.eval_samples or train.eval_fraction"
         )
     if config.data.eval_path and (config.data.factory or not config.train.eval_samples):
-        why = "a data.factory has its own" if config.data.factory else "train.eval_samples is 0"
+        reason = "a data.factory has its own" if config.data.factory else "train.eval_samples is 0"
         raise ValueError(
-            f"data.eval_path={config.data.eval_path} is not evaluated on: {why}; leave it out, or "
-            "say how many samples"
+            f"data.eval_path={config.data.eval_path} is not evaluated on: {reason}; leave it out, "
+            "or say how many samples"
         )
-    if (share := config.train.eval_fraction) and (config.data.factory or config.data.eval_path):
-        by = "data.factory" if config.data.factory else "data.eval_path"
+    if (eval_fraction := config.train.eval_fraction) and (
+        config.data.factory or config.data.eval_path
+    ):
+        flag = "data.factory" if config.data.factory else "data.eval_path"
         raise ValueError(
-            f"train.eval_fraction={share:g}: {by} says what is held out; leave one of them out"
+            f"train.eval_fraction={eval_fraction:g}: {flag} says what is held out; leave one of "
+            "them out"
         )
-    last = profiled_steps(config.train.profile_steps).stop
-    if last > config.train.steps and not config.train.epochs:  # whose steps the data say
+    stop_step = profiled_steps(config.train.profile_steps).stop
+    if stop_step > config.train.steps and not config.train.epochs:  # whose steps the data say
         raise ValueError(
             f"train.profile_steps={config.train.profile_steps}, but with train.steps="
             f"{config.train.steps} the last step is number {config.train.steps - 1}; choose "

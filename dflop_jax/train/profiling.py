@@ -44,11 +44,11 @@ from dflop_jax.records import DataProfile, Hardware, LayerTiming, ModelProfile, 
 from dflop_jax.records.files import load, save
 from dflop_jax.runtime.layout import can_join
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.run_context import RunContext
 
 OnProgress = Callable[[int, int], None]
 Measured = TypeVar("Measured", ModelProfile, Hardware)
-DEGREES = (1, 2, 4, 8)  # of tensor parallelism, of which every module is profiled
+TENSOR_DEGREES = (1, 2, 4, 8)  # of tensor parallelism, of which every module is profiled
 
 
 def check_not_empty(source: Source) -> None:
@@ -56,68 +56,77 @@ def check_not_empty(source: Source) -> None:
         raise ValueError(f"{source.name}: the dataset is empty; name one with records")
 
 
-def profile_data(place: Workplace, source: Source) -> DataProfile:
+def profile_data(context: RunContext, source: Source) -> DataProfile:
     """Loads of up to `profile_samples` samples, evenly spread over the dataset, and of those of all
     of it that ask for most, where the source names them."""
     check_not_empty(source)
-    n = min(len(source), place.config.plan.profile_samples)
-    picked = [i * len(source) // n for i in range(n)]
-    most_demanding: list[int] = getattr(source, "tail", list)()
-    counted = counter_of(place.model)
+    n = min(len(source), context.config.plan.profile_samples)
+    sampled_indices = [i * len(source) // n for i in range(n)]
+    tail_indices: list[int] = getattr(source, "tail", list)()
+    count_load = counter_of(context.model)
     loads, tail = (
-        tuple(counted(source.load(i)) for i in which) for which in (picked, most_demanding)
+        tuple(count_load(source.load(i)) for i in indices)
+        for indices in (sampled_indices, tail_indices)
     )
     return DataProfile(source.name, len(source), loads, tail)
 
 
-def tensor_degrees(place: Workplace) -> list[int]:
+def tensor_degrees(context: RunContext) -> list[int]:
     """Degrees of tensor parallelism to profile: it stays inside a node, and inside a process where
     several CPU devices of each cannot work together."""
-    most = min(with_degrees(place).max_model, place.node)
-    if place.hardware:
-        return [d for d in DEGREES if d <= most]
-    return [d for d in DEGREES if d <= most and _blocks(place, d, apart=True)]
+    max_degree = min(with_default_degrees(context).max_model, context.node)
+    if context.hardware:
+        return [d for d in TENSOR_DEGREES if d <= max_degree]
+    return [
+        d
+        for d in TENSOR_DEGREES
+        if d <= max_degree and _select_timing_devices(context, d, on_every_process=True)
+    ]
 
 
-def _blocks(place: Workplace, degree: int, *, apart: bool) -> list[tuple[jax.Device, ...]]:
+def _select_timing_devices(
+    context: RunContext, degree: int, *, on_every_process: bool
+) -> list[tuple[jax.Device, ...]]:
     """Devices that time programs of a tensor-parallel degree at once: of every process if these
     compute `apart`, of every host where a process has too few, else of the first."""
     by_process: dict[int, list[jax.Device]] = {}
-    for d in place.devices:
+    for d in context.devices:
         by_process.setdefault(d.process_index, []).append(d)
-    for groups in (list(by_process.values()), place.by_host):
+    for groups in (list(by_process.values()), context.by_host):
         blocks = [tuple(group[:degree]) for group in groups if len(group) >= degree]
         if blocks := [b for b in blocks if can_join(b)]:
-            return blocks if apart else blocks[:1]
+            return blocks if on_every_process else blocks[:1]
     return []
 
 
-def with_degrees(place: Workplace) -> PlanConfig:
+def with_default_degrees(context: RunContext) -> PlanConfig:
     """`plan.*` with the largest tensor-parallel and pipeline degrees that the model needs where
     none are given."""
-    config = place.config.plan
+    config = context.config.plan
     if config.max_model and config.max_stage:
         return config
-    modules = place.model.modules
+    modules = context.model.modules
     parameters = {m: sum(parameter_bytes(module).values()) for m, module in modules.items()}
-    halved = [m for m, module in modules.items() if working_dtype_of(module).itemsize == 2]
-    held = largest_module_bytes(parameters, halved)
-    model, stage = parallel_limits(held, place.plannable_bytes, place.node)
+    half_precision_modules = [
+        m for m, module in modules.items() if working_dtype_of(module).itemsize == 2
+    ]
+    bytes_per_module = largest_module_bytes(parameters, half_precision_modules)
+    model, stage = parallel_limits(bytes_per_module, context.plannable_bytes, context.node)
     return replace(config, max_model=config.max_model or model, max_stage=config.max_stage or stage)
 
 
 def parameter_bytes(module: Module) -> dict[str, float]:
     """Bytes of a module's parameters in float32, of each part."""
     return {
-        part: 4.0
-        * sum(prod(p.sizes) for p in param_dims(module, part))
-        * (n_rows(module, part) if part in stacked_parts(module) else 1)
-        for part in module.freeze_groups
+        part_name: 4.0
+        * sum(prod(p.sizes) for p in param_dims(module, part_name))
+        * (n_rows(module, part_name) if part_name in stacked_parts(module) else 1)
+        for part_name in module.freeze_groups
     }
 
 
 def profile_model(
-    place: Workplace, data: DataProfile, on_progress: OnProgress | None = None
+    context: RunContext, data: DataProfile, on_progress: OnProgress | None = None
 ) -> ModelProfile:
     """Return the model's timings and the links of its devices, both from the cache when programs,
     devices, shapes and versions are the same.
@@ -125,142 +134,157 @@ def profile_model(
     Processes with devices of their own measure a part each, otherwise process 0 all of it; how many
     devices compute at once is measured by all together.
     """
-    model = place.model
-    shapes, degrees = probe_shapes(place, data), tensor_degrees(place)
-    if place.hardware:
+    model = context.model
+    shapes, degrees = probe_shapes(context, data), tensor_degrees(context)
+    if context.hardware:
         profile = roofline_profile(
-            model, place.hardware, shapes, degrees, n_devices=place.n_devices
+            model, context.hardware, shapes, degrees, n_devices=context.n_devices
         )
     else:
-        profile = _timed_profile(place, shapes, degrees, on_progress)
-        profile = replace(profile, hardware=measured_hardware(place))
-    tx = make_optimizer(place.config.train)
-    return replace(profile, **parameter_dims(model, tx, place.trained.frozen))
+        profile = _time_model(context, shapes, degrees, on_progress)
+        profile = replace(profile, hardware=measure_hardware(context))
+    tx = make_optimizer(context.config.train)
+    return replace(profile, **parameter_dims(model, tx, context.trained.frozen))
 
 
-def probe_shapes(place: Workplace, data: DataProfile) -> dict[str, list[Shape]]:
+def probe_shapes(context: RunContext, data: DataProfile) -> dict[str, list[Shape]]:
     """The shapes to time, on CPU devices those whose programs the host's memory holds; all
     processes call this together.
 
     Raises:
       ValueError: the largest sample alone needs more memory.
     """
-    model = place.model
-    shapes = shapes_to_time(data, model, place.token_multiple)
-    if place.hardware or place.devices[0].platform != "cpu":
+    model = context.model
+    shapes = shapes_to_time(data, model, context.token_multiple)
+    if context.hardware or context.devices[0].platform != "cpu":
         return shapes
-    free_of_host = place.peers.broadcast("profile/free", available_host_bytes(), int | None)
-    if free_of_host is None:
+    free_host_bytes = context.peers.broadcast("profile/free", available_host_bytes(), int | None)
+    if free_host_bytes is None:
         return shapes
-    a_device = free_of_host / max(map(len, place.by_host))
-    return shapes_within(shapes, a_device, lambda m, shape: probe_bytes(model.modules[m], shape))
+    bytes_per_device = free_host_bytes / max(map(len, context.by_host))
+    return shapes_within(
+        shapes, bytes_per_device, lambda m, shape: probe_bytes(model.modules[m], shape)
+    )
 
 
-def _timed_profile(
-    place: Workplace,
+def _time_model(
+    context: RunContext,
     shapes: dict[str, list[Shape]],
     degrees: list[int],
     on_progress: OnProgress | None,
 ) -> ModelProfile:
-    model, peers = place.model, place.peers
+    model, peers = context.model, context.peers
     # Process 0's: what jax may take of a device, and so what is needed, differs a little.
     degrees = peers.broadcast("profile/degrees", degrees, list[int])
-    devices = [d for d in place.devices if d.process_index == peers.process_index]
+    devices = [d for d in context.devices if d.process_index == peers.process_index]
 
     @cache
     def key() -> str:
-        n = len(place.devices)
+        n = len(context.devices)
         return profile_key(
-            model, devices, shapes, place.config.model, degrees, n, peers.n_processes
+            model, devices, shapes, context.config.model, degrees, n, peers.n_processes
         )
 
     def measure() -> ModelProfile | None:
         # Processes of a host share its cores.
-        apart = place.devices[0].platform != "cpu" or len({*place.hosts}) == peers.n_processes
-        blocks = [_blocks(place, degree, apart=apart) for degree in degrees]
+        on_every_process = (
+            context.devices[0].platform != "cpu" or len({*context.hosts}) == peers.n_processes
+        )
+        blocks = [
+            _select_timing_devices(context, degree, on_every_process=on_every_process)
+            for degree in degrees
+        ]
         sync = partial(peers.barrier, "profile/alone")
         timings = time_layers(model, timing_jobs(model, shapes, blocks), on_progress, sync)
-        parts = peers.gather("profile/timings", timings, list[LayerTiming])
-        concurrency = _concurrency(model, shapes[list(model.modules)[-1]][-1], place, devices)
+        timings_by_process = peers.gather("profile/timings", timings, list[LayerTiming])
+        concurrency = _measure_concurrency(
+            model, shapes[list(model.modules)[-1]][-1], context, devices
+        )
         if not peers.is_primary:
             return None
-        timings = [t for part in parts for t in part]
+        timings = [t for process_timings in timings_by_process for t in process_timings]
         profile = model_profile(model, shapes, timings, devices, key=key())
         return replace(profile, concurrency=concurrency)
 
-    return _measured_once(place, "profile", key, ModelProfile, measure)
+    return _measure_cached(context, "profile", key, ModelProfile, measure)
 
 
-def _measured_once(
-    place: Workplace,
+def _measure_cached(
+    context: RunContext,
     name: str,
     key: Callable[[], str],
-    kind: type[Measured],
+    record_type: type[Measured],
     measure: Callable[[], Measured | None],
 ) -> Measured:
     """What process 0's cache holds under a name and a key (asked of process 0), else what all
     processes `measure` together, which process 0 returns."""
-    peers, folder, known, file = place.peers, Path(place.config.cache_dir), None, Path()
+    peers, folder, record, file = context.peers, Path(context.config.cache_dir), None, Path()
     if peers.is_primary:
         file = folder / f"{name}-{key()}.json"
         with suppress(ValueError):  # none yet, or one of another version
-            known = load(kind, file)
-        if known is None and not os.access(folder, os.W_OK):
+            record = load(record_type, file)
+        if record is None and not os.access(folder, os.W_OK):
             raise ValueError(
                 f"cache_dir={folder}: cannot be written, and what is measured would be lost; "
                 "choose another --cache_dir"
             )
-    known = peers.broadcast(f"{name}/cached", known, kind | None)
-    if known is None:
+    record = peers.broadcast(f"{name}/cached", record, record_type | None)
+    if record is None:
         measured = measure()
         if peers.is_primary:
             save(measured, file)
-        known = peers.broadcast(name, measured, kind)
-    return known
+        record = peers.broadcast(name, measured, record_type)
+    return record
 
 
-def measured_hardware(place: Workplace) -> Hardware:
+def measure_hardware(context: RunContext) -> Hardware:
     """The devices' data sheet with nodes and links as they are here, from the cache when devices,
     hosts and versions are the same; all processes call this together."""
-    kind, hosts = place.devices[0].device_kind, place.hosts or ("",)
-    node = node_size(place.devices, hosts)
+    kind, hosts = context.devices[0].device_kind, context.hosts or ("",)
+    node = node_size(context.devices, hosts)
 
     def key() -> str:
-        facts = kind, node, [d.process_index for d in place.devices], hosts, jax.__version__
+        facts = kind, node, [d.process_index for d in context.devices], hosts, jax.__version__
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
     def measure() -> Hardware | None:
-        timings = timed_links(place, node)
-        return hardware_with_links(kind, node, timings) if place.peers.is_primary else None
+        timings = measure_links(context, node)
+        return hardware_with_links(kind, node, timings) if context.peers.is_primary else None
 
-    return _measured_once(place, "links", key, Hardware, measure)
+    return _measure_cached(context, "links", key, Hardware, measure)
 
 
-def timed_links(place: Workplace, node: int) -> list[LinkTiming]:
+def measure_links(context: RunContext, node: int) -> list[LinkTiming]:
     """Timings of all processes, on process 0; all call this together."""
-    peers = place.peers
-    mine = time_links(place.devices, node, partial(peers.barrier, "links/sync"))
-    return max_over_processes(peers.gather("links/timed", mine, list[LinkTiming]))
+    peers = context.peers
+    own_timings = time_links(context.devices, node, partial(peers.barrier, "links/sync"))
+    return max_over_processes(peers.gather("links/timed", own_timings, list[LinkTiming]))
 
 
-def _concurrency(
-    model: MultimodalModel, shape: Shape, place: Workplace, local: Sequence[jax.Device]
+def _measure_concurrency(
+    model: MultimodalModel, shape: Shape, context: RunContext, local_devices: Sequence[jax.Device]
 ) -> float:
     """How many devices really compute at once: the rate of all against that of one alone; for
     process 0."""
-    every, peers = place.devices, place.peers
-    if len(every) == 1 or every[0].platform != "cpu":
-        return float(len(every))
-    alone = measure_concurrent_rate(model, shape, local[:1]) if peers.is_primary else 0.0
+    devices, peers = context.devices, context.peers
+    if len(devices) == 1 or devices[0].platform != "cpu":
+        return float(len(devices))
+    single_device_rate = (
+        measure_concurrent_rate(model, shape, local_devices[:1]) if peers.is_primary else 0.0
+    )
     peers.barrier("profile/together")
-    mine = measure_concurrent_rate(model, shape, local) if local else 0.0
-    rates = peers.gather("profile/rates", mine, float)
-    return min(float(len(every)), max(1.0, sum(rates) / alone)) if peers.is_primary else 0.0
+    own_rate = measure_concurrent_rate(model, shape, local_devices) if local_devices else 0.0
+    rates = peers.gather("profile/rates", own_rate, float)
+    return (
+        min(float(len(devices)), max(1.0, sum(rates) / single_device_rate))
+        if peers.is_primary
+        else 0.0
+    )
 
 
 def make_profile(
-    place: Workplace, source: Source, on_progress: OnProgress | None = None
+    context: RunContext, source: Source, on_progress: OnProgress | None = None
 ) -> Profile:
     """Return the data profile of a source and the model profile on the devices at hand."""
-    data = profile_data(place, source)
-    return Profile(profile_model(place, data, on_progress), data)
+    data = profile_data(context, source)
+    return Profile(profile_model(context, data, on_progress), data)

@@ -20,13 +20,13 @@ from dflop_jax.plan.pricing import simulate
 from dflop_jax.records import DataProfile, Load, Plan, Profile
 from dflop_jax.schedule.buckets.choose import dominating_loads
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
-from dflop_jax.train.choose_plan import ReadyRun
+from dflop_jax.train.choose_plan import PlannedRun
 from dflop_jax.train.planning import make_plan
 
 # Standard errors by which means of samples differ that differ by more than chance; twice as many
 # find a change of the data in four times as many steps.
-_SURE_ERRORS = 3.0
-_LEAST_GAIN = 0.03  # share of a step that a plan must save: less is within what predictions are off
+_MIN_STANDARD_ERRORS = 3.0
+_MIN_SAVING = 0.03  # share of a step that a plan must save: less is within what predictions are off
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,28 @@ class NewPlan:
     profile: Profile
 
 
-def drift(profiled: Sequence[Load], seen: Sequence[Load]) -> float:
+def find_drift(profiled: Sequence[Load], recent_loads: Sequence[Load]) -> float:
     """The largest change of a module's mean tokens, or of a feature of its content, over the
     larger of both; 0 where all are within chance."""
-    most, every = 0.0, (*profiled, *seen)
-    for module in dict.fromkeys(m for load in every for m in load.pieces):
-        for amount in _amounts(every, module):
-            then, now = np.split(amount, [len(profiled)])
-            error = float(np.sqrt(then.var() / len(then) + now.var() / len(now)))
-            change = abs(float(now.mean() - then.mean()))
-            if change > _SURE_ERRORS * error:
-                most = max(most, change / max(now.mean(), then.mean()))
-    return most
+    max_change, loads = 0.0, (*profiled, *recent_loads)
+    for module in dict.fromkeys(m for load in loads for m in load.pieces):
+        for amount in _tokens_and_content(loads, module):
+            profiled_amount, recent_amount = np.split(amount, [len(profiled)])
+            error = float(
+                np.sqrt(
+                    profiled_amount.var() / len(profiled_amount)
+                    + recent_amount.var() / len(recent_amount)
+                )
+            )
+            change = abs(float(recent_amount.mean() - profiled_amount.mean()))
+            if change > _MIN_STANDARD_ERRORS * error:
+                max_change = max(
+                    max_change, change / max(recent_amount.mean(), profiled_amount.mean())
+                )
+    return max_change
 
 
-def _amounts(loads: Sequence[Load], module: str) -> np.ndarray:
+def _tokens_and_content(loads: Sequence[Load], module: str) -> np.ndarray:
     """What each sample has of tokens and of each feature of a module's content, [1 + features,
     loads]."""
     n_features = max((len(c) for load in loads for c in load.content_of(module)), default=1)
@@ -62,33 +69,37 @@ def _amounts(loads: Sequence[Load], module: str) -> np.ndarray:
     return amounts
 
 
-def observed(known: DataProfile, seen: Sequence[Load], steps: range) -> DataProfile:
+def make_recent_profile(
+    profiled: DataProfile, recent_loads: Sequence[Load], steps: range
+) -> DataProfile:
     """The profile of the samples of some steps; the largest that were known keep their room."""
-    source = f"{known.source.split(', steps ')[0]}, steps {steps.start} to {steps.stop - 1}"
-    loads = (*known.tail, *known.loads)
+    source = f"{profiled.source.split(', steps ')[0]}, steps {steps.start} to {steps.stop - 1}"
+    loads = (*profiled.tail, *profiled.loads)
     modules = dict.fromkeys(m for load in loads for m in load.pieces)
     tail = dominating_loads(loads, [*modules])
-    return DataProfile(source, known.n_total, tuple(seen), tuple(tail))
+    return DataProfile(source, profiled.n_total, tuple(recent_loads), tuple(tail))
 
 
-def saved_share(
-    plan: Plan, best: Plan, profile: Profile, config: Config
+def predict_saving(
+    plan: Plan, new_plan: Plan, profile: Profile, config: Config
 ) -> tuple[float | None, str]:
     """The share of a step that `best` saves by simulation on the latest batches of a profile, of
     what both plans have room for; None, and why, where the plan in use, `plan`, stays."""
     data, n = profile.data, config.train.global_batch
-    if best.layout == plan.layout:
+    if new_plan.layout == plan.layout:
         return None, "the plan is still the best"
-    known = (*data.loads, *data.tail)
-    if lost := {*oversize_samples(known, best)} - {*oversize_samples(known, plan)}:
-        return None, f"the best plan leaves out {len(lost)} samples that are trained on"
-    held = []
+    loads = (*data.loads, *data.tail)
+    if newly_excluded := {*oversize_samples(loads, new_plan)} - {*oversize_samples(loads, plan)}:
+        return None, f"the best plan leaves out {len(newly_excluded)} samples that are trained on"
+    batches = []
     for i in range(0, len(data.loads), n):
         batch = data.loads[i : i + n]
-        large = {j for p in (plan, best) for j in oversize_samples(batch, p)}
-        held.append([load for j, load in enumerate(batch) if j not in large])
-    last = held[-config.plan.sampled_batches :]
-    now_s, then_s = (simulate(p, last, profile.model).makespan_s for p in (plan, best))
+        too_large = {j for p in (plan, new_plan) for j in oversize_samples(batch, p)}
+        batches.append([load for j, load in enumerate(batch) if j not in too_large])
+    recent_batches = batches[-config.plan.sampled_batches :]
+    now_s, then_s = (
+        simulate(p, recent_batches, profile.model).makespan_s for p in (plan, new_plan)
+    )
     if then_s >= now_s:
         return None, "the best plan for them is not faster"
     return 1 - then_s / now_s, ""
@@ -102,48 +113,53 @@ class Redecider:
         not replaced.
     """
 
-    def __init__(self, ready: ReadyRun, loads: Callable[[int], list[Load]]):
-        self._ready, self._loads = ready, loads
-        self._profile = ready.profile  # that a plan was last searched for
+    def __init__(self, run: PlannedRun, loads: Callable[[int], list[Load]]):
+        self._run, self._loads = run, loads
+        self._profile = run.profile  # that a plan was last searched for
 
-    def look(self, done: int, step_s: Sequence[float]) -> NewPlan | None:
+    def propose_plan(self, steps_done: int, step_s: Sequence[float]) -> NewPlan | None:
         """Return what to change to after `done` steps, None to go on.
 
         Args:
           step_s: measured seconds of the steps since the last look, on process 0.
         """
-        peers, new = self._ready.place.peers, None
+        peers, new = self._run.context.peers, None
         if peers.is_primary:
-            new, says = self._decide(done, step_s)
-            self._ready.progress.log(f"after step {done}: {says}")
-        return peers.broadcast(f"redecide/{done}", new, NewPlan | None)
+            new, message = self._search_if_changed(steps_done, step_s)
+            self._run.progress.log(f"after step {steps_done}: {message}")
+        return peers.broadcast(f"redecide/{steps_done}", new, NewPlan | None)
 
-    def _decide(self, done: int, step_s: Sequence[float]) -> tuple[NewPlan | None, str]:
+    def _search_if_changed(
+        self, steps_done: int, step_s: Sequence[float]
+    ) -> tuple[NewPlan | None, str]:
         """Search where samples are others than those that a plan was last searched for; the plan
         that is found, if the steps that are left save more than the change costs, and why."""
-        place, start_s = self._ready.place, self._ready.start_s
-        config = place.config
+        context, restart_s = self._run.context, self._run.start_s
+        config = context.config
         n = -(-config.plan.profile_samples // config.train.global_batch)
-        steps = range(max(0, done - min(n, config.plan.redecide_every)), done)
-        seen = [load for step in steps for load in self._loads(step)]
-        if not (changed := drift(self._profile.data.loads, seen)):
+        steps = range(max(0, steps_done - min(n, config.plan.redecide_every)), steps_done)
+        recent_loads = [load for step in steps for load in self._loads(step)]
+        if not (changed := find_drift(self._profile.data.loads, recent_loads)):
             return None, "samples are as those that were planned for"
-        log = self._ready.progress.log
-        log(f"after step {done}: samples changed by {changed:.0%}; searching for another plan")
-        data = observed(self._profile.data, seen, steps)
+        log = self._run.progress.log
+        log(
+            f"after step {steps_done}: samples changed by {changed:.0%}; searching for another plan"
+        )
+        data = make_recent_profile(self._profile.data, recent_loads, steps)
         self._profile = replace(self._profile, data=data)
         try:
-            best = make_plan(place, self._profile).plan
+            new_plan = make_plan(context, self._profile).plan
         except ValueError as e:
             return None, f"no plan for the samples of late: {e}"
-        share, why = saved_share(self._ready.ex.plan, best, self._profile, config)
-        if share is None:
-            return None, why
-        left = config.train.steps - done
-        saved_s = share * float(np.median(step_s)) * left
-        pays = share > _LEAST_GAIN and saved_s > start_s
-        says = (
-            f"another plan would save {share:.0%} of a step, {saved_s:.1f} s in {left} steps, and "
-            f"cost {start_s:.1f} s: " + ("changing to it" if pays else "going on")
+        saving, reason = predict_saving(self._run.ex.plan, new_plan, self._profile, config)
+        if saving is None:
+            return None, reason
+        steps_left = config.train.steps - steps_done
+        saved_s = saving * float(np.median(step_s)) * steps_left
+        is_worthwhile = saving > _MIN_SAVING and saved_s > restart_s
+        message = (
+            f"another plan would save {saving:.0%} of a step, {saved_s:.1f} s in {steps_left} "
+            "steps, and "
+            f"cost {restart_s:.1f} s: " + ("changing to it" if is_worthwhile else "going on")
         )
-        return (NewPlan(best, self._profile) if pays else None), says
+        return (NewPlan(new_plan, self._profile) if is_worthwhile else None), message

@@ -27,8 +27,8 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.records import Plan, PriceList, Prices, Profile
 from dflop_jax.schedule.correction import CorrectionState
-from dflop_jax.train.prepare import Workplace
-from dflop_jax.train.skipped_samples import Skips
+from dflop_jax.train.run_context import RunContext
+from dflop_jax.train.skipped_steps import SkippedSteps
 
 log = logging.getLogger(__name__)
 _WORDS = {
@@ -81,7 +81,7 @@ class Meta:
     prices: PriceList
     planned_under: dict[str, Any] = field(default_factory=dict)
     learnt: CorrectionState | None = None
-    skips: Skips = field(default_factory=Skips)
+    skips: SkippedSteps = field(default_factory=SkippedSteps)
     trained_under: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
@@ -100,14 +100,14 @@ def read_meta(record: Mapping[str, Any]) -> Meta:
         raise OtherVersion(f"its state is of another version of this program: {e}") from None
 
 
-def planned_under(place: Workplace) -> dict[str, Any]:
+def planned_under(context: RunContext) -> dict[str, Any]:
     """What a plan follows from, by name, as JSON has it: the flags that decide between plans, and
     the devices."""
-    values = flags_that_plan(place.config)
-    values[PROCESSES], values[DEVICES] = place.peers.n_processes, len(place.devices)
-    values[_KIND] = place.devices[0].device_kind
-    values[_MEMORY] = place.bytes_limit
-    values[_FROZEN] = ", ".join(sorted(place.trained.frozen)) or "none"
+    values = flags_that_plan(context.config)
+    values[PROCESSES], values[DEVICES] = context.peers.n_processes, len(context.devices)
+    values[_KIND] = context.devices[0].device_kind
+    values[_MEMORY] = context.bytes_limit
+    values[_FROZEN] = ", ".join(sorted(context.trained.frozen)) or "none"
     return values
 
 
@@ -231,7 +231,7 @@ class Unreadable:
 class Resumed:
     """A checkpoint to continue from, open on this process; the newer ones that are `unreadable`."""
 
-    meta: Meta
+    state: Meta
     reader: CheckpointReader
     unreadable: tuple[Unreadable, ...] = ()
 
@@ -257,14 +257,14 @@ def find_checkpoint(
     steps = peers.broadcast(key, steps, list[int])
     if at is not None:
         if at not in steps:
-            raise ValueError(store.no_step(at, steps))
+            raise ValueError(store.describe_missing_step(at, steps))
         newer = [Unreadable(s, PASSED_OVER, "") for s in steps if s > at]
         unreadable, steps = (*unreadable, *newer), [s for s in steps if s <= at]
     for step in steps:
         resumed, trouble = None, None
         try:
             reader = store.open(step)
-            resumed = Resumed(read_meta(reader.meta), reader, unreadable)
+            resumed = Resumed(read_meta(reader.run_state), reader, unreadable)
         except CorruptCheckpoint as e:
             trouble = Unreadable(step, DAMAGED, str(e))
         except OtherVersion as e:
@@ -297,7 +297,7 @@ def restore(
       ValueError: it is of another model, or none can be read.
     """
     while True:
-        step = resumed.meta.step
+        step = resumed.state.step
         try:
             saver.restore(resumed.reader, reset_optimizer=reset_optimizer)
             break

@@ -16,37 +16,37 @@ from dflop_jax.report.run_folder import CONFIG, has_begun, launch_of
 if TYPE_CHECKING:
     from dflop_jax.distributed.messages import ProcessGroup
 
-TIME = "{time}"
+TIME_PLACEHOLDER = "{time}"
 
 
-def settled_run_dir(pattern: str, peers: ProcessGroup, *, resume: bool) -> str:
+def resolve_run_dir(pattern: str, peers: ProcessGroup, *, resume: bool) -> str:
     """`pattern` with the time in the place of "{time}", the same on all processes.
 
     A run that is resumed, or that its launch has started again, keeps the name that it has: of all
     that fit the pattern, the newest that has begun (of this launch).
     """
-    if TIME not in pattern:
+    if TIME_PLACEHOLDER not in pattern:
         return pattern
-    name = _named(pattern, resume) if peers.is_primary else ""
+    name = _make_name(pattern, resume) if peers.is_primary else ""
     return peers.broadcast("run_dir", name, str)
 
 
-def _named(pattern: str, resume: bool) -> str:
+def _make_name(pattern: str, resume: bool) -> str:
     restart = is_restart()
     if restart or resume:
-        folders = sorted(glob.glob("*".join(map(glob.escape, pattern.split(TIME)))))
-        mine = [f for f in folders if has_begun(f) and (not restart or is_of_launch(f))]
-        if mine:
-            return mine[-1]
+        folders = sorted(glob.glob("*".join(map(glob.escape, pattern.split(TIME_PLACEHOLDER)))))
+        matching = [f for f in folders if has_begun(f) and (not restart or belongs_to_launch(f))]
+        if matching:
+            return matching[-1]
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    name, again = pattern.replace(TIME, stamp), 1
+    name, n = pattern.replace(TIME_PLACEHOLDER, stamp), 1
     while Path(name).exists():  # begun in the same second
-        again += 1
-        name = pattern.replace(TIME, f"{stamp}-{again}")
+        n += 1
+        name = pattern.replace(TIME_PLACEHOLDER, f"{stamp}-{n}")
     return name
 
 
-def run_config(folder: str | Path) -> Config:
+def read_run_config(folder: str | Path) -> Config:
     """The configuration that a run's folder keeps; ValueError where there is none."""
     file = Path(folder) / CONFIG
     if not file.is_file():
@@ -61,6 +61,6 @@ def run_config(folder: str | Path) -> Config:
     return config
 
 
-def is_of_launch(folder: str | Path) -> bool:
+def belongs_to_launch(folder: str | Path) -> bool:
     """Whether the launch that this process belongs to has begun the run in a folder."""
     return launch_of(folder) == launch_name()

@@ -26,19 +26,19 @@ class TrainedParts:
     rates: Mapping[str, float]
 
 
-def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
+def configure_model(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
     """The model with LoRA, and trained on more than the plain loss, as the configuration asks.
 
     Raises:
       ValueError: the model does not know how.
     """
     if config.z_loss or config.label_smoothing:
-        asked = f"train.z_loss={config.z_loss}, train.label_smoothing={config.label_smoothing}"
-        method = _method(model, "with_objective(z_loss, label_smoothing)", asked)
+        flags = f"train.z_loss={config.z_loss}, train.label_smoothing={config.label_smoothing}"
+        method = _require_method(model, "with_objective(z_loss, label_smoothing)", flags)
         model = method(config.z_loss, config.label_smoothing)
     if config.lora_rank:
-        asked = f"train.lora_rank={config.lora_rank}"
-        method = _method(model, "with_lora(rank, alpha)", asked)
+        flags = f"train.lora_rank={config.lora_rank}"
+        method = _require_method(model, "with_lora(rank, alpha)", flags)
         model = method(
             config.lora_rank,
             config.lora_alpha,
@@ -46,80 +46,86 @@ def adapted(model: MultimodalModel, config: TrainConfig) -> MultimodalModel:
             ranks=adapter_ranks(config.lora_ranks),
             dropout=config.lora_dropout,
         )
-    elif given := [n for n in ADAPTER_FIELDS if getattr(config, n) != getattr(TrainConfig, n)]:
+    elif set_fields := [n for n in ADAPTER_FIELDS if getattr(config, n) != getattr(TrainConfig, n)]:
         raise ValueError(
-            f"train.{given[0]} is about adapters, which train.lora_rank=0 turns off; set a rank, "
-            f"or leave {given[0]} out"
+            f"train.{set_fields[0]} is about adapters, which train.lora_rank=0 turns off; set a "
+            f"rank, or leave {set_fields[0]} out"
         )
     return model
 
 
-def _method(model: MultimodalModel, signature: str, asked: str) -> Callable[..., MultimodalModel]:
+def _require_method(
+    model: MultimodalModel, signature: str, flags: str
+) -> Callable[..., MultimodalModel]:
     method = getattr(model, signature.partition("(")[0], None)
     if method is None:
         raise ValueError(
-            f"{asked}, but a {type(model).__name__} has no {signature}; leave it out, or give the "
+            f"{flags}, but a {type(model).__name__} has no {signature}; leave it out, or give the "
             "model one"
         )
     return method
 
 
-def trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
-    """What trains of a model, already `adapted`: with LoRA the adapters, and under the stage `full`
-    the parts that `train.learning_rates` names.
+def find_trained_parts(config: TrainConfig, model: MultimodalModel) -> TrainedParts:
+    """What trains of a model after `configure_model`: with LoRA the adapters, and under the stage
+    `full` the parts that `train.learning_rates` names.
 
     Raises:
       ValueError: a part that the model does not have, choices that contradict each other, or
         nothing left to train.
     """
-    known, stage = trained_groups(model, ()), f"train.stage={config.stage}"
+    all_groups, stage = trained_groups(model, ()), f"train.stage={config.stage}"
     trained_groups(model, config.freeze)  # whether the names are right
-    wanted = _of_stage(config.stage, model, known)
+    selected = _groups_of_stage(config.stage, model, all_groups)
     rates = named_numbers(config.learning_rates, RATES)
-    if LORA in known:
-        groups = _adapted_groups(model)
-        if frozen := sorted(groups - wanted):
+    if LORA in all_groups:
+        adapted_groups = _adapted_groups(model)
+        if frozen := sorted(adapted_groups - selected):
             raise ValueError(
                 f"train.lora_targets adapts {', '.join(map(repr, frozen))}, which {stage} freezes; "
                 "set train.lora_rank=0, choose the stage full, or leave them out of "
                 "train.lora_targets"
             )
         if config.stage == "full":  # beside adapters, parts with a rate of their own
-            wanted &= set(rates)
-        wanted = (wanted - groups) | {LORA}
-    insisted = wanted if config.stage != "full" else wanted & {LORA}
-    for name in sorted(insisted & set(config.freeze)):
-        why = "train.lora_rank" if name == LORA else stage
-        raise ValueError(f"train.freeze names {name!r}, which {why} trains; drop one of the two")
-    trained = [g for g in known if g in wanted and g not in config.freeze]
+            selected &= set(rates)
+        selected = (selected - adapted_groups) | {LORA}
+    required = selected if config.stage != "full" else selected & {LORA}
+    for name in sorted(required & set(config.freeze)):
+        flag = "train.lora_rank" if name == LORA else stage
+        raise ValueError(f"train.freeze names {name!r}, which {flag} trains; drop one of the two")
+    trained = [g for g in all_groups if g in selected and g not in config.freeze]
     for field, names in ((RATES, rates), (DECAYS, named_numbers(config.weight_decays, DECAYS))):
         for name in names:
             if name not in trained:
-                what = "which is frozen" if name in known else "which the model does not have"
+                problem = (
+                    "which is frozen" if name in all_groups else "which the model does not have"
+                )
                 raise ValueError(
-                    f"train.{field} names {name!r}, {what}; what trains is {', '.join(trained)}"
+                    f"train.{field} names {name!r}, {problem}; what trains is {', '.join(trained)}"
                 )
     return TrainedParts(
-        tuple(g for g in known if g not in trained),
+        tuple(g for g in all_groups if g not in trained),
         {g: rates.get(g, config.learning_rate) for g in trained},
     )
 
 
 def _adapted_groups(model: MultimodalModel) -> set[str]:
     """Freeze groups of which a part has adapters: what they adapt stays fixed, and so the rest."""
-    every = [m.freeze_groups for m in model.modules.values()]
-    return {g for groups in every for part, g in groups.items() if adapter_of(part) in groups}
+    groups_by_module = [m.freeze_groups for m in model.modules.values()]
+    return {
+        g for groups in groups_by_module for part, g in groups.items() if adapter_of(part) in groups
+    }
 
 
-def _of_stage(stage: str, model: MultimodalModel, known: tuple[str, ...]) -> set[str]:
+def _groups_of_stage(stage: str, model: MultimodalModel, all_groups: tuple[str, ...]) -> set[str]:
     """Groups that a stage trains."""
     if stage == "full":
-        return set(known)
+        return set(all_groups)
     if stage == TEXT_MODULE:
         return set(model.modules[TEXT_MODULE].freeze_groups.values())
-    if "connector" not in known:
+    if "connector" not in all_groups:
         raise ValueError(
             f"train.stage=connector, but the model has no part of that name, only "
-            f"{', '.join(known)}; freeze what shall not train by train.freeze"
+            f"{', '.join(all_groups)}; freeze what shall not train by train.freeze"
         )
     return {"connector"}

@@ -27,14 +27,14 @@ from dflop_jax.records import (
     piece_tokens,
 )
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
-from dflop_jax.train.prepare import Workplace, in_steps
+from dflop_jax.train.run_context import RunContext, with_step_count
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_REPORTED = 32  # processes in a row of metrics: more would fill disk and trackers
+_MAX_PROCESSES = 32  # processes in a row of metrics: more would fill disk and trackers
 
 
 def phase_seconds(
-    layout: Layout, trace: Trace, begun_s: float, step_s: float, waits_s: Mapping[str, float]
+    layout: Layout, trace: Trace, start_s: float, step_s: float, waits_s: Mapping[str, float]
 ) -> dict[str, float]:
     """Return what the mean device did in a step's seconds, which these add up to.
 
@@ -47,65 +47,70 @@ def phase_seconds(
     n_devices = max(m.devices.stop for m in layout.submeshes)
     phases: dict[str, float] = {}
     for e in trace.events:  # links between submeshes keep no device busy
-        busy_s = devices.get(e.submesh, 0) * max(e.end_s - max(e.start_s, begun_s), 0.0)
+        busy_s = devices.get(e.submesh, 0) * max(e.end_s - max(e.start_s, start_s), 0.0)
         if busy_s > 0:
             phases[e.direction] = phases.get(e.direction, 0.0) + busy_s / n_devices
     phases |= {name: s for name, s in waits_s.items() if s > 0}
     return phases | {IDLE: max(step_s - sum(phases.values()), 0.0)}
 
 
-def imbalance(layout: Layout, schedule: Schedule, loads: Sequence[Load]) -> dict[str, float]:
+def measure_imbalance(
+    layout: Layout, schedule: Schedule, loads: Sequence[Load]
+) -> dict[str, float]:
     """Return by module how many more tokens the fullest data rank of a group has than the mean one,
     relative, over all groups of a batch; 0 where it has no token."""
-    uneven: dict[str, float] = {}
+    imbalance_by_module: dict[str, float] = {}
     for module in layout.modules:
         tokens = np.array(piece_tokens(loads, module), np.float64)
-        n_ranks, most, mean = layout.data_ranks(module), 0.0, 0.0
+        n_ranks, max_tokens, mean_tokens = layout.data_ranks(module), 0.0, 0.0
         for pieces in (g.pieces for g in schedule.groups if g.module == module):
-            of_rank = np.bincount(pieces.rank, tokens[pieces.piece_id], n_ranks)
-            most, mean = most + float(of_rank.max()), mean + float(of_rank.mean())
-        uneven[module] = most / mean - 1 if mean else 0.0
-    return uneven
+            rank_tokens = np.bincount(pieces.rank, tokens[pieces.piece_id], n_ranks)
+            max_tokens, mean_tokens = (
+                max_tokens + float(rank_tokens.max()),
+                mean_tokens + float(rank_tokens.mean()),
+            )
+        imbalance_by_module[module] = max_tokens / mean_tokens - 1 if mean_tokens else 0.0
+    return imbalance_by_module
 
 
-def slowest(process_s: Mapping[int, float]) -> dict[str, float]:
+def slowest_processes(process_s: Mapping[int, float]) -> dict[str, float]:
     """Return the seconds of the slowest processes, by number."""
-    longest = sorted(process_s, key=lambda p: -process_s[p])[:_REPORTED]
-    return {str(p): process_s[p] for p in sorted(longest)}
+    processes = sorted(process_s, key=lambda p: -process_s[p])[:_MAX_PROCESSES]
+    return {str(p): process_s[p] for p in sorted(processes)}
 
 
-def memory_in_use(devices: Iterable[jax.Device]) -> dict[str, float]:
+def measure_memory(devices: Iterable[jax.Device]) -> dict[str, float]:
     """Return bytes that this process holds: of its device that holds most, the most that it held
     so far, and of the host; without what the backend or the system does not tell."""
-    here = jax.process_index()
-    stats = [d.memory_stats() or {} for d in devices if d.process_index == here]
-    told = {DEVICE: "bytes_in_use", DEVICE_PEAK: "peak_bytes_in_use"}
-    held = {
+    process = jax.process_index()
+    stats = [d.memory_stats() or {} for d in devices if d.process_index == process]
+    stat_names = {DEVICE: "bytes_in_use", DEVICE_PEAK: "peak_bytes_in_use"}
+    bytes_in_use = {
         name: float(max(s.get(key, 0) for s in stats))
-        for name, key in told.items()
+        for name, key in stat_names.items()
         if any(key in s for s in stats)
     }
     with suppress(OSError, ValueError, IndexError):
-        held[HOST] = float(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
-    return held
+        bytes_in_use[HOST] = float(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    return bytes_in_use
 
 
-def most_of(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def max_by_name(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the most of all processes, by name."""
-    return _by_name(parts, max)
+    return _reduce_by_name(records, max)
 
 
-def added(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def sum_by_name(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the sum over all processes, by name."""
-    return _by_name(parts, sum)
+    return _reduce_by_name(records, sum)
 
 
-def _by_name(
-    parts: Iterable[Mapping[str, Any]], reduce: Callable[[Iterable[Any]], Any]
+def _reduce_by_name(
+    records: Iterable[Mapping[str, Any]], reduce: Callable[[Iterable[Any]], Any]
 ) -> dict[str, Any]:
     values: dict[str, list[Any]] = {}
-    for part in parts:
-        for name, value in part.items():
+    for record in records:
+        for name, value in record.items():
             values.setdefault(name, []).append(value)
     return {name: reduce(v) for name, v in values.items()}
 
@@ -124,7 +129,7 @@ def peak_flops(
     return chip_peak_flops(devices[0].device_kind, dtype)
 
 
-def utilisation(
+def measure_utilisation(
     flops: Mapping[str, float],
     step_s: float,
     layout: Layout,
@@ -146,12 +151,12 @@ def utilisation(
         "flops_per_s_by_module": per_s,
     }
     if peak:
-        held = {
+        devices = {
             m: {d for s in layout.segments_of(m) for d in layout.submesh(s.submesh).devices}
             for m in layout.modules
         }
         fields["mfu"] = total_per_s / (peak * n_devices)
-        fields["mfu_by_module"] = {m: rate / (peak * len(held[m])) for m, rate in per_s.items()}
+        fields["mfu_by_module"] = {m: rate / (peak * len(devices[m])) for m, rate in per_s.items()}
     return fields
 
 
@@ -161,7 +166,7 @@ def row_tokens(layout: Layout) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class ExpectedRun:
+class PredictedRun:
     """What a plan's predicted step comes to over a run.
 
     Attributes:
@@ -176,20 +181,22 @@ class ExpectedRun:
     mfu: float | None
 
 
-def expected_run(place: Workplace, data: DataProfile, plan: Plan) -> ExpectedRun:
+def predict_run(context: RunContext, data: DataProfile, plan: Plan) -> PredictedRun:
     """Return what the steps of a run take under a plan, of samples such as the profile's."""
-    config, step_s = place.config, plan.predicted.makespan_s
-    train = in_steps(place, data.n_total).config.train
+    config, step_s = context.config, plan.predicted.makespan_s
+    train = with_step_count(context, data.n_total).config.train
     batches_per_s = train.global_batch / len(data.loads) / step_s  # of loads such as all of these
     last, mfu = plan.layout.modules[-1], None
     tokens = sum(load.tokens(last) for load in data.loads)
-    run_flops = place.n_devices * (peak_flops(config, place.devices, place.hardware) or 0.0)
+    run_flops = context.n_devices * (peak_flops(config, context.devices, context.hardware) or 0.0)
     if run_flops:
-        needed = needed_flops(place.model, row_tokens(plan.layout), place.trained.frozen)
+        flops_by_module = needed_flops(
+            context.model, row_tokens(plan.layout), context.trained.frozen
+        )
         flops = sum(
-            sum(map(of_piece, load.lengths(module), load.content_of(module)))
-            for module, of_piece in needed.items()
+            sum(map(piece_flops, load.lengths(module), load.content_of(module)))
+            for module, piece_flops in flops_by_module.items()
             for load in data.loads
         )
         mfu = flops * batches_per_s / run_flops
-    return ExpectedRun(train.steps, train.steps * step_s, tokens * batches_per_s, mfu)
+    return PredictedRun(train.steps, train.steps * step_s, tokens * batches_per_s, mfu)

@@ -14,42 +14,47 @@ from dflop_jax.report.metrics import SkippedUpdate, StepMetrics
 from dflop_jax.report.trace import group_labels
 from dflop_jax.runtime.step_result import LocalResult, StepHandle, StepResult
 from dflop_jax.train.callbacks import StepDone
-from dflop_jax.train.choose_plan import ReadyRun
-from dflop_jax.train.compile_cache import Compiles
+from dflop_jax.train.choose_plan import PlannedRun
+from dflop_jax.train.compile_cache import CompileCounts
 from dflop_jax.train.correction import Corrector
-from dflop_jax.train.feed import ReadyBatch, Waits
+from dflop_jax.train.feed import PackedBatch, Waits
 from dflop_jax.train.optimizer import learning_rates
-from dflop_jax.train.skipped_samples import Skips, end_reason, reason, skipped_update
+from dflop_jax.train.skipped_steps import (
+    SkippedSteps,
+    describe_skip,
+    find_end_reason,
+    make_skipped_update,
+)
 from dflop_jax.train.step_figures import (
-    memory_in_use,
-    most_of,
+    max_by_name,
+    measure_memory,
+    measure_utilisation,
     peak_flops,
     phase_seconds,
-    slowest,
-    utilisation,
+    slowest_processes,
 )
 
 log = logging.getLogger("dflop_jax")
 # Samples after which a run is refused that has had no supervised token; a run may be shorter.
-FEWEST_SAMPLES = 256
+MIN_SAMPLES = 256
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """What a process tells process 0 about a finished step; `stop`: a signal came to it,
-    `memory_bytes` is what it holds, `stops_for` why a callback ends the run."""
+    `memory_bytes` is what it holds, `stop_reason` why a callback ends the run."""
 
-    part: LocalResult
+    local_result: LocalResult
     compiles: int
     stop: bool
     memory_bytes: dict[str, float]
-    stops_for: str = ""
+    stop_reason: str = ""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepOutcome:
     """What process 0 tells all about a finished step; `compiles` are those of all processes,
-    `stop`, `stopped_by`: see `Report`, `save`: the next state is to be saved."""
+    `stop`, `stopped_by`: see `StepReport`, `save`: the next state is to be saved."""
 
     done: StepDone
     compiles: int
@@ -65,108 +70,110 @@ class StepLog:
 
     def __init__(
         self,
-        ready: ReadyRun,
-        counter: Compiles,
+        run: PlannedRun,
+        counter: CompileCounts,
         corrector: Corrector | None,
-        skips: Skips,
+        skips: SkippedSteps,
         names: Callable[[int], Sequence[str]],
     ):
-        place, config = ready.place, ready.place.config
-        self._ready, self._config, self._peers = ready, config.train, place.peers
+        context, config = run.context, run.context.config
+        self._run, self._config, self._peers = run, config.train, context.peers
         self._corrector, self._names = corrector, names
         self.skips = skips
         self.end_reason = ""  # why skipped steps end the run, on process 0
-        self._peak_flops = peak_flops(config, place.devices)
+        self._peak_flops = peak_flops(config, context.devices)
         self._rates = learning_rates(config.train)
         peak = config.train.learning_rate
-        self._factors = {g: rate / peak for g, rate in place.trained.rates.items()}
+        self._factors = {g: rate / peak for g, rate in context.trained.rates.items()}
         self.losses = array("d")  # 8 bytes a step, not 32
         self.n_compiles = 0  # of all processes, after the first step
         self.step_s = array("d")  # on process 0
         self._counter, self._compiled = counter, counter.compiled
         self._last_step = config.train.steps - 1
         self._ended_s: float | None = None
-        self._kept: tuple[Trace, ReadyBatch] | None = None
+        self._trace_and_batch: tuple[Trace, PackedBatch] | None = None
         self.n_unsupervised = 0  # steps without a supervised token, on process 0
 
     def finish(
         self,
         handle: StepHandle,
-        batch: ReadyBatch,
+        batch: PackedBatch,
         waits: Waits,
         stop: bool,
         save: bool = False,
-    ) -> Verdict:
+    ) -> StepOutcome:
         """Wait for a step on every process, log it and learn from it; `stop` asks all to end the
         run, process 0's `save` to save.
 
         Raises:
           ValueError: no step of the run so far had a supervised token.
         """
-        part = handle.local_result(self._peers.clock_offset_s)
-        compiled, callbacks = self._counter.compiled, self._ready.callbacks
-        held = memory_in_use(self._ready.place.devices)
-        report = Report(part, compiled - self._compiled, stop, held, callbacks.stops_for)
+        local_result = handle.local_result(self._peers.clock_offset_s)
+        compiled, callbacks = self._counter.compiled, self._run.callbacks
+        memory_bytes = measure_memory(self._run.context.devices)
+        report = StepReport(
+            local_result, compiled - self._compiled, stop, memory_bytes, callbacks.stop_reason
+        )
         self._compiled = compiled
-        reports = self._peers.gather("report", report, Report, step=batch.step)
-        decided = None
+        reports = self._peers.gather("report", report, StepReport, step=batch.step)
+        primary_outcome = None
         if self._peers.is_primary:
-            result = handle.result([r.part for r in reports])
+            result = handle.result([r.local_result for r in reports])
             sums, means = result.sums, batch.loss.means(result.sums)
             norm = result.grad_norm
-            decided = Verdict(
+            primary_outcome = StepOutcome(
                 StepDone(batch.step, batch.loss.total(sums), means, norm, result.applied, None),
                 sum(r.compiles for r in reports),
                 any(r.stop for r in reports),
-                next((r.stops_for for r in reports if r.stops_for), ""),
+                next((r.stop_reason for r in reports if r.stop_reason), ""),
                 save,
             )
-        verdict = self._peers.broadcast("verdict", decided, Verdict, step=batch.step)
-        done = verdict.done
-        self.n_compiles += verdict.compiles if self.losses else 0
+        outcome = self._peers.broadcast("verdict", primary_outcome, StepOutcome, step=batch.step)
+        done = outcome.done
+        self.n_compiles += outcome.compiles if self.losses else 0
         self.losses.append(done.loss)
         if self._peers.is_primary:
             if self._corrector:
                 self._corrector.after_step(result.trace, batch)
             process_s = handle.process_seconds(result) if self._peers.n_processes > 1 else {}
-            held = most_of(r.memory_bytes for r in reports)
-            skipped = skipped_update(result, partial(self._names, batch.step))
-            self._log(result, batch, waits, verdict, held, process_s, skipped)
+            memory_bytes = max_by_name(r.memory_bytes for r in reports)
+            skipped = make_skipped_update(result, partial(self._names, batch.step))
+            self._log(result, batch, waits, outcome, memory_bytes, process_s, skipped)
         else:
             callbacks.after_step(done)
-        self.skips = self.skips.after(done.step, done.grad_norm, done.updated)
+        self.skips = self.skips.with_step(done.step, done.grad_norm, done.updated)
         if self._peers.is_primary:
             in_a_row, limit = self.skips.in_a_row, self._config.max_bad_steps
-            self.end_reason = end_reason(done.step, skipped, in_a_row, limit)
-        return verdict
+            self.end_reason = find_end_reason(done.step, skipped, in_a_row, limit)
+        return outcome
 
     def _log(
         self,
         result: StepResult,
-        batch: ReadyBatch,
+        batch: PackedBatch,
         waits: Waits,
-        verdict: Verdict,
+        outcome: StepOutcome,
         memory_bytes: Mapping[str, float],
         process_s: Mapping[int, float],
         skipped: SkippedUpdate | None,
     ) -> None:
-        ready, layout = self._ready, self._ready.ex.plan.layout
-        n_devices = ready.place.n_devices
-        assert ready.folder is not None
-        begun = result.started_s if self._ended_s is None else self._ended_s
-        step_s = max(result.ended_s - begun, 0.0)
+        run, layout = self._run, self._run.ex.plan.layout
+        n_devices = run.context.n_devices
+        assert run.folder is not None
+        start_s = result.started_s if self._ended_s is None else self._ended_s
+        step_s = max(result.ended_s - start_s, 0.0)
         # Of the first step nothing tells when devices began to wait.
-        idle_s = math.inf if self._ended_s is None else max(result.started_s - begun, 0.0)
-        waits_s = waits.of_devices(idle_s)
-        ready.place.time.step(batch.step, waits_s)
+        idle_s = math.inf if self._ended_s is None else max(result.started_s - start_s, 0.0)
+        waits_s = waits.idle_by_cause(idle_s)
+        run.context.time_log.step(batch.step, waits_s)
         if skipped:
-            ready.progress.log(f"step {batch.step} changed no parameter: {reason(skipped)}")
+            run.progress.log(f"step {batch.step} changed no parameter: {describe_skip(skipped)}")
         # The rate goes on with the updates that are made.
         rate = float(self._rates[batch.step - self.skips.count])
         row = StepMetrics(
             step=batch.step,
-            loss=verdict.done.loss,
-            losses=verdict.done.losses,
+            loss=outcome.done.loss,
+            losses=outcome.done.losses,
             supervised_tokens=batch.counts.supervised_tokens,
             step_s=step_s,
             tokens_per_s=batch.counts.used_tokens[layout.modules[-1]] / step_s
@@ -178,7 +185,7 @@ class StepLog:
             busy_fraction=result.trace.busy_fraction(),
             padding_fraction=batch.padding_fraction,
             groups=batch.groups_run,
-            compiles=verdict.compiles,
+            compiles=outcome.compiles,
             schedule_s=batch.schedule.elapsed_s,
             schedule_wait_s=waits.schedule_s,
             save_wait_s=waits.save_s,
@@ -192,7 +199,7 @@ class StepLog:
             phase_s=phase_seconds(
                 layout,
                 result.trace,
-                begun - result.started_s,
+                start_s - result.started_s,
                 step_s,
                 waits_s if math.isfinite(idle_s) else {},
             ),
@@ -201,41 +208,43 @@ class StepLog:
             moved_in_node=batch.counts.in_node,
             moved_across_nodes=batch.counts.across_nodes,
             correction=self._corrector.report if self._corrector else {},
-            process_s=slowest(process_s),
+            process_s=slowest_processes(process_s),
             skipped=skipped,
-            **utilisation(batch.counts.flops, step_s, layout, n_devices, self._peak_flops),
+            **measure_utilisation(batch.counts.flops, step_s, layout, n_devices, self._peak_flops),
         )
-        own = ready.callbacks.after_step(replace(verdict.done, row=row))
-        row = replace(row, own=own) if own else row
+        user_metrics = run.callbacks.after_step(replace(outcome.done, row=row))
+        row = replace(row, own=user_metrics) if user_metrics else row
         self.step_s.append(step_s)
-        ready.folder.append(row)
-        ready.progress.update(row)
+        run.folder.append(row)
+        run.progress.update(row)
         self._ended_s = result.ended_s
         # The last step but one: steady, and not the one that drains the pipeline.
-        if self._kept is None or batch.step < self._last_step:
-            self._kept = (result.trace, batch)
+        if self._trace_and_batch is None or batch.step < self._last_step:
+            self._trace_and_batch = (result.trace, batch)
         if not batch.loss.is_supervised:
             self._note_unsupervised(batch.step)
 
     def _note_unsupervised(self, step: int) -> None:
         self.n_unsupervised += 1
-        done = step + 1
+        steps_done = step + 1
         if self.n_unsupervised == 1:
             log.warning("step %d has no supervised token; others are counted at the end", step)
-        n_samples = done * self._config.global_batch
-        if self.n_unsupervised == done and (n_samples >= FEWEST_SAMPLES or step == self._last_step):
+        n_samples = steps_done * self._config.global_batch
+        if self.n_unsupervised == steps_done and (
+            n_samples >= MIN_SAMPLES or step == self._last_step
+        ):
             raise ValueError(
                 f"none of the first {n_samples} samples has a supervised token; give answers a "
                 "weight above 0 (weight, loss and train of their turns), or raise data.max_tokens "
                 "where it cuts them away"
             )
 
-    def pause(self) -> None:
+    def exclude_pause(self) -> None:
         """Something other than steps ran (an evaluation): do not count it as step time."""
         self._ended_s = None
 
     def write_trace(self) -> None:
         """Write the trace that was kept, if there is one."""
-        if self._kept is not None and self._ready.folder is not None:
-            trace, batch = self._kept
-            self._ready.folder.write_trace([trace], group_labels([batch.schedule]))
+        if self._trace_and_batch is not None and self._run.folder is not None:
+            trace, batch = self._trace_and_batch
+            self._run.folder.write_trace([trace], group_labels([batch.schedule]))

@@ -42,24 +42,29 @@ from dflop_jax.report.trackers import check_trackers, open_trackers
 from dflop_jax.report.wall_time import EVENTS, REDECISION, SAVE, START
 from dflop_jax.train.callbacks import Callback, Callbacks, FitResult
 from dflop_jax.train.choose_plan import (
-    ReadyRun,
-    agree,
-    choose,
-    data_line,
-    expected,
-    predicted,
-    workplace_line,
+    PlannedRun,
+    check_same_config,
+    choose_plan,
+    describe_context,
+    describe_data,
+    describe_remaining_time,
+    predict_plan,
 )
 from dflop_jax.train.correction import read_samples
-from dflop_jax.train.initial import published, warn_of_adapters
-from dflop_jax.train.loop import Loop
+from dflop_jax.train.initial_params import make_initializer, warn_unexportable_adapters
+from dflop_jax.train.loop import TrainLoop
+from dflop_jax.train.plan_trials import (
+    REPEATS,
+    compile_and_time,
+    make_executor,
+    translate_memory_errors,
+)
 from dflop_jax.train.planning import check_held_out, check_trainable
-from dflop_jax.train.prepare import Workplace, in_steps, set_up
 from dflop_jax.train.profiling import check_not_empty
 from dflop_jax.train.redecide import NewPlan
 from dflop_jax.train.resume import Resume, Resumed, changed_flags, find_checkpoint, restore
-from dflop_jax.train.run_dir import is_of_launch
-from dflop_jax.train.timing import REPEATS, compile_and_time, make_executor, said_in_a_line
+from dflop_jax.train.run_context import RunContext, make_run_context, with_step_count
+from dflop_jax.train.run_dir import belongs_to_launch
 
 log = logging.getLogger("dflop_jax")
 Existing = Literal["error", "overwrite", "resume"]
@@ -94,46 +99,46 @@ class Trainer:
         existing: Existing | Resume = "error",
         callbacks: Sequence[Callback] = (),
         dry: bool = False,
-        tell: Callable[[str, bool], None] = lambda line, ready: None,
+        on_line: Callable[[str, bool], None] = lambda line, ready: None,
     ):
-        said = existing if isinstance(existing, Resume) else Resume()
-        self._resume = Resume() if is_restart() else said  # of the first start
+        resume = existing if isinstance(existing, Resume) else Resume()
+        self._resume = Resume() if is_restart() else resume  # of the first start
         self._existing: Existing = "resume" if isinstance(existing, Resume) else existing
         self._dry = dry
         hours = config.train.max_hours
         self._ends_s = time.monotonic() + 3600 * hours if hours else math.inf
         check_trainable(config)
-        self.place: Workplace = set_up(config, resume=self._existing == "resume")
-        self.peers = self.place.peers
-        self._callbacks = Callbacks(callbacks, is_first=self.peers.is_primary)
-        with self._told_to_others():
-            self._tell = tell if self.peers.is_primary else lambda line, ready: None
+        self.context: RunContext = make_run_context(config, resume=self._existing == "resume")
+        self.peers = self.context.peers
+        self._callbacks = Callbacks(callbacks, is_process_0=self.peers.is_primary)
+        with self._broadcast_errors():
+            self._on_line = on_line if self.peers.is_primary else lambda line, ready: None
             if not is_restart():  # the first start told it, and counting parameters takes a second
-                self._tell(workplace_line(self.place), False)
-            self._begin = published(self.place.model, config.model.weights)
+                self._on_line(describe_context(self.context), False)
+            self._initializer = make_initializer(self.context.model, config.model.weights)
             if self.peers.is_primary:
                 check_trackers(config)
-                warn_of_adapters(config, self.place.model)
-            self.source: Source = self.place.source()
+                warn_unexportable_adapters(config, self.context.model)
+            self.source: Source = self.context.source()
             check_not_empty(self.source)
-            self._asked_batch = config.train.global_batch
-            self.place = in_steps(self.place, len(self.source))
-            self.config = config = self.place.config
+            self._requested_batch = config.train.global_batch
+            self.context = with_step_count(self.context, len(self.source))
+            self.config = config = self.context.config
             check_trainable(config)
             self._held_out: Source | None = None
             if config.train.evaluates:
-                self._held_out = self.place.source("eval")
+                self._held_out = self.context.source("eval")
                 check_held_out(config, self._held_out)
             self.profile = profile
-            self._given = make_executor(self.place, plan) if plan else None
+            self._given_executor = make_executor(self.context, plan) if plan else None
 
     @contextmanager
-    def _told_to_others(self) -> Iterator[None]:
+    def _broadcast_errors(self) -> Iterator[None]:
         """Tell all processes of an error, so that none waits for this one."""
         try:
             yield
         except BaseException as e:
-            tell_others(self.peers, e)
+            broadcast_error(self.peers, e)
             raise
 
     def fit(self) -> FitResult:
@@ -147,44 +152,44 @@ class Trainer:
         """
         losses: dict[int, float] = {}  # by step, each as it was run last
         n_compiles = 0
-        with self._told_to_others(), watched(self.place):
+        with self._broadcast_errors(), watch_for_hangs(self.context):
             while True:
                 # Told before anything is cleaned up, which may wait for what the others compute.
-                with ExitStack() as stack, self._told_to_others():
-                    result, new = self._fit(stack)
+                with ExitStack() as stack, self._broadcast_errors():
+                    result, new_plan = self._fit_plan(stack)
                 losses |= enumerate(result.losses, result.steps_done - len(result.losses))
                 n_compiles += result.compiles_after_warmup
-                if result.preempted or new is None:
+                if result.preempted or new_plan is None:
                     break
-                self.place.time.go_on_with(REDECISION)
-                self._existing, self.profile = "resume", new.profile
-                self._given = make_executor(self.place, new.plan)
-            in_order = tuple(losses[step] for step in sorted(losses))
-            result = replace(result, losses=in_order, compiles_after_warmup=n_compiles)
-            for c in self._callbacks.called:
+                self.context.time_log.go_on_with(REDECISION)
+                self._existing, self.profile = "resume", new_plan.profile
+                self._given_executor = make_executor(self.context, new_plan.plan)
+            ordered_losses = tuple(losses[step] for step in sorted(losses))
+            result = replace(result, losses=ordered_losses, compiles_after_warmup=n_compiles)
+            for c in self._callbacks.active:
                 c.at_end(result)
         return result
 
-    def _fit(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
+    def _fit_plan(self, stack: ExitStack) -> tuple[FitResult, NewPlan | None]:
         """Train under one plan, to the last step or until another plan pays."""
-        config, peers, time_log = self.config, self.peers, self.place.time
+        config, peers, time_log = self.config, self.peers, self.context.time_log
         peers.begin_run()
-        agree(config, peers)
+        check_same_config(config, peers)
         checkpoints = Path(config.run_dir) / CHECKPOINTS
-        if is_begun(config.run_dir, peers):
+        if is_restarted_run(config.run_dir, peers):
             self._existing = "resume"
         asked, self._resume = self._resume, Resume()
-        given, self._given = self._given, None
+        given, self._given_executor = self._given_executor, None
         resumed = None
         if self._existing == "resume":
             resumed = find_checkpoint(checkpoints, peers, at=asked.at)
         # Before anything is written: the folder may be of a run on other data.
         loader, start = make_loader(config, self.source), 0
         if resumed:
-            start = loader.restore(resumed.meta.loader, config.data.changed)
+            start = loader.restore(resumed.state.loader, config.data.changed)
         folder = None
         if peers.is_primary:
-            folder = stack.enter_context(open_folder(config.run_dir, self._existing))
+            folder = stack.enter_context(open_run_folder(config.run_dir, self._existing))
             stack.callback(time_log.stop_writing)
             for _ in read_samples(folder.rows[SAMPLES]):
                 pass  # a broken line is refused
@@ -193,58 +198,58 @@ class Trainer:
         steps, every, quiet = config.train.steps, config.train.log_every, not peers.is_primary
         progress = stack.enter_context(Progress(steps, start, every=every, quiet=quiet))
         begun_s = time.perf_counter()
-        meta = resumed.meta if resumed else None
-        chosen = choose(
-            self.place, self.source, meta, given, self.profile, progress, self._tell_of_data
+        meta = resumed.state if resumed else None
+        chosen = choose_plan(
+            self.context, self.source, meta, given, self.profile, progress, self._report_data
         )
         ex, self.profile = chosen.executor, chosen.profile
         stack.callback(ex.close)
-        saves, waiting = config.checkpoint, partial(self.place.sections.within, SAVE)
+        saves, waiting = config.checkpoint, partial(self.context.sections.within, SAVE)
         saver = Checkpointer(
             checkpoints, ex, peers, keep=saves.keep, keep_every=saves.keep_every, waiting=waiting
         )
         placing_s = time.perf_counter()
-        with said_in_a_line(peers, ex.plan, "placing its parameters"):
+        with translate_memory_errors(peers, ex.plan, "placing its parameters"):
             if resumed:
                 ex.init_for_restore()
                 reset = asked.reset_optimizer
                 resumed = restore(saver, resumed, peers, reset_optimizer=reset)
             else:
-                ex.init(config.train.seed, self._begin)
-        first_step = resumed.meta.step if resumed else 0
+                ex.init(config.train.seed, self._initializer)
+        first_step = resumed.state.step if resumed else 0
         if first_step < start:
             progress.restart(first_step)
         if resumed:
             says = f"resumed after step {first_step} of {config.train.steps}"
             progress.log(f"{says}, read in {time.perf_counter() - placing_s:.1f} s")
-            if changed := changed_flags(resumed.meta, config):
+            if changed := changed_flags(resumed.state, config):
                 progress.log(f"resumed with {changed}")
         if folder:  # only now it is clear that the folder is of this run
-            self._take_over(folder, resumed, chosen.profile)
+            self._start_writing(folder, resumed, chosen.profile)
         # The plan's figures are in the folder then, and nothing else asks for times.
-        as_it_was = resumed is not None and resumed.meta.plan == ex.plan
+        as_it_was = resumed is not None and resumed.state.plan == ex.plan
         untimed = peers.broadcast("untimed", as_it_was, bool)
         timed = chosen.timed
         if timed is None:
             compiling_s = time.perf_counter()
-            timed = compile_and_time(self.place, ex, repeats=0 if untimed else REPEATS)
+            timed = compile_and_time(self.context, ex, repeats=0 if untimed else REPEATS)
             took_s = time.perf_counter() - compiling_s
             found = f", {timed.n_found} of them from the cache" * bool(timed.n_found)
             progress.log(f"compiled {timed.n_programs} programs in {took_s:.1f} s{found}")
         if folder:
             plan = ex.plan
             if not untimed:
-                plan = predicted(self.place, chosen.profile, chosen.prices, timed)
+                plan = predict_plan(self.context, chosen.profile, chosen.prices, timed)
             if not (as_it_was and (folder.path / PLAN_FILE).exists()):
                 folder.write_plan(plan)
-            progress.log(expected(plan, config.train.steps - first_step))
+            progress.log(describe_remaining_time(plan, config.train.steps - first_step))
         if self._dry:
             peers.barrier("dry")
             return FitResult(Path(config.run_dir), (), None, 0, first_step, False), None
         start_s = time.perf_counter() - begun_s
-        loop = Loop(
-            ReadyRun(
-                self.place,
+        loop = TrainLoop(
+            PlannedRun(
+                self.context,
                 self.source,
                 self._held_out,
                 chosen.profile,
@@ -263,49 +268,49 @@ class Trainer:
             with despite_full_disk(folder.path / SUMMARY):
                 write_summary(folder.path)
         peers.barrier("done")
-        return result, loop.next
+        return result, loop.next_plan
 
-    def _tell_of_data(self) -> None:
-        self._tell(data_line(self.source, self.config.train, self._asked_batch), True)
-        self._tell = lambda line, ready: None  # once, also where plans change
+    def _report_data(self) -> None:
+        self._on_line(describe_data(self.source, self.config.train, self._requested_batch), True)
+        self._on_line = lambda line, ready: None  # once, also where plans change
 
-    def _take_over(self, folder: RunFolder, resumed: Resumed | None, profile: Profile) -> None:
+    def _start_writing(self, folder: RunFolder, resumed: Resumed | None, profile: Profile) -> None:
         """Begin to write to a folder, after the step that it is resumed from."""
-        config, first_step = self.config, resumed.meta.step if resumed else 0
+        config, first_step = self.config, resumed.state.step if resumed else 0
         if self._existing == "resume":
             folder.restart(first_step)
         if resumed:
-            self.place.time.write_to(folder.rows[EVENTS])
-        self.place.time.resumed(first_step)
+            self.context.time_log.write_to(folder.rows[EVENTS])
+        self.context.time_log.resumed(first_step)
         folder.trackers = open_trackers(config, folder.path, first_step)
         folder.track_every = config.train.log_every or 1
         folder.write_config(config)
         folder.write_profile(profile)
 
 
-def watched(place: Workplace) -> AbstractContextManager[Any]:
+def watch_for_hangs(context: RunContext) -> AbstractContextManager[Any]:
     """Every section of a run has its deadline in here (see `distributed.hang_watch`). One process
     that no command of ours runs (a script, a notebook, a debugger) is not ended: what hangs is said
     and written."""
-    settings = place.config.distributed
+    settings = context.config.distributed
     if not settings.hang_factor:
         return nullcontext()
-    place.sections.begin(START)
-    ends = place.peers.n_processes > 1 or is_cli_process.is_set()
-    folder, end = Path(place.config.run_dir, HUNG), None if ends else log.error
+    context.sections.begin(START)
+    ends = context.peers.n_processes > 1 or is_cli_process.is_set()
+    folder, end = Path(context.config.run_dir, HUNG), None if ends else log.error
     return HangWatch(
-        place.sections, place.peers, folder, min_deadline_s=settings.hang_least_s, end_run=end
+        context.sections, context.peers, folder, min_deadline_s=settings.hang_least_s, end_run=end
     )
 
 
-def is_begun(run_dir: str, peers: ProcessGroup) -> bool:
+def is_restarted_run(run_dir: str, peers: ProcessGroup) -> bool:
     """Whether this is a restart of a run that its launch has begun in this folder before. A script
     may train in several folders: others may hold older runs, which are not to be resumed. Process
     0, which writes there, says so to all."""
-    return peers.broadcast("begun", is_restart() and is_of_launch(run_dir), bool)
+    return peers.broadcast("begun", is_restart() and belongs_to_launch(run_dir), bool)
 
 
-def open_folder(run_dir: str, existing: Existing) -> RunFolder:
+def open_run_folder(run_dir: str, existing: Existing) -> RunFolder:
     """Process 0's run folder.
 
     Raises:
@@ -318,9 +323,9 @@ def open_folder(run_dir: str, existing: Existing) -> RunFolder:
         raise TransientError(str(e)) from None
 
 
-def tell_others(peers: ProcessGroup, error: BaseException) -> None:
+def broadcast_error(peers: ProcessGroup, error: BaseException) -> None:
     """Tell all processes that this one stops by an error."""
     if isinstance(error, jax.errors.JaxRuntimeError):  # which a lost process causes as well
         peers.wait_for_peer_loss()
-    says = " ".join(str(error).split()) or type(error).__name__
-    peers.fail(f"process {peers.process_index} stopped: {says}", exit_code_of(error))
+    message = " ".join(str(error).split()) or type(error).__name__
+    peers.fail(f"process {peers.process_index} stopped: {message}", exit_code_of(error))

@@ -13,7 +13,7 @@ from dflop_jax.config import ModelConfig
 from dflop_jax.contract import MultimodalModel
 from dflop_jax.preflight.model_folder import factory_of
 from dflop_jax.records import Plan
-from dflop_jax.train.prepare import build_model, use_devices
+from dflop_jax.train.run_context import build_model, select_devices
 from dflop_jax.verify import compare, reference
 from dflop_jax.verify.reference import Reference
 from dflop_jax.verify.round_trip import TensorGroup, round_trip, spread
@@ -96,7 +96,7 @@ def verify(
     kind, factory = config.get("model_type"), factory_of(config, path)
     assert isinstance(kind, str), "the factory goes by it"
     # Before anything else asks for devices, which fixes how many there are.
-    devices = use_devices(plan.layout.n_devices) if plan else _some_devices()
+    devices = select_devices(plan.layout.n_devices) if plan else _some_devices()
     model: MultimodalModel = build_model(ModelConfig(factory, str(path), dtype="float32"))
     folder = Folder(path, model.weights)  # type: ignore[attr-defined]
     folder.check()
@@ -117,7 +117,7 @@ def verify(
 
 def _some_devices() -> list[jax.Device]:
     try:
-        return use_devices(MAX_DEVICES)
+        return select_devices(MAX_DEVICES)
     except ValueError:  # fewer GPUs
         return jax.devices()
 

@@ -17,7 +17,7 @@ from dflop_jax.profile.cost_model import CostModel
 from dflop_jax.profile.efficiency import Efficiency
 from dflop_jax.profile.kernels import ELEMENTWISE, Kernel
 from dflop_jax.records import BACKWARD, FORWARD, DataProfile, Load, MeshShape, SegmentPlan, Shape
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 from tests.plans import group_s, segment_bytes
 from tests.processes import running
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dflop_jax.checkpoint.store import ArrayPiece, ArraySpec, CheckpointReader, CheckpointStore
+from dflop_jax.checkpoint.store import ArrayBox, ArraySpec, CheckpointReader, CheckpointStore
 
 DTYPES = ["float32", "bfloat16", "int32", "uint32", "bool", "float16", "int64", "complex64"]
 DTYPES += ["float8_e4m3fn"]
@@ -23,7 +23,7 @@ class Case:
 
     specs: dict[str, ArraySpec]
     arrays: dict[str, np.ndarray]
-    pieces: list[list[ArrayPiece]]
+    boxes: list[list[ArrayBox]]
 
 
 def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -59,9 +59,9 @@ def random_case(
         case.specs[spec.name] = spec
         case.arrays[spec.name] = array
         for low, high in cut(rng, [0] * len(shape), list(shape)):
-            piece = ArrayPiece(spec.name, tuple(low), array[(*map(slice, low, high), ...)])
-            case.pieces[rng.integers(n_processes)].append(piece)
-    for own in case.pieces:
+            piece = ArrayBox(spec.name, tuple(low), array[(*map(slice, low, high), ...)])
+            case.boxes[rng.integers(n_processes)].append(piece)
+    for own in case.boxes:
         rng.shuffle(own)
     return case
 
@@ -75,7 +75,7 @@ def vector(n: int = 8, *, first: int = 0) -> Case:
 def alone(name: str, array: np.ndarray) -> Case:
     """One array, on one process."""
     spec = ArraySpec(name, array.shape, array.dtype.name)
-    return Case({name: spec}, {name: array}, [[ArrayPiece(name, (0,) * array.ndim, array)]])
+    return Case({name: spec}, {name: array}, [[ArrayBox(name, (0,) * array.ndim, array)]])
 
 
 def save(store: CheckpointStore, step: int, case: Case, meta: dict[str, Any] | None = None) -> Path:
@@ -83,7 +83,7 @@ def save(store: CheckpointStore, step: int, case: Case, meta: dict[str, Any] | N
     store.prepare(step)
     with ThreadPoolExecutor() as pool:
         parts = list(
-            pool.map(lambda p: store.write(step, case.specs, p[1], p[0]), enumerate(case.pieces))
+            pool.map(lambda p: store.write(step, case.specs, p[1], p[0]), enumerate(case.boxes))
         )
     return store.commit(step, case.specs, parts, {} if meta is None else meta)
 

@@ -73,9 +73,9 @@ def test_any_plan_reads_what_another_saved(runs, source):
     fill(ex, seed)
     want = joined(ex)
     save(saver, 7, {"note": [1, "two"]})
-    assert saver.trouble == ""
+    assert saver.error_text == ""
     reader = reader_of(saver, 7)
-    assert (reader.step, reader.meta) == (7, {"note": [1, "two"]})
+    assert (reader.step, reader.run_state) == (7, {"note": [1, "two"]})
     for target in PLANS:
         other = runs(target).ex
         fill(other, 50 + seed)

@@ -157,16 +157,16 @@ def test_a_full_disk_costs_one_checkpoint(training, tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(CheckpointStore, call, fail)
     save(saver, 2)
-    assert "No space left on device" in saver.trouble
+    assert "No space left on device" in saver.error_text
     assert [r.getMessage() for r in caplog.records] == [
-        f"no checkpoint after step 2: {saver.trouble}"
+        f"no checkpoint after step 2: {saver.error_text}"
     ]
     assert CheckpointStore(tmp_path).steps() == (1,)
     ex.run_step(*step).result()
     monkeypatch.setattr(CheckpointStore, call, works)
     caplog.clear()
     save(saver, 3)
-    assert (saver.trouble, caplog.records) == ("", [])
+    assert (saver.error_text, caplog.records) == ("", [])
     assert CheckpointStore(tmp_path).steps() == (3, 1)
     want = joined(ex)
     fill(ex, 9)
@@ -182,7 +182,7 @@ def test_a_step_saved_before_is_reported_and_kept(runs, tmp_path, caplog):
     want = joined(ex)
     fill(ex, 2)
     save(saver, 4)
-    assert "this checkpoint exists" in saver.trouble
+    assert "this checkpoint exists" in saver.error_text
     assert len(caplog.records) == 1
     saver.restore(reader_of(saver, 4))
     assert_same(joined(ex), want)

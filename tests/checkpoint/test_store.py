@@ -17,11 +17,11 @@ import pytest
 from dflop_jax.checkpoint import reader as store_reader
 from dflop_jax.checkpoint import store as store_writer
 from dflop_jax.checkpoint.store import (
-    ArrayPiece,
+    ArrayBox,
     ArraySpec,
     CheckpointStore,
     CorruptCheckpoint,
-    WrittenPart,
+    WrittenFile,
 )
 from tests.checkpoint.store_cases import (
     Case,
@@ -56,7 +56,7 @@ def check_slices(store: CheckpointStore, seed: int, **sizes: Any) -> None:
     case = random_case(seed, 1 + seed % 4, **sizes)
     save(store, seed, case, {"seed": seed})
     reader, rng = store.open(seed), np.random.default_rng(seed)
-    assert reader.meta == {"seed": seed}
+    assert reader.run_state == {"seed": seed}
     assert_holds(reader, case)
     for name, array in case.arrays.items():
         for _ in range(4):
@@ -80,7 +80,7 @@ def test_any_slice_across_blocks(store, small_blocks, seed):
 def test_no_arrays_at_all(store, n_processes):
     folder = save(store, 5, Case({}, {}, [[]] * n_processes), {"only": "meta"})
     assert sorted(files_of(folder)) == ["COMMITTED", "manifest.json"]
-    assert (store.open(5).meta, store.open(5).specs) == ({"only": "meta"}, {})
+    assert (store.open(5).run_state, store.open(5).specs) == ({"only": "meta"}, {})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint32", "bool"])
@@ -99,10 +99,10 @@ def test_an_empty_array_needs_no_piece(store):
 def test_equal_state_makes_equal_files_in_any_order(tmp_path):
     case, folders = random_case(3), []
     for n, order in enumerate([1, -1]):
-        pieces = [own[::order] for own in case.pieces]
+        pieces = [own[::order] for own in case.boxes]
         store = CheckpointStore(tmp_path / str(n))
         specs = dict([*case.specs.items()][::order])
-        folders.append(save(store, 7, replace(case, specs=specs, pieces=pieces)))
+        folders.append(save(store, 7, replace(case, specs=specs, boxes=pieces)))
     assert files_of(folders[0]) == files_of(folders[1])
 
 
@@ -115,8 +115,8 @@ def test_few_files(store):
 def test_a_part_travels_as_json(store):
     case = random_case(1, n_processes=1)
     store.prepare(1)
-    part = store.write(1, case.specs, case.pieces[0], 0)
-    assert msgspec.json.decode(msgspec.json.encode(part), type=WrittenPart) == part
+    part = store.write(1, case.specs, case.boxes[0], 0)
+    assert msgspec.json.decode(msgspec.json.encode(part), type=WrittenFile) == part
 
 
 def test_meta_comes_back_exactly(store):
@@ -128,7 +128,7 @@ def test_meta_comes_back_exactly(store):
         "no": None,
     }
     save(store, 1, vector(), meta)
-    assert store.open(1).meta == meta
+    assert store.open(1).run_state == meta
 
 
 def test_meta_that_is_not_json_is_refused(store):
@@ -142,8 +142,8 @@ def test_meta_that_is_not_json_is_refused(store):
 
 def test_files_of_other_processes_are_not_read(store):
     array = np.arange(8, dtype=np.int32)
-    halves = [[ArrayPiece("x", (0,), array[:4])], [ArrayPiece("x", (4,), array[4:])]]
-    folder = save(store, 1, replace(alone("x", array), pieces=halves))
+    halves = [[ArrayBox("x", (0,), array[:4])], [ArrayBox("x", (4,), array[4:])]]
+    folder = save(store, 1, replace(alone("x", array), boxes=halves))
     (folder / "process-00001").unlink()
     reader = store.open(1)
     assert same(reader.read("x", (1,), (3,)), array[1:4])
@@ -202,7 +202,7 @@ def test_what_writing_and_reading_hold_beside_an_array(store):
     parts = []
 
     def write() -> None:
-        parts.append(store.write(1, case.specs, case.pieces[0], 0))
+        parts.append(store.write(1, case.specs, case.boxes[0], 0))
 
     assert traced_bytes(write) < 1 << 19
     store.commit(1, case.specs, parts, {})
@@ -261,7 +261,7 @@ def test_the_best_stays_until_another_is(tmp_path):
 
 def test_a_leftover_makes_room(store):
     store.prepare(4)
-    store.write(4, vector(800).specs, vector(800).pieces[0], 7)
+    store.write(4, vector(800).specs, vector(800).boxes[0], 7)
     save(store, 4, vector())
     assert_holds(store.open(4), vector())
     assert [f.name for f in store.folder(4).glob("process-*")] == ["process-00000"]

@@ -209,7 +209,7 @@ def test_readers_beside_saves_see_whole_checkpoints_or_say_so(tmp_path):
 def assert_all_hold(store: CheckpointStore) -> None:
     for step in store.steps():
         reader: CheckpointReader = store.open(step)
-        assert reader.meta == {"step": step}
+        assert reader.run_state == {"step": step}
         assert_holds(reader, random_case(step, n_processes=2))
 
 
@@ -264,7 +264,7 @@ def stop_before(monkeypatch, n: int, error: BaseException) -> list[int]:
 
 def write_and_commit(store: CheckpointStore, step: int, case: Case) -> None:
     try:
-        parts = [store.write(step, case.specs, own, n) for n, own in enumerate(case.pieces)]
+        parts = [store.write(step, case.specs, own, n) for n, own in enumerate(case.boxes)]
     except StorageError:
         store.discard(step)  # as process 0 does when any process fails
         raise
@@ -283,7 +283,7 @@ def in_progress(store: CheckpointStore) -> Case:
     case = random_case(3, n_processes=2)
     for step in (0, 3):
         store.prepare(step)
-        store.write(step, case.specs, case.pieces[1], 1)
+        store.write(step, case.specs, case.boxes[1], 1)
     return case
 
 

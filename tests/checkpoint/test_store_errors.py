@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dflop_jax.checkpoint.store import ArrayPiece, CheckpointStore, StorageError
+from dflop_jax.checkpoint.store import ArrayBox, CheckpointStore, StorageError
 from tests.checkpoint.store_cases import (
     Case,
     assert_holds,
@@ -31,7 +31,7 @@ def store(tmp_path):
 
 def commit_parts(store, case: Case, change) -> None:
     store.prepare(1)
-    parts = [store.write(1, case.specs, own, n) for n, own in enumerate(case.pieces)]
+    parts = [store.write(1, case.specs, own, n) for n, own in enumerate(case.boxes)]
     specs, parts = change(case.specs, parts)
     store.commit(1, specs, parts, {})
 
@@ -50,9 +50,7 @@ def commit_parts(store, case: Case, change) -> None:
 )
 def test_what_is_not_whole_is_not_committed(store, change, why):
     a = vector().arrays["a"]
-    case = replace(
-        vector(), pieces=[[ArrayPiece("a", (0,), a[:4])], [ArrayPiece("a", (4,), a[4:])]]
-    )
+    case = replace(vector(), boxes=[[ArrayBox("a", (0,), a[:4])], [ArrayBox("a", (4,), a[4:])]])
     with pytest.raises(ValueError, match=why):
         commit_parts(store, case, change)
     assert store.steps() == ()
@@ -86,7 +84,7 @@ def test_root_is_a_file(tmp_path):
     for attempt in (
         store.steps,
         lambda: store.prepare(1),
-        lambda: store.write(1, case.specs, case.pieces[0], 0),
+        lambda: store.write(1, case.specs, case.boxes[0], 0),
     ):
         with pytest.raises(StorageError) as e:
             attempt()
@@ -117,7 +115,7 @@ def test_without_permission():
             assert_holds(store.open(1), case)
             for attempt in (
                 lambda: store.prepare(3),
-                lambda: store.write(2, case.specs, case.pieces[0], 0),
+                lambda: store.write(2, case.specs, case.boxes[0], 0),
                 lambda: store.discard(1),
             ):
                 with pytest.raises(StorageError) as e:
@@ -140,7 +138,7 @@ def test_no_room_for_the_manifest(store):
     save(store, 1, vector())
     store.prepare(2)
     case = vector()
-    part = store.write(2, case.specs, case.pieces[0], 0)
+    part = store.write(2, case.specs, case.boxes[0], 0)
     (store.folder(2) / "manifest.json").symlink_to("/dev/full")
     with pytest.raises(StorageError) as e:
         store.commit(2, case.specs, [part], {})
@@ -170,7 +168,7 @@ def test_a_folder_that_is_not_shared(store):
     """Process 0 does not see what another host wrote to its own disk."""
     case = random_case(1, n_processes=1)
     store.prepare(1)
-    part = store.write(1, case.specs, case.pieces[0], 0)
+    part = store.write(1, case.specs, case.boxes[0], 0)
     (store.folder(1) / "process-00000").unlink()
     with pytest.raises(StorageError) as e:
         store.commit(1, case.specs, [part], {})

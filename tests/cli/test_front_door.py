@@ -14,8 +14,8 @@ from dflop_jax.cli.main import _parser
 from dflop_jax.config import Config, DataConfig
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.preflight.model_folder import FAMILIES, MOST_TOKENS
-from dflop_jax.train.prepare import build_model
 from dflop_jax.train.resume import Resume
+from dflop_jax.train.run_context import build_model
 from tests.cli.command_line import refused, run
 from tests.front.made import HF_CONFIG, PIXELS, llava_data, processor_files
 

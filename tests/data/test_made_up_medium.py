@@ -12,7 +12,7 @@ import pytest
 from dflop_jax import Config, DataConfig, ModelConfig, TrainConfig
 from dflop_jax.data import ByteTokenizer, MediaSpec, make_loader, make_source
 from dflop_jax.generate.prompt import prompt_sample
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 from tests.data.media_cases import noise, talk
 from tests.graphs.made_up import GRAINS, Toy
 

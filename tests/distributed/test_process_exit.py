@@ -27,9 +27,9 @@ from dflop_jax.distributed.process_exit import (
 from dflop_jax.runtime.step_result import LocalResult
 from dflop_jax.train import step_log
 from dflop_jax.train.callbacks import Callbacks
-from dflop_jax.train.compile_cache import Compiles
+from dflop_jax.train.compile_cache import CompileCounts
 from dflop_jax.train.feed import Waits
-from dflop_jax.train.skipped_samples import Skips
+from dflop_jax.train.skipped_steps import SkippedSteps
 
 LIMIT_S = 30.0
 
@@ -122,7 +122,7 @@ def test_a_second_signal_ends_a_process_whose_main_thread_hangs():
 @pytest.mark.parametrize("signalled", [None, 0, 1])
 def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
     """Whether to save, process 0 says."""
-    monkeypatch.setattr(step_log, "memory_in_use", lambda devices: {})
+    monkeypatch.setattr(step_log, "measure_memory", lambda devices: {})
     monkeypatch.setattr(step_log.StepLog, "_log", lambda *_: None)
     result = SimpleNamespace(sums={}, grad_norm=1.0, applied=True, ended_s=1.0, started_s=0.0)
     order = SimpleNamespace(tasks=())
@@ -133,12 +133,12 @@ def test_a_signal_to_any_process_asks_all(job, monkeypatch, signalled):
     loss = SimpleNamespace(total=lambda sums: 2.0, means=lambda sums: {})
     batch = SimpleNamespace(step=5, loss=loss, schedule=None)
 
-    def finish(peers: ProcessGroup) -> step_log.Verdict:
+    def finish(peers: ProcessGroup) -> step_log.StepOutcome:
         plan = SimpleNamespace(layout=None)
         trained = SimpleNamespace(rates={})
         place = SimpleNamespace(config=Config(), peers=peers, trained=trained, devices=())
-        ready = SimpleNamespace(place=place, ex=SimpleNamespace(plan=plan), callbacks=Callbacks())
-        log = step_log.StepLog(ready, Compiles(), None, Skips(), lambda step: ())
+        ready = SimpleNamespace(context=place, ex=SimpleNamespace(plan=plan), callbacks=Callbacks())
+        log = step_log.StepLog(ready, CompileCounts(), None, SkippedSteps(), lambda step: ())
         waits = Waits(0.0, 0.0)
         return log.finish(handle, batch, waits, peers.process_index == signalled, peers.is_primary)
 

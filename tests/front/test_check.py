@@ -12,7 +12,7 @@ from dflop_jax.config import DataConfig, ModelConfig
 from dflop_jax.data import MediaSpec, make_source
 from dflop_jax.data.datasets.index_build import reason_of
 from dflop_jax.data.media.limits import Limits
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 from tests.cli.command_line import run
 from tests.data.media_cases import made_dataset, talk, write_wav
 from tests.front.made import llava_data, processor_files

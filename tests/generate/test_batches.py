@@ -14,8 +14,8 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.mesh import PARAMS_SHARE, min_tp, spec_of
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
-from dflop_jax.train.load_params import Loaded
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.load_params import LoadedParams
+from dflop_jax.train.run_context import build_model
 from tests.generate.likeliest import n_compiled
 
 CONFIG = Config(model=ModelConfig(size="nano"), data=DataConfig(max_tiles=2))
@@ -52,7 +52,7 @@ def _random_parameters(monkeypatch):
             value = (noise + (path[-1].key == "scale")).astype(s.dtype)
             return jax.device_put(value, s.sharding)
 
-        return Loaded(jax.tree_util.tree_map_with_path(draw, structs), 7, Path(run))
+        return LoadedParams(jax.tree_util.tree_map_with_path(draw, structs), 7, Path(run))
 
     monkeypatch.setattr("dflop_jax.generate.generate.load_params", load)
 

@@ -17,9 +17,9 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.records.files import save
-from dflop_jax.train.compile_cache import compiles_counted
+from dflop_jax.train.compile_cache import count_compiles
 from dflop_jax.train.load_params import load_params
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 from tests.generate.likeliest import assert_likeliest, n_compiled
 
 from ..data.media_cases import noise, talk, write_clip, write_wav
@@ -241,7 +241,7 @@ def test_answers_equal_full_recomputation_and_compile_two_programs():
     assert_likeliest(model, params, sample, answer.tokens)
     # Another question and another picture of as many tiles.
     sampling = Sampling(9, temperature=0.7, top_p=0.9)
-    with compiles_counted() as counts:
+    with count_compiles() as counts:
         generator.answer("Is this one blue?", {"image": ["red.png"]}, sampling)
     assert counts.compiled == 0
 

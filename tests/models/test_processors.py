@@ -18,7 +18,7 @@ from dflop_jax.data.media.limits import Limits
 from dflop_jax.data.media.tiling import IMAGE
 from dflop_jax.preflight.derived_fields import with_settings
 from dflop_jax.preflight.model_folder import factory_of, folder_settings
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 from models.processors import CLIPS, PICTURES, SOUNDS
 from tests.data.media_cases import noise
 from tests.front.made import HF_CONFIG

@@ -12,7 +12,7 @@ from dflop_jax import Callback, CheckpointConfig
 from dflop_jax.report.metrics import StepMetrics
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.report.trackers import step_scalars
-from dflop_jax.train.callbacks import Callbacks, StepDone, callbacks_at
+from dflop_jax.train.callbacks import Callbacks, StepDone, import_callbacks
 from dflop_jax.train.trainer import Trainer
 from tests.report.runs import cells_of
 
@@ -98,8 +98,8 @@ class Everywhere(Callback):
 
 def test_only_those_that_say_so_are_called_elsewhere():
     both = [Callback(), Everywhere()]
-    assert Callbacks(both).called == both
-    assert Callbacks(both, is_first=False).called == both[1:]
+    assert Callbacks(both).active == both
+    assert Callbacks(both, is_process_0=False).active == both[1:]
 
 
 @pytest.mark.parametrize("value", ["high", None, [1.0]])
@@ -133,10 +133,10 @@ one = Everywhere()
 
 def test_flags_name_callbacks():
     here = __name__
-    made = callbacks_at([f"{here}:Everywhere", f"{here}:make", f"{here}:one"])
+    made = import_callbacks([f"{here}:Everywhere", f"{here}:make", f"{here}:one"])
     assert [type(c) for c in made] == [Everywhere] * 3
     assert made[2] is one
     for wrong in (f"{here}:nobody", "no.such.module:x", f"{here}:PLAN", f"{here}:train", "x"):
         with pytest.raises(ValueError, match="--callbacks=") as error:
-            callbacks_at([wrong])
+            import_callbacks([wrong])
         assert "\n" not in str(error.value)

@@ -16,7 +16,7 @@ FOLDER = "jax_compilation_cache_dir"
 
 @pytest.mark.parametrize("told", [None, "/told/to/jax"])
 def test_programs_are_kept_where_jax_was_told_to_or_with_the_run(tmp_path, monkeypatch, told):
-    monkeypatch.setattr(compile_cache, "_TOLD_CACHE", told)
+    monkeypatch.setattr(compile_cache, "_USER_CACHE_DIR", told)
     monkeypatch.setattr(compile_cache.compiler, "_cache_write", compile_cache.compiler._cache_write)
     before = jax.config.values[FOLDER]
     try:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from dflop_jax.schedule.count_program import ProgramSizes, canonicalize, program_sizes
-from dflop_jax.train import timing
-from dflop_jax.train.timing import count_program
+from dflop_jax.train import plan_trials
+from dflop_jax.train.plan_trials import load_count_program
 
 from ..runtime import plain
 from ..small import Small
@@ -19,7 +19,7 @@ def written(monkeypatch):
     """The sizes of what cvxpy writes meanwhile."""
     sizes: list[ProgramSizes] = []
     monkeypatch.setattr(
-        timing, "canonicalize", lambda wanted: sizes.append(wanted) or canonicalize(wanted)
+        plan_trials, "canonicalize", lambda wanted: sizes.append(wanted) or canonicalize(wanted)
     )
     return sizes
 
@@ -31,12 +31,12 @@ def of_grouping(plan, grouping):
 def test_it_is_written_once_and_again_where_it_is_damaged(tmp_path, written):
     plan = of_grouping(plain.plan_of(Small(), (0, 1, 1, 1), (1, 1, 1, 1)), "balanced")
     expected = canonicalize(program_sizes(plan.layout))
-    assert count_program(plan, tmp_path) == expected
-    assert count_program(plan, tmp_path) == expected
+    assert load_count_program(plan, tmp_path) == expected
+    assert load_count_program(plan, tmp_path) == expected
     assert written == [program_sizes(plan.layout)]
     (file,) = tmp_path.glob("counts-*.json")
     file.write_bytes(file.read_bytes()[:-20])
-    assert count_program(plan, tmp_path) == expected
+    assert load_count_program(plan, tmp_path) == expected
     assert len(written) == 2
-    assert count_program(of_grouping(plan, "arrival"), tmp_path) is None
+    assert load_count_program(of_grouping(plan, "arrival"), tmp_path) is None
     assert len(written) == 2

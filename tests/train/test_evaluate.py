@@ -21,9 +21,9 @@ from dflop_jax.report.trackers import evaluation_scalars
 from dflop_jax.report.wall_time import TimeLog
 from dflop_jax.train import evaluate
 from dflop_jax.train.callbacks import Callbacks, Evaluation, HeldOutLoss
-from dflop_jax.train.evaluate import HeldOut, held_out_samples
+from dflop_jax.train.evaluate import Evaluator, draw_held_out_samples
 from dflop_jax.train.feed import Packer
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 from tests.distributed.service import make_job
 from tests.plans import NANO, programs
 from tests.report.runs import cells_of, make_plan, make_row
@@ -75,13 +75,13 @@ class Counted:
         return SimpleNamespace(local=lambda: SimpleNamespace(sums=sums))
 
 
-def held_out_of(config, source, packer) -> HeldOut:
-    place = SimpleNamespace(config=config, peers=packer.peers, time=TimeLog())
+def held_out_of(config, source, packer) -> Evaluator:
+    place = SimpleNamespace(config=config, peers=packer.peers, time_log=TimeLog())
     progress = SimpleNamespace(log=lambda line: None)
-    ready = SimpleNamespace(place=place, held_out=source, ex=Counted(), folder=None,
+    ready = SimpleNamespace(context=place, held_out=source, ex=Counted(), folder=None,
                             prices=Prices(programs(NANO)), progress=progress,
                             callbacks=Callbacks())  # fmt: skip
-    return HeldOut(ready, packer)
+    return Evaluator(ready, packer)
 
 
 def by_hand(samples):
@@ -95,8 +95,8 @@ def test_every_dataset_has_a_loss_of_its_own(mixture):
     source = opened(mixture)
     packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), ProcessGroup(), NEEDED)
     held_out = held_out_of(mixture, source, packer)
-    row = held_out.run(5)
-    chosen = held_out_samples(source, 20, mixture.data.seed)
+    row = held_out.evaluate(5)
+    chosen = draw_held_out_samples(source, 20, mixture.data.seed)
     assert {name: len(which) for name, which in chosen.items()} == dict(zip(NAMES, (16, 3, 1)))
     samples = {name: [source.sample(i) for i in which] for name, which in chosen.items()}
     assert list(row.by_source) == list(NAMES)
@@ -110,9 +110,11 @@ def test_every_dataset_has_a_loss_of_its_own(mixture):
 
 def test_samples_without_a_supervised_token_have_no_loss():
     sums = {"llm.loss_sum": 0.0, "llm.correct": 0.0}
-    none = evaluate._held_out_loss(MODEL, sums, {"llm": 0.0})
+    none = evaluate._make_held_out_loss(MODEL, sums, {"llm": 0.0})
     assert (str(none.loss), none.accuracy) == ("nan", None)
-    assert evaluate._held_out_loss(MODEL, {**sums, "llm.loss_sum": 3.0}, {"llm": 0.5}).loss == 6.0
+    assert (
+        evaluate._make_held_out_loss(MODEL, {**sums, "llm.loss_sum": 3.0}, {"llm": 0.5}).loss == 6.0
+    )
 
 
 @pytest.mark.parametrize("stay", [True, False])
@@ -128,25 +130,25 @@ def test_packed_batches_stay_where_there_is_room(mixture, monkeypatch, stay):
 
     monkeypatch.setattr(Packer, "pack", pack)
     held_out = held_out_of(mixture, source, packer)
-    first = held_out.run(1)
+    first = held_out.evaluate(1)
     assert len(packed) == 4
     total = sum(batch.n_bytes for batch in packed)
-    monkeypatch.setattr(evaluate, "PACKED_BYTES", total - (not stay))
+    monkeypatch.setattr(evaluate, "MAX_PACKED_BYTES", total - (not stay))
     held_out = held_out_of(mixture, source, packer)
     packed.clear()
-    assert [held_out.run(1), held_out.run(1)] == [first, first]
+    assert [held_out.evaluate(1), held_out.evaluate(1)] == [first, first]
     assert len(packed) == (4 if stay else 8)
 
 
 def test_processes_drop_and_pack_the_same_batches(mixture, monkeypatch):
     """Neither waits for what the other does not pack."""
     source, job = opened(mixture), make_job(2)
-    monkeypatch.setattr(evaluate, "PACKED_BYTES", 1)
+    monkeypatch.setattr(evaluate, "MAX_PACKED_BYTES", 1)
 
     def process(peers):
         packer = Packer(NANO, MODEL, Ranks.all(NANO.layout), peers, NEEDED)
         held_out = held_out_of(mixture, source, packer)
-        return [held_out.run(step) for step in (1, 2)]
+        return [held_out.evaluate(step) for step in (1, 2)]
 
     with ThreadPoolExecutor(2) as pool:
         first, second = [f.result(120) for f in [pool.submit(process, g) for g in job.groups]]
@@ -180,7 +182,7 @@ class Named:
 )
 def test_each_dataset_is_held_out_in_its_share(sizes, n, counts):
     source = Named(sizes)
-    chosen = held_out_samples(source, n, 0)
+    chosen = draw_held_out_samples(source, n, 0)
     assert {name: len(which) for name, which in chosen.items()} == counts
     assert sum(counts.values()) == n
     for name, which in chosen.items():
@@ -189,14 +191,14 @@ def test_each_dataset_is_held_out_in_its_share(sizes, n, counts):
 
 
 def test_those_evaluated_are_drawn_over_all_by_the_seed():
-    drawn = [held_out_samples(range(1000), 30, seed)[""] for seed in (0, 0, 1)]
+    drawn = [draw_held_out_samples(range(1000), 30, seed)[""] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     for which in drawn:
         assert len({*which}) == 30
         assert which == sorted(which)
         assert which[0] < 200
         assert which[-1] > 800
-    assert held_out_samples(range(9), 9, 5) == {"": [*range(9)]}
+    assert draw_held_out_samples(range(9), 9, 5) == {"": [*range(9)]}
 
 
 def test_names_of_datasets_tell_them_apart():

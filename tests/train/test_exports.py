@@ -22,14 +22,14 @@ from dflop_jax.generate.generate import Generator
 from dflop_jax.generate.prompt import prompt_sample
 from dflop_jax.generate.sampling import Sampling
 from dflop_jax.records import Load
-from dflop_jax.train.initial import (
-    beside,
+from dflop_jax.train.initial_params import (
     check_only_adapters,
-    first_weights,
-    warn_of_adapters,
+    find_published_folders,
+    find_tokenizer_folders,
+    warn_unexportable_adapters,
 )
-from dflop_jax.train.load_params import load_params, saved_params
-from dflop_jax.train.stages import adapted
+from dflop_jax.train.load_params import load_params, open_params
+from dflop_jax.train.stages import configure_model
 from dflop_jax.train.trainer import Trainer
 from dflop_jax.verify import reference
 from dflop_jax.verify.samples import mixed_samples
@@ -86,7 +86,7 @@ def test_a_run_is_exported_as_it_was_saved(capsys):
 
     # Rows of a stack are read alone.
     store = CheckpointStore(Path("runs/run/checkpoints"))
-    for name, tree in saved_params(store.open(2), MODEL).items():
+    for name, tree in open_params(store.open(2), MODEL).items():
         jax.tree.map(
             lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), tree, trained[name]
         )
@@ -98,7 +98,7 @@ def test_a_run_is_exported_as_it_was_saved(capsys):
     Path("runs/next/checkpoints").mkdir(parents=True)
     again = replace(start, model=replace(model, weights=("runs/run@1",)))
     Path("runs/next/config.json").write_bytes(msgspec.json.encode(again))
-    assert first_weights(("runs/next", "vision=runs/run")) == {"": "hf", "vision": "hf"}
+    assert find_published_folders(("runs/next", "vision=runs/run")) == {"": "hf", "vision": "hf"}
 
 
 def up_to(sample, n):
@@ -202,9 +202,9 @@ def test_adapters_are_folded_in_a_few_matrices_at_a_time(monkeypatch):
     tied = tuple(m for m, module in MODEL.modules.items() if module.tied)
     plan = NANO.with_layout(edges=edges_of(MODEL), tied=tied)
     Trainer(asked, plan=plan, profile=nano_profile()).fit()
-    model = adapted(MODEL, train)
+    model = configure_model(MODEL, train)
     reader = CheckpointStore(Path("runs/run/checkpoints")).open(2)
-    saved = {n: jax.tree.map(np.asarray, tree) for n, tree in saved_params(reader, model).items()}
+    saved = {n: jax.tree.map(np.asarray, tree) for n, tree in open_params(reader, model).items()}
     with monkeypatch.context() as patch:
         alive = Alive(patch, (CheckpointReader, "read"), (Folder, "read"), (write, "as_in_file"))
         assert main(["export", "runs/run", "--out", "out"]) == 0
@@ -241,7 +241,7 @@ ADAPTERS = MODEL.with_lora(2, 4.0, targets=("llm",))
 )  # fmt: skip
 def test_what_adapters_do_not_hold_is_named(train, frozen, says):
     lora = replace(Config(), train=replace(Config().train, **train))
-    model = adapted(MODEL, lora.train)
+    model = configure_model(MODEL, lora.train)
     with pytest.raises(ValueError, match=says) if says else nullcontext():
         check_only_adapters(lora, model, frozen)
 
@@ -268,7 +268,7 @@ def test_what_trains_beside_adapters_is_named_before_and_after(caplog, capsys):
 
 
 def test_a_run_without_adapters_has_none_to_export(caplog):
-    warn_of_adapters(Config(), MODEL)
+    warn_unexportable_adapters(Config(), MODEL)
     assert not caplog.records
     with pytest.raises(ValueError, match=r"has no adapters; train with train\.lora_rank"):
         check_only_adapters(Config(), MODEL)
@@ -304,9 +304,9 @@ def test_adapters_that_no_published_matrix_has_are_named_before_training(caplog)
         )
 
     lora = replace(Config(), train=replace(Config().train, lora_rank=2))
-    warn_of_adapters(lora, ADAPTERS)
+    warn_unexportable_adapters(lora, ADAPTERS)
     assert not caplog.records
-    warn_of_adapters(lora, Fewer())
+    warn_unexportable_adapters(lora, Fewer())
     (said,) = caplog.messages
     assert "will refuse this run: a published checkpoint has no matrix for" in said
 
@@ -316,5 +316,5 @@ def test_files_beside_come_from_the_data_s_tokenizer_first():
         Path(name).mkdir()
     start = config(model=ModelConfig(weights=("vision=tower", "llm=llm")))
     asked = replace(start, data=replace(start.data, tokenizer="tok"))
-    assert beside(asked) == [Path("tok"), Path("llm"), Path("tower")]
-    assert beside(config()) == []
+    assert find_tokenizer_folders(asked) == [Path("tok"), Path("llm"), Path("tower")]
+    assert find_tokenizer_folders(config()) == []

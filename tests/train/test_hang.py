@@ -29,7 +29,7 @@ from dflop_jax.report.wall_time import (
 )
 from dflop_jax.train import trainer
 from dflop_jax.train.loop import FIRST_STEP
-from dflop_jax.train.prepare import REPEATED, Workplace
+from dflop_jax.train.run_context import REPEATED_SECTIONS, RunContext
 
 from .many import FOUR, LIMIT_S, STEPS, Jobs, environment, losses, undisturbed
 
@@ -54,16 +54,16 @@ def test_who_is_ended_where_it_hangs(monkeypatch, count, command, factor, ends):
     if command:
         trainer.is_cli_process.set()
     config = Config(run_dir="run", distributed=DistributedConfig(hang_factor=factor))
-    place = Workplace(config, None, [], SimpleNamespace(n_processes=count), sections=Sections())
-    with trainer.watched(place):
+    place = RunContext(config, None, [], SimpleNamespace(n_processes=count), sections=Sections())
+    with trainer.watch_for_hangs(place):
         assert seen == [ends]
 
 
 def test_what_is_measured_of_the_sections_of_a_run():
     """As docs/clusters.md names them."""
-    assert {*REPEATED} == {TRAINING, DATA, SAVE, EVALUATION}
+    assert {*REPEATED_SECTIONS} == {TRAINING, DATA, SAVE, EVALUATION}
     once = {FIRST_STEP, START, PROFILE, PLAN, COMPILE, REDECISION, END}
-    assert not {*REPEATED} & once
+    assert not {*REPEATED_SECTIONS} & once
 
 
 # Appended to the experiment: at the first start, process 1 never comes to the end of step 5.

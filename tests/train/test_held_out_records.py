@@ -9,7 +9,7 @@ from PIL import Image
 
 from dflop_jax.train import evaluate
 from dflop_jax.train.planning import check_trainable
-from dflop_jax.train.prepare import set_up
+from dflop_jax.train.run_context import make_run_context
 from tests.data.media_cases import talk
 
 from .resume_cases import CONFIG, PLAN, _in_a_folder_of_its_own, quick  # noqa: F401
@@ -26,14 +26,14 @@ def test_records_to_evaluate_on_stay_out_of_training(quick):
         Path(f"{name}/data.json").write_text(json.dumps(records))
     data = replace(CONFIG.data, path="train/data.json", eval_path="held/data.json")
     config = replace(CONFIG, data=data, train=replace(CONFIG.train, eval_samples=3))
-    place = set_up(config)
+    place = make_run_context(config)
     train, held = place.source("train"), place.source("eval")
     assert (len(train), len(held)) == (5, 5)
     assert {train.label(k) for k in range(5)} == {f"train/data.json[{k}]" for k in range(5)}
     assert {held.label(k) for k in range(5)} == {f"held/data.json[{k}]" for k in range(5)}
-    assert len(evaluate.held_out_samples(held, 3, 0)[""]) == 3
+    assert len(evaluate.draw_held_out_samples(held, 3, 0)[""]) == 3
     shared = replace(CONFIG.train, eval_samples=0, eval_fraction=0.5)
-    place = set_up(replace(config, data=replace(data, eval_path=""), train=shared))
+    place = make_run_context(replace(config, data=replace(data, eval_path=""), train=shared))
     labels = [{s.label(k) for k in range(len(s))} for s in map(place.source, ("train", "eval"))]
     assert set.union(*labels) == {train.label(k) for k in range(5)}
     assert not set.intersection(*labels)

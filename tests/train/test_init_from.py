@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dflop_jax.checkpoint.state_arrays import parameter_arrays
-from dflop_jax.train.initial import open_saved, published
-from dflop_jax.train.loop import Loop
+from dflop_jax.train.initial_params import make_initializer, open_checkpoint
+from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import nano_profile
@@ -40,7 +40,7 @@ def begun_with(weights: str, monkeypatch) -> dict[str, np.ndarray]:
                 found[a.name] = np.asarray(leaves[a.leaf])
         raise Begun(found)
 
-    monkeypatch.setattr(Loop, "run", stop)
+    monkeypatch.setattr(TrainLoop, "run", stop)
     model = dataclasses.replace(CONFIG.model, weights=(weights,))
     config = dataclasses.replace(CONFIG, model=model, run_dir="run", **CACHE)
     with pytest.raises(Begun) as begun:
@@ -51,7 +51,7 @@ def begun_with(weights: str, monkeypatch) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("at, step", [("", STEPS), ("@6", 6)])
 def test_it_begins_where_the_other_one_came_to(whole, monkeypatch, at, step):
     found = begun_with(f"{whole}{at}", monkeypatch)
-    saved = open_saved(whole / "checkpoints", step)
+    saved = open_checkpoint(whole / "checkpoints", step)
     names = {n for n in saved.specs if n.startswith("params/")}
     assert found.keys() == names
     for name, array in found.items():
@@ -60,7 +60,7 @@ def test_it_begins_where_the_other_one_came_to(whole, monkeypatch, at, step):
 
 def test_a_single_module_may_begin_so(whole, monkeypatch):
     found = begun_with(f"llm={whole}", monkeypatch)
-    saved = open_saved(whole / "checkpoints", STEPS)
+    saved = open_checkpoint(whole / "checkpoints", STEPS)
     same = {
         name: np.array_equal(array, saved.read(name, [0] * array.ndim, array.shape))
         for name, array in found.items()
@@ -75,10 +75,10 @@ def test_what_cannot_be_begun_with_is_said(whole, tmp_path):
         (f"{whole}@last", "'last' is no step"),
     ):
         with pytest.raises(ValueError, match=says):
-            published(None, (path,))
+            make_initializer(None, (path,))
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ValueError, match="no checkpoint; those that are there: none"):
-        open_saved(tmp_path / "empty" / "checkpoints", None)
+        open_checkpoint(tmp_path / "empty" / "checkpoints", None)
 
 
 def test_another_model_is_refused(whole):

@@ -26,7 +26,7 @@ def test_a_module_that_reads_weights_has_a_loss():
 
 
 def test_every_module_has_a_denominator_of_its_own():
-    loss = BatchLoss.of(MODEL, {"text": 30.0, "generator": 2.5})
+    loss = BatchLoss.for_model(MODEL, {"text": 30.0, "generator": 2.5})
     sums = {"text.loss_sum": 60.0, "text.correct": 15.0, "generator.loss_sum": 20.0}
     assert loss.means(sums) == {"text": 2.0, "generator": 8.0}
     assert loss.total(sums) == 2.0 + 0.25 * 8.0
@@ -39,20 +39,20 @@ def test_every_module_has_a_denominator_of_its_own():
 
 
 def test_a_batch_without_a_supervised_token_divides_by_one():
-    loss = BatchLoss.of(MODEL, {"text": 0.0, "generator": 0.0})
+    loss = BatchLoss.for_model(MODEL, {"text": 0.0, "generator": 0.0})
     assert loss.scales == {"text": 1.0, "generator": 0.25}
     assert loss.total({}) == 0.0
     assert not loss.is_supervised
-    assert BatchLoss.of(MODEL, {"text": 0.0, "generator": 0.1}).is_supervised
+    assert BatchLoss.for_model(MODEL, {"text": 0.0, "generator": 0.1}).is_supervised
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.1, 0.001])
 def test_small_weights_do_not_scale_the_loss(weight):
-    loss = BatchLoss.of(MODEL, {"text": 9 * weight})
+    loss = BatchLoss.for_model(MODEL, {"text": 9 * weight})
     assert loss.means({"text.loss_sum": 9 * weight * 7}) == {"text": pytest.approx(7)}
     assert loss.scales["text"] * 9 * weight == pytest.approx(1)
 
 
 def test_a_batch_without_weights_has_no_loss():
-    loss = BatchLoss.of(MODEL, {"text": 0.0})
+    loss = BatchLoss.for_model(MODEL, {"text": 0.0})
     assert loss.means({"text.loss_sum": 0.0}) == {"text": 0.0}

@@ -11,7 +11,7 @@ from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime import out_of_memory
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.train import trainer as trainer_module
-from dflop_jax.train.timing import make_executor
+from dflop_jax.train.plan_trials import make_executor
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, bucket, nano_profile
@@ -77,7 +77,7 @@ def test_the_next_plan_is_taken_and_trains_as_if_nothing_had_been(monkeypatch, c
     assert taken.layout == plans[-1].layout
     assert [r["compiles"] for r in read_metrics(result.run_dir)[1:]] == [0]
     # Parameters begin as they do where no step was tried.
-    ex = make_executor(trainer.place, taken)
+    ex = make_executor(trainer.context, taken)
     ex.init(CONFIG.train.seed)
     for one, other in zip(began, jax.tree.leaves(ex.state.params), strict=True):
         np.testing.assert_array_equal(one, np.asarray(other))

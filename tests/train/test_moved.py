@@ -22,7 +22,7 @@ from dflop_jax.records import (
 )
 from dflop_jax.train import feed
 from dflop_jax.train.feed import Packer
-from dflop_jax.train.step_figures import added, most_of
+from dflop_jax.train.step_figures import max_by_name, sum_by_name
 
 LOW, HIGH = Shape(2, 4), Shape(1, 8)
 WIDTH = 3
@@ -55,8 +55,8 @@ def test_processes_count_their_own_ranks(node, in_node, across, monkeypatch):
         counts = {"a": ranks, "b": ranks}
         model = SimpleNamespace(modules={"a": None, "b": None})
         packer = Packer(plan_of(node), model, Ranks(counts, counts), None, {})
-        parts.append(packer._count_moved(Schedule(0, groups), packed))
+        parts.append(packer._count_traffic(Schedule(0, groups), packed))
     most, here, there = zip(*parts, strict=True)
-    assert most_of(most) == {"1/0": 7}
-    assert added(here) == {"a > b": in_node * WIDTH * 2}
-    assert added(there) == {"a > b": across * WIDTH * 2}
+    assert max_by_name(most) == {"1/0": 7}
+    assert sum_by_name(here) == {"a > b": in_node * WIDTH * 2}
+    assert sum_by_name(there) == {"a > b": across * WIDTH * 2}

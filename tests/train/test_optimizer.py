@@ -12,9 +12,9 @@ import pytest
 from dflop_jax.config import LrSchedule, TrainConfig
 from dflop_jax.runtime.update import EMA_KEY
 from dflop_jax.train.optimizer import (
-    decays,
     learning_rate,
     learning_rates,
+    make_decay_mask,
     make_optimizer,
     warmup_steps,
 )
@@ -117,13 +117,13 @@ TREE = {
 
 
 def test_matrices_decay_and_vectors_do_not():
-    assert decays(TREE) == {
+    assert make_decay_mask(TREE) == {
         "dense": {"kernel": True, "bias": False},
         "norm": {"scale": False},
         "embedding": True,
         "vector": False,
     }
-    assert decays({}) == {}
+    assert make_decay_mask({}) == {}
 
 
 def test_adamw_by_hand():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from dflop_jax import Config, DataConfig, ModelConfig, PlanConfig, TrainConfig
-from dflop_jax.train import planning, prepare, profiling
+from dflop_jax.train import planning, profiling, run_context
 
 
 def elsewhere(**changes):
@@ -28,7 +28,7 @@ def elsewhere(**changes):
 
 @pytest.fixture(scope="module")
 def place_and_profile():
-    place = prepare.set_up(elsewhere())
+    place = run_context.make_run_context(elsewhere())
     return place, profiling.make_profile(place, place.source())
 
 
@@ -46,7 +46,7 @@ def test_planning_for_hardware_that_is_not_here(place_and_profile):
 @pytest.mark.slow
 def test_what_would_help_is_what_a_changed_search_finds(place_and_profile):
     place, profile = place_and_profile
-    found = {w.change: w.makespan_s for w in planning.what_would_help(place, profile)}
+    found = {w.change: w.makespan_s for w in planning.evaluate_changes(place, profile)}
     now = planning.make_plan(place, profile, refine=False, n_shown=1).candidates[0].makespan_s
     assert found["as it is"] == now
     more = planning.make_plan(place, profile, refine=False, n_shown=1, n_devices=8)
@@ -67,7 +67,7 @@ def test_every_change_is_looked_at_as_far(place_and_profile, monkeypatch):
         raise ValueError
 
     monkeypatch.setattr(planning, "search_plan", noted)
-    planning.what_would_help(place, profile)
+    planning.evaluate_changes(place, profile)
     assert len(asked) > 4
     assert {(c.max_model, c.max_stage, c.max_microbatches) for c in asked} == {(8, 8, 128)}
 
@@ -81,7 +81,7 @@ def test_every_change_is_looked_at_as_far(place_and_profile, monkeypatch):
 )
 def test_hardware_that_cannot_be_planned_for(changes, says):
     with pytest.raises(ValueError, match=says):
-        prepare.set_up(elsewhere(**changes))
+        run_context.make_run_context(elsewhere(**changes))
 
 
 @pytest.mark.slow(first=1)

@@ -12,7 +12,7 @@ import pytest
 from dflop_jax.checkpoint.state_arrays import parameter_arrays
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.runtime.parameter_layout import initial_structs, param_zero_specs
-from dflop_jax.train.initial import read_saved
+from dflop_jax.train.initial_params import read_segment_params
 
 from ..runtime.plain import whole_of
 from ..weights.conftest import MODEL, PLAN, random_params
@@ -46,7 +46,7 @@ class Saved:
 def test_parameters_are_the_other_run_s_however_they_are_split():
     saved = Saved(random_params(MODEL, 3))
     for name, s in make_segments(MODEL, SPLIT.layout, jax.devices()).items():
-        found = read_saved(saved, s, lambda: pytest.fail("nothing is fresh"))
+        found = read_segment_params(saved, s, lambda: pytest.fail("nothing is fresh"))
         cuts = param_zero_specs(s)
         whole = {p: jax.tree.map(whole_of, cuts[p], found[p]) for p in found}
         for a, leaf in zip(parameter_arrays(name, s), jax.tree.leaves(whole), strict=True):
@@ -60,7 +60,7 @@ def test_adapters_that_the_other_run_had_not_are_drawn():
     for name, s in make_segments(adapted, PLAN.layout, jax.devices()).items():
         structs = initial_structs(s)
         drawn = jax.tree.map(lambda a: np.full(a.shape, 7, a.dtype), structs)
-        found = read_saved(Saved(params), s, lambda drawn=drawn: drawn)
+        found = read_segment_params(Saved(params), s, lambda drawn=drawn: drawn)
         arrays = parameter_arrays(name, s)
         kept = Saved(params).arrays
         for a, leaf in zip(arrays, jax.tree.leaves(found), strict=True):

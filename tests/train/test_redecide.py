@@ -24,9 +24,15 @@ from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.schedule.buckets.extra_buckets import oversize_samples
 from dflop_jax.train import redecide
 from dflop_jax.train import trainer as trainer_module
-from dflop_jax.train.loop import Loop
-from dflop_jax.train.prepare import set_up
-from dflop_jax.train.redecide import NewPlan, Redecider, drift, observed, saved_share
+from dflop_jax.train.loop import TrainLoop
+from dflop_jax.train.redecide import (
+    NewPlan,
+    Redecider,
+    find_drift,
+    make_recent_profile,
+    predict_saving,
+)
+from dflop_jax.train.run_context import make_run_context
 from dflop_jax.train.trainer import Trainer
 
 from ..plans import NANO, TILE_TOKENS, bucket, load, nano_profile
@@ -44,11 +50,11 @@ def samples(rng, n, tiles, tokens):
 def test_samples_of_one_kind_do_not_drift(n):
     rng = np.random.default_rng(0)
     first = samples(rng, n, 3, (10, 500))
-    assert drift(first, first) == 0
+    assert find_drift(first, first) == 0
     if n > 2:
-        assert drift(first, samples(rng, n, 3, (10, 500))) == 0
+        assert find_drift(first, samples(rng, n, 3, (10, 500))) == 0
     else:  # however few there are, what never varied has changed
-        assert drift([load(1, 10)] * n, [load(1, 20)] * n) == pytest.approx(3 / 4)
+        assert find_drift([load(1, 10)] * n, [load(1, 20)] * n) == pytest.approx(3 / 4)
 
 
 def test_drift_is_the_largest_change_of_a_mean():
@@ -57,20 +63,20 @@ def test_drift_is_the_largest_change_of_a_mean():
     squares = [
         np.mean([len(x.lengths("vision")) * TILE_TOKENS**2 for x in xs]) for xs in (few, many)
     ]
-    assert drift(few, many) == pytest.approx(1 - squares[0] / squares[1], rel=1e-6)
-    assert drift(many, few) == drift(few, many)
+    assert find_drift(few, many) == pytest.approx(1 - squares[0] / squares[1], rel=1e-6)
+    assert find_drift(many, few) == find_drift(few, many)
     none = [load(0, 100)] * 50
-    assert drift(none, many) == 1  # a module that nothing used
-    assert drift(none, none) == 0
+    assert find_drift(none, many) == 1  # a module that nothing used
+    assert find_drift(none, none) == 0
 
 
 def test_the_largest_samples_keep_their_room():
     known = DataProfile("d", 90, (load(1, 50), load(2, 40)), (load(9, 10),))
     seen = [load(0, 30), load(1, 20)]
-    found = observed(known, seen, range(4, 8))
+    found = make_recent_profile(known, seen, range(4, 8))
     assert (found.source, found.n_total, found.loads) == ("d, steps 4 to 7", 90, tuple(seen))
     assert found.tail == (load(9, 10), load(2, 40), load(1, 50))
-    assert observed(found, seen, range(8, 12)).source == "d, steps 8 to 11"
+    assert make_recent_profile(found, seen, range(8, 12)).source == "d, steps 8 to 11"
 
 
 def fit(run_dir, every=EVERY, plan=PLAN, **options):
@@ -102,12 +108,12 @@ def plain(tmp_path_factory):
 @pytest.fixture
 def long_steps(monkeypatch):
     """Steps that seem to take so long that any gain pays."""
-    look = Redecider.look
+    look = Redecider.propose_plan
 
     def slow(self, done, step_s):
         return look(self, done, [1e5] * len(step_s))
 
-    monkeypatch.setattr(Redecider, "look", slow)
+    monkeypatch.setattr(Redecider, "propose_plan", slow)
     monkeypatch.setattr(trainer_module, "write_summary", lambda folder: None)
 
 
@@ -117,7 +123,7 @@ def alive(monkeypatch):
     collected meanwhile."""
     last: list[weakref.ref] = []
     seen: list[list[str]] = []
-    run, make = Loop.run, trainer_module.make_executor
+    run, make = TrainLoop.run, trainer_module.make_executor
 
     def run_and_note(self, stack, resumed):
         result = run(self, stack, resumed)
@@ -130,7 +136,7 @@ def alive(monkeypatch):
         seen.append([type(r()).__name__ for r in last if r() is not None])
         return make(place, plan)
 
-    monkeypatch.setattr(Loop, "run", run_and_note)
+    monkeypatch.setattr(TrainLoop, "run", run_and_note)
     monkeypatch.setattr(trainer_module, "make_executor", make_and_note)
     gc.disable()
     yield seen
@@ -166,7 +172,7 @@ def test_sigterm_while_another_plan_is_searched_ends_the_run(plain, monkeypatch,
         os.kill(os.getpid(), signal.SIGTERM)
         return NewPlan(PLAN.with_layout(buckets=(bucket(28, 256),)), nano_profile())
 
-    monkeypatch.setattr(Redecider, "look", look)
+    monkeypatch.setattr(Redecider, "propose_plan", look)
     result = fit(tmp_path / "run")
     assert (result.preempted, result.steps_done, result.evaluation) == (True, EVERY, None)
     assert result.losses == plain.losses[:EVERY]
@@ -199,7 +205,7 @@ def test_what_is_too_large_is_asked_for(plain, searches, monkeypatch, tmp_path):
     assert (result.steps_done, result.preempted) == (6, False)
     first, *_ = searches.asked
     config = dataclasses.replace(CONFIG, run_dir=str(tmp_path))
-    place = set_up(config)
+    place = make_run_context(config)
     loader = make_loader(config, place.source())
     asked_for = [x for step in (0, 1) for x in loader.loads(step)]
     assert list(first.data.loads) == asked_for
@@ -223,29 +229,35 @@ class Looks:
         profile = Profile(nano_profile().model, DataProfile("d", 9, (load(1, 20), load(1, 21))))
         progress = SimpleNamespace(log=self.said.append)
         ready = SimpleNamespace(
-            place=place, ex=ex, profile=profile, start_s=50.0, progress=progress
+            context=place, ex=ex, profile=profile, start_s=50.0, progress=progress
         )
         self.redecider = Redecider(ready, self.loads)
 
     def loads(self, step):
         return [load(self.tiles, 20 + i % 2) for i in range(4)]
 
-    def look(self, done, step_s=1.0):
+    def propose_plan(self, done, step_s=1.0):
         before = len(self.said)
-        new = self.redecider.look(done, [step_s, step_s])
+        new = self.redecider.propose_plan(done, [step_s, step_s])
         return new, " ".join(self.said[before:])
 
 
 def test_the_same_samples_are_searched_for_once(searches):
     looks = Looks()
-    assert looks.look(2) == (None, "after step 2: samples are as those that were planned for")
+    assert looks.propose_plan(2) == (
+        None,
+        "after step 2: samples are as those that were planned for",
+    )
     looks.tiles = 3
     searches.found.append(PLAN)
-    new, said = looks.look(4)
+    new, said = looks.propose_plan(4)
     assert (new, "the plan is still the best" in said) == (None, True)
-    assert looks.look(6) == (None, "after step 6: samples are as those that were planned for")
+    assert looks.propose_plan(6) == (
+        None,
+        "after step 6: samples are as those that were planned for",
+    )
     looks.tiles = 5
-    new, said = looks.look(8)
+    new, said = looks.propose_plan(8)
     assert (new, "no plan for the samples of late: nothing fits" in said) == (None, True)
     assert [profile.data.loads for profile in searches.asked] == [
         tuple(load(tiles, 20 + i % 2) for i in (0, 1, 2, 3) * 2) for tiles in (3, 5)
@@ -261,8 +273,8 @@ def test_a_plan_has_to_pay_in_the_steps_that_are_left(searches, monkeypatch, sha
     looks, other = Looks(), PLAN.with_layout(buckets=(bucket(28, 256),))
     looks.tiles = 3
     searches.found.append(other)
-    monkeypatch.setattr(redecide, "saved_share", lambda *_: (share, ""))
-    new, said = looks.look(20, step_s)
+    monkeypatch.setattr(redecide, "predict_saving", lambda *_: (share, ""))
+    new, said = looks.propose_plan(20, step_s)
     assert f"would save {share:.0%} of a step" in said
     assert "in 80 steps, and cost 50.0 s" in said
     assert said.endswith("changing to it" if pays else "going on")
@@ -278,7 +290,7 @@ LATE = dataclasses.replace(nano_profile(), data=DataProfile("d", 12, LOADS, (loa
 def saved(buckets) -> tuple[float | None, str]:
     train = dataclasses.replace(CONFIG.train, global_batch=4)
     config = dataclasses.replace(CONFIG, train=train, plan=PlanConfig(sampled_batches=2))
-    return saved_share(PLAN, PLAN.with_layout(buckets=buckets), LATE, config)
+    return predict_saving(PLAN, PLAN.with_layout(buckets=buckets), LATE, config)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import TransientError
 from dflop_jax.distributed.processes import LAUNCH_ENV, RESTARTS_ENV
 from dflop_jax.report.run_folder import METRICS, RunFolder
-from dflop_jax.train.trainer import is_begun, open_folder, tell_others
+from dflop_jax.train.trainer import broadcast_error, is_restarted_run, open_run_folder
 
 
 @pytest.fixture
@@ -30,37 +30,39 @@ def test_only_what_the_launch_has_begun_is_resumed(start, tmp_path):
     with RunFolder(old):
         pass
     start("a", 0)
-    assert not is_begun(ours, ProcessGroup())
-    with open_folder(ours, "overwrite"):
+    assert not is_restarted_run(ours, ProcessGroup())
+    with open_run_folder(ours, "overwrite"):
         pass
-    assert not is_begun(ours, ProcessGroup())  # the first start obeys
+    assert not is_restarted_run(ours, ProcessGroup())  # the first start obeys
     assert (tmp_path / "ours" / "launch").read_text() == "a"
     start("a", 1)
-    assert is_begun(ours, ProcessGroup())
-    assert not is_begun(old, ProcessGroup())  # of an older run, which the script has not come to
+    assert is_restarted_run(ours, ProcessGroup())
+    assert not is_restarted_run(
+        old, ProcessGroup()
+    )  # of an older run, which the script has not come to
     start("b", 0)  # another launch, as after a requeue
-    assert not is_begun(ours, ProcessGroup())
-    with open_folder(ours, "resume"):
+    assert not is_restarted_run(ours, ProcessGroup())
+    with open_run_folder(ours, "resume"):
         pass
     start("b", 1)
-    assert is_begun(ours, ProcessGroup())
+    assert is_restarted_run(ours, ProcessGroup())
 
 
 def test_without_a_supervisor_nothing_changes(monkeypatch, tmp_path):
     for name in (LAUNCH_ENV, RESTARTS_ENV):
         monkeypatch.delenv(name, raising=False)
-    with open_folder(str(tmp_path), "error") as folder:
-        assert not is_begun(str(tmp_path), ProcessGroup())
+    with open_run_folder(str(tmp_path), "error") as folder:
+        assert not is_restarted_run(str(tmp_path), ProcessGroup())
     assert {p.name for p in folder.path.iterdir()} == {"lock", METRICS}
 
 
 def test_a_lock_that_is_held_may_be_free_later(start, tmp_path):
     start("a", 1)
     with (
-        open_folder(str(tmp_path / "run"), "error"),
+        open_run_folder(str(tmp_path / "run"), "error"),
         pytest.raises(TransientError, match="another run"),
     ):
-        open_folder(str(tmp_path / "run"), "resume")
+        open_run_folder(str(tmp_path / "run"), "resume")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,6 @@ def test_an_error_that_a_loss_may_have_caused_leaves_time_for_the_loss(error, sa
         wait_for_peer_loss=lambda: done.append("notice"),
         fail=lambda *told: done.append(told),
     )
-    tell_others(peers, error)
+    broadcast_error(peers, error)
     line = f"process 1 stopped: {says or 'KeyError'}"
     assert done == ["notice"] * bool(says) + [(line, 1)]

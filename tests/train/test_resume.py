@@ -27,8 +27,8 @@ from dflop_jax.schedule import worker as worker_module
 from dflop_jax.schedule.correction import CorrectionState, StepSample
 from dflop_jax.schedule.worker import BatchRequest
 from dflop_jax.train import correction as correction_module
-from dflop_jax.train.choose_plan import expected
-from dflop_jax.train.loop import Loop
+from dflop_jax.train.choose_plan import describe_remaining_time
+from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.trainer import Trainer
 
 from ..data.media_cases import talk
@@ -378,9 +378,11 @@ def test_checkpoints_without_metrics_are_another_run_too(whole):
 
 def test_what_a_run_says_that_has_no_step_left(whole):
     plan = load(Plan, whole / PLAN_FILE)
-    assert "1 steps in" in expected(plan, 1)
+    assert "1 steps in" in describe_remaining_time(plan, 1)
     for left in (0, -40):  # of a run that is resumed with fewer steps than it made
-        assert expected(plan, left).startswith("no step is left; a greater --train.steps")
+        assert describe_remaining_time(plan, left).startswith(
+            "no step is left; a greater --train.steps"
+        )
 
 
 def test_overwriting_removes_the_old_checkpoints(whole, monkeypatch):
@@ -390,7 +392,7 @@ def test_overwriting_removes_the_old_checkpoints(whole, monkeypatch):
         assert resumed is None
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Loop, "run", nothing)
+    monkeypatch.setattr(TrainLoop, "run", nothing)
     with pytest.raises(KeyboardInterrupt):
         fit(folder, "overwrite")
     assert not (folder / "checkpoints").exists()

@@ -16,7 +16,7 @@ from dflop_jax.checkpoint.format import Manifest, decode_manifest, encode_manife
 from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import FAILED, RunFailed, exit_code_of
-from dflop_jax.train.loop import Loop
+from dflop_jax.train.loop import TrainLoop
 from dflop_jax.train.resume import Unreadable, any_trouble, find_checkpoint
 
 from ..plans import nano_profile
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_passed_over(whole, caplog, what):
     ]  # fmt: skip
     caplog.clear()
     known = (Unreadable(10, "damaged", ""),)
-    assert find_checkpoint(folder / "checkpoints", ProcessGroup(), known).meta.step == 9
+    assert find_checkpoint(folder / "checkpoints", ProcessGroup(), known).state.step == 9
     assert warnings_of(caplog) == []
 
 
@@ -75,7 +75,7 @@ def stops_before_its_steps(monkeypatch):
     def run(self, stack, resumed):
         raise Stopped
 
-    monkeypatch.setattr(Loop, "run", run)
+    monkeypatch.setattr(TrainLoop, "run", run)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -96,12 +96,14 @@ def test_what_cannot_be_read_is_there_until_a_newer_one_is(whole, what, stops_be
     assert [contents(f) for f in asides] == held
 
 
-def written_by_another_version(folder: Path, step: int, **meta) -> None:
-    """The same checkpoint with other meta, sound to the last checksum."""
+def written_by_another_version(folder: Path, step: int, **changes) -> None:
+    """The same checkpoint with another run state, sound to the last checksum."""
     store = CheckpointStore(folder / "checkpoints")
     reader = store.open(step)
     manifest_of = decode_manifest(manifest(folder, step).read_bytes())
-    data = encode_manifest(dataclasses.replace(manifest_of, meta={**reader.meta, **meta}))
+    data = encode_manifest(
+        dataclasses.replace(manifest_of, run_state={**reader.run_state, **changes})
+    )
     manifest(folder, step).write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
     (manifest(folder, step).parent / "COMMITTED").write_text(f"sha256 {digest} manifest.json\n")
@@ -157,7 +159,7 @@ def test_what_cannot_be_written_at_the_end_is_an_error(whole, monkeypatch):
     folder = copy_of(whole)
 
     def fails(self):
-        self.trouble = "No space left on device"
+        self.error_text = "No space left on device"
 
     monkeypatch.setattr(Checkpointer, "wait", fails)
     with pytest.raises(RunFailed, match="not saved: No space left on device") as error:
@@ -180,20 +182,20 @@ def test_finding_checkpoints(whole, caplog):
     assert find_checkpoint(Path("nowhere"), peers) is None
     checkpoints = shutil.copytree(whole / "checkpoints", "checkpoints")
     found = find_checkpoint(Path(checkpoints), peers)
-    assert (found.meta.step, found.meta.loader["step"], found.reader.step) == (12, 12, 12)
-    assert found.meta.plan == PLAN
-    assert found.meta.profile == nano_profile()
-    assert found.meta.planned_under["processes"] == 1
+    assert (found.state.step, found.state.loader["step"], found.reader.step) == (12, 12, 12)
+    assert found.state.plan == PLAN
+    assert found.state.profile == nano_profile()
+    assert found.state.planned_under["processes"] == 1
     for below, step in {12: 9, 9: 6, 4: 3}.items():
         known = (Unreadable(20, "damaged", ""), Unreadable(below, "damaged", ""))
         older = find_checkpoint(Path(checkpoints), peers, known)
-        assert (older.meta.step, older.unreadable) == (step, known)
+        assert (older.state.step, older.unreadable) == (step, known)
     with pytest.raises(ValueError, match="no checkpoint is whole"):
         find_checkpoint(Path(checkpoints), peers, (Unreadable(3, "damaged", ""),))
     assert warnings_of(caplog) == []
     # An unfinished save is no checkpoint.
     (Path(checkpoints) / "00000012/COMMITTED").unlink()
-    assert find_checkpoint(Path(checkpoints), peers).meta.step == 9
+    assert find_checkpoint(Path(checkpoints), peers).state.step == 9
 
 
 def test_meta_of_another_program_is_not_damage(caplog):
@@ -213,7 +215,7 @@ def test_a_format_of_another_version_is_not_damage(caplog, monkeypatch):
         store.commit(1, {}, [store.write(1, {}, [], 0)], {"step": 1})
     with pytest.raises(ValueError, match="resume by the one that wrote them"):
         find_checkpoint(Path("checkpoints"), ProcessGroup())
-    assert "format version 9; this program reads 2" in warnings_of(caplog)[0]
+    assert "format version 9; this program reads 3" in warnings_of(caplog)[0]
 
 
 def test_trouble_is_logged_once(caplog):

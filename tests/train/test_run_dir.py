@@ -10,9 +10,9 @@ from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.processes import LAUNCH_ENV, RESTARTS_ENV
 from dflop_jax.report.run_folder import RunFolder
 from dflop_jax.train import run_dir
-from dflop_jax.train.choose_plan import data_line
-from dflop_jax.train.prepare import Workplace, in_steps
-from dflop_jax.train.run_dir import settled_run_dir
+from dflop_jax.train.choose_plan import describe_data
+from dflop_jax.train.run_context import RunContext, with_step_count
+from dflop_jax.train.run_dir import resolve_run_dir
 
 PATTERN = "runs[1]/a-{time}"  # what glob would take for letters
 
@@ -24,7 +24,7 @@ def settle(monkeypatch, tmp_path):
 
     def at(time, resume=False, pattern=PATTERN):
         monkeypatch.setattr(run_dir.time, "strftime", lambda how: time)
-        return settled_run_dir(pattern, ProcessGroup(), resume=resume)
+        return resolve_run_dir(pattern, ProcessGroup(), resume=resume)
 
     return at
 
@@ -81,9 +81,9 @@ class Rows:
 def test_epochs_say_the_steps(epochs, n, steps, batch):
     config = Config(train=TrainConfig(steps=7, epochs=epochs, global_batch=8))
     model = SimpleNamespace()
-    train = in_steps(Workplace(config, model, [], ProcessGroup()), n).config.train
+    train = with_step_count(RunContext(config, model, [], ProcessGroup()), n).config.train
     assert (train.steps, train.epochs, train.global_batch) == (steps, 0, batch)
-    said = data_line(Rows("rows", n), train, 8)
+    said = describe_data(Rows("rows", n), train, 8)
     assert said.startswith(f"data: rows: {n} samples; {steps} steps of {batch} samples")
     assert ("(train.global_batch 8 is lowered, there are no more)" in said) == (n < 8)
 
@@ -91,9 +91,9 @@ def test_epochs_say_the_steps(epochs, n, steps, batch):
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 def test_a_warm_up_that_was_set_is_no_longer_than_the_epochs(ratio):
     train = TrainConfig(epochs=1, global_batch=8, warmup_steps=9, warmup_ratio=ratio)
-    place = Workplace(Config(train=train), SimpleNamespace(), [], ProcessGroup())
+    place = RunContext(Config(train=train), SimpleNamespace(), [], ProcessGroup())
     if ratio:
-        assert in_steps(place, 64).config.train.steps == 8
+        assert with_step_count(place, 64).config.train.steps == 8
         return
     with pytest.raises(ValueError, match="warmup_steps=9 is longer than the run of 8 steps"):
-        in_steps(place, 64)
+        with_step_count(place, 64)

@@ -15,10 +15,10 @@ from dflop_jax.records import BACKWARD, Plan, SegmentPlan, SubmeshPlan
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.module_parts import module_structs
-from dflop_jax.train.choose_plan import data_line, workplace_line
+from dflop_jax.train.choose_plan import describe_context, describe_data
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.prepare import set_up
-from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
+from dflop_jax.train.run_context import make_run_context
+from dflop_jax.train.stages import TrainedParts, configure_model, find_trained_parts
 from dflop_jax.train.trainer import Trainer
 from models import llava, qwen2_audio
 from tests.checkpoint.checkpoint_cases import model
@@ -54,7 +54,7 @@ def run_stage(stage: str):
     """(parameters before, after, compiled backward programs, tasks that ran) of two steps."""
     train = TrainConfig(steps=20, warmup_steps=0, learning_rate=1e-2, stage=stage)
     m, plan = model(), split_plan()
-    frozen = trained_parts(train, m).frozen
+    frozen = find_trained_parts(train, m).frozen
     ex = Executor(m, plan, make_optimizer(train), clip_norm=1.0, freeze=frozen)
     try:
         ex.init(0)
@@ -115,12 +115,12 @@ class Named(list):
 
 def parts(m=None, **train) -> TrainedParts:
     config = TrainConfig(**({"learning_rate": 1e-3} | train))
-    return trained_parts(config, adapted(m or llava.build("nano"), config))
+    return find_trained_parts(config, configure_model(m or llava.build("nano"), config))
 
 
 def test_the_start_line_counts_trained_and_frozen_parameters_by_part():
     train = TrainConfig(lora_rank=2)
-    place = set_up(dataclasses.replace(CONFIG, model=NANO_MODEL, train=train))
+    place = make_run_context(dataclasses.replace(CONFIG, model=NANO_MODEL, train=train))
     counts: dict[str, int] = {}
     for module in place.model.modules.values():
         for part, tree in module_structs(module).items():
@@ -129,13 +129,13 @@ def test_the_start_line_counts_trained_and_frozen_parameters_by_part():
             counts[group] = counts.get(group, 0) + n
     frozen = ", ".join(f"{g} {counts[g]:,}" for g in ("vision", "connector", "llm"))
     says = f"; parameters: trained lora {counts['lora']:,}; frozen {frozen}"
-    assert workplace_line(place).endswith(says)
+    assert describe_context(place).endswith(says)
 
 
 def test_the_data_line_writes_epochs_without_exponents():
     four = Named(4)
     train = TrainConfig(steps=2000, global_batch=2)
-    assert data_line(four, train, 2).endswith("2,000 steps of 2 samples, 1,000 epochs")
+    assert describe_data(four, train, 2).endswith("2,000 steps of 2 samples, 1,000 epochs")
 
 
 def test_stages_are_shorthands_for_what_is_frozen():
@@ -209,7 +209,7 @@ def test_a_wrong_choice_is_found_before_anything_is_measured():
         CONFIG, model=NANO_MODEL, train=TrainConfig(learning_rates=("audoi=1",))
     )
     with pytest.raises(ValueError, match="'audoi', which the model does not have"):
-        set_up(config)
+        make_run_context(config)
 
 
 # ---- whole runs ----
@@ -233,7 +233,7 @@ def test_a_run_trains_and_evaluates(train, tmp_path, monkeypatch):
     result = trainer.fit()
     assert np.isfinite(result.losses).all()
     assert result.compiles_after_warmup == 0
-    rates = trainer.place.trained.rates
+    rates = trainer.context.trained.rates
     rows = read_metrics(config.run_dir)
     for row in rows:
         assert set(row["learning_rates"]) == set(rates)

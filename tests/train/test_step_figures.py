@@ -10,7 +10,13 @@ import pytest
 from dflop_jax.records import Event, Group, Load, PackedPieces, Schedule, Shape, Trace
 from dflop_jax.report.metrics import DEVICE, DEVICE_PEAK, HOST, IDLE
 from dflop_jax.train.feed import BatchCounts
-from dflop_jax.train.step_figures import imbalance, memory_in_use, most_of, phase_seconds, slowest
+from dflop_jax.train.step_figures import (
+    max_by_name,
+    measure_imbalance,
+    measure_memory,
+    phase_seconds,
+    slowest_processes,
+)
 from tests.report.runs import make_plan
 
 LAYOUT = make_plan().layout  # "enc" on devices 0 and 1, "llm" on 2 to 7
@@ -68,7 +74,7 @@ def test_imbalance_is_that_of_sums_by_hand(seed):
     for half in halves:
         tokens = [sum(loads[p].tokens("llm") for p in half if rank[p] == r) for r in range(ranks)]
         most, mean = most + max(tokens), mean + sum(tokens) / ranks
-    uneven = imbalance(LAYOUT, Schedule(0, groups), loads)
+    uneven = measure_imbalance(LAYOUT, Schedule(0, groups), loads)
     assert uneven == {"vision": 0.0, "llm": pytest.approx(most / mean - 1)}
 
 
@@ -76,9 +82,9 @@ def test_ranks_with_equal_tokens_are_balanced():
     loads = [Load({"vision": (4,)})] * 2
     even = Schedule(0, (group("vision", [(0, 0, 0, 0), (1, 0, 0, 1)]),))
     n = LAYOUT.data_ranks("vision")
-    assert imbalance(LAYOUT, even, loads)["vision"] == n - 1  # all on one rank
+    assert measure_imbalance(LAYOUT, even, loads)["vision"] == n - 1  # all on one rank
     every = Schedule(0, (group("vision", [(r, 0, r, 0) for r in range(n)]),))
-    assert imbalance(LAYOUT, every, [Load({"vision": (4,)})] * n)["vision"] == 0.0
+    assert measure_imbalance(LAYOUT, every, [Load({"vision": (4,)})] * n)["vision"] == 0.0
 
 
 def device(stats, process=0):
@@ -86,7 +92,7 @@ def device(stats, process=0):
 
 
 def test_memory_is_that_of_the_fullest_device_here():
-    held = memory_in_use([
+    held = measure_memory([
         device({"bytes_in_use": 5, "peak_bytes_in_use": 9}),
         device({"bytes_in_use": 7, "peak_bytes_in_use": 8}),
         device({"bytes_in_use": 99}, process=1),
@@ -94,18 +100,18 @@ def test_memory_is_that_of_the_fullest_device_here():
     ])  # fmt: skip
     assert (held[DEVICE], held[DEVICE_PEAK]) == (7.0, 9.0)
     assert held[HOST] > 1e6
-    assert set(memory_in_use(jax.devices())) <= {HOST, DEVICE, DEVICE_PEAK}
-    assert set(memory_in_use([])) <= {HOST}
+    assert set(measure_memory(jax.devices())) <= {HOST, DEVICE, DEVICE_PEAK}
+    assert set(measure_memory([])) <= {HOST}
 
 
 def test_of_several_processes_the_most_counts():
-    assert most_of([{"a": 1.0}, {"a": 3.0, "b": 2.0}, {}]) == {"a": 3.0, "b": 2.0}
-    assert most_of([]) == {}
+    assert max_by_name([{"a": 1.0}, {"a": 3.0, "b": 2.0}, {}]) == {"a": 3.0, "b": 2.0}
+    assert max_by_name([]) == {}
 
 
 def test_a_row_has_the_slowest_processes_alone():
-    assert slowest({}) == {}
-    assert [*slowest({p: p % 500 for p in range(999, -1, -1)})] == [
+    assert slowest_processes({}) == {}
+    assert [*slowest_processes({p: p % 500 for p in range(999, -1, -1)})] == [
         str(p) for p in (*range(484, 500), *range(984, 1000))
     ]
 

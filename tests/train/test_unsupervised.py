@@ -44,7 +44,7 @@ def test_tokens_with_a_weight_count_and_steps_without_are_named_once(caplog, cap
 
 @pytest.mark.parametrize("steps, fewest, rows", [(3, 256, 3), (9, 8, 4)])
 def test_a_run_without_any_is_refused(caplog, monkeypatch, steps, fewest, rows):
-    monkeypatch.setattr(step_log, "FEWEST_SAMPLES", fewest)
+    monkeypatch.setattr(step_log, "MIN_SAMPLES", fewest)
     with pytest.raises(ValueError, match=r"none of the first \d samples .* give answers a weight"):
         run(4, weight=0.0, steps=steps, batch=2)
     assert len(read_metrics("run")) == rows

@@ -7,8 +7,8 @@ import pytest
 from dflop_jax.config import Config, ModelConfig, PlanConfig, TrainConfig
 from dflop_jax.records import DataProfile, Load, Predicted
 from dflop_jax.train import step_figures
-from dflop_jax.train.prepare import set_up
-from dflop_jax.train.step_figures import ExpectedRun, expected_run
+from dflop_jax.train.run_context import make_run_context
+from dflop_jax.train.step_figures import PredictedRun, predict_run
 from tests.plans import NANO
 
 
@@ -28,6 +28,6 @@ def test_a_plan_promises_the_time_of_a_run_and_its_rates(monkeypatch, hardware, 
     monkeypatch.setattr(step_figures, "needed_flops", lambda *_: flops)
     plan = dataclasses.replace(NANO, predicted=Predicted(makespan_s=1.0))
     loads = Load({"vision": (10,), "llm": (10,)}), Load({"llm": (10, 20)})
-    got = expected_run(set_up(config), DataProfile("two", 10, loads), plan)
+    got = predict_run(make_run_context(config), DataProfile("two", 10, loads), plan)
     mfu = 120e12 / (2 * peak) if peak else None
-    assert got == ExpectedRun(5, 5.0, 80.0, mfu if mfu is None else pytest.approx(mfu))
+    assert got == PredictedRun(5, 5.0, 80.0, mfu if mfu is None else pytest.approx(mfu))

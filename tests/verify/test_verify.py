@@ -14,7 +14,7 @@ from dflop_jax.distributed import devices
 from dflop_jax.preflight.model_folder import FAMILIES
 from dflop_jax.records import Plan
 from dflop_jax.records.files import save
-from dflop_jax.train.prepare import build_model
+from dflop_jax.train.run_context import build_model
 from dflop_jax.verify import compare, reference, round_trip
 from dflop_jax.verify.round_trip import spread
 from dflop_jax.verify.verify import Verified

@@ -19,7 +19,7 @@ from dflop_jax.runtime.step_result import StepResult
 # a single batch.
 NORM_WINDOW = 128
 # Norms that are needed before one counts as a spike; in the first steps they change by themselves.
-FEWEST_NORMS = 16
+MIN_NORMS = 16
 NOT_FINITE, SPIKE = "not finite", "spike"
 _REMEDY = {
     NOT_FINITE: "lower train.learning_rate, or look at the samples that metrics.jsonl names there",
@@ -28,7 +28,7 @@ _REMEDY = {
 
 
 @dataclass(frozen=True)
-class Skips:
+class SkippedSteps:
     """What a run knows of its skipped steps after some step.
 
     Attributes:
@@ -41,7 +41,7 @@ class Skips:
     in_a_row: int = 0
     norms: tuple[tuple[int, float], ...] = ()
 
-    def after(self, step: int, norm: float, applied: bool) -> Skips:
+    def with_step(self, step: int, norm: float, applied: bool) -> SkippedSteps:
         """The same after one more step."""
         if not applied:
             return replace(self, count=self.count + 1, in_a_row=self.in_a_row + 1)
@@ -51,32 +51,36 @@ class Skips:
     def norm_limit(self, step: int, spike: float) -> float:
         """Above which norm a step is left out: `spike` times the running median; infinite with
         `spike` 0 and while few norms are known."""
-        known = [norm for of, norm in self.norms if of < step - 1]
-        if not spike or len(known) < FEWEST_NORMS:
+        past_norms = [norm for norm_step, norm in self.norms if norm_step < step - 1]
+        if not spike or len(past_norms) < MIN_NORMS:
             return math.inf
-        return spike * median(known)
+        return spike * median(past_norms)
 
 
-def reason(skipped: SkippedUpdate) -> str:
+def describe_skip(skipped: SkippedUpdate) -> str:
     """Why a step is skipped, in words."""
     if skipped.why == SPIKE:
         return "its gradient norm is above train.loss_spike times the usual one"
-    first, *others = skipped.modules or ("all modules together",)
-    then = f", then those of {', '.join(others)}" if others else ""
-    return f"gradients of {first} were not finite{then}"
+    first, *other_modules = skipped.modules or ("all modules together",)
+    rest = f", then those of {', '.join(other_modules)}" if other_modules else ""
+    return f"gradients of {first} were not finite{rest}"
 
 
-def skipped_update(result: StepResult, names: Callable[[], Sequence[str]]) -> SkippedUpdate | None:
+def make_skipped_update(
+    result: StepResult, names: Callable[[], Sequence[str]]
+) -> SkippedUpdate | None:
     """Why a step changed no parameter, with the names of its samples; None: it did."""
     if result.applied:
         return None
-    why = SPIKE if math.isfinite(result.grad_norm) else NOT_FINITE
-    return SkippedUpdate(why, result.not_finite, tuple(names()))
+    cause = SPIKE if math.isfinite(result.grad_norm) else NOT_FINITE
+    return SkippedUpdate(cause, result.not_finite, tuple(names()))
 
 
-def end_reason(step: int, skipped: SkippedUpdate | None, n: int, max_bad_steps: int) -> str:
+def find_end_reason(
+    step: int, skipped: SkippedUpdate | None, n_in_a_row: int, max_bad_steps: int
+) -> str:
     """Why the `n` skipped steps in a row up to this one end the run; "" where they do not."""
-    if skipped is None or n < max_bad_steps:
+    if skipped is None or n_in_a_row < max_bad_steps:
         return ""
-    steps = f"step {step}" if n == 1 else f"the {n} steps up to {step}"
-    return f"{steps} changed no parameter: {reason(skipped)}; {_REMEDY[skipped.why]}"
+    steps = f"step {step}" if n_in_a_row == 1 else f"the {n_in_a_row} steps up to {step}"
+    return f"{steps} changed no parameter: {describe_skip(skipped)}; {_REMEDY[skipped.why]}"

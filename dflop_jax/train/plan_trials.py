@@ -45,33 +45,33 @@ from dflop_jax.runtime.step import TrainState
 from dflop_jax.runtime.synthetic_batch import content_of_rows
 from dflop_jax.schedule import count_program as counts_program
 from dflop_jax.schedule.count_program import CountProgram, canonicalize, program_sizes
-from dflop_jax.train.compile_cache import compiles_counted
+from dflop_jax.train.compile_cache import count_compiles
 from dflop_jax.train.optimizer import make_optimizer
-from dflop_jax.train.prepare import Workplace
+from dflop_jax.train.run_context import RunContext
 
 REPEATS = 5  # timed runs of a program: their median tells
 T = TypeVar("T")
 Sync = Callable[[], None]
-_FINALIST = "finalist"  # the key under which process 0 names plans to try, then the chosen one
+_REQUEST = "finalist"  # the key under which process 0 names plans to try, then the chosen one
 
 
-class Shortage(msgspec.Struct):
+class MemoryShortage(msgspec.Struct):
     """That a process ran out of memory, and by how many bytes; 0: not known."""
 
     process: int
     short_bytes: float
 
 
-def plan_words(plan: Plan) -> str:
+def describe_plan(plan: Plan) -> str:
     """What tells a plan from others, in a line."""
     meshes = ", ".join(f"{m.name} {m.text}" for m in plan.layout.submeshes)
     return f"{plan.policy}: {meshes}; buckets {', '.join(b.name for b in plan.layout.buckets)}"
 
 
-def in_agreement(
+def run_with_memory_check(
     peers: ProcessGroup,
     plan: Plan,
-    what: str,
+    action: str,
     work: Callable[[Sync], T],
     limit_s: float | None = None,
 ) -> T:
@@ -87,21 +87,21 @@ def in_agreement(
       PlanTooLarge: on every process, memory of one of them did not hold it.
     """
 
-    def agree(mine: Shortage | None = None) -> None:
-        known = filter(None, peers.all_gather("memory", mine, Shortage | None))
-        if short := max(known, key=lambda s: s.short_bytes, default=None):
-            raise _too_large(plan, what, short)
+    def agree(own_shortage: MemoryShortage | None = None) -> None:
+        shortages = filter(None, peers.all_gather("memory", own_shortage, MemoryShortage | None))
+        if worst := max(shortages, key=lambda s: s.short_bytes, default=None):
+            raise _plan_too_large(plan, action, worst)
 
     shortage = None
     try:
-        done = work(agree)
+        result = work(agree)
     except RuntimeError as e:
-        shortage = _shortage(peers, e)
+        shortage = _find_shortage(peers, e)
         if shortage is None:
             raise
     # The error is gone by now, and with it the arrays that its traceback holds.
     if shortage:
-        too_large = _too_large(plan, what, shortage)
+        too_large = _plan_too_large(plan, action, shortage)
         timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, peers.fail, (str(too_large), 2))
         timer.daemon = True
         timer.start()
@@ -112,48 +112,49 @@ def in_agreement(
         finally:
             timer.cancel()
     agree()
-    return done
+    return result
 
 
 @contextmanager
-def said_in_a_line(peers: ProcessGroup, plan: Plan, what: str) -> Iterator[None]:
+def translate_memory_errors(peers: ProcessGroup, plan: Plan, action: str) -> Iterator[None]:
     """PlanTooLarge in place of XLA's error where this process runs out of memory; the others are
     not asked."""
     try:
         yield
     except RuntimeError as e:
-        if shortage := _shortage(peers, e):
-            raise _too_large(plan, what, shortage) from None
+        if shortage := _find_shortage(peers, e):
+            raise _plan_too_large(plan, action, shortage) from None
         raise
 
 
-def _shortage(peers: ProcessGroup, error: RuntimeError) -> Shortage | None:
+def _find_shortage(peers: ProcessGroup, error: RuntimeError) -> MemoryShortage | None:
     if not is_out_of_memory(error):
         return None
-    return Shortage(peers.process_index, short_bytes(error, jax.local_devices()))
+    return MemoryShortage(peers.process_index, short_bytes(error, jax.local_devices()))
 
 
-def _too_large(plan: Plan, what: str, shortage: Shortage) -> PlanTooLarge:
-    by = f", {shortage.short_bytes / GIB:.2f} GiB short" if shortage.short_bytes else ""
+def _plan_too_large(plan: Plan, action: str, shortage: MemoryShortage) -> PlanTooLarge:
+    short_by = f", {shortage.short_bytes / GIB:.2f} GiB short" if shortage.short_bytes else ""
     return PlanTooLarge(
-        f"plan {plan_words(plan)}: does not fit into memory, process {shortage.process} ran out of "
-        f"it {what}{by}",
+        f"plan {describe_plan(plan)}: does not fit into memory, process {shortage.process} ran out "
+        "of "
+        f"it {action}{short_by}",
         shortage.short_bytes,
     )
 
 
-def make_executor(place: Workplace, plan: Plan) -> Executor:
+def make_executor(context: RunContext, plan: Plan) -> Executor:
     """Return a plan's executor, nothing compiled yet.
 
     Raises:
       ValueError: the plan does not fit the model or the devices.
     """
-    train, trained = place.config.train, place.trained
+    train, trained = context.config.train, context.trained
     return Executor(
-        place.model,
+        context.model,
         plan,
         make_optimizer(train),
-        devices=place.devices,
+        devices=context.devices,
         clip_norm=train.clip_norm,
         freeze=trained.frozen,
         rate_factors={g: rate / train.learning_rate for g, rate in trained.rates.items()},
@@ -162,7 +163,7 @@ def make_executor(place: Workplace, plan: Plan) -> Executor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
+class TimedPlan:
     """An executor whose programs are compiled, and what every process saw when they ran alone
     (on process 0; empty on the others); how many programs this process has, and how many of them
     it found in the cache."""
@@ -170,7 +171,7 @@ class Timed:
     executor: Executor
     n_programs: int
     n_found: int
-    parts: tuple[Calibration, ...]
+    calibrations: tuple[Calibration, ...]
 
     def prices(self, profile: ModelProfile) -> Prices:
         """Prices of the compiled programs, on process 0; what a group's content adds to them, how
@@ -179,7 +180,7 @@ class Timed:
         ex, layout = self.executor, self.executor.plan.layout
         measured = merge_calibrations(
             layout,
-            self.parts,
+            self.calibrations,
             one_at_a_time=ex.one_at_a_time,
             shares_cores=profile.shares_cores,
         )
@@ -201,27 +202,31 @@ class Timed:
 
 
 def compile_and_time(
-    place: Workplace, ex: Executor, *, ends: bool = False, repeats: int = REPEATS
-) -> Timed:
+    context: RunContext, ex: Executor, *, time_step_ends: bool = False, repeats: int = REPEATS
+) -> TimedPlan:
     """Compile an executor's programs, run each alone once and then time it; its state must be there
     (`init`). `ends`: those of the step's end, too, which leave another state.
 
     Raises:
       PlanTooLarge: on every process, memory of one of them did not hold it.
     """
-    peers = place.peers
-    limit_s = place.config.distributed.peer_timeout_s
-    with place.time.part(COMPILE), compiles_counted() as counts:
-        compiling = partial(in_agreement, peers, ex.plan, "compiling its programs")
-        n = compiling(lambda sync: ex.compile(lambda *_: place.sections.renew(), sync))
-        n_found = counts.found
-    calibrating = partial(in_agreement, peers, ex.plan, "timing its programs", limit_s=limit_s)
-    mine = calibrating(lambda sync: ex.calibrate(repeats=repeats, sync=sync, ends=ends))
-    parts = peers.gather("calibrated", mine.encode(), bytes)
-    return Timed(ex, n, n_found, tuple(Calibration.decode(part) for part in parts))
+    peers = context.peers
+    limit_s = context.config.distributed.peer_timeout_s
+    with context.time_log.part(COMPILE), count_compiles() as counts:
+        compiling = partial(run_with_memory_check, peers, ex.plan, "compiling its programs")
+        n = compiling(lambda sync: ex.compile(lambda *_: context.sections.renew(), sync))
+        n_found = counts.cache_hits
+    calibrating = partial(
+        run_with_memory_check, peers, ex.plan, "timing its programs", limit_s=limit_s
+    )
+    calibration = calibrating(
+        lambda sync: ex.calibrate(repeats=repeats, sync=sync, ends=time_step_ends)
+    )
+    encoded = peers.gather("calibrated", calibration.encode(), bytes)
+    return TimedPlan(ex, n, n_found, tuple(Calibration.decode(data) for data in encoded))
 
 
-def count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
+def load_count_program(plan: Plan, cache_dir: str) -> CountProgram | None:
     """The integer program of a plan's batches, from the cache folder where it is there: cvxpy takes
     more than a second and 73 MB to import. None where the plan's groups are not balanced."""
     if plan.scheduling.grouping != "balanced":
@@ -256,12 +261,12 @@ class PlanTrials:
     """
 
     def __init__(
-        self, place: Workplace, profile: Profile, progress: Progress, memory_bytes: float = 0.0
+        self, context: RunContext, profile: Profile, progress: Progress, memory_bytes: float = 0.0
     ):
-        self._place, self._profile, self._progress = place, profile, progress
+        self._context, self._profile, self._progress = context, profile, progress
         self._memory_bytes = memory_bytes
         self._executors: dict[str, Executor] = {}
-        self._timed: dict[str, Timed] = {}
+        self._timed_plans: dict[str, TimedPlan] = {}
 
     def prices(self, plan: Plan) -> Prices:
         """Prices of a plan's own programs, or the profile's where no plan is to be timed; process 0
@@ -270,17 +275,17 @@ class PlanTrials:
         Raises:
           PlanTooLarge: memory of a process did not hold it.
         """
-        if not self._place.config.plan.finalists:
+        if not self._context.config.plan.finalists:
             return layout_prices(plan.layout, CostModel(self._profile.model))
 
         def time_programs() -> PriceList:
-            self._progress.log(f"timing the programs of {plan_words(plan)}")
-            return PriceList.of(self._all(TimingRequest(plan)).prices(self._profile.model))
+            self._progress.log(f"timing the programs of {describe_plan(plan)}")
+            return PriceList.of(self._run_on_all(TimingRequest(plan)).prices(self._profile.model))
 
-        file = Path(self._place.config.cache_dir, f"times-{self._name(plan)}.json")
+        file = Path(self._context.config.cache_dir, f"times-{self._plan_key(plan)}.json")
         return load_or_make(PriceList, file, time_programs).prices
 
-    def rehearse(self, plan: Plan, prices: Prices) -> None:
+    def try_step(self, plan: Plan, prices: Prices) -> None:
         """Run one step of a plan, where devices have limited memory, so that all that a step holds
         at once meets before it is taken; process 0 only.
 
@@ -288,84 +293,86 @@ class PlanTrials:
           PlanTooLarge: memory of a process did not hold it.
         """
         if self._memory_bytes:
-            loads, n = self._profile.data.loads, self._place.config.train.global_batch
+            loads, n = self._profile.data.loads, self._context.config.train.global_batch
             trainable = self._executor(plan).trainable
             schedule = fullest_schedule(plan, loads, n, prices, trainable)
-            self._all(TimingRequest(plan, schedule))
+            self._run_on_all(TimingRequest(plan, schedule))
 
     def choose(self, plan: Plan, prices: Prices) -> None:
         """End `follow` on the other processes with the chosen plan and its prices; process 0
         only."""
-        self._share(TimingRequest(plan, prices=PriceList.of(prices)))
+        self._send_request(TimingRequest(plan, prices=PriceList.of(prices)))
 
-    def follow(self) -> tuple[Plan, Prices]:
+    def serve_requests(self) -> tuple[Plan, Prices]:
         """Do what process 0 asks, until it has chosen; returns the chosen plan and its prices."""
         while True:
-            asked = self._place.peers.broadcast(_FINALIST, None, TimingRequest)
-            if asked.prices:
-                return asked.plan, asked.prices.prices
+            request = self._context.peers.broadcast(_REQUEST, None, TimingRequest)
+            if request.prices:
+                return request.plan, request.prices.prices
             with suppress(PlanTooLarge):  # process 0 knows it, too
-                self._try(asked)
+                self._run_request(request)
 
-    def take(self, plan: Plan) -> Timed | None:
+    def take_timed_plan(self, plan: Plan) -> TimedPlan | None:
         """The compiled executor of a plan, None if it was not tried here; the others are closed."""
-        taken = self._timed.pop(self._name(plan), None)
-        if taken:
-            taken.executor.replace_plan(plan)
-            del self._executors[self._name(plan)]
+        timed = self._timed_plans.pop(self._plan_key(plan), None)
+        if timed:
+            timed.executor.replace_plan(plan)
+            del self._executors[self._plan_key(plan)]
         for other in self._executors.values():
             other.close()
         self._executors.clear()
-        self._timed.clear()
-        return taken
+        self._timed_plans.clear()
+        return timed
 
-    def _share(self, asked: TimingRequest) -> None:
-        self._place.peers.broadcast(_FINALIST, asked, TimingRequest)
+    def _send_request(self, request: TimingRequest) -> None:
+        self._context.peers.broadcast(_REQUEST, request, TimingRequest)
 
-    def _all(self, asked: TimingRequest) -> Timed:
+    def _run_on_all(self, request: TimingRequest) -> TimedPlan:
         """What process 0 and the others do together."""
-        self._share(asked)
+        self._send_request(request)
         try:
-            return self._try(asked)
+            return self._run_request(request)
         except PlanTooLarge as e:
             self._progress.log(f"dropped: {e.reason}")
             raise
 
-    def _try(self, asked: TimingRequest) -> Timed:
+    def _run_request(self, request: TimingRequest) -> TimedPlan:
         """The timed plan, one that has run a step where there is a schedule; its state is gone.
         One that memory does not hold is closed."""
-        plan, name = asked.plan, self._name(asked.plan)
-        ex, timed = self._executor(plan), self._timed.pop(name, None)
-        config, peers = self._place.config, self._place.peers
+        plan, name = request.plan, self._plan_key(request.plan)
+        ex, timed = self._executor(plan), self._timed_plans.pop(name, None)
+        config, peers = self._context.config, self._context.peers
         fits = False
         try:
             seed, limit_s = config.train.seed, config.distributed.peer_timeout_s
-            in_agreement(peers, plan, "placing its parameters", lambda s: ex.init(seed, sync=s))
-            timed = timed or compile_and_time(self._place, ex, ends=True)
-            if schedule := asked.schedule:
+            run_with_memory_check(
+                peers, plan, "placing its parameters", lambda s: ex.init(seed, sync=s)
+            )
+            timed = timed or compile_and_time(self._context, ex, time_step_ends=True)
+            if schedule := request.schedule:
                 step = partial(ex.rehearse, schedule)
-                in_agreement(peers, plan, "in a step", step, limit_s)
+                run_with_memory_check(peers, plan, "in a step", step, limit_s)
             fits = True
         finally:
             ex.state = TrainState()  # the next plan needs the memory
             if not fits:
                 self._executors.pop(name).close()
                 gc.collect()  # what only cycles hold
-        self._timed[name] = timed
+        self._timed_plans[name] = timed
         return timed
 
     def _executor(self, plan: Plan) -> Executor:
         """The executor of a plan, with all that the plan says by now."""
-        name = self._name(plan)
+        name = self._plan_key(plan)
         if name not in self._executors:
-            self._executors[name] = make_executor(self._place, plan)
+            self._executors[name] = make_executor(self._context, plan)
         self._executors[name].replace_plan(plan)
         return self._executors[name]
 
-    def _name(self, plan: Plan) -> str:
+    def _plan_key(self, plan: Plan) -> str:
         """What a plan's times depend on, as one word."""
-        trained = self._place.trained
-        train = self._place.config.train
+        trained = self._context.trained
+        train = self._context.config.train
         stepping = train.optimizer, train.moments_dtype
         facts = (
             self._profile.model.key, plan.layout, trained.frozen, sorted(trained.rates), stepping

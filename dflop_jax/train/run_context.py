@@ -26,15 +26,15 @@ from dflop_jax.hardware import find_hardware
 from dflop_jax.records import PLANNED_SHARE, Hardware
 from dflop_jax.report.wall_time import CONNECT, DATA, EVALUATION, SAVE, TRAINING, TimeLog
 from dflop_jax.train.compile_cache import use_cache
-from dflop_jax.train.run_dir import settled_run_dir
-from dflop_jax.train.stages import TrainedParts, adapted, trained_parts
+from dflop_jax.train.run_dir import resolve_run_dir
+from dflop_jax.train.stages import TrainedParts, configure_model, find_trained_parts
 
 log = logging.getLogger("dflop_jax")
 # Sections that foretell the next one.
-REPEATED = (TRAINING, DATA, SAVE, EVALUATION)
+REPEATED_SECTIONS = (TRAINING, DATA, SAVE, EVALUATION)
 
 
-def use_devices(n: int) -> list[jax.Device]:
+def select_devices(n: int) -> list[jax.Device]:
     """Return the first `n` devices, all for 0; pretends `n` CPU devices where only the CPU is
     there.
 
@@ -55,7 +55,7 @@ def use_devices(n: int) -> list[jax.Device]:
     return devices[:n] if n else devices
 
 
-def imported(flag: str, path: str) -> Callable[..., Any]:
+def import_object(flag: str, path: str) -> Callable[..., Any]:
     """Return what an import path MODULE:FUNCTION names; ValueError, naming the flag, if nothing."""
     module, _, function = path.partition(":")
     try:
@@ -72,7 +72,7 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     Raises:
       ValueError: no such module or function, or a size or attention kernel that it does not know.
     """
-    factory = imported("model.factory", config.factory)
+    factory = import_object("model.factory", config.factory)
     kernel = config.attention_kernel
     if kernel == "auto":
         return factory(config.size, config.dtype)  # which need not know of kernels
@@ -83,27 +83,27 @@ def build_model(config: ModelConfig) -> MultimodalModel:
     return factory(config.size, config.dtype, attention_kernel=kernel)
 
 
-def trained_model(config: Config) -> MultimodalModel:
+def build_trained_model(config: Config) -> MultimodalModel:
     """Return the model of a configuration with what it is trained by and on: adapters, the loss.
 
     Raises:
-      ValueError: see `build_model` and `stages.adapted`.
+      ValueError: see `build_model` and `stages.configure_model`.
     """
-    return adapted(build_model(config.model), config.train)
+    return configure_model(build_model(config.model), config.train)
 
 
-def model_on(chip: str, config: Config) -> MultimodalModel:
+def build_model_for_chip(chip: str, config: Config) -> MultimodalModel:
     """Return the model as it is trained; ValueError if it asks for what the chip cannot run."""
     kernel = config.model.attention_kernel
     if kernel in ("cudnn", "pallas") and not chip.startswith("sm_"):
         raise ValueError(
             f"model.attention_kernel={kernel} needs a GPU, the devices are {chip}; leave it at auto"
         )
-    return trained_model(config)
+    return build_trained_model(config)
 
 
 @dataclass(frozen=True)
-class Workplace:
+class RunContext:
     """What every stage of a run works on.
 
     `hardware` is what is planned for where it is not at hand; then there are no devices. `hosts`
@@ -117,7 +117,7 @@ class Workplace:
     peers: ProcessGroup
     hardware: Hardware | None = None
     hosts: tuple[str, ...] = ()
-    time: TimeLog = field(default_factory=TimeLog)
+    time_log: TimeLog = field(default_factory=TimeLog)
     sections: Sections = field(default_factory=Sections)
 
     @property
@@ -133,9 +133,9 @@ class Workplace:
     @property
     def bytes_limit(self) -> int:
         """Bytes that jax takes of a device of this process; 0 where nobody says (CPU)."""
-        local = (d for d in self.devices if d.process_index == jax.process_index())
-        first = next(local, None)  # of others nothing is told
-        stats = first.memory_stats() if first else None
+        local_devices = (d for d in self.devices if d.process_index == jax.process_index())
+        device = next(local_devices, None)  # of others nothing is told
+        stats = device.memory_stats() if device else None
         return (stats or {}).get("bytes_limit", 0)
 
     @property
@@ -166,7 +166,7 @@ class Workplace:
     @property
     def trained(self) -> TrainedParts:
         """Which parts of the model train, and how fast."""
-        return trained_parts(self.config.train, self.model)
+        return find_trained_parts(self.config.train, self.model)
 
     def source(self, split: str = "train") -> Source:
         """Return the dataset, as the model wants its media and tokens; for all processes
@@ -176,31 +176,33 @@ class Workplace:
           ValueError: data that cannot be read, or a `data.factory` that cannot be imported.
         """
         if factory := self.config.data.factory or getattr(self.model, "data_factory", ""):
-            return imported("data.factory", factory)(self.config.data, self.model, split)
+            return import_object("data.factory", factory)(self.config.data, self.model, split)
         spec = MediaSpec.of(self.model.preprocessing, self.model.piece_tokens)
-        train, barrier = self.config.train, split
-        data, held_out = self.config.data, float(train.eval_fraction) or train.eval_samples
+        train, barrier_name = self.config.train, split
+        data, n_held_out = self.config.data, float(train.eval_fraction) or train.eval_samples
         if data.eval_path:  # all of it is held out, and all of data.path trains
             if split == "eval":
                 data = replace(data, path=data.eval_path, loss_on_prompts=False)
-            split, held_out = "train", 0
-        make = partial(
+            split, n_held_out = "train", 0
+        open_source = partial(
             make_source,
             data,
             spec,
             split,
-            n_held_out=held_out,
+            n_held_out=n_held_out,
             vocab_size=self.model.vocab_size,
             index_dir=self.config.cache_dir,
         )
         if not data.path:  # scenes, which have no index
-            return make()
-        first = make() if self.peers.is_primary else None
-        self.peers.barrier(f"source/{barrier}")  # the others find the index that process 0 made
-        return first or make(check_media=False)
+            return open_source()
+        primary_source = open_source() if self.peers.is_primary else None
+        self.peers.barrier(
+            f"source/{barrier_name}"
+        )  # the others find the index that process 0 made
+        return primary_source or open_source(check_media=False)
 
 
-def in_steps(place: Workplace, n_samples: int) -> Workplace:
+def with_step_count(context: RunContext, n_samples: int) -> RunContext:
     """The workplace with batches of no more samples than there are, and with the steps that
     `train.epochs` of so many samples take in the place of these epochs, if there are any. The last
     step is filled up with samples of the next epoch.
@@ -208,17 +210,17 @@ def in_steps(place: Workplace, n_samples: int) -> Workplace:
     Raises:
       ValueError: a warm-up that was set is longer than these epochs.
     """
-    train = place.config.train
+    train = context.config.train
     batch, steps = min(train.global_batch, n_samples), train.steps
     if train.epochs:
         steps = max(1, ceil(train.epochs * n_samples / batch))
         if not train.warmup_ratio and train.warmup_steps != TrainConfig.warmup_steps:
             check_warmup(replace(train, steps=steps))
     train = replace(train, steps=steps, epochs=0.0, global_batch=batch)
-    return replace(place, config=replace(place.config, train=train))
+    return replace(context, config=replace(context.config, train=train))
 
 
-def set_up(config: Config, *, resume: bool = False) -> Workplace:
+def make_run_context(config: Config, *, resume: bool = False) -> RunContext:
     """Return the devices and the model of a configuration, with the compilation cache in place;
     joins the other processes of the run, where there are some.
 
@@ -230,30 +232,34 @@ def set_up(config: Config, *, resume: bool = False) -> Workplace:
         rates name, too few devices exist, or the cache has no folder.
     """
     if config.plan.hardware:
-        return _set_up_elsewhere(config)
+        return _make_planning_context(config)
     with writing(config.cache_dir, "choose another --cache_dir") as cache:
         cache.mkdir(exist_ok=True)
     use_cache(config.cache_dir)
-    noted = TimeLog()
-    with noted.part(CONNECT):
+    time_log = TimeLog()
+    with time_log.part(CONNECT):
         n_planned = config.plan.devices
         peers = initialize(config.distributed, n_planned)
-        alone = peers.n_processes == 1
-        devices = use_devices(n_planned) if alone else run_devices(peers.n_processes, n_planned)
-        if not alone and devices[0].platform == "cpu":
+        is_single_process = peers.n_processes == 1
+        devices = (
+            select_devices(n_planned)
+            if is_single_process
+            else run_devices(peers.n_processes, n_planned)
+        )
+        if not is_single_process and devices[0].platform == "cpu":
             connect_process_pairs(tuple(devices), peers)
-    config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=resume))
-    model = model_on(chip_of(devices[0]), config)
-    watch = config.distributed
-    sections = Sections(watch.hang_factor, watch.hang_least_s, REPEATED)
-    noted.on_part = sections.begin
+    config = replace(config, run_dir=resolve_run_dir(config.run_dir, peers, resume=resume))
+    model = build_model_for_chip(chip_of(devices[0]), config)
+    distributed = config.distributed
+    sections = Sections(distributed.hang_factor, distributed.hang_least_s, REPEATED_SECTIONS)
+    time_log.on_part = sections.begin
     hosts = tuple(peers.all_gather("hosts", socket.gethostname(), str))
-    place = Workplace(config, model, devices, peers, None, hosts, noted, sections)
-    assert place.trained.rates  # raises for a stage or rates that the model does not have
-    return place
+    context = RunContext(config, model, devices, peers, None, hosts, time_log, sections)
+    assert context.trained.rates  # raises for a stage or rates that the model does not have
+    return context
 
 
-def _set_up_elsewhere(config: Config) -> Workplace:
+def _make_planning_context(config: Config) -> RunContext:
     """Return a workplace for planning only; no device is touched."""
     jax.config.update("jax_platforms", "cpu")  # a GPU's plugin asks for a driver else
     hardware = find_hardware(config.plan.hardware)
@@ -265,5 +271,5 @@ def _set_up_elsewhere(config: Config) -> Workplace:
     if config.plan.node:
         hardware = replace(hardware, devices_per_node=config.plan.node)
     peers = ProcessGroup()
-    config = replace(config, run_dir=settled_run_dir(config.run_dir, peers, resume=False))
-    return Workplace(config, model_on(hardware.chip, config), [], peers, hardware)
+    config = replace(config, run_dir=resolve_run_dir(config.run_dir, peers, resume=False))
+    return RunContext(config, build_model_for_chip(hardware.chip, config), [], peers, hardware)

@@ -28,18 +28,18 @@ from dflop_jax.runtime.layout import trained_groups
 from dflop_jax.runtime.module_parts import module_structs
 from dflop_jax.runtime.parameter_layout import initial_structs
 from dflop_jax.runtime.segment import Segment
-from dflop_jax.train.load_params import computed, saved_params
-from dflop_jax.train.run_dir import run_config
-from dflop_jax.train.stages import LORA, trained_parts
+from dflop_jax.train.load_params import apply_lazily, open_params
+from dflop_jax.train.run_dir import read_run_config
+from dflop_jax.train.stages import LORA, find_trained_parts
 from dflop_jax.weights import Folder, ModuleParams, read_segment
 from dflop_jax.weights.adapter import adapted_tensors
 
 log = logging.getLogger("dflop_jax")
 # (segment, its fresh parameters if they are asked for) -> parameters to begin with
-Initial = Callable[[Segment, Callable[[], Params]], Params]
+Initializer = Callable[[Segment, Callable[[], Params]], Params]
 
 
-def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
+def make_initializer(model: MultimodalModel, weights: Sequence[str]) -> Initializer | None:
     """Return how to begin with the checkpoints of `weights`, checked to fit; None for none.
 
     Args:
@@ -53,39 +53,45 @@ def published(model: MultimodalModel, weights: Sequence[str]) -> Initial | None:
     """
     if not weights:
         return None
-    by_module: dict[str, Initial] = {}
+    by_module: dict[str, Initializer] = {}
     for item in weights:
         module, path, run, step = parse_weights(item)
         if run:
-            by_module[module] = partial(read_saved, _open_run(path, run, step))
+            by_module[module] = partial(
+                read_segment_params, _open_checkpoint_of_run(path, run, step)
+            )
             continue
         if not Path(path).is_dir():
             raise ValueError(
                 f"model.weights={path}: no such folder of weights or run; name one, or train it "
                 "first"
             )
-        folder = Folder(path, map_of(model, module, len(weights) == 1))
+        folder = Folder(path, find_weight_map(model, module, len(weights) == 1))
         folder.check()
         by_module[module] = partial(read_segment, folder)
 
-    def begin(segment: Segment, fresh: Callable[[], Params]) -> Params:
-        read = by_module.get("") or by_module.get(segment.plan.module)
-        return fresh() if read is None else read(segment, fresh)
+    def initialize(segment: Segment, init_fresh: Callable[[], Params]) -> Params:
+        read_params = by_module.get("") or by_module.get(segment.plan.module)
+        return init_fresh() if read_params is None else read_params(segment, init_fresh)
 
-    return begin
+    return initialize
 
 
-def first_weights(weights: Sequence[str]) -> dict[str, str]:
+def find_published_folders(weights: Sequence[str]) -> dict[str, str]:
     """The published folders that a run with these `model.weights` began with, by module ("": the
     whole model); of one that began with another run's parameters, those of that run."""
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for module, path, run, _ in map(parse_weights, weights):
         if not run:
-            found[module] = path
+            folders[module] = path
             continue
-        before = first_weights(run_config(run).model.weights)
-        found |= before if not module else {module: before.get(module) or before.get("", "")}
-    return {module: path for module, path in found.items() if path}
+        base_folders = find_published_folders(read_run_config(run).model.weights)
+        folders |= (
+            base_folders
+            if not module
+            else {module: base_folders.get(module) or base_folders.get("", "")}
+        )
+    return {module: path for module, path in folders.items() if path}
 
 
 def parse_weights(item: str) -> tuple[str, str, str, str]:
@@ -98,16 +104,16 @@ def parse_weights(item: str) -> tuple[str, str, str, str]:
     return module, path, run if Path(run, CHECKPOINTS).is_dir() else "", step
 
 
-def _open_run(path: str, run: str, step: str) -> CheckpointReader:
+def _open_checkpoint_of_run(path: str, run: str, step: str) -> CheckpointReader:
     if step and not step.isdecimal():
         raise ValueError(f"model.weights={path}: {step!r} is no step; give RUN@STEP, or RUN")
     try:
-        return open_saved(Path(run, CHECKPOINTS), int(step) if step else None)
+        return open_checkpoint(Path(run, CHECKPOINTS), int(step) if step else None)
     except (CorruptCheckpoint, OtherVersion, StorageError) as e:
         raise ValueError(f"model.weights={path}: {e}; give RUN@STEP of another one") from None
 
 
-def open_saved(checkpoints: Path, step: int | None) -> CheckpointReader:
+def open_checkpoint(checkpoints: Path, step: int | None) -> CheckpointReader:
     """The checkpoint of a step, the newest for None.
 
     Raises:
@@ -117,69 +123,76 @@ def open_saved(checkpoints: Path, step: int | None) -> CheckpointReader:
     store = CheckpointStore(checkpoints)
     steps = store.steps()
     if not steps or (step is not None and step not in steps):
-        raise ValueError(store.no_step(step, steps))
+        raise ValueError(store.describe_missing_step(step, steps))
     return store.open(steps[0] if step is None else step)
 
 
-def read_saved(reader: CheckpointReader, segment: Segment, fresh: Callable[[], Params]) -> Params:
+def read_segment_params(
+    reader: CheckpointReader, segment: Segment, init_fresh: Callable[[], Params]
+) -> Params:
     """A segment's parameters from a checkpoint of a run of the same model under any plan. Parts of
     which it has nothing (adapters that the run had not) are fresh.
 
     Raises:
       ValueError: it has nothing of the module, parts that the module has not, or other shapes.
     """
-    module, where = segment.plan.module, f"the checkpoint of step {reader.step}"
-    known = {_part_of(name) for name in reader.specs if name.startswith(f"params/{module}/")}
-    if not known:
+    module, checkpoint_name = segment.plan.module, f"the checkpoint of step {reader.step}"
+    stored_parts = {
+        _part_name(name) for name in reader.specs if name.startswith(f"params/{module}/")
+    }
+    if not stored_parts:
         raise ValueError(
-            f"{where} has no parameters of {module}: it is of another model, name a run of this one"
+            f"{checkpoint_name} has no parameters of {module}: it is of another model, name a run "
+            "of this one"
         )
-    if lost := sorted(known - set(segment.module.inputs)):
+    if unexpected_parts := sorted(stored_parts - set(segment.module.inputs)):
         raise ValueError(
-            f"{where} has {', '.join(lost)} of {module}, which this model has not (adapters need "
-            "train.lora_rank; or begin with an export, which merges them)"
+            f"{checkpoint_name} has {', '.join(unexpected_parts)} of {module}, which this model "
+            "has not (adapters need train.lora_rank; or begin with an export, which merges them)"
         )
     leaves: list[Any] = []
-    drawn: list[Any] = []
+    fresh_leaves: list[Any] = []
     for a in parameter_arrays(segment.name, segment):
-        if _part_of(a.name) not in known:
-            drawn = drawn or jax.tree.leaves(fresh())
-            leaves.append(drawn[a.leaf])
+        if _part_name(a.name) not in stored_parts:
+            fresh_leaves = fresh_leaves or jax.tree.leaves(init_fresh())
+            leaves.append(fresh_leaves[a.leaf])
             continue
         spec = reader.specs.get(a.name)
         if spec is None or spec.shape != a.shape:
-            has = list(spec.shape) if spec else "nothing"
+            stored_shape = list(spec.shape) if spec else "nothing"
             raise ValueError(
-                f"{where} has {has} as {a.name}, this model needs {list(a.shape)}: it is of "
-                "another model, name a run of this one"
+                f"{checkpoint_name} has {stored_shape} as {a.name}, this model needs "
+                f"{list(a.shape)}: it is of another model, name a run of this one"
             )
         leaves.append(read_array(reader, a))
     return jax.tree.unflatten(jax.tree.structure(initial_structs(segment)), leaves)
 
 
-def _part_of(array: str) -> str:
+def _part_name(array_name: str) -> str:
     """The part of a module that a parameter is in, by the name of its array."""
-    return array.split("/")[2]
+    return array_name.split("/")[2]
 
 
-def map_of(model: MultimodalModel, module: str, alone: bool) -> Any:
+def find_weight_map(model: MultimodalModel, module: str, is_only_item: bool) -> Any:
     """Return where a checkpoint has the parameters of a module, or ("") of the whole model."""
     if not module:
-        if not alone:
+        if not is_only_item:
             raise ValueError(
                 "model.weights: give one folder of the whole model, or MODULE=FOLDER each"
             )
-        whole = getattr(model, "weights", None)
-        if whole is None:
+        model_map = getattr(model, "weights", None)
+        if model_map is None:
             raise ValueError(
                 "model.weights: this model has no published form; give MODULE=FOLDER for its parts"
             )
-        return whole
-    parts = getattr(model, "part_weights", {})
-    if module not in parts:
-        known = ", ".join(parts) or "none"
-        raise ValueError(f"model.weights: no published weights of {module!r}; known: {known}")
-    return parts[module]()
+        return model_map
+    module_maps = getattr(model, "part_weights", {})
+    if module not in module_maps:
+        module_names = ", ".join(module_maps) or "none"
+        raise ValueError(
+            f"model.weights: no published weights of {module!r}; known: {module_names}"
+        )
+    return module_maps[module]()
 
 
 def check_only_adapters(
@@ -201,35 +214,35 @@ def check_only_adapters(
             "the run has no adapters; train with train.lora_rank, or leave out --adapter"
         )
     if frozen is None:
-        frozen = trained_parts(config.train, model).frozen
-    if others := [name for name in groups if name != LORA and name not in frozen]:
+        frozen = find_trained_parts(config.train, model).frozen
+    if other_groups := [name for name in groups if name != LORA and name not in frozen]:
         raise ValueError(
-            f"the run also trains {', '.join(others)}, which adapters do not hold; "
+            f"the run also trains {', '.join(other_groups)}, which adapters do not hold; "
             "leave out --adapter, or train under train.stage=full without rates of theirs"
         )
-    if run := _trained_base(config.model.weights):
+    if base_run := _find_trained_base(config.model.weights):
         raise ValueError(
-            f"the run began with what {run} trained, which adapters do not hold; leave "
-            f"out --adapter, or give an export of {run} as --weights"
+            f"the run began with what {base_run} trained, which adapters do not hold; leave "
+            f"out --adapter, or give an export of {base_run} as --weights"
         )
 
 
-def _trained_base(weights: Sequence[str]) -> str:
+def _find_trained_base(weights: Sequence[str]) -> str:
     """The run, among those whose parameters are `model.weights`, that trained more than adapters;
     "" for none."""
     for _, _, run, _ in map(parse_weights, weights):
         if not run:
             continue
-        before = run_config(run)
-        rates = named_numbers(before.train.learning_rates, RATES)
-        if not before.train.lora_rank or before.train.stage != "full" or {*rates} - {LORA}:
+        config = read_run_config(run)
+        rates = named_numbers(config.train.learning_rates, RATES)
+        if not config.train.lora_rank or config.train.stage != "full" or {*rates} - {LORA}:
             return run
-        if found := _trained_base(before.model.weights):
-            return found
+        if base_run := _find_trained_base(config.model.weights):
+            return base_run
     return ""
 
 
-def warn_of_adapters(config: Config, model: Any) -> None:
+def warn_unexportable_adapters(config: Config, model: Any) -> None:
     """Say, before a run trains adapters, why they cannot be exported alone, if they cannot."""
     if not config.train.lora_rank:
         return
@@ -242,23 +255,27 @@ def warn_of_adapters(config: Config, model: Any) -> None:
         log.warning("dflop export --adapter will refuse this run: %s", e)
 
 
-def beside(config: Config) -> list[Path]:
+def find_tokenizer_folders(config: Config) -> list[Path]:
     """Folders with tokenizer, template and processors of a run: the data's first, then those of the
     weights, the last module's before the others'."""
-    began = [Path(folder) for folder in first_weights(config.model.weights).values()]
+    weight_folders = [
+        Path(folder) for folder in find_published_folders(config.model.weights).values()
+    ]
     tokenizer = Path(config.data.tokenizer) if config.data.tokenizer else None
-    folders = [tokenizer, *reversed(began), Path(config.model.size)]
+    folders = [tokenizer, *reversed(weight_folders), Path(config.model.size)]
     return [folder for folder in folders if folder is not None and folder.is_dir()]
 
 
-def merged_params(reader: CheckpointReader, model: Any, *, average: bool) -> list[ModuleParams]:
+def read_merged_params(
+    reader: CheckpointReader, model: Any, *, average: bool
+) -> list[ModuleParams]:
     """A checkpoint's parameters without adapters, which are folded in; all of it when it is asked
     for.
 
     Raises:
-      ValueError: see `saved_params`.
+      ValueError: see `open_params`.
     """
     return [
-        ModuleParams(name, folded(model.modules[name], params, computed))
-        for name, params in saved_params(reader, model, average=average).items()
+        ModuleParams(name, folded(model.modules[name], params, apply_lazily))
+        for name, params in open_params(reader, model, average=average).items()
     ]

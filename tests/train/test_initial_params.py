@@ -7,7 +7,7 @@ import pytest
 
 from dflop_jax.records import Shape
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.train.initial import published
+from dflop_jax.train.initial_params import make_initializer
 from dflop_jax.weights import write_folder
 from models import hf, llava, omni
 from tests.plans import graph_plan
@@ -45,7 +45,7 @@ def whole(tmp_path_factory):
 def test_a_whole_model(whole, vision, llm, group_size):
     folder, params = whole
     plan = plain.plan_of(ANYRES, vision, llm, group_size=group_size)
-    assert_same(begun(ANYRES, plan, published(ANYRES, (str(folder),))), params)
+    assert_same(begun(ANYRES, plan, make_initializer(ANYRES, (str(folder),))), params)
 
 
 def test_parts_with_a_fresh_connector(tmp_path):
@@ -62,7 +62,7 @@ def test_parts_with_a_fresh_connector(tmp_path):
     parts = {m: [(x.n_layers, *meshes[m])] for m, x in model.modules.items()}
     plan = graph_plan(model, parts, shapes)
     names = tuple(f"{m}={tmp_path / m}" for m in ("vision", "llm"))
-    found, fresh = begun(model, plan, published(model, names)), begun(model, plan, None)
+    found, fresh = begun(model, plan, make_initializer(model, names)), begun(model, plan, None)
     assert_same(found["llm"], params["llm"])
     assert_same(found["audio"], fresh["audio"])
     for part in ("entry", "layers"):
@@ -73,7 +73,7 @@ def test_parts_with_a_fresh_connector(tmp_path):
 
 
 def test_nothing_published_is_nothing_to_read():
-    assert published(ANYRES, ()) is None
+    assert make_initializer(ANYRES, ()) is None
 
 
 @pytest.mark.parametrize(
@@ -86,15 +86,15 @@ def test_nothing_published_is_nothing_to_read():
 )
 def test_wrong_weights_are_refused(weights, message):
     with pytest.raises(ValueError, match=message):
-        published(ANYRES, weights)
+        make_initializer(ANYRES, weights)
 
 
 def test_a_model_without_a_published_form():
     with pytest.raises(ValueError, match="no published form; give MODULE=FOLDER"):
-        published(omni.build("omni-nano"), (".",))
+        make_initializer(omni.build("omni-nano"), (".",))
 
 
 def test_weights_of_another_model(whole):
     folder, _ = whole
     with pytest.raises(ValueError, match="choose the size that this folder holds"):
-        published(llava.build("llava-ov-0.5b"), (str(folder),))
+        make_initializer(llava.build("llava-ov-0.5b"), (str(folder),))

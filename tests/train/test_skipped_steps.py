@@ -14,12 +14,12 @@ from dflop_jax.checkpoint.store import CheckpointStore
 from dflop_jax.distributed.process_exit import RunFailed
 from dflop_jax.report.run_folder import read_metrics
 from dflop_jax.runtime.executor import Executor
-from dflop_jax.train import skipped_samples
+from dflop_jax.train import skipped_steps
 from dflop_jax.train.optimizer import learning_rates
-from dflop_jax.train.skipped_samples import FEWEST_NORMS, NORM_WINDOW, Skips
+from dflop_jax.train.skipped_steps import MIN_NORMS, NORM_WINDOW, SkippedSteps
 from tests.report.runs import cells_of
 
-from .resume_cases import (  # the fixtures come by their names
+from .resume_cases import (
     CONFIG,
     STEPS,
     _in_a_folder_of_its_own,  # noqa: F401
@@ -28,34 +28,34 @@ from .resume_cases import (  # the fixtures come by their names
     evaluations,
     fit,
     quick,  # noqa: F401
-)
+)  # the fixtures come by their names
 
 BAD = 8  # the step whose loss is scaled beyond all numbers
 
 
-@pytest.mark.parametrize("n", [0, 1, FEWEST_NORMS, FEWEST_NORMS + 1, 2 * NORM_WINDOW + 3])
+@pytest.mark.parametrize("n", [0, 1, MIN_NORMS, MIN_NORMS + 1, 2 * NORM_WINDOW + 3])
 @pytest.mark.parametrize("skipped", [(), (3, 4, 9)])
 def test_limits_follow_the_median_of_the_updates_before_the_last_step(n, skipped):
     norms = np.random.default_rng(n).lognormal(size=n).tolist()
-    known = Skips()
+    known = SkippedSteps()
     for step, norm in enumerate(norms):
-        known = known.after(step, norm, step not in skipped)
+        known = known.with_step(step, norm, step not in skipped)
     applied = [(k, x) for k, x in enumerate(norms) if k not in skipped][-NORM_WINDOW:]
     before = [x for k, x in applied if k < n - 1]
-    want = 8 * statistics.median(before) if len(before) >= FEWEST_NORMS else math.inf
+    want = 8 * statistics.median(before) if len(before) >= MIN_NORMS else math.inf
     assert known.norm_limit(n, 8.0) == want
     assert known.norm_limit(n, 0.0) == math.inf
     assert known.count == sum(k < n for k in skipped)
     # What is decided of a step does not depend on whether the one before it is known.
-    last = n and known.after(n, 1e9, True).norm_limit(n, 8.0)
+    last = n and known.with_step(n, 1e9, True).norm_limit(n, 8.0)
     assert last in (0, want) or len(applied) == NORM_WINDOW
-    assert msgspec.convert(msgspec.to_builtins(known), Skips) == known
+    assert msgspec.convert(msgspec.to_builtins(known), SkippedSteps) == known
 
 
 def test_skips_in_a_row_end_with_an_update():
-    known = Skips()
+    known = SkippedSteps()
     for step, applied in enumerate([False, False, True, False]):
-        known = known.after(step, math.nan if not applied else 1.0, applied)
+        known = known.with_step(step, math.nan if not applied else 1.0, applied)
     assert (known.count, known.in_a_row) == (3, 1)
 
 
@@ -119,7 +119,7 @@ def test_a_run_that_is_killed_about_such_a_step_goes_on_bit_for_bit(overflown, s
 
 
 def test_a_spike_is_left_out_likewise(scaled, tmp_path, monkeypatch):
-    monkeypatch.setattr(skipped_samples, "FEWEST_NORMS", 3)
+    monkeypatch.setattr(skipped_steps, "MIN_NORMS", 3)
     monkeypatch.setitem(scaled, BAD, 1e3)
     fit(tmp_path / "run", train=dataclasses.replace(CONFIG.train, loss_spike=20.0))
     rows = read_metrics(tmp_path / "run")

@@ -17,8 +17,8 @@ from dflop_jax.records import FORWARD, NO_GROUP, REDUCE, Predicted, Prices, Send
 from dflop_jax.report.wall_time import TimeLog
 from dflop_jax.runtime.calibration import Calibration
 from dflop_jax.simulate.task_graph import segment_links
-from dflop_jax.train import timing
-from dflop_jax.train.timing import PlanTrials, in_agreement
+from dflop_jax.train import plan_trials
+from dflop_jax.train.plan_trials import PlanTrials, run_with_memory_check
 
 from ..distributed.service import make_job
 from ..plans import chain, programs
@@ -60,8 +60,8 @@ def timed(monkeypatch):
     """(process, plan) of everything that was timed, in order."""
     seen = []
 
-    def compile_and_time(place, ex, *, ends):
-        assert ends
+    def compile_and_time(place, ex, *, time_step_ends):
+        assert time_step_ends
         assert ex.state == 7
         place.peers.barrier(
             f"compiled {ex.plan.layout.n_devices}"
@@ -71,8 +71,8 @@ def timed(monkeypatch):
         fake.prices = lambda profile: replace(prices_of(ex.plan), concurrency=profile.concurrency)
         return fake
 
-    monkeypatch.setattr(timing, "make_executor", lambda place, plan: FakeExecutor(plan))
-    monkeypatch.setattr(timing, "compile_and_time", compile_and_time)
+    monkeypatch.setattr(plan_trials, "make_executor", lambda place, plan: FakeExecutor(plan))
+    monkeypatch.setattr(plan_trials, "compile_and_time", compile_and_time)
     return seen
 
 
@@ -84,7 +84,7 @@ def finalists(peers, folder, n=3, said=None):
         distributed=SimpleNamespace(peer_timeout_s=30.0),
     )
     trained = SimpleNamespace(frozen=(), rates={"llm": 1e-3})
-    noted = {"time": TimeLog(), "sections": Sections()}
+    noted = {"time_log": TimeLog(), "sections": Sections()}
     place = SimpleNamespace(config=config, trained=trained, peers=peers, **noted)
     profile = SimpleNamespace(model=SimpleNamespace(key="key", concurrency=1.5))
     log = SimpleNamespace(log=(lambda text: None) if said is None else said.append)
@@ -105,12 +105,12 @@ def run_two(folder, search, n=3, said=None):
         except BaseException:
             peers.fail("the test has failed")  # so that the other one waits no longer
             raise
-        return plan, prices, mine.take(plan)
+        return plan, prices, mine.take_timed_plan(plan)
 
     def other():
         mine = finalists(job.groups[1], folder, n)
-        plan, prices = mine.follow()
-        return plan, prices, mine.take(plan)
+        plan, prices = mine.serve_requests()
+        return plan, prices, mine.take_timed_plan(plan)
 
     with ThreadPoolExecutor(2) as pool:
         results = [f.result(20) for f in [pool.submit(hub), pool.submit(other)]]
@@ -157,7 +157,7 @@ def test_what_was_timed_before_is_read_and_not_compiled_again(timed, tmp_path):
 
 def test_each_program_begins_the_deadline_of_compiling_anew(tmp_path):
     clock = [0.0]
-    place = finalists(ProcessGroup(), tmp_path)._place
+    place = finalists(ProcessGroup(), tmp_path)._context
     place.sections = Sections(10.0, 1.0, (), lambda: clock[0])
     place.sections.begin("compile")
     late: list[bool] = []
@@ -172,7 +172,7 @@ def test_each_program_begins_the_deadline_of_compiling_anew(tmp_path):
         return 3
 
     ex = SimpleNamespace(plan=PLANS[0], compile=compile_all, calibrate=lambda **_: Calibration())
-    assert timing.compile_and_time(place, ex).n_programs == 3
+    assert plan_trials.compile_and_time(place, ex).n_programs == 3
     assert late == [False, False, False, True]
 
 
@@ -189,7 +189,7 @@ def test_a_file_that_holds_no_prices_is_made_anew(timed, tmp_path, text):
 
 def test_a_search_that_times_nothing_still_tells_the_others(timed, tmp_path, monkeypatch):
     by_profile = prices_of(PLANS[2], 3.0)
-    monkeypatch.setattr(timing, "layout_prices", lambda plan, profile: by_profile)
+    monkeypatch.setattr(plan_trials, "layout_prices", lambda plan, profile: by_profile)
     got = run_two(tmp_path, lambda mine: PLANS[2], n=0)
     assert got == [(PLANS[2], by_profile, None)] * 2
     assert timed == []
@@ -249,8 +249,10 @@ def test_what_one_process_cannot_hold_all_drop(tmp_path, monkeypatch, part):
                 told.append((plan, e.short_bytes))
         return PLANS[2]
 
-    monkeypatch.setattr(timing, "make_executor", make)
-    monkeypatch.setattr(timing.Timed, "prices", lambda self, profile: prices_of(self.executor.plan))
+    monkeypatch.setattr(plan_trials, "make_executor", make)
+    monkeypatch.setattr(
+        plan_trials.TimedPlan, "prices", lambda self, profile: prices_of(self.executor.plan)
+    )
     got = run_two(tmp_path, search, said=said)
     assert told == [(PLANS[1], 2 * 2**30)]
     for plan, prices, taken in got:
@@ -277,10 +279,10 @@ def test_the_run_ends_where_the_others_cannot_leave():
         raise jax.errors.JaxRuntimeError(SHORT)
 
     def hub():
-        in_agreement(job.groups[0], PLANS[0], "in a step", stuck, 0.1)
+        run_with_memory_check(job.groups[0], PLANS[0], "in a step", stuck, 0.1)
 
     def other():
-        in_agreement(job.groups[1], PLANS[0], "in a step", fails, 0.1)
+        run_with_memory_check(job.groups[1], PLANS[0], "in a step", fails, 0.1)
 
     with ThreadPoolExecutor(2) as pool:
         waits, failed = pool.submit(hub), pool.submit(other)
@@ -299,7 +301,7 @@ def test_other_errors_are_raised_as_they_are():
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
-        in_agreement(ProcessGroup(), PLANS[0], "compiling", work)
+        run_with_memory_check(ProcessGroup(), PLANS[0], "compiling", work)
 
 
 def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
@@ -307,15 +309,17 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
     plan = PLANS[0]
     own, by_profile = prices_of(plan), programs(plan, 2.0)
     by_profile = {k: replace(p, content_s=(5e-4,)) for k, p in by_profile.items()}
-    monkeypatch.setattr(timing, "merge_calibrations", lambda *_, **__: own)
-    monkeypatch.setattr(timing, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.5))
+    monkeypatch.setattr(plan_trials, "merge_calibrations", lambda *_, **__: own)
+    monkeypatch.setattr(
+        plan_trials, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.5)
+    )
     modules = {"vision": SimpleNamespace(content=lambda n, placed: {}), "llm": SimpleNamespace()}
     ex = SimpleNamespace(
         plan=plan,
         one_at_a_time=False,
         model=SimpleNamespace(modules=modules, piece_tokens={"vision": 16}),
     )
-    got = timing.Timed(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
+    got = plan_trials.TimedPlan(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
     assert got.concurrency == 1.5
     assert (got.step_end, got.sends) == (own.step_end, own.sends)
     assert got.programs.keys() == own.programs.keys()
@@ -330,10 +334,12 @@ def test_what_content_adds_to_a_program_is_the_profile_s(monkeypatch):
 def test_a_program_takes_no_less_than_nothing_without_content(monkeypatch):
     plan = PLANS[0]
     by_profile = {k: replace(p, content_s=(1.0,)) for k, p in programs(plan, 2.0).items()}
-    monkeypatch.setattr(timing, "merge_calibrations", lambda *_, **__: prices_of(plan))
-    monkeypatch.setattr(timing, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.0))
+    monkeypatch.setattr(plan_trials, "merge_calibrations", lambda *_, **__: prices_of(plan))
+    monkeypatch.setattr(
+        plan_trials, "layout_prices", lambda *_: Prices(by_profile, concurrency=1.0)
+    )
     modules = {m: SimpleNamespace() for m in plan.layout.modules}
     model = SimpleNamespace(modules=modules, piece_tokens={})
     ex = SimpleNamespace(plan=plan, one_at_a_time=False, model=model)
-    got = timing.Timed(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
+    got = plan_trials.TimedPlan(ex, 1, 0, ()).prices(SimpleNamespace(shares_cores=False))
     assert {p.static_s for p in got.programs.values()} == {0.0}

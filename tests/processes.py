@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from dflop_jax.distributed.processes import LOOPBACK, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULT = "result: "  # begins the line of a child's result
 CACHE = Path(tempfile.gettempdir()) / "dflop_jax_tests"  # of compiled programs, for all tests
 
 
@@ -28,32 +32,61 @@ def runs(pid: int) -> bool:
         return not Path("/proc/self/stat").exists()  # ended just now, unless nothing says
 
 
-def run_processes(
-    module: str, n: int, devices: int, args: Sequence[str] = (), *, timeout_s: float = 400
-) -> list[str]:
-    """Output of each of `n` processes `python -m module ARGS`, each with `devices` CPU devices."""
-    port = free_port()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.processes", module, *map(str, job), *args],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for job in [(n, i, port, devices) for i in range(n)]
-    ]
-    try:
-        outputs = [p.communicate(timeout=timeout_s)[0] for p in started]
-    finally:
-        for p in started:
-            p.kill()
-            p.wait()
-    for i, (p, output) in enumerate(zip(started, outputs, strict=True)):
-        assert p.returncode == 0, f"process {i} ended with {p.returncode}:\n{output[-4000:]}"
-    return outputs
+class ProcessPool:
+    """`n` interpreters joined by jax.distributed on gloo, with `devices` CPU devices each, that
+    call functions until the pool is closed."""
+
+    def __init__(self, n: int, devices: int):
+        port = free_port()
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        self._lines: queue.Queue[tuple[int, str]] = queue.Queue()  # (process, what it printed)
+        self._children = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.processes", *map(str, (n, i, port, devices))],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for i in range(n)
+        ]
+        self._readers = [threading.Thread(target=self._read, args=(i,)) for i in range(n)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, i: int) -> None:
+        for line in self._children[i].stdout or ():
+            self._lines.put((i, line))
+        self._lines.put((i, ""))  # it has ended
+
+    def call(self, function: str, *args: Any, timeout_s: float = 400) -> list[Any]:
+        """What "module:function" returns in each process for these arguments, all by JSON."""
+        for child in self._children:
+            assert child.stdin is not None
+            child.stdin.write(json.dumps([function, args]) + "\n")
+            child.stdin.flush()
+        results: dict[int, Any] = {}
+        printed = ""
+        while len(results) < len(self._children):
+            i, line = self._lines.get(timeout=timeout_s)
+            assert line, f"process {i} ended in {function}:\n{printed[-4000:]}"
+            if line.startswith(RESULT):
+                results[i] = json.loads(line.removeprefix(RESULT))
+            else:
+                printed += line
+        return [results[i] for i in range(len(self._children))]
+
+    def close(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.wait()
+        for reader, child in zip(self._readers, self._children, strict=True):
+            reader.join()
+            for pipe in (child.stdin, child.stdout):
+                assert pipe is not None
+                pipe.close()
 
 
 def descendants(pid: int) -> set[int]:
@@ -69,19 +102,21 @@ def descendants(pid: int) -> set[int]:
 
 
 def main() -> None:
-    """Child: join the job, then run the module's `main(args)`."""
+    """Child of a `ProcessPool`: join the job, then call functions until the input ends."""
     import importlib
 
     from dflop_jax import DistributedConfig
-    from dflop_jax.distributed.initialize import initialize, shutdown
+    from dflop_jax.distributed.initialize import initialize
     from dflop_jax.train.compile_cache import use_cache
 
-    module, n, i, port, devices, *args = sys.argv[1:]
-    where = DistributedConfig(f"{LOOPBACK}:{port}", int(n), int(i))
-    initialize(where, plan_devices=int(n) * int(devices))
+    n, i, port, devices = map(int, sys.argv[1:])
+    initialize(DistributedConfig(f"{LOOPBACK}:{port}", n, i), plan_devices=n * devices)
     use_cache(CACHE)
-    importlib.import_module(module).main(args)
-    assert shutdown()
+    for line in sys.stdin:
+        name, args = json.loads(line)
+        module, function = name.split(":")
+        result = getattr(importlib.import_module(module), function)(*args)
+        print(RESULT + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

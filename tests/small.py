@@ -131,6 +131,7 @@ class Small:
 
     tied: bool = True
     n_layers: int = 4
+    n_encoder_layers: int = 2
     vocab_size = VOCAB
     piece_tokens = {"vision": PATCHES}
     preprocessing = {
@@ -140,7 +141,7 @@ class Small:
 
     @property
     def modules(self):
-        return {"vision": Eye(2), "llm": Text(self.n_layers, self.tied)}
+        return {"vision": Eye(self.n_encoder_layers), "llm": Text(self.n_layers, self.tied)}
 
 
 def build(size="", dtype="float32"):

@@ -3,9 +3,6 @@ coordination service, and two processes over jax's own."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +11,9 @@ from typing import Any
 import pytest
 
 from dflop_jax.distributed import messages
-from dflop_jax.distributed.messages import ProcessGroup, connection
+from dflop_jax.distributed.messages import ProcessGroup
 from dflop_jax.distributed.process_exit import FAILED, TRANSIENT_FAILURE, RunFailed, TransientError
 from tests.distributed.service import LIMIT_S
-from tests.processes import run_processes
 
 SIZES = [0, 1, 1000, 10_000_000]
 BIG = 10_000_000
@@ -308,71 +304,3 @@ def test_process_0_reads_the_status_of_all(job):
     while many.groups[0].statuses() != {p: b"here %d" % p for p in range(3)}:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-# ---- two processes over jax's service ----
-
-
-@pytest.fixture(scope="module")
-def pair() -> list[dict[str, Any]]:
-    """What two processes found (`main`)."""
-    outputs = run_processes("tests.distributed.test_messages", 2, 1)
-    return [json.loads(text.splitlines()[-1]) for text in outputs]
-
-
-def test_two_processes_exchange_messages(pair):
-    assert [p["process"] for p in pair] == [0, 1]
-    assert all(p["sizes"] == [0, 1, 1000, BIG] for p in pair)
-    assert pair[0]["gathered"] == [["00", "11"]] * 3
-    assert pair[1]["gathered"] == [[]] * 3
-    assert all(p["all"] == [0.5, 1.5] for p in pair)
-
-
-def test_two_processes_leave_no_message_with_the_service(pair):
-    assert pair[0]["left"] == []
-
-
-def test_messages_of_two_processes_take_milliseconds(pair):
-    assert pair[0]["small_s"] < 0.1
-    assert pair[0]["big_s"] < 20
-
-
-def test_two_processes_of_a_host_have_one_clock(pair):
-    assert pair[0]["offset_s"] == 0.0
-    assert abs(pair[1]["offset_s"]) < 0.1
-
-
-def main(_: list[str]) -> None:
-    """One of two processes: what it found, as JSON."""
-    from dflop_jax.distributed.initialize import SHUTDOWN_TIMEOUT_S
-
-    joined = connection()
-    assert joined is not None
-    group = ProcessGroup(
-        joined.process_id, joined.num_processes, joined.client, message_timeout_s=60.0
-    )
-    found: dict[str, Any] = {"process": group.process_index}
-    values = [os.urandom(n) if n < BIG else bytes(range(250)) * (n // 250) for n in SIZES]
-    found["sizes"] = [
-        len(group.broadcast("sizes", v if group.is_primary else None, bytes)) for v in values
-    ]
-    found["gathered"] = [group.gather("same", str(group.process_index) * 2, str) for _ in range(3)]
-    found["all"] = group.all_gather("all", group.process_index + 0.5, float)
-    start_s = time.perf_counter()
-    for step in range(50):
-        group.all_gather("small", 0.0, float, step=step)
-    found["small_s"] = (time.perf_counter() - start_s) / 50
-    start_s = time.perf_counter()
-    group.broadcast("big", values[-1] if group.is_primary else None, bytes)
-    group.barrier("big")
-    found["big_s"] = time.perf_counter() - start_s
-    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
-    while not (group.is_primary or group.clock_offset_s or time.monotonic() > deadline):
-        time.sleep(0.05)
-    group.barrier("measured")
-    time.sleep(0.2)  # the other has read and deleted the last one
-    kept = joined.client.key_value_dir_get_bytes("dflop")
-    found["left"] = [k for k, _ in kept if "/broadcast/" in k or "/gather/" in k]
-    found["offset_s"] = group.clock_offset_s
-    group.close()
-    print(json.dumps(found), file=sys.stdout, flush=True)

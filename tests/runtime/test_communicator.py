@@ -1,5 +1,5 @@
 """Moving arrays between any two meshes equals slicing on the host, on every device that holds a
-piece. Between processes: test_processes.py; here their route is taken inside one."""
+piece. Between processes: tests/test_two_processes.py; here their route is taken inside one."""
 
 from __future__ import annotations
 

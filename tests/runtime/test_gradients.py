@@ -1,29 +1,57 @@
-"""One step's loss and every gradient equal the plain computation, whatever the plan.
+"""The matrix of gradients: graph x layout x recompute policy x ZeRO degree x frozen parts.
 
-Every layout runs a small model; those that a real model's layers could mind run "nano" too.
+One step of every case gives the loss and the gradients of the plain computation on one device.
+Every layout is compiled once, with one value of each other axis. `tests.golden` stores gradients of
+the same layouts without recompute.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
 import optax
 import pytest
 
+from dflop_jax.contract import edges_of
+from dflop_jax.plan.placement import split_layers
 from dflop_jax.plan.space import baseline_layouts
+from dflop_jax.records import Bucket, Layout, Plan, Prices, SegmentPlan, Shape, SubmeshPlan
+from dflop_jax.runtime import segment
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.parameter_layout import param_zero_specs, state_zero_specs
+from dflop_jax.simulate.steps import simulate_step, with_list_order
+from models.composed import Composed
 from models.llava import build
+from models.qwen3_5_decoder import HybridModule
+from models.qwen3_5_sizes import QWEN3_5
+from tests.mixed import HandingText, Mixed
+from tests.plans import programs
 from tests.small import Small
 
 from . import plain
 
 N = 12
 KEY_BIAS = "['vision']['layers']['key']['bias']"
-
-
 NANO = build("nano")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hybrid(Composed):
+    """LLaVA's tower before the decoder of Qwen3.5: gated delta nets and gated attention."""
+
+    @property
+    def _plain(self):
+        size = dataclasses.replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
+        return {**super()._plain, "llm": HybridModule(size, self.dtype)}
+
+
+HYBRID = Hybrid(NANO.size, NANO.dtype)
+DEEP = Small(n_layers=12, n_encoder_layers=4)  # enough for several rounds
+HANDING = Mixed(pattern="mmgmmg", text=HandingText)  # layers of two kinds that pass a tree on
+ROUNDS = Mixed(pattern="mgmgmgmg", text=HandingText)
+ODD = Mixed(tied=False, pattern="gmmmgmm")  # a period that begins anywhere, then exceptions
 
 
 @functools.cache
@@ -102,13 +130,10 @@ def assert_trees_close(got, want, tolerance=1e-5):
             assert np.abs(g - w).max() <= tolerance * np.abs(w).max(), name
 
 
-def check_step(m, plan, *, schedule=None, seed=1, n_groups=2, text_only=(0,), freeze=(),
-               tolerance=1e-5):  # fmt: skip
-    """A step of a plan gives the plain loss, and of what trains the plain gradients; returns these
-    and the result."""
+def check_step(m, plan, schedule, *, freeze=(), tolerance=1e-5):
+    """Assert that a step gives the plain loss and the plain gradients of what trains; returns
+    (gradients, result)."""
     samples, params, want_loss, want = oracle(m)
-    if schedule is None:
-        schedule = plain.random_schedule(plan, samples, n_groups, seed, text_only=text_only)
     loss, grads, start, result = grads_of(m, plan, samples, schedule, freeze=freeze)
     assert_trees_close(start, params, 1e-6)
     assert loss == pytest.approx(want_loss, rel=1e-5)
@@ -190,9 +215,6 @@ ZERO = {
 }
 
 
-ON_NANO = ("2+6, tp 2 and dp 3 x tp 2", "llm stage 2, dp 2, tp 2 on 8, shared")
-
-
 def planned(case, m=None):
     """(a model, the small one if none is given, a plan for it)."""
     vision, llm, options = case
@@ -202,13 +224,132 @@ def planned(case, m=None):
     return m, plain.plan_of(m, vision, llm, bucket=(36, 240), **options)
 
 
-@pytest.mark.slow(first=3)
-@pytest.mark.parametrize(
-    "size, name", [*(("small", name) for name in PLANS), *(("nano", name) for name in ON_NANO)]
-)
-def test_step_equals_plain_computation(size, name):
-    m, plan = planned(PLANS[name], None if size == "small" else NANO)
-    check_step(m, plain.with_zero(plan, **ZERO.get(name, {})), seed=len(name))
+def chunked(m, ranks, rounds, parts, *, data=1, model=1):
+    """A plan with `rounds` chunks of each module on every rank, and `parts` sub-microbatches."""
+    size = data * model
+    submeshes = tuple(SubmeshPlan(f"rank{r}", r * size, 1, data, model) for r in range(ranks))
+    segments = []
+    for module, k in rounds.items():
+        runs = split_layers(m.modules[module].n_layers, ranks * k)
+        for i, (a, b) in enumerate(runs):
+            ends = i == 0, i == len(runs) - 1
+            rank = f"rank{i % ranks}"
+            segments.append(SegmentPlan(f"{module}{i}", module, a, b, rank, *ends))
+    row, tiles = Shape(1, 240), Shape(-(-36 // parts), m.piece_tokens["vision"])
+    buckets = (Bucket.of({"vision": tiles, "llm": row}), Bucket.of({"llm": row}))
+    tied = ("llm",) if m.tied else ()
+    layout = Layout(submeshes, tuple(segments), buckets, edges=edges_of(m), fan_in=parts, tied=tied)
+    return Plan("dip", layout)
+
+
+# name -> (model, arguments of `chunked`)
+CHUNKED = {
+    "chunks on 2 ranks, 1 and 2 rounds": (Small(), (2, {"vision": 1, "llm": 2}, 2), {}),
+    "chunks on 2 ranks of tp 2": (
+        Small(False, 6, 4),
+        (2, {"vision": 2, "llm": 3}, 4),
+        {"model": 2},
+    ),
+    "chunks on 4 ranks of dp 2": (DEEP, (4, {"vision": 1, "llm": 3}, 3), {"data": 2}),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """The other axes of the matrix for one layout.
+
+    Attributes:
+      graph: None: the small model.
+      remats: recompute policies of the segments, in turn.
+      less_remat: every other group runs segments under a second policy, that saves all.
+      unrolled: up to how many layers of a stage are unrolled.
+    """
+
+    graph: object = None
+    remats: tuple[str, ...] = ("none",)
+    freeze: tuple[str, ...] = ()
+    less_remat: bool = False
+    unrolled: int = 0
+    tolerance: float = 1e-5
+
+
+ALL = ("none", "layers", "segment", "dots", "named")
+# Layout -> its case; `make test` runs the first ones. Layouts that are not here have none of this.
+CASES = {
+    "llm stage 2, dp 2, tp 2 on 8, shared": Case(ROUNDS, ("layers", "dots")),
+    "tied across segments of dp 2 x tp 2": Case(None, ("named", "layers", "segment"), unrolled=8),
+    "llm as 3 segments, untied": Case(ODD, ALL[1:], unrolled=8),
+    "two groups feed one, stage 2": Case(None, ("layers", "named"), less_remat=True),
+    "chunks on 2 ranks, 1 and 2 rounds": Case(None, ("layers",), less_remat=True),
+    "blocks of dp 6 and 2 x tp 2": Case(HANDING, ("named",), ("vision",)),
+    "3+5, dp 3 and 5": Case(ODD, ("dots",), ("vision", "connector")),
+    "2+6, tp 2 and dp 3 x tp 2": Case(NANO, ("none", "named")),
+    "llm stage 4, twice as many": Case(ROUNDS, ("dots", "segment"), unrolled=8),
+    "same devices, other shape": Case(HYBRID, ALL[1:], tolerance=3e-4),
+    "same mesh": Case(HYBRID, ("layers",), tolerance=3e-4),
+    "gpipe": Case(HYBRID, ("layers", "none", "segment"), tolerance=3e-4),
+    "rows": Case(HANDING, ALL[1:], ("gates",)),
+    "llm as 3 segments": Case(NANO, ("dots", "named", "segment", "layers")),
+    "4+4, dp 4 and tp 2 x dp 2": Case(None, ("segment",), ("vision", "llm")),
+    "llm stage 2": Case(HANDING, ("named", "layers"), ("llm",)),
+    "dp 7 and 6, shared": Case(None, ("layers", "dots"), unrolled=8),
+    "chunks on 2 ranks of tp 2": Case(None, ALL, less_remat=True),
+    "chunks on 4 ranks of dp 2": Case(None, ("none", "segment"), ("vision",), less_remat=True),
+}
+NAMES = [*CASES, *(name for name in PLANS if name not in CASES)]
+
+
+def matrix_plan(name, case):
+    """(model, plan) of a case."""
+    if name in CHUNKED:
+        m, arguments, options = CHUNKED[name]
+        plan = chunked(m, *arguments, **options)
+    else:
+        m, plan = planned(PLANS[name], case.graph)
+        plan = plain.with_zero(plan, **ZERO.get(name, {}))
+    segments = []
+    for s, remat in zip(plan.layout.segments, itertools.cycle(case.remats)):
+        less = "none" if case.less_remat and remat != "none" else None
+        segments.append(dataclasses.replace(s, remat=remat, remat_less=less))
+    return m, plan.with_layout(segments=tuple(segments))
+
+
+def with_less_remat(plan, schedule):
+    """The schedule with two of three groups under the second policy in segments by turns, the rest
+    in all of them."""
+    second = [s.name for s in plan.layout.segments if s.remat_less]
+    groups = tuple(
+        dataclasses.replace(g, remat_less=tuple(second[i % 2 :: 2]) if i % 3 else tuple(second))
+        for i, g in enumerate(schedule.groups)
+    )
+    return dataclasses.replace(schedule, groups=groups)
+
+
+def tasks_of(trace, submesh):
+    """What a submesh ran, in its order."""
+    events = sorted(trace.events, key=lambda e: e.start_s)
+    return [(e.segment, e.group, e.direction) for e in events if e.submesh == submesh]
+
+
+@pytest.mark.slow(first=7)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_of_every_layout_equals_the_plain_computation(name, monkeypatch):
+    case = CASES.get(name, Case())
+    monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: case.unrolled)
+    m, plan = matrix_plan(name, case)
+    schedule = plain.random_schedule(plan, oracle(m)[0], 2, seed=len(name), text_only=(0,))
+    schedule = with_less_remat(plan, schedule) if case.less_remat else schedule
+    trains = [s.name for s in plan.layout.segments if s.module not in case.freeze or s.last]
+    if name in CHUNKED:
+        schedule = with_list_order(plan, schedule, Prices(programs(plan)), trains)
+    grads, result = check_step(m, plan, schedule, freeze=case.freeze, tolerance=case.tolerance)
+    # A module without a gradient runs no backward.
+    ran = {e.segment.rstrip("0123456789") for e in result.trace.events if e.direction == "backward"}
+    assert ("vision" in ran) == bool(grads["vision"])
+    if name in CHUNKED:  # the simulated trace has the same tasks in the same order on every rank
+        trace = simulate_step(plan, schedule, Prices(programs(plan)), trains)
+        for rank in plan.layout.submeshes:
+            assert tasks_of(result.trace, rank.name) == tasks_of(trace, rank.name)
 
 
 def test_a_stage_of_two_modules_equals_plain_computation():
@@ -218,7 +359,8 @@ def test_a_stage_of_two_modules_equals_plain_computation():
     placement = next(p for p in space if len(p.submeshes) == 2)
     assert [s.submesh for s in placement.segments] == ["vision+llm0", "vision+llm0", "llm1"]
     plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
-    check_step(m, plan.with_layout(submeshes=placement.submeshes, segments=placement.segments))
+    plan = plan.with_layout(submeshes=placement.submeshes, segments=placement.segments)
+    check_step(m, plan, plain.random_schedule(plan, oracle(m)[0], 2, 1, text_only=(0,)))
 
 
 @pytest.mark.slow
@@ -234,26 +376,6 @@ def test_bfloat16_step_is_close():
         assert got.dtype == np.float32  # accumulated in float32
         if np.abs(exact).max() > 1e-3:
             assert np.abs(got - exact).max() < 0.1 * np.abs(exact).max()
-
-
-FROZEN = {
-    ("vision",): {"vision": {"exit"}, "llm": {"entry", "layers", "exit"}},
-    ("vision", "llm"): {"vision": {"exit"}, "llm": set()},
-    ("llm",): {"vision": {"entry", "layers", "exit"}, "llm": set()},
-    ("vision", "connector"): {"vision": set(), "llm": {"entry", "layers", "exit"}},
-}
-
-
-@pytest.mark.slow(first=2)
-@pytest.mark.parametrize("freeze", FROZEN)
-def test_frozen_parts_keep_the_others_gradients(freeze):
-    m = Small()
-    plan = plain.plan_of(m, (0, 1, 2, 1), (2, 1, 2, 1), bucket=(36, 240))
-    grads, result = check_step(m, plan, freeze=freeze)
-    assert {module: set(parts) for module, parts in grads.items()} == FROZEN[freeze]
-    # A frozen encoder with a frozen connector runs no backward at all.
-    vision_ran = {e.direction for e in result.trace.events if e.segment == "vision"}
-    assert ("backward" in vision_ran) == bool(FROZEN[freeze]["vision"])
 
 
 def test_everything_frozen_is_refused():

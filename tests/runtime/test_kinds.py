@@ -1,7 +1,7 @@
 """A module with layers of two kinds, which may hand on more than hidden states: its gradients equal
 the plain model's under any cut, and a checkpoint goes on under another one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -9,72 +9,16 @@ import numpy as np
 import pytest
 
 from dflop_jax.contract import layer_kinds_of
-from dflop_jax.runtime import segment
 from dflop_jax.runtime.executor import Executor
 from dflop_jax.runtime.layout import make_segments
 from dflop_jax.train.optimizer import make_optimizer
-from models.composed import Composed
-from models.llava import build
-from models.qwen3_5_decoder import HybridModule
-from models.qwen3_5_sizes import QWEN3_5
 from tests.checkpoint.checkpoint_cases import TRAIN, reader_of, save, saver_of
-from tests.mixed import HandingText, Mixed, MixedText
+from tests.mixed import Mixed, MixedText
 
 from . import plain
-from .test_gradients import check_step
+from .test_gradients import HYBRID
 
-PERIODS = Mixed(pattern="mmgmmg", text=HandingText)
-ODD = Mixed(tied=False, pattern="gmmmgmm")  # a period that begins anywhere, then exceptions
-ROUNDS = Mixed(pattern="mgmgmgmg", text=HandingText)
 ALONE = (0, 1, 1, 1)
-
-
-@dataclass(frozen=True)
-class Hybrid(Composed):
-    """LLaVA's tower before the decoder of Qwen3.5: gated delta nets and gated attention."""
-
-    @property
-    def _plain(self):
-        size = replace(QWEN3_5["qwen3.5-nano"].decoder, mrope_sections=())
-        return {**super()._plain, "llm": HybridModule(size, self.dtype)}
-
-
-HYBRID = Hybrid(build("nano").size, build("nano").dtype)
-# A fresh net's states are small beside their rounding, of which its norm makes more.
-NET_TOLERANCE = 3e-4
-# name -> (model, LLM (first, stage, data, model), options, ZeRO degree, layers that are unrolled;
-# None: as many as usual)
-CASES = {
-    "one segment": (PERIODS, ALONE, {}, 1, 0),
-    "one segment, unrolled": (ODD, ALONE, {}, 1, 8),
-    "tensor ranks of two segments of nets": (HYBRID, (0, 1, 1, 2), {"llm_segments": 2}, 1, None),
-    "three segments": (ODD, (1, 1, 2, 1), {"llm_segments": 3}, 2, 0),
-    "each layer a segment": (ODD, (0, 1, 1, 1), {"llm_segments": 7}, 1, 8),
-    "stages": (PERIODS, (1, 2, 1, 1), {"group_size": 4}, 1, 0),
-    "rounds": (ROUNDS, (0, 2, 2, 1), {"group_size": 2, "rounds": 2}, 3, 0),
-    "rounds, unrolled": (ROUNDS, (0, 2, 1, 1), {"group_size": 2, "rounds": 2}, 1, 8),
-    "split over 3 ranks": (ODD, (0, 1, 3, 1), {}, 3, 0),
-    "split over 2 x 2 ranks": (PERIODS, (0, 1, 2, 2), {}, 3, 0),
-    "tensor ranks of two segments": (PERIODS, (0, 1, 1, 2), {"llm_segments": 2}, 2, 8),
-    "nets on 2 x 2 ranks": (HYBRID, (2, 1, 2, 2), {}, 3, None),
-}  # fmt: skip
-
-
-@pytest.mark.slow(first=2)
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_the_plain_models(name, monkeypatch):
-    m, llm, options, zero, unrolled = CASES[name]
-    if unrolled is not None:
-        monkeypatch.setattr(segment, "max_unrolled_layers", lambda chip: unrolled)
-    plan = plain.plan_of(m, ALONE, llm, bucket=(36, 480), **options)
-    tolerance = NET_TOLERANCE if m == HYBRID else 1e-5
-    check_step(m, plain.with_zero(plan, llm=zero), n_groups=1, text_only=(), tolerance=tolerance)
-
-
-def test_a_kind_can_be_frozen_alone():
-    plan = plain.plan_of(PERIODS, ALONE, ALONE, bucket=(36, 480))
-    grads, _ = check_step(PERIODS, plan, n_groups=1, text_only=(), freeze=("gates",))
-    assert "gate" not in grads["llm"]
 
 
 @pytest.mark.parametrize("pattern, rounds", [("mmgm", 1), ("mgmgmmgg", 2)])

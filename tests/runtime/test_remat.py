@@ -1,6 +1,4 @@
-"""What backward computes again changes no gradient, takes less memory, and is no more than said."""
-
-import dataclasses
+"""Recompute policies save and recompute what they promise."""
 
 import jax
 import pytest
@@ -16,36 +14,7 @@ from dflop_jax.runtime.segment import Segment, device_bytes
 from models.sizes import VisionSize
 from models.vit import VisionModule
 
-from .test_gradients import NANO, PLANS, check_step, planned
-
-MIXED = {  # layout -> policies of its segments; tests of gradients have "none" in every layout
-    "tied across segments of dp 2 x tp 2": ("named", "layers", "segment"),
-    "llm as 2 segments of stage 2 in 3 rounds": ("layers", "named", "dots"),
-    "llm as 3 segments": ("dots", "named", "segment", "layers"),
-}
-
-# Its loops go through two layers a round, for 8 microbatches a stage.
-ROUNDS = {
-    "llm as 2 segments of stage 2 in 3 rounds": (
-        (0, 1, 2, 1),
-        (2, 2, 1, 1),
-        {"llm_segments": 2, "group_size": 16, "n_layers": 24, "rounds": 3},
-    )
-}
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("m, name", list(zip((None, None, NANO), MIXED, strict=True)), ids=MIXED)
-def test_gradients_are_those_of_the_plain_computation(m, name, monkeypatch):
-    """Of segments of a module the first is a loop over layers, the others are unrolled."""
-    monkeypatch.setattr(Segment, "unrolls_layers", property(lambda s: s.plan.start > 0))
-    m, plan = planned((PLANS | ROUNDS)[name], m)
-    segments = tuple(
-        dataclasses.replace(s, remat=remat)
-        for s, remat in zip(plan.layout.segments, MIXED[name], strict=True)
-    )
-    check_step(m, plan.with_layout(segments=segments))
-
+from .test_gradients import NANO
 
 VIT = VisionModule(VisionSize(32, 8, 64, 2, 4, 160), 64, jax.numpy.dtype("float32"))
 

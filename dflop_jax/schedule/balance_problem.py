@@ -1,4 +1,5 @@
-"""The balancing problem in array form: what greedy and local search read; and their budget.
+"""The balancing problem in array form, which the greedy and the local search solve, and their work
+budget.
 
 Shape suffixes: N samples, B bins, R resources (cost columns first, then capacity columns).
 """
@@ -13,18 +14,18 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-# Sums of the same floats in another order differ by this much, relative to the load.
+# Relative difference between sums of the same floats in another order.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Put N samples into B bins so that the largest cost load of a bin is least.
+    """Put N samples into B bins so that the largest cost load of a bin is minimal.
 
-    `sizes_RN`: the first `n_costs` rows are costs (minimised), the others have hard `limits_R`
-    (inf for costs). A resource in `grouped_R` is summed over each `group` consecutive bins.
-    `scale_RB`, where bins differ in size, multiplies a bin's cost loads (1 / its capacity).
-    `base_RB` is what bins carry already (a group's in each of its bins).
+    The first `n_costs` rows of `sizes_RN` are costs, which are minimised; the other rows have hard
+    limits `limits_R` (inf for costs). A resource in `grouped_R` is summed over each `group`
+    consecutive bins. If bins differ in size, `scale_RB` multiplies a bin's cost loads (1 / its
+    capacity). `base_RB` is the load that bins carry already; bins of a group carry the group's.
     """
 
     sizes_RN: Floats
@@ -45,7 +46,8 @@ class Problem:
         return -(-self.n_bins // self.group)
 
     def loads(self, bins: Ints) -> Floats:
-        """[R, B]; a grouped resource shows its group's sum in each bin. -1 is in no bin."""
+        """[R, B]: the loads of an assignment. Bins of a group each show the sum of a grouped
+        resource. A sample in bin -1 is not assigned."""
         out_RB = np.zeros((len(self.sizes_RN), self.n_bins))
         is_assigned = bins >= 0
         bin_N = bins[is_assigned]
@@ -59,16 +61,17 @@ class Problem:
         return out_RB if self.base_RB is None else out_RB + self.base_RB
 
     def scores(self, loads_RB: Floats, bins: slice = slice(None)) -> Floats:
-        """Largest (scaled) cost load of each bin; `loads_RB` may be those of some `bins` only."""
+        """The largest scaled cost load of each bin. `loads_RB` may cover only the bins in
+        `bins`."""
         costs_RB = loads_RB[: self.n_costs]
         costs_RB = costs_RB if self.scale_RB is None else costs_RB * self.scale_RB[:, bins]
         return costs_RB.max(axis=0, initial=0.0)
 
 
 class Budget:
-    """What a search may still do, counted in work, so that the same batch gives the same answer on
-    a fast, a slow and a busy machine: a unit is a pair of bins priced, about 100 microseconds. A
-    `part` spends from its whole."""
+    """The work that a search may still spend. Work is counted, not timed, so a batch gets the same
+    answer on a fast, a slow and a busy machine. One unit prices a pair of bins and takes about 100
+    microseconds. A sub-budget also spends from its parent."""
 
     def __init__(self, work: float, whole: Budget | None = None):
         self.remaining, self._whole = work, whole
@@ -81,7 +84,7 @@ class Budget:
             self._whole.spend(work)
 
     def sub_budget(self, work: float) -> Budget:
-        """A budget of at most so much of this one."""
+        """A budget of at most `work` units, limited by what remains of this one."""
         return Budget(min(work, self.remaining), self)
 
     @property

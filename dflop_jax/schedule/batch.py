@@ -1,4 +1,4 @@
-"""A global batch in array form, and the room that groups of a bucket have for it.
+"""The loads of a global batch in arrays, and how much of it a bucket can hold.
 
 Shape suffixes: N samples, P pieces.
 """
@@ -21,8 +21,8 @@ from dflop_jax.schedule.balance_problem import Ints
 
 @dataclass(frozen=True)
 class Capacity:
-    """What multiplies a bucket's shapes: the data ranks of every module, in topological order, and
-    the microbatches of a group."""
+    """The factors that multiply a bucket's shapes: data ranks of every module, in topological
+    order, and microbatches per group."""
 
     ranks: Mapping[str, int]
     group_size: int = 1
@@ -31,22 +31,24 @@ class Capacity:
         return hash((tuple(self.ranks.items()), self.group_size))
 
     def rows(self, bucket: Bucket, module: str) -> int:
-        """Rows of a module in one microbatch on all its ranks; 0 where the bucket lacks it."""
+        """Rows of a module in one microbatch over all its ranks; 0 if the bucket lacks the
+        module."""
         shape = bucket.shape(module)
         return shape.rows * self.ranks[module] if shape else 0
 
     def executed(self, bucket: Bucket, module: str) -> int:
-        """Tokens of a module that a group computes on all ranks, padding included."""
+        """Tokens of a module that a group computes over all ranks, padding included."""
         return bucket.tokens(module) * self.ranks[module] * self.group_size
 
 
 def capacity_of(layout: Layout) -> Capacity:
+    """The capacity of a layout."""
     return Capacity({m: layout.data_ranks(m) for m in layout.modules}, layout.group_size)
 
 
 def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
-    """Rows of a shape that first fit decreasing takes for these pieces; inf where one is too
-    long."""
+    """Rows of a shape that first fit decreasing needs for pieces of these lengths; inf if a piece
+    is longer than a row."""
     longest = max(lengths, default=0)
     if longest > shape.tokens:
         return math.inf
@@ -56,8 +58,8 @@ def rows_needed(lengths: Sequence[int], shape: Shape) -> float:
 
 
 def first_fit_decreasing(length_P: Ints, tokens: int) -> Ints:
-    """[P]: the row of each piece by first fit decreasing into rows of so many tokens; none is
-    longer."""
+    """[P]: the row of each piece under first fit decreasing into rows of `tokens` tokens. No piece
+    may be longer than a row."""
     free, row_P = np.full(len(length_P), tokens), np.zeros(len(length_P), np.int64)
     for i in np.argsort(-length_P, kind="stable"):
         row_P[i] = row = int((free >= length_P[i]).argmax())
@@ -66,10 +68,16 @@ def first_fit_decreasing(length_P: Ints, tokens: int) -> Ints:
 
 
 class Batch:
-    """Loads of a global batch, by module: `tokens` and `longest` piece of every sample [N], `count`
-    of its pieces [N], `first` of them by number [N], `lengths` of all and the `sample` of each [P],
-    their `features` [features, P] and `content`, these in one number [P] (see `weighed`), and
-    `step`, of which all lengths are multiples."""
+    """The loads of a global batch, by module.
+
+    Attributes:
+      tokens, longest: tokens and longest piece of each sample, [N].
+      n_pieces, first: number of pieces of each sample and the index of its first piece, [N].
+      lengths, sample: tokens and sample of each piece, [P].
+      features: content features of the pieces, [features, P].
+      content: the features of each piece in one number, [P]; see `with_content_weights`.
+      step: a common divisor of all lengths.
+    """
 
     def __init__(self, loads: Sequence[Load], modules: Iterable[str]):
         self.loads, self.modules, self.n_samples = loads, tuple(modules), len(loads)
@@ -95,8 +103,8 @@ class Batch:
         self.step = {m: int(np.gcd.reduce(self.lengths[m])) or 1 for m in self.modules}
 
     def with_content_weights(self, weights: Mapping[str, NDArray[np.float64] | None]) -> Batch:
-        """The batch with content as its features times these weights of a module, rounded; of
-        modules without, the first feature."""
+        """The batch with `content` set to the features times the weights of a module, rounded. A
+        module without weights uses its first feature."""
         batch = copy(self)
         batch.content = dict(self.content)
         for m, weight_F in weights.items():
@@ -105,7 +113,7 @@ class Batch:
         return batch
 
     def can_hold(self, bucket: Bucket, capacity: Capacity) -> NDArray[np.bool_]:
-        """[N]: whether a microbatch of the bucket can hold each sample, by first fit decreasing."""
+        """[N]: whether one microbatch of the bucket holds each sample, by first fit decreasing."""
         able_N = np.ones(self.n_samples, bool)
         for m in self.modules:
             count_N, longest_N, shape = self.n_pieces[m], self.longest[m], bucket.shape(m)
@@ -122,20 +130,20 @@ class Batch:
         return able_N
 
     def any_can_hold(self, buckets: Iterable[Bucket], capacity: Capacity) -> NDArray[np.bool_]:
-        """[N]: whether some bucket can hold each sample."""
+        """[N]: whether some bucket holds each sample."""
         none_N = np.zeros(self.n_samples, bool)
         return np.any([none_N, *(self.can_hold(b, capacity) for b in buckets)], axis=0)
 
     @cached_property
     def anchor(self) -> str | None:
-        """The last module of which no sample has several pieces: its rows are what samples are
-        packed into. None: samples are packed into microbatches."""
+        """The last module of which every sample has at most one piece; samples are packed into its
+        rows. None: samples are packed into microbatches."""
         one = (m for m in reversed(self.modules) if self.n_pieces[m].max(initial=0) <= 1)
         return next(one, None)
 
     @cached_property
     def missing_modules(self) -> tuple[frozenset[str], ...]:
-        """The sets of modules of which a sample has no piece, smaller ones first."""
+        """The sets of modules of which some sample has no piece, smaller sets first."""
         sets = {frozenset(m for m in self.modules if not load.lengths(m)) for load in self.loads}
         return tuple(sorted(sets, key=lambda s: (len(s), sorted(s))))
 
@@ -144,20 +152,20 @@ class Batch:
         return shape.tokens // self.step[module] * self.step[module] if shape else 0
 
     def microbatch_tokens(self, bucket: Bucket, module: str, capacity: Capacity) -> int:
-        """Tokens of one microbatch, on all ranks, that pieces of this batch can fill."""
+        """Tokens of one microbatch, over all ranks, that pieces of this batch can fill."""
         rows = capacity.rows(bucket, module)
         return rows * self.row_tokens(bucket.shape(module), module)
 
     def pieces_of(self, module: str, samples: Sequence[int]) -> Ints:
-        """Numbers of the samples' pieces of a module."""
+        """Indices of the pieces of a module that belong to these samples."""
         chosen = np.asarray(samples, np.int64)
         count, first = self.n_pieces[module][chosen], self.first[module][chosen]
         return np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
 
 
 def bucket_variants(buckets: Sequence[Bucket], batch: Batch, limit: int) -> tuple[Bucket, ...]:
-    """The buckets, and what is left of them without modules of which some samples have no piece: a
-    module without pieces has no group. At most `limit` in all."""
+    """The buckets, followed by copies without the modules that some samples lack, at most `limit`
+    in all. A module without pieces has no group."""
     variants = dict.fromkeys(buckets)
     for missing in batch.missing_modules:
         for b in buckets:
@@ -168,13 +176,13 @@ def bucket_variants(buckets: Sequence[Bucket], batch: Batch, limit: int) -> tupl
 
 
 def oversize(loads: Sequence[Load], buckets: Sequence[Bucket], capacity: Capacity) -> list[int]:
-    """Indices of the samples that no bucket can hold; what to do with them is the caller's."""
+    """Indices of the samples that no bucket can hold. The caller decides what to do with them."""
     able_N = Batch(loads, capacity.ranks).any_can_hold(buckets, capacity)
     return np.flatnonzero(~able_N).tolist()
 
 
 def check_fits(batch: Batch, buckets: Sequence[Bucket], capacity: Capacity) -> None:
-    """ValueError that names the first sample which no bucket can hold."""
+    """Raise a ValueError that names the first sample which no bucket can hold."""
     bad = np.flatnonzero(~batch.any_can_hold(buckets, capacity))
     if len(bad):
         load = batch.loads[int(bad[0])]

@@ -1,8 +1,8 @@
-"""The schedule of one global batch: which groups of which shapes run, and what each holds.
+"""The schedule of one global batch: which groups run in which shapes, and which samples each holds.
 
-"balanced": the cheapest set of buckets into which the samples pack (what a group costs is its
-shape's), then the content of every group evened out over its ranks. "arrival": the baseline,
-samples in order, one a row.
+"balanced" grouping finds the cheapest set of buckets into which the samples pack (a group costs
+what its shape costs), then balances the content of every group over its ranks. "arrival" is the
+baseline: samples in order, one per row.
 """
 
 from __future__ import annotations
@@ -37,17 +37,22 @@ from dflop_jax.schedule.sub_microbatches import max_buckets, merge_sub_microbatc
 from dflop_jax.simulate.steps import with_list_order
 
 WORK_PER_S = 10_000  # units of work that a second surely hides, on one core of a slow machine
-# Units for a batch of a plan that has no work budget; twice as many take up to twice as long.
+# Units of work for a batch if the plan has no work budget; twice as many take up to twice as long.
 DEFAULT_WORK = 4_000
-# Shares of the work: for the order of tasks, and for the groups that keep more, where some may. Of
-# the rest, what packing takes at most; what is left then evens out content.
+# Shares of the work: for the order of tasks; for the memory plan, if there is one; and the largest
+# share of the rest for packing. What remains balances content.
 _ORDER_SHARE, _MEMORY_SHARE, _PACKING_SHARE = 0.25, 0.05, 0.5
 
 
 @dataclass(frozen=True)
 class GroupSolution:
-    """Samples in groups, their schedule with its makespan, who made it, what no other undercuts as
-    far as an integer program tells, and the units of work that it took."""
+    """An assignment of samples to groups and its schedule.
+
+    Attributes:
+      made_by: the method that found the assignment.
+      bound_s: lower bound on the makespan from the integer program; 0 if it was not asked.
+      work: units of work spent.
+    """
 
     space: PackingSpace
     assignment: Assignment
@@ -68,28 +73,29 @@ def schedule_batch(
     work: int | None = None,
     seed: int = 0,
 ) -> Schedule:
-    """Cut a global batch into groups of the plan's shapes, in a running order.
+    """The schedule of a global batch: groups in the plan's shapes and an order of their tasks.
 
-    The makespan is the simulator's. The search minimises what it is made of: the static seconds of
-    the groups on the resource that each keeps busy longest, then, for every group, the content of
-    its busiest rank, for which the others wait; then the makespan itself, over orders of the tasks
-    (`order_search`), unless the plan is a baseline with an order of its own. The answer depends on
-    the arguments alone: work is counted and no clock is read, choices compare whole numbers or with
-    a tolerance, and ties go to the earlier bucket, row and piece.
+    The makespan is the simulator's. The search minimises, in this order, the static seconds of the
+    groups on the resource that each keeps busy longest; the content of the busiest rank of every
+    group, for which its other ranks wait; and the makespan over orders of the tasks
+    (`order_search`), unless the plan is a baseline with an order of its own. The result depends on
+    the arguments only: work is counted, no clock is read, and ties go to the earlier bucket, row
+    and piece.
 
     Args:
       trainable: names of the segments that train.
-      program: the integer program of the plan's counts (`count_program.canonicalize`), None: it is
-        not asked. It is asked where work is.
-      work: units that the solver may spend (`Budget`); 0 gives the greedy answer, None the
-        plan's `work_budget`, or `DEFAULT_WORK` where it has none.
+      program: the integer program of the plan's group counts (`count_program.canonicalize`). None:
+        it is not used. It is used only if `work` is above 0.
+      work: units of work that the solver may spend (`Budget`). 0 returns the greedy result; None
+        uses the plan's `work_budget`, or `DEFAULT_WORK` if the plan has none.
 
     Returns:
-      A schedule with its order. Status "optimal": the makespan equals `lower_bound_s`, which holds
-      for every choice of groups.
+      A schedule with its order. Status "optimal" means that the makespan equals `lower_bound_s`,
+        which holds for every choice of groups.
 
     Raises:
-      ValueError: a sample that fits no bucket, or arrival grouping with unequal data ranks.
+      ValueError: a sample fits no bucket, or grouping is "arrival" and modules differ in data
+        ranks.
     """
     start_s = time.perf_counter()
     work = (plan.scheduling.work_budget or DEFAULT_WORK) if work is None else work
@@ -122,8 +128,8 @@ def schedule_batch(
 def quick_schedule(
     loads: Sequence[Load], plan: Plan, prices: Prices, trainable: Collection[str], work: int
 ) -> Schedule:
-    """`schedule_batch`'s schedule without what takes time and changes its makespan little: what a
-    rank was dealt stays with it, and no bound is proved."""
+    """The schedule of `schedule_batch` without the steps that take long and hardly change its
+    makespan: ranks are not permuted, and no bound is computed."""
     group_work = _group_work(plan, work)
     solution = assign_groups(_load_batch(loads, plan), plan, prices, trainable, group_work, seed=0)
     return _order_tasks(solution.schedule, plan, prices, trainable, work, seed=0)[0]
@@ -135,7 +141,7 @@ def _group_work(plan: Plan, work: float) -> float:
 
 
 def _load_batch(loads: Sequence[Load], plan: Plan) -> Batch:
-    """ValueError for a sample that fits no bucket."""
+    """The loads in array form. Raises ValueError if a sample fits no bucket."""
     batch = Batch(loads, plan.layout.modules)
     if plan.scheduling.grouping == "balanced":
         check_fits(batch, merged_buckets(plan.layout), capacity_of(plan.layout))
@@ -150,8 +156,8 @@ def _order_tasks(
     work: float,
     seed: int,
 ) -> tuple[Schedule, float]:
-    """The schedule with the order of its tasks and with what its groups keep, and the units of work
-    that took."""
+    """The schedule with an order of its tasks and with a memory plan, and the units of work
+    spent."""
     if plan.scheduling.grouping != "balanced" or plan.scheduling.order != "1f1b":
         return schedule, 0.0
     order, memory = Budget(_ORDER_SHARE * work), Budget(_MEMORY_SHARE * work)
@@ -169,7 +175,8 @@ def assign_groups(
     seed: int,
     program: CountProgram | None = None,
 ) -> GroupSolution:
-    """Solve `schedule_batch`'s problem; every sample must fit."""
+    """Solve the problem of `schedule_batch` up to the list-scheduled order. Every sample must
+    fit."""
     merged, merged_prices = merge_sub_microbatches(plan, prices)
     capacity = capacity_of(plan.layout)
     costs = group_costs(merged.layout, merged_prices, trainable)
@@ -210,7 +217,7 @@ def assign_groups(
                 assignments += [("integer", by_counts)] if by_counts else []
     solution: GroupSolution | None = None
     for index, (made_by, assignment) in enumerate(assignments):
-        # A dearer answer has little hope, unless the integer program asked for it.
+        # A dearer assignment is not worth balancing, unless the integer program asked for it.
         promising = made_by == "integer" or space.cost(assignment) == space.cost(assignments[0][1])
         share = budget.remaining / (len(assignments) - index) if promising and balanced else 0
         balance_contents(space, assignment, budget.sub_budget(share), seed, tolerance)

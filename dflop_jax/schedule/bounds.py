@@ -1,12 +1,12 @@
-"""A lower bound on the simulated step: no schedule of a batch under a plan's shapes is faster.
+"""Lower bounds on the simulated step time: no schedule of a batch in a plan's shapes is faster.
 
-Every resource (devices that no task shares with others) must work off its share of every module's
-volume, at the best price that its shapes offer, and of the content what groups have on their
-busiest ranks at least (`content_bound`). Before its first task, what that group needs must have run
-elsewhere; after its last one, what must follow that group, up to a reduction; all updates wait for
-all reductions. Each of these lies apart from the resource's own work, so the three add up, whatever
-the order (`fill_and_drain_s`, `step_bound_s`, which bound the planner's whole spaces at once too:
-seconds are numbers, or arrays of one shape for many layouts of one graph).
+A resource is a set of devices that no other task shares. It must run its share of the volume of
+every module at the best price of its shapes, and the content of each group's busiest rank
+(`content_bound`). Before its first task, the tasks that this group depends on have run elsewhere.
+After its last task, the tasks that follow the group run, up to a reduction; updates wait for all
+reductions. These three parts do not overlap, so they add up in any order of the tasks
+(`fill_and_drain_s`, `step_bound_s`). The planner uses the same functions with arrays of seconds,
+for many layouts of one graph at once.
 
 Shape suffixes: R resources, C shapes, P pieces, S shapes, G groups.
 """
@@ -51,17 +51,17 @@ Resources = Sequence[Seconds] | np.ndarray
 
 @dataclass(frozen=True)
 class BoundTerms:
-    """What every schedule of a batch takes, besides the static seconds of its groups.
+    """The parts of the lower bound that do not depend on the groups, and the costs of groups.
 
     Attributes:
-      costs: of groups, every program at the price of the cheaper of its segment's policies.
+      costs: costs of groups; every program has the price of its segment's cheaper recompute policy.
       content_R: seconds of content on each resource.
-      devices: by module, how many of each resource's devices its groups keep busy, [R].
+      devices: by module, devices of each resource that its groups keep busy, [R].
       shared_content: seconds times devices of content.
-      reduce_R, update_R: seconds of the step's end.
-      awaited_R: whether reductions wait for all of a resource's tasks.
-      concurrency: devices that really compute at once.
-      ends: of groups with these shapes by module, (before [R], after [R]): see `_fill_and_drain`.
+      reduce_R, update_R: seconds of the reductions and updates at the end of the step.
+      awaited_R: whether reductions wait for all tasks of a resource.
+      concurrency: devices that compute at the same time.
+      ends: maps shapes by module to (seconds before, seconds after) [R]; see `_fill_and_drain`.
     """
 
     costs: GroupCosts
@@ -78,7 +78,7 @@ class BoundTerms:
 def bound_terms(
     batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]
 ) -> BoundTerms:
-    """The floor of a batch's schedules, whatever their groups, order and recompute policies."""
+    """The terms of the lower bound of a batch, for all groups, orders and recompute policies."""
     prices, capacity = _cheapest_policy(prices), capacity_of(layout)
     costs = group_costs(layout, prices, trainable)
     none_R = np.zeros(costs.n_resources)
@@ -126,8 +126,8 @@ def bound_terms(
 def lower_bound_s(
     batch: Batch, layout: Layout, prices: Prices, trainable: Collection[str]
 ) -> float:
-    """Seconds that no schedule of the batch can beat in simulation, whatever groups it has and in
-    whatever order and under whatever recompute policies they run."""
+    """Seconds that no schedule of the batch beats in simulation, for all groups, task orders and
+    recompute policies."""
     terms, capacity = bound_terms(batch, layout, prices, trainable), capacity_of(layout)
     work_R = np.zeros(terms.costs.n_resources)
     shared = 0.0  # seconds times devices, of all modules
@@ -153,7 +153,7 @@ def lower_bound_s(
 
 
 def _cheapest_policy(prices: Prices) -> Prices:
-    """Every program at the price of the cheaper of its segment's recompute policies."""
+    """The prices with every program at the price of its segment's cheaper recompute policy."""
     programs = dict(prices.programs)
     for less, price in prices.programs.items():
         if less.remat_less:
@@ -167,9 +167,9 @@ def _cheapest_policy(prices: Prices) -> Prices:
 def _volume_bound(
     batch: Batch, module: str, shapes: tuple[Shape, ...], capacity: Capacity, costs_CR: Floats
 ) -> Floats:
-    """[R]: least costs of groups of these shapes that hold all pieces of a module: the cheapest
-    whole numbers of groups that meet the conditions on volume, or, where these are too many to
-    list, fractions of groups."""
+    """[R]: the lowest cost of groups of these shapes that hold all pieces of a module: of whole
+    groups that satisfy the volume conditions, or of fractional groups if there are too many counts
+    to list."""
     buckets = [Bucket.of({module: s}) for s in shapes]
     conditions = volume_conditions(batch, buckets, capacity, [module], is_bound=True)
     suffices_C = (conditions.capacity_DC > 0).all(axis=0)
@@ -191,12 +191,11 @@ def _fill_and_drain(
     trainable: Collection[str],
     shapes: Mapping[str, Sequence[Shape]],
 ) -> tuple[Floats, Floats]:
-    """[R] twice: seconds that pass at least before a resource's first task of a group, and from
-    its last one to the end of a reduction, because of what must follow it; inf where none of these
-    modules runs.
+    """Two arrays [R]: the least seconds before a resource's first task of a group, and the least
+    seconds from its last task to the end of a reduction; inf if no segment of `shapes` runs there.
 
-    A group holds pieces of some sample, and with them runs what that sample's pieces in other
-    modules need, in one of these `shapes`: forward before it, backward after it.
+    A group holds pieces of some sample. The pieces of that sample in other modules run in one of
+    `shapes`: forward before the group, backward after it.
     """
     tasks, resource_of = segment_directions(layout, trainable), segment_resources(layout)
 
@@ -236,12 +235,13 @@ def fill_and_drain_s(
     back_s: Sequence[Seconds],
     reduce_s: Sequence[Seconds],
 ) -> tuple[list[Seconds], list[Seconds]]:
-    """Of every segment, in topological order: (seconds before its first task, seconds from the end
-    of its last backward until the last reduction elsewhere that waits for it), at least.
+    """For every segment, in topological order, lower bounds on the seconds before its first task
+    and on the seconds from the end of its last backward to the last reduction elsewhere that waits
+    for it.
 
     Args:
-      sources: segments that each reads.
-      forward_s, back_s: of a group, 0 where a segment runs none.
+      sources: the segments that each segment reads.
+      forward_s, back_s: seconds of a group; 0 if a segment runs no such task.
     """
     before_s: list[Seconds] = [0.0] * len(sources)
     after_s: list[Seconds] = list(before_s)
@@ -261,12 +261,12 @@ def step_bound_s(
     update_R: Resources,
     awaited_R: Resources | None = None,
 ) -> Seconds:
-    """Seconds of a step at least, from those of every resource.
+    """A lower bound on the seconds of a step, from the seconds of every resource.
 
     Args:
       work_R: of all its groups.
-      before_R, after_R: as `fill_and_drain_s`, the least of its segments'.
-      reduce_R, update_R: of the step's end, of all its segments.
+      before_R, after_R: as from `fill_and_drain_s`, the minimum over its segments.
+      reduce_R, update_R: of the reductions and updates of all its segments.
       awaited_R: whether reductions wait for all its tasks; None: they do.
     """
     bound_s: Seconds = 0.0
@@ -282,8 +282,8 @@ def drain_s(
     update_R: Resources,
     awaited_R: Resources | None = None,
 ) -> list[Seconds]:
-    """Seconds from the end of every resource's last backward to the end of the step, at least;
-    arguments as `step_bound_s`."""
+    """Least seconds from the end of every resource's last backward to the end of the step;
+    arguments as for `step_bound_s`."""
     update_s = np.maximum.reduce(np.broadcast_arrays(*update_R))
     tails = []
     for r, after_s in enumerate(after_R):
@@ -298,18 +298,18 @@ def drain_s(
 def content_bound(
     length_P: Ints, content_P: Ints, shapes: Sequence[Shape], ranks: int, microbatches: int = 1
 ) -> float:
-    """A bound on the sum over groups of the content of each one's busiest rank, for which its
-    others wait, whatever groups of these shapes hold the pieces.
+    """A lower bound on the sum over groups of the content of each group's busiest rank, for all
+    groups of these shapes that hold the pieces.
 
-    Take the groups by their largest piece, largest first. The first k hold so many pieces of a
-    length at most; if more have content c or above, group k + 1 has at least c (`_largest_pieces`).
-    And what the first k hold together, no more of content than fits into the room of k of the
-    largest groups, is all that the others do not hold: these have at least the mean of the rest
-    over the ranks. So for every k the sum of both is a bound; k = 0 is the mean of all.
+    Sort the groups by their largest piece, largest first. The first k groups hold a limited number
+    of pieces of a given length; if more pieces have content c or more, group k + 1 has at least
+    content c (`_largest_pieces`). The first k groups hold at most the content that fits into k of
+    the largest groups; the other groups hold the rest, with at least its mean over the ranks. The
+    sum of both is a bound for every k; k = 0 gives the mean of all content.
 
     Args:
-      shapes: each can hold some piece; every piece fits one of them.
-      microbatches: of a group.
+      shapes: each holds some piece; every piece fits one of them.
+      microbatches: per group.
     """
     assert len(length_P), "there is a piece"
     widest = max(shape.size for shape in shapes) * ranks * microbatches
@@ -325,13 +325,13 @@ def content_bound(
 
 
 def _largest_pieces(length_P: Ints, content_P: Ints, shapes: Sequence[Shape], bins: int) -> Ints:
-    """[G]: content of the largest piece of each group at least, the group of most first; of groups
-    that are sure to be there. `bins` times its rows is what a group has of a shape."""
+    """[G]: a lower bound on the content of each group's largest piece, largest first, for groups
+    that every schedule has. A group has `bins` times the rows of a shape."""
     order = np.argsort(-content_P, kind="stable")
     shortest_P = np.maximum(np.minimum.accumulate(length_P[order]), 1)  # of the pieces so far
-    # Pieces no shorter than that in one group at most.
+    # The largest number of pieces of at least that length in one group.
     held_P = np.max([bins * s.rows * (s.tokens // shortest_P) for s in shapes], axis=0)
-    # The piece at place p is beyond what p // held groups hold of those up to it.
+    # p // held_P groups cannot hold the pieces up to index p.
     groups_P = np.maximum.accumulate(np.arange(len(order)) // np.maximum(held_P, 1))
     first = np.searchsorted(groups_P, np.arange(groups_P[-1] + 1))
     return np.asarray(content_P[order[first]])

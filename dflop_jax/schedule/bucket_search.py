@@ -1,4 +1,4 @@
-"""The cheapest set of buckets into which a global batch packs."""
+"""Finds the cheapest set of buckets into which a global batch packs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace, greed
 from dflop_jax.schedule.packing import SAMPLES_PER_WORK, pack_samples
 from dflop_jax.schedule.sub_microbatches import max_buckets, merged_buckets
 
-# Units for packing one set of buckets, beside dealing it; twice as many try half as many sets where
-# they are spent: of the 42 batches of benchmarks/schedule_run.py two are then 6% longer, four 2%
+# Units of work to pack one set of buckets, beside the initial bins. With twice as many, half as
+# many sets are tried: of 42 batches of benchmarks/schedule_run.py two get 6% longer, four 2%
 # shorter.
 _ATTEMPT_WORK = 400
-# Room over need, as a share, with which sets of buckets mostly pack; those with less are tried once
-# one does, since what fails takes longest. With 2 or 4% schedules of 256 samples are up to 3%
-# longer where they get 300 units.
+# Relative slack with which sets of buckets mostly pack. Sets with less are tried after one packs,
+# since failures take longest. With 2% or 4%, schedules of 256 samples in 300 units of work are up
+# to 3% longer.
 _LIKELY_SLACK = 0.03
 _VECTORS_PER_WORK = 300  # count vectors listed for a unit of work
 
@@ -33,12 +33,12 @@ _VECTORS_PER_WORK = 300  # count vectors listed for a unit of work
 def improve_assignment(
     space: PackingSpace, greedy: Assignment, budget: Budget, seed: int
 ) -> list[BucketRun]:
-    """An answer that costs no more than the greedy one, in running order.
+    """An assignment that costs no more than the greedy one, in running order.
 
-    Of the sets of buckets that could hold the batch, each dearer and roomier than the one before,
-    the cheapest that packs is looked for: from one with room enough to pack, in doubling steps
-    until one packs and one does not, then by bisection.
-    Where content counts and nothing is cheaper, the greedy answer's buckets are filled evenly.
+    Candidate sets of buckets that may hold the batch are sorted by cost; each has more room than
+    all cheaper ones. The search for the cheapest set that packs starts at a set with enough room,
+    moves in doubling steps until one set packs and one does not, and then bisects. If content has a
+    price and no cheaper set packs, the buckets of the greedy assignment are filled evenly.
     """
     rng = np.random.default_rng(seed)
     bucket_sets, slacks = _bucket_sets(space, greedy, budget)
@@ -64,12 +64,13 @@ def improve_assignment(
 
 
 def min_groups(batch: Batch, layout: Layout, bucket_shares: Sequence[float], work: float) -> float:
-    """About the least number of groups of a module that hold a batch, by textbook prices; those
-    that feed one together count once. The buckets after the first are smaller ones, as what
-    `shares` of it say, which fall from 1; so counts the last group where such a bucket will do.
+    """About the lowest number of groups of a module that hold a batch, by textbook prices. Groups
+    that feed one group together count once. The buckets after the first are smaller, by the
+    decreasing `bucket_shares` of it; the last group counts as such a share if that bucket is
+    enough.
 
     Raises:
-      ValueError: a sample that the first bucket does not hold.
+      ValueError: the first bucket does not hold some sample.
     """
     n = _min_groups_of_one_bucket(batch, replace(layout, buckets=layout.buckets[:1]), work)
     n_buckets, capacity = len(layout.buckets), capacity_of(layout)
@@ -88,7 +89,7 @@ def min_groups(batch: Batch, layout: Layout, bucket_shares: Sequence[float], wor
 
 
 def _min_groups_of_one_bucket(batch: Batch, layout: Layout, work: float) -> int:
-    """The same in a layout of one bucket."""
+    """`min_groups` of a layout with one bucket."""
     capacity, merged = capacity_of(layout), merged_buckets(layout)
     check_fits(batch, merged, capacity)
     buckets = bucket_variants(merged, batch, max_buckets(layout))
@@ -109,7 +110,8 @@ def _max_groups(assignment: Assignment) -> int:
 
 
 def _textbook_cost(layout: Layout, bucket: Bucket, module: str) -> int:
-    """What a group takes of a module: one for a forward, two for a task with a backward in it."""
+    """The textbook cost of a group of a module: 1 for a forward, 2 for a task that includes a
+    backward."""
     shape = bucket.shape(module)
     if shape is None:
         return 0
@@ -124,10 +126,10 @@ def pack_into(
     rng: np.random.Generator,
     bucket_N: Ints | None = None,
 ) -> list[BucketRun] | None:
-    """The batch in these buckets, one group of each; None if no packing was found.
+    """The batch packed into one group of each of these buckets; None if no packing was found.
 
     Args:
-      home_N: the bucket of each sample at first; None: it goes to whichever it fills least.
+      bucket_N: the initial bucket of each sample. None: each sample starts where it fills least.
     """
     size = space.capacity.group_size
     buckets = [space.buckets[b] for b in chosen for _ in range(size)]
@@ -150,9 +152,9 @@ def pack_into(
 def _bucket_sets(
     space: PackingSpace, greedy: Assignment, budget: Budget
 ) -> tuple[list[tuple[int, ...]], list[float]]:
-    """Buckets of the groups, in running order, of sets that cost less than the greedy answer: the
-    cheapest first, and only those with more room than any cheaper one (no other is worth packing);
-    with the room of each."""
+    """Sets of buckets that cost less than the greedy assignment, cheapest first, each with its
+    slack. Only sets with more slack than every cheaper one are listed; no other set is worth
+    packing."""
     ticks = space.ticks
     greedy_cost = space.cost(greedy)
     max_cost = float(greedy_cost - ticks.rest_C.min())
@@ -175,7 +177,7 @@ def _bucket_sets(
 
 
 def _slack(counts_XC: Ints, conditions: Conditions) -> Floats:
-    """[X]: room over need, less 1, of each vector's tightest condition."""
+    """[X]: capacity over need, less 1, of the tightest condition of each count vector."""
     if len(conditions.need_D) == 0:
         return np.zeros(len(counts_XC))
     share_XD = counts_XC @ conditions.capacity_DC.T / conditions.need_D

@@ -1,11 +1,11 @@
-"""Placing the pieces of a microbatch in the rows of every module, and evening out their content.
+"""Places the pieces of a microbatch in the rows of every module, and balances their content.
 
-A program call takes what its shape takes on every rank, and on each rank what its content adds. The
-simulator ends it with the rank that has most (`Group.content`); on devices a rank may run ahead
-until something is exchanged, and the busiest rank of the whole step counts. So two sums are
-lowered: that of the groups' busiest ranks, first, and then the busiest rank of the step, by moving
-rows of a microbatch to other ranks, which is free, and by exchanges for which a group's busiest
-rank may rise by a few times what the step's falls.
+The time of a program call depends on its shape and, on each rank, on the content of that rank. The
+simulator ends a call with the busiest rank (`Group.content`). On devices a rank may run ahead until
+the next exchange, and the busiest rank of the whole step counts. So two sums are lowered: first the
+busiest ranks of the groups, then the busiest rank of the step. Moving rows of a microbatch to other
+ranks is free; an exchange may raise the busiest rank of a group by a few times the amount by which
+it lowers the step's.
 
 Shape suffixes: P pieces, D data ranks, K microbatches or groups.
 """
@@ -23,15 +23,14 @@ from dflop_jax.schedule.batch import Batch, Capacity, first_fit_decreasing
 from dflop_jax.schedule.local_search import State, improve
 from dflop_jax.schedule.packing import Microbatch, Packing
 
-# What the groups' busiest ranks count beside the step's. A group's may take on up to four of
-# content for each that the step's sheds; with twice the weight, two: steps in which every group
-# waits for its busiest rank were 0.03% shorter, those in which only the step's counts no longer.
+# Weight of the groups' busiest ranks relative to the step's: a group's may gain four units of
+# content for each that the step's loses. With twice the weight, steps in which every group waits
+# for its busiest rank were 0.03% shorter, others equal.
 _GROUP_WEIGHT = 0.25
-# Times that every list of ranks is matched to the others, which ends before when nothing is gained.
-# On random lists 2 left 0.07% of the largest sum, 4 left 0.001%.
+# Times that every list of ranks is matched to the others, at most. On random lists, 2 leave 0.07%
+# of the largest sum, 4 leave 0.001%.
 _MAX_MATCHINGS = 4
-# Turns over all microbatches, among which the work is shared; the first raises no group. With two
-# or eight, steps took the same to 0.02%.
+# Sweeps over all microbatches, which share the work. With 2 or 8, step times differ by 0.02%.
 _EVENING_TURNS = 4
 
 
@@ -43,7 +42,7 @@ def place_pieces(
     capacity: Capacity,
     budget: Budget,
 ) -> PackedPieces | None:
-    """The module's pieces of microbatches in its rows; None if no way was found."""
+    """The rows of a module's pieces of these microbatches; None if no placement was found."""
     shape, columns = bucket.shape(module), []
     for m, microbatch in enumerate(microbatches):
         pieces = batch.pieces_of(module, [i for row in microbatch for i in row])
@@ -64,9 +63,9 @@ def _assign_slots(
     capacity: Capacity,
     budget: Budget,
 ) -> Ints | None:
-    """[P]: rows of the module's pieces of a microbatch, those of rank 0 first; None if no way was
-    found. Equal pieces are dealt out over ranks, others go by `assign_rows` or, if that fails, by
-    first fit decreasing."""
+    """[P]: the rows of a module's pieces of a microbatch, rows of rank 0 first; None if no
+    placement was found. Pieces of equal length go to the ranks in turn; others use `assign_rows`
+    or, if that fails, first fit decreasing."""
     if module == batch.anchor:
         count_N = batch.n_pieces[module]
         return np.array([r for r, row in enumerate(microbatch) for i in row if count_N[i]], int)
@@ -86,11 +85,12 @@ def _assign_slots(
 
 
 def assign_rows(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> Ints:
-    """Rows of pieces, those of rank 0 first, so that the busiest rank has little content: longest
-    first to the lightest rank that has room, there into the emptiest row; -1 where none has.
+    """Rows of pieces, rows of rank 0 first, such that the busiest rank has little content; -1 for a
+    piece that no rank has room for. Pieces go longest first to the lightest rank with room, there
+    into the emptiest row.
 
-    OrchMLLM's post-balancing dispatcher (arXiv 2503.23830): every phase is balanced on its own,
-    after the batch is drawn.
+    This is OrchMLLM's post-balancing dispatcher (arXiv 2503.23830): every phase is balanced on its
+    own after the batch is drawn.
     """
     free = [[shape.tokens] * shape.rows for _ in range(n_ranks)]
     lightest = [(0.0, rank) for rank in range(n_ranks)]  # a heap of (content, rank)
@@ -114,7 +114,7 @@ def assign_rows(length_P: Ints, content_P: Ints, n_ranks: int, shape: Shape) -> 
 
 
 def rank_content(placement: PackedPieces, content_P: Ints, microbatches: int, ranks: int) -> Ints:
-    """[K, D]: content of each rank of the microbatches of a group; `content_P` has all pieces of
+    """[K, D]: content of each rank in the microbatches of a group. `content_P` covers all pieces of
     the batch."""
     content_KD = np.zeros((microbatches, ranks), np.int64)
     np.add.at(content_KD, (placement.microbatch, placement.rank), content_P[placement.piece_id])
@@ -122,8 +122,9 @@ def rank_content(placement: PackedPieces, content_P: Ints, microbatches: int, ra
 
 
 def match_ranks(content_KD: Ints) -> Ints:
-    """[K, D]: which of its ranks each of K lists puts on rank d, so that the largest sum over the
-    lists is small: again and again the heaviest of a list meet the lightest of the others' sums."""
+    """[K, D]: for each of K lists, which of its ranks goes to rank d, such that the largest sum
+    over the lists is small. Repeatedly matches the heaviest ranks of one list with the lightest
+    sums of the others."""
     ranks_KD = np.tile(np.arange(content_KD.shape[1]), (len(content_KD), 1))
     if len(content_KD) < 2:
         return ranks_KD
@@ -144,13 +145,13 @@ def match_ranks(content_KD: Ints) -> Ints:
 
 
 def apply_permutation(placement: PackedPieces, ranks_KD: Ints) -> PackedPieces:
-    """What is on rank `ranks_KD[k, d]` of microbatch k, put on its rank d."""
+    """The placement with the pieces of rank `ranks_KD[k, d]` of microbatch k moved to rank d."""
     new_rank_KD = np.argsort(ranks_KD, axis=1)  # of permutations: their inverse
     return placement.reassigned(new_rank_KD[placement.microbatch, placement.rank], placement.row)
 
 
 def busiest_rank_bound(content_P: Ints, ranks: int) -> int:
-    """No placing of these pieces has a lighter busiest rank."""
+    """A lower bound on the content of the busiest rank, for every placement of these pieces."""
     if len(content_P) == 0:
         return 0
     return max(int(content_P.max()), -(-int(content_P.sum()) // ranks))
@@ -158,8 +159,8 @@ def busiest_rank_bound(content_P: Ints, ranks: int) -> int:
 
 @dataclass
 class GroupContents:
-    """Groups of one module in a step: their shapes, and what their `microbatches` hold.
-    `length_P` and `content_P` have all pieces of the batch."""
+    """The groups of one module in a step: their shapes and placements. `length_P` and `content_P`
+    cover all pieces of the batch."""
 
     length_P: Ints
     content_P: Ints
@@ -181,10 +182,10 @@ class GroupContents:
 def balance_content(
     content: GroupContents, budget: Budget, seed: int, tolerance: float = 0.0
 ) -> None:
-    """Even out the content of a module's groups, in place: between the ranks of a group's
-    microbatches and of all groups, then of the whole step, one microbatch after another, at first
-    without making a group's busiest rank busier. It ends where the busiest ranks of the step, and
-    those of its groups together, have at most `near` more than some must have."""
+    """Balance the content of a module's groups, in place. First ranks are matched within groups and
+    over the step. Then the busiest rank of the step is lowered, one microbatch after another; the
+    first sweep never raises the busiest rank of a group. The search stops when the busiest rank of
+    the step, and those of the groups together, are within `tolerance` of their bounds."""
     microbatches = [(g, m) for g in range(len(content.groups)) for m in range(content.microbatches)]
     _permute_ranks(content)
     content_GD = content.content_GD()
@@ -201,7 +202,8 @@ def balance_content(
 
 
 def imbalance(content: GroupContents) -> float:
-    """What `balance_content` lowers: the busiest rank of the step, and a share of every group's."""
+    """The objective of `balance_content`: the content of the step's busiest rank, plus a share of
+    that of every group."""
     if not content.groups:
         return 0.0
     content_GD = content.content_GD()
@@ -209,7 +211,8 @@ def imbalance(content: GroupContents) -> float:
 
 
 def _permute_ranks(content: GroupContents) -> None:
-    """Move what microbatches hold to other ranks, in place, so that heavy meets light."""
+    """Move the pieces of microbatches to other ranks, in place, so that heavy ranks meet light
+    ones."""
     if not content.groups:
         return
     for g, placement in enumerate(content.groups):
@@ -229,8 +232,9 @@ def _even_step(
     seed: int,
     may_rise: bool,
 ) -> None:
-    """Lower the busiest rank of the step, at best to `bound`, by what one microbatch holds, in
-    place, `content_GD` too. The busiest rank of its group `may_rise` by less than that."""
+    """Lower the busiest rank of the step, at best to `bound`, by moving pieces of one microbatch,
+    in place; `content_GD` is updated, too. If `may_rise`, the busiest rank of the group may rise by
+    less than the step's falls, over `_GROUP_WEIGHT`."""
     placement, shape = content.groups[g], content.shapes[g]
     group_D, total_D = content_GD[g], content_GD.sum(axis=0)
     group_max, total_max = int(group_D.max()), int(total_D.max())
@@ -241,7 +245,7 @@ def _even_step(
     limit = group_max + ((total_max - bound) / _GROUP_WEIGHT if may_rise else 0)
     pieces = placement.piece_id[members]
     length_P, content_P = content.length_P[pieces], content.content_P[pieces]
-    # What ranks have of other microbatches: in the step, which counts, and in the group.
+    # Content of the other microbatches on each rank: in the step, which counts, and in the group.
     base_RD = np.stack((total_D - alone_D, np.zeros_like(total_D), group_D - alone_D))
     problem = Problem(
         sizes_RN=np.stack((content_P, length_P, content_P)).astype(float),

@@ -1,13 +1,14 @@
-"""Adaptive correction: observed over predicted task times, fed back into later schedules.
+"""Adaptive correction: ratios of observed to predicted task times, applied to the prices of later
+schedules.
 
 DFLOP (arXiv 2603.25120, Adaptive Correction) penalises shapes that deviate from their profile and
-keeps monitoring on only while the predicted gain exceeds its overhead; the exact rules were not
-available. Here a factor per program (segment, static shape, direction) follows the median ratio of
-each sampled step, and `Monitor` decides by the rule stated there. State goes in and out; all pure.
+monitors only while the predicted gain exceeds the overhead; its exact rules were not available.
+Here, every program (segment, static shape, direction) has a factor: the median ratio over the last
+sampled steps. `Monitor` states the rule for sampling. All functions are pure.
 
-A sampled step leaves a `StepSample`: what was measured of it, and the first step whose batch was
-scheduled with it. All else follows by pure functions, so a run that reads the samples of another
-under the same prices schedules every batch alike, without measuring anything.
+A sampled step leaves a `StepSample`: its measurements, and the first step whose batch was scheduled
+with them. Everything else follows from the samples, so a run that reads the samples of another run
+under the same prices schedules every batch alike without measuring.
 """
 
 from __future__ import annotations
@@ -39,27 +40,26 @@ from dflop_jax.schedule.batch_scheduler import assign_groups
 from dflop_jax.simulate.steps import simulate_step
 from dflop_jax.simulate.task_graph import segment_resources
 
-# Sampled steps whose median is a factor; twice as many follow a change half as fast.
+# Sampled steps over which a factor is the median; twice as many follow a change half as fast.
 _HISTORY_STEPS = 9
-# Steps in which a prediction was right, imagined before the first sample: so many plus one like
-# samples outweigh a prediction.
+# Prior samples of ratio 1: one more equal sample than these outweighs a prediction.
 _PRIOR_STEPS = 2
-# Steps of a run that are not sampled: while caches are cold and several batches are solved ahead
-# they take up to twice as long, and the shapes that they happen to run would look slow ever after.
-# Twice as many delay the first correction by as many steps.
+# First steps of a run that are not sampled. With cold caches and batches being solved ahead they
+# take up to twice as long, and their shapes would look slow. Twice as many delay the first
+# correction.
 _WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What is known of each program (`program_key`): log(observed / predicted) of the last sampled
-    steps that ran it, oldest first; a program without any is trusted as predicted."""
+    """For each program (`program_key`), log(observed / predicted) of the last sampled steps that
+    ran it, oldest first. A program without samples keeps its predicted price."""
 
     logs: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def log_factor(self, program: str) -> float:
-        """Median over the last steps and `_IMAGINED_STEPS` more in which the prediction was right:
-        three like samples outweigh a prediction, one hiccup does not."""
+        """The median over the last samples and `_PRIOR_STEPS` samples of ratio 1. Three equal
+        samples outweigh a prediction; one outlier does not."""
         ratios = self.logs.get(program, ())
         return median((*ratios, *[0.0] * _PRIOR_STEPS)) if ratios else 0.0
 
@@ -68,19 +68,19 @@ class Correction:
 
     @property
     def deviation(self) -> float:
-        """Largest factor, up or down, less 1: 0 when every prediction is right."""
+        """The largest factor, up or down, less 1; 0 if every prediction is right."""
         return exp(max((abs(self.log_factor(p)) for p in self.logs), default=0.0)) - 1
 
 
 def program_key(program: ProgramId) -> str:
-    """Key of a program in the state's JSON. Buckets that share a module's shape share its program,
-    and what was learnt of it."""
+    """The key of a program in JSON. Buckets with the same shape of a module share its program and
+    its correction."""
     policy_suffix = "/remat_less" * program.remat_less
     return f"{program.segment}/{program.shape.name}/{program.direction}{policy_suffix}"
 
 
 def task_times(trace: Trace, schedule: Schedule) -> dict[ProgramId, tuple[float, ...]]:
-    """Seconds of every run of each program that a step's trace shows."""
+    """Seconds of every run of each program in a step's trace."""
     times: dict[ProgramId, tuple[float, ...]] = {}
     for e in trace.events:
         if e.direction == FORWARD or e.direction == BACKWARD:
@@ -94,12 +94,12 @@ def log_ratios(
     observed: Mapping[ProgramId, Sequence[float]],
     predicted: Mapping[ProgramId, float],
 ) -> dict[str, float]:
-    """log(observed / predicted) of a step by program, the median of its runs; programs of segments
-    that the plan lacks are left out.
+    """By program, the median of log(observed / predicted) over its runs in a step. Programs of
+    segments that the plan lacks are left out.
 
     Args:
       observed: seconds of each program, one entry per run in the step.
-      predicted: uncorrected seconds of the same.
+      predicted: uncorrected seconds of the same programs.
     """
     segments = {s.name for s in layout.segments}
     by_program: dict[str, float] = {}
@@ -112,7 +112,8 @@ def log_ratios(
 
 
 def add_ratios(correction: Correction, ratios: Mapping[str, float]) -> Correction:
-    """The state after one more sampled step, which counts once for each program that it ran."""
+    """The correction after one more sampled step, which counts once for each program that it
+    ran."""
     logs = dict(correction.logs)
     for name, ratio in ratios.items():
         logs[name] = (*logs.get(name, ()), ratio)[-_HISTORY_STEPS:]
@@ -120,8 +121,8 @@ def add_ratios(correction: Correction, ratios: Mapping[str, float]) -> Correctio
 
 
 def correct_prices(prices: Prices, correction: Correction) -> Prices:
-    """The prices with what was learnt of each program applied; none falls below the work of the
-    host for a task."""
+    """The prices times the factors of their programs. No price falls below the host's work for a
+    task."""
     programs = {}
     for program, price in prices.programs.items():
         factor = correction.factor(program_key(program))
@@ -133,13 +134,13 @@ def correct_prices(prices: Prices, correction: Correction) -> Prices:
 def expected_times(
     plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
 ) -> dict[ProgramId, float]:
-    """Mean seconds that each program of a schedule should be seen to take: those of its tasks in a
-    simulation, among the tasks that run beside it.
+    """Mean seconds that each program of a schedule should be observed to take: those of its tasks
+    in a simulation, including the slowdown by tasks that run at the same time.
 
-    Where the host's work is done in the devices' place, a task is seen to take longer not by its
-    own share, since dispatch runs ahead, but by what is dispatched meanwhile: in proportion to its
-    seconds on the device. Else corrections would move the price of the host's work from short
-    programs to long ones.
+    If the host dispatches on the devices' own cores, dispatch runs ahead, so a task is slowed down
+    by what is dispatched while it runs: in proportion to its device seconds, not by its own
+    dispatch. Otherwise corrections would move the price of the host's work from short programs to
+    long ones.
     """
     trace = simulate_step(plan, schedule, prices, trainable)
     host_s = prices.host_s if prices.shares_cores else 0.0
@@ -171,11 +172,11 @@ def predicted_gain_s(
     *,
     work: int = 400,
 ) -> float:
-    """Seconds that grouping a global batch by `new_prices` instead of `old_prices` saves, both
-    schedules simulated by `new_prices` (the corrected prices).
+    """Seconds saved by grouping a global batch by `new_prices` instead of `old_prices`; both
+    schedules are simulated by `new_prices`.
 
-    Orders are those of list scheduling: a searched one fits the scatter of measured times as well,
-    which is no gain.
+    Orders are those of list scheduling. A searched order would also fit the noise of measured
+    times, which is no gain.
     """
     batch = Batch(loads, plan.layout.modules)
 
@@ -188,17 +189,18 @@ def predicted_gain_s(
 
 @dataclass(frozen=True)
 class Monitor:
-    """Whether to sample stage times: on while that pays.
+    """Whether to sample task times: sampling is on while it pays.
 
-    Sampling costs `overhead_s` a step. What it can still bring is the predicted gain of the
-    corrections (`predicted_gain_s`) times the share of them learnt in the last window: corrections
-    learnt before stay in use for free. Sampling goes off when, over a full window, that is below
-    the overhead; it comes back for one window after `recheck_every` steps, and each time that finds
-    nothing the pause doubles, up to `max_every`.
+    Sampling costs `overhead_s` per step. Its expected benefit is the predicted gain of the
+    corrections (`predicted_gain_s`) times the share of them learnt in the last window; older
+    corrections stay in use for free. Sampling goes off when this benefit is below the overhead over
+    a full window. It comes back for one window after `recheck_every` steps; each time nothing is
+    found, the pause doubles, up to `max_every`. No step is sampled while the gain of a full window
+    is being predicted.
 
-    While the gain of a full window is being predicted no step is sampled.
-
-    steps: sampled in this window. next_step: when off, the step at which sampling resumes.
+    Attributes:
+      steps: sampled in this window.
+      next_step: when off, the step at which sampling resumes.
     """
 
     window: int = 8
@@ -212,17 +214,18 @@ class Monitor:
 
 
 def is_sampling(monitor: Monitor, step: int) -> bool:
-    """Whether the stage times of this step are to be sampled."""
+    """Whether the task times of this step are sampled."""
     return not is_full(monitor) and (monitor.on or step >= monitor.next_step)
 
 
 def is_full(monitor: Monitor) -> bool:
-    """Whether the window is full, so that it is to be decided whether to sample on."""
+    """Whether the window is full, so that the next decision is due."""
     return monitor.on and monitor.steps >= monitor.window
 
 
 def count_sampled_step(monitor: Monitor) -> Monitor:
-    """The monitor after one more sampled step; the first while it was off begins a re-check."""
+    """The monitor after one more sampled step. The first one while sampling was off starts a
+    re-check."""
     assert not is_full(monitor)
     return replace(monitor, on=True, steps=monitor.steps + 1 if monitor.on else 1)
 
@@ -246,8 +249,8 @@ def decide_sampling(
 
 
 def learnt_gain_s(gain_s: float, earlier: Correction, current: Correction) -> float:
-    """How much of the gain that corrections bring is of what was learnt since `earlier`: how far
-    the farthest-moved factor moved, over how far the farthest is from 1."""
+    """The part of the gain that is due to what was learnt since `earlier`: the largest change of a
+    factor over the largest deviation of a factor from 1."""
     changes = (abs(current.log_factor(p) - earlier.log_factor(p)) for p in current.logs)
     change = max(changes, default=0.0)
     deviation = max((abs(current.log_factor(p)) for p in current.logs), default=0.0)
@@ -256,14 +259,14 @@ def learnt_gain_s(gain_s: float, earlier: Correction, current: Correction) -> fl
 
 @dataclass(frozen=True)
 class StepSample:
-    """What was measured in a sampled step.
+    """The measurements of a sampled step.
 
     Attributes:
-      first: the first step whose batch is scheduled with what was learnt of this one.
+      first: the first step whose batch is scheduled with this sample.
       prices: `price_digest` of the predictions.
       ratios: log(observed / predicted) by program.
-      gain_s, overhead_s: by which it was decided after the window before to sample on, see
-        `decide_sampling`; 0 in the first window.
+      gain_s, overhead_s: the figures of the last decision, see `decide_sampling`; 0 in the first
+        window.
     """
 
     step: int
@@ -289,8 +292,8 @@ class CorrectionChange:
 
 @dataclass(frozen=True)
 class CorrectionState:
-    """What was learnt under the prices of this digest: the corrections, the monitor, the last
-    sampled step, and the changes that steps to come are scheduled by, oldest first."""
+    """What was learnt under the prices of this digest: the correction, the monitor, the last
+    sampled step, and the corrections of upcoming steps, oldest first."""
 
     prices: str
     state: Correction = field(default_factory=Correction)
@@ -300,7 +303,7 @@ class CorrectionState:
 
 
 def price_digest(prices: Prices) -> str:
-    """Equal for equal prices."""
+    """A digest of prices; equal for equal prices."""
     price_list = PriceList.of(prices)
     encoded = [
         sorted(map(msgspec.json.encode, pairs))
@@ -313,7 +316,7 @@ def price_digest(prices: Prices) -> str:
 
 
 def add_sample(old: CorrectionState, sample: StepSample) -> CorrectionState:
-    """The state after a sampled step. One that opens a window also tells what was decided after
+    """The state after a sampled step. A sample that starts a window also carries the decision after
     the window before."""
     if is_full(old.monitor):
         old = with_decision(old, sample.gain_s, sample.overhead_s)
@@ -324,7 +327,7 @@ def add_sample(old: CorrectionState, sample: StepSample) -> CorrectionState:
 
 
 def with_decision(state: CorrectionState, gain_s: float, overhead_s: float) -> CorrectionState:
-    """The state once the gain of a full window is known."""
+    """The state after the decision on a full window, whose gain is now known."""
     monitor = decide_sampling(
         state.monitor, state.last, state.state, gain_s=gain_s, overhead_s=overhead_s
     )
@@ -334,8 +337,8 @@ def with_decision(state: CorrectionState, gain_s: float, overhead_s: float) -> C
 def replay_samples(
     state: CorrectionState, samples: Iterable[StepSample], step: int = 0
 ) -> CorrectionState:
-    """The state after those of the samples that are new to it and of its prices, as far as steps
-    from `step` on need it."""
+    """The state after the samples that are new to it and under its prices. Changes that only
+    concern steps before `step` are dropped."""
     for sample in samples:
         if sample.prices == state.prices and sample.step > state.last:
             state = drop_old_changes(add_sample(state, sample), step)
@@ -343,7 +346,7 @@ def replay_samples(
 
 
 def drop_old_changes(state: CorrectionState, step: int) -> CorrectionState:
-    """The same without the changes that no step from this one on is scheduled by."""
+    """The state without the changes that concern only steps before `step`."""
     needed: list[CorrectionChange] = []
     for change in reversed(state.changes):
         needed.append(change)
@@ -353,8 +356,8 @@ def drop_old_changes(state: CorrectionState, step: int) -> CorrectionState:
 
 
 def price_changes(prices: Prices, state: CorrectionState) -> dict[int, Prices]:
-    """The prices of later steps by the first step that they hold for; where steps have several,
-    what was learnt last holds."""
+    """The prices of upcoming steps by the first step that they hold for. If several concern a step,
+    the last one learnt holds."""
     by_step: dict[int, Prices] = {}
     for change in state.changes:
         by_step = {first: p for first, p in by_step.items() if first < change.first}

@@ -1,7 +1,7 @@
-"""What groups cost, by resource: read from the price list, never modelled here.
+"""Costs of groups by resource, read from the prices and never modelled here.
 
-Sums of these are costs that order choices within a search and bounds that are proved; the only
-makespan is the simulator's.
+Their sums order the choices within a search and form lower bounds. Makespans come from the
+simulator only.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from dflop_jax.records import (
 from dflop_jax.schedule.balance_problem import Floats, Ints
 from dflop_jax.simulate.task_graph import segment_links, segment_resources, segments_with_backward
 
-# Whole units that the dearest bucket's seconds are rounded to; twice as many tell costs apart that
-# differ by less than a ten-millionth, which is rounding.
+# Ticks of the dearest bucket's seconds: costs that differ by less than a ten-millionth are equal,
+# since that is rounding.
 _TICKS_OF_MAX = 10_000_000
 
 
 def segment_directions(
     layout: Layout, trainable: Collection[str]
 ) -> dict[str, tuple[Direction, ...]]:
-    """Tasks that a group has in each segment, as `task_graph.step_graph` lists them."""
+    """The tasks that a group has in each segment, as `task_graph.step_graph` lists them."""
     backward = segments_with_backward(layout, trainable)
     senders = {link.source for link in segment_links(layout)}
     tasks: dict[str, tuple[Direction, ...]] = {}
@@ -46,38 +46,39 @@ def segment_directions(
 
 @dataclass(frozen=True)
 class GroupCosts:
-    """Seconds that a group of a module and shape takes on each resource [R]: for its shape
-    (`static_s`), and [features, R] for a unit of each feature of content (`content_s`)."""
+    """Seconds of a group of a module and shape on each resource: `static_s` [R] for its shape, and
+    `content_s` [features, R] for a unit of each content feature."""
 
     static_s: dict[tuple[str, Shape], Floats]
     content_s: dict[tuple[str, Shape], Floats]
     n_resources: int
 
     def bucket_s(self, bucket: Bucket) -> Floats:
-        """[R]: static seconds of one group of each of the bucket's modules."""
+        """[R]: static seconds of one group of each module of the bucket."""
         none = np.zeros(self.n_resources)
         return sum((self.static_s[m, s] for m, s in bucket.shapes), none)
 
     def content_weights(self, module: str) -> Floats | None:
-        """What a unit of each feature of content costs in the module's programs, over the cheapest
-        that costs something, [features]; None where none does."""
+        """[features]: the price of a unit of each content feature in the module's programs,
+        relative to the cheapest one above 0; None if content has no price."""
         unit_s = self.unit_s(module)
         return self._content_s(module) / unit_s if unit_s else None
 
     def unit_s(self, module: str) -> float:
-        """Seconds of a unit of content as `weights` weigh it, in all programs of a group; 0 where
-        none costs anything."""
+        """Seconds of one unit of weighted content in all programs of a group; 0 if content has no
+        price."""
         mean_F = self._content_s(module)
         return float(mean_F[mean_F > 0].min()) if mean_F.any() else 0.0
 
     def _content_s(self, module: str) -> Floats:
-        """Seconds of a unit of each feature in all programs of a group, the mean of its shapes."""
+        """[features]: seconds of a unit of each feature in all programs of a group, averaged over
+        shapes."""
         each = [v.sum(axis=1) for (m, _), v in self.content_s.items() if m == module]
         return np.mean(each, axis=0) if each else np.zeros(1)
 
 
 def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> GroupCosts:
-    """Costs of the groups of all the plan's shapes."""
+    """The costs of groups of all shapes of the plan."""
     tasks = segment_directions(layout, trainable)
     resource_of = segment_resources(layout)
     n_resources = max(resource_of.values()) + 1
@@ -103,9 +104,9 @@ def group_costs(layout: Layout, prices: Prices, trainable: Collection[str]) -> G
 
 @dataclass(frozen=True)
 class Ticks:
-    """Costs of buckets as whole numbers, so that sums are exact in any order and equal costs are
-    equal: a choice does not hang on the last bit of a fit. `dearest_C` is the resource that a group
-    keeps busy longest; `rest_C` all others together; `sum_C` both."""
+    """Costs of buckets in whole ticks, so that sums are exact in any order and equal costs compare
+    equal. `dearest_C` is the cost on the resource that a group keeps busy longest, `rest_C` the
+    cost on all others, `sum_C` both."""
 
     dearest_C: Ints
     rest_C: Ints
@@ -125,8 +126,9 @@ def bucket_ticks(costs: GroupCosts, buckets: Sequence[Bucket]) -> Ticks:
 
 
 def running_order(chosen: Sequence[int], ticks: Ticks) -> list[int]:
-    """Places of `chosen` in running order: the bucket that fills the pipeline fastest first, then
-    the heavier before the lighter (a short last one drains fastest); ties by bucket, then place."""
+    """Indices of `chosen` in running order: first the bucket that fills the pipeline fastest, then
+    heavier buckets before lighter ones, since a short last group drains fastest. Ties go to the
+    lower bucket, then to the lower index."""
     order = sorted(range(len(chosen)), key=lambda i: (-ticks.sum_C[chosen[i]], chosen[i], i))
     if len(order) > 1:
         fastest_fill = min(order, key=lambda i: (ticks.rest_C[chosen[i]], chosen[i], i))

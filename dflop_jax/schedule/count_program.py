@@ -1,9 +1,10 @@
-"""The integer program of a batch: how many groups of each bucket run, and how many samples of each
-size class go to them. Written in cvxpy once for a plan; its numbers are a batch's.
+"""The integer program of a batch: the number of groups of each bucket, and the number of samples of
+each size class in them. It is written in cvxpy once per plan; a batch fills in its numbers.
 
 This is DFLOP's per-batch program (arXiv 2603.25120, Online Microbatch Scheduler) in counts instead
-of samples, so that groups of one bucket are one integer and no two answers are the same but for
-names. Its optimum is also a bound: every schedule of the batch meets its conditions.
+of samples: groups of one bucket are one integer, so solutions that differ only in the names of
+groups are one. Its optimum is also a lower bound, since every schedule of the batch satisfies its
+conditions.
 
 Shape suffixes: C buckets, K size classes, M modules, R resources, D conditions.
 """
@@ -29,7 +30,7 @@ MAX_CONDITIONS = 64  # on volumes, the tightest of a batch
 
 @dataclass(frozen=True)
 class ProgramSizes:
-    """How large a plan's program is."""
+    """The dimensions of a plan's program."""
 
     buckets: int
     modules: int
@@ -40,7 +41,7 @@ class ProgramSizes:
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """The arrays that a batch fills in, by name: see `canonicalize`."""
+        """The shapes of the arrays that a batch fills in, by name; see `_cvxpy_problem`."""
         c, k, m, r, d = self.buckets, self.classes, self.modules, self.resources, self.conditions
         return {
             "most": (c,), "price": (c,), "shared": (c,), "shared_rest": (1,),
@@ -52,14 +53,14 @@ class ProgramSizes:
 
 @dataclass(frozen=True)
 class CountProgram:
-    """A plan's program in canonical form, min costs @ x with G x + h = 0 in the first `equal` rows
-    and >= 0 in the others, its numbers still to be filled in.
+    """A plan's program in canonical form: min costs @ x, with G x + h = 0 in the first `equal` rows
+    and >= 0 in the others. Its numbers are filled in per batch.
 
-    Each of `numbers` is (place, parameter, factor): the factor times that parameter is added at a
-    place. Parameters are those of `sizes`, flat and one after another, and 1 behind them; places
-    count the costs [columns], then h [rows], then `entries` (row, column) of G, row by row.
-    `buckets` and `dealt` are the first columns of the groups of each bucket, integers, and of the
-    samples [K, C] in column order.
+    Each of `numbers` is (index, parameter, factor): the factor times the parameter is added at the
+    index. Parameters are those of `sizes`, flattened and concatenated, followed by a 1. Indices run
+    over the costs [columns], then h [rows], then the `entries` (row, column) of G. `buckets` and
+    `dealt` are the first columns of the integer group counts and of the samples [K, C], in column
+    order.
     """
 
     sizes: ProgramSizes
@@ -67,13 +68,13 @@ class CountProgram:
     rows: int
     equal: int
     buckets: int
-    dealt: int
+    samples: int
     entries: tuple[tuple[int, int], ...]
     numbers: tuple[tuple[int, int, float], ...]
 
     @cached_property
     def _affine(self) -> tuple[Ints, Ints, Floats]:
-        """`numbers` by column."""
+        """`numbers` as three arrays."""
         index, parameter, factor = zip(*self.numbers, strict=True)
         return np.array(index), np.array(parameter), np.array(factor)
 
@@ -84,7 +85,7 @@ class CountProgram:
         return row, column
 
     def fill(self, values: Mapping[str, Floats]) -> tuple[Floats, Floats, Floats]:
-        """(costs [columns], h [rows], values of the entries of G) of a batch."""
+        """(costs [columns], h [rows], values of the entries of G) for the numbers of a batch."""
         flat = [np.ravel(values[name]) for name in self.sizes.parameters]
         parameters = np.concatenate([*flat, np.ones(1)])
         index, parameter, factor = self._affine
@@ -95,7 +96,7 @@ class CountProgram:
 
 
 def program_sizes(layout: Layout) -> ProgramSizes:
-    """Of the program of a plan with this layout."""
+    """The dimensions of the program of a layout."""
     return ProgramSizes(
         buckets=max_buckets(layout),
         modules=len(layout.modules),
@@ -106,7 +107,7 @@ def program_sizes(layout: Layout) -> ProgramSizes:
 
 @lru_cache
 def canonicalize(sizes: ProgramSizes) -> CountProgram:
-    """The program of these sizes, canonicalised by cvxpy. See `_cvxpy_problem`."""
+    """The program of these dimensions in canonical form, made by cvxpy."""
     import cvxpy as cp  # imports JAX: not before it is needed, and never in the worker process
 
     problem, groups, samples = _cvxpy_problem(sizes)
@@ -141,7 +142,7 @@ def canonicalize(sizes: ProgramSizes) -> CountProgram:
         rows,
         equal=stuffed.cone_dims.zero,
         buckets=stuffed.var_id_to_col[groups.id],
-        dealt=stuffed.var_id_to_col[samples.id],
+        samples=stuffed.var_id_to_col[samples.id],
         entries=tuple(map(tuple, entries.T.tolist())),
         numbers=tuple(numbers),
     )

@@ -1,5 +1,5 @@
-"""The numbers of a batch for the integer program of its counts (`program`), which HiGHS solves; the
-samples are packed as it says.
+"""Fills a batch's numbers into the integer program of its group counts (`count_program`), solves it
+with HiGHS, and packs the samples by its solution.
 
 Shape suffixes: N samples, C buckets, K size classes, M modules, R resources, D conditions.
 """
@@ -28,7 +28,7 @@ _GAP = 1e-3  # relative, at which a batch counts as solved
 _SLACKS = (0.0, 0.004, 0.01, 0.02, 0.04)  # room over volume that whole samples may need, in turn
 _MIN_GAIN = 1e-3  # relative: counts that promise less of a gain than that are not packed
 _SAFE = 1 - 1e-5  # HiGHS keeps conditions to about 1e-6
-# Units of work, measured: of a model, a node; most of packing.
+# Measured units of work of a model and of a node; largest number for packing.
 _MODEL_WORK, _NODE_WORK, _PACK_WORK = 100, 10, 800
 
 
@@ -37,8 +37,13 @@ _Solution = tuple[Ints, Floats]  # groups of each bucket [C], samples of each cl
 
 @dataclass(frozen=True)
 class BatchParameters:
-    """`values` of the program's parameters, seconds in units of `unit_s`; the class of each sample
-    and whether what is proved holds for every schedule (`is_bound`)."""
+    """The numbers of a batch for the program.
+
+    Attributes:
+      values: the program's parameters, seconds in units of `unit_s`.
+      class_N: the size class of each sample.
+      is_bound: whether the optimum is a lower bound for every schedule.
+    """
 
     values: dict[str, Floats]
     class_N: Ints
@@ -46,12 +51,12 @@ class BatchParameters:
     is_bound: bool
 
     def with_slack(self, slack: float) -> BatchParameters:
-        """Volumes larger by this share, since whole samples leave room."""
+        """The same with volumes larger by this share, since whole samples leave room unused."""
         larger = {name: (1 + slack) * self.values[name] for name in ("need", "least")}
         return replace(self, values=self.values | larger)
 
     def lower_bound_s(self, counts_C: Ints) -> float:
-        """Seconds that a step of so many groups of each bucket takes at least, for the program."""
+        """Least seconds of a step with so many groups of each bucket, according to the program."""
         v, some_C = self.values, counts_C > 0
         ends = [np.where((v["there"] > 0) & some_C, v[end], np.inf) for end in ("before", "after")]
         ends_R = sum(np.where(v["busy"] > 0, end.min(axis=1), 0.0) for end in ends)
@@ -68,8 +73,8 @@ def batch_parameters(
     sizes: ProgramSizes,
     known_C: Ints,
 ) -> BatchParameters | None:
-    """Of a batch that may go to the buckets of `room`; `answer_C` are counts that hold it, by which
-    it is told how tight a condition is. None where the program has too few buckets."""
+    """The numbers of a batch that may use the buckets of `space`; None if the program has too few
+    buckets. `known_C` are counts of a known packing, which tell how tight each condition is."""
     batch, buckets = space.batch, space.buckets
     if len(buckets) > sizes.buckets or not batch.n_samples:
         return None
@@ -99,9 +104,9 @@ def batch_parameters(
 
 
 def _has_all_variants(space: PackingSpace) -> bool:
-    """Whether what runs of a bucket is always one of the buckets: a module of which no sample in a
-    microbatch has a piece has no group. (Nor has a part without pieces; of one divided module the
-    buckets have every number of parts.)"""
+    """Whether every combination of modules that a group of a bucket may run is one of the buckets.
+    A module of which no sample of a microbatch has a piece has no group. A part without pieces does
+    not run either; for one divided module the buckets include every number of parts."""
     shapes_of_buckets = {bucket.shapes for bucket in space.buckets}
     for bucket in space.buckets:
         missing = set(space.batch.modules) - {m for m, _ in bucket.shapes}
@@ -116,7 +121,7 @@ def _has_all_variants(space: PackingSpace) -> bool:
 
 
 def _fill_conditions(values: dict[str, Floats], space: PackingSpace, known_C: Ints) -> None:
-    """The tightest conditions on volumes, each over its need."""
+    """Fill in the tightest volume conditions, each divided by its need."""
     conditions = space.demand
     capacity_DC = conditions.capacity_DC / conditions.need_D[:, None]
     tight = np.argsort(np.round(capacity_DC @ known_C, _DIGITS), kind="stable")
@@ -132,14 +137,14 @@ def _fill_seconds(
     terms: BoundTerms,
     known_C: Ints,
 ) -> float:
-    """What groups take, in the unit of seconds that is returned."""
+    """Fill in the seconds of groups; returns the unit of seconds."""
     n = slice(len(space.buckets))
     work_RC = np.array([terms.costs.bucket_s(b) for b in space.buckets]).T
     ends = [terms.ends({m: [s] for m, s in b.shapes}) for b in space.buckets]
     before_RC, after_RC = (np.array(end).T for end in zip(*ends, strict=True))
     there_RC = np.isfinite(before_RC)
     tail_RC = np.array(drain_s(after_RC, terms.reduce_R, terms.update_R, terms.awaited_R))
-    # A resource that every answer uses: some sample fits only buckets that run there.
+    # A resource is busy in every solution if some sample fits only buckets that run there.
     busy_R = (there_RC[:, :, None] | ~space.can_hold_CN).all(axis=1).any(axis=1)
     unit_s = float((work_RC @ known_C).max()) or 1.0
     values["work"][:, n] = work_RC / unit_s
@@ -157,8 +162,9 @@ def _fill_seconds(
 
 
 def size_classes(batch: Batch, able_CN: NDArray[np.bool_], max_classes: int) -> Ints:
-    """[N]: classes of samples that the same buckets hold, smaller samples first, cut so that each
-    has about as many tokens; of more kinds than `most` the last ones share a class."""
+    """[N]: size classes. Samples of a class fit the same buckets; classes are ordered by size and
+    have about equal tokens. If there are more than `max_classes` kinds, the last ones share a
+    class."""
     _, kind_N = np.unique(able_CN, axis=1, return_inverse=True)
     kind_N = np.minimum(kind_N.ravel(), max_classes - 1)
     tokens_MN = np.array([batch.tokens[m] for m in batch.modules]).reshape(-1, batch.n_samples)
@@ -182,12 +188,13 @@ def assign_by_counts(
     assignment: Assignment,
     budget: Budget,
 ) -> tuple[list[BucketRun] | None, float]:
-    """(groups that the program asks for, packed; None where it knows none that are faster than the
-    known answer, or none of these could be packed; seconds that no schedule of the plan's buckets
-    undercuts, 0: not known).
+    """(the assignment that the program asks for, a lower bound in seconds for every schedule in the
+    plan's buckets). The assignment is None if the program finds none that is faster than the known
+    one, or if none of them packs. The bound is 0 if it is not known.
 
     Args:
-      layout, prices: in which one group takes the place of several (`merge_sub_microbatches`).
+      layout, prices: those in which one group stands for several sub-microbatches
+        (`merge_sub_microbatches`).
     """
     n = len(space.buckets)
     known_C = np.bincount(np.array([t.bucket for t in assignment], int), minlength=n)
@@ -219,8 +226,7 @@ def assign_by_counts(
 def _solve(
     program: CountProgram, numbers: BatchParameters, budget: Budget
 ) -> tuple[_Solution | None, float]:
-    """(best counts within the work that is left, None where none were found; seconds that no
-    counts undercut)."""
+    """(the best counts found within the remaining work, or None; a lower bound in seconds)."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes half a second to load
     from scipy.sparse import csr_array
 
@@ -245,14 +251,14 @@ def _solve(
     if result.x is None:
         return None, least_s
     groups_C = np.rint(result.x[first : first + c]).astype(np.int64)
-    samples = result.x[program.dealt : program.dealt + k * c]
+    samples = result.x[program.samples : program.samples + k * c]
     return (groups_C, samples.reshape(k, c, order="F")), least_s
 
 
 def _buckets_of_samples(space: PackingSpace, numbers: BatchParameters, solved: _Solution) -> Ints:
-    """[N]: the bucket of each sample. Of a class, the largest go to the first bucket that takes
-    some of it; fractions of samples are rounded, and what a bucket cannot hold goes to the first
-    that can."""
+    """[N]: the bucket of each sample. The largest samples of a class go to the first bucket that
+    takes some of the class; fractional samples are rounded. A sample that its bucket does not hold
+    goes to the first bucket that does."""
     groups_C, samples_KC = solved
     bucket_N = np.zeros(space.batch.n_samples, np.int64)
     tokens_N = np.sum([space.batch.tokens[m] for m in space.batch.modules], axis=0)

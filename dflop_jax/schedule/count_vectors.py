@@ -1,8 +1,8 @@
-"""How many groups of each bucket could hold a global batch: all cheap answers, in order of cost.
+"""Count vectors: how many groups of each bucket may hold a global batch, cheapest first.
 
-A count vector says how many groups of each bucket run. Necessary conditions (volume of tokens of
-every module, in total and of the samples that only some buckets hold) are checked for all cheap
-vectors at once; whether the samples really pack is for `packing.py` to find out.
+Necessary conditions on volume (tokens of every module, in total and of the samples that only some
+buckets hold) are checked for all cheap vectors at once. `packing.py` finds out whether the samples
+pack.
 
 Shape suffixes: C buckets (or candidate buckets), D conditions, X count vectors, N samples.
 """
@@ -19,29 +19,28 @@ from dflop_jax.records import Bucket
 from dflop_jax.schedule.balance_problem import ROUNDING, Floats, Ints
 from dflop_jax.schedule.batch import Batch, Capacity
 
-# Count vectors that a level keeps, with so many buckets; with more fewer, as each adds a level.
-# Twice as many cost twice the time where they are reached, and leave out fewer sets.
+# Count vectors that a level keeps with up to so many buckets; fewer with more buckets, as each adds
+# a level. Twice as many take twice the time if they are reached, and leave out fewer sets.
 _MAX_VECTORS, _BUCKETS_OF_MOST_VECTORS = 20_000, 4
 _UNREACHABLE_COST = 1e200  # stands for infinity, which times a need of 0 is no number
-# Conditions: shares of the volume at which sizes are taken whose multiples are counted, and shares
-# of such a size from which on what is left counts. Each pair is a condition more for every module.
+# Conditions on multiples of a size: the shares of the volume at which sizes are taken, and the
+# shares of such a size above which the rest counts. Each pair adds a condition for every module.
 _UNIT_QUANTILES, _REST_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9), (0.5, 0.95)
-# Shares of a row that a large piece leaves at most, at which sizes count as large. Of 12 batches
-# with clips, the bounds with all of these left 2.5% to the schedules, those up to 1/4 2.9%, without
-# any 6.1%.
+# Shares of a row that a large piece leaves free, at most. On 12 batches with clips, the gap between
+# bound and schedule is 2.5% with all of these, 2.9% with those up to 1/4 and 6.1% without any.
 _LARGE_SIZE_GAPS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2)
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions room_DC @ counts_C >= need_D that every feasible count vector meets."""
+    """Conditions capacity_DC @ counts_C >= need_D that every feasible count vector satisfies."""
 
     capacity_DC: Floats
     need_D: Floats
 
     @property
     def alone_C(self) -> Floats:
-        """Groups of one bucket that cover all it can help to cover."""
+        """Groups of one bucket that satisfy every condition to which the bucket contributes."""
         capacity_DC = np.where(self.capacity_DC > 0, self.capacity_DC, np.inf)
         return (self.need_D[:, None] / capacity_DC).max(axis=0, initial=0.0)
 
@@ -96,7 +95,7 @@ def volume_conditions(
 
 
 def _common_sizes(size_N: Ints) -> Floats:
-    """Sizes at even steps of the volume."""
+    """Sizes at even steps of the cumulative volume."""
     ordered = np.sort(size_N[size_N > 0]).astype(float)
     if len(ordered) == 0:
         return ordered
@@ -105,22 +104,22 @@ def _common_sizes(size_N: Ints) -> Floats:
 
 
 def _superadditive(size: Floats | Ints, unit: float, rest_share: float) -> Floats:
-    """Whole multiples of `unit`, plus what of the rest exceeds `share` of a unit, rescaled
-    (Gomory's rounding function): u(x) + u(y) <= u(x + y)."""
+    """Gomory's rounding function: whole multiples of `unit`, plus the part of the rest above
+    `rest_share` of a unit, rescaled, so that u(x) + u(y) <= u(x + y)."""
     whole = np.floor(size / unit + ROUNDING)
     rest = np.maximum(0.0, size / unit - whole)
     return whole + np.maximum(0.0, rest - rest_share) / (1 - rest_share)
 
 
 def _large_size_conditions(sizes: Ints, bin_C: Floats) -> Iterator[tuple[Floats, float]]:
-    """(most that a bin of each bucket holds [C], that of all sizes) of ways to count sizes.
+    """Conditions from ways to count sizes: the largest count that a bin of each bucket holds [C],
+    and the count of all sizes.
 
-    One way has a bin of size L, sizes from b to L, the large ones, and perhaps a larger bin C.
-    Large sizes count L. Others that fit beside one into L count 0, those that fit beside one into C
-    count (C - L) / (C - b) of themselves, which is then as much as C has more than L, and the rest
-    what they are. A bin with n large sizes has the room of n b less for others, and these count no
-    more than they are; at most that share where no larger one fits, nothing where only those of 0
-    fit. So the most over n is the most that the bin holds.
+    A way has a bin size L, a smallest large size b, and perhaps a larger bin size C. Sizes from b
+    to L are large and count L. A size that fits beside a large one into L counts 0. A size that
+    fits beside one into C counts (C - L) / (C - b) of itself, so that it fills at most what C has
+    more than L. Other sizes count what they are. A bin with n large sizes has n * b less room for
+    others, so the largest count over n is the largest count of the bin.
     """
     bins = np.unique(bin_C[bin_C > 0])
     ordered = np.sort(sizes).astype(float)
@@ -148,8 +147,9 @@ def _count_large(
     max_small: float,
     small_weight: float,
 ) -> tuple[Floats, float]:
-    """As `_large_size_conditions`, of sizes of which those from `least` to `whole` count as
-    `whole`, and others up to `beside` that do not fit in there with these count a share."""
+    """One condition of `_large_size_conditions`: sizes from `min_large` to `bin_size` count as
+    `bin_size`; other sizes up to `max_small` that do not fit beside these count `small_weight` of
+    themselves."""
     is_large = (sizes >= min_large) & (sizes <= bin_size)
     other_sizes = sizes[~is_large & (sizes > bin_size - min_large)]
     small, middle = other_sizes[other_sizes <= max_small], other_sizes[other_sizes > max_small]
@@ -170,11 +170,12 @@ def _merge_conditions(capacity_DC: Floats, need_D: Floats) -> tuple[Floats, Floa
 
 
 def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple[Ints, bool]:
-    """(counts_XC, complete): vectors that meet the demand with counts @ cost <= ceiling, cheapest
-    first, ties to the roomier. Not complete when there are too many to list.
+    """(counts_XC, complete): the count vectors that satisfy the conditions with counts @ cost <=
+    ceiling, cheapest first, ties to the one with more capacity. `complete` is False if there are
+    too many to list.
 
-    Level by level over buckets, a partial vector is dropped when even the cheapest way to meet
-    what is left would pass the ceiling.
+    Buckets are added one after another. A partial vector is dropped if even the cheapest completion
+    exceeds the ceiling.
     """
     capacity_DC, need_D = conditions.capacity_DC, conditions.need_D
     max_vectors = int(_MAX_VECTORS * min(1.0, _BUCKETS_OF_MOST_VECTORS / max(1, len(cost_C))) ** 2)
@@ -204,7 +205,8 @@ def list_covers(conditions: Conditions, cost_C: Floats, ceiling: float) -> tuple
 
 
 def _max_groups(capacity_D: Floats, open_DX: Floats, cost: float, budget_X: Floats) -> Ints:
-    """Groups of one bucket worth taking: until nothing is left to cover, or the budget is spent."""
+    """Groups of one bucket worth taking: until every condition is satisfied or the budget is
+    spent."""
     useful = capacity_D > 0
     if not useful.any():
         return np.zeros(open_DX.shape[1], np.int64)
@@ -215,8 +217,8 @@ def _max_groups(capacity_D: Floats, open_DX: Floats, cost: float, budget_X: Floa
 
 
 def _remaining_cost(open_DX: Floats, capacity_DC: Floats, cost_C: Floats) -> Floats:
-    """A lower bound on the cost of covering what is left with the remaining buckets; beyond any
-    ceiling if none of them can."""
+    """A lower bound on the cost of satisfying the open conditions with the remaining buckets; above
+    any ceiling if none of them can."""
     reach_DC = capacity_DC > 0
     price_DC = np.where(reach_DC, cost_C / np.where(reach_DC, capacity_DC, 1.0), _UNREACHABLE_COST)
     price_D = price_DC.min(axis=1, initial=_UNREACHABLE_COST)
@@ -224,7 +226,8 @@ def _remaining_cost(open_DX: Floats, capacity_DC: Floats, cost_C: Floats) -> Flo
 
 
 def fractional_bound(conditions: Conditions, cost_C: Floats) -> float:
-    """A lower bound on the cost of any cover: the dearest condition, met fractionally."""
+    """A lower bound on the cost of any cover: the dearest condition, satisfied by fractional
+    groups."""
     if len(conditions.need_D) == 0:
         return 0.0
     return float(_remaining_cost(conditions.need_D[:, None], conditions.capacity_DC, cost_C)[0])

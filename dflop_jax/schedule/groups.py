@@ -1,5 +1,5 @@
-"""Samples that run together, as groups of every module: the greedy answer, the arrival-order
-baseline, and the groups of a schedule made of them."""
+"""Groups of samples that run together: the greedy assignment, the arrival-order baseline, and the
+groups of a schedule made from an assignment."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from dflop_jax.schedule.count_vectors import Conditions, volume_conditions
 from dflop_jax.schedule.packing import Microbatch, Packing, first_fit, rows_per_microbatch
 from dflop_jax.schedule.sub_microbatches import split_group, sub_microbatch_shape
 
-# Of a step's seconds, what evening out content further would save at most: where it is less, it is
-# left. At a fifth of the steps' content, which is all of 1%, searching took most of planning.
+# Share of a step's seconds below which a further balancing of content is not worth its search.
 _TOLERATED_SHARE = 1e-3
 
 
 @dataclass
 class BucketRun:
-    """One group of each of a bucket's modules, for the same samples. `bucket` is a place in the
-    list of buckets at hand; `placements` has every module with pieces."""
+    """One group of each module of a bucket, for the same samples. `bucket` is an index into the
+    buckets of the space; `placements` has every module that has pieces."""
 
     bucket: int
     microbatches: Packing
@@ -46,8 +45,8 @@ Assignment = Sequence[BucketRun]  # groups that hold a whole batch together
 
 @dataclass(frozen=True)
 class PackingSpace:
-    """What a batch is packed into: buckets with their costs, times ranks and group size; `priced`
-    are the modules whose programs cost something by their content."""
+    """What a batch is packed into: buckets with their costs, times data ranks and group size.
+    `priced` are the modules whose content has a price."""
 
     batch: Batch
     buckets: tuple[Bucket, ...]
@@ -56,8 +55,8 @@ class PackingSpace:
     priced: frozenset[str] = frozenset()
 
     def cost(self, assignment: Assignment) -> int:
-        """A cost of running these, which the search minimises: each keeps the dearest resource
-        busy, and the one that fills the pipeline fastest runs first."""
+        """The cost of an assignment, in ticks, which the search minimises: every run keeps its
+        dearest resource busy, and the run that fills the pipeline fastest goes first."""
         chosen = [t.bucket for t in assignment]
         if not chosen:
             return 0
@@ -68,6 +67,7 @@ class PackingSpace:
         return self.batch.microbatch_tokens(bucket, module, self.capacity)
 
     def sort_runs(self, assignment: Assignment) -> list[BucketRun]:
+        """The runs in running order."""
         return [assignment[i] for i in running_order([t.bucket for t in assignment], self.ticks)]
 
     def build_run(self, bucket: int, microbatches: Packing, budget: Budget) -> BucketRun | None:
@@ -120,19 +120,19 @@ class PackingSpace:
 
     @cached_property
     def demand(self) -> Conditions:
-        """What groups must have room for to hold the batch."""
+        """Volume conditions on the groups that hold the batch."""
         return volume_conditions(self.batch, self.buckets, self.capacity)
 
     @cached_property
     def buckets_by_cost(self) -> list[int]:
-        """Buckets, the cheapest first."""
+        """Indices of the buckets, cheapest first."""
         return np.lexsort((self.ticks.sum_C, self.ticks.dearest_C)).tolist()
 
 
 def greedy_assignment(space: PackingSpace, mains: int) -> list[BucketRun]:
-    """First fit, fullest first, into one main bucket (what it cannot hold into the cheapest other
-    one), each group then shrunk to its cheapest bucket; the best choice of the first `mains`
-    buckets as the main one."""
+    """First fit, fullest sample first, into one main bucket; samples that it cannot hold go to the
+    cheapest bucket that can. Each group then moves to its cheapest bucket. Returns the cheapest
+    result over the first `mains` buckets as the main one."""
     budget = Budget(0)
     able_CN = space.can_hold_CN
     cheapest_N = np.array(space.buckets_by_cost)[able_CN[space.buckets_by_cost].argmax(axis=0)]
@@ -155,7 +155,7 @@ def _first_fit_runs(
     space: PackingSpace, b: int, members: NDArray[np.int64], budget: Budget
 ) -> list[BucketRun]:
     """Groups of a bucket that hold the samples, by first fit, fullest first. Samples whose pieces
-    then fit no row are packed again."""
+    fit no row are packed again."""
     batch, capacity, bucket = space.batch, space.capacity, space.buckets[b]
 
     fill_N = np.zeros(batch.n_samples)
@@ -182,7 +182,8 @@ def _first_fit_runs(
 def _remove_overflow(
     space: PackingSpace, b: int, microbatch: Microbatch, budget: Budget
 ) -> list[int]:
-    """Samples that leave the microbatch, in place, until all pieces of the others fit rows."""
+    """Remove samples from the microbatch, in place, until the pieces of all others fit rows;
+    returns the removed samples."""
     removed: list[int] = []
     batch, bucket, capacity = space.batch, space.buckets[b], space.capacity
 
@@ -196,8 +197,8 @@ def _remove_overflow(
 
 
 def arrival_assignment(space: PackingSpace) -> list[BucketRun]:
-    """Samples in order, one a row, rank after rank, each group in the cheapest bucket that holds,
-    on each rank, the pieces of that rank's own samples.
+    """Samples in order, one per row, rank after rank. Each group runs in the cheapest bucket in
+    which every rank holds the pieces of its own samples.
 
     Raises:
       ValueError: modules differ in data ranks, or a sample fits no bucket on one rank.
@@ -228,7 +229,8 @@ def arrival_assignment(space: PackingSpace) -> list[BucketRun]:
 
 
 def _arrival_run(space: PackingSpace, samples: range, per_rank: int) -> BucketRun | None:
-    """The cheapest groups for samples in order; None if no bucket holds them so."""
+    """The cheapest groups for consecutive samples; None if no bucket holds them on their own
+    ranks."""
     last, n_ranks = space.batch.modules[-1], next(iter(space.capacity.ranks.values()))
     width, group_size = per_rank * n_ranks, space.capacity.group_size
     ranks_MD = [
@@ -260,8 +262,8 @@ def _place_on_own_ranks(
     shape: Shape | None,
     row_each: bool,
 ) -> PackedPieces | None:
-    """Pieces on the ranks of their samples: a sample's in a row of their own (`row_each`), else by
-    first fit; None if they do not fit."""
+    """Pieces on the ranks of their samples, in the sample's own row (`row_each`) or by first fit;
+    None if they do not fit."""
     entries: list[tuple[int, int, int, int]] = []
     for m, ranks_D in enumerate(ranks_MD):
         for d, samples in enumerate(ranks_D):
@@ -281,9 +283,9 @@ def _place_on_own_ranks(
 def schedule_groups(
     space: PackingSpace, assignment: Assignment, layout: Layout
 ) -> tuple[Group, ...]:
-    """The schedule's groups in running order: of every bucket's run its modules, producers first,
-    each feeding those of the same run that read it; divided modules in several groups, all of
-    which feed or read the same groups."""
+    """The schedule's groups in running order. Each run of a bucket becomes one group per module,
+    producers first, which feeds the groups of the same run that read it. A divided module becomes
+    several groups, which all feed or read the same groups."""
     groups: list[Group] = []
     size, ranks = space.capacity.group_size, space.capacity.ranks
     for run in assignment:
@@ -318,8 +320,8 @@ def schedule_groups(
 def content_tolerance(
     space: PackingSpace, costs: GroupCosts, assignment: Assignment
 ) -> dict[str, float]:
-    """How much content more than the least a rank of each priced module may have: what costs a
-    small share of the seconds that an answer takes."""
+    """By priced module, the content above the bound that is not worth a further search: it costs a
+    small share of the seconds of the assignment."""
     step_s = sum(float(costs.bucket_s(space.buckets[t.bucket]).max()) for t in assignment)
     return {m: _TOLERATED_SHARE * step_s / costs.unit_s(m) for m in space.priced}
 
@@ -331,8 +333,8 @@ def balance_contents(
     seed: int,
     tolerance: Mapping[str, float],
 ) -> float:
-    """Even out the content of the modules whose programs it costs something, in place, to what is
-    `tolerance`; returns what was lowered (`content_balance.imbalance`), of all of them."""
+    """Balance the content of the priced modules, in place, to within `tolerance`; returns the sum
+    of their objectives (`content_balance.imbalance`)."""
     uneven_content = 0.0
     priced = [m for m in space.batch.modules if m in space.priced]
     for n_left, m in zip(range(len(priced), 0, -1), priced):
@@ -357,10 +359,10 @@ def balance_contents(
 def longest_first_assignment(
     space: PackingSpace, assignment: Assignment, budget: Budget
 ) -> list[BucketRun] | None:
-    """The same groups with the samples dealt out, longest first, each to a row of the rank that has
-    least content in the step so far: where groups have room to spare, a better start for evening
-    out their content than packing. None where the anchor's content costs nothing, nothing is
-    packed, or samples find no room in this order."""
+    """The same groups with the samples reassigned, longest first, each to a row of the rank that
+    has the least content in the step so far. Where groups have spare room, this is a better start
+    for balancing content than packing. None if the content of the anchor module has no price, the
+    assignment is empty, or a sample finds no room."""
     batch, anchor = space.batch, space.batch.anchor
     if anchor is None or anchor not in space.priced or not assignment:
         return None

@@ -1,8 +1,8 @@
-"""Local search by exchanges between two bins, and re-splitting of a few bins when that is stuck.
+"""Local search: exchanges between two bins, and re-splits of a few bins when no exchange helps.
 
-All exchanges of a few samples of bin a against a few of bin b are priced at once: for subset sums
-s of a and r of b the new loads are A - s + r and B + s - r, i.e. for each resource
-(A+B)/2 +- |s - r - (A-B)/2|. Bins of few samples are so re-split exactly (every subset).
+All exchanges of a few samples of bin a for a few of bin b are priced at once. For subset sums s of
+a and r of b, the new loads of each resource are A - s + r and B + s - r, i.e. (A+B)/2 +- |s - r -
+(A-B)/2|. Bins of few samples are re-split exactly, over every subset.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class State:
         return float(self.score_B.max())
 
     def refill(self, bins: Iterable[int], members: Iterable[Ints]) -> None:
-        """Replace what some bins hold (the same samples in all)."""
+        """Replace the samples of some bins. The bins must hold the same samples in all."""
         p, changed = self.problem, list(bins)
         for j, samples in zip(changed, members, strict=True):
             self.members[j] = samples
@@ -60,9 +60,8 @@ class State:
 
 
 def improve(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
-    """Lower the makespan in place by exchanges and re-splits, until it is `target` or the budget is
-    spent. `balance`, the packing of a run's batches and the evening out of their content end
-    here."""
+    """Lower the makespan in place by exchanges and re-splits, until it is at most `target` or the
+    budget is spent."""
 
     def is_done() -> bool:
         return state.makespan <= target or budget.is_spent
@@ -83,8 +82,8 @@ def improve(state: State, target: float, budget: Budget, rng: np.random.Generato
 
 @lru_cache(maxsize=256)
 def subsets(m: int, max_subsets: int) -> Floats:
-    """[m, S] memberships, 0 or 1, of the subsets of m samples up to the largest size that keeps
-    S <= most (size 1 in any case), the empty one first."""
+    """[m, S]: 0/1 memberships of the subsets of m samples, the empty one first, up to the largest
+    subset size for which S <= max_subsets (size 1 always included)."""
     chosen: list[tuple[int, ...]] = [(), *((i,) for i in range(m))]
     for size in range(2, m + 1):
         more = list(combinations(range(m), size))
@@ -98,7 +97,8 @@ def subsets(m: int, max_subsets: int) -> Floats:
 
 
 def exchange(state: State, a: int, b: int) -> bool:
-    """Make the best exchange between bins a and b if it lowers the larger score of the two."""
+    """Make the best exchange between bins a and b if it lowers the larger of their scores; returns
+    whether it did."""
     p, in_a, in_b = state.problem, state.members[a], state.members[b]
     max_new_score = max(state.score_B[a], state.score_B[b]) * (1 - ROUNDING)
     member_a_MS, member_b_MS = subsets(len(in_a), _MAX_SUBSETS), subsets(len(in_b), _MAX_SUBSETS)
@@ -139,7 +139,7 @@ def exchange(state: State, a: int, b: int) -> bool:
 
 
 def _larger_after(load_a: float, load_b: float, out_a_S: Floats, out_b_S: Floats) -> Floats:
-    """[S, S]: the larger of two loads after every exchange of what leaves them."""
+    """[S, S]: the larger of two loads after every exchange."""
     load_SS = np.subtract.outer(out_a_S - (load_a - load_b) / 2, out_b_S)
     np.abs(load_SS, out=load_SS)
     load_SS += (load_a + load_b) / 2
@@ -147,8 +147,8 @@ def _larger_after(load_a: float, load_b: float, out_a_S: Floats, out_b_S: Floats
 
 
 def descend(state: State, target: float, budget: Budget, bins: Ints | None = None) -> None:
-    """Exchange from the heaviest bin until no exchange lowers it, `target` is reached or the budget
-    is spent. `only` restricts the search to some bins."""
+    """Exchange samples of the heaviest bin until no exchange lowers it, `target` is reached or the
+    budget is spent. `only` restricts the search to some bins."""
     among = np.arange(state.problem.n_bins) if bins is None else bins
     exchanged = True
     while exchanged and not budget.is_spent and state.score_B[among].max() > target:
@@ -164,7 +164,8 @@ def descend(state: State, target: float, budget: Budget, bins: Ints | None = Non
 
 
 def _heaviest(state: State, among: Ints) -> list[int]:
-    """The heaviest bin; where loads are shared, also its group's other bins of the same score."""
+    """The heaviest bin. If bins share loads, also the other bins of its group with the same
+    score."""
     first = int(among[state.score_B[among].argmax()])
     group = state.problem.group
     peers = among[among // group == first // group]
@@ -172,8 +173,8 @@ def _heaviest(state: State, among: Ints) -> list[int]:
 
 
 def _partners(state: State, a: int, among: Ints) -> list[int]:
-    """Bins that could relieve bin a, the most promising first: by the load that an even split of
-    the two would leave."""
+    """Bins that may relieve bin a, most promising first: by the load that an even split of the two
+    leaves."""
     p = state.problem
     costs_RB = state.loads_RB[: p.n_costs]
     together_RB = costs_RB[:, among] + costs_RB[:, [a]]
@@ -189,8 +190,8 @@ def _partners(state: State, a: int, among: Ints) -> list[int]:
 
 
 def resplit(state: State, target: float, budget: Budget, rng: np.random.Generator) -> None:
-    """Pool the heaviest bin with two or three random ones, split anew (noisy LPT, exchanges), keep
-    it if their largest score falls."""
+    """Pool the heaviest bin with two or three random ones and split them anew (noisy longest-first,
+    then exchanges). Keeps the result if the largest of their scores falls."""
     p, n_bins = state.problem, state.problem.n_bins
     heaviest = int(rng.choice(_heaviest(state, np.arange(n_bins))))
     random_bins = rng.permutation(n_bins)[: int(rng.integers(3, 5))]
@@ -257,7 +258,7 @@ def balance(
 def balance_problem(
     costs: ArrayLike, n_bins: int, bin_group: int = 1, grouped: Sequence[int] = ()
 ) -> Problem:
-    """The problem in array form; ValueError says what is wrong with the arguments."""
+    """The problem in array form. Raises ValueError with the argument that is wrong."""
     costs_NC = np.asarray(costs, dtype=np.float64)
     costs_NC = costs_NC[:, None] if costs_NC.ndim == 1 else costs_NC
     if costs_NC.ndim != 2:

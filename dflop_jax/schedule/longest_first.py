@@ -16,10 +16,12 @@ def longest_first(
     start: Ints | None = None,
     open_bins: Ints | None = None,
 ) -> Ints:
-    """bins[N]: each sample, largest first, goes to the bin whose load it leaves least.
+    """[N]: the bin of each sample. Samples go largest first, each to the bin whose load it leaves
+    lowest.
 
-    The load is the largest over cost columns. A sample that fits no bin (limits) gets -1. With
-    `start` only the samples in `order` are placed, the others stay; `only` names the bins to use.
+    The load of a bin is the maximum over cost columns. A sample that exceeds the limits of every
+    bin gets -1. With `start`, only the samples in `order` are assigned; the others keep their bins.
+    `open_bins` restricts the bins that are used.
     """
     sizes_RN, c = problem.sizes_RN, problem.n_costs
     if order is None:
@@ -76,8 +78,8 @@ def longest_first(
 
 
 def _first_of_equal_bins(problem: Problem, open_B: Ints) -> Ints:
-    """The first of each run of open bins of one group and size: these differ in the one load that
-    is their own, so that the least loaded is the best of them."""
+    """The first bin of each run of open bins of one group and size. They differ only in the one
+    load that is their own, so the least loaded of them is the best."""
     differs_from_previous = np.diff(open_B // problem.group) > 0
     if problem.scale_RB is not None:
         differs_from_previous |= (np.diff(problem.scale_RB[:, open_B], axis=1) != 0).any(axis=0)

@@ -1,10 +1,10 @@
-"""Which groups keep more from forward to backward than their segment's recompute policy says: a
-step's memory plan (DIP, arXiv 2504.14145).
+"""A step's memory plan (DIP, arXiv 2504.14145): which groups keep more residuals from forward to
+backward than their segment's recompute policy asks for.
 
-A segment with a second recompute policy may run any of its groups under it: backward then takes
-less time, and the group takes more memory in between. An order of tasks says which groups a device
-holds at every moment, and so what is left. Of the groups that may keep more those are chosen,
-device by device, that save most time in all: by a MILP, or greedily where that saves as much.
+A segment with a second recompute policy may run any of its groups under it: the backward takes less
+time, and the group takes more memory in between. The order of tasks determines which groups a
+device holds at every moment, and thus how much memory is free. On every device, the groups with the
+largest total saving are chosen, greedily or by a MILP where the greedy choice leaves some out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MAX_NODES = 50  # of a device's branch and bound, which then ends with the best
 
 @dataclass(frozen=True)
 class ResidualItem:
-    """A group of a segment that may keep more: what it then saves, and takes while it is held, at
-    the moments [first, stop)."""
+    """A group of a segment that may keep more residuals: the seconds that this saves, and the extra
+    bytes that it takes during the moments [first, stop)."""
 
     segment: str
     group: int
@@ -58,8 +58,8 @@ class DeviceMemory:
 def with_memory_plan(
     plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str], budget: Budget
 ) -> Schedule:
-    """The schedule with the groups that keep more, and its makespan in the same order; as it is
-    where no segment has a second policy or nothing is gained."""
+    """The schedule with the groups that keep more residuals and its makespan in the same order.
+    Unchanged if no segment has a second policy or nothing is gained."""
     if not plan.scheduling.kept:
         return schedule
     remat_less: dict[int, list[str]] = {}
@@ -80,10 +80,11 @@ def with_memory_plan(
 
 
 def device_memories(plan: Plan, schedule: Schedule, prices: Prices) -> list[DeviceMemory]:
-    """What every resource with anything to choose may keep more of, in the schedule's order.
+    """The items and free bytes of every resource on which a segment has a second policy, in the
+    schedule's order.
 
-    The moments are those at which a resource holds most: the last forward before a backward. Beside
-    the groups that it holds then, a segment is taken to hold the input of one more, which waits.
+    Moments are the times at which a resource holds most: the last forward before a backward. Each
+    segment is assumed to hold one more input, of the group that waits.
     """
     usual_bytes = {(k.segment, k.shape): k.n_bytes for k in plan.scheduling.kept}
     extra_bytes = {(k.segment, k.shape): k.more_bytes for k in plan.scheduling.kept}
@@ -143,7 +144,7 @@ def peak_residual_bytes(plan: Plan, schedule: Schedule) -> dict[int, float]:
 
 
 def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
-    """Seconds of both tasks of a group in a segment that its second policy saves."""
+    """Seconds that the second policy of a segment saves in both tasks of a group."""
     group = schedule.groups[backward.group]
     saved_s = 0.0
     for direction in (FORWARD, BACKWARD):
@@ -157,7 +158,7 @@ def _saved_s(schedule: Schedule, backward: Task, prices: Prices) -> float:
 
 
 def choose_greedily(device: DeviceMemory) -> list[int]:
-    """Items that fit, those first that save most for what they take and how long."""
+    """Indices of items that fit, in the order of seconds saved per byte and moment."""
     free_bytes = np.array(device.free_bytes_at)
     items = []
 
@@ -176,10 +177,11 @@ def choose_greedily(device: DeviceMemory) -> list[int]:
 
 
 def choose_items(device: DeviceMemory, budget: Budget) -> list[int]:
-    """The items that save most: the greedy choice, or a MILP's where that is better.
+    """Indices of the items with the largest total saving: the greedy choice, or the solution of a
+    MILP if that saves more.
 
-    It has one binary for every item and a row for every moment. Equal choices are told apart by a
-    share of a tick, so that the answer is one.
+    The MILP has one binary per item and one row per moment. A fraction of a tick per item breaks
+    ties, so the solution is unique.
     """
     greedy_items, n = choose_greedily(device), len(device.items)
     if len(greedy_items) == n or n > _MAX_VARIABLES or budget.is_spent:

@@ -1,5 +1,5 @@
-"""The order of a step's tasks that a schedule gets: list scheduling to and fro in time, then the
-same again from the best answer, disturbed, for as long as there is work left."""
+"""Searches the order of a step's tasks: list scheduling forward and backward in time, then the same
+from perturbations of the best order, until the work is spent."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dflop_jax.simulate.steps import makespan_function, task_seconds, task_sends
 from dflop_jax.simulate.task_graph import StepGraph, step_graph
 
 _TASKS_PER_WORK = 16  # tasks that list scheduling places for a unit of work
-# Pairs of units of tasks that change places in one start, at most. With six or one 24 small steps
-# were 0.7 and 0.4% longer.
+# Pairs of units of tasks that are exchanged in one start, at most. With 6 or 1, 24 small steps are
+# 0.7% and 0.4% longer.
 _MAX_EXCHANGES = 3
 
 TimedOrder = tuple[list[int], int]  # an order and its makespan in ticks
@@ -42,11 +42,11 @@ def with_searched_order(
     budget: Budget,
     seed: int,
 ) -> Schedule:
-    """The schedule with an order that is faster in simulation than its own, or as it is: where
-    none is found, or the budget is too small to look for one.
+    """The schedule with an order that is faster in simulation than its own. Unchanged if none is
+    found or the budget is too small.
 
-    Tasks that slow each other down (`prices.concurrency`) are searched as if they did not; the
-    simulator, which knows, decides between the answer and the schedule's own order.
+    The search assumes that tasks do not slow each other down (`prices.concurrency`); the simulator,
+    which models this, decides between the result and the schedule's own order.
     """
     if budget.is_spent or budget.remaining < _min_work(len(schedule.order)):
         return schedule
@@ -66,10 +66,10 @@ def with_searched_order(
 def order_problem(
     plan: Plan, schedule: Schedule, graph: StepGraph, prices: Prices, order: Sequence[int]
 ) -> NumberedTasks:
-    """The tasks of a step, at the prices of tasks that nothing slows down.
+    """The tasks of a step at the prices of undisturbed tasks.
 
-    A segment may keep as many groups as in 1F1B (`task_graph.in_flight_limit`), or as it does in
-    `order` where that is more.
+    A segment may hold as many groups as under 1F1B (`task_graph.in_flight_limit`), or as in `order`
+    if that is more.
     """
     seconds = task_seconds(schedule, prices)
     sent = task_sends(plan.layout, schedule, graph, prices)
@@ -80,7 +80,7 @@ def order_problem(
 
 def _equal_tasks(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
     """By module, and by module and direction, the tasks of each group, segment by segment: arrays
-    [groups, tasks] of two rows or more."""
+    [groups, tasks] with two rows or more."""
     tasks: dict[tuple[str, str], dict[int, list[int]]] = {}
     for i, t in enumerate(graph.tasks):
         if t.group != NO_GROUP:
@@ -93,9 +93,9 @@ def _equal_tasks(schedule: Schedule, graph: StepGraph) -> tuple[Ints, ...]:
 def search_order(
     problem: NumberedTasks, order: Sequence[int], budget: Budget, seed: int
 ) -> TimedOrder:
-    """The fastest order that was found, its tasks by their start; `order` where none is faster.
+    """The fastest order found, sorted by task start; `order` if none is faster.
 
-    No segment keeps more groups than its limit. The answer depends on the arguments alone.
+    No segment holds more groups than its limit. The result depends on the arguments only.
     """
     budget.spend(_min_work(problem.n_tasks))
     bound_ticks = order_bound(problem)
@@ -113,15 +113,15 @@ def search_order(
 
 
 def _min_work(n: int) -> float:
-    """Units of work before the search of `n` tasks has its first answer."""
+    """Units of work until the search of `n` tasks has its first order."""
     return 3 * n / _TASKS_PER_WORK
 
 
 def earliest_starts(problem: NumberedTasks) -> list[int]:
-    """Ticks before which no order can start each task.
+    """A lower bound on the start of each task in every order, in ticks.
 
-    All that a task waits for must have run; a resource that runs several of these runs them one
-    after another, and what the last of them sends is on its way for the shortest of their sends.
+    All inputs of a task must have run. A resource runs its inputs one after another, and the last
+    of them takes at least the shortest of their sends to arrive.
     """
     start_ticks, n_pending = [0] * problem.n_tasks, list(problem.n_inputs)
     inputs: list[dict[int, list[tuple[int, int, int]]]] = [{} for _ in range(problem.n_tasks)]
@@ -143,8 +143,8 @@ def earliest_starts(problem: NumberedTasks) -> list[int]:
 
 
 def order_bound(problem: NumberedTasks) -> int:
-    """Ticks that no order of the tasks can beat: a resource runs its tasks one at a time, between
-    the least that comes before one of them and the least that follows one."""
+    """A lower bound on the makespan of every order, in ticks: a resource runs its tasks one at a
+    time, after the least head and before the least tail among them."""
     bound, heads, tails = 0, earliest_starts(problem), earliest_starts(problem.mirrored)
     for r in range(problem.n_resources):
         own_tasks = [t for t in range(problem.n_tasks) if problem.resource[t] == r]
@@ -156,8 +156,8 @@ def order_bound(problem: NumberedTasks) -> int:
 
 
 def _initial_orders(problem: NumberedTasks, budget: Budget) -> Iterator[TimedOrder]:
-    """List scheduling, longest tail first or by the middle between earliest and latest start, with
-    one queue a resource and with two."""
+    """List schedules with longest tail first, or by the middle between earliest and latest start,
+    each with one queue per resource and with two."""
     tails = earliest_starts(problem.mirrored)
     longest = [-tail - ticks for tail, ticks in zip(tails, problem.ticks)]
     middle = [head + tail for head, tail in zip(earliest_starts(problem), longest)]
@@ -171,8 +171,8 @@ def _initial_orders(problem: NumberedTasks, budget: Budget) -> Iterator[TimedOrd
 def _perturbed_orders(
     problem: NumberedTasks, best_order: TimedOrder, budget: Budget, rng: np.random.Generator
 ) -> Iterator[TimedOrder]:
-    """Answers near the best: its tasks' starts, of which some are exchanged or all scatter, are the
-    keys of another order, with resources that wait for nothing or that may wait."""
+    """Orders near the best one. Some of its starts are exchanged, or all are perturbed; they are
+    the keys of a list schedule, or of a serial schedule in which resources may wait."""
     exchange, may_wait = rng.integers(2, size=2)
     starts = np.array(start_ticks(problem, best_order[0])[0])
     if exchange and problem.interchangeable:
@@ -194,8 +194,8 @@ def _perturbed_orders(
 def _forward_backward(
     problem: NumberedTasks, order: list[int], budget: Budget
 ) -> Iterator[TimedOrder]:
-    """An order, then list scheduling back in time by its ends and forth by the starts of that, for
-    as long as it gains."""
+    """An order, followed by its forward-backward improvements (list scheduling back in time by its
+    ends, then forward by the starts of that) while they gain."""
     makespan = start_ticks(problem, order)[1]
     while problem.is_within_limits(order):
         yield order, makespan

@@ -1,8 +1,8 @@
-"""Packing samples into microbatches: vector bin packing with unequal bins.
+"""Packs samples into microbatches: vector bin packing with unequal bins.
 
-The bins are the rows of the batch's anchor module; what a microbatch has room for in the other
-modules is shared by its rows. (Without an anchor the bins are the microbatches.) The fill, use over
-room, is balanced as a makespan is; a largest fill of at most 1 is a packing.
+The bins are the rows of the batch's anchor module; rows of a microbatch share its capacity in the
+other modules. Without an anchor, the bins are the microbatches. The fill of a bin, use over
+capacity, is balanced like a makespan; a largest fill of at most 1 is a packing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dflop_jax.schedule.batch import Batch, Capacity
 from dflop_jax.schedule.local_search import State, improve
 from dflop_jax.schedule.longest_first import by_size, longest_first
 
-# Samples dealt to bins for a unit of work: 8,192 take 45 ms, to a thousand bins.
+# Samples put into initial bins for a unit of work: 8,192 take 45 ms, into a thousand bins.
 SAMPLES_PER_WORK = 16
 _ZERO_CAPACITY = 1e-6  # tokens that stand for none, so that fills stay finite
 
@@ -38,11 +38,12 @@ def pack_samples(
     rng: np.random.Generator,
     initial: tuple[Ints, Ints] | None = None,
 ) -> Packing | None:
-    """Rows of each microbatch, one bucket for each; None if no packing was found.
+    """The rows of each microbatch, one microbatch per bucket of `buckets`; None if no packing was
+    found.
 
     Args:
-      dealt: (of each sample, of each microbatch) a number: a sample goes at first to a microbatch
-        of its own number. None: it goes to whichever it fills least.
+      initial: a number for each sample and for each microbatch; a sample starts in a microbatch
+        with its number. None: it starts where it fills least.
     """
     widths = [rows_per_microbatch(b, batch, capacity) for b in buckets]
     width = max(widths)  # microbatches of fewer rows get rows without room
@@ -58,7 +59,7 @@ def pack_samples(
     for m, n in enumerate(widths):
         own = rows[m * width : (m + 1) * width]
         usable, empty_rows = own[:n], own[n:]
-        # A row without room may hold samples that take none of it; any row serves these.
+        # A row without capacity may hold samples that need none of it; any row can hold these.
         packed.append([[*usable[0], *(i for row in empty_rows for i in row)], *usable[1:]])
     return packed
 
@@ -66,7 +67,7 @@ def pack_samples(
 def _initial_bins(
     problem: Problem, order: Ints, width: int, initial: tuple[Ints, Ints] | None
 ) -> Ints:
-    """Bins of the samples, longest first, each in a microbatch that it is dealt to."""
+    """Bins of the samples, longest first, each in a microbatch that `initial` gives it."""
     if initial is None:
         return longest_first(problem, order)
     number_N, number_B = initial[0], np.repeat(initial[1], width)
@@ -105,7 +106,7 @@ def _fill_problem(
 
 
 def _mean_scale(problem: Problem) -> Floats:
-    """[R, 1]: about what one unit fills of a bin, to order samples by."""
+    """[R, 1]: about the share of a bin that one unit fills, by which samples are ordered."""
     assert problem.scale_RB is not None
     room_R = (1 / problem.scale_RB).mean(axis=1, keepdims=True)
     return 1 / np.maximum(room_R, _ZERO_CAPACITY)

@@ -1,14 +1,14 @@
-"""What moves between the data ranks of two modules, from loads alone, and which device takes what
-was dealt to a data rank, so that least crosses nodes. Amounts are tokens of the source, to which
-its features are proportional.
+"""Permutes the data ranks of modules so that fewer tokens cross nodes, and sizes the buffers of
+exchanges. Traffic between modules is counted in tokens of the source, to which its features are
+proportional.
 
-After balancing, ranks are alike but for what they hold: renaming them changes no load (OrchMLLM,
-arXiv 2503.23830, node-wise all-to-all). The best names are an assignment problem, solved exactly
-for one module given where the others are; modules take turns until nothing moves less. Of names
-under which as much crosses nodes, those are taken under which least moves inside them. Then equal
-pieces change places.
+After balancing, ranks differ only in what they hold, so permuting them changes no load (OrchMLLM,
+arXiv 2503.23830, node-wise all-to-all). With all other modules fixed, the best permutation of one
+module is an assignment problem, solved exactly; modules take turns until no traffic is saved. Among
+permutations with equal traffic between nodes, the one with the least traffic within nodes is
+chosen. Finally pieces of equal length are swapped.
 
-Shape suffixes: R ranks of the module that is renamed, Q ranks of another, P places for the former.
+Shape suffixes: R ranks of the permuted module, Q ranks of another module, P positions of ranks.
 """
 
 from __future__ import annotations
@@ -38,38 +38,39 @@ from dflop_jax.schedule.content_balance import apply_permutation
 from dflop_jax.schedule.groups import Assignment, BucketRun, PackingSpace
 
 _MAX_PASSES = 4  # over all modules, each an assignment; it ends before when nothing moves less
-# Shares of a rank's features. The least room of a round, whatever the batches that were seen move:
-# twice as much sends more padding, and fewer groups of later batches need a second round. And what
-# a round costs beside its room: twice as much gives larger rooms and fewer rounds.
+# Shares of a rank's features: the smallest buffer of a round (twice as much sends more padding, and
+# fewer groups need a second round), and the cost of a round beside its buffer (twice as much gives
+# larger buffers and fewer rounds).
 _MIN_SHARE, _ROUND_OVERHEAD = 1 / 32, 0.3
 
 
 @dataclass(frozen=True, eq=False)
 class RankDevices:
-    """The device of each rank; every `node` of them, counted from 0, are a node."""
+    """The device of each rank; `node` consecutive devices, counted from 0, form a node."""
 
     of_rank: Ints
     node: int
 
 
 def local_tokens(tokens_RQ: Ints, own: RankDevices, other: RankDevices) -> Floats:
-    """[R, P]: what would not cross nodes, and second what would not move at all, if what rank R
-    holds lay at place P; `moved_RQ` is between it and the ranks of another module."""
+    """[R, P]: the tokens that stay on their node, first, and on their device, second, if rank R
+    moves to position P. `tokens_RQ` is the traffic between the ranks and those of another
+    module."""
     total = float(tokens_RQ.sum())
     in_node_RP = _sum_by_label(tokens_RQ, other.of_rank // other.node, own.of_rank // own.node)
     return in_node_RP * (total + 1) + _sum_by_label(tokens_RQ, other.of_rank, own.of_rank)
 
 
 def _sum_by_label(tokens_RQ: Ints, label_Q: Ints, wanted_P: Ints) -> Floats:
-    """[R, P]: sums over the columns whose label is the one wanted."""
+    """[R, P]: sums over the columns with the wanted label."""
     sums_LR = np.zeros((max(label_Q.max(), wanted_P.max()) + 1, len(tokens_RQ)))
     np.add.at(sums_LR, label_Q, tokens_RQ.T)
     return sums_LR[wanted_P].T
 
 
 def best_permutation(local_RP: Floats) -> Ints:
-    """[P]: the rank whose content goes to each place so that most stays; as they are where that
-    is no worse."""
+    """[P]: the rank that moves to each position so that most tokens stay local; the identity if no
+    other permutation is better."""
     from scipy.optimize import linear_sum_assignment  # takes half a second to load
 
     ranks_P, identity = linear_sum_assignment(local_RP.T, maximize=True)[::-1]
@@ -79,10 +80,10 @@ def best_permutation(local_RP: Floats) -> Ints:
 
 
 def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
-    """Move what ranks hold to other ranks, in place, so that least crosses nodes and then devices.
+    """Permute the ranks of every module, in place, so that least crosses nodes and then devices.
 
-    Every microbatch has names of its own, but of a module whose programs cost something by their
-    content: there ranks were matched over the step, and all microbatches have the same.
+    Every microbatch has its own permutation. A module whose content has a price has one for the
+    whole step, since its ranks were matched over the step.
     """
     for _ in range(_MAX_PASSES):
         changed = False
@@ -105,8 +106,8 @@ def permute_ranks(space: PackingSpace, assignment: Assignment, plan: Plan) -> No
 def _permute_module(
     space: PackingSpace, plan: Plan, module: str, members: Sequence[tuple[BucketRun, int]]
 ) -> bool:
-    """Give a module's ranks the best names, the same in all these microbatches; whether any
-    changed."""
+    """Apply the best permutation of a module's ranks, the same in all these microbatches; returns
+    whether it changed anything."""
     ranks, layout = space.capacity.ranks, plan.layout
     node, n = plan.scheduling.node or layout.n_devices, ranks[module]
     local_RP = np.zeros((n, n))
@@ -139,13 +140,12 @@ def _permute_module(
 
 
 def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -> None:
-    """Let equal pieces of a module change places within a microbatch, in place, so that least goes
-    to the ranks of the module that reads it; of several that read it the first.
+    """Swap pieces of equal length within microbatches, in place, so that least is sent to the ranks
+    of the module that reads them (the first one, if several do).
 
-    Pieces of one length are the same to a balance, so they may change places for nothing. Each goes
-    to the rank where its sample is read, while that has a place; then to a rank of the same node;
-    the rest goes round the ranks that are left, so that no two ranks exchange much more than
-    others.
+    Pieces of equal length do not affect balance. Each goes to the rank where its sample is read,
+    while that has a slot; then to a rank of the same node. The rest goes to the remaining ranks in
+    turn, so that traffic between pairs of ranks is even.
     """
     batch, ranks = space.batch, space.capacity.ranks
     for edge in {e.source: e for e in reversed(plan.layout.edges)}.values():
@@ -173,8 +173,9 @@ def swap_equal_pieces(space: PackingSpace, assignment: Assignment, plan: Plan) -
 
 
 def nearest_slots(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:
-    """[P]: the place that each of P pieces of one length takes, most on their ranks, then in their
-    nodes. Place p is on rank `rank_P[p]`, piece p is read on rank `home_P[p]` (-1: nowhere)."""
+    """[P]: the slot of each of P pieces of equal length, such that most lie on the rank where they
+    are read, then most on its node. Slot p is on rank `rank_P[p]`; piece p is read on rank
+    `home_P[p]` (-1: nowhere)."""
     slot_P = np.full(len(rank_P), -1)
     order = _round_the_ranks(rank_P)
     unassigned = list(range(len(home_P)))
@@ -198,7 +199,7 @@ def nearest_slots(rank_P: Ints, home_P: Ints, node_of: Ints) -> Ints:
 
 
 def _round_the_ranks(rank_P: Ints) -> Ints:
-    """Places in an order that takes one of each rank in turn."""
+    """Slots in an order that takes one of each rank in turn."""
     by_rank = np.argsort(rank_P, kind="stable")
     ordered = rank_P[by_rank]
     round_P = np.arange(len(rank_P)) - np.searchsorted(ordered, ordered)
@@ -212,7 +213,8 @@ def tokens_read(
     batch: Batch,
     n: tuple[int, int],
 ) -> Ints:
-    """[V, D]: what each of the `n` = (V, D) ranks of two modules has for each that reads it."""
+    """[V, D]: tokens that each of the V source ranks holds for each of the D target ranks, for `n`
+    = (V, D)."""
     source_samples, target_samples = (
         batch.sample[m][p.piece_id] for m, p in zip(modules, (source, target))
     )
@@ -223,8 +225,8 @@ def tokens_read(
 def exchange_rooms(
     layout: Layout, schedules: Sequence[Schedule], batches: Sequence[Sequence[Load]]
 ) -> tuple[ExchangeRoom, ...]:
-    """Rooms with which the exchanges of these schedules send least: one round takes what most
-    groups move, and a few need another."""
+    """The exchange buffer sizes with which these schedules send least: one round is enough for most
+    groups, and a few groups need another."""
     shares: dict[tuple[str, str, Shape, Shape], list[float]] = {}
     for schedule, loads in zip(schedules, batches, strict=True):
         batch = Batch(loads, layout.modules)
@@ -243,7 +245,8 @@ def exchange_rooms(
 
 
 def _cheapest_share(needs: np.ndarray) -> float:
-    """The share, of those that groups need, under which all their rounds together take least."""
+    """The buffer share, out of those that groups need, with the lowest total cost over all
+    rounds."""
     rooms = np.unique(np.clip(needs, _MIN_SHARE, 1.0))
     rounds = np.maximum(1, np.ceil(needs[:, None] / rooms - 1e-9))
     return float(rooms[np.argmin((rounds * (rooms + _ROUND_OVERHEAD)).sum(axis=0))])

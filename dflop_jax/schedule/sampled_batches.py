@@ -1,7 +1,7 @@
-"""Global batches drawn from a data profile: as its samples come, and where the data have drifted.
+"""Draws global batches from a data profile, with its distribution and with drifted ones.
 
-What is chosen for sampled batches is judged by others: a shape that just holds what was sampled
-needs a second group as soon as a batch holds a little more.
+Choices made on sampled batches are evaluated on other batches: a bucket that just holds the sampled
+ones needs a second group as soon as a batch holds a little more.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 from dflop_jax.records import Load
 
-# Samples; of larger batches fewer are scheduled, since they take longer and differ less. Twice as
-# many double the planning time of such batches.
+# Samples of a large batch. Fewer such batches are scheduled, since they take longer and differ
+# less; twice as many samples double their planning time.
 LARGE_BATCH = 512
-# Standard deviations of a sample by which the mean of a drifted batch moves, about; twice as many
-# suit shapes to data that differ more, at the cost of the data at hand.
+# Drift of a batch's mean, about, in standard deviations of a sample. Twice as much suits buckets to
+# data that differ more, at the cost of the data at hand.
 DRIFT = 0.3
 _FARTHEST = 2.0  # standard deviations; samples further off are drawn as often as those
 
@@ -24,7 +24,7 @@ _FARTHEST = 2.0  # standard deviations; samples further off are drawn as often a
 def sample_batches(
     loads: Sequence[Load], global_batch: int, n: int, seed: int = 0
 ) -> list[list[Load]]:
-    """`n` global batches drawn from the profile's loads, without repeats where it has enough."""
+    """`n` global batches drawn from the profile's loads, without repetition if it has enough."""
     rng = np.random.default_rng(seed)
     repeats = global_batch > len(loads)
     picks = [rng.choice(len(loads), global_batch, replace=repeats) for _ in range(n)]
@@ -34,8 +34,8 @@ def sample_batches(
 def drifted_batches(
     loads: Sequence[Load], modules: Sequence[str], global_batch: int, n: int, seed: int = 0
 ) -> list[list[Load]]:
-    """`n` global batches in which samples with much of some modules and little of others come more
-    often than in `loads`, and in every second batch less often."""
+    """`n` global batches with a drifted distribution: samples with much of some modules and little
+    of others are more frequent than in `loads`, and less frequent in every second batch."""
     tokens = np.array([[load.tokens(m) for m in modules] for load in loads], float)
     spread = tokens.std(axis=0)
     away = (tokens - tokens.mean(axis=0)) / np.where(spread, spread, 1.0)

@@ -1,8 +1,8 @@
-"""Sub-microbatches: a microbatch goes through some modules in several groups of one small shape.
+"""Sub-microbatches: a microbatch passes some modules in several groups of one small shape.
 
-Samples are packed as if it went through them in one group, whose shape has the rows of all parts
-(`merge_sub_microbatches`); then every such group is cut into its parts (`split_group`). What holds
-of packing, covers and bounds so holds here too.
+Samples are packed as if these groups were one group whose shape has the rows of all parts
+(`merge_sub_microbatches`). Each such group is then split into its parts (`split_group`). Packing,
+count vectors and bounds therefore need no special case.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MAX_VARIANTS = 10  # a plan's buckets and what is left of them without some mod
 
 
 def scale_rows(shape: Shape, n_parts: int) -> Shape:
-    """The shape of so many parts together."""
+    """A shape with the rows of `n_parts` parts."""
     return replace(shape, rows=shape.rows * n_parts)
 
 
 def sub_microbatch_shape(layout: Layout, module: str) -> Shape:
-    """The one shape of a divided module's parts.
+    """The shape of a divided module's groups.
 
     Raises:
       ValueError: the plan has several.
@@ -39,8 +39,8 @@ def sub_microbatch_shape(layout: Layout, module: str) -> Shape:
 
 
 def merge_sub_microbatches(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
-    """The plan in which one group takes the place of several: its buckets with 1 to `fan_in` parts
-    of every divided module, most parts first, and their prices; the same where none is divided."""
+    """The plan in which one group stands for 1 to `fan_in` sub-microbatches of every divided
+    module, most parts first, and its prices. Unchanged if no module is divided."""
     modules = _divided(plan.layout)
     if not modules:
         return plan, prices
@@ -58,7 +58,7 @@ def merge_sub_microbatches(plan: Plan, prices: Prices) -> tuple[Plan, Prices]:
 
 
 def merged_buckets(layout: Layout) -> tuple[Bucket, ...]:
-    """What one microbatch may take: the plan's buckets with 1 to `fan_in` parts of every divided
+    """The buckets of one microbatch: the plan's buckets with 1 to `fan_in` parts of every divided
     module, most parts first."""
     modules, counts = _divided(layout), range(layout.fan_in, 0, -1)
     if not modules:
@@ -71,8 +71,8 @@ def merged_buckets(layout: Layout) -> tuple[Bucket, ...]:
 
 
 def max_buckets(layout: Layout) -> int:
-    """How many buckets a batch may choose from: those of `merged_buckets`, and of the plan's some
-    without modules that samples lack."""
+    """The number of buckets that a batch may use: those of `merged_buckets`, and variants of the
+    plan's buckets without modules that samples lack."""
     n_wide, n_own = len(merged_buckets(layout)), len(layout.buckets)
     return n_wide + max(0, _MAX_VARIANTS - n_own)
 
@@ -82,7 +82,8 @@ def _divided(layout: Layout) -> list[str]:
 
 
 def split_group(placement: PackedPieces, sub_shape: Shape) -> list[PackedPieces]:
-    """The parts of a group that hold some piece; every part takes its share of each rank's rows."""
+    """The parts of a merged group that hold pieces; every part has its share of each rank's
+    rows."""
     part_P, row_P = np.divmod(placement.row, sub_shape.rows)
     inside = placement.reassigned(placement.rank, row_P)
     return [inside.select(part_P == k) for k in range(part_P.max(initial=-1) + 1) if k in part_P]

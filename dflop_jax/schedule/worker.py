@@ -1,13 +1,12 @@
-"""Schedules solved ahead of training, in another process.
+"""Solves schedules ahead of training in a child process.
 
-The parent keeps `ahead` batches requested; one thread per worker passes a request to the child
-and waits for its answer (no solving under the parent's GIL): see `children`. The child reads one
-request a line from stdin and writes one answer a line; it imports neither JAX nor cvxpy.
+The parent keeps `ahead` batches requested. A thread passes each request to the child and waits for
+its answer, so no solving runs under the parent's GIL; see `child_processes`. The child reads one
+request per line from stdin and writes one answer per line. It imports neither JAX nor cvxpy.
 
-A schedule depends on (loads, prices, step, work, seed) only, however late it comes and whoever
-solves it: when the child is dead or out of grace the parent spends the same work on the same
-request, so the answer is the child's bit for bit. Training then waits for it, as its
-`schedule_wait_s` says.
+A schedule depends only on (loads, prices, step, work, seed), not on who solves it or when. If the
+child is dead or exceeds its grace time, the parent spends the same work on the same request, and
+gets the same schedule bit for bit. Training then waits for it; `schedule_wait_s` says how long.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from dflop_jax.schedule.correction import predicted_gain_s
 from dflop_jax.schedule.count_program import CountProgram
 
 _log = logging.getLogger(__name__)
-# Deaths in a row without one schedule, after which the process is not started again; twice as many
-# delay the message by as many starts.
+# Consecutive deaths without a schedule after which the child is not restarted; twice as many delay
+# the message by as many starts.
 _MAX_FAILED_STARTS = 3
 
 
 @dataclass(frozen=True)
 class SolverSetup:
-    """First line: what all requests share; `program`: the integer program of the plan, where its
-    groups are balanced."""
+    """The first line to the child: what all requests share. `program` is the integer program of the
+    plan, if its grouping is balanced."""
 
     plan: Plan
     trainable: tuple[str, ...]
@@ -47,9 +46,10 @@ class SolverSetup:
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A global batch to schedule; `prices` where they are not those of the request before.
+    """A global batch to schedule. `prices` is None if they are those of the request before.
 
-    With `corrected` prices the answer is what scheduling by them gains, in place of a schedule.
+    With `corrected` prices, the answer is the seconds that scheduling by them saves, instead of a
+    schedule.
     """
 
     step: int
@@ -68,7 +68,7 @@ class ScheduleReply:
 
 
 def answer_request(setup: SolverSetup, request: BatchRequest, prices: Prices) -> ScheduleReply:
-    """Solve one request."""
+    """The reply to one request."""
     loads, plan, trainable = request.loads, setup.plan, setup.trainable
     try:
         if request.corrected is not None:
@@ -91,7 +91,7 @@ def answer_request(setup: SolverSetup, request: BatchRequest, prices: Prices) ->
 
 
 def main() -> None:
-    """The child."""
+    """Run the child process."""
     ignore_signals()
     requests, output = begin()
     setup = from_json(requests.readline(), SolverSetup)
@@ -104,17 +104,17 @@ def main() -> None:
 
 
 class ScheduleWorker:
-    """`get(step)` returns the schedule of a global batch, solved ahead in a child process.
+    """Schedules of global batches, solved ahead in a child process; `get(step)` returns one.
 
     Args:
-      loads_of: step -> the loads of its global batch; called in the parent, in order.
-      setup: the plan, what trains, and the work and integer program of a solve.
+      loads_of: maps a step to the loads of its global batch; called in the parent, in order.
+      setup: the plan, the trainable segments, and the work and integer program of a solve.
       prices: as for `schedule_batch`.
-      changes: other prices by the first step that they hold for.
-      first_step, stop_step: steps [first_step, stop_step) will be asked for; None: no end.
-      ahead: batches requested ahead of the one asked for.
-      grace_s: longest wait for a living child before the parent solves a batch itself; it then
-        solves all until the child answers again.
+      changes: other prices, by the first step that they hold for.
+      first_step, stop_step: steps [first_step, stop_step) will be requested; None: no end.
+      ahead: batches requested ahead of the current one.
+      grace_s: longest wait for a living child. After it, the parent solves batches itself until the
+        child answers again.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class ScheduleWorker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the living child."""
+        """Process id of the child; None if it does not run."""
         return self._child.pid if self._child is not None else None
 
     def update_prices(self, prices: Prices) -> int:
-        """Use these prices for the batches requested from now on (`ahead` steps from here), in
-        place of all changes; returns the first step of these."""
+        """Use these prices, instead of all changes, for batches requested from now on (`ahead`
+        steps from here); returns the first such step."""
         with self._lock:
             self._prices = {self._next_step: PriceList.of(prices)}
             return self._next_step
@@ -162,15 +162,15 @@ class ScheduleWorker:
     def request_gain(
         self, step: int, loads: Sequence[Load], prices: Prices, new_prices: Prices
     ) -> None:
-        """Ask what `predicted_gain_s` is for this batch. It is computed after the schedules that
-        were requested before: for thousands of devices that takes seconds."""
+        """Request `predicted_gain_s` for this batch. It is computed after the schedules that were
+        requested before: it takes seconds for thousands of devices."""
         price_list, corrected_list = PriceList.of(prices), PriceList.of(new_prices)
         request = BatchRequest(step, tuple(loads), price_list, corrected_list)
         self._gain_request = request, self._thread.submit(self._send_request, request)
 
     @property
     def gain_s(self) -> float | None:
-        """The answer to the last question; None before it came."""
+        """The answer to the last `request_gain`, in seconds; None until it arrives."""
         if self._gain_request is None or not self._gain_request[1].done():
             return None
         request, future = self._gain_request
@@ -180,11 +180,11 @@ class ScheduleWorker:
         return None
 
     def get(self, step: int) -> tuple[Schedule, float]:
-        """(schedule of `step`, seconds waited for it: 0 when it was there). Steps are asked for in
-        order.
+        """(schedule of `step`, seconds waited for it; 0 if it was ready). Steps must be requested
+        in order.
 
         Raises:
-          ValueError: the batch cannot be scheduled (a sample that fits no bucket).
+          ValueError: the batch cannot be scheduled (a sample fits no bucket).
         """
         self._request_until(step + 1 + self._ahead)
         start_s = time.perf_counter()
@@ -211,7 +211,7 @@ class ScheduleWorker:
         return reply.schedule, 0.0 if was_ready else time.perf_counter() - start_s
 
     def close(self) -> None:
-        """End the child; later calls do nothing."""
+        """End the child. Later calls do nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
@@ -238,10 +238,10 @@ class ScheduleWorker:
                 self._next_step = step + 1
 
     def _send_request(self, request: BatchRequest) -> ScheduleReply:
-        """Thread: the child's answer, from a new child where there is none.
+        """Thread: the child's reply; starts a child if there is none.
 
         Raises:
-          ChildProcessError: it died, or wrote something else.
+          ChildProcessError: the child died or wrote something else.
         """
         with self._lock:
             if self._closed or self._failed_starts >= _MAX_FAILED_STARTS:
@@ -265,7 +265,7 @@ class ScheduleWorker:
         return reply
 
     def _end_dead_child(self, child: Child) -> None:
-        """Thread: end a child that does not answer, and say so."""
+        """Thread: end a child that does not answer, and log a warning."""
         if self._closed:
             return
         child.kill()

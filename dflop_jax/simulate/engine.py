@@ -1,10 +1,9 @@
 """Runs jobs that wait for each other and queue at resources.
 
-Where every device has its own cores, each job's start is read off the ends of those before it.
-Where devices share cores, computing jobs slow each other down in proportion to the devices they
-use. Time then moves from one end of a job to the next, in as many turns as there are distinct ends;
-these jobs run on a second clock that stands for work done, and only that clock's speed changes when
-one begins or ends.
+If every device has cores of its own, the start of a job follows from the ends of the jobs before
+it. If devices share cores, computing jobs slow each other down in proportion to the devices they
+use. Time then advances from one end of a job to the next. Computing jobs run on a second clock,
+which measures work done; only the speed of that clock changes when a job starts or ends.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SimJob:
-    """Something that takes `seconds` when nothing slows it down.
+    """A job that takes `seconds` if nothing slows it down.
 
-    It begins when all jobs of `waits_for` (smaller numbers than its own) have ended and its
-    resource, which runs its jobs one at a time in the order of their numbers, is free. `devices`
-    compute meanwhile; 0 for a transfer, which no computation slows down.
+    It starts when all jobs of `waits_for` (with lower numbers) have ended and its resource is free;
+    a resource runs its jobs one at a time, in the order of their numbers. `devices` compute
+    meanwhile; 0 for a transfer, which computation does not slow down.
     """
 
     resource: Hashable
@@ -34,8 +33,7 @@ Times = list[float]  # of each job
 
 
 def run_jobs(jobs: Sequence[SimJob], concurrency: float = math.inf) -> tuple[Times, Times]:
-    """When each job begins and when it ends, in seconds; `concurrency` devices really compute at
-    once."""
+    """(start, end) of each job, in seconds; `concurrency` devices compute at the same time."""
     devices: dict[Hashable, int] = {}
     for job in jobs:
         devices[job.resource] = max(devices.get(job.resource, 0), job.devices)
@@ -55,7 +53,7 @@ def run_jobs(jobs: Sequence[SimJob], concurrency: float = math.inf) -> tuple[Tim
 
 
 def _run_shared(jobs: Sequence[SimJob], concurrency: float) -> tuple[Times, Times]:
-    """The same where jobs that compute may slow each other down."""
+    """`run_jobs` for computing jobs that slow each other down."""
     n_pending = [0] * len(jobs)  # ends that a job still waits for, its resource's turn among them
     followers: list[list[int]] = [[] for _ in jobs]
     last: dict[Hashable, int] = {}

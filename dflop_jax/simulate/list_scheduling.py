@@ -1,7 +1,8 @@
-"""Orders by keys, within what memory allows.
+"""Orders of tasks from keys, within the limits of groups in flight.
 
-List scheduling: a free resource takes the ready task of least key. Or, whatever the time: of all
-tasks that could come next the one of least key does, for which its resource may have to wait.
+A list schedule runs, on every free resource, the ready task with the lowest key. A serial schedule
+appends, of all tasks whose inputs have run, the one with the lowest key; its resource may have to
+wait.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ def list_schedule(
 ) -> list[int]:
     """The order in which tasks start.
 
-    Where every segment that has something to run is full, and nothing runs, a limit is passed.
+    If nothing runs and every segment with a ready task is at its limit, one limit is exceeded.
 
     Args:
-      alternate: forward and backward tasks queue apart, and a resource at which both wait takes the
-        direction that it did not take last (the dual-queue rule).
+      alternate: forward and backward tasks queue separately, and a resource with both takes the
+        direction that it did not take last (dual-queue rule).
     """
     ticks, resource, successors = problem.ticks, problem.resource, problem.successors
     queues = _Queues(problem, keys, alternate)
@@ -29,7 +30,7 @@ def list_schedule(
     link_free = [0] * problem.n_links
     idle = [True] * problem.n_resources
     order: list[int] = []
-    # What comes: inputs of a task, or the end (-1 - resource) of what a resource runs.
+    # Events: a task's inputs have arrived, or a resource's task ends (-1 - resource).
     events = [(0, t) for t in range(problem.n_tasks) if not n_pending[t]]
     now_ticks = 0
     while len(order) < problem.n_tasks:
@@ -67,7 +68,7 @@ def list_schedule(
 
 
 class _Queues:
-    """Ready tasks: of every segment those that open a group, of every resource all others."""
+    """Ready tasks: per segment those that open a group, per resource all others."""
 
     def __init__(self, problem: NumberedTasks, keys: Sequence[int], alternate: bool):
         self._problem, self._keys, self._alternate = problem, keys, alternate
@@ -90,7 +91,7 @@ class _Queues:
         heapq.heappush(queue, (self._keys[task], task))
 
     def pop_next(self, resource: int, full: bool) -> int | None:
-        """The task that a resource runs next; `full` passes the limits of segments."""
+        """The task that a resource runs next; `full` ignores the limits of segments."""
         max_live, in_flight = self._problem.max_live, self._in_flight
         best_queue: list[tuple[int, int]] = []
         for s in self._segments[resource]:
@@ -117,15 +118,16 @@ class _Queues:
 
 
 def backward_list_schedule(problem: NumberedTasks, order: Sequence[int]) -> list[int]:
-    """List scheduling against the order of the mirrored problem: what ends last there is first."""
+    """A list schedule with the order of the mirrored problem reversed: the task that ends last
+    there comes first."""
     starts, _ = start_ticks(problem.mirrored, order)
     return list_schedule(problem, [-(start + ticks) for start, ticks in zip(starts, problem.ticks)])
 
 
 def serial_schedule(problem: NumberedTasks, keys: Sequence[int]) -> list[int]:
-    """The order in which the task of least key comes next, of those that wait for none.
+    """The order that always appends the ready task with the lowest key.
 
-    Where all of these would open a group in a full segment, a limit is passed.
+    If all ready tasks would exceed a limit of groups in flight, one limit is exceeded.
     """
     segment, max_live = problem.segment, problem.max_live
     live_change = problem.live_change

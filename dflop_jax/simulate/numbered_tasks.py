@@ -1,13 +1,12 @@
-"""A step's tasks as numbers: what list scheduling and every search of an order read, and the
-evaluator of orders.
+"""A step's tasks as numbers, for list scheduling and order search, and the evaluation of orders.
 
-A task's number is its place in the graph's canonical order. An order is a permutation of them; a
-resource runs its part of it in that order, and a link carries its sends in the order of the tasks
-that send. A segment keeps a group from its forward, which *opens* it, to its backward, which
-*closes* it.
+The number of a task is its index in the graph's canonical order. An order is a permutation of these
+numbers. A resource runs its part of it in that order, and a link carries sends in the order of the
+tasks that send. A segment holds a group from its forward, which opens it, to its backward, which
+closes it.
 
-Times are whole ticks, so that sums are exact, equal times are equal, and no choice hangs on the
-last bit of a price.
+Times are whole ticks: sums are exact, equal times are equal, and no choice depends on the last bit
+of a price.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from dflop_jax.simulate.task_graph import (
 )
 
 NO_LINK = -1  # the link of what reaches a task without any
-# Whole units that all seconds of a step together are rounded to: sums of them are exact, and even
-# of 100,000 tasks each is rounded by less than a millionth.
+# Ticks of all seconds of a step together: sums are exact, and each of 100,000 tasks is rounded by
+# less than a millionth.
 _TICKS_PER_STEP = 100_000_000_000
 Time = TypeVar("Time", int, float)
 Successor = tuple[int, int, int]  # a task that waits, the link that carries to it or NO_LINK, ticks
@@ -38,11 +37,12 @@ Sends = Mapping[Task, Mapping[Task, tuple[object, float]]]  # task -> reader -> 
 
 @dataclass(frozen=True, eq=False)
 class NumberedTasks:
-    """Tasks 0..n-1: `resource` runs each for `ticks` of `tick_s` seconds, then its `out` is sent.
+    """Tasks 0..n_tasks-1. `resource` runs each for `ticks` of `tick_s` seconds, then its
+    `successors` are sent.
 
-    `keeps` is +1 where a task opens a group in its `segment`, -1 where it closes one, else 0; a
-    segment keeps at most `limit` groups. `alike` holds tasks that may change places with others,
-    unit by unit: arrays [units, tasks] of two rows or more.
+    `live_change` is +1 if a task opens a group in its `segment`, -1 if it closes one, else 0; a
+    segment holds at most `max_live` groups. `interchangeable` has tasks that may be swapped row by
+    row: arrays [units, tasks] with two rows or more.
     """
 
     resource: tuple[int, ...]
@@ -62,7 +62,7 @@ class NumberedTasks:
 
     @cached_property
     def n_inputs(self) -> tuple[int, ...]:
-        """How many tasks each waits for."""
+        """The number of tasks that each task waits for."""
         counts = [0] * self.n_tasks
         for successors in self.successors:
             for reader, _, _ in successors:
@@ -71,8 +71,8 @@ class NumberedTasks:
 
     @cached_property
     def mirrored(self) -> NumberedTasks:
-        """The problem in which time runs backwards. An order of it, turned round, is one of this
-        problem, in which segments keep as many groups."""
+        """The problem with time reversed. The reverse of an order of it is an order of this
+        problem, and segments hold as many groups."""
         inputs: list[list[Successor]] = [[] for _ in range(self.n_tasks)]
         for t, successors in enumerate(self.successors):
             for reader, link, send in successors:
@@ -84,7 +84,7 @@ class NumberedTasks:
         )
 
     def is_within_limits(self, order: Sequence[int]) -> bool:
-        """Whether no segment keeps more groups than its limit."""
+        """Whether no segment holds more groups than its limit."""
         return all(a <= b for a, b in zip(peak_in_flight(self, order), self.max_live))
 
 
@@ -96,13 +96,13 @@ def number_tasks(
     sends: Sends | None = None,
     tick_s: float = 0.0,
 ) -> NumberedTasks:
-    """The tasks of a step of these groups; a segment may keep as many of them as in 1F1B
+    """The tasks of a step with these groups; the limits are those of 1F1B
     (`task_graph.in_flight_limit`).
 
     Args:
       seconds: of each task when nothing slows it down.
-      sends: what tasks send to others over links.
-      tick_s: 0: the least for which all ticks together are no large number.
+      sends: from each task to its readers over links.
+      tick_s: seconds of a tick; 0: a fixed fraction of all seconds together.
     """
     segments = {s.name: i for i, s in enumerate(plan.layout.segments)}
     resource = segment_resources(plan.layout)
@@ -128,7 +128,8 @@ def number_tasks(
 def add_sends(
     graph: StepGraph, sends: Sends
 ) -> tuple[list[tuple[tuple[int, int, float], ...]], int]:
-    """Of every task (task that waits, link or NO_LINK, seconds), and how many links there are."""
+    """For every task, (successor, link or NO_LINK, seconds) of all its successors; and the number
+    of links."""
     links: dict[object, int] = {}
     successors = [tuple((f, NO_LINK, 0.0) for f in followers) for followers in graph.followers]
     for task, readers in sends.items():
@@ -143,7 +144,7 @@ def add_sends(
 
 
 def peak_in_flight(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
-    """Most groups that each segment keeps at once."""
+    """The largest number of groups that each segment holds at once."""
     live, peak = [0] * len(tasks.max_live), [0] * len(tasks.max_live)
     for t in order:
         s = tasks.segment[t]
@@ -153,8 +154,8 @@ def peak_in_flight(tasks: NumberedTasks, order: Sequence[int]) -> list[int]:
 
 
 def start_ticks(tasks: NumberedTasks, order: Sequence[int]) -> tuple[list[int], int]:
-    """(start of each task, makespan) of an order, in ticks: what the event simulator says where
-    nothing slows a task down."""
+    """(start of each task, makespan) of an order, in ticks: the result of the event simulator if no
+    task slows another down."""
     free_ticks = [0] * tasks.n_resources
     links = [0] * tasks.n_links
     return run_in_order(order, tasks.resource, tasks.ticks, tasks.successors, free_ticks, links)
@@ -168,8 +169,8 @@ def run_in_order(
     free: list[Time],
     link_free: list[Time],
 ) -> tuple[list[Time], Time]:
-    """The same of tasks in any unit of time, from when resources and links are `free`, which are
-    moved on."""
+    """`start_ticks` in any unit of time. `free` and `link_free` are the times at which resources
+    and links become free; they are updated."""
     makespan = min(free, default=0)
     starts = [makespan] * len(seconds)  # until a task's turn comes: when its inputs are there
     for t in order:

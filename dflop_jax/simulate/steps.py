@@ -1,9 +1,9 @@
-"""Simulates steps of a plan: the runtime's own task lists, with durations in place of programs.
+"""Simulates steps of a plan: the task lists of the runtime, with durations in place of programs.
 
-Tasks of a resource run in list order; a task starts when its inputs are there and its resource is
-free. Where devices share cores (`concurrency` below the device count), tasks that overlap slow each
+A resource runs its tasks in list order; a task starts when its inputs have arrived and its resource
+is free. If devices share cores (`concurrency` below the device count), overlapping tasks slow each
 other down in proportion to the devices they use. Sends overlap computation: each pair of submeshes
-has a link of its own per direction, which carries one send at a time, in dispatch order.
+has one link per direction, which carries one send at a time, in dispatch order.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ROUNDING = 1e-9  # makespans that differ by less are the same
 
 @dataclass(frozen=True)
 class Noise:
-    """What makes durations differ from their predictions.
+    """Random deviations of durations from their predictions.
 
-    Every task and send is multiplied by a log-normal factor of its own, of mean 1 and with
-    deviation `sigma` of its logarithm, drawn from (seed, step). `stragglers` multiplies the tasks
-    of named submeshes on top.
+    Every task and send is multiplied by a log-normal factor of mean 1, whose logarithm has
+    deviation `sigma`, drawn from (seed, step). `stragglers` also multiplies the tasks of the named
+    submeshes.
     """
 
     seed: int = 0
@@ -72,19 +72,19 @@ def simulate_step(
     noise: Noise | None = None,
     synchronous: Collection[str] = (),
 ) -> Trace:
-    """Trace of one step.
+    """The trace of one step.
 
-    What crosses from a segment to another submesh are events SEND of that segment and group, and
-    RETURN for the gradients that come back to it, on a submesh named "from → to".
+    Sends of a segment to another submesh are SEND events of that segment and group; gradients that
+    come back to it are RETURN events. Their submesh is named "from → to".
 
     Args:
-      trainable: names of the segments that train.
-      noise: factors on all durations; None: none.
-      awaited: submeshes that are given a task only when the one before it on their devices has
-        ended. One thread dispatches all tasks in order, so later tasks of any submesh wait too.
+      trainable: names of the trainable segments.
+      noise: factors on all durations; None: no noise.
+      synchronous: submeshes that get a task only after the previous one on their devices has ended.
+        One thread dispatches all tasks in order, so later tasks of every submesh wait, too.
 
     Raises:
-      ValueError: the schedule's order is none of this step, or a straggler is no submesh.
+      ValueError: the schedule's order is no order of this step, or a straggler is no submesh.
     """
     submeshes = [m.name for m in plan.layout.submeshes]
     if noise and (unknown := [m for m in noise.stragglers if m not in submeshes]):
@@ -105,7 +105,7 @@ def simulate_order(
     noise: Noise | None = None,
     synchronous: Collection[str] = (),
 ) -> Trace:
-    """`simulate_step` by an order that is known to be one of the graph."""
+    """`simulate_step` for an order that is known to be valid for the graph."""
     submesh = {s.name: s.submesh for s in layout.segments}
     resource = segment_resources(layout)
     n_devices = {m.name: m.n_devices for m in layout.submeshes}
@@ -151,7 +151,8 @@ def simulate_order(
 
 
 def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
-    """`prices.task_s` of this schedule's tasks, which looks every program up once."""
+    """A function that returns the seconds of a task like `prices.task_s`, but looks every program
+    up only once."""
     first_group: dict[tuple[Shape, tuple[str, ...]], int] = {}
     kinds = [(g.shape, g.remat_less) for g in schedule.groups]
     same_program = [first_group.setdefault(kind, i) for i, kind in enumerate(kinds)]
@@ -170,8 +171,8 @@ def task_seconds(schedule: Schedule, prices: Prices) -> Callable[[Task], float]:
 
 
 def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Prices) -> Sends:
-    """What each task sends to other submeshes: task -> reader -> ((submesh, submesh), seconds).
-    Sizes are those of the group that reads the activations."""
+    """The sends of each task to other submeshes: task -> reader -> ((submesh, submesh), seconds).
+    The size of a send is that of the group that reads the activations."""
     submesh = {s.name: s.submesh for s in layout.segments}
     linked = [(k.source, k.target) for k in segment_links(layout)]
     crossing = {(a, b) for a, b in linked if submesh[a] != submesh[b]}
@@ -199,7 +200,8 @@ def task_sends(layout: Layout, schedule: Schedule, graph: StepGraph, prices: Pri
 
 
 def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[float]:
-    """Factors of a step's `n` tasks (kind 0) or sends (kind 1), each kind from draws of its own."""
+    """Noise factors of a step's `n` tasks (kind 0) or sends (kind 1), with separate draws for each
+    kind."""
     if noise is None or noise.sigma == 0:
         return iter([1.0] * n)
     z = np.random.default_rng([noise.seed, step, kind]).standard_normal(n)
@@ -209,11 +211,11 @@ def _factors(n: int, noise: Noise | None, step: int, kind: int) -> Iterator[floa
 def with_list_order(
     plan: Plan, schedule: Schedule, prices: Prices, trainable: Collection[str]
 ) -> Schedule:
-    """The schedule with the order of tasks that is fastest in simulation, and its makespan.
+    """The schedule with the faster of two list-scheduled orders in simulation, and its makespan.
 
-    List scheduling by textbook durations is compared with list scheduling by the prices, which does
-    not always beat it: the first choice of a greedy rule may be wrong with the right numbers. The
-    second is taken where it is faster by more than rounding.
+    One order uses textbook durations, the other the prices. The second does not always win, since
+    the first choice of a greedy rule may be wrong with exact durations; it is used if it is faster
+    by more than rounding.
     """
     graph = step_graph(plan.layout, schedule.groups, trainable)
     seconds = task_seconds(schedule, prices)
@@ -258,7 +260,7 @@ def simulate_schedules(
     noise: Noise | None = None,
     synchronous: Collection[str] = (),
 ) -> Trace:
-    """Steps one after another in one trace; groups keep counting."""
+    """The trace of consecutive steps; group numbers continue from step to step."""
     events: list[Event] = []
     offset, first_group = 0.0, 0
     for schedule in schedules:

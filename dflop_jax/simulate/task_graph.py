@@ -1,8 +1,8 @@
-"""Pure task lists: which program calls a step needs, and what each waits for.
+"""Task lists: the program calls of a step, and the tasks that each waits for.
 
-Runtime, scheduler and simulator all read this file, so they execute the same lists. A segment whose
-output nobody reads has no forward of its own in training: its backward task computes loss and
-gradient in one call.
+Runtime, scheduler and simulator all use this module, so they execute the same lists. A segment
+whose output no other segment reads has no forward of its own in training: its backward computes
+loss and gradient in one call.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from dflop_jax.records import (
 
 @dataclass(frozen=True)
 class SegmentLink:
-    """What one segment sends another: the hidden states between two segments of a module (`edge`
-    is None), or what an edge of the model carries."""
+    """What one segment sends another: the hidden states between two segments of a module (`edge` is
+    None), or the features of an edge of the model."""
 
     source: str
     target: str
@@ -38,19 +38,19 @@ class SegmentLink:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """Tasks of one step in a canonical order, and the tasks that each waits for."""
+    """The tasks of one step in a canonical order, and the tasks that each waits for."""
 
     tasks: tuple[Task, ...]
     waits_for: dict[Task, tuple[Task, ...]]
 
     @cached_property
     def task_index(self) -> dict[Task, int]:
-        """The number of each task: its place in the canonical order."""
+        """The index of each task in the canonical order."""
         return {t: i for i, t in enumerate(self.tasks)}
 
     @cached_property
     def followers(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the tasks that wait for each task."""
+        """For each task, the indices of the tasks that wait for it."""
         waiting: list[list[int]] = [[] for _ in self.tasks]
         for i, t in enumerate(self.tasks):
             for input_task in self.waits_for[t]:
@@ -59,7 +59,7 @@ class StepGraph:
 
 
 def segment_links(layout: Layout) -> tuple[SegmentLink, ...]:
-    """Everything that segments send each other, in the order of the receiving segments."""
+    """All links between segments, in the order of the receiving segments."""
     all_links: list[SegmentLink] = []
     for s in layout.segments:
         segments_of_module = layout.segments_of(s.module)
@@ -74,7 +74,7 @@ def segment_links(layout: Layout) -> tuple[SegmentLink, ...]:
 
 
 def linked_shapes(layout: Layout, link: SegmentLink) -> list[tuple[Shape, Shape]]:
-    """Shapes of a source and a target group that a bucket joins."""
+    """The shapes of source and target groups that some bucket has together."""
     low, high = (layout.segment(n).module for n in (link.source, link.target))
     pairs = ((b.shape(low), b.shape(high)) for b in layout.buckets)
     return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
@@ -90,7 +90,8 @@ def feeding_groups(groups: Sequence[Group]) -> dict[tuple[int, str], list[int]]:
 
 
 def tied_segments(layout: Layout) -> dict[str, str]:
-    """Segment that reads the entry's parameters of its module from another one -> that one."""
+    """Segment that reads the embedding parameters of its module from another segment -> that
+    segment."""
     owner_of = {}
     for module in layout.tied:
         segments_of_module = layout.segments_of(module)
@@ -100,7 +101,8 @@ def tied_segments(layout: Layout) -> dict[str, str]:
 
 
 def segments_with_backward(layout: Layout, trainable: Collection[str]) -> tuple[str, ...]:
-    """Segments that run backward: trainable ones, and those that read what such a one computes."""
+    """Segments that run backward: trainable ones, and those that read the output of such a
+    segment."""
     all_links, names = segment_links(layout), list[str]()
     for s in layout.segments:
         if s.name in trainable or any(k.target == s.name and k.source in names for k in all_links):
@@ -111,8 +113,8 @@ def segments_with_backward(layout: Layout, trainable: Collection[str]) -> tuple[
 def step_graph(
     layout: Layout, groups: Sequence[Group], trainable: Collection[str], *, evaluate: bool = False
 ) -> StepGraph:
-    """Graph of one step that runs `groups`; `evaluate` gives forward tasks only, those of the
-    segments that end in a loss included."""
+    """The graph of one step with these groups. `evaluate` gives forward tasks only, including those
+    of segments that end in a loss."""
     backward = () if evaluate else segments_with_backward(layout, trainable)
     links_in: dict[str, list[SegmentLink]] = {s.name: [] for s in layout.segments}
     links_out: dict[str, list[SegmentLink]] = {s.name: [] for s in layout.segments}
@@ -155,7 +157,7 @@ def _step_end(
     layout: Layout, waits: dict[Task, tuple[Task, ...]], trainable: Collection[str]
 ) -> dict[Task, tuple[Task, ...]]:
     """Reductions and updates. The reader of a tied parameter reduces first, so that its owner adds
-    both gradients, and is updated last, by what the owner sends."""
+    both gradients; it is updated last, with the values that the owner sends."""
     owner_of = tied_segments(layout)
     readers = {owner: reader for reader, owner in owner_of.items() if reader in trainable}
     names = [s.name for s in layout.segments if s.name in trainable]

@@ -15,18 +15,19 @@ TEXTBOOK_S = {FORWARD: 1.0, BACKWARD: 2.0, REDUCE: 0.0, UPDATE: 0.0}
 
 
 def order_tasks(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> tuple[Task, ...]:
-    """One total order in which to dispatch a step's tasks; a resource runs its part of it in order.
+    """One total order in which a step's tasks are dispatched; every resource runs its part of it in
+    order.
 
-    List scheduling as if a backward cost two forwards: a free resource
-    takes the ready forward task of the deepest segment whose in-flight limit allows it ("1f1b";
-    "gpipe" has no limit), else the ready backward task of the earliest group. Groups take their
-    turn by the group at the pipeline's end that they feed. Ties break by (turn, group, segment).
+    List scheduling with a backward as long as two forwards. A free resource takes the ready forward
+    of the deepest segment that is below its limit of groups in flight ("1f1b"; "gpipe" has no
+    limit), else the ready backward of the earliest group. Groups are ordered by the group at the
+    end of the pipeline that they feed. Ties break by (that order, group, segment).
     """
     return tuple(graph.tasks[t] for t in textbook_order(plan, graph, groups))
 
 
 def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
-    """What `order_tasks` says, in numbers of the tasks."""
+    """`order_tasks` as indices of the tasks."""
     tasks = number_tasks(plan, graph, groups, lambda t: TEXTBOOK_S[t.direction], tick_s=1.0)
     return list_schedule(_limited(plan, groups, tasks), _urgency(plan, graph, groups))
 
@@ -34,7 +35,7 @@ def textbook_order(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> lis
 def both_orders(
     plan: Plan, graph: StepGraph, groups: Sequence[Group], seconds: Callable[[Task], float]
 ) -> tuple[list[int], list[int]]:
-    """What `order_tasks` says, and the same by `seconds` of each task, in numbers of the tasks."""
+    """`order_tasks`, and the same with `seconds` of each task, as indices of the tasks."""
     priced_tasks = _limited(plan, groups, number_tasks(plan, graph, groups, seconds))
     ticks = tuple(round(TEXTBOOK_S[t.direction]) for t in graph.tasks)
     ranks = _urgency(plan, graph, groups)
@@ -44,18 +45,18 @@ def both_orders(
 
 
 def _limited(plan: Plan, groups: Sequence[Group], tasks: NumberedTasks) -> NumberedTasks:
-    """The tasks, whose segments keep any number of groups under "gpipe"."""
+    """The tasks, without limits of groups in flight under "gpipe"."""
     if plan.scheduling.order != "gpipe":
         return tasks
     return replace(tasks, max_live=(len(groups) + 1,) * len(tasks.max_live))
 
 
 def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]:
-    """The rank of every task among all, the most urgent first."""
+    """The rank of every task among all, most urgent first."""
     depth = {s.name: i for i, s in enumerate(plan.layout.segments)}
     turn_of_group = _pipeline_turns(groups)
     runs_back = {t.segment for t in graph.tasks if t.direction == BACKWARD}
-    # A forward that no backward follows has no limit, so it only fills gaps.
+    # A forward without a backward has no limit, so it only fills gaps.
     kinds = {FORWARD: 0, BACKWARD: 1, REDUCE: 3, UPDATE: 4}
 
     def key(i: int) -> tuple[int, ...]:
@@ -75,7 +76,7 @@ def _urgency(plan: Plan, graph: StepGraph, groups: Sequence[Group]) -> list[int]
 
 
 def _pipeline_turns(groups: Sequence[Group]) -> list[int]:
-    """The place, for every group, of the first group at the pipeline's end that it leads to."""
+    """For every group, the index of the first group at the end of the pipeline that it feeds."""
     turn_of_group: dict[int, int] = {}
 
     def turn(i: int) -> int:
@@ -87,7 +88,8 @@ def _pipeline_turns(groups: Sequence[Group]) -> list[int]:
 
 
 def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
-    """ValueError unless `order` holds every task of the graph once, after all that it waits for."""
+    """Raise ValueError unless `order` has every task of the graph once, after all that it waits
+    for."""
     done: set[Task] = set()
     for t in order:
         if t not in graph.waits_for or t in done:
@@ -102,8 +104,8 @@ def check_order(graph: StepGraph, order: Sequence[Task]) -> None:
 
 
 def schedule_order(plan: Plan, schedule: Schedule, graph: StepGraph) -> tuple[Task, ...]:
-    """The schedule's own order, checked against the graph, else list scheduling by textbook
-    durations."""
+    """The schedule's own order, checked against the graph, or list scheduling by textbook durations
+    if it has none."""
     if schedule.order:
         check_order(graph, schedule.order)
         return schedule.order

@@ -1,8 +1,8 @@
-"""Offline choice of the shapes that are compiled: at most K buckets for the data at hand.
+"""Chooses the buckets that are compiled: at most K of them for the data at hand, before training.
 
-`choose_buckets` keeps the best of some starting sets (chains of sizes), refines it while real
-schedules of sampled batches get faster, and asks an integer program over these batches, which
-begins with it, for a better one.
+`choose_buckets` keeps the best of some starting sets (chains of sizes), refines it while schedules
+of sampled batches get faster, and then asks an integer program over these batches, which starts
+from it, for a better set.
 """
 
 from __future__ import annotations
@@ -41,13 +41,17 @@ _ROW_FACTORS = (2.0, 0.5)  # factors by which it multiplies packed rows of the s
 
 @dataclass(frozen=True)
 class _Effort:
-    """Work of a choice: starts tried, on how many batches first, how many of them then on all
-    `batches`; batches scheduled in all (`budget`; it ends the refinement), units of work for each.
+    """The work of a choice.
 
-    Of the integer program the batches whose groups it chooses, at most, and amounts of slack; of
-    its candidates cuts of a batch over the finest that is sensible, and lengths of packed rows (or,
-    where a row takes one piece, numbers of rows) in the last module and in the others. Twice as
-    many candidates or batches make it twice as large.
+    Attributes:
+      starts, first, finalists: starting sets; batches on which all of them are evaluated first;
+        sets that are then evaluated on all `batches`.
+      batches, budget, work: sampled batches; batches scheduled in all, which ends the refinement;
+        units of work for each.
+      milp_batches, slacks: batches and amounts of slack of the integer program.
+      cuts: microbatches per batch of its candidates, over the largest sensible number.
+      last_lengths, other_lengths: row lengths of its candidates (or numbers of rows, where a row
+        takes one piece) in the last module and in the others. Twice as many make it twice as large.
     """
 
     starts: int
@@ -77,12 +81,15 @@ _EFFORTS = {
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """Chosen buckets, the roomiest first, and what scheduling sampled batches with them gave.
+    """The chosen buckets, largest first, and the results of scheduling sampled batches with them.
 
-    expected_s: mean simulated makespan of a global batch. padding: by module, mean padded share of
-    the executed tokens. made_by: "search" or "integer", who proposed them; gain: by how much that
-    is faster than what the other proposed, relative. gap: how far below its own best answer the
-    integer program's optimum may be, relative; 1 where it was not asked.
+    Attributes:
+      expected_s: mean simulated makespan of a global batch.
+      padding: by module, mean share of padding in the executed tokens.
+      made_by: "search" or "integer", the method that found them.
+      gain: by how much they are faster than the other method's set, relative.
+      gap: relative distance of the integer program's solution from its optimum, at most; 1 if it
+        was not asked.
     """
 
     buckets: Buckets
@@ -174,6 +181,7 @@ def choose_buckets(
 
 
 def _evaluate_choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoice:
+    """The choice of these buckets, evaluated on all batches."""
     n = len(evaluator.batches)
     expected_s, padding = evaluator.mean_s(buckets, n), {}
     for m in evaluator.problem.ranks:
@@ -186,7 +194,7 @@ def _evaluate_choice(buckets: Buckets, evaluator: BucketEvaluator) -> BucketChoi
 def _draw_batches(
     loads: Sequence[Load], problem: BucketProblem, usual: int, seed: int
 ) -> list[list[Load]]:
-    """Global batches drawn from the loads, every second one drifted."""
+    """Global batches drawn from the loads; every second one is drifted."""
     min_batches = max(2, round(4 * min(1.0, LARGE_BATCH / problem.global_batch)))
     n = max(min_batches, round(usual * min(1.0, 2 * _USUAL_BATCH / problem.global_batch)))
     plain = sample_batches(loads, problem.global_batch, n - n // 2, seed)
@@ -196,7 +204,7 @@ def _draw_batches(
 
 
 def _grow_to_hold(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capacity) -> Buckets:
-    """The set with rows added to its roomiest bucket until it holds every sample."""
+    """The set with rows added to its largest bucket until it holds every sample."""
     ranked = largest_first(buckets)
     first, rest = ranked[0], ranked[1:]
     while not front.any_can_hold((first, *rest), capacity).all():
@@ -216,7 +224,8 @@ def _grow_to_hold(buckets: Buckets, front: Batch, sizes: Sizes, capacity: Capaci
 def _best_start(
     starts: Sequence[Buckets], evaluator: BucketEvaluator, n_first: int, n_final: int
 ) -> Buckets:
-    """The fastest start on all batches of the `n_final` that are fastest on the first `few`."""
+    """The set that is fastest on all batches, out of the `n_final` sets that are fastest on the
+    first `n_first` batches."""
     starts_left: list[Buckets] = []
     for start in starts:
         if starts_left and evaluator.is_spent:
@@ -238,8 +247,8 @@ def _refine(
     front: Batch,
     problem: BucketProblem,
 ) -> Buckets:
-    """Scale one or all modules of one bucket, leave one out, or cut its tokens into more or fewer
-    rows, while that makes the batches faster."""
+    """The set after moves that make the batches faster: scale one or all modules of a bucket, drop
+    a module, or split its tokens into more or fewer rows."""
     all_modules = tuple(sizes)
     packed = tuple(m for m in all_modules if not sizes[m].piece_tokens)
     subsets = [all_modules, *((m,) for m in all_modules if len(all_modules) > 1)]
@@ -267,8 +276,9 @@ def _refine(
 def _candidates(
     starts: Sequence[Buckets], sizes: Sizes, problem: BucketProblem, work: _Effort
 ) -> list[Bucket]:
-    """Candidates of the MILP: the buckets of all starts, one that holds every sample, and others
-    that cut an average batch into a few numbers of microbatches with rows of several lengths."""
+    """Candidates of the MILP: the buckets of all starting sets, one that holds every sample, and
+    others that split an average batch into several numbers of microbatches, with rows of several
+    lengths."""
     candidates = dict.fromkeys(b for start in starts for b in start)
     candidates[make_bucket(sizes, {}, holds_largest=True)] = None
     *other_modules, last = sizes
@@ -281,10 +291,12 @@ def _candidates(
 
 
 def dominating_loads(loads: Sequence[Load], modules: Sequence[str]) -> list[Load]:
-    """Loads that together ask for all that any does: a set of buckets that holds these holds all.
+    """Loads that together need all that any load needs: a set of buckets that holds these holds
+    all.
 
-    No other load has as many tokens, pieces and as long a piece of every module; those of unequal
-    pieces may yet need more rows, so the one that needs most at each number of pieces stays too.
+    A load is dropped if another has at least as many tokens and pieces and as long a piece of every
+    module. Loads of unequal pieces may need more rows, so the largest load for each number of
+    pieces stays.
     """
 
     def key(load: Load) -> tuple[int, ...]:

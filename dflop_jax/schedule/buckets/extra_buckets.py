@@ -1,5 +1,5 @@
-"""Buckets that are not chosen: a baseline's, quantiles of what arrives, and one for samples that no
-other holds, compiled ahead like the rest and rarely run."""
+"""Buckets that are not searched: a baseline's, from quantiles of arriving samples, and the spare
+bucket for samples that no other bucket holds. They are compiled ahead like the others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dflop_jax.schedule.buckets.problem import Buckets, largest_first
 from dflop_jax.schedule.buckets.sizes import round_up
 from dflop_jax.schedule.sub_microbatches import merged_buckets
 
-# Microbatches drawn to see what arrival order needs; twice as many move a baseline's quantiles by
-# less than a step of its shapes, usually.
+# Microbatches drawn to measure the needs of arrival order. Twice as many usually move the quantiles
+# by less than one step of the shapes.
 _ARRIVAL_DRAWS = 512
 
 
@@ -27,11 +27,11 @@ def arrival_buckets(
     piece_tokens: Mapping[str, int],
     token_multiple: int,
 ) -> Buckets:
-    """Buckets of the baseline: `per_rank` rows of one sample each in the last module, padded to the
-    longest, and as many rows of the others as hold these samples' pieces.
+    """Buckets of the arrival baseline: `per_rank` rows of one sample each in the last module,
+    padded to the longest, and as many rows of the other modules as these samples' pieces need.
 
-    Capacities are quantiles of what microbatches drawn in arrival order need on a rank; the last
-    holds `per_rank` of the largest sample.
+    Capacities are quantiles of the needs per rank of microbatches drawn in arrival order; the last
+    bucket holds `per_rank` of the largest sample.
     """
     last = list(ranks)[-1]
     rng = np.random.default_rng(0)
@@ -72,8 +72,8 @@ def arrival_buckets(
 
 
 def sample_capacity(plan: Plan) -> Capacity:
-    """What a bucket of the plan has for one sample: all data ranks, or one where a sample stays on
-    the rank that it arrives at."""
+    """The capacity that a bucket of the plan has for one sample: all data ranks, or one if a sample
+    stays on the rank at which it arrives."""
     capacity = capacity_of(plan.layout)
     if plan.scheduling.grouping == "balanced":
         return capacity
@@ -91,8 +91,8 @@ def spare_bucket(
     """The bucket that holds each of these samples alone, in rows of the longest piece.
 
     Args:
-      piece_tokens: modules whose rows take one piece each, and its tokens.
-      multiple: tokens of other modules' rows are a multiple of it.
+      piece_tokens: tokens of a row, for modules whose rows take one piece each.
+      multiple: tokens of the rows of other modules are a multiple of it.
     """
     shapes: dict[str, Shape | None] = {}
     for m, ranks in capacity.ranks.items():

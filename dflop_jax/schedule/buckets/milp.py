@@ -16,14 +16,15 @@ from dflop_jax.schedule.count_vectors import volume_conditions
 
 SLACKS = (1.004, 1.03)  # room over volume that packing whole samples may need; one answer for each
 _GAP = 0.004  # relative, at which the MILP counts as solved
-# Price of a second on devices that are not the slowest, over one on these: padding is not free
-# there either. Twice as much gives buckets that pad them less and fill the slowest less well.
+# Price of a second on all but the slowest devices, relative to the slowest: padding is not free
+# there either. Twice as much gives buckets with less padding there and a worse fill on the slowest
+# devices.
 _IDLE_PRICE = 0.2
 
 
 def group_price(problem: BucketProblem, bucket: Bucket) -> tuple[float, float]:
-    """(what a group adds to a batch, what it takes to fill the pipeline): the time of the slowest
-    devices and a share of the others', and those of all others."""
+    """(the price of a group, its price of filling the pipeline): seconds on the slowest devices
+    plus a share of those on the others, and seconds on all others."""
     seconds_R = problem.costs(bucket).bucket_s(bucket)
     slowest = float(seconds_R.max())
     rest = float(seconds_R.sum()) - slowest
@@ -31,8 +32,8 @@ def group_price(problem: BucketProblem, bucket: Bucket) -> tuple[float, float]:
 
 
 def with_variants(candidates: Sequence[Bucket], batches: Sequence[Batch]) -> dict[Bucket, set[int]]:
-    """The candidates, then what is left of them without modules that some samples lack; of each the
-    candidates with which it comes."""
+    """The candidates, followed by their variants without modules that some samples lack; by bucket,
+    the candidates from which it comes."""
     parents = {b: {c} for c, b in enumerate(candidates)}
     absences = dict.fromkeys(missing for batch in batches for missing in batch.missing_modules)
     for c, missing in product(range(len(candidates)), absences):
@@ -121,8 +122,9 @@ def solve_bucket_milp(
 
 
 class _SilentHighs(highspy.Highs):
-    """Prints nothing, though highspy 1.16 names itself on stdout as soon as callbacks are enabled,
-    which its constructor does. (scipy's and cvxpy's interfaces to HiGHS take no start.)"""
+    """A HiGHS solver that prints nothing. highspy 1.16 prints its name as soon as callbacks are
+    enabled, which its constructor does. The interfaces of scipy and cvxpy to HiGHS take no
+    start."""
 
     def enableCallbacks(self) -> None:  # as highspy spells it
         self.silent()

@@ -1,6 +1,5 @@
-"""For what shapes are chosen: the plan that will run with them, at the prices that it runs at; and
-what sets of them are worth: sampled batches scheduled on it, by the scheduler of a run, and
-simulated."""
+"""What buckets are chosen for (the plan and its prices), and the evaluation of bucket sets: sampled
+batches, scheduled by the scheduler of a run and simulated."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from dflop_jax.schedule.costs import GroupCosts, group_costs
 
 Buckets = tuple[Bucket, ...]
 
-# Relative: makespans that differ by less are equal, since the last bits of a fit differ from
-# machine to machine.
+# Relative: makespans that differ by less are equal, since the last bits of a fit depend on the
+# machine.
 TIE_TOLERANCE = 1e-6
-# Times as long as the best that a set may take on the first batches; with twice the 1% sets are
-# given up later, within the same budget of batches.
+# Seconds of a set over those of the best set, on the first batches, above which it is given up.
+# With 1.02 sets are given up later, within the same budget of batches.
 _GIVE_UP_RATIO = 1.01
 _UNCHANGED_PLAN = partial(Plan, "")  # the plan of a layout
 
@@ -29,16 +28,16 @@ class BucketProblem:
     """What buckets are chosen for.
 
     Attributes:
-      layout: where the modules lie; its own buckets do not matter.
-      prices: of all that runs in a layout.
-      global_batch: samples of a step.
-      n_buckets: at most so many are chosen.
-      trainable: names of the segments that train; None: all.
-      piece_tokens: modules whose rows take one piece each, and its tokens.
+      layout: the modules' devices; its own buckets are ignored.
+      prices: the prices of all programs of a layout.
+      global_batch: samples per step.
+      n_buckets: largest number of buckets.
+      trainable: names of the trainable segments; None: all.
+      piece_tokens: tokens of a row, for modules whose rows take one piece each.
       token_multiple: tokens of packed rows are a multiple of it (128 on GPU).
-      max_tokens: by module, most tokens of a microbatch on one rank that memory allows.
-      max_microbatches: most microbatches that an average batch is cut into.
-      as_run: the plan that a policy makes of the layout with chosen buckets.
+      max_tokens: by module, the tokens of a microbatch on one rank that memory allows.
+      max_microbatches: largest number of microbatches that an average batch is split into.
+      make_plan: makes the plan of a layout with chosen buckets.
     """
 
     layout: Layout
@@ -63,27 +62,27 @@ class BucketProblem:
 
     @cached_property
     def trained(self) -> Collection[str]:
-        """Names of the segments that train."""
+        """Names of the trainable segments."""
         all_segments = [s.name for s in self.layout.segments]
         return all_segments if self.trainable is None else self.trainable
 
     def with_buckets(self, buckets: Buckets) -> Plan:
-        """The plan that runs with these buckets."""
+        """The plan with these buckets."""
         return self.make_plan(replace(self.layout, buckets=buckets))
 
     def costs(self, bucket: Bucket) -> GroupCosts:
-        """What groups of a bucket take on each resource."""
+        """The costs of groups of a bucket on each resource."""
         layout = replace(self.layout, buckets=(bucket,))
         return group_costs(layout, self.prices(layout), self.trained)
 
 
 def is_less(a: float, b: float) -> bool:
-    """Whether a is less than b by more than rounding, a fit's last bits included."""
+    """Whether a is less than b by more than rounding, including the last bits of a fit."""
     return a < b * (1 - TIE_TOLERANCE)
 
 
 def first_min(values: Sequence[float]) -> int:
-    """Place of the least value; of equal ones (to rounding) the first."""
+    """The index of the minimum; the first one among values that are equal to rounding."""
     best_index = 0
     for i, value in enumerate(values):
         if is_less(value, values[best_index]):
@@ -92,8 +91,8 @@ def first_min(values: Sequence[float]) -> int:
 
 
 class BucketEvaluator:
-    """Seconds of sampled batches under bucket sets, each batch scheduled once per set, until the
-    budget of scheduled batches is spent."""
+    """Simulated seconds of sampled batches under bucket sets. Each batch is scheduled once per set,
+    until the budget of scheduled batches is spent."""
 
     def __init__(
         self, batches: Sequence[Sequence[Load]], problem: BucketProblem, *, work: int, budget: int
@@ -107,7 +106,7 @@ class BucketEvaluator:
         return self.remaining <= 0
 
     def _scheduled(self, buckets: Buckets, batch: int) -> tuple[float, dict[str, int]]:
-        """(simulated seconds of a batch, tokens of each module that its groups have room for)."""
+        """(simulated seconds of a batch, tokens of each module for which its groups have room)."""
         problem = self.problem
         plan = problem.with_buckets(buckets)
         prices = problem.prices(plan.layout)
@@ -121,10 +120,11 @@ class BucketEvaluator:
         return schedule.makespan_s, capacity_tokens
 
     def mean_s(self, buckets: Buckets, n: int) -> float:
+        """Mean simulated seconds of the first `n` batches."""
         return sum(self.schedule_seconds(buckets, i)[0] for i in range(n)) / n
 
     def is_faster(self, buckets: Buckets, best_set: Buckets) -> bool:
-        """Whether a set is faster than `best` on all batches; given up early when far behind."""
+        """Whether a set is faster than `best` on all batches; False as soon as it is far behind."""
         set_s = best_s = 0.0
         for i in range(len(self.batches)):
             set_s += self.schedule_seconds(buckets, i)[0]
@@ -135,6 +135,7 @@ class BucketEvaluator:
 
 
 def largest_first(buckets: Sequence[Bucket]) -> Buckets:
-    """The buckets by their tokens of the last module, then of those before it, most first."""
+    """The buckets by their tokens of the last module, then of the modules before it, largest
+    first."""
     modules = list(dict.fromkeys(m for b in buckets for m, _ in b.shapes))[::-1]
     return tuple(sorted(buckets, key=lambda b: ([-b.tokens(m) for m in modules], b.shapes)))

@@ -1,8 +1,9 @@
-"""What buckets may be for the data at hand, and starting sets of them.
+"""The sizes that buckets may have for the data at hand, and starting sets of buckets.
 
-Starts are chains: one main size and a few smaller ones, the modules in the data's own ratio. Sizes
-within a factor of two keep the pipeline steady, and small ones top up the last microbatches. Where
-attention over a long row of several pieces is dear, chains of several short rows are tried too.
+A starting set is a chain: a main size and a few smaller ones, with the modules in the data's own
+ratio. Sizes within a factor of two keep the pipeline steady, and small ones fill the last
+microbatches. If attention over a long row of several pieces is expensive, chains with several short
+rows are tried, too.
 """
 
 from __future__ import annotations
@@ -17,24 +18,31 @@ import numpy as np
 from dflop_jax.records import Bucket, Load, Shape
 from dflop_jax.schedule.buckets.problem import BucketProblem, Buckets
 
-# Chains, the most promising first (by held-out makespans of five data sets and meshes): cuts of a
-# batch over the finest that is sensible, and how far below the main size the smallest lies.
+# Chains, most promising first by held-out makespans of five data sets and meshes: microbatches of a
+# batch over the largest sensible number, and the relative distance of the smallest to the main
+# size.
 _MAIN_CUT_SHARES, _DEPTHS = (0.62, 0.8, 1.0, 0.45), (0.5, 0.7)
-# Power of even steps from the main size to the smallest; above 1, sizes are denser near the main
+# Exponent of even steps from the main size to the smallest; above 1, sizes are denser near the main
 # one.
 _SPACING_POWER = 1.3
-# Rows that a rank's tokens are cut into, where a row holds several pieces.
+# Rows into which a rank's tokens are split, if a row holds several pieces.
 ROW_COUNTS = (1, 2, 4, 8)
-# Price of a token over that with fewer rows, up to which a chain of more rows is tried.
+# A chain with more rows is tried if a token costs at most this share of its price with fewer rows.
 _MAX_PRICE_RATIO = 0.97
 
 
 @dataclass(frozen=True)
 class ModuleSizes:
-    """What a module's shapes may be. `volume` are the tokens of an average batch on one rank;
-    `piece` are those of a row that takes one piece (0: rows are packed), and `multiple` what packed
-    rows are a multiple of; `longest` is the longest piece, `mean` the mean one, `sample` the tokens
-    per rank of the sample with most; `limit` is what memory allows."""
+    """The sizes that shapes of a module may have.
+
+    Attributes:
+      piece_tokens: tokens of a row that takes one piece; 0: rows are packed.
+      multiple: tokens of packed rows are a multiple of it.
+      volume: tokens of an average batch on one rank.
+      longest, mean: tokens of the longest and of the mean piece.
+      sample_tokens: largest number of tokens of one sample on a rank.
+      limit: tokens that memory allows.
+    """
 
     piece_tokens: int
     multiple: int
@@ -46,12 +54,12 @@ class ModuleSizes:
 
     @property
     def min_tokens(self) -> int:
-        """Tokens on a rank of a shape that holds the largest sample."""
+        """Tokens on a rank of the smallest shape that holds the largest sample."""
         return max(self.sample_tokens, round_up(self.longest, self.piece_tokens or self.multiple))
 
     def choices(self, tokens: float, n: int) -> list[Shape]:
-        """About `n` shapes of about so many tokens on a rank: of packed rows from the mean piece's
-        length to the longest one's, else of numbers of rows around that one."""
+        """About `n` shapes of about `tokens` tokens on a rank: packed rows from the mean to the
+        longest piece's length, or several numbers of rows."""
         if self.piece_tokens:
             shapes = [self.shape(tokens * f) for f in np.geomspace(0.5, 2.0, n)]
         else:
@@ -63,8 +71,8 @@ class ModuleSizes:
         return list(dict.fromkeys(fitting))
 
     def shape(self, tokens: float, rows: int = 1, holds_largest: bool = False) -> Shape | None:
-        """The shape of about so many tokens on a rank, in about so many rows if these are packed;
-        `holds_all` makes room for the largest sample. None: no tokens."""
+        """The shape of about `tokens` tokens on a rank, in about `rows` rows if they are packed.
+        `holds_all` makes it hold the largest sample. None: no tokens."""
         if self.volume <= 0 or (tokens <= 0 and not holds_largest):
             return None
         tokens = min(tokens, self.limit)
@@ -89,10 +97,10 @@ Sizes = Mapping[str, ModuleSizes]
 
 
 def sizes_of(loads: Sequence[Load], problem: BucketProblem) -> dict[str, ModuleSizes]:
-    """Sizes of every module that the loads use.
+    """The sizes of every module that the loads use.
 
     Raises:
-      ValueError: a sample that no bucket within the limits can hold.
+      ValueError: no bucket within the limits can hold some sample.
     """
     scale = problem.global_batch / len(loads)
     by_module: dict[str, ModuleSizes] = {}
@@ -121,7 +129,7 @@ def sizes_of(loads: Sequence[Load], problem: BucketProblem) -> dict[str, ModuleS
 
 
 def _sample_tokens(loads: Sequence[Load], module: str, ranks: int, unit: int) -> int:
-    """Tokens on one rank that the sample with most of them needs, its pieces whole."""
+    """The largest number of tokens that one sample needs on a rank, with its pieces whole."""
     every = filter(None, (load.lengths(module) for load in loads))
     return max((-(-len(n) // ranks) * round_up(max(n), unit) for n in every), default=0)
 
@@ -135,14 +143,14 @@ def make_bucket(
 
 
 def max_cuts(sizes: Sizes, problem: BucketProblem) -> float:
-    """Microbatches into which an average batch is cut where they still hold the largest sample."""
+    """The largest number of microbatches of an average batch that still hold the largest sample."""
     cuts = (1.2 * s.volume / s.min_tokens for s in sizes.values())
     return min(float(problem.max_microbatches), *cuts)
 
 
 def bucket_chains(sizes: Sizes, problem: BucketProblem) -> list[Buckets]:
-    """Starts of at most K sizes below each of a few main sizes, the most promising first: each
-    with one row and with as many as make packed tokens cheaper."""
+    """Starting sets of at most K sizes below each of a few main sizes, most promising first: with
+    one row, and with more rows while that makes packed tokens cheaper."""
     size_step_K = (np.arange(problem.n_buckets) / max(1, problem.n_buckets - 1)) ** _SPACING_POWER
     packed = [m for m, s in sizes.items() if not s.piece_tokens]
     starts: dict[Buckets, None] = {}
@@ -169,8 +177,8 @@ def bucket_chains(sizes: Sizes, problem: BucketProblem) -> list[Buckets]:
 
 @dataclass(frozen=True)
 class Move:
-    """A change of one bucket: the tokens of some modules scaled (0: without the module), or their
-    packed rows cut anew."""
+    """A change of one bucket: the tokens of some modules scaled (0: module dropped), or their
+    packed rows split anew."""
 
     bucket: int
     modules: tuple[str, ...]
@@ -178,7 +186,7 @@ class Move:
     cut: float = 1.0
 
     def applied(self, bucket: Bucket, sizes: Sizes) -> Bucket | None:
-        """The bucket after the move, changed by at least one unit; None if nothing is left."""
+        """The bucket after the move, changed by at least one unit; None if no module is left."""
         shapes = {
             m: self._change_shape(shape, sizes[m]) if m in self.modules else shape
             for m, shape in bucket.shapes
